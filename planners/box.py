@@ -1,0 +1,166 @@
+"""`Box`: an axis-aligned region of a tensor, half-open in every dim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from planners.errors import PlanError
+
+__all__ = ["Box"]
+
+
+class Box:
+    """The elements `offsets[d] <= index[d] < offsets[d] + sizes[d]` for every dim d.
+
+    A box of no dims is the single element of a 0-d tensor; a box with a size of 0 holds no element.
+    Boxes are values: equal, hashable, ordered by offsets and then sizes.
+
+        >>> Box((0, 4), (2, 4))
+        Box[0:2, 4:8]
+    """
+
+    __slots__ = ("offsets", "sizes")
+
+    offsets: tuple[int, ...]
+    """First index in each dim."""
+    sizes: tuple[int, ...]
+    """Extent in each dim."""
+
+    def __init__(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+        """Raises PlanError if the two differ in length or hold a negative number."""
+        offsets_, sizes_ = tuple(map(int, offsets)), tuple(map(int, sizes))
+        if len(offsets_) != len(sizes_):
+            raise PlanError(f"a box needs one offset and one size per dim, got offsets {offsets_} and sizes {sizes_}")
+        if (offsets_ and min(offsets_) < 0) or (sizes_ and min(sizes_) < 0):
+            raise PlanError(f"offsets and sizes of a box must be >= 0, got offsets {offsets_} and sizes {sizes_}")
+        object.__setattr__(self, "offsets", offsets_)
+        object.__setattr__(self, "sizes", sizes_)
+
+    @classmethod
+    def of(cls, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+        """A box from tuples that are known to be right: no checks, for inner loops."""
+        box = object.__new__(cls)
+        object.__setattr__(box, "offsets", offsets)
+        object.__setattr__(box, "sizes", sizes)
+        return box
+
+    @classmethod
+    def full(cls, shape: Sequence[int]) -> Box:
+        """The whole of a tensor of this shape."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def ndim(self) -> int:
+        """How many dims."""
+        return len(self.sizes)
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds no element."""
+        return 0 in self.sizes
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """One past the last index in each dim."""
+        return tuple(o + s for o, s in zip(self.offsets, self.sizes))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """For indexing an array whose coordinates are the box's own."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes))
+
+    def intersection(self, other: Box) -> Box | None:
+        """The elements in both, in the coordinates of both; None where there is none. `b & b` is `b` or None."""
+        self._same_ndim(other)
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(min(a, b) - o for a, b, o in zip(self.stops, other.stops, offsets))
+        if any(s <= 0 for s in sizes):
+            return None
+        return Box.of(offsets, sizes)
+
+    __and__ = intersection
+
+    def difference(self, other: Box) -> tuple[Box, ...]:
+        """The elements of this box that are not in `other`, as at most 2*ndim disjoint boxes in the same coordinates."""
+        common = self.intersection(other)
+        if common is None:
+            return () if self.is_empty else (self,)
+        pieces: list[Box] = []
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        for d in range(self.ndim):
+            before = common.offsets[d] - offsets[d]
+            after = offsets[d] + sizes[d] - common.stops[d]
+            for start, size in ((offsets[d], before), (common.stops[d], after)):
+                if size:
+                    pieces.append(Box.of((*offsets[:d], start, *offsets[d + 1 :]), (*sizes[:d], size, *sizes[d + 1 :])))
+            offsets[d], sizes[d] = common.offsets[d], common.sizes[d]
+        return tuple(pieces)
+
+    __sub__ = difference
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of `other` is in this box; an empty box is in every box."""
+        self._same_ndim(other)
+        if other.is_empty:
+            return True
+        return all(a <= b for a, b in zip(self.offsets, other.offsets)) and all(
+            a >= b for a, b in zip(self.stops, other.stops)
+        )
+
+    def shift(self, by: Sequence[int]) -> Box:
+        """The box moved by `by` in each dim. Raises PlanError if that leads below 0."""
+        if len(by) != self.ndim:
+            raise PlanError(f"cannot shift a box of {self.ndim} dims by {tuple(by)}")
+        return Box([o + b for o, b in zip(self.offsets, by)], self.sizes)
+
+    def relative_to(self, outer: Box) -> Box:
+        """This box in the coordinates of `outer`, whose first element becomes the origin; `b.relative_to(b)` is
+        `Box.full(b.sizes)`. Raises PlanError if `outer` does not contain it."""
+        if not outer.contains(self):
+            raise PlanError(f"{self} does not lie within {outer}")
+        return Box([o - b for o, b in zip(self.offsets, outer.offsets)], self.sizes)
+
+    def _same_ndim(self, other: Box) -> None:
+        if self.ndim != other.ndim:
+            raise PlanError(f"boxes of {self.ndim} and {other.ndim} dims have no common coordinates: {self}, {other}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Box is frozen: make a new one instead of setting {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Box is frozen: cannot delete {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Box) and self.offsets == other.offsets and self.sizes == other.sizes
+
+    def __hash__(self) -> int:
+        return hash((self.offsets, self.sizes))
+
+    def __lt__(self, other: Box) -> bool:
+        return (self.offsets, self.sizes) < (other.offsets, other.sizes)
+
+    def __le__(self, other: Box) -> bool:
+        return (self.offsets, self.sizes) <= (other.offsets, other.sizes)
+
+    def __gt__(self, other: Box) -> bool:
+        return other < self
+
+    def __ge__(self, other: Box) -> bool:
+        return other <= self
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        """Offsets, then sizes: `offsets, sizes = box`."""
+        return iter((self.offsets, self.sizes))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Box, (self.offsets, self.sizes)
+
+    def __repr__(self) -> str:
+        return f"Box[{', '.join(f'{o}:{o + s}' for o, s in zip(self.offsets, self.sizes))}]"

@@ -1,0 +1,86 @@
+"""The exception tree. Each error says what, where, wanted, found and the fix; each also is the builtin one would catch."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "DamagedCheckpointError",
+    "DeadlineError",
+    "FormatError",
+    "KeyMismatchError",
+    "LayoutError",
+    "NormalizationError",
+    "RankFailedError",
+    "ReshardError",
+    "StorageError",
+    "UnsafeDataError",
+]
+
+
+class ReshardError(Exception):
+    """Anything that this library refuses to do, or could not do."""
+
+
+class CheckpointError(ReshardError):
+    """A checkpoint cannot be opened, read or written."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no complete checkpoint at this path."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
+class FormatError(CheckpointError, ValueError):
+    """The files are of no known format, of a newer version, or contradict their own format."""
+
+
+class DamagedCheckpointError(CheckpointError, ValueError):
+    """Bytes are missing, truncated or changed since they were written; names file, tensor and byte range."""
+
+
+class UnsafeDataError(CheckpointError, ValueError):
+    """A pickle asks for something outside the short list of plain types; nothing of it was run."""
+
+
+class KeyMismatchError(ReshardError, KeyError):
+    """Names, shapes or dtypes of a checkpoint and of the wanted state do not fit; lists all of them."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of a long, many-line message
+        return Exception.__str__(self)
+
+
+class LayoutError(ReshardError, ValueError):
+    """A tensor's placement cannot be described, or two sides disagree about it."""
+
+
+class NormalizationError(ReshardError, ValueError):
+    """Live names cannot be mapped to canonical ones, or a state dict does not fit a model or optimizer."""
+
+
+class StorageError(ReshardError, OSError):
+    """The storage failed: no space, no permission, a dropped connection."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
+class RankFailedError(ReshardError):
+    """Another rank failed first; carries that rank and its message, the same on every rank.
+
+    Attributes:
+        rank: the rank whose failure came first.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class DeadlineError(ReshardError, TimeoutError):
+    """A rank did not answer before its deadline."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
