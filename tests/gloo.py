@@ -34,7 +34,7 @@ __all__ = ["Outcome", "outcomes", "run"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: with a value, with an error (and its traceback as text), or with neither, dead by `exitcode`."""
+    """How one rank ended: with a value, with an error and its traceback as text, or dead by `exitcode` with neither."""
 
     rank: int
     value: Any = None

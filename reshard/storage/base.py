@@ -1,0 +1,201 @@
+"""What a storage is: a folder of named objects, byte ranges in and whole objects out.
+
+Names are relative and '/'-separated ("step-10/rank-0.safetensors"), whatever the storage beneath. Every error is a
+`StorageError`, or a `CheckpointNotFoundError` where an object is absent, and says which object of which storage.
+A third-party storage implements the abstract methods here and hands an instance to `open_storage`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import lru_cache
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # in the standard library from Python 3.12 on
+
+__all__ = ["Storage", "Writer", "check_name", "check_range", "is_temporary"]
+
+_TEMPORARY_SUFFIX = ".tmp"
+
+
+class Storage(ABC):
+    """A folder of named objects, on a disk, in an object store or in memory.
+
+    Methods may be called from several threads at once. Objects that are read must not be rewritten meanwhile, except
+    through `publish`, which readers see as either the old object or the new one.
+
+    Attributes:
+        url: where it is, for messages.
+        max_gap_bytes: reading up to this many bytes that nobody asked for is cheaper than one more request.
+    """
+
+    url: str
+    max_gap_bytes: int
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """Names that start with `prefix` (any text, "step-1" finds "step-10/x" too) and their sizes in bytes, sorted.
+
+        A folder that does not exist holds nothing. What a killed writer left behind is listed too: see `is_temporary`.
+        """
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Length of an object in bytes. Raises `CheckpointNotFoundError` if there is none of this name."""
+
+    @abstractmethod
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill the writable, contiguous `buffer` with the bytes from `start`: all of it, or an error."""
+
+    @abstractmethod
+    def create(self, name: str) -> Writer:
+        """A new object, written from front to end; it must not exist yet."""
+
+    @abstractmethod
+    def publish(self, name: str, data: Buffer) -> None:
+        """Store a whole small object so that readers, and a crash at any point, find the old one or the new one."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove an object; one that is not there is no error, so that a removal can be repeated after a crash."""
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        """`length` bytes from `start` (default: to the end); exactly that many, or an error."""
+        if length is None:
+            length = self.size(name) - start
+        if start < 0 or length < 0:
+            check_range(self, name, start, length, self.size(name))
+        buffer = bytearray(length)
+        self.read_into(name, start, memoryview(buffer))
+        return bytes(buffer)
+
+    def mapped(self, name: str) -> memoryview | None:
+        """A read-only view of the whole object without a copy where the storage has one, else None.
+
+        The view stays valid as long as it is referenced, also after the object was deleted or published anew.
+        """
+        return None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+
+class Writer(ABC):
+    """An object being written: `with storage.create(name) as out: out.write(data)`.
+
+    A clean exit makes it durable; an exit by an exception, a failed write included, leaves nothing behind.
+
+    Attributes:
+        nbytes: how many bytes were written so far.
+    """
+
+    nbytes: int = 0
+    _ended: bool = False
+    _failed: bool = False
+
+    def write(self, data: Buffer) -> None:
+        """Append a contiguous bytes-like object, which may be changed again once this returns."""
+        if self._ended:
+            raise StorageError("this object is closed: write inside its with block")
+        view = memoryview(data)
+        if not view.nbytes:  # an empty view of another type cannot be cast
+            return
+        try:
+            self._write(view.cast("B"))
+        except BaseException:
+            self._failed = True
+            raise
+        self.nbytes += view.nbytes
+
+    @abstractmethod
+    def _write(self, data: memoryview) -> None:
+        """Append a non-empty view of bytes, all of it."""
+
+    @abstractmethod
+    def _commit(self) -> None:
+        """Make the object durable and visible."""
+
+    @abstractmethod
+    def _abort(self) -> None:
+        """Leave nothing behind."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            if error is None and self._failed:
+                raise StorageError("a write of this object failed and was ignored; nothing of it was kept")
+            if error is None:
+                self._commit()
+                return
+        except BaseException as failure:
+            self._give_up(failure)
+            raise
+        self._give_up(error)
+
+    def _give_up(self, cause: BaseException) -> None:
+        try:
+            self._abort()
+        except ReshardError as second:  # the first error is what the caller must see
+            cause.add_note(f"removing the unfinished object failed too: {second}")
+
+
+def check_name(name: str, url: str) -> str:
+    """The name itself, if it stays inside the folder: relative, no empty, "." or ".." part, no NUL.
+
+    Raises:
+        StorageError: says what is wrong with it.
+    """
+    if not isinstance(name, str):
+        raise StorageError(f"a name in {url} must be text, but is {type(name).__name__}")
+    flaw = _flaw(name)
+    if flaw:
+        raise StorageError(f"bad name {name!r} in {url}: {flaw}")
+    return name
+
+
+@lru_cache(maxsize=10_000)  # a load asks for the same few names very often
+def _flaw(name: str) -> str:
+    if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name or "\\" in name:
+        return "wanted parts separated by '/', none of them empty, '.' or '..', without NUL and backslash"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "it is not valid Unicode text"
+    return ""
+
+
+def check_range(storage: Storage, name: str, start: int, length: int, size: int) -> None:
+    """Refuse a byte range that is not inside an object of `size` bytes; names file, range and length."""
+    if start < 0 or length < 0:
+        raise StorageError(f"bad byte range [{start}, {start + length}) of {name} in {storage.url}")
+    if start + length > size:
+        raise StorageError(
+            f"{name} in {storage.url} is too short: wanted bytes [{start}, {start + length}), but it has {size} bytes"
+        )
+
+
+def is_temporary(name: str) -> bool:
+    """True for what `publish` writes before it replaces an object; one that stays was left by a killed process."""
+    stem, dot, suffix = name.rpartition(".")
+    return bool(dot) and "." + suffix == _TEMPORARY_SUFFIX and ".~" in stem
+
+
+def temporary_name(name: str, token: str) -> str:
+    """The name beside `name` under which `publish` writes first."""
+    return f"{name}.~{token}{_TEMPORARY_SUFFIX}"
+
+
+def not_found(name: str, url: str) -> CheckpointNotFoundError:
+    """The error for an object that is absent."""
+    return CheckpointNotFoundError(f"there is no {name} in {url}")

@@ -1,0 +1,229 @@
+"""A folder of the local (or a mounted) file system.
+
+Durable means: the file's bytes are fsynced, and so is each folder that got a new entry, up to the first that was
+there before. A rename without the second fsync can be forgotten by a crash.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.errors import ReshardError, StorageError
+from reshard.storage.base import Storage, Writer, check_name, check_range, not_found, temporary_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["LocalStorage"]
+
+_PAGE_BYTES = 4096
+_WRITE_BYTES = 1 << 30
+"""One write call; Linux stops at 2 GiB - 4 KiB."""
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_CREATE_TRIES = 10
+
+
+class LocalStorage(Storage):
+    """The folder `root`, which need not exist yet: the first write makes it.
+
+    Links inside the folder are followed, as in a Hugging Face cache; names themselves cannot leave it.
+    """
+
+    max_gap_bytes = _PAGE_BYTES
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(os.path.abspath(root))
+        self.url = str(self.root)
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        folder = prefix.rpartition("/")[0]
+        if folder:
+            check_name(folder, self.url)
+        top = self.root / folder
+        if self.root.exists() and not self.root.is_dir():
+            raise StorageError(f"{self.url} is a file, wanted a folder")
+        found: dict[str, int] = {}
+        with self._errors("list", folder or "."):
+            for where, _, files in os.walk(top, onerror=_unless_absent):
+                inside = os.path.relpath(where, self.root)
+                for file in files:
+                    name = file if inside == "." else f"{inside}/{file}"
+                    if name.startswith(prefix):
+                        # a file that another process removes while we look is not in the folder
+                        with suppress(FileNotFoundError):
+                            found[name] = os.stat(os.path.join(where, file)).st_size
+        return dict(sorted(found.items()))
+
+    def size(self, name: str) -> int:
+        with self._open(name) as file:
+            return os.fstat(file).st_size
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        view = buffer.cast("B") if buffer.nbytes else buffer
+        with self._open(name) as file:
+            done = 0
+            while start >= 0 and done < view.nbytes:
+                got = os.preadv(file, [view[done:]], start + done)
+                if not got:
+                    break
+                done += got
+            if done < view.nbytes or start < 0:
+                check_range(self, name, start, view.nbytes, os.fstat(file).st_size)
+                raise StorageError(
+                    f"{name} in {self.url} changed while bytes [{start}, {start + view.nbytes}) were read"
+                )
+
+    def mapped(self, name: str) -> memoryview | None:
+        with self._open(name) as file:
+            if os.fstat(file).st_size == 0:  # nothing cannot be mapped
+                return memoryview(b"")
+            return memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ))
+
+    def create(self, name: str) -> Writer:
+        path = self._path(name)
+        with self._errors("create", name):
+            for _ in range(_CREATE_TRIES):
+                self._make_folder(path.parent)
+                # another process may remove the folder, empty as it still is, before our file is in it
+                with suppress(FileNotFoundError):
+                    return _LocalWriter(self, name, path, os.open(path, _CREATE_FLAGS, 0o666))
+        raise StorageError(f"cannot create {name} in {self.url}: somebody keeps removing its folder")
+
+    def publish(self, name: str, data: Buffer) -> None:
+        path = self._path(name)
+        beside = temporary_name(name, secrets.token_hex(8))
+        with self.create(beside) as out:
+            out.write(data)
+        try:
+            with self._errors("publish", name):
+                os.replace(self.root / beside, path)
+                _sync_folder(path.parent)
+        except ReshardError:
+            (self.root / beside).unlink(missing_ok=True)
+            raise
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        with self._errors("delete", name):
+            with suppress(FileNotFoundError):
+                path.unlink()
+            # folders exist only to hold objects: an empty one is gone with its last object
+            folder = path.parent
+            while folder != self.root and folder.is_relative_to(self.root):
+                try:
+                    folder.rmdir()
+                except OSError:  # it holds something else, or is gone already
+                    break
+                folder = folder.parent
+
+    def _path(self, name: str) -> Path:
+        return self.root / check_name(name, self.url)
+
+    def _make_folder(self, folder: Path) -> None:
+        missing: list[Path] = []
+        while not folder.is_dir():
+            missing.append(folder)
+            folder = folder.parent
+        for folder in reversed(missing):
+            with suppress(FileExistsError):
+                folder.mkdir()
+            _sync_folder(folder.parent)
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[int]:
+        path = self._path(name)
+        with self._errors("read", name):
+            # without O_NONBLOCK a named pipe would keep us waiting for its writer
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                if not stat.S_ISREG(os.fstat(file).st_mode):
+                    raise StorageError(f"cannot read {name} in {self.url}: it is no regular file")
+                yield file
+            finally:
+                os.close(file)
+
+    @contextmanager
+    def _errors(self, verb: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except ReshardError:
+            raise
+        except OSError as error:
+            raise _explained(error, verb, name, self.url) from error
+
+
+class _LocalWriter(Writer):
+    def __init__(self, storage: LocalStorage, name: str, path: Path, file: int) -> None:
+        self._storage = storage
+        self._name = name
+        self._path = path
+        self._file = file
+
+    def _write(self, data: memoryview) -> None:
+        with self._storage._errors("write", self._name):
+            while data:
+                data = data[os.write(self._file, data[:_WRITE_BYTES]) :]
+
+    def _commit(self) -> None:
+        with self._storage._errors("write", self._name):
+            os.fsync(self._file)
+            self._close()
+            _sync_folder(self._path.parent)
+
+    def _abort(self) -> None:
+        self._close()
+        self._storage.delete(self._name)
+
+    def _close(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+
+def _sync_folder(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        # some network file systems have no fsync of folders; their metadata operations are synchronous
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(file)
+
+
+def _unless_absent(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+_FIXES = {
+    errno.EACCES: "permission denied: check the owner and mode of the folder",
+    errno.EPERM: "the file system does not permit it",
+    errno.EROFS: "the file system is mounted read-only",
+    errno.ENOSPC: "no space left on the device: free some, or save elsewhere",
+    errno.EDQUOT: "the disk quota is used up: free some space, or save elsewhere",
+    errno.EFBIG: "the file would be larger than this file system or process may hold",
+    errno.ENOTDIR: "a part of the path is a file, wanted a folder",
+    errno.EISDIR: "it is a folder, wanted a file",
+    errno.EEXIST: "it exists already, and is not overwritten; delete it first",
+    errno.ENAMETOOLONG: "the name is too long for this file system",
+    errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
+}
+
+
+def _explained(error: OSError, verb: str, name: str, url: str) -> ReshardError:
+    if error.errno == errno.ENOENT:
+        return not_found(name, url)
+    why = _FIXES.get(error.errno or 0, error.strerror or str(error))
+    explained = StorageError(f"cannot {verb} {name} in {url}: {why}")
+    explained.errno = error.errno
+    return explained

@@ -1,0 +1,92 @@
+"""Objects in this process's memory: for tests, and for a checkpoint that is to live only until the next one."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from reshard.errors import StorageError
+from reshard.storage.base import Storage, Writer, check_name, check_range, not_found
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["MemoryStorage"]
+
+
+class MemoryStorage(Storage):
+    """A folder in memory. Two instances share nothing; `memory://NAME` names one that the whole process shares."""
+
+    max_gap_bytes = 0
+
+    def __init__(self, name: str = "") -> None:
+        self.url = f"memory://{name}"
+        self._objects: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        with self._lock:
+            return {name: len(data) for name, data in sorted(self._objects.items()) if name.startswith(prefix)}
+
+    def size(self, name: str) -> int:
+        return len(self._get(name))
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        data = self._get(name)
+        check_range(self, name, start, buffer.nbytes, len(data))
+        if buffer.nbytes:
+            buffer.cast("B")[:] = memoryview(data)[start : start + buffer.nbytes]
+
+    def mapped(self, name: str) -> memoryview | None:
+        return memoryview(self._get(name))
+
+    def create(self, name: str) -> Writer:
+        with self._lock:
+            self._refuse_existing(check_name(name, self.url))
+        return _MemoryWriter(self, name)
+
+    def publish(self, name: str, data: Buffer) -> None:
+        check_name(name, self.url)
+        with self._lock:
+            self._objects[name] = bytes(data)
+
+    def delete(self, name: str) -> None:
+        check_name(name, self.url)
+        with self._lock:
+            self._objects.pop(name, None)
+
+    def _add(self, name: str, data: bytes) -> None:
+        with self._lock:
+            self._refuse_existing(name)
+            self._objects[name] = data
+
+    def _refuse_existing(self, name: str) -> None:
+        if name in self._objects:
+            raise StorageError(
+                f"cannot create {name} in {self.url}: it exists already, and is not overwritten; delete it first"
+            )
+
+    def _get(self, name: str) -> bytes:
+        check_name(name, self.url)
+        with self._lock:
+            data = self._objects.get(name)
+        if data is None:
+            raise not_found(name, self.url)
+        return data
+
+
+class _MemoryWriter(Writer):
+    def __init__(self, storage: MemoryStorage, name: str) -> None:
+        self._storage = storage
+        self._name = name
+        self._buffer = bytearray()
+
+    def _write(self, data: memoryview) -> None:
+        self._buffer += data
+
+    def _commit(self) -> None:
+        self._storage._add(self._name, bytes(self._buffer))
+        self._buffer.clear()
+
+    def _abort(self) -> None:
+        self._buffer.clear()

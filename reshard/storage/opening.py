@@ -1,0 +1,55 @@
+"""From a path or URL to a storage."""
+
+from __future__ import annotations
+
+import os
+import threading
+from urllib.parse import unquote, urlsplit
+
+from reshard.errors import StorageError
+from reshard.storage.base import Storage
+from reshard.storage.local import LocalStorage
+from reshard.storage.memory import MemoryStorage
+
+__all__ = ["open_storage"]
+
+_shared_memory: dict[str, MemoryStorage] = {}
+_lock = threading.Lock()
+
+
+def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
+    """The storage for a path or URL; a `Storage` is returned as it is. Nothing is read, made or contacted yet.
+
+    Args:
+        path: a local folder, "file:///folder", "memory://name" (one for the whole process), or a bucket and folder:
+            "s3://bucket/folder", "gs://...", "az://container/folder", which need the extra `reshard[object-stores]`.
+
+    Raises:
+        StorageError: a scheme that is not known, or a URL that names no folder.
+    """
+    if isinstance(path, Storage):
+        return path
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise StorageError(f"a path must be text, but is {type(text).__name__}: {text!r}")
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        if not text:
+            raise StorageError("the path is empty: name a folder")
+        return LocalStorage(text)
+    if scheme == "file":
+        url = urlsplit(text)
+        if url.netloc not in ("", "localhost") or not url.path:
+            raise StorageError(f"{text} names no local folder: write file:///folder, with three slashes")
+        return LocalStorage(unquote(url.path))
+    if scheme == "memory":
+        name = rest.strip("/")
+        with _lock:
+            return _shared_memory.setdefault(name, MemoryStorage(name))
+    if scheme in ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "http", "https"):
+        from reshard.storage.objects import open_objects  # obstore is optional, and slow to import
+
+        return open_objects(text)
+    raise StorageError(
+        f"unknown scheme {scheme!r} of {text}: known are a local folder, file://, memory://, s3://, gs:// and az://"
+    )
