@@ -1,0 +1,86 @@
+"""The formats: one module each. A module has a `name`, `detect(storage, names)` and `open(storage, names)`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from reshard.errors import CheckpointNotFoundError, FormatError
+from reshard.formats.base import Contents, Format
+from reshard.storage import Storage, is_temporary, open_storage
+
+__all__ = ["COMPOSITE_FORMATS", "PLAIN_FORMATS", "open_contents"]
+
+COMPOSITE_FORMATS: tuple[Format, ...] = ()
+"""Formats made of files of other formats, plus something that tells them apart: the first that fits is taken."""
+
+PLAIN_FORMATS: tuple[Format, ...] = ()
+"""Formats of one kind of file: if two fit, the folder is a mixture and refused."""
+
+_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
+
+
+def open_contents(path: str | os.PathLike[str] | Storage) -> tuple[Contents, str]:
+    """What is at `path`, by the format that its files show, and a text that says where that is.
+
+    Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
+    """
+    storage, names = _find(path)
+    url = storage.url if isinstance(path, Storage) else os.fspath(path)
+    if not names:
+        raise CheckpointNotFoundError(f"there is nothing at {url}")
+    return _pick(storage, names, url).open(storage, names), url
+
+
+def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, int]]:
+    """The storage and the files to look at: those of a folder, or a single file."""
+    if isinstance(path, Storage):
+        storage, file = path, ""
+    else:
+        text = os.fspath(path)
+        parent, _, last = text.rstrip("/").rpartition("/")
+        remote = "://" in text and urlsplit(text).scheme not in ("file", "memory")
+        single = last.endswith(_FILE_SUFFIXES) if remote else _is_local_file(text)
+        file = last if single else ""
+        storage = open_storage((parent or ("/" if text.startswith("/") else ".")) if single else path)
+    names = storage.list(file)
+    if file and file in names:
+        return storage, {file: names[file]}
+    return storage, {name: size for name, size in names.items() if not is_temporary(name)}
+
+
+def _is_local_file(text: str) -> bool:
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme != "file":
+        return False
+    return Path(rest if separator else text).is_file()
+
+
+def _pick(storage: Storage, names: Mapping[str, int], url: str) -> Format:
+    """The format that fits. Raises FormatError if none does, or more than one."""
+    for format in COMPOSITE_FORMATS:
+        if format.detect(storage, names):
+            return format
+    fitting = [format for format in PLAIN_FORMATS if format.detect(storage, names)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        kinds = " and ".join(format.name for format in fitting)
+        raise FormatError(
+            f"{url} is a mixture: its files look like {kinds}; open the one that you mean by the path of its file, or "
+            "move the others elsewhere"
+        )
+    known = "; ".join(f"{format.name} ({format.looks_for})" for format in (*COMPOSITE_FORMATS, *PLAIN_FORMATS))
+    nested = _nested(storage, names)
+    hint = f" Below it there seem to be checkpoints in {', '.join(nested)}: open one of these." if nested else ""
+    some = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+    raise FormatError(f"{url} is no checkpoint of a known format.{hint} It holds {some}. Looked for: {known}")
+
+
+def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:
+    """Folders below that hold what looks like a checkpoint, for the message; at most five."""
+    folders = sorted({name.rpartition("/")[0] for name in names if "/" in name})
+    marks = (".metadata", ".safetensors", ".pt", ".bin", ".ckpt", "manifest.json")
+    return [f for f in folders if any(n.startswith(f + "/") and n.endswith(marks) for n in names)][:5]

@@ -1,0 +1,84 @@
+"""Copies the elements of a window into an array, reading little more than those elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from planners.byteruns import Window
+from reshard.formats.base import Place
+
+__all__ = ["MAX_BUFFER_BYTES", "copy_place", "item_dtype"]
+
+Array = npt.NDArray[Any]
+
+MAX_BUFFER_BYTES = 16 << 20
+"""The largest piece of a file that is read at once where the storage has no zero-copy view."""
+
+
+def item_dtype(itemsize: int) -> np.dtype[Any]:
+    """A numpy dtype for elements of this many bytes, of which only the bytes matter."""
+    return np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype(f"V{itemsize}")
+
+
+def copy_place(place: Place, out: Array) -> None:
+    """Copy the elements at `place` into `out`, an array of `item_dtype(window.itemsize)` and of the window's sizes.
+
+    `out` may be strided. Conjugation is the caller's: the bytes arrive as they are stored.
+
+    Raises:
+        DamagedCheckpointError: if the source ends before the window does.
+        StorageError: if the storage fails.
+    """
+    window = place.window
+    if window.numel == 0:
+        return
+    place.source.check(window.offset, window.stop)
+    view = place.source.view()
+    if view is not None:
+        _copy(view, window, out)
+    else:
+        _read(place, window, out)
+
+
+def _read(place: Place, window: Window, out: Array) -> None:
+    """Read the span of the window at once if little of it is unneeded, else part by part along the widest dim."""
+    span = window.stop - window.offset
+    runs = window.runs()
+    gap = place.source.max_gap_bytes
+    if span <= MAX_BUFFER_BYTES and span - runs.nbytes <= gap * max(runs.count - 1, 0):
+        data = place.source.read(window.offset, span)
+        _copy(memoryview(data), Window(0, window.sizes, window.strides, window.itemsize), out)
+        return
+    # a dim of size 1 does not separate anything, so there is one larger: a span of one element is one run
+    dim = max((d for d, n in enumerate(window.sizes) if n > 1), key=lambda d: window.strides[d])
+    stride, size = window.strides[dim], window.sizes[dim]
+    rest = (*window.sizes[:dim], 1, *window.sizes[dim + 1 :])
+    one = Window(window.offset, rest, window.strides, window.itemsize)
+    inner = one.stop - one.offset
+    step = 1
+    if 0 <= stride - inner <= gap:  # neighbours are close enough to be read together
+        step = min(max(MAX_BUFFER_BYTES // max(stride, 1), 1), max(size - 1, 1))
+    for start in range(0, size, step):
+        n = min(step, size - start)
+        part = Window(
+            window.offset + start * stride,
+            (*window.sizes[:dim], n, *window.sizes[dim + 1 :]),
+            window.strides,
+            window.itemsize,
+        )
+        index = (slice(None),) * dim + (slice(start, start + n),)
+        _read(place, part, out[index])
+
+
+def _copy(view: memoryview, window: Window, out: Array) -> None:
+    """Copy from bytes at hand. A last dim without gaps on both sides is copied as bytes, which numpy does by memcpy."""
+    itemsize, sizes, strides = window.itemsize, window.sizes, window.strides
+    if sizes and strides[-1] == itemsize and out.strides[-1] == itemsize:
+        source = np.ndarray((*sizes[:-1], sizes[-1] * itemsize), np.uint8, view, window.offset, (*strides[:-1], 1))
+        target = out.view(np.uint8) if out.dtype != np.uint8 else out
+        np.copyto(target, source)
+        return
+    np.copyto(out, np.ndarray(sizes, out.dtype, view, window.offset, strides))

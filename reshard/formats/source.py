@@ -1,0 +1,191 @@
+"""Where bytes come from: a file of a storage, a compressed item of a file, or memory. Equal sources compare equal."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from reshard.errors import DamagedCheckpointError
+from reshard.storage.base import Storage
+
+__all__ = ["BytesSource", "DecodedSource", "FileSource", "Files", "Source"]
+
+
+class Source(ABC):
+    """A run of bytes that windows count in."""
+
+    label: str
+    """Its name, for messages."""
+    max_gap_bytes: int = 0
+    """Reading up to this many bytes that nobody asked for is cheaper than one more request."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """How many bytes there are."""
+
+    @abstractmethod
+    def view(self) -> memoryview | None:
+        """All bytes, read-only and without a copy, where that costs nothing; else None."""
+
+    @abstractmethod
+    def _fill(self, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `start`; the range was checked."""
+
+    def check(self, start: int, stop: int) -> None:
+        """Raises DamagedCheckpointError unless bytes [start, stop) exist."""
+        if not 0 <= start <= stop <= self.nbytes:
+            raise DamagedCheckpointError(
+                f"{self.label}: wanted bytes [{start}, {stop}), but it has {self.nbytes} bytes; it was cut short, or "
+                "what points into it is wrong"
+            )
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill the writable `buffer` with the bytes from `start`. Raises DamagedCheckpointError if they end early."""
+        self.check(start, start + buffer.nbytes)
+        if buffer.nbytes:
+            self._fill(start, buffer)
+
+    def read(self, start: int, length: int) -> bytes | memoryview:
+        """`length` bytes from `start`, a view where there is one. Raises DamagedCheckpointError if they end early."""
+        self.check(start, start + length)
+        view = self.view()
+        if view is not None:
+            return view[start : start + length]
+        buffer = bytearray(length)
+        if length:
+            self._fill(start, memoryview(buffer))
+        return bytes(buffer)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.label!r})"
+
+
+class FileSource(Source):
+    """An object of a storage. Mapped into memory at first use where the storage can."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self.storage = storage
+        self.name = name
+        self.label = f"{storage.url.rstrip('/')}/{name}"
+        self.max_gap_bytes = storage.max_gap_bytes
+        self._view: memoryview | None = None
+        self._nbytes: int | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        if self._nbytes is None:
+            self.view()
+            self._nbytes = len(self._view) if self._view is not None else self.storage.size(self.name)
+        return self._nbytes
+
+    def view(self) -> memoryview | None:
+        if self._nbytes is None:
+            with self._lock:
+                if self._nbytes is None:
+                    self._view = self.storage.mapped(self.name)
+                    self._nbytes = len(self._view) if self._view is not None else self.storage.size(self.name)
+        return self._view
+
+    def _fill(self, start: int, buffer: memoryview) -> None:
+        view = self.view()
+        if view is not None:
+            buffer[:] = view[start : start + buffer.nbytes]
+        else:
+            self.storage.read_into(self.name, start, buffer)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FileSource) and self.storage is other.storage and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash((id(self.storage), self.name))
+
+
+class Files:
+    """The files of one checkpoint: one `FileSource` a name, so that each is mapped once."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._sources: dict[str, FileSource] = {}
+
+    def __getitem__(self, name: str) -> FileSource:
+        source = self._sources.get(name)
+        return self._sources.setdefault(name, FileSource(self.storage, name)) if source is None else source
+
+
+class BytesSource(Source):
+    """Bytes in memory: constants, padding, what was decoded."""
+
+    def __init__(self, data: bytes, label: str = "memory") -> None:
+        self.data = data
+        self.label = label
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def view(self) -> memoryview:
+        return memoryview(self.data)
+
+    def _fill(self, start: int, buffer: memoryview) -> None:
+        buffer[:] = self.data[start : start + buffer.nbytes]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BytesSource) and self.data == other.data
+
+    def __hash__(self) -> int:
+        return hash((BytesSource, len(self.data), self.data[:64]))
+
+
+class DecodedSource(Source):
+    """Bytes that exist only decoded, such as a compressed item of a file.
+
+    Decoding is all or nothing, so the last decoded item is kept, and only that one: memory stays within one item
+    for each `DecodedSource.Slot` that a checkpoint shares among its items.
+    """
+
+    class Slot:
+        """Holds the bytes of the source that was decoded last."""
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+            self.owner: DecodedSource | None = None
+            self.data = b""
+
+    def __init__(
+        self, file: FileSource, start: int, length: int, codec: str, decode: Callable[[bytes], bytes], slot: Slot
+    ) -> None:
+        """`decode` turns the `length` bytes at `start` of `file` into the bytes that windows count in."""
+        self.file, self.start, self.length, self.codec = file, start, length, codec
+        self.label = f"{file.label} (bytes [{start}, {start + length}), {codec})"
+        self._decode = decode
+        self._slot = slot
+
+    def decoded(self) -> bytes:
+        """All bytes, decoded. Raises DamagedCheckpointError if they cannot be."""
+        with self._slot.lock:
+            if self._slot.owner is not self:
+                self._slot.data = self._decode(bytes(self.file.read(self.start, self.length)))
+                self._slot.owner = self
+            return self._slot.data
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.decoded())
+
+    def view(self) -> memoryview:
+        return memoryview(self.decoded())
+
+    def _fill(self, start: int, buffer: memoryview) -> None:
+        buffer[:] = self.decoded()[start : start + buffer.nbytes]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DecodedSource) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[FileSource, int, int, str]:
+        return self.file, self.start, self.length, self.codec
