@@ -88,7 +88,7 @@ class Box:
     __and__ = intersection
 
     def difference(self, other: Box) -> tuple[Box, ...]:
-        """The elements of this box that are not in `other`, as at most 2*ndim disjoint boxes in the same coordinates."""
+        """The elements of this box that are not in `other`, as at most 2*ndim disjoint boxes, same coordinates."""
         common = self.intersection(other)
         if common is None:
             return () if self.is_empty else (self,)

@@ -104,7 +104,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class ByteRuns:
-    """Runs of `run_bytes` bytes at `offset + i * strides[0] + j * strides[1] + ...` for i < counts[0], j < counts[1], ..."""
+    """Runs of `run_bytes` bytes at `offset + i * strides[0] + j * strides[1] + ...`, i < counts[0], j < counts[1]."""
 
     offset: int
     run_bytes: int

@@ -25,7 +25,7 @@ class Mesh:
         2
     """
 
-    __slots__ = ("_index", "_ranks", "axes")
+    __slots__ = ("_hash", "_index", "_ranks", "axes")
 
     axes: tuple[tuple[str, int], ...]
     """(name, size) of every axis, outermost first."""
@@ -55,6 +55,7 @@ class Mesh:
                 given.flags.writeable = False
                 self._ranks = given
                 self._index = {rank: i for i, rank in enumerate(given.tolist())}
+        self._hash = hash((self.axes, None if self._ranks is None else self._ranks.tobytes()))
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -115,7 +116,7 @@ class Mesh:
     def __contains__(self, rank: object) -> bool:
         if not isinstance(rank, (int, np.integer)):
             return False
-        return int(rank) in self._index if self._index is not None else 0 <= rank < self.size
+        return int(rank) in self._index if self._index is not None else 0 <= int(rank) < self.size
 
     def position(self, rank: int) -> int:
         """Row-major position of `rank`. Raises PlanError if the mesh does not hold it."""
@@ -154,13 +155,16 @@ class Mesh:
         return Mesh([(n, dict(self.axes)[n]) for n in names], grid.reshape(-1).tolist())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and self._key() == other._key()
+        if self is other:
+            return True
+        if not isinstance(other, Mesh) or self._hash != other._hash or self.axes != other.axes:
+            return False
+        if self._ranks is None or other._ranks is None:
+            return self._ranks is other._ranks
+        return np.array_equal(self._ranks, other._ranks)
 
     def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.axes, None if self._ranks is None else self._ranks.tobytes()
+        return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Mesh, (self.axes, None if self._ranks is None else self._ranks.tolist())

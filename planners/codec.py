@@ -1,0 +1,190 @@
+"""Meshes, layouts and plans as versioned JSON text, and the difference of two plans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planners.box import Box
+from planners.errors import CodecError, PlanError
+from planners.forms import BoxesForm, FlatForm, Form, ProductForm
+from planners.layout import StateLayout, TensorLayout, TensorSpec
+from planners.load_plan import LoadPlan, ReadItem
+from planners.mesh import Mesh
+from planners.placement import parse_placements
+from planners.save_plan import SavePlan
+
+__all__ = ["VERSION", "dumps", "from_json", "loads", "to_json"]
+
+VERSION = 1
+"""Version of the JSON form; texts of a higher one are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    type: type
+    encode: Callable[[Any], dict[str, Any]]
+    decode: Callable[[Mapping[str, Any]], Any]
+
+
+def to_json(value: object) -> dict[str, Any]:
+    """`value` as plain data: what `dumps` writes. Raises CodecError for what has no JSON form."""
+    for name, kind in _KINDS.items():
+        if type(value) is kind.type:
+            return {"reshard": name, "version": VERSION, **kind.encode(value)}
+    raise CodecError(f"a {type(value).__name__} has no JSON form; these have: {', '.join(_KINDS)}")
+
+
+def from_json(data: object) -> Any:
+    """Inverse of `to_json`. Raises CodecError for anything that `to_json` cannot have made."""
+    if not isinstance(data, Mapping) or "reshard" not in data:
+        raise CodecError("this JSON holds no layout or plan: the key 'reshard' is missing")
+    version = data.get("version")
+    if version != VERSION:
+        raise CodecError(f"this {data['reshard']!r} is of version {version!r}; this library reads version {VERSION}")
+    kind = _KINDS.get(data["reshard"])
+    if kind is None:
+        raise CodecError(f"unknown kind {data['reshard']!r}; known are: {', '.join(_KINDS)}")
+    try:
+        return kind.decode(data)
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        raise CodecError(f"this {data['reshard']!r} is malformed or was edited: {error}") from error
+
+
+def dumps(value: object, *, indent: int | None = None) -> str:
+    """JSON text of a mesh, layout or plan. `loads` gives an equal value back."""
+    return json.dumps(to_json(value), indent=indent, separators=None if indent else (",", ":"))
+
+
+def loads(text: str | bytes) -> Any:
+    """The value that `dumps` wrote.
+
+    Raises CodecError for a text that is no JSON, of another version, or edited so that it no longer holds together;
+    a plan whose items were listed explicitly is verified.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise CodecError(f"not JSON: {error}") from error
+    return from_json(data)
+
+
+def _form_json(form: Form) -> dict[str, Any]:
+    if isinstance(form, ProductForm):
+        return {"mesh": str(form.mesh), "placements": ",".join(map(str, form.placements))}
+    if isinstance(form, BoxesForm):
+        rows = [[rank, [[list(box.offsets), list(box.sizes)] for box in its]] for rank, its in form.boxes]
+        return {"boxes": rows, "world_size": form.world_size}
+    if isinstance(form, FlatForm):
+        return {"flat": [list(row) for row in form.ranges], "world_size": form.world_size}
+    raise CodecError(f"a {type(form).__name__} has no JSON form")
+
+
+def _form(data: Mapping[str, Any]) -> Form:
+    if "mesh" in data:
+        return ProductForm.make(Mesh.parse(data["mesh"]), parse_placements(data["placements"]))
+    if "boxes" in data:
+        return BoxesForm.make({rank: [Box(*box) for box in its] for rank, its in data["boxes"]}, data["world_size"])
+    return FlatForm.make({rank: (start, stop) for rank, start, stop in data["flat"]}, data["world_size"])
+
+
+def _state_json(state: StateLayout) -> dict[str, Any]:
+    forms: dict[Form, int] = {}
+    tensors = {
+        fqn: [layout.spec.dtype, list(layout.spec.shape), forms.setdefault(layout.form, len(forms))]
+        for fqn, layout in state.items()
+    }
+    return {"world_size": state.world_size, "forms": [_form_json(form) for form in forms], "tensors": tensors}
+
+
+def _state(data: Mapping[str, Any]) -> StateLayout:
+    forms = [_form(form) for form in data["forms"]]
+    tensors = {}
+    for fqn, (dtype, shape, form) in data["tensors"].items():
+        if not 0 <= form < len(forms):
+            raise CodecError(f"form {form} of {len(forms)} does not exist", fqn=fqn)
+        tensors[fqn] = TensorLayout.of(TensorSpec(fqn, shape, dtype), forms[form])
+    return StateLayout(tensors, data["world_size"])
+
+
+def _items_json(plan: LoadPlan) -> dict[str, Any]:
+    return {
+        str(rank): [
+            [i.fqn, i.owner, *(list(part) for box in (i.chunk, i.source, i.target) for part in box), i.nbytes, i.part]
+            for i in items
+        ]
+        for rank, items in plan.explicit.items()
+    }
+
+
+def _items(data: Mapping[str, Any]) -> dict[int, list[ReadItem]]:
+    return {
+        int(rank): [
+            ReadItem(fqn, owner, Box(a, b), Box(c, d), Box(e, f), nbytes, part)
+            for fqn, owner, a, b, c, d, e, f, nbytes, part in rows
+        ]
+        for rank, rows in data.items()
+    }
+
+
+def _load_plan(data: Mapping[str, Any]) -> LoadPlan:
+    from planners.proof import verify
+
+    plan = LoadPlan(_state(data["saved"]), _state(data["wanted"]), _items(data["items"]))
+    _same_digest(data, plan.saved.digest() + plan.wanted.digest())
+    report = verify(plan)
+    if not report.ok:
+        raise CodecError(f"this load plan does not prove: {report.findings[0]}", fqn=report.findings[0].fqn)
+    return plan
+
+
+def _save_plan(data: Mapping[str, Any]) -> SavePlan:
+    plan = SavePlan(_state(data["layout"]), data["divide_above_bytes"])
+    _same_digest(data, plan.layout.digest())
+    return plan
+
+
+def _same_digest(data: Mapping[str, Any], found: str) -> None:
+    if data["digest"] != found:
+        raise PlanError("its layouts are not those that it was made for (the digest differs)")
+
+
+def _tensor(data: Mapping[str, Any]) -> TensorLayout:
+    return TensorLayout.of(TensorSpec(data["fqn"], data["shape"], data["dtype"]), _form(data["form"]))
+
+
+_KINDS: dict[str, _Kind] = {
+    "mesh": _Kind(Mesh, lambda m: {"mesh": str(m)}, lambda d: Mesh.parse(d["mesh"])),
+    "tensor_layout": _Kind(
+        TensorLayout,
+        lambda t: {
+            "fqn": t.fqn,
+            "shape": list(t.spec.shape),
+            "dtype": t.spec.dtype,
+            "form": _form_json(t.form),
+        },
+        _tensor,
+    ),
+    "state_layout": _Kind(StateLayout, _state_json, _state),
+    "load_plan": _Kind(
+        LoadPlan,
+        lambda p: {
+            "digest": p.saved.digest() + p.wanted.digest(),
+            "saved": _state_json(p.saved),
+            "wanted": _state_json(p.wanted),
+            "items": _items_json(p),
+        },
+        _load_plan,
+    ),
+    "save_plan": _Kind(
+        SavePlan,
+        lambda p: {
+            "digest": p.layout.digest(),
+            "layout": _state_json(p.layout),
+            "divide_above_bytes": p.divide_above_bytes,
+        },
+        _save_plan,
+    ),
+}

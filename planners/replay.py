@@ -1,0 +1,49 @@
+"""The slow, obvious truth: element ids moved through a plan with numpy, for tests to compare with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planners.box import Box
+from planners.load_plan import LoadPlan
+from planners.ownership import Ints
+
+__all__ = ["element_ids", "local_ids", "replay"]
+
+
+def element_ids(shape: tuple[int, ...], box: Box | None = None) -> Ints:
+    """Row-major number of every element of a tensor of this shape, or of a box of it."""
+    box = Box.full(shape) if box is None else box
+    ids = np.zeros(box.sizes, dtype=np.int64)
+    step = 1
+    for d in reversed(range(len(shape))):
+        index = np.arange(box.offsets[d], box.offsets[d] + box.sizes[d], dtype=np.int64) * step
+        ids += index.reshape([-1 if i == d else 1 for i in range(len(shape))])
+        step *= shape[d]
+    return ids
+
+
+def local_ids(plan: LoadPlan, fqn: str, rank: int) -> tuple[Ints, ...]:
+    """The ids that the wanted layout says should be in each local tensor of `rank`."""
+    shape, out = plan.wanted[fqn].spec.shape, []
+    for part in plan.wanted.parts(fqn, rank):
+        ids = np.full(part.sizes, -1, dtype=np.int64)
+        for box, local in part.boxes():
+            ids[local.slices] = element_ids(shape, box)
+        out.append(ids)
+    return tuple(out)
+
+
+def replay(plan: LoadPlan, rank: int) -> dict[str, tuple[Ints, ...]]:
+    """What arrives in the local tensors of `rank` if every saved element is its own row-major number.
+
+    Returns, for each wanted name, one array per local tensor; -1 marks elements that nothing was written to.
+    """
+    out = {
+        fqn: tuple(np.full(part.sizes, -1, dtype=np.int64) for part in plan.wanted.parts(fqn, rank))
+        for fqn in plan.wanted
+    }
+    for item in plan.items(rank):
+        chunk = element_ids(plan.saved[item.fqn].spec.shape, item.chunk)
+        out[item.fqn][item.part][item.target.slices] = chunk[item.source.slices]
+    return out
