@@ -1,0 +1,363 @@
+"""A reader of pickles that runs nothing: plain data, tensors as references to bytes, and inert records for the rest.
+
+A pickle is a program, so it is treated as one: first every opcode is checked (`_check`), then CPython's unpickler
+runs it with nothing to call but the few functions below, none of which does more than build a value. A class that is
+not known becomes a `Record`: its name, its arguments and its state. A name from the standard library that is not on the
+list (`os.system`, `builtins.eval`, ...) is refused at once: no checkpoint needs it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import struct
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from reshard.dtypes import dtype_name
+from reshard.errors import DamagedCheckpointError, FormatError, UnsafeDataError
+from reshard.records import Record, StorageRef, StorageType, TensorRef, make_record_type
+
+__all__ = ["load_pickle", "load_pickle_at"]
+
+
+def load_pickle(data: bytes | memoryview, *, where: str, allow: Callable[[str], bool] | None = None) -> Any:
+    """The value of a pickle. Bytes behind its end are ignored.
+
+    Args:
+        where: names the pickle in messages.
+        allow: says whether a class, by its dotted name, may become a `Record`; default: anything that is not of the
+            standard library.
+
+    Raises:
+        UnsafeDataError: it names something that is not allowed, or uses an opcode that no checkpoint needs.
+        DamagedCheckpointError: it is cut short or is no pickle.
+    """
+    return load_pickle_at(data, 0, where=where, allow=allow)[0]
+
+
+def load_pickle_at(
+    data: bytes | memoryview, start: int, *, where: str, allow: Callable[[str], bool] | None = None
+) -> tuple[Any, int]:
+    """Like `load_pickle`, for the pickle that begins at `start`; also says where it ends."""
+    stop = _check(data, start, where)
+    reader = _Reader(io.BytesIO(data[start:stop]), where, allow or (lambda name: True))
+    try:
+        return reader.load(), stop
+    except (UnsafeDataError, DamagedCheckpointError):
+        raise
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from None
+    except RecursionError:
+        raise DamagedCheckpointError(f"{where}: the pickle is nested too deeply to be data") from None
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError, MemoryError) as error:
+        raise DamagedCheckpointError(
+            f"{where}: the pickle is damaged: {type(error).__name__}: {error}; wanted what torch or pickle wrote"
+        ) from None
+
+
+class _Reader(pickle.Unpickler):
+    """CPython's unpickler, which may find nothing but values, our functions and types of records."""
+
+    def __init__(self, file: io.BytesIO, where: str, allow: Callable[[str], bool]) -> None:
+        super().__init__(file)
+        self._where = where
+        self._allow = allow
+        self._types: dict[str, type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        found = _KNOWN.get(full)
+        if found is not None:
+            return found
+        if module == "torch" and name.endswith("Storage"):
+            return _storage_type(name, self._where)
+        if module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if full not in _INERT and (_is_standard(module) or not self._allow(full)):
+            raise UnsafeDataError(
+                f"{self._where}: the pickle asks for {full}, which is not on the short list of plain types; nothing of "
+                "it was run. If you trust the file, load it with its own framework and save plain tensors instead"
+            )
+        if full not in self._types:
+            self._types[full] = make_record_type(module, name)
+        return self._types[full]
+
+    def persistent_load(self, pid: Any) -> StorageRef:
+        if not (isinstance(pid, tuple) and len(pid) in (5, 6) and pid[0] == "storage"):
+            raise DamagedCheckpointError(f"{self._where}: {pid!r:.80} is no reference to a storage")
+        kind, key, numel = pid[1], pid[2], pid[4]
+        if not isinstance(kind, StorageType) or not isinstance(key, str) or type(numel) is not int or numel < 0:
+            raise DamagedCheckpointError(f"{self._where}: the reference {pid!r:.120} to a storage makes no sense")
+        view = pid[5] if len(pid) == 6 else None
+        if view is not None:
+            raise FormatError("its storages are views of other storages, a form that torch left before version 0.4")
+        return StorageRef(key, kind.dtype, numel)
+
+
+def _is_standard(module: str) -> bool:
+    top = module.partition(".")[0]
+    return top in sys.stdlib_module_names or top in ("builtins", "__builtin__", "__builtins__", "commands", "copy_reg")
+
+
+def _storage_type(name: str, where: str) -> StorageType:
+    if name not in _STORAGES:
+        raise FormatError(f"{where}: torch.{name} is a kind of storage that is not supported")
+    return StorageType(_STORAGES[name])
+
+
+_STORAGES = {
+    "UntypedStorage": None,
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+}
+
+
+class _Function:
+    """Something that a pickle may call. Frozen, so that a pickle cannot change what the next one would call."""
+
+    __slots__ = ("_call",)
+    _call: Callable[..., Any]
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_call", call)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise TypeError("a function cannot be changed by a pickle")
+
+
+class PlainDict(dict[Any, Any]):
+    """A dict that ignores attributes set on it, such as the `_metadata` that a module's state dict carries."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _ordered_dict(items: Iterable[Any] = ()) -> PlainDict:
+    return PlainDict(_checked(items, list, tuple, dict))
+
+
+def _default_dict(factory: Any = None, items: Iterable[Any] = ()) -> PlainDict:
+    return PlainDict(_checked(items, list, tuple, dict))
+
+
+def _checked(value: Any, *types: type) -> Any:
+    if not isinstance(value, types):
+        raise TypeError(f"wanted {' or '.join(t.__name__ for t in types)}, got {type(value).__name__}")
+    return value
+
+
+def _bytes_of(text: str = "", encoding: str = "latin1") -> bytes:
+    """How protocol 2 writes bytes."""
+    if _checked(encoding, str) not in ("latin1", "latin-1"):
+        raise TypeError(f"unexpected encoding {encoding!r}")
+    return _checked(text, str).encode("latin1")  # type: ignore[no-any-return]
+
+
+def _bytearray(data: Any = b"", *encoding: str) -> bytearray:
+    return bytearray(_bytes_of(data, *encoding) if isinstance(data, str) else _checked(data, bytes))
+
+
+def _tensor_v2(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, metadata: Any = None
+) -> TensorRef:
+    return _tensor(storage, offset, size, stride, _checked(storage, StorageRef).dtype, metadata)
+
+
+def _tensor_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+) -> TensorRef:
+    return _tensor(storage, offset, size, stride, dtype_name(_checked(dtype, torch.dtype)), metadata)
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None, metadata: Any) -> TensorRef:
+    flags = _checked(metadata, dict) if metadata else {}
+    if dtype is None:
+        raise TypeError("a tensor over an untyped storage needs a dtype")
+    return TensorRef(
+        _checked(storage, StorageRef), offset, tuple(_checked(size, tuple)), tuple(_checked(stride, tuple)), dtype,
+        conjugate=flags.get("conj") is True, negative=flags.get("neg") is True,
+    )  # fmt: skip
+
+
+def _parameter(data: Any, *rest: Any) -> Any:
+    return _checked(data, TensorRef, Record)
+
+
+def _from_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
+    """A tensor subclass: the plain tensor if it is no more than that, else a record of class, arguments and state."""
+    if function in (_KNOWN["torch._utils._rebuild_tensor_v2"], _KNOWN["torch._utils._rebuild_tensor_v3"]):
+        return function(*_checked(args, tuple))
+    if not (isinstance(cls, type) and issubclass(cls, Record)):
+        raise TypeError("wanted a class of tensors")
+    record = cls(*_checked(args, tuple))
+    record.__setstate__(state)
+    return record
+
+
+def _layout(text: Any) -> str:
+    return str(_checked(text, str))
+
+
+def _member(cls: Any, name: Any) -> type[Record]:
+    """How protocol 2 names a member of an enum or a nested class. Nothing is looked up: only the two names count."""
+    if not (isinstance(cls, type) and issubclass(cls, Record)):
+        raise UnsafeDataError("the pickle uses getattr on something that is no class; nothing of it was run")
+    return make_record_type(cls.path, _checked(name, str))
+
+
+def _reconstruct(cls: Any, base: Any = None, state: Any = None) -> Any:
+    """How protocols 0 and 1 make an object."""
+    if not (isinstance(cls, type) and issubclass(cls, Record)):
+        raise TypeError("wanted a class that became a record")
+    return cls()
+
+
+_OBJECT = make_record_type("builtins", "object")
+
+_KNOWN: dict[str, Any] = {
+    # the types of C are immutable, so a pickle can do no more than call them
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.complex": complex,
+    "builtins.slice": slice,
+    "builtins.range": range,
+    "builtins.bytearray": _Function(_bytearray),
+    "builtins.bytes": _Function(_bytes_of),
+    "builtins.object": _OBJECT,
+    "collections.OrderedDict": _Function(_ordered_dict),
+    "collections.Counter": _Function(_ordered_dict),
+    "collections.defaultdict": _Function(_default_dict),
+    "_codecs.encode": _Function(_bytes_of),
+    "copyreg._reconstructor": _Function(_reconstruct),
+    "builtins.getattr": _Function(_member),
+    "torch.Size": torch.Size,
+    "torch.serialization._get_layout": _Function(_layout),
+    "torch.storage.UntypedStorage": StorageType(None),
+    "torch._utils._rebuild_tensor": _Function(_tensor_v2),
+    "torch._utils._rebuild_tensor_v2": _Function(_tensor_v2),
+    "torch._utils._rebuild_tensor_v3": _Function(_tensor_v3),
+    "torch._utils._rebuild_parameter": _Function(_parameter),
+    "torch._utils._rebuild_parameter_with_state": _Function(_parameter),
+    "torch._tensor._rebuild_from_type_v2": _Function(_from_type),
+}
+for _name, _new in (("set", "set"), ("frozenset", "frozenset"), ("complex", "complex"), ("slice", "slice")):
+    _KNOWN[f"__builtin__.{_name}"] = _KNOWN[f"builtins.{_new}"]  # protocol 2 uses the old names
+for _name in ("bytes", "bytearray", "object", "getattr"):
+    _KNOWN[f"__builtin__.{_name}"] = _KNOWN[f"builtins.{_name}"]
+_KNOWN["__builtin__.xrange"] = range
+_KNOWN["copy_reg._reconstructor"] = _KNOWN["copyreg._reconstructor"]
+
+_INERT = frozenset(
+    {
+        "argparse.Namespace",
+        "types.SimpleNamespace",
+        "collections.deque",
+        "datetime.date",
+        "datetime.datetime",
+        "datetime.time",
+        "datetime.timedelta",
+        "datetime.timezone",
+        "decimal.Decimal",
+        "fractions.Fraction",
+        "uuid.UUID",
+        "random.Random",
+        "pathlib.Path",
+        "pathlib.PurePath",
+        "pathlib.PosixPath",
+        "pathlib.PurePosixPath",
+        "pathlib.WindowsPath",
+        "pathlib.PureWindowsPath",
+        "pathlib._local.PosixPath",
+        "pathlib._local.WindowsPath",
+        "signal.Signals",
+    }
+)
+"""Classes of the standard library that are mere data, and found in checkpoints: they become records."""
+
+
+# Opcodes of fixed length that may run as they are: no argument, one byte, two, four, eight. PUT with a four-byte index
+# only while small, because the unpickler allocates as many slots as the index says.
+_RUN = re.compile(
+    rb"(?:[(012NQRabdel}\])stu\x81\x85-\x89\x8f-\x94]|[Khq\x80].|M..|[Jj]....|r..\x00\x00|[G\x95]........)*+", re.DOTALL
+)
+_COUNTED = {
+    **dict.fromkeys(b"UC\x8c\x8a", struct.Struct("<B")),
+    **dict.fromkeys(b"TXB\x8b", struct.Struct("<I")),
+    **dict.fromkeys(b"\x8d\x8e\x96", struct.Struct("<Q")),
+}
+_LINES = {**dict.fromkeys(b"ILFSVgp", 1), b"c"[0]: 2}
+_LINE = re.compile(rb"[^\n]*\n")
+_FORBIDDEN = {
+    b"i"[0]: "INST",
+    b"o"[0]: "OBJ",
+    b"P"[0]: "PERSID",
+    0x82: "EXT1",  # codes of the extension registry stand for objects without naming them
+    0x83: "EXT2",
+    0x84: "EXT4",
+    0x97: "NEXT_BUFFER",
+    0x98: "READONLY_BUFFER",
+}
+
+
+def _check(data: bytes | memoryview, start: int, where: str) -> int:
+    """One past the STOP of the pickle at `start`. Walks over all opcodes and runs none."""
+    at, end = start, len(data)
+    while True:
+        match = _RUN.match(data, at)
+        assert match is not None  # it matches the empty text, too
+        at = match.end()
+        if at >= end:
+            raise DamagedCheckpointError(f"{where}: the pickle is cut short: it has no end within {end - start} bytes")
+        op = data[at]
+        if op == b"."[0]:
+            return at + 1
+        if op in _COUNTED:
+            head = _COUNTED[op]
+            length = head.unpack_from(data, at + 1)[0] if at + 1 + head.size <= end else end
+            at += 1 + head.size + length
+        elif op in _LINES:
+            at = _skip_lines(data, at, where)
+        elif op == b"r"[0] and at + 5 <= end and int.from_bytes(data[at + 1 : at + 5], "little") <= end - start:
+            at += 5
+        elif op in _FORBIDDEN:
+            raise UnsafeDataError(
+                f"{where}: the pickle uses {_FORBIDDEN[op]} at byte {at - start}, which no checkpoint needs; nothing "
+                "of it was run"
+            )
+        else:
+            raise DamagedCheckpointError(f"{where}: there is no pickle opcode {op:#04x} (byte {at - start})")
+
+
+def _skip_lines(data: bytes | memoryview, at: int, where: str) -> int:
+    """Past an opcode whose arguments are lines of text."""
+    op, stop = data[at], at + 1
+    for _ in range(_LINES[op]):
+        match = _LINE.match(data, stop)
+        if match is None:
+            raise DamagedCheckpointError(f"{where}: the pickle is cut short in a line of text")
+        stop = match.end()
+    if op == b"p"[0]:
+        index = bytes(data[at + 1 : stop - 1])
+        if not index.isdigit() or len(index) > 9 or int(index) > len(data):
+            raise DamagedCheckpointError(f"{where}: the pickle has a memo index that makes no sense: {index[:20]!r}")
+    return stop
