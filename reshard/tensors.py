@@ -1,0 +1,207 @@
+"""The border to torch's sharded tensors: what a Tensor, DTensor or ShardedTensor is, as a layout and local tensors.
+
+Only this module (with the other border modules) knows torch's private names for them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import (
+    _StridedShard,  # torch has no public name for what FSDP2 over TP uses
+)
+
+from planners.box import Box
+from planners.forms import BoxesForm, Form, ProductForm
+from planners.layout import StateLayout, TensorLayout, TensorSpec
+from planners.mesh import Mesh
+from planners.placement import Placement, Replicate, Shard, StridedShard
+from reshard.dtypes import dtype_name
+from reshard.errors import LayoutError
+from reshard.tree import flatten, key_of
+
+__all__ = ["form_of", "global_shape", "is_sharded", "is_tensor", "layout_of", "local_tensors", "mesh_of", "spec_of"]
+
+
+def is_tensor(value: object) -> bool:
+    """Whether `value` is something with a layout: a Tensor (DTensor included) or a ShardedTensor."""
+    return isinstance(value, torch.Tensor) or _is_sharded_tensor(value)
+
+
+def is_sharded(value: object) -> bool:
+    """Whether `value` may hold only a part of its tensor: a DTensor or ShardedTensor."""
+    return isinstance(value, DTensor) or _is_sharded_tensor(value)
+
+
+def _is_sharded_tensor(value: object) -> bool:
+    # by name, so that the module, deprecated upstream, is imported only by those who use it
+    return any(k.__name__ == "ShardedTensor" and "_shard" in k.__module__ for k in type(value).__mro__)
+
+
+def global_shape(tensor: Any) -> tuple[int, ...]:
+    """Shape of the whole tensor."""
+    return tuple(tensor.size()) if _is_sharded_tensor(tensor) else tuple(tensor.shape)
+
+
+def spec_of(fqn: str, tensor: Any) -> TensorSpec:
+    """Name, global shape and dtype."""
+    return TensorSpec(fqn, global_shape(tensor), dtype_name(tensor.dtype))
+
+
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
+    """The planners' mesh of a device mesh; axes without a name are called `axis0`, `axis1`, ..."""
+    ranks = _mesh_ranks(device_mesh)
+    names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(ranks.ndim))
+    return Mesh(list(zip(names, ranks.shape)), ranks.reshape(-1).tolist())
+
+
+def _mesh_ranks(device_mesh: DeviceMesh) -> torch.Tensor:
+    """Ranks by coordinate; also without a process group, where `.mesh` of a submesh would ask for this process's rank."""
+    layout, ranks = getattr(device_mesh, "_layout", None), getattr(device_mesh, "_rank_map", None)
+    if layout is not None and ranks is not None and not dist.is_initialized():
+        whole: torch.Tensor = layout.remap_to_tensor(ranks)
+        return whole[0]
+    mesh: torch.Tensor = device_mesh.mesh
+    return mesh
+
+
+def form_of(tensor: Any, fqn: str = "") -> Form:
+    """How `tensor` is placed. A plain tensor is whole on every rank of the job, or on the one rank without a job.
+
+    Raises LayoutError for a DTensor with pending reductions (`Partial`) or a placement that is not known here.
+    """
+    if isinstance(tensor, DTensor):
+        return _dtensor_form(tensor, fqn)
+    if _is_sharded_tensor(tensor):
+        return _sharded_tensor_form(tensor, fqn)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return ProductForm.make(Mesh({"world": world}), (Replicate(),))
+
+
+def _dtensor_form(tensor: DTensor, fqn: str) -> Form:
+    mesh = mesh_of(tensor.device_mesh)
+    placements = tuple(_placement(p, tensor.ndim, fqn) for p in tensor.placements)
+    literal = ProductForm.make(mesh, placements)
+    nested = _right_to_left(mesh, placements)
+    if nested is None:
+        return literal
+    shape = tuple(tensor.shape)
+    if _same_parts(nested, literal, shape):
+        return literal
+    # FSDP2 over TP with uneven sizes: its local tensors were cut by TP first, which DTensor's placements, read
+    # from left to right, do not say. What this rank really holds decides; where it cannot, FSDP2's way is taken.
+    if not dist.is_initialized() or dist.get_rank() not in mesh:
+        return nested
+    local = tuple(tensor._local_tensor.shape)
+    here = dist.get_rank()
+    if _local_shape(nested, shape, here) == local:
+        return nested
+    if _local_shape(literal, shape, here) == local:
+        return literal
+    raise LayoutError(
+        f"tensor {fqn!r}: the local tensor of rank {here} has shape {local}, but {literal} of shape {shape} gives "
+        f"{_local_shape(literal, shape, here)}, and cut by the inner axes first {_local_shape(nested, shape, here)}"
+    )
+
+
+def _same_parts(a: ProductForm, b: ProductForm, shape: tuple[int, ...]) -> bool:
+    """Whether both give every rank the same elements in the same order."""
+    return all(a.parts(shape, int(rank)) == b.parts(shape, int(rank)) for rank in a.mesh.ranks)
+
+
+def _local_shape(form: ProductForm, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return form.parts(shape, rank)[0].sizes
+
+
+def _placement(placement: object, ndim: int, fqn: str) -> Placement:
+    if isinstance(placement, _StridedShard):  # before Shard, of which it is a kind in some torch versions
+        return StridedShard(placement.dim % max(ndim, 1), int(placement.split_factor))
+    if isinstance(placement, Partial):
+        raise LayoutError(
+            f"tensor {fqn!r} has a pending reduction ({placement}): redistribute it to Replicate() or Shard"
+        )
+    if type(placement).__name__ == "Shard":
+        return Shard(placement.dim % max(ndim, 1))  # type: ignore[attr-defined]
+    if type(placement).__name__ == "Replicate":
+        return Replicate()
+    raise LayoutError(f"tensor {fqn!r} has the placement {placement}, which is not known here: redistribute it first")
+
+
+def _right_to_left(mesh: Mesh, placements: tuple[Placement, ...]) -> ProductForm | None:
+    """The same cuts applied in the order that FSDP2 over TP really takes: inner axes first, on the transposed mesh.
+
+    `(_S(0, 2), S(0))` on (dp, tp=2) becomes `(S(0), S(0))` on (tp=2, dp). None where no strided shard has a split
+    factor that is the product of the later axes that cut its dim: then the placements mean what they say.
+    """
+    order = list(range(mesh.ndim))
+    out = list(placements)
+    changed = False
+    for axis in reversed(range(mesh.ndim)):
+        placement = placements[axis]
+        if not isinstance(placement, StridedShard):
+            continue
+        later = [
+            a
+            for a in range(axis + 1, mesh.ndim)
+            if not isinstance(placements[a], Replicate) and placements[a].dim == placement.dim  # type: ignore[union-attr]
+        ]
+        if not later or math.prod(mesh.shape[a] for a in later) != placement.split_factor:
+            return None
+        out[axis] = Shard(placement.dim)
+        order.remove(axis)
+        order.insert(max(order.index(a) for a in later) + 1, axis)
+        changed = True
+    if not changed:
+        return None
+    turned = mesh.submesh(*(mesh.names[a] for a in order))
+    return ProductForm.make(turned, tuple(out[a] for a in order))
+
+
+def _sharded_tensor_form(tensor: Any, fqn: str) -> Form:
+    boxes: dict[int, list[Box]] = {}
+    for shard in tensor.metadata().shards_metadata:
+        if shard.placement is None or shard.placement.rank() is None:
+            raise LayoutError(f"tensor {fqn!r}: a shard of this ShardedTensor does not say on which rank it is")
+        boxes.setdefault(int(shard.placement.rank()), []).append(Box(shard.shard_offsets, shard.shard_sizes))
+    return BoxesForm.make(boxes)
+
+
+def local_tensors(tensor: Any) -> tuple[torch.Tensor, ...]:
+    """The local tensors of this rank, detached and sharing memory, one for each part of the layout; () where none.
+
+    For a DTensor or plain tensor that is one tensor; for a ShardedTensor, one for each local shard, in the order
+    of its metadata.
+    """
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh.get_coordinate() is None:
+            return ()
+        return (tensor._local_tensor.detach(),)
+    if _is_sharded_tensor(tensor):
+        here = dist.get_rank() if dist.is_initialized() else 0
+        order = [
+            tuple(shard.shard_offsets)
+            for shard in tensor.metadata().shards_metadata
+            if int(shard.placement.rank()) == here
+        ]
+        held = {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in tensor.local_shards()}
+        return tuple(held[offsets] for offsets in order if offsets in held)
+    return (tensor.detach(),)
+
+
+def layout_of(state: Any, fqn: str = "") -> Any:
+    """The layout of a state dict (`StateLayout`, by dotted key) or of one tensor (`TensorLayout`, named `fqn`).
+
+    Of a state dict, everything that is no tensor is passed over. Plain tensors count as whole on every rank.
+    """
+    if is_tensor(state):
+        return TensorLayout.of(spec_of(fqn, state), form_of(state, fqn))
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    flat = flatten(state, is_leaf=is_tensor)
+    layouts = {key_of(path): value for path, value in flat.leaves.items() if is_tensor(value)}
+    tensors = {key: TensorLayout.of(spec_of(key, value), form_of(value, key)) for key, value in layouts.items()}
+    return StateLayout(tensors, max([world, *(layout.world_size for layout in tensors.values())]))
