@@ -6,6 +6,7 @@ Only this module (with the other border modules) knows torch's private names for
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def _mesh_ranks(device_mesh: DeviceMesh) -> torch.Tensor:
-    """Ranks by coordinate; also without a process group, where `.mesh` of a submesh would ask for this process's rank."""
+    """Ranks by coordinate; also without a process group, where `.mesh` of a submesh asks for this process's rank."""
     layout, ranks = getattr(device_mesh, "_layout", None), getattr(device_mesh, "_rank_map", None)
     if layout is not None and ranks is not None and not dist.is_initialized():
         whole: torch.Tensor = layout.remap_to_tensor(ranks)
@@ -84,52 +85,60 @@ def form_of(tensor: Any, fqn: str = "") -> Form:
 
 
 def _dtensor_form(tensor: DTensor, fqn: str) -> Form:
-    mesh = mesh_of(tensor.device_mesh)
-    placements = tuple(_placement(p, tensor.ndim, fqn) for p in tensor.placements)
-    literal = ProductForm.make(mesh, placements)
-    nested = _right_to_left(mesh, placements)
-    if nested is None:
-        return literal
+    try:
+        literal, nested = _readings(tensor.device_mesh, tuple(tensor.placements), tensor.ndim)
+    except LayoutError as error:
+        raise LayoutError(f"tensor {fqn!r} {error}") from None
     shape = tuple(tensor.shape)
-    if _same_parts(nested, literal, shape):
-        return literal
+    if nested is not None and _same_parts(nested, literal, shape):
+        nested = None
+    here = dist.get_rank() if dist.is_initialized() else -1
+    if here not in literal.mesh:
+        return nested or literal
     # FSDP2 over TP with uneven sizes: its local tensors were cut by TP first, which DTensor's placements, read
     # from left to right, do not say. What this rank really holds decides; where it cannot, FSDP2's way is taken.
-    if not dist.is_initialized() or dist.get_rank() not in mesh:
-        return nested
     local = tuple(tensor._local_tensor.shape)
-    here = dist.get_rank()
-    if _local_shape(nested, shape, here) == local:
-        return nested
-    if _local_shape(literal, shape, here) == local:
-        return literal
+    for form in (nested, literal):
+        if form is not None and local_shape(form, shape, here) == local:
+            return form
     raise LayoutError(
-        f"tensor {fqn!r}: the local tensor of rank {here} has shape {local}, but {literal} of shape {shape} gives "
-        f"{_local_shape(literal, shape, here)}, and cut by the inner axes first {_local_shape(nested, shape, here)}"
+        f"tensor {fqn!r}: the local tensor of rank {here} has shape {local}, but shape {shape} placed as {literal} gives "
+        f"{local_shape(literal, shape, here)}; a DTensor made of uneven local tensors must follow torch.chunk"
     )
 
 
+@lru_cache(maxsize=1024)
+def _readings(
+    device_mesh: DeviceMesh, placements: tuple[object, ...], ndim: int
+) -> tuple[ProductForm, ProductForm | None]:
+    """The form that the placements say, and the one that FSDP2 over TP would mean by them, if it can be meant."""
+    mesh = mesh_of(device_mesh)
+    ours = tuple(_placement(p, ndim) for p in placements)
+    return ProductForm.make(mesh, ours), _right_to_left(mesh, ours)
+
+
+@lru_cache(maxsize=4096)
 def _same_parts(a: ProductForm, b: ProductForm, shape: tuple[int, ...]) -> bool:
     """Whether both give every rank the same elements in the same order."""
     return all(a.parts(shape, int(rank)) == b.parts(shape, int(rank)) for rank in a.mesh.ranks)
 
 
-def _local_shape(form: ProductForm, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def local_shape(form: ProductForm, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Shape of the local tensor of `rank`."""
     return form.parts(shape, rank)[0].sizes
 
 
-def _placement(placement: object, ndim: int, fqn: str) -> Placement:
+def _placement(placement: object, ndim: int) -> Placement:
     if isinstance(placement, _StridedShard):  # before Shard, of which it is a kind in some torch versions
         return StridedShard(placement.dim % max(ndim, 1), int(placement.split_factor))
     if isinstance(placement, Partial):
-        raise LayoutError(
-            f"tensor {fqn!r} has a pending reduction ({placement}): redistribute it to Replicate() or Shard"
-        )
+        raise LayoutError(f"has a pending reduction ({placement}): redistribute it to Replicate() or Shard first")
     if type(placement).__name__ == "Shard":
         return Shard(placement.dim % max(ndim, 1))  # type: ignore[attr-defined]
     if type(placement).__name__ == "Replicate":
         return Replicate()
-    raise LayoutError(f"tensor {fqn!r} has the placement {placement}, which is not known here: redistribute it first")
+    raise LayoutError(f"has the placement {placement}, which is not known here: redistribute it first")
 
 
 def _right_to_left(mesh: Mesh, placements: tuple[Placement, ...]) -> ProductForm | None:
