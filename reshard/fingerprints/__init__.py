@@ -1,0 +1,6 @@
+"""Fingerprints of tensors that no topology changes: every rank adds up its own part. See docs/fingerprint.md."""
+
+from reshard.fingerprints.keys import PUBLIC, Key
+from reshard.fingerprints.partial import Fingerprinter, Partial, comparable, partial
+
+__all__ = ["PUBLIC", "Fingerprinter", "Key", "Partial", "comparable", "partial"]
