@@ -13,6 +13,7 @@ inherit nothing else: neither threads, nor pytest, nor the modules of the test, 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
@@ -97,7 +98,7 @@ def outcomes(
     pipes: list[multiprocessing.connection.Connection] = []
     try:
         for rank in range(world_size):
-            receive, send = context.Pipe(duplex=False)
+            receive, send = context.Pipe()
             # torch replaces the pickling of tensors between processes by shared memory, which dies with the child
             payload = pickle.dumps((fn, args))
             setup = _Setup(rank, world_size, str(folder), store, init, dict(os.environ))
@@ -108,12 +109,12 @@ def outcomes(
             pipes.append(receive)
         return _collect(children, pipes, folder, timeout_s, linger_s)
     finally:
+        for pipe in pipes:
+            pipe.close()
         for child in children:
             if child.is_alive():
                 child.kill()
             child.join()
-        for pipe in pipes:
-            pipe.close()
         del hosted
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -168,7 +169,7 @@ def _receive(
 ) -> Outcome:
     try:
         value, error, trace = pickle.loads(pipe.recv_bytes())
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         child.join(5.0)
         return Outcome(rank, exitcode=child.exitcode, seconds=seconds)
     return Outcome(rank, value, error, trace, seconds=seconds)
@@ -210,7 +211,9 @@ def _child(setup: _Setup, payload: bytes, send: multiprocessing.connection.Conne
         except Exception:
             data = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), trace))
     send.send_bytes(data)
-    send.close()
+    if error is None:  # the parent hangs up when all are done: until then others may need our sockets and our store
+        with contextlib.suppress(EOFError):
+            send.recv_bytes()
     # destructors of a half-dead process group may block for ever; the result is out, so nothing is left to do
     os._exit(0)
 
@@ -231,11 +234,7 @@ def _in_group(setup: _Setup, payload: bytes) -> Any:
     if setup.init:
         dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=setup.world_size)
     fn, args = pickle.loads(payload)
-    result = fn(*args)
-    if setup.init and dist.is_initialized():
-        dist.barrier()  # the rank that hosts the store leaves last
-        dist.destroy_process_group()
-    return result
+    return fn(*args)
 
 
 def _tcp_store(setup: _Setup) -> Any:
