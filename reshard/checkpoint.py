@@ -17,7 +17,7 @@ from reshard.dtypes import dtype_from_name
 from reshard.errors import KeyMismatchError
 from reshard.formats import open_contents
 from reshard.formats.base import Contents, StoredTensor
-from reshard.formats.copying import copy_place, item_dtype
+from reshard.formats.copying import conjugate, copy_place, empty
 from reshard.formats.cover import check_cover
 from reshard.storage.base import Storage
 from reshard.tree import unflatten
@@ -122,10 +122,8 @@ def _normalize(index: Any, shape: torch.Size, name: str) -> tuple[list[Range], l
 
 def _read(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
     """The elements at the cross product of `ranges`."""
-    dtype = dtype_from_name(stored.spec.dtype)
     counts = [n for _, _, n in ranges]
-    out = np.empty(counts, item_dtype(stored.itemsize))
-    result = torch.from_numpy(out.reshape(-1).view(np.uint8)).view(dtype).view(counts)
+    result, out = empty(counts, stored.spec.dtype)
     if 0 in counts:
         return result
     region = Box.of(tuple(start for start, _, _ in ranges), tuple((n - 1) * step + 1 for _, step, n in ranges))
@@ -147,7 +145,7 @@ def _read(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
         index: Any = (*(slice(first, stop) for first, stop in bounds), ...)
         copy_place(chunk.place.with_window(part), out[index])
         if chunk.place.conjugate:
-            torch.view_as_real(result[index])[..., 1].neg_()
+            conjugate(result[index])
     return result
 
 

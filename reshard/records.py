@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -155,18 +156,21 @@ class TensorRef:
         return Window(start + self.offset * size, self.size, tuple(s * size for s in self.stride), size)
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, tensor: Callable[[TensorRef], Any] | None = None) -> Any:
     """The value with records of well-known data classes (numpy arrays and numbers, paths, namespaces) made plain.
 
-    Others stay records. Containers are new; one that contains itself is damage.
+    Others stay records. Containers are new. `tensor` gives what to put in the place of each tensor; None keeps the
+    references. Raises DamagedCheckpointError for a container that contains itself.
     """
     try:
-        return _plain(value, {}, set())
+        return _plain(value, tensor, {}, set())
     except RecursionError:
         raise DamagedCheckpointError("an object of the checkpoint is nested too deeply to be data") from None
 
 
-def _plain(value: Any, done: dict[int, Any], above: set[int]) -> Any:
+def _plain(value: Any, tensor: Callable[[TensorRef], Any] | None, done: dict[int, Any], above: set[int]) -> Any:
+    if isinstance(value, TensorRef) and tensor is not None:
+        return tensor(value)
     if not isinstance(value, (dict, list, tuple, set, frozenset, Record)) or hasattr(value, "numel"):
         return value
     if id(value) in done:
@@ -176,7 +180,7 @@ def _plain(value: Any, done: dict[int, Any], above: set[int]) -> Any:
     above.add(id(value))
 
     def go(part: Any) -> Any:
-        return _plain(part, done, above)
+        return _plain(part, tensor, done, above)
 
     result: Any
     if isinstance(value, dict):

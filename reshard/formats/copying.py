@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from planners.byteruns import Window
+from reshard.dtypes import dtype_from_name
 from reshard.formats.base import Place
 
-__all__ = ["MAX_BUFFER_BYTES", "copy_place", "item_dtype"]
+__all__ = ["MAX_BUFFER_BYTES", "conjugate", "copy_place", "empty", "item_dtype", "read_place"]
 
 Array = npt.NDArray[Any]
 
@@ -21,6 +24,27 @@ MAX_BUFFER_BYTES = 16 << 20
 def item_dtype(itemsize: int) -> np.dtype[Any]:
     """A numpy dtype for elements of this many bytes, of which only the bytes matter."""
     return np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype(f"V{itemsize}")
+
+
+def empty(shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, Array]:
+    """A new contiguous tensor with undefined elements, and the same memory as an array that `copy_place` can fill."""
+    torch_dtype = dtype_from_name(dtype)
+    out = np.empty(shape, item_dtype(torch_dtype.itemsize))
+    return torch.from_numpy(out.reshape(-1).view(np.uint8)).view(torch_dtype).view(list(shape)), out
+
+
+def read_place(place: Place, dtype: str) -> torch.Tensor:
+    """All elements at `place` as a new contiguous tensor. Raises what `copy_place` raises."""
+    tensor, out = empty(place.window.sizes, dtype)
+    copy_place(place, out)
+    if place.conjugate:
+        conjugate(tensor)
+    return tensor
+
+
+def conjugate(tensor: torch.Tensor) -> None:
+    """Conjugate the elements in place."""
+    torch.view_as_real(tensor)[..., 1].neg_()
 
 
 def copy_place(place: Place, out: Array) -> None:

@@ -1,0 +1,260 @@
+"""The library's own format, version 1: safetensors data files and one JSON manifest, published last.
+
+    manifest.json                              what is here: specs, layouts, files, objects
+    data-<save id>/00000.safetensors           what rank 0 wrote
+    data-<save id>/00000.safetensors.sums      a checksum for each MiB of it
+
+Which rank wrote which region is not listed: it follows from the layouts by the same deterministic save plan that the
+ranks wrote by. `docs/format.md` is the specification.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from planners.box import Box
+from planners.byteruns import Window
+from planners.codec import from_json
+from planners.dtypes import itemsize
+from planners.errors import PlanError
+from planners.layout import StateLayout
+from planners.save_plan import SavePlan, plan_writes
+from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.formats.base import Contents, LazyMapping, Place, StoredChunk, StoredTensor
+from reshard.formats.source import Files, FileSource
+from reshard.storage.base import Storage
+from reshard.tree import decode_plain, path_from_json
+
+__all__ = ["BLOCK_BYTES", "MANIFEST", "VERSION", "FileRecord", "Manifest", "NativeFacts", "entry_key", "read_manifest"]
+
+name = "native"
+looks_for = "manifest.json"
+
+MANIFEST = "manifest.json"
+VERSION = 1
+BLOCK_BYTES = 1 << 20
+"""Bytes of a data file that one checksum covers."""
+_MAX_HEADER_BYTES = 1 << 30
+
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a manifest says of a data file."""
+
+    name: str
+    """Relative to the checkpoint's folder."""
+    nbytes: int
+    header_bytes: int
+    """Length of the safetensors header, its 8 length bytes included."""
+    sums: str
+    """XXH3-128 of the sums file, in hex; that file has the name of the data file with `.sums` behind."""
+
+
+def entry_key(fqn: str, box: Box, shape: Sequence[int]) -> str:
+    """The name of a region of a tensor within a data file: the tensor's own where it is whole."""
+    if box.sizes == tuple(shape):
+        return fqn
+    return f"{fqn}#{','.join(f'{o}:{o + s}' for o, s in zip(box.offsets, box.sizes))}"
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All of a checkpoint but its tensors' bytes. See `docs/format.md` for what each field means."""
+
+    reshard: str = "checkpoint"
+    version: int = VERSION
+    save_id: str
+    created_unix_s: float
+    writer: str
+    block_bytes: int = BLOCK_BYTES
+    divide_above_bytes: int
+    files: dict[str, FileRecord]
+    """By the rank that wrote it, as text."""
+    layout: dict[str, Any]
+    paths: dict[str, list[Any]] = {}
+    containers: list[tuple[list[Any], str]] = []
+    objects: dict[str, Any] = {}
+    per_rank: dict[str, dict[str, Any]] = {}
+    """By key and rank: `{"tensor": name}` or `{"object": data}`."""
+    aliases: dict[str, str] = {}
+    fingerprints: dict[str, str] = {}
+    subset: list[str] | None = None
+    """The globs that chose what was saved, where that was not everything."""
+
+
+class NativeFacts(msgspec.Struct, frozen=True):
+    """What `Contents.facts["native"]` holds."""
+
+    manifest: Manifest
+    plan: SavePlan
+    sums: Mapping[str, bytes]
+    """By file name: the block checksums, read and checked when first asked for."""
+
+
+def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether there is a manifest of ours."""
+    if MANIFEST not in names:
+        return False
+    head = storage.read(MANIFEST, 0, min(names[MANIFEST], 64))
+    return head.lstrip().startswith(b'{"reshard"') and b'"checkpoint"' in head
+
+
+def read_manifest(storage: Storage) -> Manifest:
+    """The manifest in `storage`.
+
+    Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version or that is no manifest.
+    """
+    data = storage.read(MANIFEST)
+    where = f"{storage.url.rstrip('/')}/{MANIFEST}"
+    try:
+        version = msgspec.json.decode(data, type=_Version).version
+        if version > VERSION:
+            raise FormatError(f"{where} is of version {version}; this library reads up to {VERSION}: upgrade it")
+        return msgspec.json.decode(data, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise DamagedCheckpointError(f"{where} is no whole manifest: {error}") from None
+    except RecursionError:
+        raise DamagedCheckpointError(f"{where} is nested too deeply to be a manifest") from None
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+    """The checkpoint. Raises DamagedCheckpointError, naming the file, if a file is missing or of another length."""
+    manifest = read_manifest(storage)
+    for record in manifest.files.values():
+        blocks = -(-record.nbytes // manifest.block_bytes)
+        for file, nbytes in ((record.name, record.nbytes), (f"{record.name}.sums", 8 * blocks)):
+            if names.get(file) != nbytes:
+                found = f"it has {names[file]} bytes" if file in names else "it is missing"
+                raise DamagedCheckpointError(f"{storage.url}: {file} must have {nbytes} bytes, but {found}")
+    try:
+        layout = from_json({"reshard": "state_layout", "version": 1, **manifest.layout})
+        plan = plan_writes(layout, divide_above_bytes=manifest.divide_above_bytes)
+        paths = {key: path_from_json(path) for key, path in manifest.paths.items()}
+        objects = {key: decode_plain(data) for key, data in manifest.objects.items()}
+    except (PlanError, FormatError) as error:
+        raise DamagedCheckpointError(f"{storage.url}/{MANIFEST} contradicts itself: {error}") from error
+    files = _DataFiles(storage, manifest)
+    hidden = {row["tensor"] for rows in manifest.per_rank.values() for row in rows.values() if "tensor" in row}
+    return Contents(
+        format=name,
+        tensors=LazyMapping({fqn: partial(_tensor, fqn, layout, plan, files) for fqn in layout if fqn not in hidden}),
+        objects=objects,
+        aliases=manifest.aliases,
+        paths=paths,
+        facts={
+            "native": NativeFacts(manifest, plan, files.sums),
+            "containers": {path_from_json(path): kind for path, kind in manifest.containers},
+            "per_rank": LazyMapping(
+                {key: partial(_per_rank, rows, layout, plan, files) for key, rows in manifest.per_rank.items()}
+            ),
+        },
+        fingerprints=manifest.fingerprints or None,
+    )
+
+
+def _per_rank(rows: Mapping[str, Any], layout: StateLayout, plan: SavePlan, files: _DataFiles) -> dict[int, Any]:
+    """rank -> StoredTensor or plain object."""
+    out: dict[int, Any] = {}
+    for rank, row in rows.items():
+        if "tensor" in row:
+            out[int(rank)] = _tensor(row["tensor"], layout, plan, files)
+        else:
+            out[int(rank)] = decode_plain(row.get("object"))
+    return out
+
+
+class _DataFiles:
+    """The data files of a checkpoint, their headers and checksums, each read when first needed."""
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self.sources = Files(storage)
+        self.records = {int(rank): record for rank, record in manifest.files.items()}
+        self.sums = LazyMapping({r.name: partial(_sums, storage, r) for r in manifest.files.values()})
+        self._headers: dict[int, dict[str, tuple[int, int]]] = {}
+        self._lock = threading.Lock()
+
+    def find(self, rank: int, key: str) -> tuple[FileSource, int, int]:
+        """(file, first byte, one past the last byte) of an array."""
+        record = self.records.get(rank)
+        if record is None:
+            raise DamagedCheckpointError(f"the manifest names no file of rank {rank}, which must hold {key!r}")
+        source = self.sources[record.name]
+        if rank not in self._headers:
+            with self._lock:
+                self._headers[rank] = _read_header(source, record)
+        try:
+            start, stop = self._headers[rank][key]
+        except KeyError:
+            raise DamagedCheckpointError(f"{source.label} must hold {key!r}, but its header does not name it") from None
+        return source, start, stop
+
+
+def _sums(storage: Storage, record: FileRecord) -> bytes:
+    import xxhash
+
+    data = storage.read(f"{record.name}.sums")
+    if xxhash.xxh3_128_hexdigest(data) != record.sums:
+        raise DamagedCheckpointError(f"{storage.url}: {record.name}.sums was changed since it was written")
+    return data
+
+
+class _HeaderEntry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def _read_header(source: FileSource, record: FileRecord) -> dict[str, tuple[int, int]]:
+    if not 8 <= record.header_bytes <= min(record.nbytes, _MAX_HEADER_BYTES):
+        raise DamagedCheckpointError(f"{source.label}: a header of {record.header_bytes} bytes does not fit the file")
+    data = bytes(source.read(0, record.header_bytes))
+    if int.from_bytes(data[:8], "little") != record.header_bytes - 8:
+        raise DamagedCheckpointError(f"{source.label}: its header does not have the length that the manifest says")
+    try:
+        raw = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        table = {key: msgspec.json.decode(value, type=_HeaderEntry) for key, value in raw.items()}
+    except msgspec.MsgspecError as error:
+        raise DamagedCheckpointError(f"{source.label}: its header is damaged: {error}") from None
+    out = {}
+    for key, entry in table.items():
+        start, stop = (record.header_bytes + offset for offset in entry.data_offsets)
+        if not record.header_bytes <= start <= stop <= record.nbytes:
+            raise DamagedCheckpointError(f"{source.label}: {key!r} lies outside the file, at bytes [{start}, {stop})")
+        out[key] = (start, stop)
+    return out
+
+
+def _tensor(fqn: str, layout: StateLayout, plan: SavePlan, files: _DataFiles) -> StoredTensor:
+    tensor = layout[fqn]
+    size = itemsize(tensor.spec.dtype)
+    chunks: list[StoredChunk] = []
+    for _, chunk in tensor.chunks():
+        for rank, box in plan.writers(fqn, chunk):
+            if chunk.contains(box):
+                place: Callable[[], Place] = partial(_locate, files, rank, fqn, box, tensor.spec.shape, size)
+                chunks.append(StoredChunk(box, place, rank))
+    return StoredTensor(tensor.spec, tuple(chunks), tensor)
+
+
+def _locate(files: _DataFiles, rank: int, fqn: str, box: Box, shape: tuple[int, ...], size: int) -> Place:
+    key = entry_key(fqn, box, shape)
+    source, start, stop = files.find(rank, key)
+    if stop - start != box.numel * size:
+        raise DamagedCheckpointError(
+            f"{source.label}: {key!r} has {stop - start} bytes, but {box} of {size}-byte elements is {box.numel * size}"
+        )
+    return Place(source, Window.row_major(start, box.sizes, size))
+
+
+def blocks_of(facts: NativeFacts, file: str) -> Iterator[int]:
+    """The checksums of a data file's blocks, in order."""
+    data = facts.sums[file]
+    return (int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8))
