@@ -1,0 +1,167 @@
+"""What modules, torch's wrapper classes and optimizers keep to themselves, and nothing else: a border module.
+
+Everything that needs a private name of theirs is a small function here, so that the rest of the package
+reads only public ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["EXTRA_STATE", "WRAPPER_SEGMENTS", "ClassFacts", "ModuleReader", "assign_tensor", "loads_itself"]
+
+EXTRA_STATE = "_extra_state"
+"""The key under which a module's `get_extra_state()` is stored."""
+
+_WRAPPERS = {
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): "module",
+    ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
+    ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"): "_checkpoint_wrapped_module",
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): "_fsdp_wrapped_module",
+}
+"""(module, class name) of each wrapper, and the child that it stands for. By name, because importing the classes
+costs seconds; an instance can only exist where its class was imported."""
+
+WRAPPER_SEGMENTS = frozenset(_WRAPPERS.values())
+"""The segments that wrappers add to names."""
+
+_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_KNOWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.algorithms._checkpoint.")
+_TORCH_MODULES = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFacts:
+    """What is true of every module of one class."""
+
+    wrapped: str | None
+    """The child that a wrapper class stands for."""
+    overrides: bool
+    """Whether the user's own code reads or writes its state dict."""
+    has_extra_state: bool
+    modifiers: bool
+    """Whether it has the method that declares hidden children."""
+    is_fsdp1: bool
+
+
+class ModuleReader:
+    """Reads module trees, looking at each class once.
+
+    Args:
+        modifiers: the name of the method by which a module says which of its children leave no trace in names; it
+            returns {name shown: name of the hidden child}.
+    """
+
+    def __init__(self, modifiers: str) -> None:
+        self.modifiers = modifiers
+        self._facts: dict[type, ClassFacts] = {}
+
+    def facts(self, module: nn.Module) -> ClassFacts:
+        """The facts of the module's class."""
+        cls = type(module)
+        found = self._facts.get(cls)
+        if found is None:
+            found = self._facts[cls] = self._look(cls)
+        return found
+
+    def hidden(self, module: nn.Module) -> frozenset[str]:
+        """Names of the children whose own segment is no part of canonical names."""
+        facts = self.facts(module)
+        names = {facts.wrapped} if facts.wrapped is not None else set()
+        if facts.modifiers:
+            names.update(getattr(module, self.modifiers)().values())
+        return frozenset(names)
+
+    def is_opaque(self, module: nn.Module) -> bool:
+        """Whether only the module's own `state_dict` and `load_state_dict` know its state: it overrides them, or the
+        user hooked them. Hooks of FSDP and of activation checkpointing do not count, their effect is known."""
+        own = module.__dict__
+        if self.facts(module).overrides or "state_dict" in own or "load_state_dict" in own:
+            return True
+        return any(own.get(kind) and not all(map(_is_known, own[kind].values())) for kind in _HOOKS)
+
+    def settle(self, module: nn.Module) -> None:
+        """Bring FSDP2 parameters to their sharded form, as its own hook does before a state dict is taken."""
+        hooks = module.__dict__.get("_state_dict_pre_hooks")
+        if hooks and not self.facts(module).is_fsdp1:
+            for hook in hooks.values():
+                if _is_known(hook):
+                    hook(module, "", False)
+
+    def children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Every child under every name that it has."""
+        for name, child in module._modules.items():
+            if child is not None:
+                yield name, child
+
+    def child(self, module: nn.Module, name: str) -> nn.Module | None:
+        """The child of this name."""
+        return module._modules.get(name)
+
+    def owns(self, module: nn.Module, name: str) -> bool:
+        """Whether `name` is a child, parameter or buffer of the module itself."""
+        return name in module._modules or name in module._parameters or name in module._buffers
+
+    def parameters(self, module: nn.Module) -> Mapping[str, nn.Parameter | None]:
+        """The module's own parameters."""
+        return module._parameters
+
+    def buffers(self, module: nn.Module) -> Mapping[str, torch.Tensor | None]:
+        """The module's own buffers."""
+        return module._buffers
+
+    def transient(self, module: nn.Module) -> Iterable[str]:
+        """Names of the buffers that are no part of state dicts."""
+        names: Iterable[str] = module._non_persistent_buffers_set
+        return names
+
+    def _look(self, cls: type) -> ClassFacts:
+        wrapped = next((w for c in cls.__mro__ if (w := _WRAPPERS.get((c.__module__, c.__qualname__)))), None)
+        return ClassFacts(
+            wrapped=wrapped,
+            overrides=any(not _definer(cls, method).startswith(_TORCH_MODULES) for method in _METHODS),
+            has_extra_state=getattr(cls, "get_extra_state", None) is not nn.Module.get_extra_state,
+            modifiers=hasattr(cls, self.modifiers),
+            is_fsdp1=wrapped == "_fsdp_wrapped_module",
+        )
+
+
+def assign_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put `tensor` in the place of a parameter or buffer, for places on the meta device that nothing can be copied
+    into; FSDP2 is told about its new parameter by its own hook."""
+    old = module._parameters.get(name)
+    if old is not None:
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+    else:
+        module._buffers[name] = tensor
+    for hook in module._load_state_dict_post_hooks.values():
+        if _is_known(hook):
+            hook(module, None)
+
+
+def loads_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's class or its user has a say in how its state is loaded."""
+    if not _definer(type(optimizer), "load_state_dict").startswith("torch.optim.") or "load_state_dict" in vars(
+        optimizer
+    ):
+        return True
+    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    return any(getattr(optimizer, kind, None) for kind in hooks)
+
+
+def _definer(cls: type, method: str) -> str:
+    """The Python module of the class that defines the method that instances of `cls` have, with a dot."""
+    return next(c.__module__ for c in cls.__mro__ if method in c.__dict__) + "."
+
+
+def _is_known(hook: Any) -> bool:
+    function: Callable[..., Any] | Any = getattr(hook, "hook", hook)
+    function = getattr(function, "func", function)
+    return (getattr(function, "__module__", None) or "").startswith(_KNOWN_HOOKS)

@@ -1,0 +1,202 @@
+"""The six functions: canonical state dicts out of live models and optimizers, and back into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from reshard.normalize.full import collected
+from reshard.normalize.model import apply_model, plan_model, read_model
+from reshard.normalize.names import LiveModel, Models
+from reshard.normalize.optimizers import LiveOptimizers, as_optimizers, flatten, read_optimizers
+from reshard.normalize.options import StateDictOptions, as_options
+from reshard.normalize.report import OptimizerReport, SetReport
+from reshard.normalize.restore import apply_optimizers, plan_optimizers
+
+__all__ = [
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+Optimizers = Optimizer | Iterable[Optimizer]
+
+
+def get_model_state_dict(
+    model: Models, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """The model's state dict under canonical names; its tensors share memory with the model unless the options move
+    or gather them.
+
+    Args:
+        model: a module under any nesting of parallelisms, or a list of modules (the pipeline stages of this rank).
+        submodules: return only what belongs to these.
+
+    Raises:
+        NormalizationError: two places have one canonical name.
+    """
+    opts = as_options(options)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    with torch.no_grad():
+        return collected(_model_state(live, submodules, opts), opts)
+
+
+def get_optimizer_state_dict(
+    model: Models,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> dict[str, Any]:
+    """The state of one or several optimizers, by canonical parameter names; nothing is stepped or initialised.
+
+    Returns:
+        `{"state": {fqn: {name: value}}, "param_groups": [{field: value, "params": [fqn]}]}`, or the flat form. A
+        parameter that never had a gradient is in its group and not in `state`. Parameters outside the model are
+        called `outside_model.<optimizer>.<group>.<position>`.
+
+    Raises:
+        NormalizationError: a parameter is in two optimizers, or two places of the model have one canonical name.
+    """
+    opts = as_options(options)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    with torch.no_grad():
+        return _optimizer_state(LiveOptimizers(live, as_optimizers(optimizers)), submodules, opts)
+
+
+def get_state_dict(
+    model: Models,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`get_model_state_dict` and `get_optimizer_state_dict` in one."""
+    opts = as_options(options)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
+    with torch.no_grad():
+        model_state = collected(_model_state(live, submodules, opts), opts)
+        return model_state, _optimizer_state(live_optimizers, submodules, opts)
+
+
+def set_model_state_dict(
+    model: Models, model_state_dict: Mapping[Any, Any], *, options: StateDictOptions | None = None
+) -> SetReport:
+    """Write a canonical state dict into the model. The dict stays as it is, and shares no memory with the model.
+
+    Whole tensors are cut locally to what the rank holds; sharded ones are copied where both sides are sharded alike,
+    and otherwise gathered one at a time. Any one name of a tied tensor will do.
+
+    Raises:
+        KeyMismatchError: names are missing or unexpected (if strict), or values do not fit; lists all of them, and
+            nothing was changed.
+    """
+    opts = as_options(options)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    with torch.no_grad():
+        writes = plan_model(live, _by_name(live, model_state_dict), opts)
+        return apply_model(writes, opts.strict)
+
+
+def set_optimizer_state_dict(
+    model: Models,
+    optimizers: Optimizers,
+    optim_state_dict: Mapping[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> OptimizerReport:
+    """Give the optimizers the saved state, nested or flat, whatever state they hold now.
+
+    State keeps the dtype it was saved with. Group fields keep the live type (a float lr stays a float); fields that
+    the dict lacks keep the live value. Parameters that were saved without state end up without state.
+
+    Raises:
+        KeyMismatchError: the dict says nothing about a parameter, or has state for one that the model does not have
+            (if strict), or a state tensor has a wrong shape; nothing was changed.
+        NormalizationError: the saved groups contradict the live ones, or the dict has an unknown form.
+    """
+    opts = as_options(options)
+    live = LiveOptimizers(LiveModel(model, opts.dsd_fqn_modifiers), as_optimizers(optimizers))
+    with torch.no_grad():
+        return apply_optimizers(live, plan_optimizers(live, optim_state_dict, opts))
+
+
+def set_state_dict(
+    model: Models,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: Mapping[Any, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateDictOptions | None = None,
+) -> SetReport:
+    """`set_model_state_dict` and `set_optimizer_state_dict` in one; both are checked before either is written.
+
+    An empty `model_state_dict` leaves the model alone.
+    """
+    opts = as_options(options)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
+    with torch.no_grad():
+        given = _by_name(live, model_state_dict)
+        model_writes = plan_model(live, given, opts) if given or opts.broadcast_from_rank0 else None
+        optimizer_writes = plan_optimizers(live_optimizers, optim_state_dict, opts)
+        report = apply_model(model_writes, opts.strict) if model_writes is not None else SetReport()
+        return replace(report, optimizer=apply_optimizers(live_optimizers, optimizer_writes))
+
+
+def _model_state(live: LiveModel, submodules: Iterable[nn.Module] | None, options: StateDictOptions) -> dict[str, Any]:
+    state = read_model(live)
+    if options.ignore_frozen_params:
+        frozen = {
+            slot.name for slot in live.of_kind("parameter") if slot.value is not None and not slot.value.requires_grad
+        }
+        state = {name: value for name, value in state.items() if name not in frozen}
+    if submodules:
+        state = {
+            _short(name, p, options): state[name]
+            for p in live.prefixes(submodules)
+            for name in state
+            if name.startswith(p)
+        }
+    return state
+
+
+def _optimizer_state(
+    live: LiveOptimizers, submodules: Iterable[nn.Module] | None, options: StateDictOptions
+) -> dict[str, Any]:
+    whole = read_optimizers(live)
+    if submodules:
+        prefixes = live.live.prefixes(submodules)
+        short = {n: _short(n, p, options) for p in prefixes for n in live.by_name if n.startswith(p)}
+        whole = {
+            "state": {short[name]: value for name, value in whole["state"].items() if name in short},
+            "param_groups": [
+                {**group, "params": [short[name] for name in group["params"] if name in short]}
+                for group in whole["param_groups"]
+            ],
+        }
+    return collected(flatten(whole) if options.flatten_optimizer_state_dict else whole, options)
+
+
+def _short(name: str, prefix: str, options: StateDictOptions) -> str:
+    return name if options.keep_submodule_prefixes else name.removeprefix(prefix)
+
+
+def _by_name(live: LiveModel, given: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """The dict by full names, also from {submodule: its state dict}."""
+    if not any(isinstance(key, nn.Module) for key in given):
+        return given
+    out: dict[str, Any] = {}
+    for module, state in given.items():
+        for prefix in live.prefixes([module])[:1]:
+            out.update((prefix + name, value) for name, value in state.items())
+    return out

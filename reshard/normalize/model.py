@@ -1,0 +1,227 @@
+"""Taking the state dict of live modules, and putting one back."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from reshard.errors import KeyMismatchError
+from reshard.modules import WRAPPER_SEGMENTS, assign_tensor
+from reshard.normalize.full import is_sharded
+from reshard.normalize.names import LiveModel, Region, Slot, where
+from reshard.normalize.options import StateDictOptions
+from reshard.normalize.report import Cast, SetReport
+from reshard.normalize.values import like, materialised, problem, same_value, write
+
+__all__ = ["ModelWrites", "apply_model", "plan_model", "read_model"]
+
+
+def read_model(live: LiveModel) -> dict[str, Any]:
+    """The canonical state dict: {name: tensor or extra state}; tensors share memory with the live ones."""
+    out: dict[str, Any] = {}
+    for item in live.items:
+        if isinstance(item, Region):
+            for key, value in item.module.state_dict().items():
+                out[item.canonical(key)] = value
+        elif item.value is not None:
+            if item.persistent:
+                out[item.name] = item.value.detach()
+        else:
+            out[item.name] = item.owner.get_extra_state()
+    return out
+
+
+class RegionWrite(NamedTuple):
+    """A call of a module's own `load_state_dict`."""
+
+    region: Region
+    state: dict[str, Any]
+    """By the module's own keys."""
+    assign: bool
+    """Whether tensors on the meta device are replaced."""
+
+
+class ModelWrites(NamedTuple):
+    """All that setting a model's state will do, checked against the model before anything is touched."""
+
+    direct: list[tuple[Slot, Any]]
+    regions: list[RegionWrite]
+    report: SetReport
+
+
+def plan_model(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> ModelWrites:
+    """Match `given` with the live names; touches nothing.
+
+    Raises KeyMismatchError listing every missing, unexpected and misfitting name (the first two only if strict).
+    """
+    match = _Match(live, given, options.ignore_frozen_params)
+    direct: list[tuple[Slot, Any]] = []
+    regions: list[RegionWrite] = []
+    for item in live.items:
+        if isinstance(item, Region):
+            regions.append(match.region(item))
+        elif item.persistent:
+            name = match.take(item)
+            if name is not None:
+                direct.append((item, given[name]))
+    prefixes = tuple(write.region.prefix for write in regions)
+    unexpected = [name for name in given if name not in match.used and not name.startswith(prefixes)]
+    if match.faults or (options.strict and (match.missing or unexpected)):
+        raise KeyMismatchError(_message(live, match.missing, unexpected, match.faults, options.strict))
+    return ModelWrites(direct, regions, match.report(unexpected))
+
+
+def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
+    """Do what was planned: first what the user's own code does and may refuse, then the plain copies.
+
+    Raises KeyMismatchError if strict and a module's own `load_state_dict` refuses names.
+    """
+    missing, unexpected = list(writes.report.missing), list(writes.report.unexpected)
+    for region, state, assign in writes.regions:
+        found = region.module.load_state_dict(state, strict=False, **({"assign": True} if assign else {}))
+        # an override may return nothing
+        if found is not None:
+            missing += (name for key in found[0] if (name := region.canonical(key)) not in missing)
+            unexpected += map(region.canonical, found[1])
+    if strict and writes.regions and (missing or unexpected):
+        raise KeyMismatchError(_message(None, missing, unexpected, [], strict))
+    made: dict[int, torch.Tensor] = {}
+    for slot, value in writes.direct:
+        if slot.value is None:
+            slot.owner.set_extra_state(value)
+        elif not slot.value.is_meta:
+            write(value, slot.value)
+        elif not value.is_meta:
+            # all names of a tied tensor get the same new one
+            new = made.get(id(slot.value))
+            if new is None:
+                new = made[id(slot.value)] = materialised(value, slot.value)
+            assign_tensor(slot.owner, slot.attr, new)
+    return replace(writes.report, missing=tuple(missing), unexpected=tuple(unexpected))
+
+
+class _Match:
+    """Finds the given value of each live place, and keeps account."""
+
+    def __init__(self, live: LiveModel, given: Mapping[str, Any], ignore_frozen: bool) -> None:
+        self.live = live
+        self.given = given
+        self.ignore_frozen = ignore_frozen
+        self.used: set[str] = set()
+        self.missing: list[str] = []
+        self.faults: list[str] = []
+        self.casts: list[Cast] = []
+        self.reshaped: list[str] = []
+        self.written: set[int] = set()
+
+    def take(self, slot: Slot) -> str | None:
+        """The name under which `given` has this slot's value, checked; None where it has none."""
+        name: str | None = slot.name
+        aliases = self.live.aliases(slot)
+        if len(aliases) > 1:
+            names = [alias for alias in (slot.name, *aliases) if alias in self.given]
+            name = names[0] if names else None
+            self._agree(names)
+        if name is None or name not in self.given:
+            if not (self.ignore_frozen and slot.kind == "parameter" and not slot.value.requires_grad):  # type: ignore[union-attr]
+                self.missing.append(slot.name)
+            return None
+        self.used.add(name)
+        if slot.value is not None:
+            self._fit(name, self.given[name], slot.value)
+            self.written.add(id(slot.value))
+        return name
+
+    def region(self, region: Region) -> RegionWrite:
+        """What to give to the module's own `load_state_dict`: its keys by their names, and with them every name below
+        it that nobody knows, since its hooks may."""
+        state: dict[str, Any] = {}
+        missing: list[str] = []
+        slots = {slot.name: slot for slot in region.slots if slot.value is not None}
+        for key in region.module.state_dict():
+            name, before = region.canonical(key), len(self.missing)
+            slot = slots.get(name)
+            source = self.take(slot) if slot is not None else name if name in self.given else None
+            missing += self.missing[before:]
+            del self.missing[before:]
+            if source is not None:
+                self.used.add(source)
+                state[key] = self._placed(self.given[source], slot)
+            elif slot is None:
+                missing.append(name)
+        strangers = [name for name in self.given if name.startswith(region.prefix) and name not in self.used]
+        strangers = [name for name in strangers if name not in self.live.by_name]
+        state.update((name[len(region.prefix) :], self.given[name]) for name in strangers)
+        if not strangers:
+            # nothing is left that a hook could turn into what is missing
+            self.missing += missing
+        return RegionWrite(region, state, any(slot.value.is_meta for slot in slots.values()))  # type: ignore[union-attr]
+
+    def report(self, unexpected: list[str]) -> SetReport:
+        """What was found, to be returned if all goes well."""
+        untouched = [s for s in self.live.slots if s.value is not None and id(s.value) not in self.written]
+        return SetReport(
+            missing=tuple(self.missing),
+            unexpected=tuple(unexpected),
+            reshaped=tuple(self.reshaped),
+            cast=tuple(self.casts),
+            untouched=tuple(dict.fromkeys(slot.name for slot in untouched)),
+            uninitialised=tuple(dict.fromkeys(s.name for s in untouched if s.value is not None and s.value.is_meta)),
+        )
+
+    def _placed(self, value: Any, slot: Slot | None) -> Any:
+        if slot is None or slot.value is None or not isinstance(value, torch.Tensor):
+            return value
+        if slot.value.is_meta and not value.is_meta:
+            return materialised(value, slot.value)
+        return like(value, slot.value) if is_sharded(value) or is_sharded(slot.value) else value
+
+    def _fit(self, name: str, value: Any, target: torch.Tensor) -> None:
+        fault = problem(value, target)
+        if fault is not None:
+            self.faults.append(f"{name}: {fault}")
+            return
+        if value.dtype != target.dtype:
+            names = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, target.dtype))
+            self.casts.append(Cast(name, *names))
+        if value.shape != target.shape:
+            self.reshaped.append(name)
+
+    def _agree(self, names: list[str]) -> None:
+        """Names of one tied tensor must bring one value."""
+        first = self.given[names[0]] if names else None
+        for name in names[1:]:
+            other = self.given[name]
+            if other is not first and not same_value(first, other):
+                self.faults.append(f"{name}: tied with {names[0]!r} in this model, but the two have different values")
+
+
+def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], faults: list[str], strict: bool) -> str:
+    lines = [f"the state dict does not fit the model{where()}:"]
+    if strict:
+        lines += _listed("missing", missing)
+        lines += _listed("unexpected", unexpected, live)
+    lines += _listed("misfit", faults)
+    if strict and (missing or unexpected):
+        lines.append("pass StateDictOptions(strict=False) to set what fits and have the rest reported")
+        if live is not None and any(segment in WRAPPER_SEGMENTS for name in unexpected for segment in name.split(".")):
+            lines.append("names with wrapper segments become canonical by reshard.normalize(state_dict)")
+        if live is not None and missing and all(_is_frozen(live.by_name[n]) for n in missing if n in live.by_name):
+            lines.append("everything missing is frozen: ignore_frozen_params=True allows that")
+    return "\n".join(lines)
+
+
+def _listed(title: str, names: list[str], live: LiveModel | None = None, limit: int = 100) -> list[str]:
+    lines = []
+    for i, name in enumerate(names[:limit]):
+        close = difflib.get_close_matches(name, live.by_name, 1, 0.8) if live is not None and i < 5 else []
+        lines.append(f"  {title}: {name}" + (f" (did you mean {close[0]}?)" if close else ""))
+    return lines + ([f"  {title}: and {len(names) - limit} more"] if len(names) > limit else [])
+
+
+def _is_frozen(slot: Slot) -> bool:
+    return slot.kind == "parameter" and slot.value is not None and not slot.value.requires_grad

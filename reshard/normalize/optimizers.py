@@ -1,0 +1,150 @@
+"""Taking the state of optimizers, by canonical names; nothing is stepped, initialised or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from reshard.errors import NormalizationError
+from reshard.normalize.names import LiveModel, where
+from reshard.normalize.values import copy_containers
+
+__all__ = ["LiveOptimizers", "OptimizedParameter", "as_optimizers", "flatten", "read_optimizers"]
+
+OUTSIDE = "outside_model"
+"""First segment of the name of a parameter that the model does not have; then optimizer, group and position follow."""
+
+
+class OptimizedParameter(NamedTuple):
+    """A parameter at its place in an optimizer."""
+
+    parameter: torch.Tensor
+    names: tuple[str, ...]
+    """Its canonical names; its state is stored under the first one."""
+    optimizer: int
+    group: int
+    position: int
+    """In its group."""
+    id: int
+    """In `optimizer.state_dict()`."""
+
+    @property
+    def name(self) -> str:
+        """The name of its state."""
+        return self.names[0]
+
+
+class LiveOptimizers:
+    """The parameters of one or several optimizers, by canonical name.
+
+    Raises NormalizationError for a parameter that two optimizers have.
+    """
+
+    def __init__(self, live: LiveModel, optimizers: Sequence[Optimizer]) -> None:
+        self.live = live
+        self.optimizers = tuple(optimizers)
+        self.parameters: list[list[OptimizedParameter]] = []
+        """Per optimizer, in the order of its ids."""
+        self.by_name: dict[str, OptimizedParameter] = {}
+        """By every name, aliases too."""
+        seen: dict[int, OptimizedParameter] = {}
+        for k, optimizer in enumerate(self.optimizers):
+            found = list(self._parameters(k, optimizer))
+            self.parameters.append(found)
+            for one in found:
+                other = seen.setdefault(id(one.parameter), one)
+                if other is not one:
+                    raise NormalizationError(
+                        f"parameter {one.name!r} is in optimizer {other.optimizer} (group {other.group}) and in "
+                        f"optimizer {k} (group {one.group}){where()}: its state would have two owners"
+                    )
+                for name in one.names:
+                    self.by_name.setdefault(name, one)
+
+    def _parameters(self, k: int, optimizer: Optimizer) -> Iterator[OptimizedParameter]:
+        names_of, number = self.live.names_of, 0
+        for g, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                names = names_of.get(id(parameter)) or [f"{OUTSIDE}.{k}.{g}.{position}"]
+                yield OptimizedParameter(parameter, tuple(names), k, g, position, number)
+                number += 1
+
+    def group(self, k: int, g: int) -> list[OptimizedParameter]:
+        """The parameters of one group."""
+        return [one for one in self.parameters[k] if one.group == g]
+
+
+def as_optimizers(given: Any) -> tuple[Optimizer, ...]:
+    """One optimizer or several, as a tuple; raises NormalizationError for anything else."""
+    found = (given,) if hasattr(given, "param_groups") else tuple(given) if isinstance(given, Iterable) else None
+    if found is None or not all(hasattr(one, "param_groups") for one in found):
+        raise NormalizationError(f"optimizers must be an optimizer or several, got {type(given).__name__}")
+    return found
+
+
+def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
+    """`{"state": {name: {state name: value}}, "param_groups": [{field: value, "params": [names]}]}`, the groups of all
+    optimizers one after another. Parameters without state are in a group and not in `state`.
+
+    The containers are new, the tensors are the live ones.
+    """
+    state: dict[Any, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for k, optimizer in enumerate(live.optimizers):
+        saved = optimizer.state_dict()
+        names = [one.name for one in live.parameters[k]]
+        for key, values in saved["state"].items():
+            if values:
+                name = _name(key, names, live, k)
+                if name in state:
+                    raise NormalizationError(f"two optimizers have state under the key {name!r}{where()}")
+                state[name] = copy_containers(values)
+        for group in saved["param_groups"]:
+            fields = {
+                field: copy_containers(value)
+                for field, value in group.items()
+                if field not in ("params", "param_names")
+            }
+            groups.append({**fields, "params": [_name(key, names, live, k) for key in group["params"]]})
+    return {"state": state, "param_groups": groups}
+
+
+def _name(key: Any, names: Sequence[str], live: LiveOptimizers, k: int) -> Any:
+    """The canonical name of a key of an optimizer's own state dict; keys of no parameter stay as they are."""
+    if isinstance(key, int) and not isinstance(key, bool):
+        if not 0 <= key < len(names):
+            raise NormalizationError(
+                f"optimizer {k} has state under the id {key}{where()}, but only {len(names)} parameters"
+            )
+        return names[key]
+    if isinstance(key, str) and key not in live.by_name:
+        # an optimizer that writes names itself may write those of the wrapped modules
+        return live.live.by_live.get(key, key)
+    return key
+
+
+def flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat form: `state.<fqn>.<name>...` and `param_groups.<fqn>.<field>`, where every parameter carries the fields
+    of its group, so that dicts of pipeline stages have no key in common. Empty groups leave no trace.
+    """
+    flat: dict[str, Any] = {}
+    for name, values in state_dict["state"].items():
+        _flatten_into(flat, f"state.{name}", values)
+    for group in state_dict["param_groups"]:
+        fields = [(field, value) for field, value in group.items() if field != "params"]
+        for name in group["params"]:
+            prefix = f"param_groups.{name}."
+            for field, value in fields:
+                flat[prefix + field] = value
+    return flat
+
+
+def _flatten_into(flat: dict[str, Any], prefix: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        flat[prefix] = value
+        return
+    for key, item in value.items():
+        _flatten_into(flat, f"{prefix}.{key}", item)

@@ -1,0 +1,59 @@
+"""`StateDictOptions`: how state dicts are taken and put back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from reshard.errors import NormalizationError
+
+__all__ = ["StateDictOptions", "as_options"]
+
+
+@dataclass(frozen=True)
+class StateDictOptions:
+    """How the six get and set functions work; the fields mean what they mean in `torch.distributed.checkpoint`.
+
+    Raises NormalizationError for `broadcast_from_rank0` without `full_state_dict`.
+    """
+
+    full_state_dict: bool = False
+    """Getting: gather every tensor, so that the dict holds plain tensors only. Setting: the dict holds whole tensors
+    and each rank takes its own part. Both are collective where the model is sharded."""
+    cpu_offload: bool = False
+    """Getting: tensors on the CPU. With `full_state_dict`, each name is returned by one rank only: rank 0, or the
+    lowest rank that holds it where ranks hold different names (pipeline stages); the others get an empty dict."""
+    ignore_frozen_params: bool = False
+    """Getting: leave out parameters that require no gradient. Setting: do not miss them."""
+    keep_submodule_prefixes: bool = True
+    """With `submodules`: whether names stay relative to the whole model or become relative to the submodule."""
+    strict: bool = True
+    """Setting: whether missing and unexpected names are an error or only reported."""
+    broadcast_from_rank0: bool = False
+    """Setting: only rank 0 has the dict, and sends to each rank the elements that this rank holds."""
+    flatten_optimizer_state_dict: bool = False
+    """Getting: one flat dict, `state.<fqn>.<name>` and `param_groups.<fqn>.<field>`, in which pipeline stages do not
+    collide. Setting accepts both forms whatever this says."""
+    dsd_fqn_modifiers: str = "_fqn_modifiers"
+    """Name of the method by which a module of the user declares children that leave no trace in names: it returns
+    {name shown: name of the hidden child}."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, wanted = getattr(self, field.name), str if field.name == "dsd_fqn_modifiers" else bool
+            if not isinstance(value, wanted):
+                raise NormalizationError(f"option {field.name} must be a {wanted.__name__}, got {value!r}")
+        if self.broadcast_from_rank0 and not self.full_state_dict:
+            raise NormalizationError("broadcast_from_rank0=True needs full_state_dict=True: rank 0 sends whole tensors")
+
+
+def as_options(given: Any) -> StateDictOptions:
+    """Our options from None, from ours, or from torch's own object of the same fields."""
+    if given is None:
+        return StateDictOptions()
+    if isinstance(given, StateDictOptions):
+        return given
+    names = [field.name for field in fields(StateDictOptions) if hasattr(given, field.name)]
+    if not names:
+        raise NormalizationError(f"options must be a StateDictOptions, got {type(given).__name__}")
+    return StateDictOptions(**{name: getattr(given, name) for name in names})
