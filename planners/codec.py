@@ -71,7 +71,7 @@ def loads(text: str | bytes) -> Any:
     return from_json(data)
 
 
-def _form_json(form: Form) -> dict[str, Any]:
+def form_to_json(form: Form) -> dict[str, Any]:
     if isinstance(form, ProductForm):
         return {"mesh": str(form.mesh), "placements": ",".join(map(str, form.placements))}
     if isinstance(form, BoxesForm):
@@ -82,7 +82,7 @@ def _form_json(form: Form) -> dict[str, Any]:
     raise CodecError(f"a {type(form).__name__} has no JSON form")
 
 
-def _form(data: Mapping[str, Any]) -> Form:
+def form_from_json(data: Mapping[str, Any]) -> Form:
     if "mesh" in data:
         return ProductForm.make(Mesh.parse(data["mesh"]), parse_placements(data["placements"]))
     if "boxes" in data:
@@ -96,11 +96,11 @@ def _state_json(state: StateLayout) -> dict[str, Any]:
         fqn: [layout.spec.dtype, list(layout.spec.shape), forms.setdefault(layout.form, len(forms))]
         for fqn, layout in state.items()
     }
-    return {"world_size": state.world_size, "forms": [_form_json(form) for form in forms], "tensors": tensors}
+    return {"world_size": state.world_size, "forms": [form_to_json(form) for form in forms], "tensors": tensors}
 
 
 def _state(data: Mapping[str, Any]) -> StateLayout:
-    forms = [_form(form) for form in data["forms"]]
+    forms = [form_from_json(form) for form in data["forms"]]
     tensors = {}
     for fqn, (dtype, shape, form) in data["tensors"].items():
         if not 0 <= form < len(forms):
@@ -152,7 +152,7 @@ def _same_digest(data: Mapping[str, Any], found: str) -> None:
 
 
 def _tensor(data: Mapping[str, Any]) -> TensorLayout:
-    return TensorLayout.of(TensorSpec(data["fqn"], data["shape"], data["dtype"]), _form(data["form"]))
+    return TensorLayout.of(TensorSpec(data["fqn"], data["shape"], data["dtype"]), form_from_json(data["form"]))
 
 
 _KINDS: dict[str, _Kind] = {
@@ -163,7 +163,7 @@ _KINDS: dict[str, _Kind] = {
             "fqn": t.fqn,
             "shape": list(t.spec.shape),
             "dtype": t.spec.dtype,
-            "form": _form_json(t.form),
+            "form": form_to_json(t.form),
         },
         _tensor,
     ),
