@@ -12,6 +12,7 @@ __all__ = [
     "LayoutError",
     "NormalizationError",
     "RankFailedError",
+    "ReplicaDriftError",
     "ReshardError",
     "StorageError",
     "UnsafeDataError",
@@ -54,6 +55,10 @@ class KeyMismatchError(ReshardError, KeyError):
 
 class LayoutError(ReshardError, ValueError):
     """A tensor's placement cannot be described, or two sides disagree about it."""
+
+
+class ReplicaDriftError(ReshardError, ValueError):
+    """Ranks that should hold the same elements hold different bits; names tensors and ranks."""
 
 
 class NormalizationError(ReshardError, ValueError):

@@ -2,5 +2,18 @@
 
 from reshard.fingerprints.keys import PUBLIC, Key
 from reshard.fingerprints.partial import Fingerprinter, Partial, comparable, partial
+from reshard.fingerprints.state import Exchange, alone, fingerprint, holdings, join
 
-__all__ = ["PUBLIC", "Fingerprinter", "Key", "Partial", "comparable", "partial"]
+__all__ = [
+    "PUBLIC",
+    "Exchange",
+    "Fingerprinter",
+    "Key",
+    "Partial",
+    "alone",
+    "comparable",
+    "fingerprint",
+    "holdings",
+    "join",
+    "partial",
+]
