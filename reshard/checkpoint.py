@@ -235,7 +235,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """The state as it was nested when it was saved: containers of `LazyTensor`s and plain objects."""
         leaves: dict[str, Any] = {name: self[name] for name in self}
         leaves.update(self.objects)
-        return unflatten({self.contents.paths.get(name, (name,)): value for name, value in leaves.items()})
+        paths = self.contents.paths
+        return unflatten({paths.get(name, (name,)): leaf for name, leaf in leaves.items()}, self.contents.containers)
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.url!r}, {self.format}, {len(self)} tensors)"

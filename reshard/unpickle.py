@@ -41,11 +41,16 @@ def load_pickle(data: bytes | memoryview, *, where: str, allow: Callable[[str], 
 
 
 def load_pickle_at(
-    data: bytes | memoryview, start: int, *, where: str, allow: Callable[[str], bool] | None = None
+    data: bytes | memoryview,
+    start: int,
+    *,
+    where: str,
+    allow: Callable[[str], bool] | None = None,
+    seen: list[StorageRef] | None = None,
 ) -> tuple[Any, int]:
-    """Like `load_pickle`, for the pickle that begins at `start`; also says where it ends."""
+    """Like `load_pickle`, for the pickle that begins at `start`; also says where it ends. `seen` gets all storages."""
     stop = _check(data, start, where)
-    reader = _Reader(io.BytesIO(data[start:stop]), where, allow or (lambda name: True))
+    reader = _Reader(io.BytesIO(data[start:stop]), where, allow or (lambda name: True), [] if seen is None else seen)
     try:
         return reader.load(), stop
     except (UnsafeDataError, DamagedCheckpointError):
@@ -63,8 +68,9 @@ def load_pickle_at(
 class _Reader(pickle.Unpickler):
     """CPython's unpickler, which may find nothing but values, our functions and types of records."""
 
-    def __init__(self, file: io.BytesIO, where: str, allow: Callable[[str], bool]) -> None:
+    def __init__(self, file: io.BytesIO, where: str, allow: Callable[[str], bool], seen: list[StorageRef]) -> None:
         super().__init__(file)
+        self._seen = seen
         self._where = where
         self._allow = allow
         self._types: dict[str, type] = {}
@@ -96,7 +102,9 @@ class _Reader(pickle.Unpickler):
         view = pid[5] if len(pid) == 6 else None
         if view is not None:
             raise FormatError("its storages are views of other storages, a form that torch left before version 0.4")
-        return StorageRef(key, kind.dtype, numel)
+        ref = StorageRef(key, kind.dtype, numel)
+        self._seen.append(ref)
+        return ref
 
 
 def _is_standard(module: str) -> bool:

@@ -8,16 +8,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from reshard.errors import CheckpointNotFoundError, FormatError
-from reshard.formats import dcp
+from reshard.formats import dcp, native, safetensors, torch_save
 from reshard.formats.base import Contents, Format
 from reshard.storage import Storage, is_temporary, open_storage
 
 __all__ = ["COMPOSITE_FORMATS", "PLAIN_FORMATS", "open_contents"]
 
-COMPOSITE_FORMATS: tuple[Format, ...] = ()
+COMPOSITE_FORMATS: tuple[Format, ...] = (native,)
 """Formats made of files of other formats, plus something that tells them apart: the first that fits is taken."""
 
-PLAIN_FORMATS: tuple[Format, ...] = (dcp,)
+PLAIN_FORMATS: tuple[Format, ...] = (dcp, safetensors, torch_save)
 """Formats of one kind of file: if two fit, the folder is a mixture and refused."""
 
 _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")

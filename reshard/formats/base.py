@@ -207,6 +207,8 @@ class Contents:
     """Digests of the tensors' values, where they were saved."""
     warnings: tuple[str, ...] = ()
     """What a reader should know: files that were ignored, objects that could not be represented."""
+    containers: Mapping[tuple[Any, ...], str] = field(default_factory=dict)
+    """Kinds of containers on those paths that are tuples or empty (see `reshard.tree.Flat`)."""
 
 
 class Format(Protocol):
