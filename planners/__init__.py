@@ -35,3 +35,7 @@ from planners.save_plan import SavePlan as SavePlan
 from planners.save_plan import WriteItem as WriteItem
 from planners.save_plan import WriteItems as WriteItems
 from planners.save_plan import plan_writes as plan_writes
+from planners.transfer_plan import TransferItem as TransferItem
+from planners.transfer_plan import TransferItems as TransferItems
+from planners.transfer_plan import TransferPlan as TransferPlan
+from planners.transfer_plan import plan_transfers as plan_transfers

@@ -8,7 +8,7 @@ from typing import Any
 
 from planners.errors import PlanError
 
-__all__ = ["Box"]
+__all__ = ["Box", "flat_boxes"]
 
 
 class Box:
@@ -164,3 +164,36 @@ class Box:
 
     def __repr__(self) -> str:
         return f"Box[{', '.join(f'{o}:{o + s}' for o, s in zip(self.offsets, self.sizes))}]"
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The elements `[start, stop)` of the row-major flattening as at most 2*ndim - 1 boxes, in flat order.
+
+    3 x 4, range 2:9:      . . 2 3
+                           4 5 6 7
+                           8 . . .
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box.of((), ())]
+    inner = math.prod(shape[1:])
+    first, head = divmod(start, inner)
+    last, tail = divmod(stop, inner)
+    if first == last:
+        return [_under(first, box) for box in flat_boxes(shape[1:], head, tail)]
+    out: list[Box] = []
+    if head:
+        out += [_under(first, box) for box in flat_boxes(shape[1:], head, inner)]
+        first += 1
+    if first < last:
+        rest = shape[1:]
+        out.append(Box.of((first, *(0,) * len(rest)), (last - first, *rest)))
+    if tail:
+        out += [_under(last, box) for box in flat_boxes(shape[1:], 0, tail)]
+    return out
+
+
+def _under(index: int, box: Box) -> Box:
+    """`box` of the inner dims as a box at `index` of an outer dim."""
+    return Box.of((index, *box.offsets), (1, *box.sizes))

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from planners.box import Box
+from planners.box import Box, flat_boxes
 from planners.errors import PlanError
 from planners.mesh import Mesh
 from planners.ownership import Ints, Ownership, ownership
@@ -74,6 +74,9 @@ class Form(Protocol):
     @property
     def world_size(self) -> int:
         """Ranks 0 to world_size - 1 may hold something."""
+
+    def ranks(self) -> Sequence[int]:
+        """The ranks that may hold something, ascending."""
 
     def check(self, shape: Shape) -> None:
         """Raises PlanError where the form does not fit the shape."""
@@ -161,6 +164,9 @@ class ProductForm:
     @property
     def world_size(self) -> int:
         return self.mesh.world_size
+
+    def ranks(self) -> Sequence[int]:
+        return sorted(self.mesh.ranks.tolist())
 
     def geometry(self, shape: Shape) -> ProductGeometry:
         """The ownerships for a shape; computed once for each."""
@@ -258,6 +264,9 @@ class BoxesForm:
         table = tuple(sorted((int(rank), tuple(its)) for rank, its in boxes.items()))
         return cls(table, _world_size([rank for rank, _ in table], world_size))
 
+    def ranks(self) -> Sequence[int]:
+        return [rank for rank, _ in self.boxes]
+
     def check(self, shape: Shape) -> None:
         for rank, its in self.boxes:
             for box in its:
@@ -312,6 +321,9 @@ class FlatForm:
         table = tuple(sorted((int(rank), int(start), int(stop)) for rank, (start, stop) in ranges.items()))
         return cls(table, _world_size([rank for rank, _, _ in table], world_size))
 
+    def ranks(self) -> Sequence[int]:
+        return [rank for rank, _, _ in self.ranges]
+
     def check(self, shape: Shape) -> None:
         numel = math.prod(shape)
         for rank, start, stop in self.ranges:
@@ -355,36 +367,3 @@ def _world_size(ranks: Sequence[int], world_size: int | None) -> int:
     if world_size is not None and world_size < least:
         raise PlanError(f"there are {world_size} ranks only", rank=least - 1)
     return least if world_size is None else world_size
-
-
-def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """The elements `[start, stop)` of the row-major flattening as at most 2*ndim - 1 boxes, in flat order.
-
-    3 x 4, range 2:9:      . . 2 3
-                           4 5 6 7
-                           8 . . .
-    """
-    if start >= stop:
-        return []
-    if not shape:
-        return [Box.of((), ())]
-    inner = math.prod(shape[1:])
-    first, head = divmod(start, inner)
-    last, tail = divmod(stop, inner)
-    if first == last:
-        return [_under(first, box) for box in flat_boxes(shape[1:], head, tail)]
-    out: list[Box] = []
-    if head:
-        out += [_under(first, box) for box in flat_boxes(shape[1:], head, inner)]
-        first += 1
-    if first < last:
-        rest = shape[1:]
-        out.append(Box.of((first, *(0,) * len(rest)), (last - first, *rest)))
-    if tail:
-        out += [_under(last, box) for box in flat_boxes(shape[1:], 0, tail)]
-    return out
-
-
-def _under(index: int, box: Box) -> Box:
-    """`box` of the inner dims as a box at `index` of an outer dim."""
-    return Box.of((index, *box.offsets), (1, *box.sizes))

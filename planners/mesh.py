@@ -124,6 +124,13 @@ class Mesh:
             raise PlanError(f"the mesh {self} does not hold this rank", rank=rank)
         return self._index[rank] if self._index is not None else int(rank)
 
+    def positions(self, ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Row-major position of each of `ranks`, all of which the mesh holds."""
+        if self._ranks is None:
+            return ranks
+        order = np.argsort(self._ranks)
+        return np.asarray(order[np.searchsorted(self._ranks, ranks, sorter=order)], dtype=np.int64)
+
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Coordinate of `rank`, one number per axis. Inverse of `rank_at`. Raises PlanError for a rank outside."""
         position, out = self.position(rank), []

@@ -19,7 +19,7 @@ from planners.errors import CoverageError
 from planners.forms import Form, Part, ProductForm, ProductGeometry
 from planners.ownership import Ints, Segments, overlap
 
-__all__ = ["Overlap", "Piece", "ProductOverlap", "Sweep", "SweepOverlap", "overlap_of"]
+__all__ = ["Overlap", "Piece", "ProductOverlap", "Sweep", "SweepOverlap", "cover", "overlap_of"]
 
 
 class Piece(NamedTuple):
@@ -164,13 +164,13 @@ class SweepOverlap:
 
     def _part_pieces(self, index: int, part: Part) -> Iterator[Piece]:
         for box, local in part.boxes():
-            for owner, chunk, common in _cover(box, list(self._sweep.meeting(box))):
+            for owner, chunk, common in cover(box, list(self._sweep.meeting(box))):
                 target = common.relative_to(box).shift(local.offsets)
                 yield Piece(owner, chunk, common.relative_to(chunk), target, index)
 
 
-def _cover(box: Box, found: list[tuple[int, Box, Box]]) -> list[tuple[int, Box, Box]]:
-    """`found`, cut down so that it covers `box` exactly once. Raises CoverageError if it leaves a hole."""
+def cover(box: Box, found: list[tuple[int, Box, Box]]) -> list[tuple[int, Box, Box]]:
+    """`found`, cut down so that it covers `box` exactly once, earlier ones first. Raises CoverageError at a hole."""
     pieces = [common for _, _, common in found]
     if sum(piece.numel for piece in pieces) == box.numel and tiling_fault([box], pieces) is None:
         return found

@@ -1,0 +1,184 @@
+"""Which holder sends what to whom, for all tensors of one geometry.
+
+A rank that holds an element itself copies it. Other ranks are served by a holder on their own host if there is one,
+and else by all holders in turn: deliveries are dealt like cards, least loaded holder first, and each tensor of the
+geometry starts where the one before it stopped. So the load is even without a search, and any rank can
+work out its own part alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from planners.grouping import PairGroup
+from planners.meeting import Meeting
+from planners.ownership import Ints
+
+__all__ = ["Route", "Traffic"]
+
+_BLOCK_ENTRIES = 1 << 20
+
+
+class Traffic(NamedTuple):
+    """Bytes from senders to receivers, as columns; never from a rank to itself."""
+
+    sender: Ints
+    receiver: Ints
+    nbytes: Ints
+
+
+class Route:
+    """The deliveries of one group of tensors. Frozen."""
+
+    def __init__(self, group: PairGroup, meeting: Meeting, loads: Ints, ranks_per_host: int | None) -> None:
+        """`loads`: bytes that each rank sends already, for groups that come before this one."""
+        self.group, self.meeting = group, meeting
+        self._tensors, self._itemsize = len(group), group.before.spec.itemsize
+        self._ranks_per_host = ranks_per_host
+        holders = self.meeting.holders
+        self._alone = bool(holders.counts.max(initial=0) <= 1)
+        self._order = holders.ranks
+        if not self._alone:
+            order = np.lexsort((holders.ranks, loads[holders.ranks], holders.source_of))
+            self._order = holders.ranks[order]
+        self._far: dict[int, list[int]] = {}
+
+    # --- one rank ---
+
+    def sender(self, source: int, receiver: int, tensor: int) -> int:
+        """Who sends its part of `source` of the `tensor`-th name of the group to `receiver`; itself if it holds it."""
+        holders = self.meeting.holders
+        begin, end = int(holders.indptr[source]), int(holders.indptr[source + 1])
+        if self._holds(source, receiver):
+            return receiver
+        if end - begin == 1:
+            return int(holders.ranks[begin])
+        near, past = self._near(source, receiver)
+        if past > near:
+            return int(holders.ranks[near + (receiver + tensor) % (past - near)])
+        far = self._far_receivers(source)
+        turn = far.index(receiver) + _first_turn(tensor, len(far), end - begin)
+        return int(self._order[begin + turn % (end - begin)])
+
+    def served(self, source: int, rank: int, tensor: int) -> list[int]:
+        """The other ranks to which holder `rank` sends parts of `source` of the `tensor`-th name, ascending."""
+        holders = self.meeting.holders
+        begin, end = int(holders.indptr[source]), int(holders.indptr[source + 1])
+        if end - begin == 1:
+            return [r for r in self.meeting.receivers(source).tolist() if r != rank]
+        far, count = self._far_receivers(source), end - begin
+        place = self._order[begin:end].tolist().index(rank)
+        found = far[(place - _first_turn(tensor, len(far), count)) % count :: count]
+        if self._ranks_per_host is None:
+            return found
+        near, past = self._near(source, rank)
+        place = holders.ranks[near:past].tolist().index(rank)
+        mates = [r for r in self._mates(rank) if (r + tensor) % (past - near) == place]
+        needy = set(self.meeting.receivers(source).tolist()) if mates else set()
+        return sorted([*found, *(r for r in mates if r in needy and not self._holds(source, r))])
+
+    def _holds(self, source: int, rank: int) -> bool:
+        return bool(self.meeting.holders.hold(np.array([source]), np.array([rank]))[0])
+
+    def _mates(self, rank: int) -> range:
+        """The ranks of the host of `rank`."""
+        assert self._ranks_per_host is not None
+        first = rank - rank % self._ranks_per_host
+        return range(first, first + self._ranks_per_host)
+
+    def _near(self, source: int, rank: int) -> tuple[int, int]:
+        begin, end = self._near_all(np.array([source]), np.array([rank]))
+        return int(begin[0]), int(end[0])
+
+    def _near_all(self, sources: Ints, ranks: Ints) -> tuple[Ints, Ints]:
+        """Where among the holders those on the host of each rank begin and end."""
+        if self._ranks_per_host is None:
+            nobody = np.zeros(len(ranks), dtype=np.int64)
+            return nobody, nobody
+        first = ranks - ranks % self._ranks_per_host
+        return self.meeting.holders.between(sources, first, first + self._ranks_per_host)
+
+    def _far_receivers(self, source: int) -> list[int]:
+        """Receivers that all holders of `source` serve in turn, ascending."""
+        found = self._far.get(source)
+        if found is None:
+            receivers = self.meeting.receivers(source)
+            sources = np.full(len(receivers), source, dtype=np.int64)
+            begin, end = self._near_all(sources, receivers)
+            alien = ~self.meeting.holders.hold(sources, receivers) & (begin == end)
+            found = self._far[source] = receivers[alien].tolist()
+        return found
+
+    # --- all ranks ---
+
+    def traffic(self) -> Iterator[Traffic]:
+        """Bytes of all tensors of the group between different ranks, in blocks; pairs may come up several times."""
+        holders = self.meeting.holders
+        for source, receiver, numel in self.meeting.blocks():
+            nbytes = numel * self._itemsize
+            alien = ~holders.hold(source, receiver)
+            source, receiver, nbytes = source[alien], receiver[alien], nbytes[alien]
+            if self._alone:
+                yield Traffic(holders.ranks[holders.indptr[source]], receiver, nbytes * self._tensors)
+                continue
+            begin, end = self._near_all(source, receiver)
+            near = end > begin
+            yield from self._near_traffic(begin[near], end[near], receiver[near], nbytes[near])
+            yield from self._far_traffic(source[~near], receiver[~near], nbytes[~near])
+
+    def sent_bytes(self, world_size: int) -> Ints:
+        """Bytes that each rank sends to others."""
+        out = np.zeros(world_size, dtype=np.int64)
+        whole = self.meeting.source_numels() if self._alone else None
+        if whole is not None:
+            numel, needed_by = whole
+            out[self.meeting.holders.ranks] = numel * needed_by
+            out -= self.meeting.local_numels(world_size)
+            return np.asarray(out * (self._itemsize * self._tensors), dtype=np.int64)
+        for sender, _, nbytes in self.traffic():
+            np.add.at(out, sender, nbytes)
+        return out
+
+    def _near_traffic(self, begin: Ints, end: Ints, receiver: Ints, nbytes: Ints) -> Iterator[Traffic]:
+        """Tensor t is sent by the (receiver + t)-th holder of the host, counted round and round."""
+        for j in range(int((end - begin).max(initial=0))):
+            some = end - begin > j
+            mates, to = (end - begin)[some], receiver[some]
+            times = (self._tensors - (j - to) % mates + mates - 1) // mates
+            sent = times > 0
+            senders = self.meeting.holders.ranks[begin[some] + j]
+            yield Traffic(senders[sent], to[sent], (nbytes[some] * times)[sent])
+
+    def _far_traffic(self, source: Ints, receiver: Ints, nbytes: Ints) -> Iterator[Traffic]:
+        if not len(source):
+            return
+        holders = self.meeting.holders
+        fresh = np.concatenate(([True], source[1:] != source[:-1]))
+        start = np.flatnonzero(fresh)
+        far = np.diff(np.append(start, len(source)))
+        turn = np.arange(len(source)) - np.repeat(start, far)
+        far = np.repeat(far, far)
+        count = holders.counts[source]
+        kinds, kind = np.unique(np.stack((count, far)), axis=1, return_inverse=True)
+        for i, (holding, waiting) in enumerate(kinds.T.tolist()):
+            turns = np.array([_first_turn(t, waiting, holding) % holding for t in range(self._tensors)])
+            first, times = np.unique(turns, return_counts=True)
+            rows = np.flatnonzero(kind.reshape(-1) == i)
+            step = max(1, _BLOCK_ENTRIES // len(first))
+            for at in range(0, len(rows), step):
+                some = rows[at : at + step]
+                place = (turn[some][:, None] + first) % holding
+                senders = self._order[holders.indptr[source[some]][:, None] + place]
+                sizes = nbytes[some][:, None] * times
+                yield Traffic(senders.reshape(-1), np.repeat(receiver[some], len(first)), sizes.reshape(-1))
+
+
+def _first_turn(tensor: int, waiting: int, holding: int) -> int:
+    """At which holder the dealing of a tensor starts, if each tensor is dealt to `waiting` receivers by `holding`
+    holders. It goes on where the last tensor stopped, and moves by one after each full circle, so that a receiver
+    gets tensors from all holders: after `holding` tensors, from each once."""
+    return tensor * waiting + tensor // (holding // math.gcd(holding, waiting))
