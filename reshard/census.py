@@ -1,0 +1,327 @@
+"""What a whole job holds, agreed among its ranks: one layout of everything, without a coordinator's plan.
+
+Each rank describes what it was given. Where all descriptions are equal, as under FSDP, one digest per rank is all that
+travels; where they differ, as between pipeline stages, each distinct one travels once. Every rank then puts the
+same descriptions together in the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from planners.codec import form_from_json, form_to_json
+from planners.forms import BoxesForm, Form, ProductForm
+from planners.layout import StateLayout, TensorLayout, TensorSpec
+from planners.mesh import Mesh
+from planners.placement import Replicate
+from reshard.errors import FormatError, KeyMismatchError, LayoutError
+from reshard.execute.arrays import as_array, row_major_bytes
+from reshard.group import Group
+from reshard.per_rank import PerRank
+from reshard.tensors import form_of, is_sharded, is_tensor, local_tensors, spec_of
+from reshard.tree import KeyPath, encode_plain, flatten, key_of, path_to_json
+
+__all__ = ["Census", "Holdings", "holdings_of", "per_rank_name", "take_census"]
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What one rank was given, taken apart."""
+
+    tensors: dict[str, Any]
+    """Tensors, DTensors and ShardedTensors by key, tied ones included."""
+    objects: dict[str, Any]
+    """Everything else by key, as JSON data."""
+    per_rank: dict[str, Any]
+    """Values that were declared `PerRank`, by key."""
+    paths: dict[str, KeyPath]
+    containers: dict[KeyPath, str]
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Keys whose tensor is the very same memory as that of an earlier key."""
+
+
+def holdings_of(state: Mapping[str, Any]) -> Holdings:
+    """Take a state dict apart.
+
+    Raises FormatError for an object that is no plain data, naming its key; KeyMismatchError for keys that collide.
+    """
+    flat = flatten(state, is_leaf=lambda value: is_tensor(value) or isinstance(value, PerRank))
+    tensors: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
+    per_rank: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for path, value in flat.leaves.items():
+        key = key_of(path)
+        if isinstance(value, PerRank):
+            per_rank[key] = value.value
+        elif is_tensor(value):
+            identity = _identity(value)
+            first = seen.setdefault(identity, key) if identity is not None else key
+            if first != key:
+                aliases[key] = first
+            tensors[key] = value
+        else:
+            try:
+                objects[key] = encode_plain(value)
+            except FormatError as error:
+                raise FormatError(f"the value under {key!r} cannot be saved: {error}") from None
+    return Holdings(tensors, objects, per_rank, {key_of(p): p for p in flat.leaves}, flat.containers, aliases)
+
+
+def _identity(tensor: Any) -> tuple[Any, ...] | None:
+    """Equal for tied tensors: the same memory seen alike. None where nothing can be said."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if not isinstance(local, torch.Tensor) or local.device.type == "meta" or local.numel() == 0:
+        return None
+    try:
+        at = local.data_ptr()
+    except RuntimeError:  # tensor subclasses may have no memory of their own
+        return None
+    return at, local.dtype, tuple(local.shape), local.stride(), tuple(tensor.shape), is_sharded(tensor)
+
+
+class _Tensor(msgspec.Struct, frozen=True, array_like=True):
+    dtype: str
+    shape: list[int]
+    form: int
+    """Index into the description's forms; -1 for a plain tensor, whole on each rank that has it."""
+
+
+class _Description(msgspec.Struct, frozen=True):
+    """A rank's holdings without their values. Equal on ranks that hold the same kind of thing."""
+
+    tensors: dict[str, _Tensor]
+    forms: list[dict[str, Any]]
+    objects: list[str]
+    per_rank: list[str]
+    paths: dict[str, list[Any]]
+    containers: list[tuple[list[Any], str]]
+    aliases: dict[str, str]
+    empty: list[str]
+    """Sharded tensors of which this rank holds no element, so that it cannot tell whether they are tied."""
+
+
+@dataclass(frozen=True)
+class Census:
+    """What all ranks hold together. Equal on every rank."""
+
+    layout: StateLayout
+    objects: dict[str, Any]
+    per_rank: dict[str, dict[int, Any]]
+    """key -> rank -> `{"tensor": name in the layout}` or `{"object": JSON data}`."""
+    paths: dict[str, list[Any]]
+    containers: list[tuple[list[Any], str]]
+    aliases: dict[str, str]
+
+
+def take_census(holdings: Holdings, group: Group, *, check_replicas: bool = True) -> Census:
+    """Collective: the census of what the ranks of `group` hold.
+
+    Raises, alike on every rank:
+        LayoutError: ranks disagree about a tensor's shape, dtype or placement.
+        KeyMismatchError: a plain tensor or object differs between ranks under one key (unless `check_replicas` is
+            off, which trusts the lowest rank).
+    """
+    described = msgspec.json.encode(_describe(holdings))
+    digests = group.exchange(hashlib.sha256(described).digest())
+    firsts = {digest: digests.index(digest) for digest in digests}
+    shared = group.exchange(described if firsts[digests[group.rank]] == group.rank else b"")
+    descriptions = {i: msgspec.json.decode(shared[i], type=_Description) for i in firsts.values()}
+    of_rank = {rank: descriptions[firsts[digest]] for rank, digest in zip(group.ranks, digests)}
+    objects = _same_values(holdings, group, check_replicas=check_replicas)
+    own = _own_values(holdings, group) if any(d.per_rank for d in descriptions.values()) else ({}, {})
+    return _merge(of_rank, objects, *own)
+
+
+def _describe(holdings: Holdings) -> _Description:
+    forms: dict[Form, int] = {}
+    tensors = {}
+    for key, tensor in holdings.tensors.items():
+        spec = spec_of(key, tensor)
+        number = forms.setdefault(form_of(tensor, key), len(forms)) if is_sharded(tensor) else -1
+        tensors[key] = _Tensor(spec.dtype, list(spec.shape), number)
+    return _Description(
+        tensors=tensors,
+        forms=[form_to_json(form) for form in forms],
+        objects=list(holdings.objects),
+        per_rank=list(holdings.per_rank),
+        paths={key: path_to_json(path) for key, path in holdings.paths.items()},
+        containers=[(path_to_json(path), kind) for path, kind in holdings.containers.items()],
+        aliases=dict(holdings.aliases),
+        empty=[
+            k for k, t in holdings.tensors.items() if is_sharded(t) and not any(x.numel() for x in local_tensors(t))
+        ],
+    )
+
+
+def _same_values(holdings: Holdings, group: Group, *, check_replicas: bool) -> dict[str, Any]:
+    """All objects of all ranks, once it is sure that no key has two values."""
+    mine = {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in holdings.objects.items()}
+    if check_replicas and group.world_size > 1:
+        for key, tensor in holdings.tensors.items():
+            if not is_sharded(tensor) and tensor.device.type != "meta":
+                mine[key] = xxhash.xxh3_128_digest(row_major_bytes(as_array(tensor.cpu())))
+    packed = msgspec.msgpack.encode(mine)
+    digests = group.exchange(xxhash.xxh3_128_digest(packed))
+    if len(set(digests)) == 1:
+        return holdings.objects
+    tables = [msgspec.msgpack.decode(data, type=dict[str, bytes]) for data in group.exchange(packed)]
+    values: dict[str, dict[bytes, list[int]]] = {}
+    for rank, table in zip(group.ranks, tables):
+        for key, digest in table.items():
+            values.setdefault(key, {}).setdefault(digest, []).append(rank)
+    differing = {key: list(by.values()) for key, by in values.items() if len(by) > 1}
+    if differing and check_replicas:
+        shown = "; ".join(f"{key!r} ({' / '.join(_ranks(r) for r in by)})" for key, by in list(differing.items())[:20])
+        raise KeyMismatchError(
+            f"{len(differing)} values differ between ranks under one key: {shown}. Wrap what is each rank's own in "
+            "reshard.PerRank(value), or give it a key per rank"
+        )
+    merged: dict[str, Any] = {}
+    for data in group.exchange(msgspec.json.encode(holdings.objects)):
+        for key, value in msgspec.json.decode(data).items():
+            merged.setdefault(key, value)
+    return merged
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:8])) + (", ..." if ranks[8:] else "")
+
+
+def per_rank_name(key: str, rank: int) -> str:
+    """The name in the layout of a tensor that is one rank's own."""
+    return f"{key}@rank{rank}"
+
+
+def _own_values(holdings: Holdings, group: Group) -> tuple[dict[str, dict[int, Any]], dict[str, TensorLayout]]:
+    """All values that are each rank's own: a table of them, and the layouts of those that are tensors."""
+    mine: dict[str, Any] = {}
+    for key, value in holdings.per_rank.items():
+        if is_sharded(value):
+            raise LayoutError(f"{key!r} is declared PerRank, but is sharded: a DTensor is nobody's own")
+        if is_tensor(value):
+            spec = spec_of(key, value)
+            mine[key] = {"tensor": [list(spec.shape), spec.dtype]}
+        else:
+            try:
+                mine[key] = {"object": encode_plain(value)}
+            except FormatError as error:
+                raise FormatError(f"the value under {key!r} cannot be saved: {error}") from None
+    table: dict[str, dict[int, Any]] = {}
+    layouts: dict[str, TensorLayout] = {}
+    for rank, data in zip(group.ranks, group.exchange(msgspec.json.encode(mine))):
+        for key, row in msgspec.json.decode(data).items():
+            if "tensor" in row:
+                name = per_rank_name(key, rank)
+                form = ProductForm.make(Mesh({"rank": 1}, [rank]), (Replicate(),))
+                layouts[name] = TensorLayout.of(TensorSpec(name, *row["tensor"]), form)
+                row = {"tensor": name}
+            table.setdefault(key, {})[rank] = row
+    return table, layouts
+
+
+def _merge(
+    of_rank: Mapping[int, _Description],
+    objects: dict[str, Any],
+    per_rank: dict[str, dict[int, Any]],
+    own: dict[str, TensorLayout],
+) -> Census:
+    distinct: dict[int, tuple[_Description, list[int]]] = {}
+    for rank, description in of_rank.items():
+        distinct.setdefault(id(description), (description, []))[1].append(rank)
+    found: dict[str, list[tuple[TensorSpec, Form | None, list[int]]]] = {}
+    paths: dict[str, list[Any]] = {}
+    containers: dict[str, tuple[list[Any], str]] = {}
+    for description, ranks in distinct.values():
+        forms = [form_from_json(form) for form in description.forms]
+        for key, tensor in description.tensors.items():
+            form = forms[tensor.form] if tensor.form >= 0 else None
+            found.setdefault(key, []).append((TensorSpec(key, tensor.shape, tensor.dtype), form, ranks))
+        for key, path in description.paths.items():
+            if paths.setdefault(key, path) != path:
+                raise KeyMismatchError(f"the key {key!r} stands for different places of the state on different ranks")
+        for path, kind in description.containers:
+            containers.setdefault(str(path), (path, kind))
+    world = max(of_rank) + 1
+    aliases = _aliases([description for description, _ in distinct.values()])
+    tensors = {key: _join(key, rows, sorted(of_rank)) for key, rows in found.items() if key not in aliases}
+    if clash := [name for name in own if name in tensors]:
+        raise KeyMismatchError(f"the key {clash[0]!r} is what a value of one rank would be called: rename it")
+    tensors.update(own)
+    clash = [key for key in tensors if key in objects or key in per_rank] + [key for key in objects if key in per_rank]
+    if clash:
+        raise KeyMismatchError(f"the key {clash[0]!r} is a tensor on some ranks and something else on others")
+    return Census(StateLayout(tensors, world), objects, per_rank, paths, list(containers.values()), aliases)
+
+
+def _aliases(descriptions: list[_Description]) -> dict[str, str]:
+    """Keys that all ranks which can tell say are tied to the same other key."""
+    claims: dict[str, set[str | None]] = {}
+    for description in descriptions:
+        for key in description.tensors:
+            first = description.aliases.get(key)
+            if first is not None or key not in description.empty:
+                claims.setdefault(key, set()).add(first)
+    tied = {key: next(iter(firsts)) for key, firsts in claims.items() if len(firsts) == 1}
+    return {key: first for key, first in tied.items() if first is not None and tied.get(first) is None}
+
+
+def _join(key: str, rows: list[tuple[TensorSpec, Form | None, list[int]]], everyone: list[int]) -> TensorLayout:
+    """The one layout that all ranks' descriptions of a tensor amount to."""
+    spec = rows[0][0]
+    for other, _, ranks in rows[1:]:
+        if other != spec:
+            raise LayoutError(
+                f"tensor {key!r} has shape {spec.shape} and dtype {spec.dtype} on {_ranks(rows[0][2])}, but "
+                f"{other.shape} and {other.dtype} on {_ranks(ranks)}"
+            )
+    forms = {form for _, form, _ in rows}
+    holders = sorted(rank for _, _, ranks in rows for rank in ranks)
+    if None in forms:
+        if len(forms) > 1:
+            raise LayoutError(f"tensor {key!r} is sharded on some ranks and plain on others")
+        return TensorLayout.of(spec, ProductForm.make(_line(holders), (Replicate(),)))
+    sharded = [form for form in forms if form is not None]
+    form = sharded[0] if len(sharded) == 1 else _stack(key, sharded)
+    return TensorLayout.of(spec, _only(form, spec, everyone))
+
+
+def _line(ranks: list[int]) -> Mesh:
+    return Mesh({"world": len(ranks)}, ranks)
+
+
+def _stack(key: str, forms: list[Form]) -> Form:
+    """Forms on disjoint meshes of one kind (TP groups of a job that replicates over the rest) as one, with replicas."""
+    first = forms[0]
+    products = [form for form in forms if isinstance(form, ProductForm)]
+    alike = len(products) == len(forms) and isinstance(first, ProductForm)
+    if alike and all(f.mesh.axes == products[0].mesh.axes and f.placements == products[0].placements for f in products):
+        ranks = [
+            int(rank) for form in sorted(products, key=lambda f: f.mesh.ranks.tolist()) for rank in form.mesh.ranks
+        ]
+        if len(set(ranks)) == len(ranks):
+            name = "replica" if "replica" not in products[0].mesh.names else "replica_of_mesh"
+            mesh = Mesh([(name, len(products)), *products[0].mesh.axes], ranks)
+            return ProductForm.make(mesh, (Replicate(), *products[0].placements))
+    shown = "; ".join(map(str, forms[:4]))
+    raise LayoutError(f"tensor {key!r} is placed differently on different ranks: {shown}")
+
+
+def _only(form: Form, spec: TensorSpec, everyone: list[int]) -> Form:
+    """The form without ranks that do not take part. Raises LayoutError if only they hold some element."""
+    if isinstance(form, ProductForm) and all(rank in everyone for rank in form.mesh.ranks.tolist()):
+        return form
+    if not isinstance(form, ProductForm) and form.world_size <= len(everyone) == max(everyone) + 1:
+        return form
+    layout = TensorLayout.of(spec, form)
+    return BoxesForm.make(
+        {rank: layout.boxes(rank) for rank in everyone if rank < layout.world_size}, max(everyone) + 1
+    )

@@ -1,0 +1,1 @@
+"""What obeys plans: reading, writing and exchanging bytes."""

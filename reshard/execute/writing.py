@@ -1,0 +1,142 @@
+"""Writes one rank's data file: a safetensors file, streamed, with a checksum for every block of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from planners.dtypes import itemsize
+from reshard.dtypes import SAFETENSORS_CODES
+from reshard.errors import FormatError
+from reshard.execute.arrays import as_array, row_major_bytes
+from reshard.formats.native import BLOCK_BYTES, FileRecord
+from reshard.storage.base import Storage, Writer
+
+__all__ = ["Entry", "write_file"]
+
+_STAGE_BYTES = 32 << 20
+"""Memory for elements that do not lie in row-major order, or not on the CPU, on their way to the file."""
+_CODES = {name: code for code, name in SAFETENSORS_CODES.items() if name != "float4_e2m1fn_x2"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One array of a data file."""
+
+    key: str
+    dtype: str
+    sizes: tuple[int, ...]
+    tensor: torch.Tensor
+    """The elements, of these sizes; on any device, with any strides."""
+
+
+def write_file(
+    storage: Storage, name: str, entries: Sequence[Entry], *, on_bytes: Callable[[int], None] | None = None
+) -> FileRecord:
+    """Write `entries` as one safetensors file, and its block checksums beside it. Both are durable on return.
+
+    Large elements come first, so that every array is aligned to its item size.
+
+    Raises FormatError if two entries have one key; StorageError if the storage fails.
+    """
+    ordered = sorted(entries, key=lambda entry: -itemsize(entry.dtype))
+    header = _header(ordered)
+    with storage.create(name) as out:
+        sums = _Sums(out)
+        sums.write(memoryview(header))
+        for entry in ordered:
+            for piece in _pieces(entry.tensor):
+                sums.write(piece)
+                if on_bytes is not None:
+                    on_bytes(len(piece))
+        digests = sums.finish()
+    with storage.create(f"{name}.sums") as out:
+        out.write(digests)
+    return FileRecord(name, len(header) + sum(_nbytes(e) for e in ordered), len(header), _digest128(digests))
+
+
+def _digest128(data: bytes) -> str:
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+def _nbytes(entry: Entry) -> int:
+    return int(np.prod(entry.sizes, dtype=np.int64)) * itemsize(entry.dtype)
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for entry in entries:
+        if entry.key in table:
+            raise FormatError(f"two arrays of one file would be called {entry.key!r}: rename one of the tensors")
+        stop = at + _nbytes(entry)
+        code, shape = _CODES.get(entry.dtype), list(entry.sizes)
+        if code is None:  # safetensors has no code for it: bytes, in a last dim of their own
+            code, shape = "U8", [*shape, itemsize(entry.dtype)]
+        table[entry.key] = {"dtype": code, "shape": shape, "data_offsets": [at, stop]}
+        at = stop
+    text = msgspec.json.encode(table)
+    text += b" " * (-(8 + len(text)) % 64)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The elements in row-major order; with a bounded copy where they do not lie so in CPU memory."""
+    if tensor.numel() == 0:
+        return
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        yield row_major_bytes(as_array(tensor))
+        return
+    nbytes = tensor.numel() * tensor.element_size()
+    if tensor.ndim == 0 or nbytes <= _STAGE_BYTES:
+        yield row_major_bytes(as_array(tensor.cpu()))
+        return
+    rows = max(1, _STAGE_BYTES * tensor.shape[0] // nbytes)
+    for start in range(0, tensor.shape[0], rows):
+        part = tensor[start : start + rows]
+        if part.numel() * part.element_size() > _STAGE_BYTES:
+            for row in part:
+                yield from _pieces(row)
+        else:
+            yield row_major_bytes(as_array(part.cpu()))
+
+
+class _Sums:
+    """Passes bytes on to a writer and hashes them block by block."""
+
+    def __init__(self, out: Writer) -> None:
+        self._out = out
+        self._state = xxhash.xxh3_64()
+        self._room = BLOCK_BYTES
+        self._digests: list[int] = []
+
+    def write(self, data: memoryview) -> None:
+        self._out.write(data)
+        at = 0
+        while at < len(data):
+            if self._room == BLOCK_BYTES and len(data) - at >= BLOCK_BYTES:
+                self._digests.append(xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]))
+                at += BLOCK_BYTES
+                continue
+            take = min(self._room, len(data) - at)
+            self._state.update(data[at : at + take])
+            at += take
+            self._room -= take
+            if not self._room:
+                self._close_block()
+
+    def _close_block(self) -> None:
+        self._digests.append(self._state.intdigest())
+        self._state.reset()
+        self._room = BLOCK_BYTES
+
+    def finish(self) -> bytes:
+        """The digests of all blocks, the last one perhaps short, as little-endian 64-bit numbers."""
+        if self._room != BLOCK_BYTES:
+            self._close_block()
+        return np.array(self._digests, dtype="<u8").tobytes()

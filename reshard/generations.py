@@ -1,0 +1,190 @@
+"""Generations: every save writes into a folder of its own, and only the manifest says which one counts.
+
+    manifest.json  ─────────►  data-0192f3c1a8-5d2e.../      the checkpoint
+                               data-0192f3c199-77ab.../      of a save that was killed, or is still running
+
+A folder that no manifest names belongs to a save that is running or dead. Its claim tells: a process of this host that
+no longer exists is dead, one of another host is given a day.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+
+from reshard.errors import CheckpointError, CheckpointNotFoundError
+from reshard.formats.native import MANIFEST, read_manifest
+from reshard.storage import Storage, is_temporary, open_storage
+
+__all__ = [
+    "Claim",
+    "claim",
+    "folder_of",
+    "latest_complete",
+    "new_save_id",
+    "prune",
+    "published",
+    "release",
+    "remove",
+    "remove_dead",
+]
+
+_FOREIGN_AGE_S = 86_400.0
+"""After so long a save on another host is taken for dead."""
+_CLAIM = "claim.json"
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """Who writes a generation."""
+
+    host: str
+    pid: int
+    process_start: str
+    """Start time of the process in the kernel's ticks: a later process may have the same number."""
+    unix_s: float
+
+
+def new_save_id() -> str:
+    """A name that sorts by time and that no other save has."""
+    return f"{int(time.time() * 1000):012x}-{secrets.token_hex(6)}"
+
+
+def folder_of(save_id: str) -> str:
+    """The generation's folder, within the checkpoint's."""
+    return f"data-{save_id}"
+
+
+def claim(storage: Storage, save_id: str) -> None:
+    """Say that this process is writing the generation."""
+    mine = Claim(socket.gethostname(), os.getpid(), _process_start(os.getpid()), time.time())
+    storage.publish(f"{folder_of(save_id)}/{_CLAIM}", msgspec.json.encode(mine))
+
+
+def release(storage: Storage, save_id: str) -> None:
+    """Say that the generation is published, or given up: from now on it stays only while a manifest names it."""
+    storage.delete(f"{folder_of(save_id)}/{_CLAIM}")
+
+
+def published(storage: Storage) -> str | None:
+    """The save id that counts, or None."""
+    try:
+        return read_manifest(storage).save_id
+    except CheckpointNotFoundError:
+        return None
+
+
+def remove_dead(storage: Storage) -> list[str]:
+    """Remove generations that neither count nor are being written. Returns their save ids.
+
+    A save publishes its manifest before it releases its claim. So where a claim is gone, the manifest that is read
+    *after* seeing that names this generation, or one that came later.
+    """
+    by_id: dict[str, list[str]] = {}
+    for name in storage.list("data-"):
+        by_id.setdefault(name.partition("/")[0].removeprefix("data-"), []).append(name)
+    removed = []
+    for save_id, names in by_id.items():
+        if _alive(storage, save_id, names) or published(storage) == save_id:
+            continue
+        remove(storage, save_id, names)
+        removed.append(save_id)
+    for name in storage.list(f"{MANIFEST}."):
+        if is_temporary(name) and not by_id.get(name):
+            storage.delete(name)
+    return removed
+
+
+def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:
+    """Remove a generation, its claim last, so that a removal cut short is taken up again."""
+    folder = folder_of(save_id)
+    names = list(storage.list(f"{folder}/")) if names is None else names
+    for name in sorted(names, key=lambda name: name.endswith(f"/{_CLAIM}")):
+        storage.delete(name)
+
+
+def _alive(storage: Storage, save_id: str, names: list[str]) -> bool:
+    name = f"{folder_of(save_id)}/{_CLAIM}"
+    if name not in names:
+        return False  # a claim is made before anything else and removed last
+    try:
+        owner = msgspec.json.decode(storage.read(name), type=Claim)
+    except (CheckpointNotFoundError, msgspec.MsgspecError):
+        return False
+    if owner.host != socket.gethostname():
+        return time.time() - owner.unix_s < _FOREIGN_AGE_S
+    return _process_start(owner.pid) == owner.process_start != ""
+
+
+def _process_start(pid: int) -> str:
+    """The kernel's start time of a process; "" if there is none (or the system does not tell)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ""
+        except PermissionError:
+            return "alive"
+        return "alive" if not Path("/proc/self/stat").exists() else ""
+    fields = stat.rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def latest_complete(folder: str | os.PathLike[str]) -> str | None:
+    """The newest complete checkpoint at or directly below `folder`, by the time that its save was begun; else None.
+
+    A folder without a whole manifest, or whose files are missing or short, does not count.
+    """
+    from reshard.checkpoint import open as open_checkpoint
+
+    base = os.fspath(folder).rstrip("/")
+    names = open_storage(folder).list()
+    places = {name.rpartition("/")[0] for name in names if name.rpartition("/")[2] == MANIFEST and name.count("/") <= 1}
+    newest: tuple[float, str] | None = None
+    for place in sorted(places):
+        path = f"{base}/{place}" if place else base
+        try:
+            created = read_manifest(open_storage(path)).created_unix_s
+            open_checkpoint(path)
+        except CheckpointError:
+            continue
+        newest = max(newest or (created, path), (created, path))
+    return newest[1] if newest else None
+
+
+def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
+    """Remove all but the `keep_last` newest complete checkpoints directly below `folder`; returns their paths.
+
+    Their manifests go first, so that a removal cut short leaves nothing that looks complete. Incomplete checkpoints are
+    left alone: their saves may be running.
+
+    Raises CheckpointError for `keep_last` < 1.
+    """
+    if keep_last < 1:
+        raise CheckpointError(
+            f"keep_last must be >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
+        )
+    base = os.fspath(folder).rstrip("/")
+    found: list[tuple[float, str]] = []
+    for name in open_storage(folder).list():
+        place, _, last = name.rpartition("/")
+        if last == MANIFEST and place and "/" not in place:
+            try:
+                found.append((read_manifest(open_storage(f"{base}/{place}")).created_unix_s, f"{base}/{place}"))
+            except CheckpointError:
+                continue
+    gone = [path for _, path in sorted(found)[:-keep_last]]
+    for path in gone:
+        storage = open_storage(path)
+        save_id = read_manifest(storage).save_id
+        storage.delete(MANIFEST)
+        remove(storage, save_id)
+        for name in list(storage.list()):
+            storage.delete(name)
+    return gone
