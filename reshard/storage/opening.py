@@ -22,7 +22,7 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
 
     Args:
         path: a local folder, "file:///folder", "memory://name" (one for the whole process), or a bucket and folder:
-            "s3://bucket/folder", "gs://...", "az://container/folder", which need the extra `reshard[object-stores]`.
+            "s3://bucket/folder", "gs://...", "az://...", which need the extra `reshard[object-stores]`.
 
     Raises:
         StorageError: a scheme that is not known, or a URL that names no folder.

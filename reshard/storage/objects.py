@@ -1,0 +1,256 @@
+"""Object stores (S3, Google Cloud, Azure) through obstore, optional: `pip install reshard[object-stores]`.
+
+An object appears whole or not at all: a small one by one conditional put, a large one when its multipart upload is
+completed. A writer that is killed leaves an upload that nobody sees; a lifecycle rule of the bucket ("abort incomplete
+multipart uploads") removes what it costs. Credentials, region and endpoint come from the usual environment variables
+(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, AWS_ALLOW_HTTP, ...), or give `ObjectStorage` an obstore store of your own making.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
+from reshard.storage.base import Storage, Writer, check_name, check_range, not_found
+from reshard.storage.uploads import ObjectWriter
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["ObjectStorage", "choose_gap_bytes", "open_objects"]
+
+_T = TypeVar("_T")
+
+_PART_BYTES = 16 << 20
+_PARALLEL = 8
+_TRIES = 4
+"""Of ours, around those of obstore, which does not repeat every request that is safe for us to repeat."""
+_FIRST_PAUSE_S = 0.2
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|specified bucket does not exist")
+_LASTING = re.compile(r"status code: 4(?!08|25|29)\d\d")
+"""Refusals that will not become right by asking again: all but a timeout, "too early" and "too many requests"."""
+_RETRY: Any = {"max_retries": 6, "retry_timeout": timedelta(seconds=60)}
+
+
+def open_objects(url: str) -> ObjectStorage:
+    """The folder of a bucket: "s3://bucket/folder", "gs://bucket/folder", "az://..." as obstore reads it.
+
+    Raises:
+        StorageError: obstore is not installed, or does not understand the URL or its configuration.
+    """
+    try:
+        from obstore.store import from_url
+    except ImportError as error:
+        raise StorageError(f"{url} needs obstore: pip install 'reshard[object-stores]'") from error
+    try:
+        store = from_url(url, retry_config=_RETRY)
+    except Exception as error:
+        raise StorageError(f"cannot open {url}: {_first_line(error)}") from error
+    return ObjectStorage(store, url)
+
+
+def choose_gap_bytes(latency_s: float, bytes_per_s: float = 80e6) -> int:
+    """Bytes that one connection reads while a request waits for its first byte; 64 KiB to 8 MiB, a power of two."""
+    wanted = latency_s * bytes_per_s
+    gap = 64 << 10
+    while gap * 2 <= wanted and gap < 8 << 20:
+        gap *= 2
+    return gap
+
+
+class ObjectStorage(Storage):
+    """A store of obstore (`obstore.store.S3Store(...)` and so on), whose prefix is the folder.
+
+    `max_gap_bytes` starts from a latency of 30 ms and follows the fastest answer seen.
+
+    Args:
+        store: the store.
+        url: for messages.
+        part_bytes: size of an upload's part and of one range request, in bytes; at most 10,000 parts make an object.
+        parallel: how many parts one read or one writer has in flight; its memory is parallel x part_bytes.
+    """
+
+    def __init__(self, store: Any, url: str, *, part_bytes: int = _PART_BYTES, parallel: int = _PARALLEL) -> None:
+        if part_bytes < 5 << 20 or parallel < 1:
+            raise StorageError(
+                f"part_bytes must be at least 5 MiB and parallel at least 1, not {part_bytes}, {parallel}"
+            )
+        import obstore
+
+        self.url = url
+        self.part_bytes = part_bytes
+        self.parallel = parallel
+        self.max_gap_bytes = choose_gap_bytes(0.03)
+        self._latency_s = 0.03
+        self._store = store
+        self._api: Any = obstore
+        self._pool = ThreadPoolExecutor(parallel, thread_name_prefix="range-read")
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        folder = prefix.rpartition("/")[0]
+        if folder:
+            check_name(folder, self.url)
+
+        def all_pages() -> dict[str, int]:
+            pages = self._api.list(self._store, folder or None, chunk_size=1000)
+            return {item["path"]: item["size"] for page in pages for item in page}
+
+        with self._errors("list", f"{prefix}*"):
+            found = self._again(all_pages)
+        return {name: found[name] for name in sorted(found) if name.startswith(prefix)}
+
+    def size(self, name: str) -> int:
+        check_name(name, self.url)
+        with self._errors("read", name):
+            start = time.monotonic()
+            length = int(self._again(lambda: self._api.head(self._store, name))["size"])
+            self._took(time.monotonic() - start)
+        return length
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        check_name(name, self.url)
+        length = buffer.nbytes
+        if start < 0 or not length:  # an empty range cannot be asked for, but its place can be wrong
+            check_range(self, name, start, length, self.size(name))
+            return
+        view = buffer.cast("B")
+        offsets = range(0, length, self.part_bytes)
+        pieces = [(name, start + offset, view[offset : offset + self.part_bytes]) for offset in offsets]
+        if len(pieces) == 1:
+            self._read_piece(*pieces[0])
+            return
+        reads = [self._pool.submit(self._read_piece, *piece) for piece in pieces]
+        try:
+            for read in reads:
+                read.result()
+        finally:
+            for read in reads:
+                read.cancel()
+            wait(reads)  # nobody may write into the caller's buffer after an error has reached the caller
+
+    def _read_piece(self, name: str, start: int, view: memoryview) -> None:
+        try:
+            with self._errors("read", name):
+                data = memoryview(
+                    self._again(lambda: self._api.get_range(self._store, name, start=start, length=view.nbytes))
+                )
+        except CheckpointNotFoundError:
+            raise
+        except StorageError:  # stores answer a range past the end in different ways
+            check_range(self, name, start, view.nbytes, self.size(name))
+            raise
+        if data.nbytes != view.nbytes:
+            check_range(self, name, start, view.nbytes, self.size(name))
+            raise StorageError(f"{name} in {self.url}: asked for {view.nbytes} bytes from {start}, got {data.nbytes}")
+        view[:] = data
+
+    def create(self, name: str) -> Writer:
+        check_name(name, self.url)
+        if self._exists(name):
+            raise self._exists_already(name)
+        return ObjectWriter(self, name)
+
+    def publish(self, name: str, data: Buffer) -> None:
+        check_name(name, self.url)
+        with self._errors("publish", name):
+            self._again(lambda: self._api.put(self._store, name, bytes(data), use_multipart=False))
+
+    def delete(self, name: str) -> None:
+        check_name(name, self.url)
+        try:
+            with self._errors("delete", name):
+                self._again(lambda: self._api.delete(self._store, name))
+        except CheckpointNotFoundError:  # Google and Azure say so, S3 does not
+            return
+
+    def _exists(self, name: str) -> bool:
+        try:
+            self.size(name)
+        except CheckpointNotFoundError:
+            return False
+        return True
+
+    def _exists_already(self, name: str) -> StorageError:
+        return StorageError(
+            f"cannot create {name} in {self.url}: it exists already, and is not overwritten; delete it first"
+        )
+
+    def _no_bucket(self, verb: str, name: str) -> StorageError:
+        return StorageError(f"cannot {verb} {name} in {self.url}: there is no such bucket or container")
+
+    def put_new(self, name: str, data: bytes) -> None:
+        """Store a whole object on condition that there is none of this name."""
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            with self._errors("write", name):
+                self._again(lambda: self._api.put(self._store, name, data, mode="create"))
+        except StorageError as error:
+            # the answer to a first try that had arrived may be lost, and the second is then refused
+            refused = isinstance(error.__cause__, AlreadyExistsError)
+            if not refused or self.size(name) != len(data) or self.read(name) != data:
+                raise
+
+    def put_parts(self, name: str, parts: Iterator[bytes]) -> None:
+        """Store an object in parts while the iterator yields them; if it raises, the upload is aborted."""
+        with self._errors("write", name):
+            self._api.put(
+                self._store,
+                name,
+                parts,
+                use_multipart=True,
+                chunk_size=self.part_bytes,
+                max_concurrency=self.parallel,
+            )
+
+    def _took(self, seconds: float) -> None:
+        if seconds < self._latency_s:
+            self._latency_s = seconds
+            self.max_gap_bytes = choose_gap_bytes(seconds)
+
+    def _again(self, call: Callable[[], _T]) -> _T:
+        """Repeat what failed for a reason that may pass, a few times, ever more slowly."""
+        from obstore.exceptions import GenericError, JoinError
+
+        for attempt in range(_TRIES - 1):
+            try:
+                return call()
+            except (GenericError, JoinError) as error:
+                if _LASTING.search(str(error)):
+                    raise
+                time.sleep(_FIRST_PAUSE_S * 2**attempt)
+        return call()
+
+    @contextmanager
+    def _errors(self, verb: str, name: str) -> Iterator[None]:
+        from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+
+        try:
+            yield
+        except ReshardError:
+            raise
+        except FileNotFoundError as error:
+            if verb in ("read", "delete") and not _NO_BUCKET.search(str(error)):
+                raise not_found(name, self.url) from error
+            raise self._no_bucket(verb, name) from error
+        except AlreadyExistsError as error:
+            raise self._exists_already(name) from error
+        except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
+            why = "permission denied; check the credentials in the environment and the bucket's policy"
+            raise StorageError(f"cannot {verb} {name} in {self.url}: {why} ({_first_line(error)})") from error
+        except (BaseError, ValueError, OSError) as error:
+            if _NO_BUCKET.search(str(error)):
+                raise self._no_bucket(verb, name) from error
+            raise StorageError(f"cannot {verb} {name} in {self.url}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    """What obstore says before it shows its own insides."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:500] if lines else type(error).__name__

@@ -1,0 +1,186 @@
+"""Object stores on a real S3-protocol server: multipart uploads, killed writers, throttling, dropped connections."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from typing import Any
+
+import pytest
+
+from reshard.errors import StorageError
+from reshard.storage import Storage, open_storage
+from reshard.storage.objects import ObjectStorage, choose_gap_bytes, open_objects
+from tests.reshard.storage.s3_server import FlakyProxy, S3Server
+
+MIB = 1 << 20
+
+
+def _open(**options: Any) -> Storage:
+    storage = open_objects(f"s3://bucket/{uuid.uuid4().hex}")
+    return ObjectStorage(storage._store, storage.url, part_bytes=5 * MIB, **options)
+
+
+def _write(storage: Storage, name: str, data: bytes, error: Exception | None = None) -> None:
+    with storage.create(name) as out:
+        for start in range(0, len(data), 5 * MIB):
+            out.write(data[start : start + 5 * MIB])
+        if error is not None:
+            raise error
+
+
+def _pattern(nbytes: int) -> bytes:
+    return (os.urandom(1021) * (nbytes // 1021 + 1))[:nbytes]
+
+
+def test_large_objects_travel_in_parts(s3: S3Server, proxy: FlakyProxy) -> None:
+    storage = _open(parallel=2)
+    data = _pattern(23 * MIB + 17)
+    with storage.create("big") as out:
+        for start in range(0, len(data), 3 * MIB):
+            out.write(data[start : start + 3 * MIB])
+    assert proxy.requests.count(b"PUT") == 5, "parts of 5 MiB"
+    assert storage.size("big") == len(data)
+    proxy.requests.clear()
+    assert storage.read("big") == data
+    assert proxy.requests.count(b"GET") == 5
+    target = bytearray(12 * MIB)
+    storage.read_into("big", 7 * MIB, memoryview(target))
+    assert target == data[7 * MIB : 19 * MIB]
+    with pytest.raises(StorageError, match="too short"):
+        storage.read("big", 20 * MIB, 8 * MIB)
+
+
+def test_an_interrupted_upload_is_aborted(s3: S3Server) -> None:
+    storage = _open()
+    before = s3.unfinished_uploads()
+    with pytest.raises(KeyError):
+        _write(storage, "big", _pattern(17 * MIB), KeyError())
+    assert storage.list() == {}
+    assert s3.unfinished_uploads() == before
+
+
+def test_a_killed_writer_shows_nothing(s3: S3Server) -> None:
+    folder = f"s3://bucket/{uuid.uuid4().hex}"
+    open_storage(folder).publish("manifest.json", b"old")
+    code = (
+        "import sys, time\n"
+        "from reshard.storage import open_storage\n"
+        "with open_storage(sys.argv[1]).create('big') as out:\n"
+        "    out.write(bytes(40 << 20)); print('written', flush=True); time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "written\n"
+        writer.send_signal(signal.SIGKILL)
+    assert open_storage(folder).list() == {"manifest.json": 3}
+    with open_storage(folder).create("big") as out:
+        out.write(b"the next one")
+    assert open_storage(folder).read("big") == b"the next one"
+
+
+@pytest.mark.parametrize("method", [b"GET", b"PUT", b"HEAD", b"POST"])
+def test_throttling_is_waited_out(proxy: FlakyProxy, method: bytes) -> None:
+    storage = _open()
+    proxy.only, proxy.throttle = method, 2
+    _use_everything(storage)
+    assert proxy.throttle == 0
+
+
+@pytest.mark.parametrize("method", [b"GET", b"PUT", b"HEAD", b"POST"])
+@pytest.mark.parametrize("after", [0, 200])
+def test_dropped_connections_are_made_again(proxy: FlakyProxy, method: bytes, after: int) -> None:
+    storage = _open()
+    proxy.only, proxy.drop, proxy.drop_after = method, 1, after
+    _use_everything(storage)
+    assert proxy.drop == 0
+
+
+def _use_everything(storage: Storage) -> None:
+    data = _pattern(11 * MIB)
+    with storage.create("big") as out:
+        out.write(data)
+    with storage.create("small") as out:
+        out.write(b"small")
+    storage.publish("manifest.json", b"{}")
+    storage.publish("manifest.json", b"{1}")
+    assert storage.read("big", 1, 10 * MIB) == data[1 : 1 + 10 * MIB]
+    assert storage.read("small") == b"small"
+    assert storage.list() == {"big": 11 * MIB, "manifest.json": 3, "small": 5}
+    storage.delete("small")
+    assert list(storage.list()) == ["big", "manifest.json"]
+
+
+def test_a_created_object_whose_answer_was_lost_is_not_refused(proxy: FlakyProxy) -> None:
+    storage = _open()
+    proxy.only, proxy.drop = b"PUT", 1
+    with storage.create("small") as out:
+        out.write(b"mine")
+    assert storage.read("small") == b"mine"
+
+
+def test_a_completed_upload_whose_answer_was_lost_is_whole(proxy: FlakyProxy) -> None:
+    storage = _open()
+    data = _pattern(11 * MIB)
+    proxy.only, proxy.skip, proxy.drop = b"POST", 1, 1  # the first begins the upload, the second completes it
+    _write(storage, "big", data)
+    assert proxy.drop == 0
+    assert storage.read("big") == data
+
+
+def test_of_two_racing_writers_one_is_refused(s3: S3Server) -> None:
+    storage = _open()
+    with storage.create("small") as slow:
+        slow.write(b"slow")
+        with storage.create("small") as fast:
+            fast.write(b"fast")
+        with pytest.raises(StorageError, match="exists already"):
+            slow.__exit__(None, None, None)
+    assert storage.read("small") == b"fast"
+
+
+def test_retries_have_a_limit(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")  # nobody listens there
+    monkeypatch.setattr("reshard.storage.objects._RETRY", {"max_retries": 1})
+    monkeypatch.setattr("reshard.storage.objects._FIRST_PAUSE_S", 0.01)
+    storage = open_storage("s3://bucket/x")
+    start = time.monotonic()
+    with pytest.raises(StorageError, match=r"cannot read a in s3://bucket/x: .*127\.0\.0\.1:1"):
+        storage.read("a")
+    assert time.monotonic() - start < 20
+
+
+def test_an_upload_that_fails_is_told_to_its_writer(s3: S3Server, proxy: FlakyProxy) -> None:
+    store = open_objects("s3://no-such-bucket/x")
+    storage = ObjectStorage(store._store, store.url, part_bytes=5 * MIB)
+    with pytest.raises(StorageError, match="no such bucket"):
+        _write(storage, "big", bytes(100 * MIB))
+    with pytest.raises(StorageError, match="no such bucket"):
+        storage.publish("manifest.json", b"")
+    with pytest.raises(StorageError, match="no such bucket"):
+        storage.list()
+
+
+def test_limits_are_checked(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StorageError, match="part_bytes must be at least 5 MiB"):
+        ObjectStorage(object(), "s3://bucket", part_bytes=1)
+    monkeypatch.setattr("reshard.storage.uploads._MAX_PARTS", 2)
+    storage = _open()
+    with pytest.raises(StorageError, match="at most 2 parts of 5242880 bytes"):
+        _write(storage, "big", bytes(10 * MIB + 1))
+    assert storage.list() == {}
+
+
+def test_the_gap_follows_the_latency(s3: S3Server) -> None:
+    assert choose_gap_bytes(0.0) == 64 << 10
+    assert choose_gap_bytes(0.03) == 2 * MIB
+    assert choose_gap_bytes(10.0) == 8 * MIB
+    storage = _open()
+    assert storage.max_gap_bytes == 2 * MIB
+    storage.publish("x", b"x")
+    storage.size("x")
+    assert storage.max_gap_bytes < 2 * MIB, "loopback answers faster than a far bucket"
