@@ -16,6 +16,7 @@ from planners.errors import ProofError as ProofError
 from planners.layout import StateLayout as StateLayout
 from planners.layout import TensorLayout as TensorLayout
 from planners.layout import TensorSpec as TensorSpec
+from planners.load_plan import FillItem as FillItem
 from planners.load_plan import LoadPlan as LoadPlan
 from planners.load_plan import ReadItem as ReadItem
 from planners.load_plan import ReadItems as ReadItems
@@ -39,3 +40,8 @@ from planners.transfer_plan import TransferItem as TransferItem
 from planners.transfer_plan import TransferItems as TransferItems
 from planners.transfer_plan import TransferPlan as TransferPlan
 from planners.transfer_plan import plan_transfers as plan_transfers
+from planners.view import View as View
+from planners.view import concat as concat
+from planners.view import inverse as inverse
+from planners.view import stack as stack
+from planners.view import viewed as viewed

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from planners.box import Box
 from planners.errors import PlanError
+from planners.patches import rearranged
 
 __all__ = ["ByteRuns", "Window"]
 
@@ -83,6 +84,16 @@ class Window:
         return Window(
             self.offset, tuple(self.sizes[d] for d in dims), tuple(self.strides[d] for d in dims), self.itemsize
         )
+
+    def rearrange(self, dims: Sequence[int | None]) -> Window:
+        """Like `permute`, but None makes a new dim of size 1 and dims of size 1 may be left out: `dims` of a
+        `ReadItem`, so that `window.crop(item.source).rearrange(item.dims)` lies like `item.target`.
+
+        Raises PlanError if a dim is named twice, or one of another size is left out.
+        """
+        sizes = rearranged(Box.full(self.sizes), tuple(dims)).sizes
+        strides = tuple(self.itemsize if d is None else self.strides[d] for d in dims)
+        return Window(self.offset, sizes, strides, self.itemsize)
 
     def runs(self) -> ByteRuns:
         """The bytes as equal runs, in row-major order of the elements."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,10 @@ from planners.forms import BoxesForm, FlatForm, Form, ProductForm
 from planners.layout import StateLayout, TensorLayout, TensorSpec
 from planners.load_plan import LoadPlan, ReadItem
 from planners.mesh import Mesh
+from planners.patches import Fill, Patch, ViewGeometry
 from planners.placement import parse_placements
 from planners.save_plan import SavePlan
+from planners.view import View
 
 __all__ = ["VERSION", "dumps", "from_json", "loads", "to_json"]
 
@@ -112,7 +114,10 @@ def _state(data: Mapping[str, Any]) -> StateLayout:
 def _items_json(plan: LoadPlan) -> dict[str, Any]:
     return {
         str(rank): [
-            [i.fqn, i.owner, *(list(part) for box in (i.chunk, i.source, i.target) for part in box), i.nbytes, i.part]
+            [
+                *(i.fqn, i.owner, *(list(part) for box in (i.chunk, i.source, i.target) for part in box)),
+                *(i.nbytes, i.part, i.saved_as, i.dims if i.dims is None else list(i.dims)),
+            ]
             for i in items
         ]
         for rank, items in plan.explicit.items()
@@ -122,17 +127,57 @@ def _items_json(plan: LoadPlan) -> dict[str, Any]:
 def _items(data: Mapping[str, Any]) -> dict[int, list[ReadItem]]:
     return {
         int(rank): [
-            ReadItem(fqn, owner, Box(a, b), Box(c, d), Box(e, f), nbytes, part)
-            for fqn, owner, a, b, c, d, e, f, nbytes, part in rows
+            ReadItem(
+                fqn, owner, Box(a, b), Box(c, d), Box(e, f), nbytes, part, name, dims if dims is None else tuple(dims)
+            )
+            for fqn, owner, a, b, c, d, e, f, nbytes, part, name, dims in rows
         ]
         for rank, rows in data.items()
     }
 
 
+def _views_json(views: Iterable[View]) -> dict[str, Any]:
+    """Views that differ in names only share one geometry."""
+    geometries: dict[ViewGeometry, int] = {}
+    table = {
+        v.spec.fqn: [v.spec.dtype, geometries.setdefault(v.geometry, len(geometries)), [s.fqn for s in v.sources]]
+        for v in views
+    }
+    return {"geometries": [_geometry_json(geometry) for geometry in geometries], "views": table}
+
+
+def _geometry_json(geometry: ViewGeometry) -> dict[str, Any]:
+    return {
+        "shape": list(geometry.shape),
+        "sources": [list(shape) for shape in geometry.source_shapes],
+        "patches": [[*map(list, p.target), p.tensor, *map(list, p.source), list(p.dims)] for p in geometry.patches],
+        "fills": [[*map(list, f.target), f.value] for f in geometry.fills],
+    }
+
+
+def _views(data: Mapping[str, Any]) -> dict[str, View]:
+    parts = []
+    for row in data["geometries"]:
+        patches = [Patch(Box(a, b), n, Box(c, d), tuple(dims)) for a, b, n, c, d, dims in row["patches"]]
+        parts.append((row, tuple(patches), tuple(Fill(Box(a, b), value) for a, b, value in row["fills"])))
+    views = {}
+    for fqn, (dtype, number, names) in data["views"].items():
+        row, patches_, fills = parts[number]
+        sources = tuple(TensorSpec(name, shape, dtype) for name, shape in zip(names, row["sources"], strict=True))
+        views[fqn] = View(TensorSpec(fqn, row["shape"], dtype), sources, patches_, fills)
+    return views
+
+
+def _view(data: Mapping[str, Any]) -> View:
+    (view,) = _views(data).values()
+    return view
+
+
 def _load_plan(data: Mapping[str, Any]) -> LoadPlan:
     from planners.proof import verify
 
-    plan = LoadPlan(_state(data["saved"]), _state(data["wanted"]), _items(data["items"]))
+    views = _views(data["views"])
+    plan = LoadPlan(_state(data["saved"]), _state(data["wanted"]), _items(data["items"]), views)
     _same_digest(data, plan.saved.digest() + plan.wanted.digest())
     report = verify(plan)
     if not report.ok:
@@ -168,12 +213,14 @@ _KINDS: dict[str, _Kind] = {
         _tensor,
     ),
     "state_layout": _Kind(StateLayout, _state_json, _state),
+    "view": _Kind(View, lambda v: _views_json([v]), _view),
     "load_plan": _Kind(
         LoadPlan,
         lambda p: {
             "digest": p.saved.digest() + p.wanted.digest(),
             "saved": _state_json(p.saved),
             "wanted": _state_json(p.wanted),
+            "views": _views_json(p.views.values()),
             "items": _items_json(p),
         },
         _load_plan,

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from planners.box import Box
 from planners.errors import CoverageError, LayoutMismatchError, PlanError
-from planners.layout import StateLayout
-from planners.overlap import Piece, ProductOverlap, SweepOverlap, overlap_of
+from planners.layout import StateLayout, TensorSpec
+from planners.overlap import ProductOverlap, SweepOverlap, overlap_of
 from planners.ownership import Ints
+from planners.patches import Dims
+from planners.view import View
+from planners.view_overlap import ViewOverlap, view_overlap_of
 
-__all__ = ["LoadPlan", "ReadItem", "ReadItems", "plan_reads"]
+__all__ = ["FillItem", "LoadPlan", "ReadItem", "ReadItems", "plan_reads"]
 
 
 class ReadItem(NamedTuple):
@@ -28,19 +31,43 @@ class ReadItem(NamedTuple):
     source: Box
     """The overlap in the saved chunk's coordinates."""
     target: Box
-    """The overlap in the target local tensor's coordinates; of equal sizes."""
+    """The overlap in the target local tensor's coordinates; of equal sizes, up to `dims`."""
     nbytes: int
     """Bytes of the overlap, as saved."""
     part: int = 0
     """Which of the rank's local tensors of this name; 0 unless the target is explicit boxes or a flat range."""
+    saved_as: str | None = None
+    """Name of the saved tensor where a view gave it another."""
+    dims: Dims | None = None
+    """Per dim of the target, the dim of the chunk that it follows, or None for a new dim of size 1; dims of the chunk
+    that are not named are of size 1. None: the same dims in the same order."""
+
+    @property
+    def saved_fqn(self) -> str:
+        """Name of the saved tensor that the chunk is of."""
+        return self.fqn if self.saved_as is None else self.saved_as
 
     @property
     def box(self) -> Box:
-        """The overlap in global coordinates."""
+        """The overlap in global coordinates of the saved tensor."""
         return self.source.shift(self.chunk.offsets)
 
     def __str__(self) -> str:
-        return f"{self.fqn}: {self.source} of {self.chunk} by {self.owner} -> {self.target}, {self.nbytes} bytes"
+        saved = "" if self.saved_as is None else f" of {self.saved_as}"
+        turned = "" if self.dims is None else f" with dims {self.dims}"
+        where = f"{self.source} of {self.chunk}{saved} by {self.owner}"
+        return f"{self.fqn}: {where}{turned} -> {self.target}, {self.nbytes} bytes"
+
+
+class FillItem(NamedTuple):
+    """One box of a local tensor that is a constant, and is read from nowhere."""
+
+    fqn: str
+    target: Box
+    """In the coordinates of the target local tensor."""
+    value: float
+    part: int = 0
+    """As in `ReadItem`."""
 
 
 class ReadItems(tuple[ReadItem, ...]):
@@ -57,22 +84,29 @@ class ReadItems(tuple[ReadItem, ...]):
 class LoadPlan:
     """What every wanted rank reads. Frozen.
 
-    A plan is its two layouts: items are enumerated for the rank that asks. A plan whose items were listed
-    explicitly (`with_items`) keeps them, and `verify` judges them.
+    A plan is its two layouts, and the views that wanted tensors are of saved ones: items are enumerated for the rank
+    that asks. A plan whose items were listed explicitly (`with_items`) keeps them, and `verify` judges them.
     """
 
-    __slots__ = ("_rank_bytes", "explicit", "saved", "wanted")
+    __slots__ = ("_rank_bytes", "explicit", "saved", "views", "wanted")
 
     saved: StateLayout
     wanted: StateLayout
     explicit: dict[int, ReadItems]
     """Items listed by hand, by rank; they stand in for those that would be derived."""
+    views: dict[str, View]
+    """Wanted tensors that are made of saved ones; all others are saved under their own name."""
 
     def __init__(
-        self, saved: StateLayout, wanted: StateLayout, explicit: Mapping[int, Sequence[ReadItem]] | None = None
+        self,
+        saved: StateLayout,
+        wanted: StateLayout,
+        explicit: Mapping[int, Sequence[ReadItem]] | None = None,
+        views: Mapping[str, View] | None = None,
     ) -> None:
         self.saved, self.wanted = saved, wanted
         self.explicit = {rank: ReadItems(items) for rank, items in (explicit or {}).items()}
+        self.views = dict(views or {})
         self._rank_bytes: Ints | None = None
         for rank in self.explicit:
             if not 0 <= rank < wanted.world_size:
@@ -85,12 +119,26 @@ class LoadPlan:
 
     def with_items(self, items: Mapping[int, Sequence[ReadItem]]) -> LoadPlan:
         """The same plan, but with the items of the given ranks replaced."""
-        return LoadPlan(self.saved, self.wanted, {**self.explicit, **items})
+        return LoadPlan(self.saved, self.wanted, {**self.explicit, **items}, self.views)
 
-    def overlap(self, fqn: str) -> ProductOverlap | SweepOverlap:
+    def overlap(self, fqn: str) -> ProductOverlap | SweepOverlap | ViewOverlap:
         """The overlap of the saved and the wanted layout of a tensor, shared by all of the same geometry."""
-        wanted = self.wanted[fqn]
-        return overlap_of(wanted.spec.shape, self.saved[fqn].form, wanted.form)
+        wanted, view = self.wanted[fqn], self.views.get(fqn)
+        if view is None:
+            return overlap_of(wanted.spec.shape, self.saved[fqn].form, wanted.form)
+        return view_overlap_of(view.geometry, tuple(self.saved[s.fqn].form for s in view.sources), wanted.form)
+
+    def geometry_key(self, fqn: str) -> tuple[object, ...]:
+        """All that the plan of a tensor depends on but for names: those with equal keys share one plan."""
+        wanted, view = self.wanted[fqn], self.views.get(fqn)
+        if view is None:
+            return wanted.geometry_key, self.saved[fqn].geometry_key
+        return wanted.geometry_key, view.geometry, tuple(self.saved[s.fqn].geometry_key for s in view.sources)
+
+    def saved_itemsize(self, fqn: str) -> int:
+        """Bytes per element of a wanted tensor, as saved."""
+        view = self.views.get(fqn)
+        return self.saved[fqn].spec.itemsize if view is None else view.spec.itemsize
 
     def items(self, rank: int) -> ReadItems:
         """What `rank` reads.
@@ -99,23 +147,48 @@ class LoadPlan:
         """
         if rank in self.explicit:
             return self.explicit[rank]
-        if not 0 <= rank < self.world_size:
-            raise PlanError(f"there are ranks 0 to {self.world_size - 1} only", rank=rank)
-        found: dict[tuple[object, ...], list[tuple[Piece, int]]] = {}
+        self._check(rank)
+        found: dict[tuple[object, ...], list[ReadItem]] = {}
         out: list[ReadItem] = []
-        for fqn, wanted in self.wanted.items():
-            saved = self.saved[fqn]
-            key = (wanted.geometry_key, saved.geometry_key)
-            pieces = found.get(key)
-            if pieces is None:
-                try:
-                    pieces = [(p, p.source.numel * saved.spec.itemsize) for p in self.overlap(fqn).pieces(rank)]
-                except CoverageError as error:
-                    raise CoverageError(str(error), fqn=fqn, rank=rank, box=error.box) from None
-                found[key] = pieces
-            for (owner, chunk, source, target, part), nbytes in pieces:
-                out.append(ReadItem(fqn, owner, chunk, source, target, nbytes, part))
+        for fqn in self.wanted:
+            view, key = self.views.get(fqn), self.geometry_key(fqn)
+            pattern = found.get(key)
+            if pattern is None:
+                pattern = found[key] = self.tensor_items(fqn, rank)
+            if view is None:
+                out += [ReadItem(fqn, *item[1:]) for item in pattern]
+            elif pattern:
+                names = dict(zip((s.fqn for s in self.views[pattern[0].fqn].sources), (s.fqn for s in view.sources)))
+                out += [ReadItem(fqn, *item[1:7], names[item.saved_fqn], item.dims) for item in pattern]
         return ReadItems(out)
+
+    def tensor_items(self, fqn: str, rank: int) -> list[ReadItem]:
+        """What the layouts make `rank` read of one tensor, whatever was listed explicitly."""
+        overlap, view, itemsize = self.overlap(fqn), self.views.get(fqn), self.saved_itemsize(fqn)
+        try:
+            if not isinstance(overlap, ViewOverlap):
+                return [
+                    ReadItem(fqn, owner, chunk, source, target, source.numel * itemsize, part)
+                    for owner, chunk, source, target, part in overlap.pieces(rank)
+                ]
+            assert view is not None
+            return [
+                ReadItem(fqn, *piece[:4], piece.source.numel * itemsize, piece.part, view.sources[tensor].fqn, dims)
+                for piece, tensor, dims in overlap.pieces(rank)
+            ]
+        except CoverageError as error:
+            raise CoverageError(str(error), fqn=fqn, rank=rank, box=error.box) from None
+
+    def fills(self, rank: int) -> tuple[FillItem, ...]:
+        """The constants that views put in the local tensors of `rank`: padding, above all."""
+        self._check(rank)
+        overlaps = [(fqn, self.overlap(fqn)) for fqn in self.wanted if fqn in self.views and self.views[fqn].fills]
+        return tuple(
+            FillItem(fqn, *filled)
+            for fqn, overlap in overlaps
+            if isinstance(overlap, ViewOverlap)
+            for filled in overlap.fills(rank)
+        )
 
     def rank_bytes(self) -> Ints:
         """Bytes that each rank reads, as saved: every wanted element once. Items are not enumerated."""
@@ -128,18 +201,22 @@ class LoadPlan:
         total = np.zeros(self.world_size, dtype=np.int64)
         groups: dict[tuple[object, ...], list[str]] = {}
         for fqn, wanted in self.wanted.items():
-            groups.setdefault((wanted.geometry_key, self.saved[fqn].spec.itemsize), []).append(fqn)
+            view = self.views.get(fqn)
+            filled = view.geometry if view is not None and view.fills else None
+            groups.setdefault((wanted.geometry_key, self.saved_itemsize(fqn), filled), []).append(fqn)
         for names in groups.values():
-            held = self.wanted[names[0]].numels()
-            total[: len(held)] += held * (self.saved[names[0]].spec.itemsize * len(names))
+            held, view = self.wanted[names[0]].numels(), self.views.get(names[0])
+            overlap = self.overlap(names[0]) if view is not None and view.fills else None
+            if isinstance(overlap, ViewOverlap):
+                held = held - overlap.filled()
+            total[: len(held)] += held * (self.saved_itemsize(names[0]) * len(names))
         for rank, items in self.explicit.items():
             total[rank] = items.nbytes
         return total
 
     def bytes(self, rank: int) -> int:
         """Bytes that `rank` reads."""
-        if not 0 <= rank < self.world_size:
-            raise PlanError(f"there are ranks 0 to {self.world_size - 1} only", rank=rank)
+        self._check(rank)
         return int(self.rank_bytes()[rank])
 
     @property
@@ -147,10 +224,15 @@ class LoadPlan:
         """Bytes that all ranks read together."""
         return int(self.rank_bytes().sum())
 
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise PlanError(f"there are ranks 0 to {self.world_size - 1} only", rank=rank)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LoadPlan):
             return NotImplemented
-        return (self.saved, self.wanted, self.explicit) == (other.saved, other.wanted, other.explicit)
+        mine = (self.saved, self.wanted, self.explicit, self.views)
+        return mine == (other.saved, other.wanted, other.explicit, other.views)
 
     __hash__ = None  # type: ignore[assignment]  # holds mappings of many tensors
 
@@ -161,25 +243,49 @@ class LoadPlan:
         )
 
 
-def plan_reads(saved: StateLayout, wanted: StateLayout, *, allow_cast: bool = False) -> LoadPlan:
+def plan_reads(
+    saved: StateLayout,
+    wanted: StateLayout,
+    *,
+    allow_cast: bool = False,
+    views: Mapping[str, View] | Iterable[View] = (),
+) -> LoadPlan:
     """What every rank of `wanted` reads from chunks placed as `saved`. Tensors that only `saved` has are not read.
 
-    Deterministic: a function of the two layouts alone, the same on every rank.
+    `views` says which wanted tensors are made of saved ones of other names or shapes; views of tensors that are not
+    wanted are not used. Deterministic: a function of the arguments alone, the same on every rank.
 
     Raises:
-        LayoutMismatchError: names all wanted tensors that are not saved, or saved with another shape or (unless
-            `allow_cast`, which leaves the cast to whoever obeys the plan) another dtype.
+        LayoutMismatchError: names all wanted tensors, and all tensors that views take from, that are not saved, or
+            saved with another shape or (unless `allow_cast`, which leaves the cast to whoever obeys the plan) another
+            dtype.
     """
+    given = views.values() if isinstance(views, Mapping) else views
+    used = {view.spec.fqn: view for view in given if view.spec.fqn in wanted}
     problems: list[str] = []
     for fqn, layout in wanted.items():
-        other = saved.get(fqn)
-        if other is None:
-            close = difflib.get_close_matches(fqn, list(saved), n=1) if len(problems) < 20 else []
-            problems.append(f"{fqn!r} is not saved" + (f" (did you mean {close[0]!r}?)" if close else ""))
-        elif other.spec.shape != layout.spec.shape:
-            problems.append(f"{fqn!r} is saved with shape {other.spec.shape}, but wanted with {layout.spec.shape}")
-        elif other.spec.dtype != layout.spec.dtype and not allow_cast:
-            problems.append(f"{fqn!r} is saved as {other.spec.dtype}, but wanted as {layout.spec.dtype}")
+        view = used.get(fqn)
+        if view is None:
+            _judge(problems, saved, layout.spec, "wanted", allow_cast)
+            continue
+        if view.shape != layout.spec.shape:
+            problems.append(f"{fqn!r} is made by a view with shape {view.shape}, but wanted with {layout.spec.shape}")
+        if view.spec.dtype != layout.spec.dtype and not allow_cast:
+            problems.append(f"{fqn!r} is made by a view as {view.spec.dtype}, but wanted as {layout.spec.dtype}")
+        for source in view.sources:
+            _judge(problems, saved, source, f"a view takes it for {fqn!r}", allow_cast=False)
     if problems:
         raise LayoutMismatchError("the wanted state does not fit the saved one: " + "; ".join(problems))
-    return LoadPlan(saved, wanted)
+    return LoadPlan(saved, wanted, views=used)
+
+
+def _judge(problems: list[str], saved: StateLayout, spec: TensorSpec, by: str, allow_cast: bool) -> None:
+    """Add what keeps a tensor from being read as `spec`."""
+    other = saved.get(spec.fqn)
+    if other is None:
+        close = difflib.get_close_matches(spec.fqn, list(saved), n=1) if len(problems) < 20 else []
+        problems.append(f"{spec.fqn!r} is not saved" + (f" (did you mean {close[0]!r}?)" if close else ""))
+    elif other.spec.shape != spec.shape:
+        problems.append(f"{spec.fqn!r} is saved with shape {other.spec.shape}, but {by} with {spec.shape}")
+    elif other.spec.dtype != spec.dtype and not allow_cast:
+        problems.append(f"{spec.fqn!r} is saved as {other.spec.dtype}, but {by} as {spec.dtype}")

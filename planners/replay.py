@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from planners.box import Box
 from planners.load_plan import LoadPlan
 from planners.ownership import Ints
+from planners.patches import arrange
 
 __all__ = ["element_ids", "local_ids", "replay"]
 
@@ -34,16 +39,23 @@ def local_ids(plan: LoadPlan, fqn: str, rank: int) -> tuple[Ints, ...]:
     return tuple(out)
 
 
-def replay(plan: LoadPlan, rank: int) -> dict[str, tuple[Ints, ...]]:
-    """What arrives in the local tensors of `rank` if every saved element is its own row-major number.
+def replay(
+    plan: LoadPlan, rank: int, saved: Mapping[str, npt.NDArray[Any]] | None = None
+) -> dict[str, tuple[npt.NDArray[Any], ...]]:
+    """What arrives in the local tensors of `rank`. `saved` gives the whole saved tensors, all of one kind of number;
+    without it, every saved element is its own row-major number.
 
     Returns, for each wanted name, one array per local tensor; -1 marks elements that nothing was written to.
     """
-    out = {
-        fqn: tuple(np.full(part.sizes, -1, dtype=np.int64) for part in plan.wanted.parts(fqn, rank))
-        for fqn in plan.wanted
+    dtype = np.result_type(*saved.values()) if saved else np.dtype(np.int64)
+    out: dict[str, tuple[npt.NDArray[Any], ...]] = {
+        fqn: tuple(np.full(part.sizes, -1, dtype=dtype) for part in plan.wanted.parts(fqn, rank)) for fqn in plan.wanted
     }
     for item in plan.items(rank):
-        chunk = element_ids(plan.saved[item.fqn].spec.shape, item.chunk)
-        out[item.fqn][item.part][item.target.slices] = chunk[item.source.slices]
+        name = item.saved_fqn
+        chunk = element_ids(plan.saved[name].spec.shape, item.chunk) if not saved else saved[name][item.chunk.slices]
+        moved = chunk[item.source.slices]
+        out[item.fqn][item.part][item.target.slices] = moved if item.dims is None else arrange(moved, item.dims)
+    for fill in plan.fills(rank):
+        out[fill.fqn][fill.part][fill.target.slices] = fill.value
     return out

@@ -1,0 +1,59 @@
+"""What `verify` answers: a report of findings, each as concrete as can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planners.errors import ProofError
+
+__all__ = ["Finding", "Report"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong."""
+
+    message: str
+    fqn: str | None = None
+    rank: int | None = None
+    element: tuple[int, ...] | None = None
+    """Index of a concrete element, in global coordinates of the tensor where they are known."""
+
+    def __str__(self) -> str:
+        where = [f"{self.fqn!r}"] if self.fqn is not None else []
+        where += [f"rank {self.rank}"] if self.rank is not None else []
+        where += [f"element {self.element}"] if self.element is not None else []
+        return f"{', '.join(where)}: {self.message}" if where else self.message
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `verify` found."""
+
+    subject: str
+    """What was judged."""
+    findings: tuple[Finding, ...]
+    """What is wrong; nothing if it is right."""
+    tensors: int
+    """How many tensors were judged."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    def raise_if_failed(self) -> None:
+        """Raises ProofError with all findings, if there are any."""
+        if self.findings:
+            first = self.findings[0]
+            lines = "\n".join(f"  {finding}" for finding in self.findings[:50])
+            raise ProofError(
+                f"{self.subject} is wrong in {len(self.findings)} places:\n{lines}", fqn=first.fqn, rank=first.rank
+            )
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        head = f"{self.subject}: {self.tensors} tensors, {'right' if self.ok else f'{len(self.findings)} findings'}"
+        return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
