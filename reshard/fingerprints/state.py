@@ -52,7 +52,7 @@ def fingerprint(
     """The fingerprint of every tensor of a (nested) state dict by its dotted key, the same on every rank.
 
     With torch.distributed initialised this is collective over the default group: all ranks call it, and each adds up
-    its own part of DTensors and ShardedTensors; no tensor is gathered, only some 60 bytes and a name per tensor and rank.
+    its own part of DTensors and ShardedTensors; no tensor is gathered, only its name and some 60 bytes per rank.
     Replicas, and plain tensors of one name on several ranks, must agree bit by bit.
 
     Args:

@@ -42,7 +42,7 @@ def local_parts(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]
     elif not isinstance(positions, Box) and shape and not positions and not tensor.numel():
         return []  # a rank without any part
     else:
-        boxes = [positions] if isinstance(positions, Box) else [p for p in positions if isinstance(p, Box)]
+        boxes = _boxes(positions)
         product = _product(boxes, tuple(tensor.shape)) if boxes else _intervals(positions)
         if product is None:
             return _flat(tensor, boxes, shape)
@@ -52,6 +52,13 @@ def local_parts(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]
         part = Part(part.dims)
     _check(tensor, part, shape)
     return [(tensor, part)]
+
+
+def _boxes(positions: object) -> list[Box]:
+    """The boxes, if that is what they are, else none."""
+    if isinstance(positions, Box):
+        return [positions]
+    return [p for p in positions if isinstance(p, Box)] if isinstance(positions, Sequence) else []
 
 
 def _intervals(positions: object) -> Part:
@@ -113,7 +120,7 @@ def _check(tensor: torch.Tensor, part: Part, shape: Sequence[int]) -> None:
 
 def words_of(tensor: torch.Tensor, part: Part) -> Iterator[tuple[torch.Tensor, tuple[Axis, ...]]]:
     """int32 tensors that hold the bits of the local tensor, with the axes that place them; seen in place if possible,
-    else as copies of at most 4 MiB, each valid until the next one is asked for."""
+    else as copies of at most 4 MiB in one buffer, each valid until the next one is asked for."""
     if sys.byteorder != "little":
         raise LayoutError("fingerprints are defined on little-endian words, and this machine is big-endian")
     if not tensor.numel():
@@ -124,15 +131,24 @@ def words_of(tensor: torch.Tensor, part: Part) -> Iterator[tuple[torch.Tensor, t
         tensor, dims = tensor.reshape(1), [((0, 1),)]
     per_word = max(1, _WORD_BYTES // tensor.itemsize)
     axes = [Axis(d, intervals) for d, intervals in enumerate(dims)]
-    exact = float64_is_exact(tensor.device)
-    if exact and _viewable(tensor, per_word) and all(a % per_word == b % per_word == 0 for a, b in dims[-1]):
+    device = tensor.device if float64_is_exact(tensor.device) else torch.device("cpu")
+    if (
+        device == tensor.device
+        and _viewable(tensor, per_word)
+        and all(a % per_word == b % per_word == 0 for a, b in dims[-1])
+    ):
         yield tensor.view(torch.int32), (*axes[:-1], _word_axis(axes[-1], tensor.itemsize))
         return
-    for tile in tiles(tensor.shape, max(1, _COPY_WORDS * _WORD_BYTES // tensor.itemsize)):
+    words_per_element = max(1, tensor.itemsize // _WORD_BYTES)  # at most: an element cut off from its word takes one
+    limit = max(1, _COPY_WORDS // words_per_element)
+    room = torch.empty(min(limit, tensor.numel()) * words_per_element, dtype=torch.int32, device=device)
+    for tile in tiles(tensor.shape, limit):
         piece = tensor[tuple(slice(*span) for span in tile)].resolve_conj().resolve_neg()
         piece_axes = [axis.cut(*span) for axis, span in zip(axes, tile)]
-        words = _copied(piece if exact else piece.cpu(), piece_axes[-1], per_word)
-        yield words, (*piece_axes[:-1], _word_axis(piece_axes[-1], tensor.itemsize))
+        placed = (*piece_axes[:-1], _word_axis(piece_axes[-1], tensor.itemsize))
+        words = room[: math.prod(axis.size for axis in placed)].view([axis.size for axis in placed])
+        _copy(piece, words, piece_axes[-1], per_word)
+        yield words, placed
 
 
 def _joined(intervals: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -164,20 +180,19 @@ def _word_axis(axis: Axis, itemsize: int) -> Axis:
     return Axis(axis.dim, tuple((a * itemsize // size, -(-b * itemsize // size)) for a, b in axis.intervals))
 
 
-def _copied(piece: torch.Tensor, axis: Axis, per_word: int) -> torch.Tensor:
-    """The piece in memory of its own, with zeros where an interval begins or ends within a word."""
+def _copy(piece: torch.Tensor, words: torch.Tensor, axis: Axis, per_word: int) -> None:
+    """Copy the bits of a piece into `words`, with zeros where an interval of its last dim begins or ends in a word."""
     if per_word == 1:
-        return piece.contiguous().view(torch.int32)
+        words.view(piece.dtype).view(piece.shape).copy_(piece)
+        return
     bits = piece.view(_BITS[piece.itemsize])
-    words = [(a // per_word, -(-b // per_word)) for a, b in axis.intervals]
-    target = bits.new_zeros((*bits.shape[:-1], sum(b - a for a, b in words) * per_word))
+    target = words.zero_().view(bits.dtype)
     place = local = 0
-    for (a, b), (first, last) in zip(axis.intervals, words):
+    for a, b in axis.intervals:
         begin = place + a % per_word
         target[..., begin : begin + b - a] = bits[..., local : local + b - a]
         local += b - a
-        place += (last - first) * per_word
-    return target.view(torch.int32)
+        place += (-(-b // per_word) - a // per_word) * per_word
 
 
 @lru_cache(maxsize=64)
