@@ -1,0 +1,238 @@
+"""The local folder: durability, links, and a clear word for whatever the file system refuses."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reshard.errors import CheckpointNotFoundError, StorageError
+from reshard.storage import LocalStorage, Storage, is_temporary, open_storage
+
+
+def _write(storage: Storage, name: str, data: bytes) -> None:
+    with storage.create(name) as out:
+        out.write(data)
+
+
+def test_paths_and_urls(tmp_path: Path) -> None:
+    assert open_storage(str(tmp_path)).url == str(tmp_path)
+    assert open_storage(tmp_path).url == str(tmp_path)
+    assert open_storage(f"file://{tmp_path}/a%20b").url == f"{tmp_path}/a b"
+    storage = LocalStorage(tmp_path)
+    assert open_storage(storage) is storage
+    assert open_storage("memory://shared") is open_storage("memory://shared/")
+    assert open_storage("memory://shared") is not open_storage("memory://other")
+    for bad in ("ftp://host/x", "file://host/x", "file://", "", b"bytes"):
+        with pytest.raises(StorageError):
+            open_storage(bad)  # type: ignore[arg-type]
+    assert not (tmp_path / "a b").exists(), "opening makes nothing"
+
+
+def test_a_relative_path_is_fixed_when_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    storage = open_storage("here")
+    monkeypatch.chdir("/")
+    _write(storage, "x", b"1")
+    assert (tmp_path / "here" / "x").read_bytes() == b"1"
+
+
+def test_everything_written_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order on the disk: each new folder into its parent, the bytes, the name; a rename only after the bytes."""
+    events: list[str] = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(file: int) -> None:
+        events.append("sync " + os.path.relpath(os.readlink(f"/proc/self/fd/{file}"), tmp_path).split(".~")[0])
+        real_fsync(file)
+
+    def replace(source: str, target: str) -> None:
+        events.append("rename to " + os.path.relpath(target, tmp_path))
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    storage = LocalStorage(tmp_path / "ckpt")
+    _write(storage, "step/data", b"x")
+    assert events == ["sync .", "sync ckpt", "sync ckpt/step/data", "sync ckpt/step"]
+    events.clear()
+    storage.publish("manifest.json", b"{}")
+    assert events == ["sync ckpt/manifest.json", "sync ckpt", "rename to ckpt/manifest.json", "sync ckpt"]
+
+
+def test_a_view_outlives_its_file(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.publish("x", b"old" * 5000)
+    view = storage.mapped("x")
+    assert view is not None
+    storage.publish("x", b"new")
+    storage.delete("x")
+    gc.collect()
+    assert view == b"old" * 5000
+    with pytest.raises(TypeError):
+        view[0] = 0
+
+
+def test_deleting_the_last_object_removes_its_folder(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "ckpt")
+    _write(storage, "step-1/a/data", b"x")
+    _write(storage, "step-1/data", b"x")
+    storage.delete("step-1/a/data")
+    assert sorted(path.name for path in (tmp_path / "ckpt").rglob("*")) == ["data", "step-1"]
+    storage.delete("step-1/data")
+    assert list((tmp_path / "ckpt").iterdir()) == []
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "1234").write_bytes(b"weights")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blobs/1234")
+    (tmp_path / "snapshot" / "dangling").symlink_to("../blobs/none")
+    storage = LocalStorage(tmp_path / "snapshot")
+    assert storage.list() == {"model.safetensors": 7}
+    assert storage.read("model.safetensors") == b"weights"
+    with pytest.raises(CheckpointNotFoundError, match="there is no dangling"):
+        storage.read("dangling")
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    storage = LocalStorage(tmp_path)
+    for name in ("folder", "pipe"):
+        for call in (storage.read, storage.size, storage.mapped):
+            with pytest.raises(StorageError, match=f"cannot read {name} .*no regular file"):
+                call(name)
+    with pytest.raises(StorageError, match="it is a folder"):
+        storage.publish("folder", b"x")
+    assert not any(is_temporary(name) for name in storage.list())
+
+
+def test_a_path_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(b"x")
+    storage = LocalStorage(tmp_path / "model.pt")
+    with pytest.raises(StorageError, match=r"model\.pt is a file, wanted a folder"):
+        storage.list()
+    for call in (storage.read, storage.create, lambda name: storage.publish(name, b"")):
+        with pytest.raises(StorageError, match="a part of the path is a file"):
+            call("manifest.json")
+    assert (tmp_path / "model.pt").read_bytes() == b"x"
+
+
+def _full_disk(file: int, data: memoryview) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.publish("manifest.json", b"old")
+    monkeypatch.setattr(os, "write", _full_disk)
+    with pytest.raises(StorageError, match=r"cannot write step/data .*: no space left on the device") as caught:
+        _write(storage, "step/data", b"x" * 100)
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(StorageError, match="no space left"):
+        storage.publish("manifest.json", b"new")
+    monkeypatch.undo()
+    assert storage.list() == {"manifest.json": 3}
+    assert storage.read("manifest.json") == b"old"
+
+
+def test_a_file_too_large_for_the_process(tmp_path: Path) -> None:
+    """A real refusal by the kernel in the middle of a write, after some of the bytes went through."""
+    code = (
+        "import resource, signal, sys\n"
+        "from reshard.storage import LocalStorage\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+        "with LocalStorage(sys.argv[1]).create('data') as out: out.write(bytes(30_000))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert "StorageError: cannot write data in" in done.stderr
+    assert "larger than this file system or process may hold" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_many_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.publish("x", b"x")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(StorageError, match="too many open files"):
+            storage.read("x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EIO])
+def test_refusals_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Root may do anything, so the refusals of a folder's mode are played."""
+
+    def refuse(*args: object) -> int:
+        raise OSError(number, os.strerror(number), str(args[0]))
+
+    storage = LocalStorage(tmp_path)
+    storage.publish("x", b"x")
+    monkeypatch.setattr(os, "open", refuse)
+    words = {errno.EACCES: "permission denied", errno.EROFS: "read-only", errno.EIO: "[Ii]nput/output"}[number]
+    for verb, call in (("read", storage.read), ("create", storage.create)):
+        with pytest.raises(StorageError, match=f"cannot {verb} x in {tmp_path}: .*{words}") as caught:
+            call("x")
+        assert caught.value.errno == number
+
+
+def test_a_sync_that_fails_is_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(file: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    storage = LocalStorage(tmp_path)
+    storage.publish("manifest.json", b"old")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StorageError, match="cannot write data"):
+        _write(storage, "data", b"x")
+    with pytest.raises(StorageError, match="Input/output"):
+        storage.publish("manifest.json", b"new")
+    monkeypatch.undo()
+    assert storage.list() == {"manifest.json": 3}
+
+
+def test_a_killed_publish_leaves_the_old_object_and_a_marked_file(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from reshard.storage import LocalStorage\n"
+        "os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "LocalStorage(sys.argv[1]).publish('step/manifest.json', b'new')\n"
+    )
+    storage = LocalStorage(tmp_path)
+    storage.publish("step/manifest.json", b"old")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert storage.read("step/manifest.json") == b"old"
+    (left,) = [name for name in storage.list() if is_temporary(name)]
+    storage.delete(left)
+    assert storage.list() == {"step/manifest.json": 3}
+    assert not is_temporary("a.tmp")
+    assert not is_temporary("step/manifest.json")
+
+
+def test_a_folder_that_vanishes_while_creating_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = LocalStorage(tmp_path)
+    real_open = os.open
+    removed: list[str] = []
+
+    def open_after_removal(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT and not removed:
+            removed.append(str(path))
+            (tmp_path / "step").rmdir()
+        return real_open(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", open_after_removal)
+    _write(storage, "step/data", b"x")
+    assert storage.list() == {"step/data": 1}
+    assert removed
