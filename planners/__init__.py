@@ -36,6 +36,9 @@ from planners.save_plan import SavePlan as SavePlan
 from planners.save_plan import WriteItem as WriteItem
 from planners.save_plan import WriteItems as WriteItems
 from planners.save_plan import plan_writes as plan_writes
+from planners.schedule import Message as Message
+from planners.schedule import Schedule as Schedule
+from planners.schedule import schedule as schedule
 from planners.transfer_plan import TransferItem as TransferItem
 from planners.transfer_plan import TransferItems as TransferItems
 from planners.transfer_plan import TransferPlan as TransferPlan
