@@ -43,6 +43,8 @@ def local_parts(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]
         return []  # a rank without any part
     else:
         boxes = _boxes(positions)
+        if boxes and not tensor.numel() and all(box.is_empty for box in boxes):
+            return []
         product = _product(boxes, tuple(tensor.shape)) if boxes else _intervals(positions)
         if product is None:
             return _flat(tensor, boxes, shape)
@@ -75,13 +77,15 @@ def _product(boxes: Sequence[Box], local: tuple[int, ...]) -> Part | None:
     """The product of intervals whose boxes in row-major order these are, if it has the local shape."""
     if len({box.ndim for box in boxes}) != 1:
         raise LayoutError(f"boxes of one tensor must have the same dims, got {list(boxes[:8])}")
+    if len(boxes) == 1:
+        return Part.of_box(boxes[0]) if boxes[0].sizes == local else None
     dims = []
     for d in range(boxes[0].ndim):
         dims.append(tuple(dict.fromkeys((box.offsets[d], box.stops[d]) for box in boxes)))
     part = Part(tuple(dims))
     if part.sizes != local or math.prod(map(len, dims)) != len(boxes):
         return None
-    return part if [box for box, _ in part.boxes()] == [b for b in boxes if not b.is_empty] else None
+    return part if [box for box, _ in part.boxes()] == list(boxes) else None
 
 
 def _flat(tensor: torch.Tensor, boxes: Sequence[Box], shape: Sequence[int]) -> list[tuple[torch.Tensor, Part]]:
