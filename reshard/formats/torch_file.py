@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from planners.box import Box
 from planners.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError, KeyMismatchError
 from reshard.formats.base import Contents, LazyMapping, Place, StoredChunk, StoredTensor
@@ -167,8 +168,6 @@ def _is_leaf(value: Any, memo: dict[int, bool]) -> bool:
 
 def stored_tensor(key: str, file: TorchFile, ref: TensorRef, owner: int | str = 0) -> StoredTensor:
     """A whole tensor of a file as a stored tensor of one chunk."""
-    from planners.box import Box
-
     chunk = StoredChunk(Box.full(ref.size), lambda: file.place(ref), owner)
     return StoredTensor(TensorSpec(key, ref.size, ref.dtype), (chunk,))
 
@@ -179,7 +178,15 @@ class _Parts:
     objects: dict[str, Callable[[], Any]] = field(default_factory=dict)
     paths: dict[str, KeyPath] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    unknown: dict[str, list[str]] = field(default_factory=dict)
+    """Keys of the objects that stay records, by class."""
+
+    def warnings(self) -> tuple[str, ...]:
+        """One text for each unknown class."""
+        return tuple(
+            f"{len(keys)} objects of {path}, which is not known here, stay records, such as {keys[0]!r}"
+            for path, keys in self.unknown.items()
+        )
 
 
 def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Mapping[str, Any] | None = None) -> Contents:
@@ -200,7 +207,7 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Mapping[st
         _add(parts, file, flat)
     return Contents(
         name, LazyMapping(parts.tensors), LazyMapping(parts.objects), parts.aliases, parts.paths, facts or {},
-        warnings=tuple(parts.warnings), containers=containers,
+        warnings=parts.warnings(), containers=containers,
     )  # fmt: skip
 
 
@@ -219,6 +226,4 @@ def _add(parts: _Parts, file: TorchFile, flat: Flat) -> None:
         else:
             parts.objects[key] = partial(file.plain, leaf)
             if isinstance(leaf, Record) and isinstance(file.plain(leaf), Record):
-                parts.warnings.append(
-                    f"the object {key!r} is of {leaf.path}, which is not known here, and stays a record"
-                )
+                parts.unknown.setdefault(leaf.path, []).append(key)

@@ -1,0 +1,91 @@
+"""Folders of accelerate's `save_state` and of the Hugging Face trainer: weights in one file, the rest beside it.
+
+model.safetensors  optimizer.bin  scheduler.bin  random_states_0.pkl       each file's keys under its name:
+pytorch_model_fsdp_0/  optimizer_0/                                        model. optimizer. scheduler. ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from reshard.errors import FormatError
+from reshard.formats import dcp, safetensors, torch_save
+from reshard.formats.base import Contents, LazyMapping
+from reshard.formats.merging import merge
+from reshard.formats.source import Files
+from reshard.formats.torch_file import contents_of, read_torch_file
+from reshard.storage.base import Storage
+
+__all__ = ["detect", "looks_for", "name", "open"]
+
+name = "accelerate"
+looks_for = "pytorch_model_fsdp_0/ or model.safetensors, with optimizer.bin, scheduler.bin, random_states_0.pkl ..."
+
+_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)/\.metadata")
+_WEIGHTS = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)((?:_\d+)?)(\.safetensors|\.bin)((?:\.index\.json)?)")
+_BESIDE = re.compile(
+    r"((?:optimizer|scheduler|scaler|sampler|dl_state_dict|random_states|rng_state)(?:_\d+)?)\.(?:bin|pt|pkl|pth)"
+)
+_WHOLE = re.compile(r"(training_args|custom_checkpoint_\d+)\.(?:bin|pkl)")
+"""Files that hold one object of any class: it is read only when asked for."""
+
+
+def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether there are weights and something beside them, or folders of FSDP."""
+    top = [n for n in names if "/" not in n]
+    folders = any(map(_FOLDER.fullmatch, names))
+    weights = any(map(_WEIGHTS.fullmatch, top))
+    return folders or (weights and any(_BESIDE.fullmatch(n) or _WHOLE.fullmatch(n) for n in top))
+
+
+def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+    """All parts as one checkpoint. Raises FormatError if the weights are there twice, in two formats."""
+    files = Files(storage)
+    parts: list[tuple[str, Contents]] = []
+    for file in sorted(names):
+        folder, beside, whole = _FOLDER.fullmatch(file), _BESIDE.fullmatch(file), _WHOLE.fullmatch(file)
+        if folder:
+            # the keys of a first folder begin with "model." and "optimizer." already
+            section = (
+                "" if folder[2] == "0" else f"{folder[1].removeprefix('pytorch_').removesuffix('_fsdp')}_{folder[2]}"
+            )
+            parts.append((section, dcp.open_folder(storage, names, file.removesuffix(".metadata"))))
+        elif beside:
+            parts.append((beside[1], contents_of(name, {(): read_torch_file(files[file])})))
+        elif whole:
+            read = files[file]
+            maker = {whole[1]: lambda read=read: (opened := read_torch_file(read)).plain(opened.value)}
+            parts.append(("", Contents(name, {}, LazyMapping(maker))))
+    parts += _weights(storage, names)
+    return merge(name, parts)
+
+
+def _weights(storage: Storage, names: Mapping[str, int]) -> list[tuple[str, Contents]]:
+    found = [m for file in sorted(names) if (m := _WEIGHTS.fullmatch(file))]
+    kinds: dict[str, set[str]] = {}
+    for match in found:
+        kinds.setdefault(match[2], set()).add(match[1] + match[3])
+    for several in kinds.values():
+        if len(several) > 1:
+            raise FormatError(
+                f"{storage.url} has the weights twice, in {' and '.join(sorted(several))}: open one by its path, or "
+                "move the other elsewhere"
+            )
+    parts = []
+    for match in found:
+        if match[3] + match[4] == ".safetensors" and match[0] + ".index.json" in names:
+            continue
+        is_safetensors = match[3] == ".safetensors"
+        wanted = {n: size for n, size in names.items() if "/" not in n and _belongs(n, match, is_safetensors)}
+        opened = (safetensors if is_safetensors else torch_save).open(storage, wanted)
+        parts.append(("model" + match[2], opened))
+    return parts
+
+
+def _belongs(file: str, match: re.Match[str], is_safetensors: bool) -> bool:
+    """Whether a file is the one matched, or one of those that a matched index names."""
+    if file == match[0] or file == "config.json":
+        return True
+    shards = re.compile(re.escape(match[1] + match[2]) + r"-\d+-of-\d+" + re.escape(match[3]))
+    return bool(match[4]) and bool(shards.fullmatch(file))

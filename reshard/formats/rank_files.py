@@ -1,0 +1,241 @@
+"""Folders in which every rank saved its own part by `torch.save`: DTensors know how the parts fit together.
+
+model_world_size_4_rank_0.pt ...      verl and others              the keys of each section get its name in front
+pytorch_model_fsdp_0_rank0.bin ...    accelerate without DCP
+model_0.pt ... and metadata.pkl       torch_checkpointing
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from planners.box import Box
+from planners.layout import TensorLayout
+from planners.placement import StridedShard
+from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.formats.base import Contents, LazyMapping, Place, StoredChunk, StoredTensor
+from reshard.formats.dtensor_records import Shardlet, is_dtensor, read_dtensor
+from reshard.formats.source import Files
+from reshard.formats.torch_file import TorchFile, flat_leaves, read_torch_file, stored_tensor
+from reshard.records import TensorRef
+from reshard.storage.base import Storage
+from reshard.tree import KeyPath, key_of
+
+__all__ = ["detect", "looks_for", "name", "open", "open_sections"]
+
+name = "rank_files"
+looks_for = "*_world_size_<W>_rank_<R>.pt, *_rank<R>.bin, or metadata.pkl and <item>_<rank>.pt"
+
+_VERL = re.compile(r"(?P<section>.+?)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.(?:pt|pth|bin)")
+_ACCELERATE = re.compile(r"(?P<section>.+?)_rank_?(?P<rank>\d+)\.(?:pt|pth|bin)")
+_CHECKPOINTING = re.compile(r"(?P<section>.+)_(?P<rank>\d+)\.pt")
+_SECTIONS = {"pytorch_model_fsdp": "model", "pytorch_model": "model"}
+_COMPARED_BYTES = 1 << 16
+"""Plain tensors of one key in several ranks' files are compared up to this size, and taken for replicas beyond."""
+
+
+@dataclass
+class _Section:
+    name: str
+    world_size: int | None = None
+    files: dict[int, str] = field(default_factory=dict)
+
+
+def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether files in the top folder are numbered by rank."""
+    return bool(_sections(names))
+
+
+def _sections(names: Mapping[str, int]) -> dict[str, _Section]:
+    top = [n for n in names if "/" not in n]
+    patterns = [_VERL, _ACCELERATE]
+    if "metadata.pkl" in names:
+        patterns.append(_CHECKPOINTING)
+    sections: dict[str, _Section] = {}
+    for file in top:
+        match = next((m for p in patterns if (m := p.fullmatch(file))), None)
+        if match is None:
+            continue
+        groups = match.groupdict()
+        base = re.sub(r"_\d+$", "", groups["section"]) if match.re is _ACCELERATE else groups["section"]
+        section = sections.setdefault(groups["section"], _Section(_SECTIONS.get(base, base)))
+        section.files[int(groups["rank"])] = file
+        if groups.get("world") is not None:
+            section.world_size = int(groups["world"])
+    return sections
+
+
+def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+    """The checkpoint in the top folder.
+
+    Raises:
+        DamagedCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
+        FormatError: several sections of one name, or DTensors that cannot be understood.
+    """
+    sections = list(_sections(names).values())
+    kind = "torch_checkpointing" if "metadata.pkl" in names else name
+    contents = open_sections(kind, storage, sections)
+    opened = {file for section in sections for file in section.files.values()} | {"metadata.pkl"}
+    others = [n for n in names if n not in opened and n.endswith((".pt", ".pth", ".bin", ".pkl", ".safetensors"))]
+    warnings = (f"not opened: {', '.join(sorted(others)[:5])}",) if others else ()
+    return replace(contents, warnings=warnings)
+
+
+def open_sections(kind: str, storage: Storage, sections: list[_Section]) -> Contents:
+    """The checkpoint that the files of `sections` make up."""
+    files = Files(storage)
+    out = _Out()
+    for section in sections:
+        world = section.world_size or max(section.files) + 1
+        missing = [rank for rank in range(world) if rank not in section.files]
+        if missing:
+            raise DamagedCheckpointError(
+                f"{storage.url}: the file of rank {missing[0]} of {world} is missing; there is "
+                f"{section.files[min(section.files)]}"
+            )
+        ranks = {rank: read_torch_file(files[section.files[rank]]) for rank in sorted(section.files)}
+        _add_section(out, (section.name,), ranks)
+    facts = {"per_rank": tuple(sorted(out.per_rank)), "world_size": max(len(section.files) for section in sections)}
+    return Contents(
+        kind, LazyMapping(out.tensors), LazyMapping(out.objects), {}, out.paths, facts, containers=out.containers
+    )
+
+
+@dataclass
+class _Out:
+    tensors: dict[str, Callable[[], StoredTensor]] = field(default_factory=dict)
+    objects: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    paths: dict[str, KeyPath] = field(default_factory=dict)
+    containers: dict[KeyPath, str] = field(default_factory=dict)
+    per_rank: set[str] = field(default_factory=set)
+
+    def claim(self, path: KeyPath) -> str:
+        key = key_of(path)
+        if key in self.paths:
+            raise FormatError(f"two values have the key {key!r}")
+        self.paths[key] = path
+        return key
+
+
+def _add_section(out: _Out, prefix: KeyPath, files: Mapping[int, TorchFile]) -> None:
+    """One section: what all ranks hold under each path, put together."""
+    held: dict[KeyPath, dict[int, Any]] = {}
+    for rank, file in files.items():
+        flat = flat_leaves(file, prefix)
+        out.containers.update(flat.containers)
+        for path, leaf in flat.leaves.items():
+            held.setdefault(path, {})[rank] = leaf
+    for path, leaves in held.items():
+        sharded = [rank for rank, leaf in leaves.items() if is_dtensor(leaf)]
+        if sharded and len(sharded) < len(leaves):
+            raise DamagedCheckpointError(f"{key_of(path)!r} is a DTensor in the file of rank {sharded[0]}, not in all")
+        if sharded:
+            key = out.claim(path)
+            out.tensors[key] = partial(_dtensor, key, leaves, files)
+        elif _replicas(leaves, files):
+            _add_leaf(out, path, min(leaves), leaves[min(leaves)], files)
+        else:  # values that differ are all kept, each under its rank
+            out.per_rank.add(key_of(path))
+            for rank, leaf in leaves.items():
+                _add_leaf(out, (*path[:-1], f"{path[-1]}.rank_{rank}"), rank, leaf, files)
+
+
+def _add_leaf(out: _Out, path: KeyPath, rank: int, leaf: Any, files: Mapping[int, TorchFile]) -> None:
+    key = out.claim(path)
+    if isinstance(leaf, TensorRef):
+        out.tensors[key] = partial(stored_tensor, key, files[rank], leaf, rank)
+    else:
+        out.objects[key] = partial(files[rank].plain, leaf)
+
+
+def _replicas(leaves: Mapping[int, Any], files: Mapping[int, TorchFile]) -> bool:
+    """Whether all ranks hold the same value. Large tensors of one shape are taken for replicas without reading them."""
+    ranks = sorted(leaves)
+    first = leaves[ranks[0]]
+    for rank in ranks[1:]:
+        other = leaves[rank]
+        if not isinstance(first, TensorRef) or not isinstance(other, TensorRef):
+            if type(first) is not type(other) or not _equal(files[ranks[0]].plain(first), files[rank].plain(other)):
+                return False
+            continue
+        if (first.size, first.dtype) != (other.size, other.dtype):
+            return False
+        if first.window(0).nbytes > _COMPARED_BYTES:
+            continue
+        a, b = files[ranks[0]].read(first), files[rank].read(other)
+        if not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+            return False
+    return True
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Equality of plain data; what cannot be compared differs."""
+    try:
+        return bool(a == b)
+    except (ValueError, RuntimeError, RecursionError):  # arrays of several elements
+        return False
+
+
+def _dtensor(key: str, leaves: Mapping[int, Any], files: Mapping[int, TorchFile]) -> StoredTensor:
+    """A tensor from its parts in the files of all ranks; of replicas, the one of the lowest rank is taken."""
+    parts = {
+        rank: read_dtensor(key, record, rank, files[rank].read, files[rank].source.label)
+        for rank, record in leaves.items()
+    }
+    specs = {part.layout.spec for part in parts.values()}
+    if len(specs) > 1:
+        raise DamagedCheckpointError(f"tensor {key!r}: the ranks' files disagree about its shape or dtype: {specs}")
+    spec = specs.pop()
+    layouts = _true_layouts(parts)
+    chunks: dict[Box, StoredChunk] = {}
+    for rank, part in sorted(parts.items()):
+        label = files[rank].source.label
+        if part.local.dtype != spec.dtype:
+            raise DamagedCheckpointError(f"{label}: {key!r} is {part.local.dtype}, not {spec.dtype}")
+        for held in layouts[rank].parts(rank):
+            if held.sizes != part.local.size:
+                raise DamagedCheckpointError(
+                    f"{label}: the local tensor of {key!r} has shape {list(part.local.size)}, but rank {rank} of "
+                    f"{layouts[rank].form} should hold {list(held.sizes)} of {list(spec.shape)}"
+                )
+            for box, local in held.boxes():
+                chunks.setdefault(box, StoredChunk(box, partial(_cropped, files[rank], part.local, local), rank))
+    layout = layouts[min(layouts)]
+    complete = layout.mesh is not None and set(layout.mesh.ranks.tolist()) == set(parts)
+    same = all(other == layout for other in layouts.values())
+    return StoredTensor(spec, tuple(chunks.values()), layout if complete and same else None)
+
+
+def _cropped(file: TorchFile, ref: TensorRef, local: Box) -> Place:
+    place = file.place(ref)
+    return place.with_window(place.window.crop(local))
+
+
+def _true_layouts(parts: Mapping[int, Shardlet]) -> dict[int, TensorLayout]:
+    """The layout of every rank's part. FSDP2 over TP cuts by TP first, which placements read from left to right do not
+    say: that reading is taken where the shapes of all parts fit it."""
+    nested = {rank: _nested(part.layout) for rank, part in parts.items()}
+    fits = all(
+        layout is not None and all(held.sizes == parts[rank].local.size for held in layout.parts(rank))
+        for rank, layout in nested.items()
+    )
+    return {rank: (nested[rank] if fits else None) or part.layout for rank, part in parts.items()}
+
+
+def _nested(layout: TensorLayout) -> TensorLayout | None:
+    """The layout that FSDP2 over TP would mean by these placements; None if they mean what they say."""
+    if layout.mesh is None or not any(isinstance(p, StridedShard) for p in layout.placements or ()):
+        return None
+    from reshard.tensors import _right_to_left  # imports torch.distributed, which plain files do not need
+
+    form = _right_to_left(layout.mesh, layout.placements or ())
+    nested = None if form is None else TensorLayout.of(layout.spec, form)
+    if nested is None or all(nested.parts(rank) == layout.parts(rank) for rank in layout.mesh.ranks.tolist()):
+        return None
+    return nested
