@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from reshard.normalize.full import collected
+from reshard.normalize.collect import collect_model, collect_optimizer
 from reshard.normalize.model import apply_model, plan_model, read_model
 from reshard.normalize.names import LiveModel, Models
 from reshard.normalize.optimizers import LiveOptimizers, as_optimizers, flatten, read_optimizers
@@ -46,7 +46,7 @@ def get_model_state_dict(
     opts = as_options(options)
     live = LiveModel(model, opts.dsd_fqn_modifiers)
     with torch.no_grad():
-        return collected(_model_state(live, submodules, opts), opts)
+        return collect_model(_model_state(live, submodules, opts), opts)
 
 
 def get_optimizer_state_dict(
@@ -84,7 +84,7 @@ def get_state_dict(
     live = LiveModel(model, opts.dsd_fqn_modifiers)
     live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
     with torch.no_grad():
-        model_state = collected(_model_state(live, submodules, opts), opts)
+        model_state = collect_model(_model_state(live, submodules, opts), opts)
         return model_state, _optimizer_state(live_optimizers, submodules, opts)
 
 
@@ -184,7 +184,8 @@ def _optimizer_state(
                 for group in whole["param_groups"]
             ],
         }
-    return collected(flatten(whole) if options.flatten_optimizer_state_dict else whole, options)
+    whole = collect_optimizer(whole, live, options)
+    return flatten(whole) if whole and options.flatten_optimizer_state_dict else whole
 
 
 def _short(name: str, prefix: str, options: StateDictOptions) -> str:

@@ -5,7 +5,6 @@ Who holds which elements comes from the layout, which every rank computes alike;
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,160 +12,117 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from planners.forms import Part, ProductForm
-from planners.mesh import Mesh
-from planners.placement import Placement, Replicate, Shard, StridedShard
+from planners.forms import Form, Part
 from reshard.errors import NormalizationError
-from reshard.normalize.options import StateDictOptions
+from reshard.fsdp1 import group_of
+from reshard.tensors import form_of, global_shape, is_sharded, local_tensors
 
-__all__ = ["collected", "gather", "is_sharded", "parts_of", "scatter"]
-
-
-def is_sharded(value: Any) -> bool:
-    """Whether the value is a tensor whose elements may live on several ranks."""
-    return isinstance(value, DTensor)
+__all__ = ["gather", "member_ranks", "parts_of", "scatter"]
 
 
-def parts_of(tensor: DTensor) -> tuple[Part, ...]:
-    """What this rank holds of `tensor`: at most one part, whose boxes are in the order of the local tensor."""
-    return _parts(tuple(tensor.shape), *_form(tensor), dist.get_rank())
-
-
-def gather(tensor: torch.Tensor, to_first: bool = False) -> Any:
-    """The whole tensor on every rank of its mesh, or only on the mesh's first rank and None on the others.
-
-    Collective over the mesh. Every rank must hold what its placements say; replicas are taken from the rank's own
-    replica group. Raises NormalizationError for a tensor that holds summands.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    device_mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    coordinate = device_mesh.get_coordinate()
-    if coordinate is None:
-        raise NormalizationError(f"rank {dist.get_rank()} is no part of the mesh {device_mesh} of this tensor")
-    mesh, placements = _form(tensor)
-    local = tensor.to_local()
-    cut = [axis for axis, placement in enumerate(placements) if not isinstance(placement, Replicate)]
-    if to_first and any(coordinate[axis] for axis in range(mesh.ndim) if axis not in cut):
-        return None
-    held, data = [dist.get_rank()], _bytes(local)
-    for axis in reversed(cut):
-        members = [[_moved(mesh, rank, axis, k) for rank in held] for k in range(mesh.shape[axis])]
-        sizes = [
-            sum(_numel(shape, mesh, placements, rank) for rank in ranks) * local.element_size() for ranks in members
-        ]
-        group = device_mesh.get_group(axis)
-        pieces = _exchange(data, sizes, group, to_first)
-        if pieces is None:
-            return None
-        held, data = [rank for ranks in members for rank in ranks], torch.cat(pieces)
-    return _assemble(data.view(local.dtype), shape, [(r, _parts(shape, mesh, placements, r)) for r in held])
-
-
-def scatter(whole: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy into `target` the elements of `whole` that this rank holds. Local: nothing is sent."""
-    if not isinstance(target, DTensor):
-        target.copy_(whole)
-        return
-    local = target.to_local()
-    for part in parts_of(target):
+def parts_of(tensor: Any) -> list[tuple[Part, torch.Tensor]]:
+    """What this rank holds of `tensor`: each part of its layout with the local tensor that holds it."""
+    here = dist.get_rank() if dist.is_initialized() else 0
+    parts, held = form_of(tensor).parts(global_shape(tensor), here), local_tensors(tensor)
+    for part, local in zip(parts, held, strict=True):
         if part.sizes != tuple(local.shape):
             raise NormalizationError(
-                f"a tensor of shape {tuple(target.shape)} and placements {target.placements} should have a local shape "
-                f"{part.sizes} on rank {dist.get_rank()}, but has {tuple(local.shape)}"
+                f"a tensor of shape {global_shape(tensor)} should have a local shape {part.sizes} on rank {here}, but "
+                f"has {tuple(local.shape)}"
             )
-        for there, here in part.boxes():
-            local[here.slices].copy_(whole[there.slices])
+    return list(zip(parts, held))
 
 
-def _form(tensor: DTensor) -> tuple[Mesh, tuple[Placement, ...]]:
-    """Mesh and placements in the order in which they were really applied."""
-    device_mesh = tensor.device_mesh
-    names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(device_mesh.ndim))
-    mesh = Mesh(list(zip(names, device_mesh.mesh.shape)), device_mesh.mesh.flatten().tolist())
-    placements: list[Placement] = []
-    for placement in tensor.placements:
-        if placement.is_partial():
-            raise NormalizationError(f"a tensor with placements {tensor.placements} holds sums, no elements: reduce it")
-        dim, factor = getattr(placement, "dim", None), getattr(placement, "split_factor", None)
-        if dim is None:
-            placements.append(Replicate())
-        else:
-            placements.append(Shard(dim) if factor is None else StridedShard(dim, factor))
-    return mesh, tuple(placements)
+def member_ranks(tensor: Any) -> list[int]:
+    """The ranks that must take part in gathering `tensor`, in ascending order."""
+    if isinstance(tensor, DTensor):
+        return sorted(tensor.device_mesh.mesh.flatten().tolist())
+    return sorted(dist.get_process_group_ranks(group_of(tensor)))
 
 
-@functools.lru_cache(maxsize=4096)
-def _parts(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...], rank: int) -> tuple[Part, ...]:
-    return ProductForm.make(mesh, placements).parts(shape, rank)
+def gather(tensor: Any, to_rank: int | None = None) -> Any:
+    """The whole tensor on every rank that holds a part, or only on `to_rank`, one of them, and None on the others.
 
-
-def _numel(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...], rank: int) -> int:
-    return sum(part.numel for part in _parts(shape, mesh, placements, rank))
-
-
-def _moved(mesh: Mesh, rank: int, axis: int, to: int) -> int:
-    """The rank at the coordinate of `rank`, but at `to` along one axis."""
-    coordinate = list(mesh.coordinate(rank))
-    coordinate[axis] = to
-    return mesh.rank_at(coordinate)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _exchange(data: torch.Tensor, sizes: Sequence[int], group: Any, to_first: bool) -> list[torch.Tensor] | None:
-    """The bytes of every member of the group, in order; None on all but the first if `to_first`."""
-    longest = max(sizes)
-    if longest == 0:
-        return [data[:0] for _ in sizes]
-    padded = data if len(data) == longest else torch.cat((data, data.new_zeros(longest - len(data))))
-    first = not to_first or dist.get_rank(group) == 0
-    out = [torch.empty_like(padded) for _ in sizes] if first else None
-    if to_first:
-        dist.gather(padded, out, group=group, group_dst=0)
+    Collective over these ranks; a tensor that is not sharded is returned as it is. Replicas are not sent.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    form, shape, locals_ = form_of(tensor), global_shape(tensor), local_tensors(tensor)
+    data = torch.cat([_bytes(local) for local in locals_]) if locals_ else torch.empty(0, dtype=torch.uint8)
+    if isinstance(tensor, DTensor):
+        held = _along_axes(tensor, form, shape, data, to_rank)
     else:
-        dist.all_gather(out, padded, group=group)
-    return None if out is None else [piece[:size] for piece, size in zip(out, sizes)]
-
-
-def _assemble(data: torch.Tensor, shape: tuple[int, ...], holders: list[tuple[int, tuple[Part, ...]]]) -> torch.Tensor:
-    whole = data.new_empty(shape)
-    at = 0
-    for _, parts in holders:
-        for part in parts:
-            local = data[at : at + part.numel].view(part.sizes)
+        group = group_of(tensor)
+        ranks = dist.get_process_group_ranks(group)
+        pieces = _exchange(data, _sizes(tensor, form, shape, [[rank] for rank in ranks]), group, to_rank)
+        held = None if pieces is None else list(zip(ranks, pieces))
+    if held is None:
+        return None
+    whole = torch.empty(shape, dtype=tensor.dtype, device=data.device)
+    for rank, piece in held:
+        flat, at = piece.view(tensor.dtype), 0
+        for part in form.parts(shape, rank):
+            local = flat[at : at + part.numel].view(part.sizes)
             at += part.numel
             for there, here in part.boxes():
                 whole[there.slices].copy_(local[here.slices])
     return whole
 
 
-def collected(state_dict: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    """The dict as the options ask for it: gathered, on the CPU, both or as it is. Containers are made anew."""
-    if not (options.full_state_dict or options.cpu_offload):
-        return state_dict
-    move = to_cpu if options.cpu_offload else None
-    return {key: _each(value, options.full_state_dict, move) for key, value in state_dict.items()}
+def scatter(whole: torch.Tensor, target: Any) -> None:
+    """Copy into `target` the elements of `whole` that this rank holds. Local: nothing is sent."""
+    for part, local in parts_of(target):
+        for there, here in part.boxes():
+            local[here.slices].copy_(whole[there.slices])
 
 
-def _each(value: Any, full: bool, move: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        value = gather(value) if full else value
-        return move(value) if move is not None else value
-    if isinstance(value, dict):
-        return {key: _each(item, full, move) for key, item in value.items()}
-    if type(value) is list or type(value) is tuple:
-        return type(value)(_each(item, full, move) for item in value)
-    return value
+def _along_axes(
+    tensor: DTensor, form: Form, shape: tuple[int, ...], data: torch.Tensor, to_rank: int | None
+) -> list[tuple[int, torch.Tensor]] | None:
+    """The bytes of all distinct parts with a rank that holds each, collected along one mesh axis after another."""
+    grid = tensor.device_mesh.mesh
+    here = (grid == dist.get_rank()).nonzero()[0].tolist()
+    goal = here if to_rank is None else (grid == to_rank).nonzero()[0].tolist()
+    cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if any(here[axis] != goal[axis] for axis in range(grid.ndim) if axis not in cut):
+        return None  # another replica group has the goal
+    coordinates, held = [here], [data]
+    for axis in reversed(cut):
+        members = [[[*c[:axis], k, *c[axis + 1 :]] for c in coordinates] for k in range(grid.shape[axis])]
+        ranks = [[int(grid[tuple(c)]) for c in member] for member in members]
+        group = tensor.device_mesh.get_group(axis)
+        # the group along this axis that I am in; its member at the goal's coordinate collects
+        goal_rank = None if to_rank is None else dist.get_process_group_ranks(group)[goal[axis]]
+        sizes = _sizes(tensor, form, shape, ranks)
+        pieces = _exchange(torch.cat(held), sizes, group, goal_rank)
+        if pieces is None:
+            return None
+        coordinates = [c for member in members for c in member]
+        held = []
+        for piece, own in zip(pieces, ranks):
+            held += piece.split_with_sizes(_sizes(tensor, form, shape, [[rank] for rank in own]))
+    return [(int(grid[tuple(c)]), piece) for c, piece in zip(coordinates, held)]
 
 
-def to_cpu(value: torch.Tensor) -> torch.Tensor:
-    """The value on the CPU, sharded as before; itself if it is there already."""
-    if isinstance(value, DTensor):
-        local = value.to_local().cpu()
-        return DTensor.from_local(
-            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-        )
-    return value.cpu()
+def _sizes(tensor: Any, form: Form, shape: tuple[int, ...], ranks: Sequence[Sequence[int]]) -> list[int]:
+    """Bytes that each list of ranks holds together."""
+    return [sum(p.numel for rank in own for p in form.parts(shape, rank)) * tensor.dtype.itemsize for own in ranks]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _exchange(data: torch.Tensor, sizes: Sequence[int], group: Any, to_rank: int | None) -> list[torch.Tensor] | None:
+    """The bytes of every member of the group, in its order; None on all but `to_rank`, unless that is None."""
+    longest = max(sizes)
+    if longest == 0:
+        return [data[:0] for _ in sizes] if to_rank in (None, dist.get_rank()) else None
+    padded = data if len(data) == longest else torch.cat((data, data.new_zeros(longest - len(data))))
+    wanted = to_rank in (None, dist.get_rank())
+    out = [torch.empty_like(padded) for _ in sizes] if wanted else None
+    if to_rank is None:
+        dist.all_gather(out, padded, group=group)
+    else:
+        dist.gather(padded, out, dst=to_rank, group=group)
+    return None if out is None else [piece[:size] for piece, size in zip(out, sizes)]

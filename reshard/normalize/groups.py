@@ -163,13 +163,13 @@ def _names_of_ids(groups: Sequence[Mapping[str, Any]], live: LiveOptimizers) -> 
             "optimizers: give each its own dict, or one by parameter names"
         )
     ids = [key for group in groups for key in group["params"]]
-    own = live.parameters[0]
+    own = live.by_id[0]
     if len(ids) != len(own):
         raise NormalizationError(
             f"the optimizer state dict lists {len(ids)} parameter ids, but the optimizer has {len(own)} parameters: "
             "ids fit only the optimizer that they come from, see reshard.normalize(state_dict, order=[names])"
         )
-    return {key: one.name for key, one in zip(ids, own)}
+    return {key: own[number][0].name for number, key in enumerate(ids)}
 
 
 def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:

@@ -11,11 +11,11 @@ import torch
 
 from reshard.errors import KeyMismatchError
 from reshard.modules import WRAPPER_SEGMENTS, assign_tensor
-from reshard.normalize.full import is_sharded
 from reshard.normalize.names import LiveModel, Region, Slot, where
 from reshard.normalize.options import StateDictOptions
 from reshard.normalize.report import Cast, SetReport
-from reshard.normalize.values import like, materialised, problem, same_value, write
+from reshard.normalize.values import is_meta, like, materialised, problem, same_value, write
+from reshard.tensors import global_shape, is_sharded
 
 __all__ = ["ModelWrites", "apply_model", "plan_model", "read_model"]
 
@@ -29,7 +29,7 @@ def read_model(live: LiveModel) -> dict[str, Any]:
                 out[item.canonical(key)] = value
         elif item.value is not None:
             if item.persistent:
-                out[item.name] = item.value.detach()
+                out[item.name] = item.tensor()
         else:
             out[item.name] = item.owner.get_extra_state()
     return out
@@ -89,17 +89,17 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
             unexpected += map(region.canonical, found[1])
     if strict and writes.regions and (missing or unexpected):
         raise KeyMismatchError(_message(None, missing, unexpected, [], strict))
-    made: dict[int, torch.Tensor] = {}
+    made: dict[Any, torch.Tensor] = {}
     for slot, value in writes.direct:
         if slot.value is None:
             slot.owner.set_extra_state(value)
         elif not slot.value.is_meta:
-            write(value, slot.value)
-        elif not value.is_meta:
+            write(value, slot.tensor())
+        elif not is_meta(value):
             # all names of a tied tensor get the same new one
-            new = made.get(id(slot.value))
+            new = made.get(slot.identity)
             if new is None:
-                new = made[id(slot.value)] = materialised(value, slot.value)
+                new = made[slot.identity] = materialised(value, slot.value)
             assign_tensor(slot.owner, slot.attr, new)
     return replace(writes.report, missing=tuple(missing), unexpected=tuple(unexpected))
 
@@ -116,7 +116,7 @@ class _Match:
         self.faults: list[str] = []
         self.casts: list[Cast] = []
         self.reshaped: list[str] = []
-        self.written: set[int] = set()
+        self.written: set[Any] = set()
 
     def take(self, slot: Slot) -> str | None:
         """The name under which `given` has this slot's value, checked; None where it has none."""
@@ -132,8 +132,8 @@ class _Match:
             return None
         self.used.add(name)
         if slot.value is not None:
-            self._fit(name, self.given[name], slot.value)
-            self.written.add(id(slot.value))
+            self._fit(name, self.given[name], slot)
+            self.written.add(slot.identity)
         return name
 
     def region(self, region: Region) -> RegionWrite:
@@ -163,7 +163,7 @@ class _Match:
 
     def report(self, unexpected: list[str]) -> SetReport:
         """What was found, to be returned if all goes well."""
-        untouched = [s for s in self.live.slots if s.value is not None and id(s.value) not in self.written]
+        untouched = [s for s in self.live.slots if s.value is not None and s.identity not in self.written]
         return SetReport(
             missing=tuple(self.missing),
             unexpected=tuple(unexpected),
@@ -176,19 +176,21 @@ class _Match:
     def _placed(self, value: Any, slot: Slot | None) -> Any:
         if slot is None or slot.value is None or not isinstance(value, torch.Tensor):
             return value
-        if slot.value.is_meta and not value.is_meta:
+        if slot.value.is_meta and not is_meta(value):
             return materialised(value, slot.value)
         return like(value, slot.value) if is_sharded(value) or is_sharded(slot.value) else value
 
-    def _fit(self, name: str, value: Any, target: torch.Tensor) -> None:
-        fault = problem(value, target)
+    def _fit(self, name: str, value: Any, slot: Slot) -> None:
+        target = slot.value
+        assert target is not None
+        fault = problem(value, slot.shape, target.dtype, target.is_meta)
         if fault is not None:
             self.faults.append(f"{name}: {fault}")
             return
         if value.dtype != target.dtype:
             names = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, target.dtype))
             self.casts.append(Cast(name, *names))
-        if value.shape != target.shape:
+        if global_shape(value) != slot.shape:
             self.reshaped.append(name)
 
     def _agree(self, names: list[str]) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from reshard.errors import NormalizationError
+from reshard.fsdp1 import FlatPiece, flat_pieces, is_flat
 from reshard.modules import EXTRA_STATE, ModuleReader
 
 __all__ = ["LiveModel", "Models", "Region", "Slot", "Stage", "where"]
@@ -62,6 +63,28 @@ class Slot(NamedTuple):
     """Classes of the wrappers on the way, outermost first."""
     stage: int
     """Position of its module in the list that was given."""
+    piece: FlatPiece | None = None
+    """Set for a parameter inside an FSDP1 flat parameter; `value` is then what the optimizer has."""
+
+    @property
+    def identity(self) -> Any:
+        """Equal for the names of one tied tensor."""
+        return id(self.value) if self.piece is None else self.piece.identity
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape; () for extra state."""
+        if self.piece is not None:
+            return self.piece.shape
+        return () if self.value is None else tuple(self.value.shape)
+
+    def tensor(self) -> torch.Tensor:
+        """The live tensor, sharded as it is; whoever writes into it writes into the model."""
+        if self.piece is not None:
+            return self.piece.value()
+        if self.value is None:
+            raise NormalizationError(f"{self.name!r} is extra state, which is no tensor")
+        return self.value.detach()
 
 
 @dataclass(frozen=True)
@@ -106,32 +129,37 @@ class LiveModel:
         self.slots: list[Slot] = []
         """All slots, those inside regions too."""
         self.reader = ModuleReader(modifiers)
+        pieces = flat_pieces(stage.module for stage in self.stages)
         for index, stage in enumerate(self.stages):
-            walk = _Walk(self.reader, index, stage.offsets, self.slots)
+            walk = _Walk(self.reader, index, stage.offsets, self.slots, pieces)
             walk.visit(stage.module, "", "", (), self.items)
             _check_offsets(stage, walk.numbered)
         self.by_name: dict[str, Slot] = {}
         self.replicas: dict[str, list[Slot]] = {}
         """Further slots of a name: a buffer that several stages have."""
-        self.names_of: dict[int, list[str]] = {}
-        """By `id` of a tensor, every canonical name that leads to it, the first one first."""
+        self.names_of: dict[Any, list[str]] = {}
+        """By a slot's `identity`, every canonical name that leads to its tensor, the first one first."""
+        self.pieces_of: dict[int, list[FlatPiece]] = {}
+        """By id of a parameter that optimizers have: what it consists of, if it is an FSDP1 one."""
         self._index()
 
     def _index(self) -> None:
         for slot in self.slots:
             known = self.by_name.setdefault(slot.name, slot)
             if known is not slot:
-                if known.value is None or slot.value is None or known.value is not slot.value:
+                if known.value is None or known.identity != slot.identity:
                     _check_same(known, slot)
                 self.replicas.setdefault(slot.name, []).append(slot)
             if slot.value is not None:
-                names = self.names_of.setdefault(id(slot.value), [])
+                names = self.names_of.setdefault(slot.identity, [])
+                if not names and slot.piece is not None:
+                    self.pieces_of.setdefault(id(slot.value), []).append(slot.piece)
                 if slot.name not in names:
                     names.append(slot.name)
 
     def aliases(self, slot: Slot) -> list[str]:
         """All names of the slot's tensor, its own among them."""
-        return self.names_of[id(slot.value)] if slot.value is not None else [slot.name]
+        return self.names_of[slot.identity] if slot.value is not None else [slot.name]
 
     @functools.cached_property
     def by_live(self) -> dict[str, str]:
@@ -161,11 +189,19 @@ class LiveModel:
 class _Walk:
     """One pass over a module tree."""
 
-    def __init__(self, reader: ModuleReader, stage: int, offsets: Mapping[str, int], slots: list[Slot]) -> None:
+    def __init__(
+        self,
+        reader: ModuleReader,
+        stage: int,
+        offsets: Mapping[str, int],
+        slots: list[Slot],
+        pieces: Mapping[int, list[tuple[str, FlatPiece]]],
+    ) -> None:
         self.reader = reader
         self.stage = stage
         self.offsets = offsets
         self.slots = slots
+        self.pieces = pieces
         self.numbered: set[str] = set()
 
     def visit(
@@ -199,8 +235,13 @@ class _Walk:
     def _own(self, module: nn.Module, live: str, name: str, wrappers: tuple[str, ...]) -> None:
         """Append the module's own parameters, buffers and extra state, in the order of `state_dict()`."""
         add, stage = self.slots.append, self.stage
+        pieces = self.pieces.get(id(module), ()) if self.pieces else ()
+        for attr, piece in pieces:
+            value = piece.parameter
+            add(Slot(name + attr, live + attr, "parameter", module, attr, value, True, wrappers, stage, piece))
+        flattened = {attr for attr, _ in pieces}
         for attr, parameter in self.reader.parameters(module).items():
-            if parameter is not None:
+            if parameter is not None and attr not in flattened and not (self.pieces and is_flat(parameter)):
                 add(Slot(name + attr, live + attr, "parameter", module, attr, parameter, True, wrappers, stage))
         buffers = self.reader.buffers(module)
         if buffers:

@@ -9,6 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from reshard.errors import NormalizationError
+from reshard.fsdp1 import FlatPiece
+from reshard.normalize.flat import split_state
 from reshard.normalize.names import LiveModel, where
 from reshard.normalize.values import copy_containers
 
@@ -30,11 +32,18 @@ class OptimizedParameter(NamedTuple):
     """In its group."""
     id: int
     """In `optimizer.state_dict()`."""
+    piece: FlatPiece | None = None
+    """Set for a parameter inside an FSDP1 flat parameter, which several of these may share."""
 
     @property
     def name(self) -> str:
         """The name of its state."""
         return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape of the parameter."""
+        return tuple(self.parameter.shape) if self.piece is None else self.piece.shape
 
 
 class LiveOptimizers:
@@ -48,15 +57,19 @@ class LiveOptimizers:
         self.optimizers = tuple(optimizers)
         self.parameters: list[list[OptimizedParameter]] = []
         """Per optimizer, in the order of its ids."""
+        self.by_id: list[dict[int, list[OptimizedParameter]]] = []
+        """Per optimizer and id in its own state dict: one parameter, or all that an FSDP1 flat one consists of."""
         self.by_name: dict[str, OptimizedParameter] = {}
         """By every name, aliases too."""
         seen: dict[int, OptimizedParameter] = {}
         for k, optimizer in enumerate(self.optimizers):
             found = list(self._parameters(k, optimizer))
             self.parameters.append(found)
+            self.by_id.append({})
             for one in found:
+                self.by_id[k].setdefault(one.id, []).append(one)
                 other = seen.setdefault(id(one.parameter), one)
-                if other is not one:
+                if other is not one and (other.optimizer, other.id) != (k, one.id):
                     raise NormalizationError(
                         f"parameter {one.name!r} is in optimizer {other.optimizer} (group {other.group}) and in "
                         f"optimizer {k} (group {one.group}){where()}: its state would have two owners"
@@ -68,13 +81,13 @@ class LiveOptimizers:
         names_of, number = self.live.names_of, 0
         for g, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                names = names_of.get(id(parameter)) or [f"{OUTSIDE}.{k}.{g}.{position}"]
-                yield OptimizedParameter(parameter, tuple(names), k, g, position, number)
+                place = k, g, position, number
+                for piece in self.live.pieces_of.get(id(parameter), ()):
+                    yield OptimizedParameter(parameter, tuple(names_of[piece.identity]), *place, piece)
+                if id(parameter) not in self.live.pieces_of:
+                    names = names_of.get(id(parameter)) or [f"{OUTSIDE}.{k}.{g}.{position}"]
+                    yield OptimizedParameter(parameter, tuple(names), *place)
                 number += 1
-
-    def group(self, k: int, g: int) -> list[OptimizedParameter]:
-        """The parameters of one group."""
-        return [one for one in self.parameters[k] if one.group == g]
 
 
 def as_optimizers(given: Any) -> tuple[Optimizer, ...]:
@@ -95,35 +108,37 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     for k, optimizer in enumerate(live.optimizers):
         saved = optimizer.state_dict()
-        names = [one.name for one in live.parameters[k]]
         for key, values in saved["state"].items():
             if values:
-                name = _name(key, names, live, k)
-                if name in state:
-                    raise NormalizationError(f"two optimizers have state under the key {name!r}{where()}")
-                state[name] = copy_containers(values)
+                for name, one in _names(key, live, k):
+                    if name in state:
+                        raise NormalizationError(f"two optimizers have state under the key {name!r}{where()}")
+                    if one is not None and one.piece is not None:
+                        state[name] = split_state(one.piece, one.parameter, values)
+                    else:
+                        state[name] = copy_containers(values)
         for group in saved["param_groups"]:
             fields = {
                 field: copy_containers(value)
                 for field, value in group.items()
                 if field not in ("params", "param_names")
             }
-            groups.append({**fields, "params": [_name(key, names, live, k) for key in group["params"]]})
+            groups.append({**fields, "params": [name for key in group["params"] for name, _ in _names(key, live, k)]})
     return {"state": state, "param_groups": groups}
 
 
-def _name(key: Any, names: Sequence[str], live: LiveOptimizers, k: int) -> Any:
-    """The canonical name of a key of an optimizer's own state dict; keys of no parameter stay as they are."""
+def _names(key: Any, live: LiveOptimizers, k: int) -> list[tuple[Any, OptimizedParameter | None]]:
+    """The canonical names of a key of an optimizer's own state dict; keys of no parameter stay as they are."""
     if isinstance(key, int) and not isinstance(key, bool):
-        if not 0 <= key < len(names):
+        ones = live.by_id[k].get(key)
+        if ones is None:
             raise NormalizationError(
-                f"optimizer {k} has state under the id {key}{where()}, but only {len(names)} parameters"
+                f"optimizer {k} has state under the id {key}{where()}, but only {len(live.by_id[k])} parameters"
             )
-        return names[key]
-    if isinstance(key, str) and key not in live.by_name:
-        # an optimizer that writes names itself may write those of the wrapped modules
-        return live.live.by_live.get(key, key)
-    return key
+        return [(one.name, one) for one in ones]
+    # an optimizer that writes names itself may write those of the wrapped modules
+    name = live.live.by_live.get(key, key) if isinstance(key, str) and key not in live.by_name else key
+    return [(name, None)]
 
 
 def flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:

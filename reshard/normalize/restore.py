@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,12 +11,14 @@ import torch
 
 from reshard.errors import KeyMismatchError
 from reshard.modules import loads_itself
+from reshard.normalize.flat import joined_pieces
 from reshard.normalize.groups import GroupWrite, SavedOptimizer, plan_groups, read_saved
 from reshard.normalize.names import where
 from reshard.normalize.optimizers import LiveOptimizers, OptimizedParameter
 from reshard.normalize.options import StateDictOptions
 from reshard.normalize.report import OptimizerReport
 from reshard.normalize.values import like, write
+from reshard.tensors import global_shape
 
 __all__ = ["OptimizerWrites", "apply_optimizers", "plan_optimizers"]
 
@@ -24,7 +27,7 @@ class OptimizerWrites(NamedTuple):
     """All that setting optimizer state will do, checked before anything is touched."""
 
     state: list[tuple[OptimizedParameter, Mapping[str, Any] | None]]
-    """Every parameter; None where it shall have no state."""
+    """Every parameter of the optimizers; None where it shall have no state."""
     other: list[tuple[int, Any, Any]]
     """(optimizer, key, state) under keys that are no parameter."""
     groups: list[GroupWrite]
@@ -70,7 +73,7 @@ def plan_optimizers(live: LiveOptimizers, given: Mapping[str, Any], options: Sta
         kept_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.kept),
         added_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.added),
     )
-    return OptimizerWrites(state, other, groups, report)
+    return OptimizerWrites(list(joined_pieces(state)), other, groups, report)
 
 
 def apply_optimizers(live: LiveOptimizers, writes: OptimizerWrites) -> OptimizerReport:
@@ -119,10 +122,10 @@ def _other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def _own_dict(live: LiveOptimizers, k: int, state: dict[Any, Any], groups: list[Mapping[str, Any]]) -> dict[str, Any]:
     """What the optimizer's own `load_state_dict` takes: integer ids, in the order of its groups."""
-    optimizer, packed = live.optimizers[k], []
-    for g, (group, fields) in enumerate(zip(optimizer.param_groups, groups)):
+    optimizer, packed, ids = live.optimizers[k], [], itertools.count()
+    for group, fields in zip(optimizer.param_groups, groups):
         kept = {field: value for field, value in group.items() if field != "params"}
-        packed.append({**kept, **fields, "params": [one.id for one in live.group(k, g)]})
+        packed.append({**kept, **fields, "params": [next(ids) for _ in group["params"]]})
     return {"state": state, "param_groups": packed}
 
 
@@ -161,12 +164,12 @@ def _misshapen(state: list[tuple[OptimizedParameter, Mapping[str, Any] | None]],
     for one, values in state:
         for key, value in (values or {}).items():
             if isinstance(value, torch.Tensor) and value.dim():
-                if value.shape == one.parameter.shape:
+                if global_shape(value) == one.shape:
                     fits[key] = fits.get(key, 0) + 1
                 else:
                     misfits.setdefault(key, []).append(
-                        f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {tuple(value.shape)}, "
-                        f"which fits no layout of the parameter's shape {tuple(one.parameter.shape)}"
+                        f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {global_shape(value)}, "
+                        f"which fits no layout of the parameter's shape {one.shape}"
                     )
     return [line for key, lines in misfits.items() if fits.get(key, 0) > len(lines) for line in lines]
 

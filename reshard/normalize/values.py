@@ -11,27 +11,29 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from reshard.normalize.full import gather, is_sharded, scatter
+from reshard.normalize.full import gather, scatter
+from reshard.tensors import form_of, global_shape, is_sharded, local_tensors
 
-__all__ = ["copy_containers", "is_reshape", "like", "materialised", "problem", "same_value", "write"]
+__all__ = ["copy_containers", "is_meta", "like", "materialised", "problem", "same_value", "write"]
 
 
-def problem(value: Any, target: torch.Tensor) -> str | None:
-    """Why `value` cannot be written into `target`, or None."""
+def problem(value: Any, shape: tuple[int, ...], dtype: torch.dtype, on_meta: bool = False) -> str | None:
+    """Why `value` cannot be written into a tensor of this shape and dtype, or None. () and (1,) go together."""
     if not isinstance(value, torch.Tensor):
-        return f"wanted a tensor of shape {tuple(target.shape)}, found {type(value).__name__}"
-    if value.shape != target.shape and not is_reshape(value, target):
-        return f"wanted shape {tuple(target.shape)}, found {tuple(value.shape)}"
-    if value.is_meta and not target.is_meta:
+        return f"wanted a tensor of shape {shape}, found {type(value).__name__}"
+    found = global_shape(value)
+    if found != shape and {found, shape} != {(), (1,)}:
+        return f"wanted shape {shape}, found {found}"
+    if is_meta(value) and not on_meta:
         return "the given tensor is on the meta device and has no value"
-    if _kind(value.dtype) > _kind(target.dtype):
-        return f"wanted {_dtype(target)}, found {_dtype(value)}, which would lose data: cast it yourself if you mean it"
+    if _kind(value.dtype) > _kind(dtype):
+        return f"wanted {dtype}, found {value.dtype}, which would lose data: cast it yourself if you mean it"
     return None
 
 
-def is_reshape(value: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether the two are one element each, one as () and one as (1,)."""
-    return {tuple(value.shape), tuple(target.shape)} == {(), (1,)}
+def is_meta(value: torch.Tensor) -> bool:
+    """Whether the tensor has no values."""
+    return value.is_meta if isinstance(value, DTensor) or not is_sharded(value) else False
 
 
 def write(value: torch.Tensor, target: torch.Tensor) -> None:
@@ -39,7 +41,8 @@ def write(value: torch.Tensor, target: torch.Tensor) -> None:
     if type(value) is type(target) is torch.Tensor or not (is_sharded(value) or is_sharded(target)):
         _write_plain(value, target)
     elif _same_layout(value, target):
-        _write_plain(value.to_local(), target.to_local())  # type: ignore[attr-defined]
+        for mine, its in zip(local_tensors(target), local_tensors(value), strict=True):
+            _write_plain(its, mine)
     else:
         scatter(gather(value) if is_sharded(value) else value, target)
 
@@ -78,8 +81,8 @@ def materialised(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 def same_value(a: Any, b: Any) -> bool:
     """Whether two values are equal as far as this rank can see."""
-    if isinstance(a, DTensor) and isinstance(b, DTensor):
-        a, b = (a.to_local(), b.to_local()) if _same_layout(a, b) else (None, None)
+    if is_sharded(a) or is_sharded(b):
+        return _same_layout(a, b) and all(map(torch.equal, local_tensors(a), local_tensors(b)))
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype:
             return _same_memory(a, b) or a.is_meta or torch.equal(a, b)
@@ -113,13 +116,11 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (
-        isinstance(a, DTensor)
-        and isinstance(b, DTensor)
-        and a.shape == b.shape
-        and a.placements == b.placements
-        and a.device_mesh == b.device_mesh
-    )
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        return a.shape == b.shape and a.placements == b.placements and a.device_mesh == b.device_mesh
+    if isinstance(a, DTensor) or isinstance(b, DTensor) or not (is_sharded(a) and is_sharded(b)):
+        return False
+    return global_shape(a) == global_shape(b) and form_of(a) == form_of(b)
 
 
 def _wrap(local: torch.Tensor, model: DTensor) -> DTensor:
@@ -136,7 +137,3 @@ def _clone(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _kind(dtype: torch.dtype) -> int:
     """Order of what can be held without a change of kind: integers < floats < complex."""
     return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

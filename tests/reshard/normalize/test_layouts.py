@@ -93,9 +93,21 @@ TWO = [
 FOUR = [(zoo.fsdp2, False), (zoo.hsdp, False), (zoo.fsdp2_tp, True), (zoo.nested(zoo.fsdp2_tp, zoo.compiled), True)]
 
 
+FSDP1_TWO = [
+    (zoo.fsdp1(strategy, use_orig_params), False)
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+    for use_orig_params in (False, True)
+] + [(zoo.nested(zoo.checkpointed, zoo.fsdp1("FULL_SHARD", True), zoo.compiled), False)]
+FSDP1_FOUR = [
+    (zoo.fsdp1(strategy, use_orig_params), False)
+    for strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    for use_orig_params in (False, True)
+]
+
+
 def run_layouts(world: str, optimizer: str) -> None:
     torch.manual_seed(5)
-    for layout, close in {"two": TWO, "four": FOUR}[world]:
+    for layout, close in {"two": TWO, "four": FOUR, "fsdp1 two": FSDP1_TWO, "fsdp1 four": FSDP1_FOUR}[world]:
         for sizes in ({"hidden": 8}, {"hidden": 10 if close else 9}):
             try:
                 check_layout(layout, optimizer, close, **sizes)
@@ -114,3 +126,10 @@ def test_layouts_of_two_ranks_equal_the_plain_model(optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_layouts_of_four_ranks_equal_the_plain_model(optimizer: str) -> None:
     gloo.run(run_layouts, 4, "four", optimizer)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_fsdp1_equals_the_plain_model(world: int, optimizer: str) -> None:
+    gloo.run(run_layouts, world, "fsdp1 two" if world == 2 else "fsdp1 four", optimizer)

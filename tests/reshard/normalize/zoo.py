@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -118,6 +119,26 @@ def fsdp2_tp(model: nn.Module) -> nn.Module:
         parallelize_module(layer, mesh["tp"], TP_PLAN)
         fully_shard(layer, mesh=mesh["dp"])
     return fully_shard(model, mesh=mesh["dp"])
+
+
+def fsdp1(strategy: str, use_orig_params: bool) -> Callable[[nn.Module], nn.Module]:
+    """FSDP1 with one unit per block; the hybrid strategies on a mesh of two groups."""
+
+    def apply(model: nn.Module) -> nn.Module:
+        mesh = None
+        if "HYBRID" in strategy:
+            mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=ShardingStrategy[strategy],
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=use_orig_params,
+            device_mesh=mesh,
+            device_id=torch.device("cpu"),
+        )
+
+    apply.__name__ = f"fsdp1 {strategy} use_orig_params={use_orig_params}"
+    return apply
 
 
 def compiled(model: nn.Module) -> nn.Module:
