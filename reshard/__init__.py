@@ -1,0 +1,75 @@
+"""Normalize, reshard, save, load and verify the state of parallel PyTorch models.
+
+Names are imported when first used, so that `import reshard` is quick and pulls in only what is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "Checkpoint": "checkpoint",
+    "FqnMap": "normalize",
+    "LoadReport": "loading",
+    "PerRank": "per_rank",
+    "SaveReport": "saving",
+    "StateDictOptions": "normalize",
+    "async_save": "saving",
+    "fingerprint": "fingerprints",
+    "fqn_map": "normalize",
+    "get_model_state_dict": "normalize",
+    "get_optimizer_state_dict": "normalize",
+    "get_state_dict": "normalize",
+    "iter_full": "normalize",
+    "latest_complete": "generations",
+    "layout_of": "tensors",
+    "load": "loading",
+    "normalize": "normalize",
+    "open": "checkpoint",
+    "prune": "generations",
+    "save": "saving",
+    "set_model_state_dict": "normalize",
+    "set_optimizer_state_dict": "normalize",
+    "set_state_dict": "normalize",
+}
+"""Where each public name lives."""
+
+__all__ = list(_HOME)  # noqa: PLE0605  # one table says it all
+
+if TYPE_CHECKING:
+    from reshard.checkpoint import Checkpoint as Checkpoint
+    from reshard.checkpoint import open as open
+    from reshard.fingerprints import fingerprint as fingerprint
+    from reshard.generations import latest_complete as latest_complete
+    from reshard.generations import prune as prune
+    from reshard.loading import LoadReport as LoadReport
+    from reshard.loading import load as load
+    from reshard.normalize import FqnMap as FqnMap
+    from reshard.normalize import StateDictOptions as StateDictOptions
+    from reshard.normalize import fqn_map as fqn_map
+    from reshard.normalize import get_model_state_dict as get_model_state_dict
+    from reshard.normalize import get_optimizer_state_dict as get_optimizer_state_dict
+    from reshard.normalize import get_state_dict as get_state_dict
+    from reshard.normalize import iter_full as iter_full
+    from reshard.normalize import normalize as normalize
+    from reshard.normalize import set_model_state_dict as set_model_state_dict
+    from reshard.normalize import set_optimizer_state_dict as set_optimizer_state_dict
+    from reshard.normalize import set_state_dict as set_state_dict
+    from reshard.per_rank import PerRank as PerRank
+    from reshard.saving import SaveReport as SaveReport
+    from reshard.saving import async_save as async_save
+    from reshard.saving import save as save
+    from reshard.tensors import layout_of as layout_of
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'reshard' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"reshard.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

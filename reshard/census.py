@@ -28,7 +28,7 @@ from reshard.per_rank import PerRank
 from reshard.tensors import form_of, is_sharded, is_tensor, local_tensors, spec_of
 from reshard.tree import KeyPath, encode_plain, flatten, key_of, path_to_json
 
-__all__ = ["Census", "Holdings", "holdings_of", "per_rank_name", "take_census"]
+__all__ = ["Census", "Holdings", "holdings_of", "identity_of", "per_rank_name", "take_census"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def holdings_of(state: Mapping[str, Any]) -> Holdings:
         if isinstance(value, PerRank):
             per_rank[key] = value.value
         elif is_tensor(value):
-            identity = _identity(value)
+            identity = identity_of(value)
             first = seen.setdefault(identity, key) if identity is not None else key
             if first != key:
                 aliases[key] = first
@@ -76,7 +76,7 @@ def holdings_of(state: Mapping[str, Any]) -> Holdings:
     return Holdings(tensors, objects, per_rank, {key_of(p): p for p in flat.leaves}, flat.containers, aliases)
 
 
-def _identity(tensor: Any) -> tuple[Any, ...] | None:
+def identity_of(tensor: Any) -> tuple[Any, ...] | None:
     """Equal for tied tensors: the same memory seen alike. None where nothing can be said."""
     local = getattr(tensor, "_local_tensor", tensor)
     if not isinstance(local, torch.Tensor) or local.device.type == "meta" or local.numel() == 0:

@@ -22,7 +22,7 @@ from reshard.formats.cover import check_cover
 from reshard.storage.base import Storage
 from reshard.tree import unflatten
 
-__all__ = ["Checkpoint", "LazyTensor", "open"]
+__all__ = ["Checkpoint", "LazyTensor", "open", "stored_layout"]
 
 Range = tuple[int, int, int]
 """Start, step and count of the indexes wanted of a dim."""
@@ -155,6 +155,22 @@ def _inside(wanted: Range, offset: int, size: int) -> tuple[int, int]:
     return max(-(-(offset - start) // step), 0), min(-(-(offset + size - start) // step), n)
 
 
+class Normalized(dict[str, Any]):
+    """What `Checkpoint.normalized` gives: a dict of "model" and "optim"."""
+
+    notes: tuple[str, ...] = ()
+    """What a reader should know: padding that could not be cut, lists that are incomplete."""
+
+
+def _lazy(value: Any) -> Any:
+    return LazyTensor(value) if isinstance(value, StoredTensor) else value
+
+
+def _read_value(value: Any) -> Any:
+    """A setting of a param group: a tensor, such as a learning rate, is read."""
+    return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value
+
+
 class Checkpoint(Mapping[str, LazyTensor]):
     """The tensors of a checkpoint by the key they were stored under, and everything else that is in it.
 
@@ -219,7 +235,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def layout(self) -> StateLayout:
         """How the tensors are cut up in storage: the saved mesh and placements where the format knows them, else the
         boxes of the chunks, each under the rank that wrote it."""
-        return StateLayout({name: _layout_of(self.contents.tensors[name]) for name in self})
+        return StateLayout({name: stored_layout(self.contents.tensors[name]) for name in self})
 
     def problems(self) -> list[str]:
         """One text for each tensor whose chunks leave a hole or overlap, or lie outside it; reads no tensor data."""
@@ -238,11 +254,38 @@ class Checkpoint(Mapping[str, LazyTensor]):
         paths = self.contents.paths
         return unflatten({paths.get(name, (name,)): leaf for name, leaf in leaves.items()}, self.contents.containers)
 
+    def normalized(self, hints: Mapping[str, Any] | None = None) -> Normalized:
+        """The state under canonical names, whatever framework wrote it; tensors stay lazy.
+
+            {"model": {fqn: LazyTensor},
+             "optim": {"state": {fqn: {name: LazyTensor or value}}, "param_groups": [{..., "params": [fqn, ...]}]}}
+
+        Wrappers' prefixes are gone, stacks of layers and experts and flat or bucketed optimizer shards are cut into
+        parameters, padding is cut off. `.notes` of the result says what could not be done.
+
+        Args:
+            hints: what the checkpoint cannot say, see `reshard.canonical.HINTS`.
+
+        Raises:
+            NormalizationError: a hint is missing (the message says which, and what it looks like) or wrong.
+            DamagedCheckpointError: parts of a tensor are missing or do not fit together.
+        """
+        from reshard.canonical import normalize
+
+        found = normalize(self.contents, hints, self.url)
+        state = {fqn: {name: _lazy(value) for name, value in of.items()} for fqn, of in found.state.items()}
+        groups = [{name: _read_value(value) for name, value in group.items()} for group in found.groups]
+        result = Normalized(model={fqn: LazyTensor(tensor) for fqn, tensor in found.model.items()})
+        result["optim"] = {"state": state, "param_groups": groups}
+        result.notes = tuple(found.notes)
+        return result
+
     def __repr__(self) -> str:
         return f"Checkpoint({self.url!r}, {self.format}, {len(self)} tensors)"
 
 
-def _layout_of(stored: StoredTensor) -> TensorLayout:
+def stored_layout(stored: StoredTensor) -> TensorLayout:
+    """The saved mesh and placements where known, else the boxes of the chunks under the rank that wrote them."""
     if stored.layout is not None:
         return stored.layout
     numbers: dict[int | str, int] = {}

@@ -1,0 +1,77 @@
+"""Checks the blocks of data files against their saved checksums."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import xxhash
+
+from reshard.errors import DamagedCheckpointError
+from reshard.formats.native import FileRecord, NativeFacts
+from reshard.formats.source import FileSource
+
+__all__ = ["check_blocks", "whole_blocks"]
+
+
+def whole_blocks(spans: Sequence[tuple[int, int]], nbytes: int, block_bytes: int) -> list[int]:
+    """Numbers of the blocks of a file of `nbytes` that lie wholly within the gapless, sorted `spans`."""
+    out: list[int] = []
+    for start, stop in spans:
+        first = -(-start // block_bytes)
+        last = -(-nbytes // block_bytes) if stop >= nbytes else stop // block_bytes
+        out.extend(range(first, last))
+    return out
+
+
+def check_blocks(
+    facts: NativeFacts, spans: Mapping[FileSource, Sequence[tuple[int, int]]], *, threads: int | None = None
+) -> int:
+    """Hash every block that lies wholly in `spans`, the ranges to be read of each file; returns the bytes checked.
+
+    The safetensors header counts as read, since it was. Reads nothing that is not going to be read anyway.
+
+    Raises DamagedCheckpointError that names the first file and byte range whose checksum differs, and how many do.
+    """
+    by_name = {record.name: record for record in facts.manifest.files.values()}
+    size = facts.manifest.block_bytes
+    work: list[tuple[FileSource, FileRecord, int, int]] = []
+    for source, ranges in spans.items():
+        record = by_name.get(source.name)
+        if record is None:
+            continue
+        sums = np.frombuffer(facts.sums[record.name], dtype="<u8")
+        merged = _with_header(ranges, record.header_bytes)
+        work += [(source, record, block, int(sums[block])) for block in whole_blocks(merged, record.nbytes, size)]
+
+    def check(row: tuple[FileSource, FileRecord, int, int]) -> tuple[str, int, int, bool]:
+        source, record, block, digest = row
+        start, stop = block * size, min((block + 1) * size, record.nbytes)
+        good = xxhash.xxh3_64_intdigest(source.read(start, stop - start)) == digest
+        return source.label, start, stop, good
+
+    workers = threads or min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers, thread_name_prefix="reshard-check") as pool:
+        rows = list(pool.map(check, work, chunksize=max(1, len(work) // (workers * 8)))) if work else []
+    raise_damaged(rows)
+    return sum(stop - start for _, start, stop, _ in rows)
+
+
+def raise_damaged(rows: Iterable[tuple[str, int, int, bool]]) -> None:
+    """Raises DamagedCheckpointError for rows (file, start, stop, good) that are not good."""
+    bad = [(label, start, stop) for label, start, stop, good in rows if not good]
+    if bad:
+        label, start, stop = bad[0]
+        more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
+        raise DamagedCheckpointError(
+            f"{label}: bytes [{start}, {stop}) were changed since they were written{more}: restore the file, or load "
+            "another checkpoint"
+        )
+
+
+def _with_header(ranges: Sequence[tuple[int, int]], header_bytes: int) -> list[tuple[int, int]]:
+    if ranges and ranges[0][0] <= header_bytes:
+        return [(0, ranges[0][1]), *ranges[1:]]
+    return [(0, header_bytes), *ranges]

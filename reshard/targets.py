@@ -1,0 +1,133 @@
+"""A live state dict taken apart, so that values can be put into it in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from reshard.census import identity_of
+from reshard.errors import LayoutError
+from reshard.per_rank import PerRank
+from reshard.tensors import is_tensor, local_tensors
+from reshard.tree import IntKey, KeyPath, flatten, key_of
+
+__all__ = ["Targets"]
+
+
+@dataclass
+class Targets:
+    """What a load may fill."""
+
+    root: dict[str, Any]
+    tensors: dict[str, Any]
+    """By key."""
+    per_rank: dict[str, PerRank]
+    objects: dict[str, Any]
+    """Single values beside tensors, by key."""
+    units: dict[str, KeyPath]
+    """Containers without any tensor, which are replaced whole: their contents may have changed since."""
+    paths: dict[str, KeyPath]
+    tied: dict[str, str]
+    """key -> an earlier key of the very same memory."""
+    replaced: dict[str, torch.dtype] = field(default_factory=dict)
+    """Tensors that are to be replaced by ones of another dtype."""
+    _made: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Targets:
+        """Take `state` apart; nothing is changed."""
+        flat = flatten(state, is_leaf=lambda value: is_tensor(value) or isinstance(value, PerRank))
+        out = cls(state, {}, {}, {}, {}, {}, {})
+        full: set[KeyPath] = set()  # containers that hold a tensor somewhere
+        for path, value in flat.leaves.items():
+            if is_tensor(value) or isinstance(value, PerRank):
+                full.update(path[:i] for i in range(len(path)))
+        full.add(())
+        seen: dict[Any, str] = {}
+        for path, value in flat.leaves.items():
+            key = key_of(path)
+            unit = next((path[:i] for i in range(1, len(path)) if path[:i] not in full), None)
+            if isinstance(value, PerRank):
+                out.per_rank[key] = value
+            elif is_tensor(value):
+                out.tensors[key] = value
+                identity = identity_of(value)
+                first = seen.setdefault(identity, key) if identity is not None else key
+                if first != key:
+                    out.tied[key] = first
+            elif unit is not None:
+                out.units[key_of(unit)] = unit
+                continue
+            else:
+                out.objects[key] = value
+            out.paths[key] = path
+        for path in flat.containers:
+            unit = next((path[:i] for i in range(1, len(path) + 1) if path[:i] not in full), None)
+            if unit is not None:
+                out.units[key_of(unit)] = unit
+        out.paths.update(out.units)
+        return out
+
+    def writable(self, key: str) -> tuple[torch.Tensor, ...]:
+        """The local tensors to write into: the live ones, or new ones in place of meta tensors and changed dtypes."""
+        tensor = self.tensors[key]
+        dtype = self.replaced.get(key)
+        if tensor.device.type != "meta" and dtype is None:
+            return local_tensors(tensor)
+        if key not in self._made:
+            device = "cpu" if tensor.device.type == "meta" else tensor.device
+            fresh = tuple(
+                torch.empty(local.shape, dtype=dtype or local.dtype, device=device) for local in local_tensors(tensor)
+            )
+            self._made[key] = fresh
+            self.assign({key: _like(tensor, fresh, key)})
+        return self._made[key]
+
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """Put values in the places of their keys."""
+        for key, value in values.items():
+            _put(self.root, self.paths[key], value)
+
+
+def _like(tensor: Any, fresh: tuple[torch.Tensor, ...], key: str) -> Any:
+    """`fresh` as the same kind of tensor as `tensor`."""
+    if isinstance(tensor, DTensor):
+        if not fresh:
+            return tensor
+        return DTensor.from_local(
+            fresh[0],
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    if isinstance(tensor, torch.nn.Parameter) and fresh[0].dtype.is_floating_point:
+        return torch.nn.Parameter(fresh[0], requires_grad=tensor.requires_grad)
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError(
+            f"{key!r} is a {type(tensor).__name__}, which cannot be replaced: give it memory and its dtype"
+        )
+    return fresh[0]
+
+
+def _put(root: Any, path: KeyPath, value: Any) -> None:
+    """Replace what is at `path`. Tuples on the way are made anew in their own containers."""
+    chain = [root]
+    for part in path[:-1]:
+        chain.append(chain[-1][_index(part)])
+    for container, part in zip(reversed(chain), reversed(path)):
+        if not isinstance(container, tuple):
+            container[_index(part)] = value
+            return
+        items = list(container)
+        items[_index(part)] = value
+        value = tuple(items)
+
+
+def _index(part: str | int | IntKey) -> Any:
+    return part.value if isinstance(part, IntKey) else part
