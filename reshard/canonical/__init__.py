@@ -1,0 +1,35 @@
+"""One canonical state out of any checkpoint: the names, shapes and param groups of the unsharded, unwrapped model.
+
+    normalize(contents, hints)  ->  Canonical: model {fqn: tensor}, state {fqn: {name: tensor or value}}, groups [...]
+
+`contents` is what a format module found. Tensors stay stored tensors: boxes and windows are mapped, nothing is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from reshard.canonical.generic import normalize_generic
+from reshard.canonical.hints import HINTS, Hints
+from reshard.canonical.result import Canonical
+from reshard.formats.base import Contents
+
+__all__ = ["HINTS", "Canonical", "normalize"]
+
+_BY_FORMAT: dict[str, Callable[[Contents, Hints, str], Canonical]] = {}
+
+
+def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: str = "the checkpoint") -> Canonical:
+    """The checkpoint's model and optimizer under canonical names.
+
+    Args:
+        hints: what the checkpoint cannot say; see `HINTS`.
+        what: names the checkpoint in messages.
+
+    Raises:
+        NormalizationError: a hint is missing or wrong, or two tensors would have one name.
+        DamagedCheckpointError: parts of a tensor are missing or do not fit together.
+    """
+    normalizer = _BY_FORMAT.get(contents.format, normalize_generic)
+    return normalizer(contents, Hints(hints), what).rename()

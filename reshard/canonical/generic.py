@@ -1,0 +1,124 @@
+"""Normalizes states whose parts are tensors with names: all formats but those that cut parameters up themselves."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from planners.box import Box
+from reshard.canonical.hints import Hints
+from reshard.canonical.huggingface import in_memory
+from reshard.canonical.names import NameMap, common_attribute
+from reshard.canonical.optim import SavedOptimizer, name_ids, read_optimizer, renamed_groups
+from reshard.canonical.result import Canonical, check_shapes
+from reshard.canonical.sections import Sections, find_sections
+from reshard.canonical.views import assemble, narrow
+from reshard.errors import NormalizationError
+from reshard.formats.base import Contents, StoredTensor
+
+__all__ = ["normalize_generic", "take_optimizer"]
+
+
+def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
+    """The state under canonical names.
+
+    Raises NormalizationError where a hint is missing, or two tensors would have one name.
+    """
+    sections = find_sections(contents)
+    optimizers = [read_optimizer(tree) for tree in sections.optimizers]
+    tensors = [(name, leaf.value()) for name, leaf in sections.model]
+    if "safetensors" in contents.format and not hints.get("stored_names"):
+        tensors = in_memory(tensors)
+    names = [name for name, _ in tensors] or [n for saved in optimizers if not saved.by_id for n in saved.state]
+    rename = NameMap(names, hints, _attribute(contents, sections, names))
+    result = Canonical()
+    for name, tensor in tensors:
+        result.add_model(rename(name), tensor, name)
+    for i, saved in enumerate(optimizers):
+        take_optimizer(result, name_ids(saved, hints, i if len(optimizers) > 1 else None, what), rename)
+    _override_groups(result, hints)
+    if any(saved.by_id for saved in optimizers):
+        check_shapes(result, "so the names that were given are in another order than the ids")
+    _split_fused(result, hints)
+    return result
+
+
+def _attribute(contents: Contents, sections: Sections, names: list[str]) -> str:
+    """The attribute of a training module (Lightning's) that all names begin with."""
+    trained = "lightning" in contents.format or any("lightning" in key.rpartition(".")[2] for key in contents.objects)
+    return common_attribute(names) if trained and sections.model else ""
+
+
+def take_optimizer(result: Canonical, saved: SavedOptimizer, rename: Any) -> None:
+    """Add an optimizer's states and groups under canonical names."""
+    for name, states in saved.state.items():
+        fqn = rename(name)
+        result.state.setdefault(fqn, {})
+        for key, value in states.items():
+            result.add_state(fqn, key, value)
+    result.groups += renamed_groups(saved.groups, rename)
+    listed = {p for group in result.groups for p in group.get("params", ())}
+    missing = [fqn for fqn in result.state if fqn not in listed]
+    if result.groups and missing:
+        result.notes.append(
+            f"{len(missing)} of {len(result.state)} parameters with states are in no param group, such as "
+            f"{missing[0]!r}: only the lists of one rank were saved. The hint 'param_groups' gives the right ones"
+        )
+
+
+def _override_groups(result: Canonical, hints: Hints) -> None:
+    """Lists of names that the caller gives in the place of those in the file."""
+    given = hints.get("param_groups")
+    if given is None:
+        return
+    if result.groups and len(given) != len(result.groups):
+        raise NormalizationError(
+            f"the hint 'param_groups' lists {len(given)} groups, but the optimizer has {len(result.groups)}"
+        )
+    settings = result.groups or [{} for _ in given]
+    result.groups = [{**group, "params": list(names)} for group, names in zip(settings, given)]
+    result.notes.clear()
+
+
+_FUSED = re.compile(r"(.*)\bwqkv\.(weight|bias)", re.DOTALL)
+
+
+def _split_fused(result: Canonical, hints: Hints) -> None:
+    """Cut states of a fused wqkv like the weights wq, wk, wv that were saved beside it, if the hints say the heads.
+
+    Rows of wqkv, for each key/value head: those of its query heads, then its key's, then its value's.
+    """
+    if "kv_heads" not in hints and "head_dim" not in hints:
+        return
+    for fqn in [name for name in result.state if _FUSED.fullmatch(name) and name not in result.model]:
+        match = _FUSED.fullmatch(fqn)
+        assert match is not None
+        parts = {part: f"{match[1]}{part}.{match[2]}" for part in ("wq", "wk", "wv")}
+        if any(name not in result.model for name in parts.values()):
+            raise NormalizationError(f"cannot split the states of {fqn!r}: the model has no {parts['wq']!r} beside it")
+        rows = {part: result.model[name].spec.shape[0] for part, name in parts.items()}
+        kv = int(hints.get("kv_heads") or rows["wk"] // int(hints.get("head_dim")))
+        if kv < 1 or any(count % kv for count in rows.values()):
+            raise NormalizationError(f"{kv} key/value heads do not divide the rows {rows} of {fqn!r}")
+        states = result.state.pop(fqn)
+        for name, value in states.items():
+            whole = isinstance(value, StoredTensor) and value.spec.shape[:1] == (sum(rows.values()),)
+            for part, target in parts.items():
+                piece = _rows(value, {p: n // kv for p, n in rows.items()}, kv, part) if whole else value
+                result.add_state(target, name, piece)
+        for group in result.groups:
+            if fqn in group.get("params", ()):
+                at = group["params"].index(fqn)
+                group["params"][at : at + 1] = parts.values()
+
+
+def _rows(fused: StoredTensor, per_head: dict[str, int], kv: int, part: str) -> StoredTensor:
+    before = {"wq": 0, "wk": per_head["wq"], "wv": per_head["wq"] + per_head["wk"]}[part]
+    step, size = sum(per_head.values()), per_head[part]
+    rest = fused.spec.shape[1:]
+    pieces = []
+    for head in range(kv):
+        start = head * step + before
+        at = Box((head * size, *(0,) * len(rest)), (size, *rest))
+        pieces.append((at, narrow(fused, 0, start, start + size)))
+    return assemble(fused.fqn, (kv * size, *rest), pieces)

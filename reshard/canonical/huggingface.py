@@ -1,0 +1,61 @@
+"""Hugging Face files: on disk each expert has its own matrices, in memory they are stacked, gate and up as one.
+
+disk:    mlp.experts.<e>.gate_proj.weight [I, H], up_proj [I, H], down_proj [H, I]      (Qwen, DeepSeek, GLM ...)
+         block_sparse_moe.experts.<e>.w1.weight, w3, w2; block_sparse_moe.gate          (Mixtral and its kin)
+memory:  mlp.experts.gate_up_proj [E, 2I, H], mlp.experts.down_proj [E, H, I]; mlp.gate
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from reshard.canonical.views import concat, stack
+from reshard.errors import DamagedCheckpointError
+from reshard.formats.base import StoredTensor
+
+__all__ = ["in_memory"]
+
+_EXPERT = re.compile(
+    r"(?P<head>.*layers\.\d+\.)(?P<block>mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\."
+    r"(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
+)
+_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_BLOCK = ".block_sparse_moe."
+
+
+def in_memory(tensors: Iterable[tuple[str, StoredTensor]]) -> list[tuple[str, StoredTensor]]:
+    """The tensors under the names, and in the shapes, that a model in memory has.
+
+    Raises DamagedCheckpointError if an expert has not all of its matrices.
+    """
+    given = list(tensors)
+    experts: dict[str, dict[str, dict[int, StoredTensor]]] = {}
+    out: list[tuple[str, StoredTensor]] = []
+    for name, tensor in given:
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            out.append((name.replace(_BLOCK, ".mlp."), tensor))
+            continue
+        part = _PARTS.get(match["part"], match["part"])
+        block = experts.setdefault(f"{match['head']}mlp.experts", {})
+        block.setdefault(part, {})[int(match["expert"])] = tensor
+    for prefix, parts in experts.items():
+        _check(prefix, parts)
+        count = len(parts["down_proj"])
+        fused = f"{prefix}.gate_up_proj"
+        pairs = [concat([parts["gate_proj"][e], parts["up_proj"][e]], 0, fused) for e in range(count)]
+        out.append((fused, stack(pairs, fused)))
+        down = f"{prefix}.down_proj"
+        out.append((down, stack([parts["down_proj"][e] for e in range(count)], down)))
+    return out
+
+
+def _check(prefix: str, parts: dict[str, dict[int, StoredTensor]]) -> None:
+    wanted = set(range(max(max(of) for of in parts.values()) + 1))
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        missing = sorted(wanted - set(parts.get(part, {})))
+        if missing:
+            raise DamagedCheckpointError(
+                f"{prefix}: expert {missing[0]} has no {part}, but other experts have: a file is missing"
+            )
