@@ -111,7 +111,8 @@ def add_sums(*sums: Sums) -> Sums:
 def fold(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Sums:
     """The sum of word times numbers over an int32 tensor whose dims are `axes`; at least one dim, any strides.
 
-    Extra memory: one chunk as float64 (1 MiB on the CPU, 128 MiB on other devices) and 2 MiB of numbers.
+    Extra memory: one chunk as float64 (1 MiB on the CPU, 128 MiB on other devices) and up to 32 MiB of digits,
+    kept for the next tensor of the same geometry.
     """
     sizes = tuple(words.shape)
     if 0 in sizes:
@@ -130,9 +131,9 @@ def fold(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Sums:
             first -= 1
     total = []
     for columns in tiles(sizes[first:], _MAX_COLUMNS):
-        column_limbs = _limbs(key, tuple(axes[first:]), columns).to(words.device)
+        column_limbs = _limbs(key, tuple(axes[first:]), columns, words.device)
         for rows in tiles(sizes[:first], _MAX_ROWS):
-            row_limbs = _limbs(key, tuple(axes[:first]), rows).to(words.device)
+            row_limbs = _limbs(key, tuple(axes[:first]), rows, words.device)
             total.append(_contract(_cut(words, rows + columns), first, row_limbs, column_limbs))
     return add_sums(*total)
 
@@ -166,9 +167,10 @@ def _cut(words: torch.Tensor, tile: Tile) -> torch.Tensor:
 
 
 @lru_cache(maxsize=32)
-def _limbs(key: Key, axes: tuple[Axis, ...], tile: Tile) -> torch.Tensor:
+def _limbs(key: Key, axes: tuple[Axis, ...], tile: Tile, device: torch.device) -> torch.Tensor:
     """The digits of the products of the axes' numbers over a tile, (LANES * LIMBS, places of the tile), float64."""
-    return torch.from_numpy(to_limbs(products([axis.numbers(key, *span) for axis, span in zip(axes, tile)])))
+    numbers = products([axis.numbers(key, *span) for axis, span in zip(axes, tile)])
+    return torch.from_numpy(to_limbs(numbers)).to(device)
 
 
 def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_limbs: torch.Tensor) -> Sums:

@@ -141,7 +141,10 @@ def words_of(tensor: torch.Tensor, part: Part) -> Iterator[tuple[torch.Tensor, t
         and _viewable(tensor, per_word)
         and all(a % per_word == b % per_word == 0 for a, b in dims[-1])
     ):
-        yield tensor.view(torch.int32), (*axes[:-1], _word_axis(axes[-1], tensor.itemsize))
+        words, placed = tensor.view(torch.int32), (*axes[:-1], _word_axis(axes[-1], tensor.itemsize))
+        # the sum does not mind the order of its axes, but memory likes to be read in its own
+        order = sorted(range(words.ndim), key=words.stride, reverse=True)
+        yield words.permute(order), tuple(placed[d] for d in order)
         return
     words_per_element = max(1, tensor.itemsize // _WORD_BYTES)  # at most: an element cut off from its word takes one
     limit = max(1, _COPY_WORDS // words_per_element)
@@ -213,6 +216,8 @@ def float64_is_exact(device: torch.device) -> bool:
     try:
         on_device = words.to(device).to(torch.float64)
         found = (digits.to(device).to(torch.float64) @ on_device.t()).tolist()
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the device
     except (TypeError, RuntimeError, NotImplementedError):
         return False
     return found == want
