@@ -26,7 +26,17 @@ from reshard.dtypes import dtype_name
 from reshard.errors import LayoutError
 from reshard.tree import flatten, key_of
 
-__all__ = ["form_of", "global_shape", "is_sharded", "is_tensor", "layout_of", "local_tensors", "mesh_of", "spec_of"]
+__all__ = [
+    "dtype_of",
+    "form_of",
+    "global_shape",
+    "is_sharded",
+    "is_tensor",
+    "layout_of",
+    "local_tensors",
+    "mesh_of",
+    "spec_of",
+]
 
 
 def is_tensor(value: object) -> bool:
@@ -46,12 +56,19 @@ def _is_sharded_tensor(value: object) -> bool:
 
 def global_shape(tensor: Any) -> tuple[int, ...]:
     """Shape of the whole tensor."""
-    return tuple(tensor.size()) if _is_sharded_tensor(tensor) else tuple(tensor.shape)
+    # every attribute of a ShardedTensor that a plain tensor has too warns of its age; its metadata does not
+    return tuple(tensor.metadata().size) if _is_sharded_tensor(tensor) else tuple(tensor.shape)
+
+
+def dtype_of(tensor: Any) -> torch.dtype:
+    """Type of its elements."""
+    dtype: torch.dtype = tensor.metadata().tensor_properties.dtype if _is_sharded_tensor(tensor) else tensor.dtype
+    return dtype
 
 
 def spec_of(fqn: str, tensor: Any) -> TensorSpec:
     """Name, global shape and dtype."""
-    return TensorSpec(fqn, global_shape(tensor), dtype_name(tensor.dtype))
+    return TensorSpec(fqn, global_shape(tensor), dtype_name(dtype_of(tensor)))
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from reshard.errors import NormalizationError
 from reshard.fsdp1 import FlatPiece
 from reshard.normalize.values import copy_containers, same_value, write
-from reshard.tensors import global_shape, is_sharded
+from reshard.tensors import dtype_of, global_shape, is_sharded
 
 if TYPE_CHECKING:
     from reshard.normalize.optimizers import LiveOptimizers, OptimizedParameter
@@ -59,7 +59,7 @@ def _join(parameter: torch.Tensor, together: Sequence[Entry]) -> dict[Any, Any] 
         piece = one.piece
         assert piece is not None
         for key, value in (values or {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() and global_shape(value) == piece.shape:
+            if isinstance(value, torch.Tensor) and piece.shape and global_shape(value) == piece.shape:
                 if key not in out:
                     # what no original parameter covers is padding, and those without state start from zero
                     out[key] = torch.zeros(_held_shape(piece, parameter), dtype=value.dtype, device=parameter.device)
@@ -107,7 +107,7 @@ def fill_absent(state: Mapping[str, Mapping[Any, Any]], live: LiveOptimizers) ->
 
 
 def _outline(value: Any) -> Any:
-    return value.dtype if is_sharded(value) else value
+    return dtype_of(value) if is_sharded(value) else value
 
 
 def _filled(outline: Any, piece: FlatPiece, numel: int) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from planners.forms import Form, Part
 from reshard.errors import NormalizationError
 from reshard.fsdp1 import group_of
-from reshard.tensors import form_of, global_shape, is_sharded, local_tensors
+from reshard.tensors import dtype_of, form_of, global_shape, is_sharded, local_tensors
 
 __all__ = ["gather", "member_ranks", "parts_of", "scatter"]
 
@@ -58,9 +58,9 @@ def gather(tensor: Any, to_rank: int | None = None) -> Any:
         held = None if pieces is None else list(zip(ranks, pieces))
     if held is None:
         return None
-    whole = torch.empty(shape, dtype=tensor.dtype, device=data.device)
+    whole = torch.empty(shape, dtype=dtype_of(tensor), device=data.device)
     for rank, piece in held:
-        flat, at = piece.view(tensor.dtype), 0
+        flat, at = piece.view(dtype_of(tensor)), 0
         for part in form.parts(shape, rank):
             local = flat[at : at + part.numel].view(part.sizes)
             at += part.numel
@@ -106,7 +106,7 @@ def _along_axes(
 
 def _sizes(tensor: Any, form: Form, shape: tuple[int, ...], ranks: Sequence[Sequence[int]]) -> list[int]:
     """Bytes that each list of ranks holds together."""
-    return [sum(p.numel for rank in own for p in form.parts(shape, rank)) * tensor.dtype.itemsize for own in ranks]
+    return [sum(p.numel for rank in own for p in form.parts(shape, rank)) * dtype_of(tensor).itemsize for own in ranks]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

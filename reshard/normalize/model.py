@@ -15,7 +15,7 @@ from reshard.normalize.names import LiveModel, Region, Slot, where
 from reshard.normalize.options import StateDictOptions
 from reshard.normalize.report import Cast, SetReport
 from reshard.normalize.values import is_meta, like, materialised, problem, same_value, write
-from reshard.tensors import global_shape, is_sharded
+from reshard.tensors import dtype_of, global_shape, is_sharded
 
 __all__ = ["ModelWrites", "apply_model", "plan_model", "read_model"]
 
@@ -187,8 +187,8 @@ class _Match:
         if fault is not None:
             self.faults.append(f"{name}: {fault}")
             return
-        if value.dtype != target.dtype:
-            names = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, target.dtype))
+        if dtype_of(value) != target.dtype:
+            names = (str(dtype).removeprefix("torch.") for dtype in (dtype_of(value), target.dtype))
             self.casts.append(Cast(name, *names))
         if global_shape(value) != slot.shape:
             self.reshaped.append(name)

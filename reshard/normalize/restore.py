@@ -163,7 +163,7 @@ def _misshapen(state: list[tuple[OptimizedParameter, Mapping[str, Any] | None]],
     misfits: dict[Any, list[str]] = {}
     for one, values in state:
         for key, value in (values or {}).items():
-            if isinstance(value, torch.Tensor) and value.dim():
+            if isinstance(value, torch.Tensor) and global_shape(value):
                 if global_shape(value) == one.shape:
                     fits[key] = fits.get(key, 0) + 1
                 else:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reshard.normalize.full import gather, scatter
-from reshard.tensors import form_of, global_shape, is_sharded, local_tensors
+from reshard.tensors import dtype_of, form_of, global_shape, is_sharded, local_tensors
 
 __all__ = ["copy_containers", "is_meta", "like", "materialised", "problem", "same_value", "write"]
 
@@ -26,8 +26,8 @@ def problem(value: Any, shape: tuple[int, ...], dtype: torch.dtype, on_meta: boo
         return f"wanted shape {shape}, found {found}"
     if is_meta(value) and not on_meta:
         return "the given tensor is on the meta device and has no value"
-    if _kind(value.dtype) > _kind(dtype):
-        return f"wanted {dtype}, found {value.dtype}, which would lose data: cast it yourself if you mean it"
+    if _kind(dtype_of(value)) > _kind(dtype):
+        return f"wanted {dtype}, found {dtype_of(value)}, which would lose data: cast it yourself if you mean it"
     return None
 
 
