@@ -15,28 +15,30 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from reshard.errors import ReshardError
+from reshard.liveness import Ring
 from reshard.rounds import KeyValueStore
 
 __all__ = ["store_of"]
 
-_stores: WeakKeyDictionary[Any, KeyValueStore] = WeakKeyDictionary()
+_stores: WeakKeyDictionary[Any, tuple[KeyValueStore, Ring]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def store_of(process_group: dist.ProcessGroup) -> KeyValueStore:
+def store_of(process_group: dist.ProcessGroup) -> tuple[KeyValueStore, Ring]:
     """A store that all ranks of this group share, under a prefix of ours, over a connection of its own where it can.
 
     Its own connection matters: a store's client serves one call at a time, and a background save must not keep the
-    training loop's next `new_group` waiting.
+    training loop's next `new_group` waiting. With it comes this process's place in the ring that watches over ranks.
 
     Raises:
         ReshardError: the group has none that works, as a fake process group.
     """
     with _lock:
-        store = _stores.get(process_group)
-        if store is None:
-            store = _stores[process_group] = _open(process_group)
-    return store
+        known = _stores.get(process_group)
+        if known is None:
+            store = _open(process_group)
+            known = _stores[process_group] = store, Ring(store, dist.get_rank(process_group))
+    return known
 
 
 def _open(process_group: dist.ProcessGroup) -> KeyValueStore:

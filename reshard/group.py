@@ -75,7 +75,8 @@ class Group:
                 )
             self.ranks = tuple(dist.get_process_group_ranks(group))
             if len(self.ranks) > 1:
-                self._rounds = Rounds(store_of(group), self.rank, self.ranks)
+                store, ring = store_of(group)
+                self._rounds = Rounds(store, self.rank, self.ranks, ring)
         elif process_group is not None:
             raise ReshardError("a process group was given, but torch.distributed is not initialised (any more)")
         self.world_size = len(self.ranks)
@@ -129,15 +130,19 @@ class Group:
         """A phase that ends alike on all ranks: all leave it when all are done, or all leave it with an error.
 
         The rank that fails raises its own error at once. The others raise a `RankFailedError` with its rank, message
-        and traceback as soon as they reach a verb, a `check` or the end of the phase. A rank that does not get there
-        in time, hanging or dead, makes a `DeadlineError` on all others that names it.
+        and traceback as soon as they reach a verb, a `check` or the end of the phase; so they do, within a second or
+        two, if a rank on the same machine as another died. A rank that does not get there in time, hanging or dead far
+        away, makes a `DeadlineError` on all others that names it.
 
         Args:
             name: for messages: "write".
-            deadline_s: how long the whole phase may take, counted from when this rank entered it, in seconds.
+            deadline_s: how long the whole phase may take, counted from when this rank entered it, in seconds; a phase
+                inside another has no longer than that one has left.
         """
         allowed_s = self._deadline_s if deadline_s is None else deadline_s
         phase = _Phase(name, time.monotonic() + allowed_s, allowed_s)
+        if self._phases and self._phases[-1].deadline < phase.deadline:
+            phase = _Phase(name, *self._phases[-1][1:])
         self._phases.append(phase)
         try:
             yield

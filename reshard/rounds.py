@@ -15,6 +15,7 @@ since it failed before it got there, finds that the others gave up waiting for i
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, Protocol
@@ -22,6 +23,7 @@ from typing import Any, Literal, NoReturn, Protocol
 import msgspec
 
 from reshard.errors import DeadlineError, RankFailedError, ReshardError
+from reshard.liveness import Ring
 
 __all__ = ["Failure", "KeyValueStore", "Rounds", "format_ranks"]
 
@@ -29,6 +31,8 @@ _PART_BYTES = 4 << 20
 """Values are stored in parts of this size: the server of torch's TCPStore refuses values over 8 MiB."""
 _INLINE_BYTES = 32 << 10
 """A larger payload gets keys of its own, so that the log stays small."""
+_WATCH_GAP_S = 0.5
+"""How often a rank looks whether the one that it watches is alive."""
 _LAST_CALL_S = 1.0
 """Even a rank that is itself past the deadline looks this long for an outcome."""
 _SEEN_S = 2.0
@@ -87,10 +91,14 @@ class Rounds:
         store: shared by exactly these ranks, and used for nothing else.
         rank: this process's place in `ranks`.
         ranks: their ranks in the default group, for messages.
+        ring: tells of a rank on this machine that died.
     """
 
-    def __init__(self, store: KeyValueStore, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(self, store: KeyValueStore, rank: int, ranks: Sequence[int], ring: Ring | None = None) -> None:
         self.failure: Failure | None = None
+        self._ring = ring
+        self._next_watch = 0.0
+        self._lock = threading.Lock()
         self._store = store
         self._rank = rank
         self._ranks = tuple(ranks)
@@ -120,41 +128,44 @@ class Rounds:
         Raises:
             RankFailedError, DeadlineError, ReshardError: the session's failure, the same on all ranks.
         """
-        if self.failure is None:
-            self.look(always=True)
-        if self.failure is not None:
-            self.failure.raise_()
-        outcome = self._meet(label, data, combine, deadline, allowed_s)
-        if isinstance(outcome, Failure):
-            self.failure = outcome
-            self.seen()
-            outcome.raise_()
-        whole = self._load(outcome.data, outcome.parts, "whole")
-        self._litter = outcome.litter
-        self._round += 1
-        return whole
+        with self._lock:
+            self._learn("its next step")
+            if self.failure is not None:
+                self.failure.raise_()
+            outcome = self._meet(label, data, combine, deadline, allowed_s)
+            if isinstance(outcome, Failure):
+                self.failure = outcome
+                self.seen()
+                outcome.raise_()
+            whole = self._load(outcome.data, outcome.parts, "whole")
+            self._litter = outcome.litter
+            self._round += 1
+            return whole
 
-    def look(self, *, always: bool = False) -> None:
-        """Learn of a failure of another rank, if there is one; asks the store only now and then unless `always`."""
+    def look(self) -> None:
+        """Learn of a failure of another rank, if there is one; asks the store only now and then. From any thread."""
         now = time.monotonic()
-        if self.failure is not None or (now < self._next_look and not always):
+        if self.failure is not None or now < self._next_look:
             return
         self._next_look = now + 5 * self._longest_nap_s
-        outcome = self._read()
-        # before we posted, nobody can have closed the round with success
-        if isinstance(outcome, Failure):
-            self.failure = outcome
-            self.seen()
+        # a thread that is in a round will learn of it there, and must not have its keys read while they are deleted
+        if self._lock.acquire(blocking=False):
+            try:
+                self._learn("its next step")
+            finally:
+                self._lock.release()
 
     def fail(self, failure: Failure) -> Failure:
         """End the session; returns the failure that all ranks see, which is another one if that came first."""
-        outcome = self._settle(failure)
-        while not isinstance(outcome, Failure):  # we were interrupted in a round that was closed meanwhile
-            self._round += 1
-            outcome = self._settle(failure)
-        self.failure = outcome
-        self.seen()
-        return outcome
+        with self._lock:
+            if self.failure is None:
+                outcome = self._settle(failure)
+                while not isinstance(outcome, Failure):  # we were interrupted in a round that was closed meanwhile
+                    self._round += 1
+                    outcome = self._settle(failure)
+                self.failure = outcome
+                self.seen()
+            return self.failure
 
     def seen(self) -> None:
         """Say that this rank knows the outcome of the latest round. The first rank waits for the others, briefly.
@@ -187,10 +198,31 @@ class Rounds:
             return self._close(combine)
         until = max(deadline, time.monotonic() + _LAST_CALL_S)
         for _ in self._naps(until):
-            outcome = self._read()
+            outcome = self._read() or self._watch(label)
             if outcome is not None:
                 return outcome
         return self._settle(self._overdue(label, allowed_s))
+
+    def _learn(self, label: str) -> None:
+        """Before this rank has posted, nobody can have closed the round with success: an outcome is a failure."""
+        if self.failure is None:
+            outcome = self._read() or self._watch(label)
+            if isinstance(outcome, Failure):
+                self.failure = outcome
+                self.seen()
+
+    def _watch(self, label: str) -> _Outcome | None:
+        """If the watched rank died before it posted this round, the end of the session."""
+        now = time.monotonic()
+        if self._ring is None or now < self._next_watch:
+            return None
+        self._next_watch = now + _WATCH_GAP_S
+        gone = self._ring.look()
+        if gone is None or gone.place in self._frames():
+            return None
+        rank = self._ranks[gone.place]
+        why = f"it exited or was killed before it reached {label}. Look at its log, and at the system's for memory"
+        return self._settle(Failure("error", rank, f"rank {rank} ({gone.where}) is gone: {why}"))
 
     def _close(self, combine: Callable[[list[bytes]], bytes]) -> _Outcome:
         frames = self._frames()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from reshard import liveness
 from reshard.errors import DeadlineError, LayoutError, RankFailedError, ReshardError
 from reshard.group import Group
 from tests import gloo
@@ -120,7 +122,7 @@ def _threads(rank: int) -> None:
 def _no_garbage(rank: int) -> None:
     from reshard._store import store_of
 
-    store = store_of(dist.group.WORLD)
+    store, _ = store_of(dist.group.WORLD)
     dist.barrier()
     before = store.num_keys()
     dist.barrier()
@@ -143,26 +145,28 @@ def test_verbs(store: str) -> None:
 # --- one end for all ---
 
 
-def _phase(who: int, how: str) -> tuple[str, str, float, float]:
+def _phase(who: int | tuple[int, ...], how: str, deadline_s: float = 1.0) -> tuple[str, str, float, float]:
     """What this rank ended with: class and text of its error, seconds in the phase, when (wall clock)."""
     rank = dist.get_rank()
+    if how == "exit far away":
+        liveness._machine = lambda: ""
     group = Group(deadline_s=30)
     start = time.time()
     try:
         with group.together("warm up"):
             group.barrier()
-        with group.together("write", deadline_s=1.0):
-            if rank == who:
+        with group.together("write", deadline_s=deadline_s):
+            if rank == who or (isinstance(who, tuple) and rank in who):
                 if how == "raise":
                     time.sleep(0.3)
                     raise OSError(28, "no space left for layers.7.weight")
-                if how == "exit":
+                if how.startswith("exit"):
                     os._exit(3)
                 if how == "sleep":
                     time.sleep(2.5)
                 if how == "verb":
                     group.barrier()
-            elif how == "busy":
+            elif how.endswith("busy"):
                 while True:
                     time.sleep(0.01)
                     group.check()
@@ -199,8 +203,39 @@ def test_one_raises_while_the_others_are_busy() -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("store", ["parent", "rank0"])
 def test_one_exits(store: str) -> None:
-    ends = gloo.outcomes(_phase, 3, 1, "exit", store=store)
+    ends = gloo.outcomes(_phase, 3, 1, "exit", 30.0, store=store)
     assert ends[1].exitcode == 3
+    for end in (ends[0], ends[2]):
+        kind, text, seconds, _ = end.value
+        assert kind == "RankFailedError"
+        assert re.match(
+            r"rank 1 \(process \d+ on .*\) is gone: it exited .* before it reached the end of 'write'", text
+        )
+        assert seconds < 5.0
+
+
+@pytest.mark.gloo
+def test_two_of_three_exit() -> None:
+    ends = gloo.outcomes(_phase, 3, (1, 2), "exit", 30.0)
+    kind, text, seconds, _ = ends[0].value
+    assert kind == "RankFailedError"
+    assert text.startswith(("rank 1 (process", "rank 2 (process"))
+    assert seconds < 5.0
+
+
+@pytest.mark.gloo
+def test_one_exits_while_the_others_are_busy() -> None:
+    ends = gloo.outcomes(_phase, 3, 1, "exit while busy", 30.0)
+    for end in (ends[0], ends[2]):
+        kind, text, seconds, _ = end.value
+        assert kind == "RankFailedError"
+        assert text.startswith("rank 1 (process")
+        assert seconds < 5.0
+
+
+@pytest.mark.gloo
+def test_one_exits_where_nobody_can_see_it() -> None:
+    ends = gloo.outcomes(_phase, 3, 1, "exit far away")
     for end in (ends[0], ends[2]):
         kind, text, seconds, _ = end.value
         assert kind == "DeadlineError"
@@ -289,6 +324,18 @@ def _no_store() -> None:
         Group(process_group=object())  # type: ignore[arg-type]
 
 
+def _no_backend_for_cpu(port: int) -> None:
+    """A backend none of whose collectives does anything, on a real store: what we say cannot go through it."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  it registers the backend
+
+    store = dist.TCPStore("127.0.0.1", port)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("fake", store=store, rank=rank, world_size=3)
+    group = Group(deadline_s=20)
+    with group.together("save"):
+        assert group.exchange(b"%d" % rank) == [b"0", b"1", b"2"]
+
+
 def _hash_store() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=5))
     assert Group().exchange(b"x") == [b"x"]
@@ -312,6 +359,12 @@ def test_a_missed_session_does_not_spoil_the_next() -> None:
 @pytest.mark.gloo
 def test_a_group_that_cannot_talk_is_refused() -> None:
     gloo.run(_no_store, 1, init=False)
+
+
+@pytest.mark.gloo
+def test_the_backend_takes_no_part() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    gloo.run(_no_backend_for_cpu, 3, server.port, init=False)
 
 
 @pytest.mark.gloo
