@@ -10,19 +10,29 @@ from reshard.normalize.api import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from reshard.normalize.collect import iter_full
+from reshard.normalize.fqn_map import FqnEntry, FqnMap, fqn_map
 from reshard.normalize.names import Stage
 from reshard.normalize.options import StateDictOptions
+from reshard.normalize.raw import Normalized, NormalizeReport, normalize
 from reshard.normalize.report import Cast, OptimizerReport, SetReport
 
 __all__ = [
     "Cast",
+    "FqnEntry",
+    "FqnMap",
+    "NormalizeReport",
+    "Normalized",
     "OptimizerReport",
     "SetReport",
     "Stage",
     "StateDictOptions",
+    "fqn_map",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
+    "iter_full",
+    "normalize",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
