@@ -35,7 +35,7 @@ _HOME = {
 }
 """Where each public name lives."""
 
-__all__ = list(_HOME)  # noqa: PLE0605  # one table says it all
+__all__ = list(_HOME)
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint as Checkpoint
