@@ -53,10 +53,10 @@ def load_pickle_at(
     reader = _Reader(io.BytesIO(data[start:stop]), where, allow or (lambda name: True), [] if seen is None else seen)
     try:
         return reader.load(), stop
-    except (UnsafeDataError, DamagedCheckpointError):
-        raise
-    except FormatError as error:
-        raise FormatError(f"{where}: {error}") from None
+    except (UnsafeDataError, DamagedCheckpointError, FormatError) as error:
+        if str(error).startswith(where):
+            raise
+        raise type(error)(f"{where}: {error}") from None
     except RecursionError:
         raise DamagedCheckpointError(f"{where}: the pickle is nested too deeply to be data") from None
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError, MemoryError) as error:
@@ -275,8 +275,13 @@ for _name in ("bytes", "bytearray", "object", "getattr"):
 _KNOWN["__builtin__.xrange"] = range
 _KNOWN["copy_reg._reconstructor"] = _KNOWN["copyreg._reconstructor"]
 
+_FACTORIES = ("list", "dict", "tuple", "int", "float", "str", "bool")
+"""Types that a defaultdict may name."""
+
 _INERT = frozenset(
     {
+        *(f"builtins.{name}" for name in _FACTORIES),
+        *(f"__builtin__.{name}" for name in _FACTORIES),
         "argparse.Namespace",
         "types.SimpleNamespace",
         "collections.deque",
@@ -331,9 +336,8 @@ def _check(data: bytes | memoryview, start: int, where: str) -> int:
     """One past the STOP of the pickle at `start`. Walks over all opcodes and runs none."""
     at, end = start, len(data)
     while True:
-        match = _RUN.match(data, at)
-        assert match is not None  # it matches the empty text, too
-        at = match.end()
+        match = _RUN.match(data, at) if at < end else None  # it matches the empty text, too
+        at = end if match is None else match.end()
         if at >= end:
             raise DamagedCheckpointError(f"{where}: the pickle is cut short: it has no end within {end - start} bytes")
         op = data[at]

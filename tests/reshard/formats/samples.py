@@ -1,0 +1,87 @@
+"""Where sample checkpoints are, and how a lazy checkpoint is compared with what is known of it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reshard.checkpoint import Checkpoint, LazyTensor
+
+DATA = Path(__file__).parents[2] / "data"
+"""Small samples that are part of the repository."""
+SAMPLES = Path(__file__).parents[4] / "shared" / "data"
+"""All samples, beside the checkout."""
+
+
+def sample(name: str) -> Path:
+    """A sample's folder; skips the test where the samples are not there."""
+    if not (SAMPLES / name).exists():
+        pytest.skip(f"the sample {name} is not beside the repository")
+    return SAMPLES / name
+
+
+def truth(name: str) -> dict[str, Any]:
+    """What a sample's tensors should be."""
+    result: dict[str, Any] = torch.load(sample(name.split("/")[0]) / "truth.pt", weights_only=True)
+    return result
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in shape, dtype and every bit."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = (
+        t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1) for t in (a, b)
+    )
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def random_index(rng: random.Random, shape: torch.Size) -> tuple[Any, ...]:
+    """Ints, slices and steps for some of the dims."""
+    index: list[Any] = []
+    for size in shape:
+        kind = rng.random()
+        if size and kind < 0.2:
+            index.append(rng.randrange(-size, size))
+        elif kind < 0.9:
+            a, b = rng.randint(-size - 1, size + 1), rng.randint(-size - 1, size + 1)
+            index.append(slice(min(a, b), max(a, b), rng.choice([None, 1, 1, 2, 3])))
+        else:
+            index.append(slice(None))
+    if rng.random() < 0.2:
+        return (..., *index[len(index) // 2 :])
+    return tuple(index)
+
+
+def check_tensor(lazy: LazyTensor, wanted: torch.Tensor, rng: random.Random) -> None:
+    """Whole and by random slices, bit by bit."""
+    whole = wanted.detach().resolve_conj().resolve_neg()
+    assert lazy.shape == whole.shape
+    assert lazy.dtype == whole.dtype
+    assert same(lazy[...], whole), lazy
+    for _ in range(3):
+        index = random_index(rng, lazy.shape)
+        assert same(lazy[index], whole[index]), (lazy, index)
+
+
+def check_all(checkpoint: Checkpoint, wanted: dict[str, torch.Tensor], *, complete: bool = True) -> None:
+    """Every wanted tensor is there and right; and, if `complete`, there is no other."""
+    rng = random.Random(0)
+    for key, tensor in wanted.items():
+        check_tensor(checkpoint[key], tensor, rng)
+    if complete:
+        assert set(checkpoint) == set(wanted)
+    assert checkpoint.problems() == []
+
+
+def flat_tensors(tree: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of a nest under dotted keys."""
+    if isinstance(tree, torch.Tensor):
+        return {prefix: tree}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    dot = prefix + "." if prefix else ""
+    return {key: t for name, value in items for key, t in flat_tensors(value, f"{dot}{name}").items()}
