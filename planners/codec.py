@@ -186,7 +186,7 @@ def _load_plan(data: Mapping[str, Any]) -> LoadPlan:
 
 
 def _save_plan(data: Mapping[str, Any]) -> SavePlan:
-    plan = SavePlan(_state(data["layout"]), data["divide_above_bytes"])
+    plan = SavePlan(_state(data["layout"]), data["divide_above_bytes"], data["ranks_per_host"])
     _same_digest(data, plan.layout.digest())
     return plan
 
@@ -231,6 +231,7 @@ _KINDS: dict[str, _Kind] = {
             "digest": p.layout.digest(),
             "layout": _state_json(p.layout),
             "divide_above_bytes": p.divide_above_bytes,
+            "ranks_per_host": p.ranks_per_host,
         },
         _save_plan,
     ),

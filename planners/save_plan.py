@@ -1,23 +1,16 @@
-"""Save plans: every distinct chunk is written once, and replicas share the writing evenly. Pure and lazy.
-
-Tensors of one geometry are dealt like cards. Their chunks have the same sizes and the same holders, so tensor t of
-the group goes to holder `t mod R` of each chunk, the least loaded holder first. The cards that do not go round, if
-they are large, are cut into R slabs, one for each holder.
-"""
+"""Save plans: every distinct chunk is written once, and replicas share the writing evenly. Pure and lazy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from planners.box import Box
+from planners.deal import Deal, deal
 from planners.errors import PlanError
-from planners.forms import Part, ProductGeometry
 from planners.layout import StateLayout, TensorLayout
-from planners.overlap import Sweep
 from planners.ownership import Ints
 
 __all__ = ["DIVIDE_ABOVE_BYTES", "SavePlan", "WriteItem", "WriteItems", "plan_writes"]
@@ -50,79 +43,44 @@ class WriteItems(tuple[WriteItem, ...]):
         return sum(item.nbytes for item in self)
 
 
-@dataclass(frozen=True)
-class _Deal:
-    """How the tensors of one geometry are dealt to the holders of their chunks."""
-
-    names: tuple[str, ...]
-    layout: TensorLayout
-    holders: tuple[Ints, ...]
-    """Per chunk, the ranks that hold it, least loaded first."""
-    parts: tuple[tuple[Part, int], ...]
-    """Per chunk, what it is: a local tensor, and which of its holders' local tensors."""
-    slot: dict[int, list[tuple[int, int]]]
-    """rank -> (chunk, position among its holders)"""
-    divide_above_bytes: int
-
-    def items(self, rank: int) -> Iterator[WriteItem]:
-        for chunk, position in self.slot.get(rank, ()):
-            holders = len(self.holders[chunk])
-            part, index = self.parts[chunk]
-            whole = self._whole(chunk)
-            for fqn in self.names[position:whole:holders]:
-                yield from self._write(fqn, part, index)
-            for fqn in self.names[whole:]:
-                yield from self._write(fqn, part, index, (position, holders))
-
-    def writers(self, fqn: str, chunk: int) -> Iterator[tuple[int, Box]]:
-        """(rank, box) of all that is written of one chunk of a tensor."""
-        holders = self.holders[chunk]
-        part, index = self.parts[chunk]
-        t = self.names.index(fqn)
-        if t < self._whole(chunk):
-            yield from ((int(holders[t % len(holders)]), item.box) for item in self._write(fqn, part, index))
-        else:
-            for position, rank in enumerate(holders.tolist()):
-                for item in self._write(fqn, part, index, (position, len(holders))):
-                    yield rank, item.box
-
-    def _whole(self, chunk: int) -> int:
-        """How many of the tensors are written undivided; the others are cut into a slab for each holder."""
-        holders, (part, _) = len(self.holders[chunk]), self.parts[chunk]
-        nbytes = part.numel * self.layout.spec.itemsize
-        return len(self.names) - (len(self.names) % holders if nbytes >= self.divide_above_bytes else 0)
-
-    def _write(self, fqn: str, part: Part, index: int, slab: tuple[int, int] | None = None) -> Iterator[WriteItem]:
-        for box, local in part.boxes():
-            if slab is not None:
-                box, local = _slab(box, *slab), _slab(local, *slab)
-            if not box.is_empty:
-                yield WriteItem(fqn, box, local, box.numel * self.layout.spec.itemsize, index)
-
-
-def _slab(box: Box, position: int, of: int) -> Box:
-    """The `position`-th of `of` nearly equal slabs of a box, cut along its longest dim."""
-    d = max(range(box.ndim), key=lambda d: box.sizes[d])
-    start, stop = box.sizes[d] * position // of, box.sizes[d] * (position + 1) // of
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    offsets[d], sizes[d] = offsets[d] + start, stop - start
-    return Box.of(tuple(offsets), tuple(sizes))
-
-
 class SavePlan:
-    """Who writes what, once. Frozen; a function of the layout alone."""
+    """Who writes what, once. Frozen; a function of the layout alone.
 
-    __slots__ = ("_deal_of", "_deals", "_rank_bytes", "divide_above_bytes", "layout")
+    A plan whose items were listed explicitly (`with_items`) keeps them, and `verify` judges them.
+    """
+
+    __slots__ = ("_place", "_rank_bytes", "deals", "divide_above_bytes", "explicit", "layout", "ranks_per_host")
 
     layout: StateLayout
     divide_above_bytes: int
+    ranks_per_host: int | None
+    deals: tuple[Deal, ...]
+    """How the tensors of each geometry are dealt."""
+    explicit: dict[int, WriteItems]
+    """Items listed by hand, by rank; they stand in for those that would be derived."""
 
-    def __init__(self, layout: StateLayout, divide_above_bytes: int = DIVIDE_ABOVE_BYTES) -> None:
-        self.layout, self.divide_above_bytes = layout, divide_above_bytes
+    def __init__(
+        self,
+        layout: StateLayout,
+        divide_above_bytes: int = DIVIDE_ABOVE_BYTES,
+        ranks_per_host: int | None = None,
+        explicit: Mapping[int, Sequence[WriteItem]] | None = None,
+    ) -> None:
+        if divide_above_bytes < 1 or (ranks_per_host is not None and ranks_per_host < 1):
+            raise PlanError(f"limits must be >= 1, got {divide_above_bytes=} and {ranks_per_host=}")
+        self.layout, self.divide_above_bytes, self.ranks_per_host = layout, divide_above_bytes, ranks_per_host
         loads = np.zeros(layout.world_size, dtype=np.int64)
-        groups = sorted(layout.geometries().values(), key=lambda names: (-_bytes_held(layout[names[0]]), names[0]))
-        self._deals = [_deal(layout[names[0]], tuple(names), loads, divide_above_bytes) for names in groups]
-        self._deal_of = {fqn: deal for deal in self._deals for fqn in deal.names}
+        deals = []
+        for names in sorted(layout.geometries().values(), key=lambda names: _freedom(layout[names[0]])):
+            dealt = deal(layout[names[0]], tuple(names), _felt(loads, ranks_per_host), divide_above_bytes)
+            np.add.at(loads, dealt.ranks, dealt.bytes_by_entry())
+            deals.append(dealt)
+        self.deals = tuple(deals)
+        self._place = {fqn: (dealt, t) for dealt in deals for t, fqn in enumerate(dealt.names)}
+        self.explicit = {rank: WriteItems(items) for rank, items in (explicit or {}).items()}
+        for rank, items in self.explicit.items():
+            self._check(rank)
+            loads[rank] = items.nbytes
         loads.flags.writeable = False
         self._rank_bytes = loads
 
@@ -131,37 +89,48 @@ class SavePlan:
         """How many ranks."""
         return self.layout.world_size
 
+    def with_items(self, items: Mapping[int, Sequence[WriteItem]]) -> SavePlan:
+        """The same plan, but with the items of the given ranks replaced."""
+        return SavePlan(self.layout, self.divide_above_bytes, self.ranks_per_host, {**self.explicit, **items})
+
     def items(self, rank: int) -> WriteItems:
         """What `rank` writes. Raises PlanError for a rank outside the job."""
         self._check(rank)
-        found = [item for deal in self._deals for item in deal.items(rank)]
-        return WriteItems(sorted(found, key=lambda item: (item.fqn, item.part, item.source)))
+        if rank in self.explicit:
+            return self.explicit[rank]
+        out = []
+        for dealt in self.deals:
+            for chunk, index, begin, end in dealt.taken(rank):
+                units, whole = int(dealt.units[chunk]), None
+                for t in range(begin // units, -(-end // units)):
+                    first, last = max(begin - t * units, 0), min(end - t * units, units)
+                    if (first, last) != (0, units):
+                        boxes = list(dealt.boxes(chunk, first, last))
+                    else:
+                        boxes = whole = whole or list(dealt.boxes(chunk, 0, units))
+                    for box, local in boxes:
+                        out.append(WriteItem(dealt.names[t], box, local, box.numel * dealt.itemsize, index))
+        return WriteItems(sorted(out, key=lambda item: (item.fqn, item.part, item.source)))
 
     def writers(self, fqn: str, chunk: Box) -> tuple[tuple[int, Box], ...]:
         """Who writes a chunk of a tensor: (rank, region in global coordinates), which together are the chunk.
 
-        `chunk` is one of `layout[fqn].chunks()`, or within one. Raises PlanError if nobody holds it.
+        `chunk` is one of `layout[fqn].chunks()`, or within one. Found without listing chunks or ranks. Raises
+        PlanError if nobody holds it.
         """
-        deal = self._deal_of[fqn]
-        for index in self._chunks_meeting(deal, chunk):
-            found = [(rank, box) for rank, box in deal.writers(fqn, index) if box & chunk is not None]
-            if found:
-                return tuple(found)
-        raise PlanError("no rank holds this chunk", fqn=fqn, box=chunk)
-
-    def _chunks_meeting(self, deal: _Deal, box: Box) -> Iterator[int]:
-        product = deal.layout.product
-        if product is None:
-            yield from (
-                i for i, (part, _) in enumerate(deal.parts) if any(b & box is not None for b, _ in part.boxes())
-            )
-            return
-        owners = []
-        for own, start in zip(product.dims, box.offsets):
-            row = np.flatnonzero((own.starts <= start) & (own.stops > start))
-            owners.append(int(own.owner_of[row[0]]))
-        wanted = tuple(owners)
-        yield from (i for i, combo in enumerate(product.distinct()) if combo == wanted)
+        if fqn not in self._place:
+            raise PlanError("there is no such tensor in this plan", fqn=fqn)
+        dealt, t = self._place[fqn]
+        found = [
+            (rank, box)
+            for index in dealt.chunks.meeting(chunk)
+            for rank, first, last in dealt.takers(index, t)
+            for box, _ in dealt.boxes(index, first, last)
+            if box & chunk is not None
+        ]
+        if not found:
+            raise PlanError("no rank holds this chunk", fqn=fqn, box=chunk)
+        return tuple(found)
 
     def rank_bytes(self) -> Ints:
         """Bytes that each rank writes. Items are not enumerated."""
@@ -184,7 +153,8 @@ class SavePlan:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SavePlan):
             return NotImplemented
-        return self.layout == other.layout and self.divide_above_bytes == other.divide_above_bytes
+        mine = (self.layout, self.divide_above_bytes, self.ranks_per_host, self.explicit)
+        return mine == (other.layout, other.divide_above_bytes, other.ranks_per_host, other.explicit)
 
     __hash__ = None  # type: ignore[assignment]  # holds a mapping of many tensors
 
@@ -192,78 +162,31 @@ class SavePlan:
         return f"SavePlan({len(self.layout)} tensors, {self.world_size} ranks, {self.total_bytes} bytes)"
 
 
-def plan_writes(layout: StateLayout, *, divide_above_bytes: int = DIVIDE_ABOVE_BYTES) -> SavePlan:
+def plan_writes(
+    layout: StateLayout, *, divide_above_bytes: int = DIVIDE_ABOVE_BYTES, ranks_per_host: int | None = None
+) -> SavePlan:
     """Who writes which chunk of `layout`, each element once, evenly in bytes over the ranks that hold it.
 
+    With `ranks_per_host` hosts are kept even too: ranks 0 to ranks_per_host - 1 share the first one, and so on.
     Deterministic: a function of the arguments alone, the same on every rank.
 
     Raises PlanError if two ranks hold regions that overlap without being equal, since then no rank's whole region
     can be written once.
     """
-    return SavePlan(layout, divide_above_bytes)
+    return SavePlan(layout, divide_above_bytes, ranks_per_host)
 
 
-def _bytes_held(layout: TensorLayout) -> int:
-    return int(layout.numels().max()) * layout.spec.itemsize
+def _freedom(layout: TensorLayout) -> tuple[int, int, str]:
+    """Sorts first what leaves the least choice of writers, then what is largest: so loads can be evened out later."""
+    held = layout.numels()
+    copies = int(held.sum()) // max(layout.spec.numel, 1)
+    return copies, -int(held.max()) * layout.spec.itemsize, layout.fqn
 
 
-def _deal(layout: TensorLayout, names: tuple[str, ...], loads: Ints, divide_above_bytes: int) -> _Deal:
-    product = layout.product
-    parts, holders = _product_chunks(product) if product is not None else _irregular_chunks(layout)
-    slot: dict[int, list[tuple[int, int]]] = {}
-    ordered: list[Ints] = []
-    for chunk, ranks in enumerate(holders):
-        order = ranks[np.argsort(loads[ranks], kind="stable")]
-        ordered.append(order)
-        for position, rank in enumerate(order.tolist()):
-            slot.setdefault(rank, []).append((chunk, position))
-    deal = _Deal(names, layout, tuple(ordered), tuple(parts), slot, divide_above_bytes)
-    for chunk, order in enumerate(ordered):
-        _charge(loads, order, deal, chunk)
-    return deal
-
-
-def _charge(loads: Ints, order: Ints, deal: _Deal, chunk: int) -> None:
-    """Add to the load of each holder what it writes of this chunk of all tensors."""
-    part, whole, holders = deal.parts[chunk][0], deal._whole(chunk), len(order)
-    itemsize = deal.layout.spec.itemsize
-    counts = whole // holders + (np.arange(holders) < whole % holders)
-    loads[order] += counts * (part.numel * itemsize)
-    divided = len(deal.names) - whole
-    if divided:
-        for box, _ in part.boxes():
-            slabs = [_slab(box, position, holders).numel * itemsize for position in range(holders)]
-            loads[order] += np.array(slabs, dtype=np.int64) * divided
-
-
-def _product_chunks(product: ProductGeometry) -> tuple[list[tuple[Part, int]], list[Ints]]:
-    parts, holders = [], []
-    for owners in product.distinct():
-        parts.append((product.part(owners), 0))
-        holders.append(np.sort(product.replicas(owners)))
-    return parts, holders
-
-
-def _irregular_chunks(layout: TensorLayout) -> tuple[list[tuple[Part, int]], list[Ints]]:
-    held: dict[Box, list[tuple[int, int]]] = {}
-    for rank in range(layout.world_size):
-        for index, part in enumerate(layout.parts(rank)):
-            for box, _ in part.boxes():
-                held.setdefault(box, []).append((rank, index))
-    sweep = Sweep((i, box) for i, box in enumerate(held))
-    for box in held:
-        for _, other, common in sweep.meeting(box):
-            if other != box:
-                ranks = held[box][0][0], held[other][0][0]
-                raise PlanError(
-                    f"ranks {ranks[0]} and {ranks[1]} hold {box} and {other}, which overlap but are not equal",
-                    fqn=layout.fqn,
-                    box=common,
-                )
-    parts, holders = [], []
-    for box, places in held.items():
-        # a box is the i-th local tensor of one rank and the j-th of another: only ranks that agree share the writing
-        index = places[0][1]
-        parts.append((Part.of_box(box), index))
-        holders.append(np.array([rank for rank, i in places if i == index], dtype=np.int64))
-    return parts, holders
+def _felt(loads: Ints, ranks_per_host: int | None) -> Ints:
+    """The loads that count: a rank's own, and by how much the mean of its host lies above that of the idlest host."""
+    if ranks_per_host is None:
+        return loads
+    hosts = np.arange(len(loads), dtype=np.int64) // ranks_per_host
+    by_host = np.bincount(hosts, weights=loads).astype(np.int64) // np.bincount(hosts)
+    return np.asarray(loads + (by_host - by_host.min())[hosts], dtype=np.int64)
