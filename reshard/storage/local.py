@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import ReshardError, StorageError
+from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 from reshard.storage.base import Storage, Writer, check_name, check_range, not_found, temporary_name
 
 if TYPE_CHECKING:
@@ -99,16 +99,21 @@ class LocalStorage(Storage):
 
     def publish(self, name: str, data: Buffer) -> None:
         path = self._path(name)
-        beside = temporary_name(name, secrets.token_hex(8))
-        with self.create(beside) as out:
-            out.write(data)
-        try:
-            with self._errors("publish", name):
-                os.replace(self.root / beside, path)
-                _sync_folder(path.parent)
-        except ReshardError:
-            (self.root / beside).unlink(missing_ok=True)
-            raise
+        for last in (False, False, True):
+            beside = temporary_name(name, secrets.token_hex(8))
+            with self.create(beside) as out:
+                out.write(data)
+            try:
+                with self._errors("publish", name):
+                    os.replace(self.root / beside, path)
+                    _sync_folder(path.parent)
+                return
+            except CheckpointNotFoundError:  # somebody took it for one that a killed process left, and cleaned up
+                if last:
+                    raise
+            except ReshardError:
+                (self.root / beside).unlink(missing_ok=True)
+                raise
 
     def delete(self, name: str) -> None:
         path = self._path(name)

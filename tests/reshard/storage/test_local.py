@@ -221,6 +221,27 @@ def test_a_killed_publish_leaves_the_old_object_and_a_marked_file(tmp_path: Path
     assert not is_temporary("step/manifest.json")
 
 
+def test_a_publish_whose_first_file_was_cleaned_up_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_replace = os.replace
+    cleaned: list[str] = []
+
+    def replace(source: Path, target: Path) -> None:
+        if len(cleaned) < times:
+            cleaned.append(source.name)
+            source.unlink()
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    storage = LocalStorage(tmp_path)
+    times = 2
+    storage.publish("manifest.json", b"{}")
+    assert storage.read("manifest.json") == b"{}"
+    times = 100
+    with pytest.raises(CheckpointNotFoundError):
+        storage.publish("manifest.json", b"new")
+    assert storage.list() == {"manifest.json": 2}
+
+
 def test_a_folder_that_vanishes_while_creating_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = LocalStorage(tmp_path)
     real_open = os.open
