@@ -91,7 +91,7 @@ def partial(
     """What a local tensor adds to the fingerprint of the global tensor of `shape`.
 
     Without positions the tensor is the whole. Each replica's part must be added once only. Any device, any strides;
-    extra memory is at most 40 MiB on the CPU and 200 MiB on other devices, however large the tensor.
+    extra memory is at most 50 MiB on the CPU and 200 MiB on other devices, however large the tensor.
 
     Raises:
         LayoutError: positions that do not fit the shapes.

@@ -209,9 +209,9 @@ def float64_is_exact(device: torch.device) -> bool:
     Devices without float64, or with an emulation of it, answer no; their tensors are copied to the CPU in pieces.
     """
     size = 2048
-    odd = torch.arange(size, dtype=torch.int64)
-    words = torch.stack([torch.full((size,), -(2**31)), odd - 2**31, 2**31 - 1 - odd * 3]).to(torch.int32)
-    digits = torch.stack([torch.full((size,), -2048), odd % 4095 - 2047, 2048 - odd * 7 % 4096])
+    ramp = torch.arange(size, dtype=torch.int64, device="cpu")  # not the user's default device
+    words = torch.stack([0 * ramp - 2**31, ramp - 2**31, 2**31 - 1 - ramp * 3]).to(torch.int32)
+    digits = torch.stack([0 * ramp - 2048, ramp % 4095 - 2047, 2048 - ramp * 7 % 4096])
     want = [[sum(d * w for d, w in zip(ds, ws)) for ws in words.tolist()] for ds in digits.tolist()]
     try:
         on_device = words.to(device).to(torch.float64)

@@ -34,6 +34,7 @@ from reshard.fingerprints import (
     join,
     partial,
 )
+from reshard.fingerprints import fold as fold_module
 from reshard.fingerprints import words as words_module
 from reshard.fingerprints.fold import Axis, fold, tiles
 from reshard.fingerprints.keys import BLOCK, LANES, LIMB_BITS, LIMBS, PRIME, multiply, to_limbs
@@ -291,6 +292,26 @@ def test_memory_layout_does_not_matter():
     assert partial(torch.nn.Parameter(z.real.clone())) == partial(z.real)
 
 
+def test_modes_of_torch_do_not_matter():
+    """Autocast, inference mode, another default device or dtype, gradients; each with caches that it fills itself."""
+    tensor = torch.randn(40, 50)
+    whole = partial(tensor)
+    modes = [torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.device("meta"), torch.enable_grad()]
+    for n, mode in enumerate(modes):
+        fold_module._limbs.cache_clear()
+        words_module.float64_is_exact.cache_clear()
+        with mode:
+            inside = partial(tensor.requires_grad_(n == 3))
+
+        assert whole == inside == partial(tensor)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert whole == partial(tensor)
+    finally:
+        torch.set_default_dtype(before)
+
+
 # --- nothing escapes --------------------------------------------------------------------------------------------------
 
 
@@ -494,8 +515,20 @@ def test_what_ranks_disagree_about():
     assert Part(((),)).numel == 0
 
 
+def _sharded_tensor(whole):
+    """The rows of each rank, given as two shards."""
+    from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+
+    rank, shards = dist.get_rank(), []
+    for rows in torch.arange(whole.shape[0]).tensor_split(4)[rank].tensor_split(2):
+        if rows.numel():
+            shards.append(LocalShard.from_tensor_and_offsets(whole[rows], [int(rows[0]), 0], rank))
+    return init_from_local_shards(shards, *whole.shape)
+
+
 def _on_a_group(shape):
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import Replicate as R
     from torch.distributed.tensor import Shard as S
     from torch.distributed.tensor import distribute_tensor
@@ -508,6 +541,10 @@ def _on_a_group(shape):
         state = {}
         for i, placements in enumerate([(S(0), S(1)), (S(0), S(0)), (R(), S(1)), (R(), R()), (S(1), R())]):
             state[f"w{i}"] = distribute_tensor(whole, mesh, placements)
+        pair = DeviceMesh("cpu", [1, 3])
+        state["outsiders"] = distribute_tensor(whole, pair, [S(0)])  # ranks 0 and 2 hold a DTensor of no element
+        state["two ranks"] = distribute_tensor(whole, mesh["tp"], [S(1)]) if dist.get_rank() < 2 else None
+        state["sharded"] = _sharded_tensor(whole)
         state["plain"] = whole.clone()
         if dist.get_rank() == 2:
             state["mine"] = torch.arange(3.0)  # a stage's own tensor
@@ -524,9 +561,8 @@ def _on_a_group(shape):
 def test_dtensors_on_a_process_group():
     """Every placement on every rank gives the plain tensor's fingerprint; a replica that drifted is named."""
     for good, drift, plain in gloo.run(_on_a_group, 4, (7, 10)):
-        assert {f"layer.w{i}": plain for i in range(5)} | {"layer.plain": plain} == {
-            fqn: text for fqn, text in good.items() if fqn != "layer.mine"
-        }
+        names = [f"w{i}" for i in range(5)] + ["plain", "outsiders", "two ranks", "sharded"]
+        assert {f"layer.{name}": plain for name in names} == {k: v for k, v in good.items() if k != "layer.mine"}
         assert good["layer.mine"] == fingerprint({"x": torch.arange(3.0)})["x"]
         assert "layer.w2: rank 1 differ from rank 3" in drift
 
