@@ -63,29 +63,61 @@ class LocalStorage(Storage):
         return dict(sorted(found.items()))
 
     def size(self, name: str) -> int:
-        with self._open(name) as file:
+        file = self._open(name)
+        try:
             return os.fstat(file).st_size
+        finally:
+            os.close(file)
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        if start < 0 or (length is not None and length < 0):
+            return super().read(name, start, length)
+        file = self._open(name)
+        try:
+            size = os.fstat(file).st_size
+            length = size - start if length is None else length
+            check_range(self, name, start, length, size)
+            data = os.pread(file, length, start)
+        except StorageError:  # it is an OSError too
+            raise
+        except OSError as error:
+            raise _explained(error, "read", name, self.url) from error
+        finally:
+            os.close(file)
+        # one call reads at most 2 GiB; the rest, or the reason why there is none, comes the other way
+        return data if len(data) == length else super().read(name, start, length)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         view = buffer.cast("B") if buffer.nbytes else buffer
-        with self._open(name) as file:
-            done = 0
-            while start >= 0 and done < view.nbytes:
+        nbytes = view.nbytes
+        file = self._open(name)
+        try:
+            done = os.preadv(file, [view], start) if nbytes and start >= 0 else 0
+            while 0 < done < nbytes:
                 got = os.preadv(file, [view[done:]], start + done)
                 if not got:
                     break
                 done += got
-            if done < view.nbytes or start < 0:
-                check_range(self, name, start, view.nbytes, os.fstat(file).st_size)
-                raise StorageError(
-                    f"{name} in {self.url} changed while bytes [{start}, {start + view.nbytes}) were read"
-                )
+            if done < nbytes or start < 0:
+                check_range(self, name, start, nbytes, os.fstat(file).st_size)
+                raise StorageError(f"{name} in {self.url} changed while bytes [{start}, {start + nbytes}) were read")
+        except StorageError:  # it is an OSError too
+            raise
+        except OSError as error:
+            raise _explained(error, "read", name, self.url) from error
+        finally:
+            os.close(file)
 
     def mapped(self, name: str) -> memoryview | None:
-        with self._open(name) as file:
+        file = self._open(name)
+        try:
             if os.fstat(file).st_size == 0:  # nothing cannot be mapped
                 return memoryview(b"")
             return memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ))
+        except OSError as error:
+            raise _explained(error, "map", name, self.url) from error
+        finally:
+            os.close(file)
 
     def create(self, name: str) -> Writer:
         path = self._path(name)
@@ -142,18 +174,17 @@ class LocalStorage(Storage):
                 folder.mkdir()
             _sync_folder(folder.parent)
 
-    @contextmanager
-    def _open(self, name: str) -> Iterator[int]:
-        path = self._path(name)
-        with self._errors("read", name):
+    def _open(self, name: str) -> int:
+        path = f"{self.url}/{check_name(name, self.url)}"
+        try:
             # without O_NONBLOCK a named pipe would keep us waiting for its writer
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
-                if not stat.S_ISREG(os.fstat(file).st_mode):
-                    raise StorageError(f"cannot read {name} in {self.url}: it is no regular file")
-                yield file
-            finally:
-                os.close(file)
+        except OSError as error:
+            raise _explained(error, "read", name, self.url) from error
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise StorageError(f"cannot read {name} in {self.url}: it is no regular file")
+        return file
 
     @contextmanager
     def _errors(self, verb: str, name: str) -> Iterator[None]:
