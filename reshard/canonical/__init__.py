@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from reshard.canonical.deepspeed import normalize_deepspeed
 from reshard.canonical.generic import normalize_generic
 from reshard.canonical.hints import HINTS, Hints
 from reshard.canonical.result import Canonical
@@ -17,7 +18,9 @@ from reshard.formats.base import Contents
 
 __all__ = ["HINTS", "Canonical", "normalize"]
 
-_BY_FORMAT: dict[str, Callable[[Contents, Hints, str], Canonical]] = {}
+_BY_FORMAT: dict[str, Callable[[Contents, Hints, str], Canonical]] = {
+    "deepspeed": normalize_deepspeed,
+}
 
 
 def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: str = "the checkpoint") -> Canonical:
