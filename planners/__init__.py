@@ -13,6 +13,9 @@ from planners.errors import CoverageError as CoverageError
 from planners.errors import LayoutMismatchError as LayoutMismatchError
 from planners.errors import PlanError as PlanError
 from planners.errors import ProofError as ProofError
+from planners.flat import even_ranges as even_ranges
+from planners.flat import flat_layouts as flat_layouts
+from planners.flat import flat_offsets as flat_offsets
 from planners.layout import StateLayout as StateLayout
 from planners.layout import TensorLayout as TensorLayout
 from planners.layout import TensorSpec as TensorSpec
@@ -27,6 +30,13 @@ from planners.placement import Placement as Placement
 from planners.placement import Replicate as Replicate
 from planners.placement import Shard as Shard
 from planners.placement import StridedShard as StridedShard
+from planners.presets import LLAMA_TP_DIMS as LLAMA_TP_DIMS
+from planners.presets import ddp as ddp
+from planners.presets import expert_parallel as expert_parallel
+from planners.presets import fsdp as fsdp
+from planners.presets import fsdp_tp as fsdp_tp
+from planners.presets import hsdp as hsdp
+from planners.presets import pipelined as pipelined
 from planners.proof import Finding as Finding
 from planners.proof import Report as Report
 from planners.proof import verify as verify
@@ -39,6 +49,9 @@ from planners.save_plan import plan_writes as plan_writes
 from planners.schedule import Message as Message
 from planners.schedule import Schedule as Schedule
 from planners.schedule import schedule as schedule
+from planners.topology import Home as Home
+from planners.topology import Rule as Rule
+from planners.topology import Topology as Topology
 from planners.transfer_plan import TransferItem as TransferItem
 from planners.transfer_plan import TransferItems as TransferItems
 from planners.transfer_plan import TransferPlan as TransferPlan

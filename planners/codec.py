@@ -16,6 +16,7 @@ from planners.mesh import Mesh
 from planners.patches import Fill, Patch, ViewGeometry
 from planners.placement import parse_placements
 from planners.save_plan import SavePlan
+from planners.topology import Home, Rule, Topology
 from planners.view import View
 
 __all__ = ["VERSION", "dumps", "from_json", "loads", "to_json"]
@@ -200,6 +201,12 @@ def _tensor(data: Mapping[str, Any]) -> TensorLayout:
     return TensorLayout.of(TensorSpec(data["fqn"], data["shape"], data["dtype"]), form_from_json(data["form"]))
 
 
+def _topology(data: Mapping[str, Any]) -> Topology:
+    rules = [Rule.parse(pattern, text, optional) for pattern, text, optional in data["rules"]]
+    homes = [Home.parse(pattern, text, optional) for pattern, text, optional in data["homes"]]
+    return Topology(Mesh.parse(data["mesh"]), tuple(rules), tuple(homes), tuple(data["even"]))
+
+
 _KINDS: dict[str, _Kind] = {
     "mesh": _Kind(Mesh, lambda m: {"mesh": str(m)}, lambda d: Mesh.parse(d["mesh"])),
     "tensor_layout": _Kind(
@@ -213,6 +220,16 @@ _KINDS: dict[str, _Kind] = {
         _tensor,
     ),
     "state_layout": _Kind(StateLayout, _state_json, _state),
+    "topology": _Kind(
+        Topology,
+        lambda t: {
+            "mesh": str(t.mesh),
+            "rules": [[rule.pattern, rule.text, rule.optional] for rule in t.rules],
+            "homes": [[home.pattern, home.text, home.optional] for home in t.homes],
+            "even": list(t.even),
+        },
+        _topology,
+    ),
     "view": _Kind(View, lambda v: _views_json([v]), _view),
     "load_plan": _Kind(
         LoadPlan,
