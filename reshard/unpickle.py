@@ -230,6 +230,8 @@ def _member(cls: Any, name: Any) -> type[Record]:
     """How protocol 2 names a member of an enum or a nested class. Nothing is looked up: only the two names count."""
     if not (isinstance(cls, type) and issubclass(cls, Record)):
         raise UnsafeDataError("the pickle uses getattr on something that is no class; nothing of it was run")
+    if _is_standard(cls.path):
+        raise UnsafeDataError(f"the pickle asks for {cls.path}.{name}; nothing of it was run")
     return make_record_type(cls.path, _checked(name, str))
 
 

@@ -13,7 +13,7 @@ from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
 from reshard.formats.base import Place
 from reshard.formats.safetensors_header import Header, looks_like_header, read_header
 from reshard.formats.source import DecodedSource, Files, FileSource, Source
-from reshard.formats.torch_zip import ZIP_MAGIC, TorchArchive, locate_item
+from reshard.formats.torch_zip import ZIP_MAGIC, TorchArchive, locate_item, read_head
 from reshard.records import plain
 from reshard.unpickle import load_pickle
 
@@ -92,9 +92,12 @@ class Items:
 
     def _locate(self, key: str, box: Box, item: Item) -> tuple[Place, str]:
         source, start, length = self._payload(item)
-        header = self._header(source) if isinstance(source, FileSource) else None
+        head = read_head(source, start, length)
+        header = None
+        if not head.startswith(ZIP_MAGIC) and isinstance(source, FileSource):
+            header = self._header(source)
         if header is None:
-            return locate_item(source, start, length)
+            return locate_item(source, start, length, head)
         if key not in header.entries:
             raise DamagedCheckpointError(f"{source.label}: this safetensors file has no tensor {key!r}")
         said = saved_offsets(header).get(key)
@@ -109,8 +112,7 @@ class Items:
         """The header, if the file as a whole is a safetensors file; DCP's own offsets mean nothing then."""
         if source.name not in self._headers:
             head = bytes(source.read(0, min(9, source.nbytes)))
-            is_one = not head.startswith(ZIP_MAGIC) and looks_like_header(head, source.nbytes)
-            self._headers[source.name] = read_header(source) if is_one else None
+            self._headers[source.name] = read_header(source) if looks_like_header(head, source.nbytes) else None
         return self._headers[source.name]
 
 

@@ -20,7 +20,7 @@ from reshard.formats.source import Source
 from reshard.records import StorageRef, TensorRef, plain
 from reshard.unpickle import load_pickle
 
-__all__ = ["ZIP_MAGIC", "TorchArchive", "locate_item"]
+__all__ = ["ZIP_MAGIC", "TorchArchive", "locate_item", "make_place", "read_head"]
 
 ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
@@ -151,15 +151,19 @@ def _zip64_sizes(extra: bytes, size: int, header: int) -> tuple[int, int]:
     return size, header
 
 
-def locate_item(source: Source, start: int, length: int) -> tuple[Place, str]:
+def read_head(source: Source, start: int, length: int) -> bytes:
+    """The first bytes of the item at [start, start + length): what `locate_item` needs."""
+    source.check(start, start + length)
+    return bytes(source.read(start, min(length, _HEAD_BYTES)))
+
+
+def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[Place, str]:
     """Where the one tensor is that an archive at [start, start + length) holds, and its dtype.
 
-    One read of the item's head does it, as a rule: the pickle comes first, the headers say where records begin.
+    Its head is enough, as a rule: the pickle comes first, the headers say where records begin.
 
     Raises DamagedCheckpointError or FormatError if the archive is not that of one plain tensor.
     """
-    source.check(start, start + length)
-    head = bytes(source.read(start, min(length, _HEAD_BYTES)))
     found = _scan_head(head)
     if found is None:
         archive = TorchArchive(source, start, length)

@@ -1,0 +1,340 @@
+"""DCP: what is stored is found inside the archives, and damage is seen before a wrong number is given."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from planners.box import Box
+from reshard.checkpoint import open as open_checkpoint
+from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
+from tests.reshard.formats.samples import DATA, check_all, same
+from tests.reshard.formats.writers import CountingStorage, DcpWriter, archive, grid
+
+W = torch.arange(70, dtype=torch.float32).reshape(10, 7)
+
+
+def written(tmp_path: Path, **changes: Any) -> DcpWriter:
+    return DcpWriter({"w": grid(W, 3, 2), "s": [((), torch.tensor(3.5))]}, {"o": {"lr": 0.1}}, **changes)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own writer warns about many things
+def test_all_dtypes_and_strides_that_torch_writes(tmp_path: Path) -> None:
+    """What `dcp.save` of this very torch writes, in memory order of its own, comes back in every bit."""
+    raw = torch.arange(96, dtype=torch.uint8)
+    state = {
+        **{str(d): raw.view(d) for d in (torch.float64, torch.bfloat16, torch.int16, torch.uint64, torch.float8_e5m2)},
+        "complex": raw.view(torch.complex64),
+        "half": torch.randn(4).to(torch.complex32),
+        "conj": torch.randn(3, 4, dtype=torch.complex64).conj(),
+        "bool": torch.tensor([True, False]),
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "expanded": torch.arange(3.0).expand(4, 3),
+        "view": torch.arange(20.0)[3:9:2],
+        "zero": torch.tensor(1.0),
+        "empty": torch.empty(0, 3),
+    }
+    dcp.save(dict(state), checkpoint_id=tmp_path, no_dist=True)
+
+    checkpoint = open_checkpoint(tmp_path)
+
+    check_all(checkpoint, state)
+    assert checkpoint["channels_last"].stored.chunks[0].window.strides == (240, 4, 60, 12)
+
+
+def test_chunks_objects_and_layout(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(written(tmp_path).write(tmp_path))
+
+    check_all(checkpoint, {"w": W, "s": torch.tensor(3.5)})
+    assert dict(checkpoint.objects) == {"o": {"lr": 0.1}}
+    assert checkpoint.layout.world_size == 2
+    assert checkpoint.layout["w"].boxes(0) == (Box((0, 0), (4, 4)), Box((4, 0), (4, 4)), Box((8, 0), (2, 4)))
+
+
+def test_opening_reads_metadata_only(tmp_path: Path) -> None:
+    written(tmp_path).write(tmp_path)
+    storage = CountingStorage(tmp_path)
+
+    checkpoint = open_checkpoint(storage)
+    shapes = {key: checkpoint[key].shape for key in checkpoint}
+
+    assert shapes["w"] == (10, 7)
+    assert {name for name, _, _ in storage.reads} == {".metadata"}
+
+
+def test_a_slice_reads_its_bytes_and_the_heads_of_its_items(tmp_path: Path) -> None:
+    """One row of a large tensor: the head of one item and the bytes of the row; no other item is touched."""
+    big = torch.randn(512, 300)
+    DcpWriter({"big": grid(big, 4), "other": grid(big, 2)}).write(tmp_path)
+    storage = CountingStorage(tmp_path)
+    checkpoint = open_checkpoint(storage)
+    storage.reads.clear()
+
+    row = checkpoint["big"][200]
+
+    assert same(row, big[200])
+    assert storage.nbytes_read == 4096 + 300 * 4
+    assert len(storage.reads) == 2
+
+
+def test_columns_are_read_row_by_row_or_together_as_gaps_allow(tmp_path: Path) -> None:
+    big = torch.randn(64, 256)
+    DcpWriter({"big": grid(big, 2)}).write(tmp_path)
+    for gap, reads, nbytes in ((64, 64, 64 * 16), (4096, 2, 2 * (31 * 1024 + 16))):
+        storage = CountingStorage(tmp_path, max_gap_bytes=gap)
+        checkpoint = open_checkpoint(storage)
+        assert all(chunk.window for chunk in checkpoint["big"].stored.chunks)  # found now, so not counted below
+        stored = checkpoint["big"]
+        storage.reads.clear()
+
+        assert same(stored[:, 8:12], big[:, 8:12])
+        assert len(storage.reads) == reads
+        assert storage.nbytes_read == nbytes
+
+
+def test_a_stepped_slice_skips_chunks_that_hold_nothing_of_it(tmp_path: Path) -> None:
+    DcpWriter({"w": grid(W, 10)}).write(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+
+    lazy = checkpoint["w"]
+    assert same(lazy[::4, 1::3], W[::4, 1::3])
+    assert [chunk.is_located for chunk in lazy.stored.chunks] == [i % 4 == 0 for i in range(10)]
+
+
+def test_items_of_other_torch_versions(tmp_path: Path) -> None:
+    """Parameters, other alignments, and zips whose first kilobytes do not show where the data is."""
+    from torch.utils.serialization import config
+
+    old, config.save.storage_alignment = config.save.storage_alignment, 4096
+    try:
+        writer = DcpWriter(
+            {"w": [((0, 0), torch.nn.Parameter(W))], "f8": [((0,), torch.ones(5).to(torch.float8_e4m3fn))]}
+        )
+    finally:
+        config.save.storage_alignment = old
+
+    checkpoint = open_checkpoint(writer.write(tmp_path))
+
+    check_all(checkpoint, {"w": W, "f8": torch.ones(5).to(torch.float8_e4m3fn)})
+
+
+def test_a_storage_larger_than_its_tensor(tmp_path: Path) -> None:
+    """A view saved with all of its storage: offset and strides of the pickle count."""
+    base = torch.arange(100.0).reshape(10, 10)
+    writer = DcpWriter({"w": [((0, 0), base[2:5, 3:9:2])]})
+
+    check_all(open_checkpoint(writer.write(tmp_path)), {"w": base[2:5, 3:9:2]})
+
+
+def damage(tmp_path: Path, key: str = "w", **kinds: Any) -> str:
+    """The message of reading a tensor of a damaged checkpoint."""
+    with pytest.raises(DamagedCheckpointError) as caught:
+        open_checkpoint(tmp_path)[key][...]
+    return str(caught.value)
+
+
+def test_a_payload_of_another_shape_is_not_believed(tmp_path: Path) -> None:
+    """torch's strided-shard defect: the metadata says (8, 1) rows, the payloads are the other way round."""
+    writer = written(tmp_path)
+    data, infos = writer.metadata.state_dict_metadata["w"], writer.metadata.storage_data
+    first, last = (MetadataIndex("w", chunk.offsets) for chunk in (data.chunks[0], data.chunks[-1]))
+    infos[first], infos[last] = infos[last], infos[first]
+
+    message = damage(writer.write(tmp_path))
+
+    assert "says shape [4, 4]" in message
+    assert "holds [2, 3]" in message
+    assert "chunk Box[0:4, 0:4]" in message
+
+
+def test_a_payload_of_another_dtype_is_not_believed(tmp_path: Path) -> None:
+    writer = written(tmp_path)
+    data = writer.metadata.state_dict_metadata["w"]
+    data.properties.dtype = torch.int32
+
+    assert "says int32" in damage(writer.write(tmp_path))
+    assert "holds float32" in damage(tmp_path)
+
+
+def test_holes_are_seen_and_the_rest_is_read(tmp_path: Path) -> None:
+    writer = written(tmp_path)
+    gone = writer.metadata.state_dict_metadata["w"].chunks.pop(2)
+    checkpoint = open_checkpoint(writer.write(tmp_path))
+
+    assert gone.offsets == (4, 0)
+    assert "elements Box[4:8, 0:4] are in no file" in checkpoint.problems()[0]
+    assert "Box[4:8, 0:4] are in no file" in damage(tmp_path)
+    assert same(checkpoint["w"][:4], W[:4])
+    assert same(checkpoint["w"][:, 4:], W[:, 4:])
+    with pytest.raises(DamagedCheckpointError, match=r"Box\[7:8, 3:4\]"):
+        checkpoint["w"][7, 3]
+
+
+def test_overlaps_are_seen(tmp_path: Path) -> None:
+    writer = written(tmp_path)
+    index = MetadataIndex("w", torch.Size((3, 0)))
+    writer.metadata.state_dict_metadata["w"].chunks.append(ChunkStorageMetadata(torch.Size((3, 0)), torch.Size((2, 7))))
+    writer._item(index, archive(W[3:5].clone()), 0)
+
+    assert "are stored twice" in damage(writer.write(tmp_path))
+    assert "stored twice" in open_checkpoint(tmp_path).problems()[0]
+
+
+def test_chunks_outside_the_tensor_are_seen(tmp_path: Path) -> None:
+    writer = written(tmp_path)
+    writer.metadata.state_dict_metadata["w"].size = torch.Size((9, 7))
+
+    assert "lies outside the shape [9, 7]" in damage(writer.write(tmp_path))
+    assert "lies outside" in open_checkpoint(tmp_path).problems()[0]
+
+
+def test_a_chunk_without_an_item_is_seen(tmp_path: Path) -> None:
+    writer = written(tmp_path)
+    del writer.metadata.storage_data[MetadataIndex("w", torch.Size((0, 4)))]
+
+    assert "does not say where its chunk Box[0:4, 4:7]" in damage(writer.write(tmp_path))
+
+
+def test_missing_and_short_files_are_named_at_once(tmp_path: Path) -> None:
+    writer = written(tmp_path)
+    folder = writer.write(tmp_path)
+    (folder / "__1_0.distcp").write_bytes(writer.data["__1_0.distcp"][:-1])
+    with pytest.raises(DamagedCheckpointError, match=r"__1_0.distcp: cut short: 'w'"):
+        open_checkpoint(folder)
+    (folder / "__1_0.distcp").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"1 of 2 files that .metadata names are missing: __1_0.distcp"):
+        open_checkpoint(folder)
+
+
+def test_a_save_that_did_not_end_is_no_checkpoint(tmp_path: Path) -> None:
+    written(tmp_path).write(tmp_path)
+    (tmp_path / ".metadata").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"no .metadata, which comes last: the save did not end"):
+        open_checkpoint(tmp_path)
+
+
+def test_metadata_of_every_rank_is_put_together(tmp_path: Path) -> None:
+    """Without collectives each rank lists its own chunks; replicas are one chunk, missing ranks leave holes."""
+    whole = written(tmp_path)
+    for rank in range(2):
+        part = written(tmp_path)
+        chunks = whole.metadata.state_dict_metadata["w"].chunks
+        part.metadata.state_dict_metadata["w"].chunks = [c for i, c in enumerate(chunks) if i % 2 == rank]
+        part.write(tmp_path)
+        (tmp_path / ".metadata").rename(tmp_path / f"__{rank}.metadata")
+
+    check_all(open_checkpoint(tmp_path), {"w": W, "s": torch.tensor(3.5)})
+
+    (tmp_path / "__1.metadata").unlink()
+    assert "are in no file" in damage(tmp_path)
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def read_everything(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    for key in checkpoint:
+        checkpoint[key][...]
+    dict(checkpoint.objects)
+    checkpoint.problems()
+
+
+@pytest.mark.parametrize("place", ["metadata", "object", "tensor"])
+def test_hostile_pickles_run_nothing(tmp_path: Path, place: str) -> None:
+    """In the metadata, in an object's item and in a tensor's item."""
+    target = tmp_path / "pwned"
+    tensors: Any = {"w": grid(W, 2)}
+    writer = DcpWriter(tensors, {"o": Evil(target) if place == "object" else 1})
+    if place == "metadata":
+        writer.metadata.planner_data = Evil(target)
+    if place == "tensor":
+        index = MetadataIndex("w", torch.Size((0, 0)))
+        writer._item(index, archive(Evil(target)), 0)
+    writer.write(tmp_path / "ckpt")
+
+    with pytest.raises(UnsafeDataError, match="nothing of it was run"):
+        read_everything(tmp_path / "ckpt")
+    assert not target.exists()
+
+
+def test_paths_that_leave_the_folder_are_refused(tmp_path: Path) -> None:
+    writer = written(tmp_path)
+    for info in writer.metadata.storage_data.values():
+        info.relative_path = "../secret"
+    (tmp_path / "secret").write_bytes(b"x" * 100_000)
+    with pytest.raises(ReshardError, match="secret"):
+        open_checkpoint(writer.write(tmp_path / "ckpt"))["w"][...]
+
+
+def test_objects_that_are_not_plain_stay_records(tmp_path: Path) -> None:
+    import collections
+
+    writer = DcpWriter({"w": grid(W, 1)}, {"o": {"d": collections.OrderedDict(a=torch.ones(2)), "dt": torch.float16}})
+    value = open_checkpoint(writer.write(tmp_path)).objects["o"]
+
+    assert value["dt"] is torch.float16
+    assert same(value["d"]["a"], torch.ones(2))
+
+
+def test_unknown_transforms_are_named(tmp_path: Path) -> None:
+    writer = written(tmp_path)
+    for info in writer.metadata.storage_data.values():
+        info.transform_descriptors = ["stream.rot13/1"]
+    with pytest.raises(FormatError, match=r"tensor 'w'.*stream.rot13/1"):
+        open_checkpoint(writer.write(tmp_path))["w"][...]
+
+
+@pytest.mark.parametrize("value", [[], None, {"a": 1}, "text", b""])
+def test_metadata_that_is_something_else(tmp_path: Path, value: Any) -> None:
+    written(tmp_path).write(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(value))
+    with pytest.raises(DamagedCheckpointError, match="Metadata, found"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["dcp_sharded_tensor_w2", "dcp_zstd_w2", "dcp_misc_single"])
+def test_samples_of_the_repository(name: str) -> None:
+    """Checkpoints as torch 2.13 wrote them: uneven grids, compressed items, every dtype and stride."""
+    wanted = torch.load(DATA / name / "truth.pt", weights_only=True)
+    checkpoint = open_checkpoint(DATA / name / "ckpt")
+
+    prefix = "model." if name == "dcp_sharded_tensor_w2" else ""
+    check_all(checkpoint, {prefix + k: v for k, v in wanted["model"].items()})
+
+
+def test_fuzzed_files_give_clear_errors_only(tmp_path: Path) -> None:
+    """Bytes changed or cut anywhere: an error of ours, or what is stored; never another exception."""
+    writer = written(tmp_path)
+    folder = writer.write(tmp_path)
+    original = {path: path.read_bytes() for path in folder.iterdir()}
+    rng = random.Random(0)
+    refused = 0
+    for turn in range(400):
+        path = rng.choice(sorted(original))
+        data = bytearray(original[path])
+        if turn % 4 == 0:
+            data = data[: rng.randrange(len(data))]
+        else:
+            for _ in range(rng.randint(1, 3)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(data)
+        try:
+            read_everything(folder)
+        except ReshardError:
+            refused += 1
+        path.write_bytes(original[path])
+    assert refused > 100
