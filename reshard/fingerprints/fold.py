@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -190,18 +191,18 @@ def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_l
     high = torch.round(sums * 2.0**-_HALF_BITS)
     low = sums - high * 2.0**_HALF_BITS
     parts = torch.stack((row_limbs @ low.t(), row_limbs @ high.t()))
-    return _join(parts.view(2, LANES, LIMBS, LANES, LIMBS).tolist())
+    return _join(parts.flatten().to(torch.int64).tolist())
 
 
-def _join(parts: list[list[list[list[list[float]]]]]) -> Sums:
-    """Put digits together again: parts[half][lane][row digit][lane][column digit], each an exact integer."""
-    return tuple(
-        sum(
-            int(part[lane][i][lane][j]) << (LIMB_BITS * (i + j) + _HALF_BITS * half)
-            for half, part in enumerate(parts)
-            for i in range(LIMBS)
-            for j in range(LIMBS)
-        )
-        % PRIME
-        for lane in range(LANES)
-    )
+def _join(parts: list[int]) -> Sums:
+    """Put digits together again, of all sums[half][lane][row digit][lane][column digit] those of one lane each."""
+    return tuple(sum(map(operator.mul, of_lane(parts), _WORTH)) % PRIME for of_lane in _OF_LANE)
+
+
+_PLACES = [(half, i, j) for half in range(2) for i in range(LIMBS) for j in range(LIMBS)]
+_WORTH = [1 << (_HALF_BITS * half + LIMB_BITS * (i + j)) for half, i, j in _PLACES]
+_ROWS = LANES * LIMBS
+_OF_LANE = [
+    operator.itemgetter(*(_ROWS * (_ROWS * half + LIMBS * k + i) + LIMBS * k + j for half, i, j in _PLACES))
+    for k in range(LANES)
+]
