@@ -1,0 +1,247 @@
+"""Safetensors: headers are checked before they are believed, indexes and shards too."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from reshard.checkpoint import open as open_checkpoint
+from reshard.dtypes import SAFETENSORS_CODES, dtype_from_name
+from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
+from tests.reshard.formats.samples import DATA, check_all, same
+from tests.reshard.formats.writers import CountingStorage, safetensors_bytes
+
+A = torch.arange(12.0).reshape(3, 4)
+B = torch.arange(5, dtype=torch.int64)
+
+
+def test_every_dtype_as_the_library_writes_it(tmp_path: Path) -> None:
+    """All dtypes that the installed library can write, 4-bit pairs included."""
+    raw = torch.arange(64, dtype=torch.uint8)
+    state = {}
+    for code, name in SAFETENSORS_CODES.items():
+        try:
+            tensor = (raw % 2).view(torch.bool) if name == "bool" else raw.view(dtype_from_name(name)).reshape(2, -1)
+            save_file({code: tensor}, tmp_path / "try.safetensors")
+        except (FormatError, KeyError, ValueError, RuntimeError):
+            continue  # an older torch or library does not have it
+        state[code] = tensor.clone()
+    assert {"BF16", "F32", "BOOL", "U64", "F8_E4M3"} <= set(state)
+    state["scalar"], state["empty"] = torch.tensor(2.0), torch.empty(0, 4)
+    save_file(state, tmp_path / "try.safetensors", metadata={"format": "pt"})
+
+    checkpoint = open_checkpoint(tmp_path / "try.safetensors")
+
+    check_all(checkpoint, state)
+    assert checkpoint.contents.facts["metadata"] == {"format": "pt"}
+
+
+def indexed(folder: Path, **changes: str) -> Path:
+    save_file({"a": A}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": B}, folder / "model-00002-of-00002.safetensors")
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors", **changes}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def test_index_and_numbered_files(tmp_path: Path) -> None:
+    """With an index, by the path of the index, and without one where the numbers are complete."""
+    indexed(tmp_path)
+    check_all(open_checkpoint(tmp_path), {"a": A, "b": B})
+    check_all(open_checkpoint(tmp_path / "model.safetensors.index.json"), {"a": A, "b": B})
+    one = open_checkpoint(tmp_path / "model-00002-of-00002.safetensors")
+    check_all(one, {"b": B})
+    assert "one of several files" in one.warnings[0]
+
+    (tmp_path / "model.safetensors.index.json").unlink()
+    check_all(open_checkpoint(tmp_path), {"a": A, "b": B})
+
+
+def test_indexes_that_lie(tmp_path: Path) -> None:
+    with pytest.raises(DamagedCheckpointError, match=r"00002-of-00002.safetensors holds 'a', but model-00001"):
+        open_checkpoint(indexed(tmp_path, b="model-00001-of-00002.safetensors", a="model-00002-of-00002.safetensors"))
+    with pytest.raises(DamagedCheckpointError, match="holds 'c', but no file does"):
+        open_checkpoint(indexed(tmp_path, c="model-00001-of-00002.safetensors"))
+    with pytest.raises(DamagedCheckpointError, match=r"gone.safetensors should hold 'd'"):
+        open_checkpoint(indexed(tmp_path, d="gone.safetensors"))
+    indexed(tmp_path)
+    save_file({"b": B, "extra": A}, tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(
+        DamagedCheckpointError, match=r"1 tensors are in the files but not in the index, such as 'extra'"
+    ):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weights": 1}')
+    with pytest.raises(DamagedCheckpointError, match="no index of safetensors files"):
+        open_checkpoint(tmp_path)
+
+
+def test_missing_files_without_an_index(tmp_path: Path) -> None:
+    for i in (1, 3):
+        save_file({f"k{i}": A}, tmp_path / f"model-0000{i}-of-00003.safetensors")
+    with pytest.raises(DamagedCheckpointError, match="1 of 3 files are missing, the first is number 2"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(DamagedCheckpointError, match="one of 3 files, and the others are missing"):
+        open_checkpoint(tmp_path)
+
+
+def test_files_that_nothing_says_belong_together(tmp_path: Path) -> None:
+    save_file({"a": A}, tmp_path / "one.safetensors")
+    save_file({"b": A}, tmp_path / "two.safetensors")
+    with pytest.raises(FormatError, match=r"no index that says they belong together: one.safetensors, two.safetensors"):
+        open_checkpoint(tmp_path)
+    check_all(open_checkpoint(tmp_path / "two.safetensors"), {"b": A})
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    for i in (1, 2):
+        save_file({"a": A}, tmp_path / f"model-0000{i}-of-00002.safetensors")
+    with pytest.raises(DamagedCheckpointError, match="'a' is stored twice"):
+        open_checkpoint(tmp_path)
+
+
+def shard(folder: Path, rank: int, offset: list[int], tensor: torch.Tensor) -> None:
+    info = json.dumps({"w": {"saved_offsets": offset}})
+    file = folder / f"shard-{rank:05d}-model-00001-of-00001.safetensors"
+    save_file({"w": tensor.clone()}, file, metadata={"DCP_SHARDING_INFO": info, "DCP_VERSION": "1.0"})
+
+
+def test_shards_of_dcp(tmp_path: Path) -> None:
+    """Global shapes come from the shards; a hole in the middle and a lost writer are seen."""
+    for rank, (r, c) in enumerate([(0, 0), (0, 2), (2, 0), (2, 2)], start=1):
+        shard(tmp_path, rank, [r, c], A[r : r + 2, c : c + 2])
+    checkpoint = open_checkpoint(tmp_path)
+    check_all(checkpoint, {"w": A})
+    assert [chunk.owner for chunk in checkpoint["w"].stored.chunks] == [0, 1, 2, 3]
+
+    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(DamagedCheckpointError, match="all shards of writer 1 are missing"):
+        open_checkpoint(tmp_path)
+    shard(tmp_path, 1, [0, 0], A[:1, :2])
+    with pytest.raises(DamagedCheckpointError, match=r"Box\[1:2, 0:2\] are in no file"):
+        open_checkpoint(tmp_path)["w"][...]
+    shard(tmp_path, 1, [0, 2], A[:1, :2])
+    assert "stored twice" in open_checkpoint(tmp_path).problems()[0]
+
+
+def test_shards_that_contradict_each_other(tmp_path: Path) -> None:
+    shard(tmp_path, 1, [0, 0], A)
+    shard(tmp_path, 2, [3, 0], A.double())
+    with pytest.raises(DamagedCheckpointError, match=r"'w': its chunks have the dtypes \['float32', 'float64'\]"):
+        open_checkpoint(tmp_path)
+    shard(tmp_path, 2, [3], A)
+    with pytest.raises(DamagedCheckpointError, match="has 2 dims, its offset"):
+        open_checkpoint(tmp_path)
+
+
+def config(folder: Path, **fields: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({"architectures": ["XForCausalLM"], **fields}))
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    """The output layer that config.json ties to the embedding can be looked up, but is not listed twice."""
+    save_file({"model.embed_tokens.weight": A}, tmp_path / "model.safetensors")
+    assert dict(open_checkpoint(tmp_path).aliases) == {}
+    config(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    assert same(checkpoint["lm_head.weight"][1:], A[1:])
+    assert checkpoint["lm_head.weight"].name == "lm_head.weight"
+    assert "lm_head.weight" in checkpoint
+    assert list(checkpoint) == ["model.embed_tokens.weight"]
+    for fields in (
+        {"tie_word_embeddings": False},
+        {"architectures": ["XModel"]},
+        {"text_config": {"tie_word_embeddings": False}},
+    ):
+        config(tmp_path, **fields)
+        assert "lm_head.weight" not in open_checkpoint(tmp_path)
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+
+
+BAD = {
+    "no JSON": (b"{oops", b"", "no JSON"),
+    "a list": ([1], b"", "no JSON object"),
+    "the same key twice": (b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"a":1}', b"", "the same key twice"),
+    "no dtype": ({"a": {"shape": [1]}}, b"", "makes no sense"),
+    "negative size": ({"a": entry(shape=[-2])}, b"x" * 8, "makes no sense"),
+    "a size that is no int": ({"a": entry(shape=[2.0])}, b"x" * 8, "makes no sense"),
+    "huge": ({"a": entry(shape=[2**61, 2**61, 2**61])}, b"x" * 8, "needs"),
+    "too few bytes": ({"a": entry(shape=[3])}, b"x" * 8, "needs 12 bytes"),
+    "unknown dtype": ({"a": entry(dtype="F7")}, b"x" * 8, "unknown safetensors dtype 'F7'"),
+    "a hole": ({"a": entry(), "b": entry(data_offsets=[12, 20])}, b"x" * 20, "'b' at .12, 20. leaves a hole of 4"),
+    "an overlap": ({"a": entry(), "b": entry(data_offsets=[4, 12])}, b"x" * 12, "'b' at .4, 12. overlaps"),
+    "cut short": ({"a": entry()}, b"x" * 7, "was cut short"),
+    "bytes behind": ({"a": entry()}, b"x" * 9, "or appended to"),
+    "bad metadata": ({"__metadata__": {"a": 1}}, b"", "must map text to text"),
+    "bad sharding info": ({"a": entry(), "__metadata__": {"DCP_SHARDING_INFO": "[]"}}, b"x" * 8, "DCP_SHARDING_INFO"),
+    "negative offset": (
+        {"a": entry(), "__metadata__": {"DCP_SHARDING_INFO": '{"a": {"saved_offsets": [-1]}}'}}, b"x" * 8, "negative"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_headers_that_lie(name: str, tmp_path: Path) -> None:
+    header, data, message = BAD[name]
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(header, data))
+    with pytest.raises(ReshardError, match=message) as caught:
+        open_checkpoint(tmp_path)
+    assert "model.safetensors" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"1234567", b"\xff" * 8, b"\xff" * 7 + b"\x00" + b"{}", b"\x40" + b"\0" * 7 + b"{}"]
+)
+def test_files_without_a_header(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match=r"model.safetensors: (a safetensors file has|its header should)"):
+        open_checkpoint(tmp_path)
+
+
+def test_only_the_bytes_of_a_slice_are_read(tmp_path: Path) -> None:
+    big = torch.randn(1000, 64)
+    save_file({"big": big}, tmp_path / "model.safetensors")
+    storage = CountingStorage(tmp_path)
+    checkpoint = open_checkpoint(storage)
+    storage.reads.clear()
+
+    assert same(checkpoint["big"][10:30], big[10:30])
+    assert storage.nbytes_read == 20 * 64 * 4
+
+
+def test_fuzzed_files_give_clear_errors_only(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": A, "b": B}, path)
+    original = path.read_bytes()
+    rng = random.Random(0)
+    refused = 0
+    for turn in range(500):
+        data = bytearray(original)
+        if turn % 5 == 0:
+            data = data[: rng.randrange(len(data))]
+        else:
+            data[rng.randrange(len(data) if turn % 2 else 150)] = rng.randrange(256)
+        path.write_bytes(data)
+        try:
+            checkpoint = open_checkpoint(tmp_path)
+            for key in checkpoint:
+                checkpoint[key][...]
+        except ReshardError:
+            refused += 1
+    assert refused > 200
+
+
+def test_the_sample_of_the_repository() -> None:
+    """What torch's own writer left on four ranks, FSDP over TP."""
+    wanted = torch.load(DATA / "hf_dcp_writer_2x2" / "truth.pt", weights_only=True)["model"]
+    checkpoint = open_checkpoint(DATA / "hf_dcp_writer_2x2" / "sharded_1file")
+    check_all(checkpoint, {key: value for key, value in wanted.items() if key in checkpoint})
+    assert len(checkpoint) == 25
