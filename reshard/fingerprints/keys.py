@@ -48,7 +48,7 @@ class Key:
     """The key of a family of fingerprints; only fingerprints of the same key can be compared.
 
     >>> Key().name, Key(b"our secret").name
-    ('', '8ba0f8a4')
+    ('', 'b9218aa1')
     """
 
     secret: bytes = b""
