@@ -13,7 +13,6 @@ So a rank holds one range, perhaps empty, of the row-major flattening of each pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,14 +82,13 @@ class FlatPiece:
         return _sharded_tensor(self, local.detach())
 
 
-def flat_pieces(roots: Iterable[nn.Module]) -> dict[int, list[tuple[str, FlatPiece]]]:
-    """By id of a module: the names of its own parameters that lie in flat parameters, shared ones too."""
+def flat_pieces(unit: nn.Module) -> dict[int, list[tuple[str, FlatPiece]]]:
+    """Of one FSDP1 unit, by id of a module below it: the names of the module's own parameters that lie in the unit's
+    flat parameter, shared ones too. Empty for a unit without parameters of its own."""
     found: dict[int, list[tuple[str, FlatPiece]]] = {}
-    for root in roots:
-        for unit in root.modules():
-            handle = unit.__dict__.get("_handle")
-            if handle is not None and hasattr(handle, "flat_param"):
-                _add_unit(handle, found)
+    handle = unit.__dict__.get("_handle")
+    if handle is not None:
+        _add_unit(handle, found)
     return found
 
 

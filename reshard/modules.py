@@ -85,7 +85,11 @@ class ModuleReader:
         own = module.__dict__
         if self.facts(module).overrides or "state_dict" in own or "load_state_dict" in own:
             return True
-        return any(own.get(kind) and not all(map(_is_known, own[kind].values())) for kind in _HOOKS)
+        for kind in _HOOKS:
+            hooks = own.get(kind)
+            if hooks and not all(map(_is_known, hooks.values())):
+                return True
+        return False
 
     def settle(self, module: nn.Module) -> None:
         """Bring FSDP2 parameters to their sharded form, as its own hook does before a state dict is taken."""

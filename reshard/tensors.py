@@ -50,8 +50,13 @@ def is_sharded(value: object) -> bool:
 
 
 def _is_sharded_tensor(value: object) -> bool:
+    return _is_sharded_class(type(value))
+
+
+@lru_cache(maxsize=256)
+def _is_sharded_class(cls: type) -> bool:
     # by name, so that the module, deprecated upstream, is imported only by those who use it
-    return any(k.__name__ == "ShardedTensor" and "_shard" in k.__module__ for k in type(value).__mro__)
+    return any(k.__name__ == "ShardedTensor" and "_shard" in k.__module__ for k in cls.__mro__)
 
 
 def global_shape(tensor: Any) -> tuple[int, ...]:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from reshard.normalize.broadcast import together
 from reshard.normalize.collect import collect_model, collect_optimizer
-from reshard.normalize.model import apply_model, plan_model, read_model
+from reshard.normalize.model import ModelWrites, apply_model, plan_model, read_model
 from reshard.normalize.names import LiveModel, Models
 from reshard.normalize.optimizers import LiveOptimizers, as_optimizers, flatten, read_optimizers
 from reshard.normalize.options import StateDictOptions, as_options
+from reshard.normalize.receive import receive_model, receive_optimizer
 from reshard.normalize.report import OptimizerReport, SetReport
-from reshard.normalize.restore import apply_optimizers, plan_optimizers
+from reshard.normalize.restore import OptimizerWrites, apply_optimizers, plan_optimizers
+from reshard.tensors import is_sharded
 
 __all__ = [
     "get_model_state_dict",
@@ -28,6 +34,20 @@ __all__ = [
 ]
 
 Optimizers = Optimizer | Iterable[Optimizer]
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """No autograd, and no cyclic garbage collection: it would scan the many small containers made here again and
+    again, which costs more than all else."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def get_model_state_dict(
@@ -44,8 +64,8 @@ def get_model_state_dict(
         NormalizationError: two places have one canonical name.
     """
     opts = as_options(options)
-    live = LiveModel(model, opts.dsd_fqn_modifiers)
-    with torch.no_grad():
+    with _quietly():
+        live = LiveModel(model, opts.dsd_fqn_modifiers)
         return collect_model(_model_state(live, submodules, opts), opts)
 
 
@@ -67,8 +87,8 @@ def get_optimizer_state_dict(
         NormalizationError: a parameter is in two optimizers, or two places of the model have one canonical name.
     """
     opts = as_options(options)
-    live = LiveModel(model, opts.dsd_fqn_modifiers)
-    with torch.no_grad():
+    with _quietly():
+        live = LiveModel(model, opts.dsd_fqn_modifiers)
         return _optimizer_state(LiveOptimizers(live, as_optimizers(optimizers)), submodules, opts)
 
 
@@ -81,9 +101,9 @@ def get_state_dict(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """`get_model_state_dict` and `get_optimizer_state_dict` in one."""
     opts = as_options(options)
-    live = LiveModel(model, opts.dsd_fqn_modifiers)
-    live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
-    with torch.no_grad():
+    with _quietly():
+        live = LiveModel(model, opts.dsd_fqn_modifiers)
+        live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
         model_state = collect_model(_model_state(live, submodules, opts), opts)
         return model_state, _optimizer_state(live_optimizers, submodules, opts)
 
@@ -101,9 +121,10 @@ def set_model_state_dict(
             nothing was changed.
     """
     opts = as_options(options)
-    live = LiveModel(model, opts.dsd_fqn_modifiers)
-    with torch.no_grad():
-        writes = plan_model(live, _by_name(live, model_state_dict), opts)
+    with _quietly():
+        live = LiveModel(model, opts.dsd_fqn_modifiers)
+        given = _model_given(live, model_state_dict, opts)
+        writes = together(lambda: plan_model(live, given, opts), _shared(live, opts))
         return apply_model(writes, opts.strict)
 
 
@@ -125,9 +146,11 @@ def set_optimizer_state_dict(
         NormalizationError: the saved groups contradict the live ones, or the dict has an unknown form.
     """
     opts = as_options(options)
-    live = LiveOptimizers(LiveModel(model, opts.dsd_fqn_modifiers), as_optimizers(optimizers))
-    with torch.no_grad():
-        return apply_optimizers(live, plan_optimizers(live, optim_state_dict, opts))
+    with _quietly():
+        live = LiveOptimizers(LiveModel(model, opts.dsd_fqn_modifiers), as_optimizers(optimizers))
+        given = _optimizer_given(live, optim_state_dict, opts)
+        writes = together(lambda: plan_optimizers(live, given, opts), _shared(live.live, opts))
+        return apply_optimizers(live, writes)
 
 
 def set_state_dict(
@@ -143,14 +166,44 @@ def set_state_dict(
     An empty `model_state_dict` leaves the model alone.
     """
     opts = as_options(options)
-    live = LiveModel(model, opts.dsd_fqn_modifiers)
-    live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
-    with torch.no_grad():
-        given = _by_name(live, model_state_dict)
-        model_writes = plan_model(live, given, opts) if given or opts.broadcast_from_rank0 else None
-        optimizer_writes = plan_optimizers(live_optimizers, optim_state_dict, opts)
+    with _quietly():
+        live = LiveModel(model, opts.dsd_fqn_modifiers)
+        live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
+        model_given: Mapping[str, Any] = {}
+        if model_state_dict or opts.broadcast_from_rank0:
+            model_given = _model_given(live, model_state_dict, opts)
+        optimizer_given = _optimizer_given(live_optimizers, optim_state_dict, opts)
+
+        def plan() -> tuple[ModelWrites | None, OptimizerWrites]:
+            model_writes = plan_model(live, model_given, opts) if model_given else None
+            return model_writes, plan_optimizers(live_optimizers, optimizer_given, opts)
+
+        model_writes, optimizer_writes = together(plan, _shared(live, opts))
         report = apply_model(model_writes, opts.strict) if model_writes is not None else SetReport()
         return replace(report, optimizer=apply_optimizers(live_optimizers, optimizer_writes))
+
+
+def _shared(live: LiveModel, options: StateDictOptions) -> bool:
+    """Whether all ranks set together, so that one's refusal must be everybody's: whole tensors into a sharded model."""
+    if not options.full_state_dict or not (dist.is_available() and dist.is_initialized()):
+        return False
+    return any(slot.piece is not None or is_sharded(slot.value) for slot in live.slots)
+
+
+def _broadcast(options: StateDictOptions) -> bool:
+    if not options.broadcast_from_rank0:
+        return False
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _model_given(live: LiveModel, given: Mapping[Any, Any], options: StateDictOptions) -> Mapping[str, Any]:
+    if _broadcast(options):
+        return receive_model(live, _by_name(live, given) if dist.get_rank() == 0 else {}, options)
+    return _by_name(live, given)
+
+
+def _optimizer_given(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> Mapping[str, Any]:
+    return receive_optimizer(live, given, options) if _broadcast(options) else given
 
 
 def _model_state(live: LiveModel, submodules: Iterable[nn.Module] | None, options: StateDictOptions) -> dict[str, Any]:

@@ -53,12 +53,14 @@ class ModelWrites(NamedTuple):
     report: SetReport
 
 
-def plan_model(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> ModelWrites:
-    """Match `given` with the live names; touches nothing.
+def plan_model(
+    live: LiveModel, given: Mapping[str, Any], options: StateDictOptions, *, outlines: bool = False
+) -> ModelWrites:
+    """Match `given` with the live names; touches nothing. `outlines`: its tensors are on the meta device for now.
 
     Raises KeyMismatchError listing every missing, unexpected and misfitting name (the first two only if strict).
     """
-    match = _Match(live, given, options.ignore_frozen_params)
+    match = _Match(live, given, options.ignore_frozen_params, outlines)
     direct: list[tuple[Slot, Any]] = []
     regions: list[RegionWrite] = []
     for item in live.items:
@@ -107,10 +109,11 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
 class _Match:
     """Finds the given value of each live place, and keeps account."""
 
-    def __init__(self, live: LiveModel, given: Mapping[str, Any], ignore_frozen: bool) -> None:
+    def __init__(self, live: LiveModel, given: Mapping[str, Any], ignore_frozen: bool, outlines: bool) -> None:
         self.live = live
         self.given = given
         self.ignore_frozen = ignore_frozen
+        self.outlines = outlines
         self.used: set[str] = set()
         self.missing: list[str] = []
         self.faults: list[str] = []
@@ -121,9 +124,8 @@ class _Match:
     def take(self, slot: Slot) -> str | None:
         """The name under which `given` has this slot's value, checked; None where it has none."""
         name: str | None = slot.name
-        aliases = self.live.aliases(slot)
-        if len(aliases) > 1:
-            names = [alias for alias in (slot.name, *aliases) if alias in self.given]
+        if slot.name in self.live.tied:
+            names = [alias for alias in (slot.name, *self.live.aliases(slot)) if alias in self.given]
             name = names[0] if names else None
             self._agree(names)
         if name is None or name not in self.given:
@@ -174,16 +176,18 @@ class _Match:
         )
 
     def _placed(self, value: Any, slot: Slot | None) -> Any:
-        if slot is None or slot.value is None or not isinstance(value, torch.Tensor):
+        if self.outlines or slot is None or slot.value is None or not isinstance(value, torch.Tensor):
             return value
         if slot.value.is_meta and not is_meta(value):
             return materialised(value, slot.value)
         return like(value, slot.value) if is_sharded(value) or is_sharded(slot.value) else value
 
     def _fit(self, name: str, value: Any, slot: Slot) -> None:
-        target = slot.value
+        target, shape = slot.value, slot.shape
         assert target is not None
-        fault = problem(value, slot.shape, target.dtype, target.is_meta)
+        if type(value) is torch.Tensor and value.dtype == target.dtype and value.shape == shape and not value.is_meta:
+            return
+        fault = problem(value, shape, target.dtype, target.is_meta or self.outlines)
         if fault is not None:
             self.faults.append(f"{name}: {fault}")
             return

@@ -129,9 +129,8 @@ class LiveModel:
         self.slots: list[Slot] = []
         """All slots, those inside regions too."""
         self.reader = ModuleReader(modifiers)
-        pieces = flat_pieces(stage.module for stage in self.stages)
         for index, stage in enumerate(self.stages):
-            walk = _Walk(self.reader, index, stage.offsets, self.slots, pieces)
+            walk = _Walk(self.reader, index, stage.offsets, self.slots)
             walk.visit(stage.module, "", "", (), self.items)
             _check_offsets(stage, walk.numbered)
         self.by_name: dict[str, Slot] = {}
@@ -139,9 +138,12 @@ class LiveModel:
         """Further slots of a name: a buffer that several stages have."""
         self.names_of: dict[Any, list[str]] = {}
         """By a slot's `identity`, every canonical name that leads to its tensor, the first one first."""
+        self.tied: set[str] = set()
+        """Names whose tensor has other names too."""
         self.pieces_of: dict[int, list[FlatPiece]] = {}
         """By id of a parameter that optimizers have: what it consists of, if it is an FSDP1 one."""
         self._index()
+        self.tied.update(name for names in self.names_of.values() if len(names) > 1 for name in names)
 
     def _index(self) -> None:
         for slot in self.slots:
@@ -189,19 +191,12 @@ class LiveModel:
 class _Walk:
     """One pass over a module tree."""
 
-    def __init__(
-        self,
-        reader: ModuleReader,
-        stage: int,
-        offsets: Mapping[str, int],
-        slots: list[Slot],
-        pieces: Mapping[int, list[tuple[str, FlatPiece]]],
-    ) -> None:
+    def __init__(self, reader: ModuleReader, stage: int, offsets: Mapping[str, int], slots: list[Slot]) -> None:
         self.reader = reader
         self.stage = stage
         self.offsets = offsets
         self.slots = slots
-        self.pieces = pieces
+        self.pieces: dict[int, list[tuple[str, FlatPiece]]] = {}
         self.numbered: set[str] = set()
 
     def visit(
@@ -217,6 +212,9 @@ class _Walk:
             items.append(Region(module, name, tuple(self.slots[start:]), reader))
             return
         reader.settle(module)
+        if facts.is_fsdp1:
+            for owner, found in flat_pieces(module).items():
+                self.pieces.setdefault(owner, []).extend(found)
         self._own(module, live, name, wrappers)
         if items is not None:
             items += self.slots[start:]

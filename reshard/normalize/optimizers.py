@@ -152,8 +152,7 @@ def flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         fields = [(field, value) for field, value in group.items() if field != "params"]
         for name in group["params"]:
             prefix = f"param_groups.{name}."
-            for field, value in fields:
-                flat[prefix + field] = value
+            flat.update([(prefix + field, value) for field, value in fields])
     return flat
 
 

@@ -34,8 +34,11 @@ class OptimizerWrites(NamedTuple):
     report: OptimizerReport
 
 
-def plan_optimizers(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> OptimizerWrites:
-    """Match `given` with the live parameters; touches nothing.
+def plan_optimizers(
+    live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions, *, outlines: bool = False
+) -> OptimizerWrites:
+    """Match `given` with the live parameters; touches nothing. `outlines`: its tensors are on the meta device for now,
+    so that only names and shapes can be checked.
 
     Raises KeyMismatchError for parameters that the dict says nothing about and names that the model does not have
     (both only if strict), and for state of a wrong shape; NormalizationError for groups that contradict each other.
@@ -65,7 +68,7 @@ def plan_optimizers(live: LiveOptimizers, given: Mapping[str, Any], options: Sta
     faults = _misshapen(state, saved)
     if faults or (options.strict and (missing or strangers)):
         raise KeyMismatchError(_message(live, missing, strangers, faults, options.strict))
-    groups = plan_groups(live, saved)
+    groups = [] if outlines else plan_groups(live, saved)
     report = OptimizerReport(
         missing=tuple(missing),
         cold=tuple(cold),
@@ -73,7 +76,7 @@ def plan_optimizers(live: LiveOptimizers, given: Mapping[str, Any], options: Sta
         kept_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.kept),
         added_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.added),
     )
-    return OptimizerWrites(list(joined_pieces(state)), other, groups, report)
+    return OptimizerWrites([] if outlines else list(joined_pieces(state)), other, groups, report)
 
 
 def apply_optimizers(live: LiveOptimizers, writes: OptimizerWrites) -> OptimizerReport:

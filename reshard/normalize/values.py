@@ -38,7 +38,7 @@ def is_meta(value: torch.Tensor) -> bool:
 
 def write(value: torch.Tensor, target: torch.Tensor) -> None:
     """Copy `value` into the memory of `target`, which it fits; collective only if they are sharded differently."""
-    if type(value) is type(target) is torch.Tensor or not (is_sharded(value) or is_sharded(target)):
+    if not (is_sharded(value) or is_sharded(target)):
         _write_plain(value, target)
     elif _same_layout(value, target):
         for mine, its in zip(local_tensors(target), local_tensors(value), strict=True):
