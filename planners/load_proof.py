@@ -17,7 +17,7 @@ from planners.ownership import Segments
 from planners.patches import rearranged
 from planners.view_overlap import ViewOverlap
 
-__all__ = ["load_findings"]
+__all__ = ["global_box", "load_findings", "segments_fault"]
 
 
 def load_findings(plan: LoadPlan) -> Iterator[Finding]:
@@ -56,7 +56,7 @@ def _geometry_findings(plan: LoadPlan, names: Sequence[str]) -> Iterator[Finding
     wanted, overlap = plan.wanted[fqn], plan.overlap(fqn)
     if isinstance(overlap, ProductOverlap):
         for d, segments in enumerate(overlap.dims):
-            wrong = _segments_fault(segments)
+            wrong = segments_fault(segments)
             if wrong is not None:
                 owner, at, what = wrong
                 index = tuple(at if i == d else 0 for i in range(len(wanted.spec.shape)))
@@ -82,7 +82,7 @@ def _geometry_findings(plan: LoadPlan, names: Sequence[str]) -> Iterator[Finding
             yield from (Finding(finding.message, name, rank, finding.element) for name in names)
 
 
-def _segments_fault(segments: Segments) -> tuple[int, int, str] | None:
+def segments_fault(segments: Segments) -> tuple[int, int, str] | None:
     """(wanted owner, global index, what is wrong) of one dim's table; None if it is right."""
     wanted, saved = segments.wanted, segments.saved
     lengths = segments.stops - segments.starts
@@ -140,7 +140,7 @@ def _tensor_findings(plan: LoadPlan, rank: int, fqn: str, items: Sequence[ReadIt
             sound[item.part].append(item.target)
     if isinstance(overlap, ViewOverlap):
         for filled in overlap.fills(rank):
-            meant = _global_box(parts[filled.part], filled.target)
+            meant = global_box(parts[filled.part], filled.target)
             declared = [fill for fill in overlap.view.fills if fill.value == filled.value]
             if meant is None or not any(fill.target.contains(meant) for fill in declared):
                 yield Finding(f"fills {filled.target} of the local tensor, which no view declares", fqn, rank)
@@ -148,7 +148,7 @@ def _tensor_findings(plan: LoadPlan, rank: int, fqn: str, items: Sequence[ReadIt
     for index, part in enumerate(parts):
         fault = tiling_fault([local for _, local in part.boxes()], sound[index])
         if fault is not None:
-            element = _global_box(part, Box(fault.element, (1,) * len(fault.element)))
+            element = global_box(part, Box(fault.element, (1,) * len(fault.element)))
             times = "never" if fault.count == 0 else f"{fault.count} times"
             yield Finding(
                 f"is written {times}, at {fault.element} of the local tensor",
@@ -180,7 +180,7 @@ def _item_fault(item: ReadItem, plan: LoadPlan, parts: Sequence[Part]) -> str | 
         return f"writes local tensor {item.part}, but the rank has {len(parts)}"
     if item.target.is_empty:
         return None
-    meant = _global_box(parts[item.part], item.target)
+    meant = global_box(parts[item.part], item.target)
     if meant is None:
         return f"writes {item.target}, which goes beyond a piece of the local tensor"
     return _origin_fault(item, plan, meant)
@@ -200,7 +200,7 @@ def _origin_fault(item: ReadItem, plan: LoadPlan, meant: Box) -> str | None:
     return f"writes to {meant} what is at {item.box} of {item.saved_fqn!r}, which no view declares"
 
 
-def _global_box(part: Part, local_box: Box) -> Box | None:
+def global_box(part: Part, local_box: Box) -> Box | None:
     """A box of the local tensor in global coordinates; None if it is not within one of the part's boxes."""
     for box, local in part.boxes():
         if local.contains(local_box):

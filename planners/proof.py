@@ -18,6 +18,9 @@ from planners.load_plan import LoadPlan
 from planners.load_proof import load_findings
 from planners.save_plan import SavePlan
 from planners.save_proof import save_findings
+from planners.schedule import Schedule
+from planners.transfer_plan import TransferPlan
+from planners.transfer_proof import schedule_findings, transfer_findings
 
 __all__ = ["Finding", "Report", "verify"]
 
@@ -28,7 +31,9 @@ def verify(subject: object) -> Report:
     A layout is right if its regions tile every tensor, each element once per group of replicas. A load plan is right
     if every wanted element is written exactly once, from the saved element with the same global coordinates (or the one
     that a view makes it of), out of a chunk that its owner holds, or is a constant that a view declares. A save plan
-    is right if every element is written exactly once, by a rank that holds it.
+    is right if every element is written exactly once, by a rank that holds it. A transfer plan is right if every needed
+    element arrives exactly once, from a rank that holds it. A schedule is right if its plan is, if no rank sends to two
+    or receives from two in one round, if its budget is kept, and if every byte of the plan travels once.
 
     Raises PlanError for a value of which nothing can be proved.
     """
@@ -68,5 +73,7 @@ _JUDGES: list[tuple[type, Callable[[Any], Iterable[Finding]], Callable[[Any], in
     (StateLayout, _layout_findings, len),
     (LoadPlan, load_findings, lambda plan: len(plan.wanted)),
     (SavePlan, save_findings, lambda plan: len(plan.layout)),
+    (TransferPlan, transfer_findings, lambda plan: len(plan.names)),
+    (Schedule, schedule_findings, lambda rounds: len(rounds.plan.names)),
 ]
 """(kind of subject, its findings, how many tensors it has)"""

@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from planners.box import Box
+from planners.layout import StateLayout
 from planners.load_plan import LoadPlan
 from planners.ownership import Ints
 from planners.patches import arrange
+from planners.transfer_plan import TransferPlan
 
 __all__ = ["element_ids", "local_ids", "replay"]
 
@@ -30,8 +32,12 @@ def element_ids(shape: tuple[int, ...], box: Box | None = None) -> Ints:
 
 def local_ids(plan: LoadPlan, fqn: str, rank: int) -> tuple[Ints, ...]:
     """The ids that the wanted layout says should be in each local tensor of `rank`."""
-    shape, out = plan.wanted[fqn].spec.shape, []
-    for part in plan.wanted.parts(fqn, rank):
+    return _held_ids(plan.wanted, fqn, rank)
+
+
+def _held_ids(layout: StateLayout, fqn: str, rank: int) -> tuple[Ints, ...]:
+    shape, out = layout[fqn].spec.shape, []
+    for part in layout.parts(fqn, rank) if rank < layout.world_size else ():
         ids = np.full(part.sizes, -1, dtype=np.int64)
         for box, local in part.boxes():
             ids[local.slices] = element_ids(shape, box)
@@ -39,14 +45,28 @@ def local_ids(plan: LoadPlan, fqn: str, rank: int) -> tuple[Ints, ...]:
     return tuple(out)
 
 
+def _replay_transfers(plan: TransferPlan, rank: int) -> dict[str, tuple[npt.NDArray[Any], ...]]:
+    here = rank < plan.after.world_size
+    out: dict[str, tuple[npt.NDArray[Any], ...]] = {
+        fqn: tuple(np.full(part.sizes, -1, dtype=np.int64) for part in (plan.after.parts(fqn, rank) if here else ()))
+        for fqn in plan.names
+    }
+    for item in plan.items_to(rank):
+        given = _held_ids(plan.before, item.fqn, item.sender)[item.source_part]
+        out[item.fqn][item.target_part][item.target.slices] = given[item.source.slices]
+    return out
+
+
 def replay(
-    plan: LoadPlan, rank: int, saved: Mapping[str, npt.NDArray[Any]] | None = None
+    plan: LoadPlan | TransferPlan, rank: int, saved: Mapping[str, npt.NDArray[Any]] | None = None
 ) -> dict[str, tuple[npt.NDArray[Any], ...]]:
     """What arrives in the local tensors of `rank`. `saved` gives the whole saved tensors, all of one kind of number;
-    without it, every saved element is its own row-major number.
+    without it, and for transfers, every element is its own row-major number.
 
     Returns, for each wanted name, one array per local tensor; -1 marks elements that nothing was written to.
     """
+    if isinstance(plan, TransferPlan):
+        return _replay_transfers(plan, rank)
     dtype = np.result_type(*saved.values()) if saved else np.dtype(np.int64)
     out: dict[str, tuple[npt.NDArray[Any], ...]] = {
         fqn: tuple(np.full(part.sizes, -1, dtype=dtype) for part in plan.wanted.parts(fqn, rank)) for fqn in plan.wanted

@@ -41,54 +41,59 @@ class Route:
         self._ranks_per_host = ranks_per_host
         holders = self.meeting.holders
         self._alone = bool(holders.counts.max(initial=0) <= 1)
-        self._order = holders.ranks
+        self.order = holders.ranks
+        """The holders of each source, least loaded first; otherwise like `Holders.ranks`."""
         if not self._alone:
             order = np.lexsort((holders.ranks, loads[holders.ranks], holders.source_of))
-            self._order = holders.ranks[order]
+            self.order = holders.ranks[order]
         self._far: dict[int, list[int]] = {}
 
     # --- one rank ---
 
-    def sender(self, source: int, receiver: int, tensor: int) -> int:
-        """Who sends its part of `source` of the `tensor`-th name of the group to `receiver`; itself if it holds it."""
+    def senders(self, source: int, receiver: int) -> list[int]:
+        """Who sends the part of `source` that `receiver` needs, for each tensor of the group; itself if it holds it."""
         holders = self.meeting.holders
         begin, end = int(holders.indptr[source]), int(holders.indptr[source + 1])
         if self._holds(source, receiver):
-            return receiver
+            return [receiver] * self._tensors
         if end - begin == 1:
-            return int(holders.ranks[begin])
+            return [int(holders.ranks[begin])] * self._tensors
         near, past = self._near(source, receiver)
         if past > near:
-            return int(holders.ranks[near + (receiver + tensor) % (past - near)])
-        far = self._far_receivers(source)
-        turn = far.index(receiver) + _first_turn(tensor, len(far), end - begin)
-        return int(self._order[begin + turn % (end - begin)])
+            mates = holders.ranks[near:past].tolist()
+            return [mates[(receiver + t) % len(mates)] for t in range(self._tensors)]
+        far, dealt = self._far_receivers(source), self.order[begin:end].tolist()
+        turn = far.index(receiver)
+        return [dealt[(turn + _first_turn(t, len(far), len(dealt))) % len(dealt)] for t in range(self._tensors)]
 
-    def served(self, source: int, rank: int, tensor: int) -> list[int]:
-        """The other ranks to which holder `rank` sends parts of `source` of the `tensor`-th name, ascending."""
+    def served(self, source: int, rank: int) -> Iterator[tuple[int, int]]:
+        """(tensor, receiver) of all that holder `rank` sends of `source` to others; receivers of a tensor ascend."""
         holders = self.meeting.holders
         begin, end = int(holders.indptr[source]), int(holders.indptr[source + 1])
         if end - begin == 1:
-            return [r for r in self.meeting.receivers(source).tolist() if r != rank]
+            others = [r for r in self.meeting.receivers(source).tolist() if r != rank]
+            yield from ((t, r) for t in range(self._tensors) for r in others)
+            return
         far, count = self._far_receivers(source), end - begin
-        place = self._order[begin:end].tolist().index(rank)
-        found = far[(place - _first_turn(tensor, len(far), count)) % count :: count]
+        place = self.order[begin:end].tolist().index(rank)
+        mates, near, my_place = self._served_near(source, rank)
+        for t in range(self._tensors):
+            found = far[(place - _first_turn(t, len(far), count)) % count :: count]
+            yield from ((t, r) for r in sorted([*found, *(r for r in mates if (r + t) % near == my_place)]))
+
+    def _served_near(self, source: int, rank: int) -> tuple[list[int], int, int]:
+        """The ranks on the host of `rank` that holders there serve, how many these are, and the place of `rank`."""
         if self._ranks_per_host is None:
-            return found
+            return [], 1, 0
         near, past = self._near(source, rank)
-        place = holders.ranks[near:past].tolist().index(rank)
-        mates = [r for r in self._mates(rank) if (r + tensor) % (past - near) == place]
-        needy = set(self.meeting.receivers(source).tolist()) if mates else set()
-        return sorted([*found, *(r for r in mates if r in needy and not self._holds(source, r))])
+        first = rank - rank % self._ranks_per_host
+        receivers = self.meeting.receivers(source)
+        receivers = receivers[(receivers >= first) & (receivers < first + self._ranks_per_host)]
+        needy = receivers[~self.meeting.holders.hold(np.full(len(receivers), source, dtype=np.int64), receivers)]
+        return needy.tolist(), past - near, self.meeting.holders.ranks[near:past].tolist().index(rank)
 
     def _holds(self, source: int, rank: int) -> bool:
         return bool(self.meeting.holders.hold(np.array([source]), np.array([rank]))[0])
-
-    def _mates(self, rank: int) -> range:
-        """The ranks of the host of `rank`."""
-        assert self._ranks_per_host is not None
-        first = rank - rank % self._ranks_per_host
-        return range(first, first + self._ranks_per_host)
 
     def _near(self, source: int, rank: int) -> tuple[int, int]:
         begin, end = self._near_all(np.array([source]), np.array([rank]))
@@ -172,7 +177,7 @@ class Route:
             for at in range(0, len(rows), step):
                 some = rows[at : at + step]
                 place = (turn[some][:, None] + first) % holding
-                senders = self._order[holders.indptr[source[some]][:, None] + place]
+                senders = self.order[holders.indptr[source[some]][:, None] + place]
                 sizes = nbytes[some][:, None] * times
                 yield Traffic(senders.reshape(-1), np.repeat(receiver[some], len(first)), sizes.reshape(-1))
 

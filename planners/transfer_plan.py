@@ -21,7 +21,7 @@ from planners.box import Box
 from planners.errors import CoverageError, LayoutMismatchError, PlanError
 from planners.grouping import pair_groups
 from planners.layout import StateLayout
-from planners.meeting import Common, meeting_of
+from planners.meeting import meeting_of
 from planners.ownership import Ints
 from planners.routes import Route, Traffic
 
@@ -83,14 +83,22 @@ class TransferPlan:
         ranks_per_host: int | None = None,
         explicit: Mapping[int, Sequence[TransferItem]] | None = None,
     ) -> None:
-        """`names`: what is moved; both sides have it. Use `plan_transfers`, which checks that."""
+        """`names`: what is moved; both sides have it. Use `plan_transfers`, which checks that.
+
+        Raises PlanError for explicit items from or to ranks outside the job, or to other receivers than they are
+        listed for.
+        """
         self.before, self.after, self.names = before, after, tuple(names)
         self.ranks_per_host = ranks_per_host
         self.explicit = {rank: TransferItems(items) for rank, items in (explicit or {}).items()}
         if ranks_per_host is not None and ranks_per_host < 1:
             raise PlanError(f"ranks_per_host must be >= 1, got {ranks_per_host}")
-        for rank in self.explicit:
+        for rank, items in self.explicit.items():
             self._check(rank)
+            for item in items:
+                self._check(item.sender)
+                if item.receiver != rank:
+                    raise PlanError(f"an item listed for this rank goes to rank {item.receiver}", rank=rank)
 
     @property
     def world_size(self) -> int:
@@ -125,13 +133,15 @@ class TransferPlan:
         self._check(rank)
         found: list[tuple[int, TransferItem]] = []
         for route in self.routes:
-            nbytes = route.group.before.spec.itemsize
+            names, positions = route.group.names, route.group.positions
             for source in route.meeting.sources_of(rank):
-                for tensor, (fqn, position) in enumerate(zip(route.group.names, route.group.positions)):
-                    for receiver in route.served(source, rank, tensor):
-                        if receiver not in self.explicit:
-                            for common in route.meeting.commons(source, receiver):
-                                found.append((position, _item(fqn, rank, receiver, common, nbytes)))
+                commons: dict[int, list[_Common]] = {}
+                for tensor, receiver in route.served(source, rank):
+                    if receiver not in self.explicit:
+                        if receiver not in commons:
+                            commons[receiver] = _commons(route, source, receiver)
+                        fqn, position = names[tensor], positions[tensor]
+                        found.extend((position, TransferItem(fqn, rank, receiver, *c)) for c in commons[receiver])
         found.sort(key=lambda row: row[0])
         listed = [item for items in self.explicit.values() for item in items if item.sender == rank]
         return TransferItems([*(item for _, item in found), *(item for item in listed if not item.is_local)])
@@ -144,14 +154,21 @@ class TransferPlan:
     def _derived_to(self, rank: int) -> TransferItems:
         found: list[tuple[int, TransferItem]] = []
         for route in self.routes:
-            meeting, itemsize = route.meeting, route.group.before.spec.itemsize
-            for source in meeting.sources(rank):
-                commons = meeting.commons(source, rank)
-                for tensor, (fqn, position) in enumerate(zip(route.group.names, route.group.positions)):
-                    sender = route.sender(source, rank, tensor)
-                    found.extend((position, _item(fqn, sender, rank, common, itemsize)) for common in commons)
+            for source in route.meeting.sources(rank):
+                commons = _commons(route, source, rank)
+                for fqn, position, sender in zip(route.group.names, route.group.positions, route.senders(source, rank)):
+                    found.extend((position, TransferItem(fqn, sender, rank, *common)) for common in commons)
         found.sort(key=lambda row: row[0])
         return TransferItems(item for _, item in found)
+
+    def first_items(self, route: Route, rank: int) -> list[TransferItem]:
+        """What arrives at `rank` of the first tensor of a route's group, whatever was listed explicitly."""
+        fqn = route.group.names[0]
+        return [
+            TransferItem(fqn, route.senders(source, rank)[0], rank, *common)
+            for source in route.meeting.sources(rank)
+            for common in _commons(route, source, rank)
+        ]
 
     # --- all ranks ---
 
@@ -269,9 +286,16 @@ class TransferPlan:
         )
 
 
-def _item(fqn: str, sender: int, receiver: int, common: Common, itemsize: int) -> TransferItem:
-    box, source, target, source_part, target_part = common
-    return TransferItem(fqn, sender, receiver, box, source, target, box.numel * itemsize, source_part, target_part)
+_Common = tuple[Box, Box, Box, int, int, int]
+
+
+def _commons(route: Route, source: int, receiver: int) -> list[_Common]:
+    """The fields of items that are the same for all tensors of the group and all holders of the source."""
+    itemsize = route.group.before.spec.itemsize
+    return [
+        (box, mine, its, box.numel * itemsize, source_part, target_part)
+        for box, mine, its, source_part, target_part in route.meeting.commons(source, receiver)
+    ]
 
 
 def plan_transfers(

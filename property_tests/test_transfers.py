@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import elements, local_arrays
 
-from planners import StateLayout, TensorLayout, plan_transfers
+from planners import StateLayout, TensorLayout, plan_transfers, replay, verify
+from planners.box import Box
 from planners.forms import FlatForm
 from planners.testing import product_layouts, specs, state_pairs
 
@@ -53,10 +54,14 @@ def test_every_needed_element_arrives_once_and_crosses_only_if_it_must(pair, ran
 
     plan = plan_transfers(before, after, ranks_per_host=ranks_per_host)
 
+    assert verify(plan).ok
     for rank in range(plan.world_size):
+        replayed = replay(plan, rank)
         received = local = 0
         for fqn, layout in after.items():
             for got, due in zip(moved(plan, fqn, rank), local_parts(layout, rank), strict=True):
+                np.testing.assert_array_equal(got, due)
+            for got, due in zip(replayed[fqn], local_parts(layout, rank), strict=True):
                 np.testing.assert_array_equal(got, due)
             needed, own = owned(layout, rank), owned(before[fqn], rank)
             received += len(needed - own) * layout.spec.itemsize
@@ -133,3 +138,66 @@ def test_a_receiver_is_served_on_its_own_host_where_that_is_possible(data, ranks
             assert item.sender // ranks_per_host == host
         if item.receiver in near:
             assert item.is_local
+
+
+def spoiled(item):
+    """Every way to spoil one item: lose it, do it twice, move or shrink a side of it by one, take it from elsewhere."""
+    yield "drop", []
+    yield "duplicate", [item, item]
+    yield "bytes", [item._replace(nbytes=item.nbytes + 1)]
+    yield "part", [item._replace(target_part=item.target_part + 1000)]
+    yield "name", [item._replace(fqn="another")]
+    for d in range(item.box.ndim):
+        step = [int(i == d) for i in range(item.box.ndim)]
+        small = [size - s for size, s in zip(item.box.sizes, step)]
+        for side in ("box", "source", "target"):
+            box = getattr(item, side)
+            yield f"shift {side}", [item._replace(**{side: box.shift(step)})]
+            if box.offsets[d]:
+                yield f"shift {side} back", [item._replace(**{side: box.shift([-s for s in step])})]
+            yield f"shrink {side}", [item._replace(**{side: Box(box.offsets, small)})]
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_verify_finds_any_one_spoiled_item(data):
+    plan = plan_transfers(*data.draw(state_pairs(max_tensors=1)))
+    ranks = [rank for rank in range(plan.world_size) if plan.items_to(rank)]
+    if not ranks:
+        return
+    rank = data.draw(st.sampled_from(ranks))
+    items = list(plan.items_to(rank))
+    at = data.draw(st.integers(0, len(items) - 1))
+    listed = plan.with_items({rank: items})
+
+    assert verify(listed).ok
+    assert listed.sent_bytes().tolist() == plan.sent_bytes().tolist()
+    assert [c.tolist() for c in listed.traffic()] == [c.tolist() for c in plan.traffic()]
+    for what, instead in spoiled(items[at]):
+        report = verify(plan.with_items({rank: [*items[:at], *instead, *items[at + 1 :]]}))
+        assert not report.ok, what
+        assert report.findings[0].rank == rank
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_verify_finds_a_sender_that_does_not_hold_what_it_sends(data):
+    plan = plan_transfers(*data.draw(state_pairs(max_tensors=1)))
+    ranks = [rank for rank in range(plan.world_size) if plan.items_to(rank)]
+    if not ranks:
+        return
+    rank = data.draw(st.sampled_from(ranks))
+    items = list(plan.items_to(rank))
+    at = data.draw(st.integers(0, len(items) - 1))
+    for other in range(plan.world_size):
+        changed = plan.with_items({rank: [*items[:at], items[at]._replace(sender=other), *items[at + 1 :]]})
+        assert verify(changed).ok == held_alike(plan, items[at], other)
+
+
+def held_alike(plan, item, rank: int) -> bool:
+    """Whether `rank` has the same elements at the same place of its local tensors as the item says."""
+    arrays = local_parts(plan.before[item.fqn], rank)
+    if item.source_part >= len(arrays) or any(b > n for b, n in zip(item.source.stops, arrays[item.source_part].shape)):
+        return False
+    ids = np.arange(plan.before[item.fqn].spec.numel).reshape(plan.before[item.fqn].spec.shape)
+    return np.array_equal(arrays[item.source_part][item.source.slices], ids[item.box.slices])
