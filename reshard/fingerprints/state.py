@@ -13,7 +13,7 @@ from planners.forms import Part
 from planners.layout import StateLayout, TensorLayout
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError
 from reshard.fingerprints.keys import PUBLIC, Key
-from reshard.fingerprints.partial import Partial, partial
+from reshard.fingerprints.parts import Partial, partial
 from reshard.group import Group
 from reshard.tensors import is_tensor, layout_of, local_tensors
 from reshard.tree import flatten, key_of
