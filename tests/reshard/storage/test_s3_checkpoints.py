@@ -1,0 +1,135 @@
+"""Whole checkpoints in an object store: round trips over a bad network, and a writer killed at every single request."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import traceback
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from reshard.loading import load
+from reshard.saving import save
+from reshard.storage import open_storage
+from reshard.storage.objects import ObjectStorage, open_objects
+from tests import gloo
+from tests.reshard.storage.s3_server import FlakyProxy, S3Server
+
+
+def _state(step: int) -> dict[str, Any]:
+    weights = torch.arange(1_400_000, dtype=torch.float32).reshape(1400, 1000) + step  # more than one part
+    return {"model": {"w": weights, "b": torch.full((3,), float(step)), "none": torch.empty(0, 4)}, "step": step}
+
+
+def _blank() -> dict[str, Any]:
+    return {"model": {"w": torch.zeros(1400, 1000), "b": torch.zeros(3), "none": torch.empty(0, 4)}, "step": 0}
+
+
+def _loaded_step(url: str) -> int:
+    """The step of a checkpoint that is whole: of one save in all its parts."""
+    target = _blank()
+    load(target, url)
+    step = int(target["step"])
+    expected = _state(step)
+    assert all(torch.equal(target["model"][key], expected["model"][key]) for key in expected["model"])
+    return step
+
+
+def _storage(url: str) -> ObjectStorage:
+    return ObjectStorage(open_objects(url)._store, url, part_bytes=5 << 20)
+
+
+def test_round_trip(s3: S3Server) -> None:
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+    for step in (1, 2):
+        save(_state(step), url)
+        assert _loaded_step(url) == step
+    generations = {name.split("/")[0] for name in open_storage(url).list("data-")}
+    assert len(generations) == 1, "the replaced one is gone"
+
+
+def test_save_and_load_over_a_bad_network(proxy: FlakyProxy) -> None:
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+    proxy.throttle, proxy.drop = 3, 2
+    save(_state(1), _storage(url))
+    assert proxy.throttle == proxy.drop == 0
+    proxy.throttle, proxy.drop, proxy.drop_after = 2, 2, 1000
+    assert _loaded_step(url) == 1
+    assert proxy.throttle == proxy.drop == 0
+
+
+class _Dying:
+    """The functions of obstore, until request number `last`: then the process dies, before it or after it."""
+
+    def __init__(self, api: Any, last: int, after: bool) -> None:
+        self._api = api
+        self._numbers = itertools.count(1)
+        self._last = last
+        self._after = after
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            number = next(self._numbers)
+            if number == self._last and not self._after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                return getattr(self._api, name)(*args, **kwargs)
+            finally:
+                if number == self._last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        return call
+
+
+def _save_and_die(url: str, step: int, last: int, after: bool) -> int:
+    storage = _storage(url)
+    storage._api = _Dying(storage._api, last, after)
+    save(_state(step), storage)
+    return 0
+
+
+def _forked(call: Callable[..., int], *args: Any) -> int:
+    """What `call` returns in a fork of this process, or minus the signal that killed it; 255 if it raised."""
+    pid = os.fork()
+    if pid == 0:
+        code = 255
+        try:
+            code = call(*args)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _die_at_every_request(url: str, after: bool) -> int:
+    """In a process that never uses obstore itself, whose threads no fork would get. Returns how many writers died."""
+    assert _forked(_save_and_die, url, 1, 0, False) == 0
+    step, deaths = 1, 0
+    # after one request is before the next: so every other one is enough
+    for last in range(1, 100, 2):
+        end = _forked(_save_and_die, url, step + 1, last, after)
+        found = _forked(_loaded_step, url)
+        assert found in (step, step + 1), (last, end, found)
+        if end == 0:
+            assert found == step + 1
+            return deaths
+        assert end == -signal.SIGKILL, (last, end)
+        step = found
+        deaths += 1
+    raise AssertionError("a save of so few files cannot take so many requests")
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_writer_killed_at_any_request_leaves_the_old_or_the_new(s3: S3Server, after: bool) -> None:
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+    (deaths,) = gloo.run(_die_at_every_request, 1, url, after, init=False)
+    assert deaths >= 5
+    names = open_storage(url).list()
+    assert len({name.split("/")[0] for name in names if name.startswith("data-")}) == 1, "no garbage grows"
+    assert sum(names.values()) < 1.1 * 4 * 1_400_000
