@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from reshard.errors import CheckpointNotFoundError, FormatError
 from reshard.formats import accelerate, dcp, deepspeed, lightning, native, rank_files, safetensors, torch_save
@@ -44,7 +44,7 @@ def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, in
         parent, _, last = text.rstrip("/").rpartition("/")
         remote = "://" in text and urlsplit(text).scheme not in ("file", "memory")
         single = last.endswith(_FILE_SUFFIXES) if remote else _is_local_file(text)
-        file = last if single else ""
+        file = (unquote(last) if "://" in text else last) if single else ""
         storage = open_storage((parent or ("/" if text.startswith("/") else ".")) if single else path)
     names = storage.list(file)
     if file and file in names:
@@ -56,7 +56,7 @@ def _is_local_file(text: str) -> bool:
     scheme, separator, rest = text.partition("://")
     if separator and scheme != "file":
         return False
-    return Path(rest if separator else text).is_file()
+    return Path(unquote(rest) if separator else text).is_file()
 
 
 def _pick(storage: Storage, names: Mapping[str, int], url: str) -> Format:

@@ -1,0 +1,151 @@
+"""Folders of per-rank files, and folders made of several formats."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from planners.mesh import Mesh
+from planners.placement import Shard, StridedShard
+from reshard.checkpoint import open as open_checkpoint
+from reshard.errors import DamagedCheckpointError, FormatError
+from tests.reshard.formats.samples import DATA, check_all, same
+from tests.reshard.formats.writers import DcpWriter, grid
+
+VERL = DATA / "pt_dtensor_2x2"
+A = torch.arange(12.0).reshape(3, 4)
+
+
+def test_dtensors_on_a_two_axis_mesh() -> None:
+    """FSDP over TP, written by torch 2.13: the parts are put together by mesh and placements, strided ones too."""
+    wanted = torch.load(VERL / "truth.pt", weights_only=True)["model"]
+
+    checkpoint = open_checkpoint(VERL / "ckpt")
+
+    check_all(checkpoint, {f"model.{key}": value for key, value in wanted.items()})
+    layout = checkpoint["model.layers.0.attention.wq.weight"].stored.layout
+    assert layout is not None
+    assert layout.mesh == Mesh({"dp": 2, "tp": 2})
+    assert layout.placements == (StridedShard(0, 2), Shard(0))
+    norm = checkpoint.layout["model.norm.weight"]
+    assert norm.mesh == Mesh({"dp": 2}, ranks=[0, 2]) or norm.mesh is None
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    for file in VERL.glob("ckpt/*"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "model_world_size_4_rank_2.pt").unlink()
+    with pytest.raises(DamagedCheckpointError, match="the file of rank 2 of 4 is missing"):
+        open_checkpoint(tmp_path)
+
+
+def test_parts_of_the_wrong_rank_are_seen(tmp_path: Path) -> None:
+    """Two files exchanged: shapes, or elements stored twice and missing, tell."""
+    for file in VERL.glob("ckpt/*"):
+        shutil.copy(file, tmp_path)
+    shutil.copy(tmp_path / "model_world_size_4_rank_0.pt", tmp_path / "model_world_size_4_rank_3.pt")
+    with pytest.raises(DamagedCheckpointError, match=r"local tensor of .* has shape .* should hold"):
+        open_checkpoint(tmp_path).problems() and open_checkpoint(tmp_path)["model.tok_embeddings.weight"][...]
+
+
+def ranks(folder: Path, *values: Any, name: str = "model_world_size_{world}_rank_{rank}.pt") -> Path:
+    for rank, value in enumerate(values):
+        torch.save(value, folder / name.format(world=len(values), rank=rank))
+    return folder
+
+
+def test_plain_values_of_several_ranks(tmp_path: Path) -> None:
+    """Equal ones are one value; those that differ are all kept, under their ranks; nothing is lost silently."""
+    same_on_all = {"w": A, "epoch": 3, "nan": torch.tensor(float("nan"))}
+    checkpoint = open_checkpoint(
+        ranks(
+            tmp_path,
+            {**same_on_all, "rng": torch.tensor([0]), "r": 0},
+            {**same_on_all, "rng": torch.tensor([1]), "r": 1},
+        )
+    )
+
+    assert sorted(checkpoint) == ["model.nan", "model.rng.rank_0", "model.rng.rank_1", "model.w"]
+    assert dict(checkpoint.objects) == {"model.epoch": 3, "model.r.rank_0": 0, "model.r.rank_1": 1}
+    assert checkpoint.contents.facts["per_rank"] == ("model.r", "model.rng")
+    assert same(checkpoint["model.w"][1:], A[1:])
+    assert same(checkpoint["model.rng.rank_1"][...], torch.tensor([1]))
+
+
+def test_sections_and_other_files(tmp_path: Path) -> None:
+    ranks(tmp_path, {"w": A}, {"w": A}, name="pytorch_model_fsdp_0_rank{rank}.bin")
+    ranks(tmp_path, {"state": {0: A}}, {"state": {0: A}}, name="optimizer_0_rank{rank}.bin")
+    torch.save({"x": 1}, tmp_path / "scheduler.bin")
+
+    checkpoint = open_checkpoint(tmp_path)
+
+    check_all(checkpoint, {"model.w": A, "optimizer.state.0": A})
+    assert checkpoint.warnings == ("not opened: scheduler.bin",)
+    assert list(checkpoint.nested()["optimizer"]["state"]) == [0]
+
+
+def test_accelerate_with_one_file_of_weights(tmp_path: Path) -> None:
+    """Each file is a section; an object of a foreign class is read only when asked for."""
+    save_file({"w": A}, tmp_path / "model.safetensors")
+    torch.save({"state": {0: {"m": A}}, "param_groups": [{"lr": 0.1}]}, tmp_path / "optimizer.bin")
+    torch.save({"last_epoch": 2}, tmp_path / "scheduler.bin")
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "training_args.bin")
+    (tmp_path / "config.json").write_text("{}")
+
+    checkpoint = open_checkpoint(tmp_path)
+
+    assert checkpoint.format == "accelerate"
+    check_all(checkpoint, {"model.w": A, "optimizer.state.0.m": A})
+    assert checkpoint.objects["scheduler.last_epoch"] == 2
+    assert checkpoint.nested()["optimizer"]["param_groups"] == [{"lr": 0.1}]
+    assert checkpoint.objects["training_args"].name == "Linear"
+
+
+def test_accelerate_with_indexed_weights(tmp_path: Path) -> None:
+    weight_map = {}
+    for i, key in enumerate("ab", start=1):
+        weight_map[key] = f"model-0000{i}-of-00002.safetensors"
+        save_file({key: A}, tmp_path / weight_map[key])
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    torch.save({"s": 1}, tmp_path / "scheduler.pt")
+
+    check_all(open_checkpoint(tmp_path), {"model.a": A, "model.b": A})
+
+    torch.save({"w": A}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(FormatError, match=r"has the weights twice, in model.safetensors and pytorch_model.bin"):
+        open_checkpoint(tmp_path)
+
+
+def test_accelerate_with_folders_of_dcp(tmp_path: Path) -> None:
+    DcpWriter({"model.w": grid(A, 2)}).write(tmp_path / "pytorch_model_fsdp_0")
+    DcpWriter({"optimizer.state.w.m": grid(A, 3)}, {"optimizer.lr": 0.5}).write(tmp_path / "optimizer_0")
+    DcpWriter({"optimizer.state.w.m": grid(A, 1)}).write(tmp_path / "optimizer_1")
+
+    checkpoint = open_checkpoint(tmp_path)
+
+    check_all(checkpoint, {"model.w": A, "optimizer.state.w.m": A, "optimizer_1.optimizer.state.w.m": A})
+    assert checkpoint.objects["optimizer.lr"] == 0.5
+
+
+def test_lightning(tmp_path: Path) -> None:
+    DcpWriter({"model.net.w": grid(A, 2)}).write(tmp_path)
+    torch.save({"epoch": 4, "pytorch-lightning_version": "2", "hparams": {"x": torch.ones(2)}}, tmp_path / "meta.pt")
+
+    checkpoint = open_checkpoint(tmp_path)
+
+    assert checkpoint.format == "lightning"
+    check_all(checkpoint, {"model.net.w": A, "hparams.x": torch.ones(2)})
+    assert checkpoint.objects["epoch"] == 4
+
+
+def test_two_parts_with_one_key(tmp_path: Path) -> None:
+    DcpWriter({"epoch": grid(A, 2)}).write(tmp_path)
+    torch.save({"epoch": 4}, tmp_path / "meta.pt")
+    with pytest.raises(FormatError, match="two parts of the checkpoint have the key 'epoch'"):
+        open_checkpoint(tmp_path)

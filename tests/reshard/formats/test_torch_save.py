@@ -1,0 +1,243 @@
+"""Files of torch.save: zips and the older stream, containers, views of one storage; modules are refused."""
+
+from __future__ import annotations
+
+import collections
+import io
+import json
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from reshard.checkpoint import LazyTensor
+from reshard.checkpoint import open as open_checkpoint
+from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
+from reshard.records import Record
+from tests.reshard.formats.samples import check_all, flat_tensors, same
+from tests.reshard.formats.writers import CountingStorage
+
+
+def state() -> dict[str, Any]:
+    base = torch.arange(24.0)
+    return {
+        "model": collections.OrderedDict(w=base.reshape(4, 6), v=torch.nn.Parameter(base[6:12].reshape(2, 3).T)),
+        "optim": {"state": {0: {"step": torch.tensor(1.0), "m": torch.ones(4, 6, dtype=torch.bfloat16)}}},
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1]}, {}],
+        "pair": (torch.zeros(2), [torch.ones(1), "x"]),
+        "float8": torch.ones(3).to(torch.float8_e4m3fn),
+        "conj": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "empty": {},
+        "epoch": 7,
+        "name": None,
+        "array": np.arange(3),
+    }
+
+
+@pytest.fixture(params=["zip", "stream"])
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The state in a file, in the zip format and in that of torch before 1.6."""
+    torch.save(state(), tmp_path / "state.pt", _use_new_zipfile_serialization=request.param == "zip")
+    return tmp_path / "state.pt"
+
+
+def test_tensors_objects_and_nest(saved: Path) -> None:
+    wanted = state()  # torch cannot read float8 from a stream, though it writes it
+
+    checkpoint = open_checkpoint(saved)
+
+    check_all(checkpoint, flat_tensors(wanted))
+    assert checkpoint.objects["groups.0.params"] == [0, 1]
+    nest = checkpoint.nested()
+    assert nest["groups"] == wanted["groups"]
+    assert (nest["empty"], nest["epoch"], nest["name"]) == ({}, 7, None)
+    assert isinstance(nest["pair"], tuple)
+    assert isinstance(nest["pair"][1][0], LazyTensor)
+    assert list(nest["optim"]["state"]) == [0]
+    assert np.array_equal(nest["array"], np.arange(3))
+    assert checkpoint.warnings == ()
+
+
+def test_the_folder_of_the_only_file(saved: Path) -> None:
+    assert list(open_checkpoint(saved.parent)) == list(open_checkpoint(saved))
+
+
+def test_a_file_without_a_telling_suffix(saved: Path) -> None:
+    renamed = saved.rename(saved.parent / "checkpoint_last")
+    assert open_checkpoint(renamed).format == "torch_save"
+
+
+def test_only_needed_bytes_are_read_of_a_zip(tmp_path: Path) -> None:
+    big = torch.randn(1000, 100)
+    torch.save({"a": big, "b": torch.randn(50_000)}, tmp_path / "x.pt")
+    storage = CountingStorage(tmp_path)
+    checkpoint = open_checkpoint(storage)
+    assert storage.nbytes_read < 4000
+
+    storage.reads.clear()
+    assert same(checkpoint["a"][5], big[5])
+    assert storage.nbytes_read == 400 + 30
+
+
+def test_the_stream_is_read_without_its_tensors(tmp_path: Path) -> None:
+    """Pickles of unknown length are found with a few reads, storages by their lengths alone."""
+    big = torch.randn(2000, 500)
+    torch.save({"a": big, "b": torch.ones(3)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    storage = CountingStorage(tmp_path)
+    checkpoint = open_checkpoint(storage)
+    assert storage.nbytes_read <= (1 << 20) + 100
+
+    assert same(checkpoint["b"][:], torch.ones(3))
+    assert same(checkpoint["a"][1999], big[1999])
+
+
+def test_views_of_one_storage(tmp_path: Path) -> None:
+    base = torch.arange(12.0)
+    value = {
+        "base": base,
+        "rows": base.reshape(3, 4),
+        "again": base,
+        "part": base[4:8],
+        "columns": base.reshape(3, 4).T,
+    }
+    torch.save(value, tmp_path / "x.pt")
+
+    checkpoint = open_checkpoint(tmp_path)
+
+    check_all(checkpoint, value)
+    assert dict(checkpoint.aliases) == {"again": "base"}
+    assert len({checkpoint[key].stored.chunks[0].source for key in checkpoint}) == 1
+
+
+@pytest.mark.parametrize("value", [torch.arange(3.0), [torch.ones(2), 5], (torch.ones(1),)])
+def test_other_roots(value: Any, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "x.pt")
+    checkpoint = open_checkpoint(tmp_path / "x.pt")
+    wanted = {"tensor": value} if isinstance(value, torch.Tensor) else flat_tensors(value)
+    check_all(checkpoint, wanted)
+
+
+class Settings:
+    """A class that the reader must not import."""
+
+    rate = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Settings, (), {"rate": 2}
+
+
+def test_objects_of_unknown_classes_are_records_and_said_so(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "settings": Settings(), "more": {"deep": [Settings()]}}, tmp_path / "x.pt")
+
+    checkpoint = open_checkpoint(tmp_path)
+
+    record = checkpoint.objects["settings"]
+    assert isinstance(record, Record)
+    assert record.fields == {"rate": 2}
+    assert "2 objects of" in checkpoint.warnings[0]
+    assert "Settings, which is not known here" in checkpoint.warnings[0]
+
+
+def test_modules_are_refused(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=r"pickled object of torch.nn.modules.linear.Linear.*save its state_dict\(\)"):
+        open_checkpoint(tmp_path)
+
+
+def test_hostile_files_run_nothing(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "pwned",)
+
+    for zipped in (True, False):
+        torch.save({"w": torch.ones(2), "e": Evil()}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+        with pytest.raises(UnsafeDataError, match=r"x.pt.*nothing of it was run"):
+            open_checkpoint(tmp_path / "x.pt")
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_several_files_need_a_choice(tmp_path: Path) -> None:
+    for name in ("a.pt", "b.pt"):
+        torch.save({"w": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(FormatError, match=r"2 files of torch.save that nothing says belong together: a.pt, b.pt"):
+        open_checkpoint(tmp_path)
+
+
+def test_pytorch_model_bin_with_an_index(tmp_path: Path) -> None:
+    parts = {"a": torch.arange(4.0), "b": torch.arange(6.0).reshape(2, 3)}
+    weight_map = {}
+    for i, (key, value) in enumerate(parts.items(), start=1):
+        weight_map[key] = f"pytorch_model-0000{i}-of-00002.bin"
+        torch.save({key: value}, tmp_path / weight_map[key])
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+    check_all(open_checkpoint(tmp_path), parts)
+    check_all(open_checkpoint(index), parts)
+
+    index.write_text(json.dumps({"weight_map": {**weight_map, "c": weight_map["a"]}}))
+    with pytest.raises(DamagedCheckpointError, match="holds 'c', but it does not"):
+        open_checkpoint(tmp_path)
+    (tmp_path / weight_map["a"]).unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"are missing: pytorch_model-00001-of-00002.bin"):
+        open_checkpoint(tmp_path)
+
+
+def rezip(path: Path, change: Any, compression: int = zipfile.ZIP_STORED) -> None:
+    """Write the archive anew with its records changed."""
+    with zipfile.ZipFile(path) as old:
+        records = {name: old.read(name) for name in old.namelist()}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", compression) as new:
+        for name, data in change(records).items():
+            new.writestr(name, data)
+    path.write_bytes(buffer.getvalue())
+
+
+def test_archives_that_contradict_themselves(tmp_path: Path) -> None:
+    """Storages of another size or missing, another byte order, compression, no pickle."""
+    path = tmp_path / "x.pt"
+    cases = {
+        "has 4 bytes, the pickle says 8": lambda r: {k: b"1234" if "data/0" in k else v for k, v in r.items()},
+        "no record 'data/0'": lambda r: {k: v for k, v in r.items() if "data/0" not in k},
+        "big-endian": lambda r: {k: b"big" if k.endswith("byteorder") else v for k, v in r.items()},
+        "without data.pkl": lambda r: {k: v for k, v in r.items() if "data.pkl" not in k},
+    }
+    for message, change in cases.items():
+        torch.save({"w": torch.ones(2)}, path)
+        rezip(path, change)
+        with pytest.raises(ReshardError, match=message):
+            open_checkpoint(path)["w"][...]
+    torch.save({"w": torch.ones(2)}, path)
+    rezip(path, dict, zipfile.ZIP_DEFLATED)
+    with pytest.raises(FormatError, match="compressed"):
+        open_checkpoint(path)
+    torch.save({"w": torch.ones(2)}, path)
+    rezip(path, dict)  # written by another zip library, but right
+    check_all(open_checkpoint(path), {"w": torch.ones(2)})
+
+
+def test_fuzzed_files_give_clear_errors_only(saved: Path) -> None:
+    original = saved.read_bytes()
+    rng = random.Random(0)
+    refused = 0
+    for turn in range(300):
+        data = bytearray(original)
+        if turn % 3 == 0:
+            data = data[: rng.randrange(len(data))]
+        else:
+            for _ in range(rng.randint(1, 4)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+        saved.write_bytes(data)
+        try:
+            checkpoint = open_checkpoint(saved)
+            for key in checkpoint:
+                checkpoint[key][...]
+            checkpoint.nested()
+        except ReshardError:
+            refused += 1
+    assert refused > 100
