@@ -46,7 +46,7 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
         name = rest.strip("/")
         with _lock:
             return _shared_memory.setdefault(name, MemoryStorage(name))
-    if scheme in ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "http", "https"):
+    if scheme in ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss"):
         from reshard.storage.objects import open_objects  # obstore is optional, and slow to import
 
         return open_objects(text)

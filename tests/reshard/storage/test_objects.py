@@ -184,3 +184,20 @@ def test_the_gap_follows_the_latency(s3: S3Server) -> None:
     storage.publish("x", b"x")
     storage.size("x")
     assert storage.max_gap_bytes < 2 * MIB, "loopback answers faster than a far bucket"
+
+
+def test_urls_of_other_stores_are_understood(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as that goes with nobody to talk to."""
+    assert repr(open_objects("gs://bucket/a/b")._store) == 'GCSStore(bucket="bucket", prefix="a/b")'
+    with pytest.raises(StorageError, match=r"cannot open az://container/a: .*Account must be specified"):
+        open_objects("az://container/a")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    assert open_objects("az://container/a")._store.prefix == "a"
+    with pytest.raises(StorageError, match="cannot open s3://"):
+        open_storage("s3://")
+
+
+def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(StorageError, match=r"s3://bucket/x needs obstore: pip install 'reshard\[object-stores\]'"):
+        open_storage("s3://bucket/x")

@@ -110,9 +110,9 @@ def _forked(call: Callable[..., int], *args: Any) -> int:
 def _die_at_every_request(url: str, after: bool) -> int:
     """In a process that never uses obstore itself, whose threads no fork would get. Returns how many writers died."""
     assert _forked(_save_and_die, url, 1, 0, False) == 0
-    step, deaths = 1, 0
+    step = 1
     # after one request is before the next: so every other one is enough
-    for last in range(1, 100, 2):
+    for deaths, last in enumerate(range(1, 100, 2)):
         end = _forked(_save_and_die, url, step + 1, last, after)
         found = _forked(_loaded_step, url)
         assert found in (step, step + 1), (last, end, found)
@@ -121,7 +121,6 @@ def _die_at_every_request(url: str, after: bool) -> int:
             return deaths
         assert end == -signal.SIGKILL, (last, end)
         step = found
-        deaths += 1
     raise AssertionError("a save of so few files cannot take so many requests")
 
 
