@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 PIECE_BYTES = 16 << 20
 """Copies are cut into pieces of about this size, so that threads share a large one."""
 _MANY_CHUNKS = 8
-_MAX_RUNS = 4096
+_SMALL_RUN_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -144,13 +144,13 @@ def _pieces(copy: Copy) -> Iterator[tuple[Place, Array]]:
 
 
 def spans_by_file(copies: Iterable[Copy]) -> dict[FileSource, list[tuple[int, int]]]:
-    """The byte ranges of each file that are read without gaps, merged and in order. Finely strided reads, which never
-    cover a block of a checksum, are left out."""
+    """The byte ranges of each file that are read without gaps, merged and in order. Finely strided reads are left out:
+    alone they never cover a block of a checksum."""
     spans: dict[FileSource, list[tuple[int, int]]] = {}
     for copy in copies:
         source: Source = copy.place.source
         runs = copy.place.window.runs()
-        if isinstance(source, FileSource) and runs.count <= _MAX_RUNS:
+        if isinstance(source, FileSource) and (runs.count == 1 or runs.run_bytes >= _SMALL_RUN_BYTES):
             spans.setdefault(source, []).extend((start, start + length) for start, length in runs)
     return {source: list(_merged(sorted(ranges))) for source, ranges in spans.items()}
 

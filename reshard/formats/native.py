@@ -11,7 +11,7 @@ ranks wrote by. `docs/format.md` is the specification.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,6 +88,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class NativeFacts(msgspec.Struct, frozen=True):
     """What `Contents.facts["native"]` holds."""
 
+    storage: Storage
     manifest: Manifest
     plan: SavePlan
     sums: Mapping[str, bytes]
@@ -149,7 +150,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         aliases=manifest.aliases,
         paths=paths,
         facts={
-            "native": NativeFacts(manifest, plan, files.sums),
+            "native": NativeFacts(storage, manifest, plan, files.sums),
             "containers": {path_from_json(path): kind for path, kind in manifest.containers},
             "per_rank": LazyMapping(
                 {key: partial(_per_rank, rows, layout, plan, files) for key, rows in manifest.per_rank.items()}
@@ -252,9 +253,3 @@ def _locate(files: _DataFiles, rank: int, fqn: str, box: Box, shape: tuple[int, 
             f"{source.label}: {key!r} has {stop - start} bytes, but {box} of {size}-byte elements is {box.numel * size}"
         )
     return Place(source, Window.row_major(start, box.sizes, size))
-
-
-def blocks_of(facts: NativeFacts, file: str) -> Iterator[int]:
-    """The checksums of a data file's blocks, in order."""
-    data = facts.sums[file]
-    return (int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8))
