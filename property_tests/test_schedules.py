@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planners import Box, plan_transfers, schedule
+from planners import Box, Schedule, plan_transfers, schedule, verify
 from planners.coloring import color_edges
 from planners.testing import state_pairs
 
@@ -33,6 +34,7 @@ def test_all_bytes_travel_once_in_rounds_without_conflict(pair, budget):
 
     rounds = schedule(plan, max_inflight_bytes=budget)
 
+    assert verify(rounds).ok
     sent, received = {}, {}
     for rank in range(plan.world_size):
         spots, inflight = [], Counter()
@@ -76,3 +78,54 @@ def test_there_are_as_few_rounds_as_the_busiest_rank_has_messages(pair, budget):
     assert rounds.rounds == busiest
     assert rounds.nbytes == plan.bytes_moved
     assert all(rounds.inflight_bytes() <= budget)
+
+
+def mutations(rounds: Schedule, at: int):
+    """Every way to spoil one message: lose it, do it twice, cut it wrong, move it to another round or rank."""
+    columns = [column.copy() for column in rounds.columns()]
+    yield "drop", [np.delete(column, at) for column in columns]
+    yield "twice", [np.append(column, column[at]) for column in columns]
+    for name, which, by in (
+        ("start later", 3, 1),
+        ("start earlier", 3, -1),
+        ("stop later", 4, 1),
+        ("stop earlier", 4, -1),
+        ("sender", 1, 1),
+        ("receiver", 2, 1),
+        ("sender outside", 1, 10_000),
+        ("receiver outside", 2, -10_000),
+        ("no round", 0, -10_000),
+    ):
+        changed = [column.copy() for column in columns]
+        changed[which][at] += by
+        yield name, changed
+    for verb, which in (("sends twice", 1), ("receives twice", 2)):
+        busy = np.flatnonzero((columns[which] == columns[which][at]) & (columns[0] != columns[0][at]))
+        for other in busy[:1]:
+            changed = [column.copy() for column in columns]
+            changed[0][at] = columns[0][other]
+            yield verb, changed
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_verify_finds_any_one_spoiled_message(data):
+    rounds = schedule(plan_transfers(*data.draw(state_pairs(max_tensors=2))), max_inflight_bytes=128)
+    if not len(rounds):
+        return
+    at = data.draw(st.integers(0, len(rounds) - 1))
+
+    for what, columns in mutations(rounds, at):
+        assert not verify(Schedule(rounds.plan, rounds.max_inflight_bytes, tuple(columns))).ok, what
+
+
+@given(state_pairs(max_tensors=2))
+@settings(max_examples=100)
+def test_verify_finds_a_budget_that_is_not_kept(pair):
+    rounds = schedule(plan_transfers(*pair), max_inflight_bytes=4096)
+    if not len(rounds):
+        return
+
+    most = int(rounds.inflight_bytes().max())
+    assert not verify(Schedule(rounds.plan, most, rounds.columns())).ok
+    assert verify(Schedule(rounds.plan, most + 64, rounds.columns())).ok
