@@ -13,6 +13,7 @@ from typing import Any
 from reshard.canonical.deepspeed import normalize_deepspeed
 from reshard.canonical.generic import normalize_generic
 from reshard.canonical.hints import HINTS, Hints
+from reshard.canonical.megatron import normalize_megatron
 from reshard.canonical.result import Canonical
 from reshard.formats.base import Contents
 
@@ -20,6 +21,7 @@ __all__ = ["HINTS", "Canonical", "normalize"]
 
 _BY_FORMAT: dict[str, Callable[[Contents, Hints, str], Canonical]] = {
     "deepspeed": normalize_deepspeed,
+    "megatron": normalize_megatron,
 }
 
 

@@ -1,0 +1,227 @@
+"""The buckets of Megatron's distributed optimizer (`dp_reshardable`), cut back into parameters.
+
+Each model parallel rank has a flat buffer per chunk of the model and dtype, cut into buckets. Parameters lie in it in
+reverse order of registration, each from a multiple of 64 elements on; no names are stored:
+
+    bucket_idx_0:  | output_layer.weight      | final_layernorm.weight | - | ...linear_fc2.weight  | - |   (-: padding)
+                   0                        768                      792 832                     1504
+
+So the order is rebuilt from the model: its keys in the order in which they were saved, or the order of Megatron's own
+layers. An order is taken only if every parameter fits and the buckets come out full; the hint "param_order" helps.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.canonical.hints import Hints
+from reshard.canonical.megatron_order import Grid, chunk_names, orders
+from reshard.canonical.megatron_tp import is_gated, join_shards, local_shape, tp_dim
+from reshard.canonical.result import Value
+from reshard.canonical.views import narrow, unflatten
+from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.formats.base import Contents, StoredTensor
+
+__all__ = ["ALIGNMENT", "Slot", "cut_buckets", "place_params"]
+
+ALIGNMENT = 64
+"""Every parameter begins at a multiple of this many elements."""
+_KEY = re.compile(
+    r"(?:chained_(?P<chained>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\."
+    r"dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
+)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter's local part lies: its bucket, and the elements in it."""
+
+    name: str
+    bucket: int
+    start: int
+    stop: int
+
+
+@dataclass
+class _Buffer:
+    """The buckets of one flat buffer, by state."""
+
+    buckets: dict[int, dict[str, StoredTensor]] = field(default_factory=dict)
+
+    def lengths(self) -> list[int]:
+        if sorted(self.buckets) != list(range(len(self.buckets))):
+            raise DamagedCheckpointError(f"the buckets {sorted(self.buckets)} of a buffer are not all there")
+        return [next(iter(self.buckets[b].values())).spec.numel for b in sorted(self.buckets)]
+
+    def starts(self, bucket: int) -> set[int]:
+        """Where chunks begin in a bucket."""
+        return {chunk.box.offsets[0] for chunk in next(iter(self.buckets[bucket].values())).chunks}
+
+
+_Buffers = dict[tuple[str, int, int, str], _Buffer]
+"""By chained optimizer, group of ranks, number of the buffer and dtype of its parameters."""
+
+
+def cut_buckets(
+    contents: Contents, model: Mapping[str, StoredTensor], args: Mapping[str, Any], hints: Hints
+) -> dict[str, dict[str, Value]]:
+    """The states of all parameters in buckets; {} if there are none. `model` is in the order in which it was saved.
+
+    Raises NormalizationError if no known order fits, and DamagedCheckpointError if ranks are missing.
+    """
+    buffers = _buffers(contents)
+    if not buffers:
+        return {}
+    keys = list(model)
+    locals_: dict[str, dict[tuple[int, int], dict[str, StoredTensor]]] = {}
+    for chained in sorted({key[0] for key in buffers}):
+        mine = {key: buffer for key, buffer in buffers.items() if key[0] == chained}
+        grid = Grid.of(args, groups=len({key[1] for key in mine}), experts=_is_expert_part(chained, buffers, args))
+        _check_groups(mine, grid)
+        _cut_part(mine, grid, keys, model, hints, locals_)
+    return _join(locals_, model, hints)
+
+
+def _buffers(contents: Contents) -> _Buffers:
+    out: _Buffers = {}
+    for key in contents.tensors:
+        match = _KEY.fullmatch(key)
+        if match is None:
+            continue
+        at = (match["chained"] or "", int(match["group"]), int(match["buffer"]), match["dtype"])
+        out.setdefault(at, _Buffer()).buckets.setdefault(int(match["bucket"]), {})[match["state"]] = contents.tensors[
+            key
+        ]
+    return out
+
+
+def _is_expert_part(chained: str, buffers: _Buffers, args: Mapping[str, Any]) -> bool | None:
+    """Whether an optimizer of several has the experts' parameters; None if there is one for all."""
+    if int(args.get("expert_model_parallel_size") or 1) == 1:
+        return None
+    parts = sorted({key[0] for key in buffers})
+    return None if len(parts) == 1 else chained == parts[-1]
+
+
+def _check_groups(buffers: _Buffers, grid: Grid) -> None:
+    found = {key[1] for key in buffers}
+    missing = sorted(set(range(grid.size)) - found)
+    if missing:
+        raise DamagedCheckpointError(
+            f"the optimizer states of model parallel rank {missing[0]} are missing: there are those of "
+            f"{sorted(found)}, but the model was cut for {grid}"
+        )
+
+
+def _cut_part(
+    buffers: _Buffers,
+    grid: Grid,
+    keys: Sequence[str],
+    model: Mapping[str, StoredTensor],
+    hints: Hints,
+    out: dict[str, dict[tuple[int, int], dict[str, StoredTensor]]],
+) -> None:
+    """Add the local parts of every parameter, by (tensor parallel, expert parallel) rank."""
+    shapes = {name: tensor.spec.shape for name, tensor in model.items()}
+    for group in sorted({key[1] for key in buffers}):
+        tp, ep, pp = grid.coordinates(group)
+        for dtype in sorted({key[3] for key in buffers if key[1] == group}):
+            mine = [buffers[key] for key in sorted(buffers) if key[1] == group and key[3] == dtype]
+            for chunk, buffer in enumerate(mine):
+                names = chunk_names(keys, model, grid, pp, chunk, len(mine), ep)
+                typed = [name for name in names if model[name].spec.dtype == dtype]
+                for slot in _find_slots(buffer, typed, shapes, grid, hints):
+                    local = local_shape(shapes[slot.name], _dim(slot.name, hints, grid), grid.tp, slot.name)
+                    for state, bucket in buffer.buckets[slot.bucket].items():
+                        flat = narrow(bucket, 0, slot.start, slot.stop)
+                        part = unflatten(flat, local, f"{slot.name}.{state}")
+                        out.setdefault(slot.name, {}).setdefault((tp, ep), {})[state] = part
+
+
+def _dim(name: str, hints: Hints, grid: Grid) -> int | None:
+    return tp_dim(name, hints, grid.tp)
+
+
+def _find_slots(
+    buffer: _Buffer, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], grid: Grid, hints: Hints
+) -> list[Slot]:
+    """Where the parameters `names` lie, by the first order in which they fill the buckets exactly."""
+    numels = {n: math.prod(local_shape(shapes[n], _dim(n, hints, grid), grid.tp, n)) for n in names}
+    lengths = buffer.lengths()
+    fitting: list[list[Slot]] = []
+    for order in orders(names, hints):
+        slots = place_params([(name, numels[name]) for name in reversed(order)], lengths)
+        if slots is not None and slots not in fitting:
+            fitting.append(slots)
+    if not fitting:
+        hints.missing(
+            "param_order",
+            f"the optimizer states are in buckets of {lengths} elements without names, and the {len(names)} parameters "
+            "of the model do not fill them in any order that is known",
+            '["embedding.word_embeddings.weight", ...]',
+        )
+    # chunks were cut at the parameters' borders: the order whose parameters begin where chunks do is the right one
+    exact = [slots for slots in fitting if all(slot.start in buffer.starts(slot.bucket) for slot in slots)]
+    if len(exact or fitting) > 1 and "param_order" not in hints:
+        first, second = (exact or fitting)[:2]
+        differing = next(a.name for a, b in zip(first, second) if a != b)
+        if {(s.bucket, s.start, s.stop) for s in first} == {(s.bucket, s.start, s.stop) for s in second}:
+            return first  # parameters of one size: the order of the file decides, which comes first
+        raise NormalizationError(
+            f"two orders of the parameters fill the optimizer's buckets, and differ from {differing!r} on: give the "
+            "right one by the hint 'param_order'"
+        )
+    return (exact or fitting)[0]
+
+
+def place_params(params: Sequence[tuple[str, int]], lengths: Sequence[int]) -> list[Slot] | None:
+    """Where parameters of these numbers of elements lie in buckets of these lengths; None if they do not fill them.
+
+    Every parameter begins at a multiple of `ALIGNMENT`, and a bucket ends where its last parameter does.
+
+        >>> place_params([("b", 24), ("a", 100)], [164])
+        [Slot(name='b', bucket=0, start=0, stop=24), Slot(name='a', bucket=0, start=64, stop=164)]
+    """
+    slots: list[Slot] = []
+    bucket, end = 0, 0
+    for name, numel in params:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        if bucket < len(lengths) and start + numel > lengths[bucket]:
+            if not _is_full(end, lengths[bucket]):
+                return None
+            bucket, start = bucket + 1, 0
+        if bucket >= len(lengths) or start + numel > lengths[bucket]:
+            return None
+        end = start + numel
+        slots.append(Slot(name, bucket, start, end))
+    return slots if bucket == len(lengths) - 1 and _is_full(end, lengths[bucket]) else None
+
+
+def _is_full(end: int, length: int) -> bool:
+    """Whether a bucket of `length` may end with a parameter that ends at `end`: there, or after padding."""
+    return end == length or (length % 128 == 0 and 0 < length - end < 128)
+
+
+def _join(
+    parts: Mapping[str, Mapping[tuple[int, int], Mapping[str, StoredTensor]]],
+    model: Mapping[str, StoredTensor],
+    hints: Hints,
+) -> dict[str, dict[str, Value]]:
+    """Whole states from the parts of all tensor parallel ranks."""
+    shapes = {name: tensor.spec.shape for name, tensor in model.items()}
+    out: dict[str, dict[str, Value]] = {}
+    for name, by_rank in parts.items():
+        ranks = sorted({tp for tp, _ in by_rank})
+        holder = {tp: by_rank[min(at for at in by_rank if at[0] == tp)] for tp in ranks}
+        dim = tp_dim(name, hints, len(ranks))
+        for state in holder[0]:
+            shards = [holder[tp][state] for tp in ranks]
+            joined = join_shards(f"{name}.{state}", shards, dim, is_gated(name, shapes))
+            out.setdefault(name, {})[state] = joined
+        if out[name] and next(iter(out[name].values())).spec.shape != shapes[name]:
+            raise DamagedCheckpointError(f"{name!r}: the parts of its optimizer states do not make up {shapes[name]}")
+    return out

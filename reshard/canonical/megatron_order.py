@@ -1,0 +1,170 @@
+"""In which order Megatron's models register their parameters, and which of them a rank of the grid has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.canonical.hints import Hints
+from reshard.canonical.megatron_names import is_expert
+from reshard.errors import DamagedCheckpointError
+from reshard.formats.base import StoredTensor
+
+__all__ = ["Grid", "chunk_names", "orders"]
+
+_LAYER = re.compile(r"(?P<head>(?:.*?\.)?layers)\.(?P<layer>\d+)\.(?P<tail>.+)")
+_EXPERT = re.compile(r"(?P<head>.*\.local_experts)\.(?P<expert>\d+)\.(?P<tail>.+)")
+_LOCAL = (
+    "input_layernorm",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.linear_q",
+    "self_attention.linear_kv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "self_attention.kv_layernorm",
+    "pre_mlp_layernorm",
+    "mlp.router",
+    "mlp.experts",
+    "mlp.shared_experts",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+"""Modules of a layer made of plain torch, in order."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How the groups of ranks that share one optimizer are counted: tensor parallel ranks fastest, stages slowest."""
+
+    tp: int
+    ep: int
+    pp: int
+    experts: bool | None
+    """Whether it is the grid of the experts' optimizer (True), of the one beside it (False), or of all parameters."""
+    first_layers: int | None = None
+    """Layers of the first stage, where it has another number."""
+    last_layers: int | None = None
+
+    @classmethod
+    def of(cls, args: Mapping[str, Any], *, groups: int, experts: bool | None) -> Grid:
+        """The grid of a program's arguments; where they do not say, `groups` ranks of tensor parallelism."""
+        tp = int(args.get("tensor_model_parallel_size") or 0)
+        pp = int(args.get("pipeline_model_parallel_size") or 1)
+        ep = int(args.get("expert_model_parallel_size") or 1) if experts else 1
+        if experts:
+            tp = int(args.get("expert_tensor_parallel_size") or tp)
+        first = args.get("decoder_first_pipeline_num_layers", args.get("num_layers_in_first_pipeline_stage"))
+        last = args.get("decoder_last_pipeline_num_layers", args.get("num_layers_in_last_pipeline_stage"))
+        return cls(tp or max(groups // (pp * ep), 1), ep, pp, experts, first, last)
+
+    @property
+    def size(self) -> int:
+        """How many groups of ranks."""
+        return self.tp * self.ep * self.pp
+
+    def coordinates(self, group: int) -> tuple[int, int, int]:
+        """Tensor parallel rank, expert parallel rank and stage of a group."""
+        return group % self.tp, group // self.tp % self.ep, group // (self.tp * self.ep)
+
+    def layers(self, stage: int, chunk: int, chunks: int, count: int) -> range:
+        """Numbers of the layers that chunk `chunk` (of `chunks` a stage) of a stage has, of `count` in all.
+
+        Raises DamagedCheckpointError if they cannot be divided so.
+        """
+        if self.first_layers is not None or self.last_layers is not None:
+            return self._uneven(stage, count)
+        parts = self.pp * chunks
+        if count % parts:
+            raise DamagedCheckpointError(f"{count} layers cannot be divided among {self.pp} stages of {chunks} chunks")
+        each = count // parts
+        start = (chunk * self.pp + stage) * each
+        return range(start, start + each)
+
+    def _uneven(self, stage: int, count: int) -> range:
+        first, last = self.first_layers, self.last_layers
+        middle = self.pp - (first is not None) - (last is not None)
+        rest = count - (first or 0) - (last or 0)
+        each = rest // middle if middle else 0
+        sizes = [*([first] if first is not None else []), *[each] * middle, *([last] if last is not None else [])]
+        if sum(sizes) != count:
+            raise DamagedCheckpointError(f"{count} layers cannot be divided among stages of {sizes} layers")
+        return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
+
+    def __str__(self) -> str:
+        return f"tp {self.tp}, pp {self.pp}" + (f", ep {self.ep}" if self.ep > 1 else "")
+
+
+def chunk_names(
+    keys: Sequence[str], model: Mapping[str, StoredTensor], grid: Grid, stage: int, chunk: int, chunks: int, ep: int
+) -> list[str]:
+    """The parameters of one chunk of the model on one rank, in the order in which they were saved."""
+    numbers = [int(m["layer"]) for name in keys if (m := _LAYER.fullmatch(name))]
+    held = grid.layers(stage, chunk, chunks, max(numbers) + 1) if numbers else range(0)
+    experts = [int(m["expert"]) for name in keys if (m := _EXPERT.fullmatch(name))]
+    share = (max(experts) + 1) // grid.ep if experts else 0
+    first, last = stage == chunk == 0, stage == grid.pp - 1 and chunk == chunks - 1
+    tied = not any("output_layer.weight" in name for name in keys)
+    begin, layers, end = [], [], []
+    for name in keys:
+        if grid.experts is not None and is_expert(name) != grid.experts:
+            continue
+        match, expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
+        if expert is not None and not ep * share <= int(expert["expert"]) < (ep + 1) * share:
+            continue
+        if match is not None:
+            if int(match["layer"]) in held:
+                layers.append(name)
+        elif "embedding" in name.partition(".")[0]:
+            # a last stage of its own has a copy of embeddings that are the output layer, too
+            if first:
+                begin.append(name)
+            elif last and tied and name.endswith("word_embeddings.weight"):
+                end.append(name)
+        elif last and not _is_buffer(name):
+            end.append(name)
+    layers.sort(key=lambda name: int(_LAYER.fullmatch(name)["layer"]))  # type: ignore[index]  # they all match
+    if tied:
+        end.sort(key=lambda name: name.endswith("word_embeddings.weight"))
+    return [name for name in (*begin, *layers, *end) if not _is_buffer(name)]
+
+
+def _is_buffer(name: str) -> bool:
+    return name.endswith(("expert_bias", "local_tokens_per_expert", "inv_freq"))
+
+
+def orders(names: Sequence[str], hints: Hints) -> Iterator[list[str]]:
+    """Orders of registration to try: the hint's, that of the file, then those of Megatron's two kinds of layers."""
+    given = hints.get("param_order")
+    if given is not None:
+        place = {str(name): i for i, name in enumerate(given)}
+        if all(name in place for name in names):
+            yield sorted(names, key=place.__getitem__)
+        return
+    yield list(names)
+    for fused in (False, True):
+        yield sorted(names, key=lambda name: _rank(name, fused))
+        yield sorted(names, key=lambda name: _rank(name, fused, by_expert=True))
+
+
+def _rank(name: str, fused: bool, by_expert: bool = False) -> tuple[int, ...]:
+    """Where a parameter stands. With `fused` norms, a norm is a part of the linear layer that follows it.
+
+    Experts are registered one after the other, or (`by_expert` False) all first and then all second matrices.
+    """
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return (0,) if "embedding" in name else (3, "output" in name, name.endswith("bias"))
+    tail = match["tail"]
+    if fused:
+        tail = re.sub(r"^input_layernorm\.", "self_attention.linear_qkv.0", tail)
+        tail = re.sub(r"^pre_mlp_layernorm\.", "mlp.linear_fc1.0", tail) if ".mlp.router" not in name else tail
+    module = next((i for i, start in enumerate(_LOCAL) if tail.startswith(start)), len(_LOCAL))
+    expert = _EXPERT.fullmatch(name)
+    number = int(expert["expert"]) if expert else 0
+    second = "linear_fc2" in tail
+    inner = (number, second) if by_expert else (second, number)
+    norm_first = not (".0weight" in tail or ".0bias" in tail)
+    return (1, int(match["layer"]), module, *inner, norm_first, tail.endswith("bias"))
