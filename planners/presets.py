@@ -6,6 +6,7 @@ left, and expert parallelism deals the experts before FSDP cuts them: `tp` and `
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from planners.errors import PlanError
@@ -100,6 +101,7 @@ def pipelined(
     layers: int,
     *,
     stages_per_rank: int = 1,
+    split: Sequence[int] | None = None,
     v_shaped: bool = False,
     first: Sequence[str] = ("*tok_embeddings.*", "*embed_tokens.*"),
     layer: str = "*layers.{}.*",
@@ -107,15 +109,21 @@ def pipelined(
 ) -> Topology:
     """Layers dealt to the stages of a pipeline, each placed as `stage` says on the ranks of its own.
 
-    There are `ranks * stages_per_rank` stages of nearly equal numbers of consecutive layers. Stage s is on pipeline
-    rank `s % ranks` (interleaved), or, `v_shaped`, on the way back from the last one to the first. Tensors that `first`
-    matches are on the first stage; those that `last` matches, and no layer, on the last. The axis pp is outermost.
+    There are `ranks * stages_per_rank` stages of consecutive layers, as many as `split` says, or nearly equal numbers
+    of them (stage s begins at layer `s * layers // stages`). Stage s is on pipeline rank `s % ranks` (interleaved), or,
+    `v_shaped`, on the way back from the last one to the first. Tensors that `first` matches are on the first stage;
+    those that `last` matches, and no layer, on the last. The axis pp is outermost.
 
-    Raises PlanError if there are fewer layers than stages, or if a V is not of two stages a rank.
+    Raises PlanError if there are fewer layers than stages, if `split` does not add up, or if a V is not of two stages
+    a rank.
     """
     stages = ranks * stages_per_rank
     if layers < stages:
         raise PlanError(f"{layers} layers do not fill the {stages} stages of {ranks} ranks")
+    starts = [number * layers // stages for number in range(stages + 1)]
+    counts = [stop - start for start, stop in itertools.pairwise(starts)] if split is None else list(split)
+    if len(counts) != stages or sum(counts) != layers or min(counts) < 0:
+        raise PlanError(f"the split {counts} does not deal {layers} layers to {stages} stages")
     if v_shaped and stages_per_rank != 2:
         raise PlanError(f"a V has two stages a rank, got {stages_per_rank}")
     if "pp" in stage.mesh.names or stage.mesh.has_explicit_ranks:
@@ -126,6 +134,7 @@ def pipelined(
         return (("pp", stages - 1 - number if back else number % ranks),)
 
     homes = [Home(pattern, at(0), True) for pattern in first]
-    homes += [Home(layer.format(i), at(i * stages // layers)) for i in range(layers)]
+    stage_of = [number for number, count in enumerate(counts) for _ in range(count)]
+    homes += [Home(layer.format(i), at(stage_of[i])) for i in range(layers)]
     homes += [Home(pattern, at(stages - 1), True) for pattern in last]
     return Topology(Mesh({"pp": ranks, **dict(stage.mesh.axes)}), stage.rules, (*homes, *stage.homes), stage.even)

@@ -103,7 +103,7 @@ class Topology:
     rules: tuple[Rule, ...]
     homes: tuple[Home, ...] = ()
     even: tuple[str, ...] = ()
-    """Axes that must divide what they cut, such as heads and experts, without a remainder."""
+    """Axes that must divide what they cut by themselves, such as heads and experts, without a remainder."""
     _forms: dict[tuple[object, ...], ProductForm] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -237,7 +237,7 @@ class Topology:
             if isinstance(placement, Replicate) or placement.dim >= len(left):
                 continue
             pieces = placement.blocks if isinstance(placement, BlockShard) else (left[placement.dim],)
-            if set(name.split(".")) & set(self.even) and any(piece % size for piece in pieces):
+            if name in self.even and any(piece % size for piece in pieces):
                 raise PlanError(
                     f"axis {name!r} of size {size} does not divide {pieces} elements of dim {placement.dim}"
                 )

@@ -107,14 +107,14 @@ def form_of(tensor: Any, fqn: str = "") -> Form:
 
 
 def _dtensor_form(tensor: DTensor, fqn: str) -> Form:
+    here = dist.get_rank() if dist.is_initialized() else -1
     try:
-        literal, nested = _readings(tensor.device_mesh, tuple(tensor.placements), tensor.ndim)
+        literal, nested = _readings(tensor.device_mesh, here, tuple(tensor.placements), tensor.ndim)
     except LayoutError as error:
         raise LayoutError(f"tensor {fqn!r} {error}") from None
     shape = tuple(tensor.shape)
     if nested is not None and _same_parts(nested, literal, shape):
         nested = None
-    here = dist.get_rank() if dist.is_initialized() else -1
     if here not in literal.mesh:
         return nested or literal
     # FSDP2 over TP with uneven sizes: its local tensors were cut by TP first, which DTensor's placements, read
@@ -131,9 +131,12 @@ def _dtensor_form(tensor: DTensor, fqn: str) -> Form:
 
 @lru_cache(maxsize=1024)
 def _readings(
-    device_mesh: DeviceMesh, placements: tuple[object, ...], ndim: int
+    device_mesh: DeviceMesh, here: int, placements: tuple[object, ...], ndim: int
 ) -> tuple[ProductForm, ProductForm | None]:
-    """The form that the placements say, and the one that FSDP2 over TP would mean by them, if it can be meant."""
+    """The form that the placements say, and the one that FSDP2 over TP would mean by them, if it can be meant.
+
+    The same slice of a mesh has other ranks for another process, yet compares equal: `here` tells them apart.
+    """
     mesh = mesh_of(device_mesh)
     ours = tuple(_placement(p, ndim) for p in placements)
     return ProductForm.make(mesh, ours), _right_to_left(mesh, ours)
