@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from planners.box import Box
 from planners.byteruns import Window
 from reshard.dtypes import dtype_from_name
 from reshard.formats.base import Place
+from reshard.formats.source import DIRECT_BYTES, Source
 
 __all__ = ["MAX_BUFFER_BYTES", "conjugate", "copy_place", "empty", "item_dtype", "read_place"]
 
@@ -56,24 +58,38 @@ def copy_place(place: Place, out: Array) -> None:
         DamagedCheckpointError: if the source ends before the window does.
         StorageError: if the storage fails.
     """
-    window = place.window
-    if window.numel == 0:
-        return
-    place.source.check(window.offset, window.stop)
-    view = place.source.view()
-    if view is not None:
+    if place.window.numel:
+        place.source.check(place.window.offset, place.window.stop)
+        _transfer(place.source, place.window, out)
+
+
+def _transfer(source: Source, window: Window, out: Array) -> None:
+    """Long runs are read straight into their place; short ones are copied from a view, or read with some neighbours."""
+    runs, view = window.runs(), source.view()
+    long = runs.run_bytes >= DIRECT_BYTES
+    if runs.count == 1 and out.flags.c_contiguous and (long or view is None):
+        target = memoryview(cast("Any", out.reshape(-1).view(np.uint8)))  # numpy's types know buffers from 3.12 on
+        for start in range(0, runs.nbytes, MAX_BUFFER_BYTES):
+            source.read_into(window.offset + start, target[start : start + MAX_BUFFER_BYTES])
+    elif long and window.sizes[0] > 1 and out.strides[-1] == window.itemsize:
+        row = window.crop(Box.of((0,) * len(window.sizes), (1, *window.sizes[1:])))
+        for i in range(window.sizes[0]):
+            _transfer(
+                source, Window(row.offset + i * row.strides[0], row.sizes, row.strides, row.itemsize), out[i : i + 1]
+            )
+    elif view is not None:
         _copy(view, window, out)
     else:
-        _read(place, window, out)
+        _read(source, window, out)
 
 
-def _read(place: Place, window: Window, out: Array) -> None:
+def _read(source: Source, window: Window, out: Array) -> None:
     """Read the span of the window at once if little of it is unneeded, else part by part along the widest dim."""
     span = window.stop - window.offset
     runs = window.runs()
-    gap = place.source.max_gap_bytes
+    gap = source.max_gap_bytes
     if span <= MAX_BUFFER_BYTES and span - runs.nbytes <= gap * max(runs.count - 1, 0):
-        data = place.source.read(window.offset, span)
+        data = source.read(window.offset, span)
         _copy(memoryview(data), Window(0, window.sizes, window.strides, window.itemsize), out)
         return
     # a dim of size 1 does not separate anything, so there is one larger: a span of one element is one run
@@ -94,7 +110,7 @@ def _read(place: Place, window: Window, out: Array) -> None:
             window.itemsize,
         )
         index = (slice(None),) * dim + (slice(start, start + n),)
-        _read(place, part, out[index])
+        _transfer(source, part, out[index])
 
 
 def _copy(view: memoryview, window: Window, out: Array) -> None:

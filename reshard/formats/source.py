@@ -9,7 +9,11 @@ from collections.abc import Callable
 from reshard.errors import DamagedCheckpointError
 from reshard.storage.base import Storage
 
-__all__ = ["BytesSource", "DecodedSource", "FileSource", "Files", "Source"]
+__all__ = ["DIRECT_BYTES", "BytesSource", "DecodedSource", "FileSource", "Files", "Source"]
+
+
+DIRECT_BYTES = 1 << 20
+"""Runs of at least this many bytes are read by calls to the storage, even where there is a zero-copy view."""
 
 
 class Source(ABC):
@@ -91,9 +95,9 @@ class FileSource(Source):
 
     def _fill(self, start: int, buffer: memoryview) -> None:
         view = self.view()
-        if view is not None:
+        if view is not None and buffer.nbytes < DIRECT_BYTES:
             buffer[:] = view[start : start + buffer.nbytes]
-        else:
+        else:  # one call to the kernel is faster than a page fault for every 4 KiB of a fresh mapping
             self.storage.read_into(self.name, start, buffer)
 
     def __eq__(self, other: object) -> bool:
