@@ -14,6 +14,7 @@ from reshard.canonical.deepspeed import normalize_deepspeed
 from reshard.canonical.generic import normalize_generic
 from reshard.canonical.hints import HINTS, Hints
 from reshard.canonical.megatron import normalize_megatron
+from reshard.canonical.megatron_legacy import normalize_megatron_legacy
 from reshard.canonical.result import Canonical
 from reshard.formats.base import Contents
 
@@ -22,6 +23,7 @@ __all__ = ["HINTS", "Canonical", "normalize"]
 _BY_FORMAT: dict[str, Callable[[Contents, Hints, str], Canonical]] = {
     "deepspeed": normalize_deepspeed,
     "megatron": normalize_megatron,
+    "megatron_legacy": normalize_megatron_legacy,
 }
 
 

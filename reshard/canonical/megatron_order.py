@@ -12,7 +12,7 @@ from reshard.canonical.megatron_names import is_expert
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.base import StoredTensor
 
-__all__ = ["Grid", "chunk_names", "orders"]
+__all__ = ["Grid", "chunk_names", "is_buffer", "orders"]
 
 _LAYER = re.compile(r"(?P<head>(?:.*?\.)?layers)\.(?P<layer>\d+)\.(?P<tail>.+)")
 _EXPERT = re.compile(r"(?P<head>.*\.local_experts)\.(?P<expert>\d+)\.(?P<tail>.+)")
@@ -123,15 +123,16 @@ def chunk_names(
                 begin.append(name)
             elif last and tied and name.endswith("word_embeddings.weight"):
                 end.append(name)
-        elif last and not _is_buffer(name):
+        elif last and not is_buffer(name):
             end.append(name)
     layers.sort(key=lambda name: int(_LAYER.fullmatch(name)["layer"]))  # type: ignore[index]  # they all match
     if tied:
         end.sort(key=lambda name: name.endswith("word_embeddings.weight"))
-    return [name for name in (*begin, *layers, *end) if not _is_buffer(name)]
+    return [name for name in (*begin, *layers, *end) if not is_buffer(name)]
 
 
-def _is_buffer(name: str) -> bool:
+def is_buffer(name: str) -> bool:
+    """Whether a name is that of a buffer, which no optimizer has."""
     return name.endswith(("expert_bias", "local_tokens_per_expert", "inv_freq"))
 
 

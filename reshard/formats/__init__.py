@@ -8,13 +8,32 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from reshard.errors import CheckpointNotFoundError, FormatError
-from reshard.formats import accelerate, dcp, deepspeed, lightning, megatron, native, rank_files, safetensors, torch_save
+from reshard.formats import (
+    accelerate,
+    dcp,
+    deepspeed,
+    lightning,
+    megatron,
+    megatron_legacy,
+    native,
+    rank_files,
+    safetensors,
+    torch_save,
+)
 from reshard.formats.base import Contents, Format
 from reshard.storage import Storage, is_temporary, open_storage
 
 __all__ = ["COMPOSITE_FORMATS", "PLAIN_FORMATS", "open_contents"]
 
-COMPOSITE_FORMATS: tuple[Format, ...] = (native, megatron, rank_files, deepspeed, accelerate, lightning)
+COMPOSITE_FORMATS: tuple[Format, ...] = (
+    native,
+    megatron,
+    megatron_legacy,
+    rank_files,
+    deepspeed,
+    accelerate,
+    lightning,
+)
 """Formats made of files of other formats, plus something that tells them apart: the first that fits is taken."""
 
 PLAIN_FORMATS: tuple[Format, ...] = (dcp, safetensors, torch_save)
