@@ -30,7 +30,20 @@ from reshard.formats.source import Files, FileSource
 from reshard.storage.base import Storage
 from reshard.tree import decode_plain, path_from_json
 
-__all__ = ["BLOCK_BYTES", "MANIFEST", "VERSION", "FileRecord", "Manifest", "NativeFacts", "entry_key", "read_manifest"]
+__all__ = [
+    "BLOCK_BYTES",
+    "MANIFEST",
+    "VERSION",
+    "FileRecord",
+    "Manifest",
+    "NativeFacts",
+    "detect",
+    "entry_key",
+    "looks_for",
+    "name",
+    "open",
+    "read_manifest",
+]
 
 name = "native"
 looks_for = "manifest.json"
