@@ -13,9 +13,11 @@ _HOME = {
     "FqnMap": "normalize",
     "LoadReport": "loading",
     "PerRank": "per_rank",
+    "ReshardError": "errors",
     "SaveReport": "saving",
     "StateDictOptions": "normalize",
     "async_save": "saving",
+    "compare": "checking",
     "fingerprint": "fingerprints",
     "fqn_map": "normalize",
     "get_model_state_dict": "normalize",
@@ -27,19 +29,26 @@ _HOME = {
     "load": "loading",
     "normalize": "normalize",
     "open": "checkpoint",
+    "optimizer_destinations": "destinations",
+    "plan": "planning",
     "prune": "generations",
     "save": "saving",
     "set_model_state_dict": "normalize",
     "set_optimizer_state_dict": "normalize",
     "set_state_dict": "normalize",
+    "verify": "checking",
 }
 """Where each public name lives."""
 
 __all__ = list(_HOME)
 
 if TYPE_CHECKING:
+    from reshard.checking import compare as compare
+    from reshard.checking import verify as verify
     from reshard.checkpoint import Checkpoint as Checkpoint
     from reshard.checkpoint import open as open
+    from reshard.destinations import optimizer_destinations as optimizer_destinations
+    from reshard.errors import ReshardError as ReshardError
     from reshard.fingerprints import fingerprint as fingerprint
     from reshard.generations import latest_complete as latest_complete
     from reshard.generations import prune as prune
@@ -57,6 +66,7 @@ if TYPE_CHECKING:
     from reshard.normalize import set_optimizer_state_dict as set_optimizer_state_dict
     from reshard.normalize import set_state_dict as set_state_dict
     from reshard.per_rank import PerRank as PerRank
+    from reshard.planning import plan as plan
     from reshard.saving import SaveReport as SaveReport
     from reshard.saving import async_save as async_save
     from reshard.saving import save as save

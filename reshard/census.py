@@ -167,8 +167,7 @@ def _same_values(holdings: Holdings, group: Group, *, check_replicas: bool) -> d
     mine = {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in holdings.objects.items()}
     if check_replicas and group.world_size > 1:
         for key, tensor in holdings.tensors.items():
-            if not is_sharded(tensor) and tensor.device.type != "meta":
-                mine[key] = xxhash.xxh3_128_digest(row_major_bytes(as_array(tensor.cpu())))
+            mine.update(_replica_digests(key, tensor, group))
     packed = msgspec.msgpack.encode(mine)
     digests = group.exchange(xxhash.xxh3_128_digest(packed))
     if len(set(digests)) == 1:
@@ -178,7 +177,7 @@ def _same_values(holdings: Holdings, group: Group, *, check_replicas: bool) -> d
     for rank, table in zip(group.ranks, tables):
         for key, digest in table.items():
             values.setdefault(key, {}).setdefault(digest, []).append(rank)
-    differing = {key: list(by.values()) for key, by in values.items() if len(by) > 1}
+    differing = {key.partition("\0")[0]: list(by.values()) for key, by in values.items() if len(by) > 1}
     if differing and check_replicas:
         shown = "; ".join(f"{key!r} ({' / '.join(_ranks(r) for r in by)})" for key, by in list(differing.items())[:20])
         raise KeyMismatchError(
@@ -190,6 +189,28 @@ def _same_values(holdings: Holdings, group: Group, *, check_replicas: bool) -> d
         for key, value in msgspec.json.decode(data).items():
             merged.setdefault(key, value)
     return merged
+
+
+def _replica_digests(key: str, tensor: Any, group: Group) -> dict[str, bytes]:
+    """A digest of each local tensor that other ranks may hold, too, under a name that says which elements it is."""
+    if tensor.device.type == "meta":
+        return {}
+    if not is_sharded(tensor):
+        return {key: xxhash.xxh3_128_digest(row_major_bytes(as_array(tensor.cpu())))}
+    form = form_of(tensor, key)
+    if not isinstance(form, ProductForm):
+        return {}
+    copied = any(isinstance(placement, Replicate) for placement in form.placements)
+    if not copied and form.mesh.size == group.world_size:
+        return {}  # nobody else holds any of it
+    rank = group.ranks[group.rank]
+    local = local_tensors(tensor)
+    parts = form.parts(spec_of(key, tensor).shape, rank)
+    return {
+        f"{key}\0{part.dims}": xxhash.xxh3_128_digest(row_major_bytes(as_array(t.cpu())))
+        for t, part in zip(local, parts)
+        if t.numel()
+    }
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -17,8 +17,9 @@ from planners.save_plan import DIVIDE_ABOVE_BYTES, SavePlan, plan_writes
 from reshard import generations
 from reshard.census import Census, Holdings, holdings_of, per_rank_name, take_census
 from reshard.errors import CheckpointError, LayoutError, StorageError
-from reshard.execute.writing import Entry, write_file
-from reshard.formats.native import MANIFEST, FileRecord, Manifest, entry_key
+from reshard.execute.writing import Entry, sum_up, write_file
+from reshard.fingerprints import Partial
+from reshard.formats.native import MANIFEST, FileRecord, Manifest
 from reshard.group import Group
 from reshard.storage import Storage, open_storage
 from reshard.tensors import form_of, is_sharded, is_tensor, local_tensors, spec_of
@@ -55,6 +56,7 @@ def save(
     *,
     process_group: dist.ProcessGroup | None = None,
     check_replicas: bool = True,
+    fingerprints: bool = True,
     divide_above_bytes: int = DIVIDE_ABOVE_BYTES,
     deadline_s: float = 1800.0,
 ) -> SaveReport:
@@ -66,7 +68,9 @@ def save(
 
     Args:
         path: a local folder, a URL or a `Storage`, the same for all ranks and visible to all.
-        check_replicas: compare plain tensors and objects over the ranks; values that differ under one key are an error.
+        check_replicas: compare what several ranks hold, plain tensors, replicas of shards and objects; values that
+            differ under one key are an error.
+        fingerprints: store a digest of each tensor that no layout changes, for `verify`, `compare` and later loads.
         divide_above_bytes: chunks of at least this size may be divided among the ranks that hold them.
         deadline_s: how long the whole may take.
 
@@ -78,7 +82,7 @@ def save(
     """
     group = Group(process_group, deadline_s=deadline_s)
     with group.together("save"):
-        job = _prepare(state_dict, path, group, check_replicas, divide_above_bytes)
+        job = _prepare(state_dict, path, group, check_replicas, fingerprints, divide_above_bytes)
         return _finish(job, _entries(job))
 
 
@@ -106,6 +110,7 @@ def async_save(
     *,
     process_group: dist.ProcessGroup | None = None,
     check_replicas: bool = True,
+    fingerprints: bool = True,
     divide_above_bytes: int = DIVIDE_ABOVE_BYTES,
     deadline_s: float = 1800.0,
     max_in_flight: int = 1,
@@ -122,7 +127,7 @@ def async_save(
         _in_flight.pop(0).result()
     group = Group(process_group, deadline_s=deadline_s)
     with group.together("stage"):
-        job = _prepare(state_dict, path, group, check_replicas, divide_above_bytes)
+        job = _prepare(state_dict, path, group, check_replicas, fingerprints, divide_above_bytes)
         entries = [_staged(entry) for entry in _entries(job)]
     future: Future[SaveReport] = Future()
 
@@ -143,7 +148,7 @@ def async_save(
 
 def _staged(entry: Entry) -> Entry:
     copied = entry.tensor.to("cpu", copy=True) if entry.tensor.device.type != "cpu" else entry.tensor.clone()
-    return Entry(entry.key, entry.dtype, entry.sizes, copied)
+    return Entry(entry.spec, entry.box, copied)
 
 
 @dataclass(frozen=True)
@@ -157,8 +162,14 @@ class _Job:
     census: Census
     plan: SavePlan
     save_id: str
+    fingerprints: bool
     started_unix_s: float
     seconds: dict[str, float]
+
+    @property
+    def folder(self) -> str:
+        """Of this generation, within the checkpoint's."""
+        return generations.folder_of(self.save_id)
 
     @property
     def rank(self) -> int:
@@ -167,7 +178,12 @@ class _Job:
 
 
 def _prepare(
-    state_dict: Mapping[str, Any], path: Any, group: Group, check_replicas: bool, divide_above_bytes: int
+    state_dict: Mapping[str, Any],
+    path: Any,
+    group: Group,
+    check_replicas: bool,
+    fingerprints: bool,
+    divide_above_bytes: int,
 ) -> _Job:
     """Agree on what there is and who writes what. Writes nothing but the claim."""
     clock = time.perf_counter()
@@ -181,7 +197,7 @@ def _prepare(
         generations.claim(storage, save_id)
     group.barrier()  # nobody writes before there is a claim
     seconds = {"plan": planned - clock}
-    return _Job(group, storage, str(path), holdings, census, plan, save_id, time.time(), seconds)
+    return _Job(group, storage, str(path), holdings, census, plan, save_id, fingerprints, time.time(), seconds)
 
 
 def _entries(job: _Job) -> list[Entry]:
@@ -196,7 +212,7 @@ def _entries(job: _Job) -> list[Entry]:
             views[item.fqn] = _parts(tensor, item.fqn, len(layout.parts(job.rank)), job.rank)
         part = views[item.fqn][item.part]
         piece = part[item.source.slices] if part.ndim else part
-        out.append(Entry(entry_key(item.fqn, item.box, layout.spec.shape), layout.spec.dtype, item.box.sizes, piece))
+        out.append(Entry(layout.spec, item.box, piece))
     return out
 
 
@@ -226,8 +242,10 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
         with group.together("write"):
             record = None
             if entries:
-                name = f"{generations.folder_of(job.save_id)}/{job.rank:05d}.safetensors"
+                name = f"{job.folder}/{job.rank:05d}.safetensors"
                 record = write_file(job.storage, name, entries, on_bytes=lambda _: group.check())
+                if job.fingerprints:
+                    _leave_prints(job, entries)
             written = time.perf_counter()
             rows = group.exchange(msgspec.msgpack.encode(_Written(job.rank, record)))
             if group.rank == 0:
@@ -253,11 +271,26 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
     )
 
 
+def _leave_prints(job: _Job, entries: list[Entry]) -> None:
+    """This rank's part of the fingerprints, as a small file: so much need not go through the control plane."""
+    parts = {fqn: part.to_bytes() for fqn, part in sum_up(entries).items()}
+    job.storage.publish(f"{job.folder}/{job.rank:05d}.prints", msgspec.msgpack.encode(parts))
+
+
+def _collect_prints(job: _Job, names: list[str]) -> dict[str, str]:
+    """The fingerprint of every tensor, out of what all ranks left; a tensor without elements is in no file."""
+    totals = {fqn: Partial() for fqn in job.census.layout}
+    for name in names:
+        for fqn, part in msgspec.msgpack.decode(job.storage.read(name), type=dict[str, bytes]).items():
+            totals[fqn] = totals[fqn] + Partial.from_bytes(part)
+    specs = job.census.layout.specs
+    return {fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()}
+
+
 def _publish(job: _Job, rows: list[_Written]) -> None:
     """Make the generation count: all its files are there, then the manifest is put in place of the old one."""
     records = {row.rank: row.record for row in rows if row.record is not None}
-    folder = generations.folder_of(job.save_id)
-    seen = job.storage.list(f"{folder}/")
+    seen = job.storage.list(f"{job.folder}/")
     for rank, record in records.items():
         if seen.get(record.name) != record.nbytes:
             raise StorageError(
@@ -265,21 +298,24 @@ def _publish(job: _Job, rows: list[_Written]) -> None:
                 f"it in {job.storage.url}: the folder must be the same, shared one for all ranks"
             )
     census = job.census
-    layout = _layout_json(job)
+    prints = [name for name in seen if name.endswith(".prints")]
     manifest = Manifest(
         save_id=job.save_id,
         created_unix_s=job.started_unix_s,
         writer=_WRITER,
         divide_above_bytes=job.plan.divide_above_bytes,
         files={str(rank): record for rank, record in sorted(records.items())},
-        layout=layout,
+        layout=_layout_json(job),
         paths={key: path for key, path in census.paths.items() if path != [key]},
         containers=census.containers,
         objects=census.objects,
         per_rank={key: {str(r): row for r, row in rows.items()} for key, rows in census.per_rank.items()},
         aliases=census.aliases,
+        fingerprints=_collect_prints(job, prints) if job.fingerprints else {},
     )
     job.storage.publish(MANIFEST, msgspec.json.encode(manifest))
+    for name in prints:
+        job.storage.delete(name)
     generations.release(job.storage, job.save_id)
     _publish_hf_index(job, records)
 

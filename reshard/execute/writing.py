@@ -10,14 +10,16 @@ import numpy as np
 import torch
 import xxhash
 
-from planners.dtypes import itemsize
+from planners.box import Box
+from planners.layout import TensorSpec
 from reshard.dtypes import SAFETENSORS_CODES
 from reshard.errors import FormatError
 from reshard.execute.arrays import as_array, row_major_bytes
-from reshard.formats.native import BLOCK_BYTES, FileRecord
+from reshard.fingerprints import Partial, partial
+from reshard.formats.native import BLOCK_BYTES, FileRecord, entry_key
 from reshard.storage.base import Storage, Writer
 
-__all__ = ["Entry", "write_file"]
+__all__ = ["Entry", "sum_up", "write_file"]
 
 _STAGE_BYTES = 32 << 20
 """Memory for elements that do not lie in row-major order, or not on the CPU, on their way to the file."""
@@ -28,11 +30,22 @@ _CODES = {name: code for code, name in SAFETENSORS_CODES.items() if name != "flo
 class Entry:
     """One array of a data file."""
 
-    key: str
-    dtype: str
-    sizes: tuple[int, ...]
+    spec: TensorSpec
+    """Of the whole tensor."""
+    box: Box
+    """The region of it that the array holds, in global coordinates."""
     tensor: torch.Tensor
-    """The elements, of these sizes; on any device, with any strides."""
+    """The elements, of the box's sizes; on any device, with any strides."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return entry_key(self.spec.fqn, self.box, self.spec.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.box.numel * self.spec.itemsize
 
 
 def write_file(
@@ -44,7 +57,7 @@ def write_file(
 
     Raises FormatError if two entries have one key; StorageError if the storage fails.
     """
-    ordered = sorted(entries, key=lambda entry: -itemsize(entry.dtype))
+    ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
     header = _header(ordered)
     with storage.create(name) as out:
         sums = _Sums(out)
@@ -57,15 +70,20 @@ def write_file(
         digests = sums.finish()
     with storage.create(f"{name}.sums") as out:
         out.write(digests)
-    return FileRecord(name, len(header) + sum(_nbytes(e) for e in ordered), len(header), _digest128(digests))
+    return FileRecord(name, len(header) + sum(entry.nbytes for entry in ordered), len(header), _digest128(digests))
+
+
+def sum_up(entries: Sequence[Entry]) -> dict[str, Partial]:
+    """What `entries` add to the fingerprints of their tensors, by name."""
+    out: dict[str, Partial] = {}
+    for entry in entries:
+        found = partial(entry.tensor, entry.box, entry.spec.shape)
+        out[entry.spec.fqn] = out[entry.spec.fqn] + found if entry.spec.fqn in out else found
+    return out
 
 
 def _digest128(data: bytes) -> str:
     return str(xxhash.xxh3_128_hexdigest(data))
-
-
-def _nbytes(entry: Entry) -> int:
-    return int(np.prod(entry.sizes, dtype=np.int64)) * itemsize(entry.dtype)
 
 
 def _header(entries: Sequence[Entry]) -> bytes:
@@ -74,10 +92,10 @@ def _header(entries: Sequence[Entry]) -> bytes:
     for entry in entries:
         if entry.key in table:
             raise FormatError(f"two arrays of one file would be called {entry.key!r}: rename one of the tensors")
-        stop = at + _nbytes(entry)
-        code, shape = _CODES.get(entry.dtype), list(entry.sizes)
+        stop = at + entry.nbytes
+        code, shape = _CODES.get(entry.spec.dtype), list(entry.box.sizes)
         if code is None:  # safetensors has no code for it: bytes, in a last dim of their own
-            code, shape = "U8", [*shape, itemsize(entry.dtype)]
+            code, shape = "U8", [*shape, entry.spec.itemsize]
         table[entry.key] = {"dtype": code, "shape": shape, "data_offsets": [at, stop]}
         at = stop
     text = msgspec.json.encode(table)
