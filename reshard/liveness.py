@@ -45,10 +45,10 @@ class Ring:
             store.set(self._key(self._index), f"{place} {pid} {_start_of(pid)}")
 
     def look(self) -> Gone | None:
-        """The watched process, if it is gone. A look at the local system, and a question to the store once."""
+        """The watched process, if it is gone. A look at the local system; the first to come also asks the store."""
         if not self._machine:
             return None
-        if self._watched is None:
+        if self._watched is None or self._index == 0:
             self._watched = self._find()
         if self._watched is None:
             return None
@@ -56,7 +56,7 @@ class Ring:
         return None if _start_of(pid) == start else Gone(place, f"process {pid} on {socket.gethostname()}")
 
     def _find(self) -> tuple[int, int, str] | None:
-        # the first to come watches the last, who may not be there yet when it looks for the first time
+        # the first to come watches the last, who may be another one when it looks again
         index = self._index - 1 if self._index else self._store.add(f"machines/{self._machine}", 0) - 1
         if index <= 0 and self._index == 0:
             return None

@@ -1,0 +1,81 @@
+"""A storage that misbehaves on command, over one that does not.
+
+    def fault(verb, name):                   # called before each operation
+        if verb == "write": raise StorageError("no space left")
+
+    save(state, Faulty(open_storage(folder), fault))
+
+Verbs are the methods' names ("list", "size", "read", "read_into", "mapped", "create", "publish", "delete"), and for a
+writer "write" and "commit". `fault` may raise, sleep, end the process or damage what is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from reshard.storage import Storage, Writer
+
+__all__ = ["Faulty"]
+
+Fault = Callable[[str, str], None]
+
+
+class Faulty(Storage):
+    """`inner`, with `fault(verb, name)` called before each operation."""
+
+    def __init__(self, inner: Storage, fault: Fault) -> None:
+        self.inner = inner
+        self.fault = fault
+        self.url = inner.url
+        self.max_gap_bytes = inner.max_gap_bytes
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        self.fault("list", prefix)
+        return self.inner.list(prefix)
+
+    def size(self, name: str) -> int:
+        self.fault("size", name)
+        return self.inner.size(name)
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        self.fault("read", name)
+        return self.inner.read(name, start, length)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self.fault("read_into", name)
+        self.inner.read_into(name, start, buffer)
+
+    def mapped(self, name: str) -> memoryview | None:
+        self.fault("mapped", name)
+        return self.inner.mapped(name)
+
+    def create(self, name: str) -> Writer:
+        self.fault("create", name)
+        return _FaultyWriter(self.inner.create(name), name, self.fault)
+
+    def publish(self, name: str, data: Any) -> None:
+        self.fault("publish", name)
+        self.inner.publish(name, data)
+
+    def delete(self, name: str) -> None:
+        self.fault("delete", name)
+        self.inner.delete(name)
+
+
+class _FaultyWriter(Writer):
+    def __init__(self, inner: Writer, name: str, fault: Fault) -> None:
+        self._inner = inner
+        self._name = name
+        self._fault = fault
+
+    def _write(self, data: memoryview) -> None:
+        self._fault("write", self._name)
+        self._inner._write(data)
+
+    def _commit(self) -> None:
+        self._fault("commit", self._name)
+        self._inner._commit()
+
+    def _abort(self) -> None:
+        self._inner._abort()
