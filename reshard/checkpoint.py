@@ -14,7 +14,7 @@ from planners.box import Box
 from planners.byteruns import Window
 from planners.layout import StateLayout, TensorLayout
 from reshard.dtypes import dtype_from_name
-from reshard.errors import KeyMismatchError
+from reshard.errors import CheckpointError, KeyMismatchError
 from reshard.formats import open_contents
 from reshard.formats.base import Contents, StoredTensor
 from reshard.formats.copying import conjugate, copy_place, empty
@@ -237,13 +237,20 @@ class Checkpoint(Mapping[str, LazyTensor]):
         boxes of the chunks, each under the rank that wrote it."""
         return StateLayout({name: stored_layout(self.contents.tensors[name]) for name in self})
 
-    def problems(self) -> list[str]:
-        """One text for each tensor whose chunks leave a hole or overlap, or lie outside it; reads no tensor data."""
+    def problems(self, *, deep: bool = False) -> list[str]:
+        """One text for each tensor whose chunks leave a hole, overlap or lie outside it; reads no tensor data.
+
+        `deep` also looks into every stored item, whether it holds what the metadata says.
+        """
         found = []
         for name in self:
             try:
-                check_cover(self.contents.tensors[name])
-            except ValueError as error:  # DamagedCheckpointError and FormatError are
+                stored = self.contents.tensors[name]
+                check_cover(stored)
+                for chunk in stored.chunks if deep else ():
+                    if not chunk.box.is_empty:
+                        chunk.source.check(chunk.window.offset, chunk.window.stop)
+            except CheckpointError as error:
                 found.append(str(error))
         return found
 

@@ -201,6 +201,8 @@ def _plain_record(record: Record, go: Any) -> Any:
         return {k: go(v) for k, v in record.fields.items()}
     if record.path.startswith("pathlib."):
         return "/".join(str(part) for part in record.args).replace("//", "/", 1) if record.args else "."
+    if record.path == "_io.BytesIO" and isinstance(record.state, tuple):
+        return record.state[0] if record.state and isinstance(record.state[0], bytes) else record
     if record.path == "torch.device":
         return ":".join(str(part) for part in record.args)
     if record.path.endswith(("multiarray.scalar", "multiarray._reconstruct")) and record.path.startswith("numpy."):

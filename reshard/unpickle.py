@@ -284,6 +284,7 @@ _INERT = frozenset(
     {
         *(f"builtins.{name}" for name in _FACTORIES),
         *(f"__builtin__.{name}" for name in _FACTORIES),
+        "_io.BytesIO",
         "argparse.Namespace",
         "types.SimpleNamespace",
         "collections.deque",
@@ -292,6 +293,8 @@ _INERT = frozenset(
         "datetime.time",
         "datetime.timedelta",
         "datetime.timezone",
+        "functools.partial",
+        "re._compile",
         "decimal.Decimal",
         "fractions.Fraction",
         "uuid.UUID",

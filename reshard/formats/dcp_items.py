@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from planners.box import Box
@@ -18,6 +19,10 @@ from reshard.records import plain
 from reshard.unpickle import load_pickle
 
 __all__ = ["Item", "Items", "saved_offsets"]
+
+_MOST_BYTES = 1 << 28
+"""The most that an object, or what surrounds a tensor, may have once it is decompressed."""
+_PIECE_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class Items:
 
         def locate() -> Place:
             try:
-                place, dtype = self._locate(spec.fqn, box, item)
+                place, dtype = self._locate(spec, box, item)
             except ReshardError as error:
                 raise type(error)(f"tensor {spec.fqn!r}, chunk {box}: {error}") from None
             if dtype != spec.dtype:
@@ -70,7 +75,7 @@ class Items:
         """A non-tensor item, as plain data. Raises DamagedCheckpointError or UnsafeDataError."""
         if item is None:
             raise DamagedCheckpointError(f"the object {key!r} is in no file of the checkpoint")
-        source, start, length = self._payload(item)
+        source, start, length = self._payload(item, _MOST_BYTES)
         try:
             if bytes(source.read(start, min(4, length))) == ZIP_MAGIC:
                 return TorchArchive(source, start, length).object()
@@ -78,8 +83,8 @@ class Items:
         except ReshardError as error:
             raise type(error)(f"object {key!r}: {error}") from None
 
-    def _payload(self, item: Item) -> tuple[Source, int, int]:
-        """The bytes of an item, with transforms undone."""
+    def _payload(self, item: Item, most_bytes: int) -> tuple[Source, int, int]:
+        """The bytes of an item, with transforms undone; damage if these are more than `most_bytes`."""
         file = self._files[self._folder + item.file]
         if not item.transforms:
             return file, item.offset, item.length
@@ -87,11 +92,12 @@ class Items:
             raise FormatError(
                 f"{file.label}: the transforms {list(item.transforms)} are not known; known is stream.zstd"
             )
-        source = DecodedSource(file, item.offset, item.length, "zstd", _unzstd, self._slot)
+        source = DecodedSource(file, item.offset, item.length, "zstd", partial(_unzstd, most_bytes), self._slot)
         return source, 0, source.nbytes
 
-    def _locate(self, key: str, box: Box, item: Item) -> tuple[Place, str]:
-        source, start, length = self._payload(item)
+    def _locate(self, spec: TensorSpec, box: Box, item: Item) -> tuple[Place, str]:
+        key = spec.fqn
+        source, start, length = self._payload(item, _MOST_BYTES + 2 * box.numel * spec.itemsize)
         head = read_head(source, start, length)
         header = None
         if not head.startswith(ZIP_MAGIC) and isinstance(source, FileSource):
@@ -130,16 +136,21 @@ def saved_offsets(header: Header) -> dict[str, list[int]]:
     return info
 
 
-def _unzstd(data: bytes) -> bytes:
+def _unzstd(most_bytes: int, data: bytes) -> bytes:
     try:
         import zstandard
     except ImportError:
         raise FormatError("these items are compressed by zstd: install the extra reshard[zstd] to read them") from None
     try:
         reader = zstandard.ZstdDecompressor().decompressobj()
-        decoded = reader.decompress(data)
+        pieces, size = [], 0
+        for start in range(0, len(data), _PIECE_BYTES):
+            pieces.append(reader.decompress(data[start : start + _PIECE_BYTES]))
+            size += len(pieces[-1])
+            if size > most_bytes:  # a few bytes can stand for very many
+                raise DamagedCheckpointError(f"a zstd item holds more than the {most_bytes} bytes that it may need")
         if not reader.eof:
             raise DamagedCheckpointError("a zstd item is cut short")
-        return decoded
+        return b"".join(pieces)
     except zstandard.ZstdError as error:
         raise DamagedCheckpointError(f"a zstd item is damaged: {error}") from None

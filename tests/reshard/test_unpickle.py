@@ -106,6 +106,7 @@ def test_namespaces_paths_and_numpy_become_plain() -> None:
 
     value = {
         "args": argparse.Namespace(lr=0.1),
+        "io": io.BytesIO(b"state"),
         "path": Path("/a/b"),
         "x": np.arange(6.0).reshape(2, 3),
         "n": np.int16(3),
@@ -113,6 +114,7 @@ def test_namespaces_paths_and_numpy_become_plain() -> None:
     result = plain(read(pickle.dumps(value, 4)))
 
     assert result["args"] == {"lr": 0.1}
+    assert result["io"] == b"state"
     assert result["path"] == "/a/b"
     assert np.array_equal(result["x"], value["x"])
     assert result["x"].dtype == value["x"].dtype

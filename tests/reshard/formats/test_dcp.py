@@ -153,6 +153,8 @@ def test_a_payload_of_another_shape_is_not_believed(tmp_path: Path) -> None:
     assert "says shape [4, 4]" in message
     assert "holds [2, 3]" in message
     assert "chunk Box[0:4, 0:4]" in message
+    assert open_checkpoint(tmp_path).problems() == []  # what the metadata says is right in itself
+    assert "says shape [4, 4]" in open_checkpoint(tmp_path).problems(deep=True)[0]
 
 
 def test_a_payload_of_another_dtype_is_not_believed(tmp_path: Path) -> None:
@@ -288,6 +290,28 @@ def test_objects_that_are_not_plain_stay_records(tmp_path: Path) -> None:
 
     assert value["dt"] is torch.float16
     assert same(value["d"]["a"], torch.ones(2))
+
+
+def test_compressed_items(tmp_path: Path) -> None:
+    """They are decoded whole, checked for damage, and never into more memory than the tensor may need."""
+    zstandard = pytest.importorskip("zstandard")
+    for change, message in (
+        (lambda data: data, ""),
+        (lambda data: data[:-5], "cut short"),
+        (lambda data: b"rubbish" + data, "damaged"),
+        (lambda data: zstandard.compress(b"\0" * (1 << 29)), "more than the"),
+    ):
+        writer = DcpWriter({"w": [((0, 0), W)]}, files=1)
+        (info,) = writer.metadata.storage_data.values()
+        item = change(zstandard.compress(archive(W)))
+        writer.data["__0_0.distcp"][:] = item
+        info.offset, info.length, info.transform_descriptors = 0, len(item), ["stream.zstd/1"]
+        checkpoint = open_checkpoint(writer.write(tmp_path))
+        if message:
+            with pytest.raises(DamagedCheckpointError, match=message):
+                checkpoint["w"][...]
+        else:
+            check_all(checkpoint, {"w": W})
 
 
 def test_unknown_transforms_are_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import collections
 import io
 import json
 import random
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,17 @@ def test_archives_that_contradict_themselves(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, path)
     rezip(path, dict)  # written by another zip library, but right
     check_all(open_checkpoint(path), {"w": torch.ones(2)})
+
+
+def test_records_beyond_4_gib() -> None:
+    """Sizes and offsets that need 64 bits stand in a field of their own, each only where 32 bits do not do."""
+    from reshard.formats.torch_zip import _zip64_sizes
+
+    wide = struct.pack("<HHQQQ", 1, 24, 5 << 30, 5 << 30, 7 << 30)
+    assert _zip64_sizes(wide, 0xFFFFFFFF, 0xFFFFFFFF) == (5 << 30, 7 << 30)
+    other = struct.pack("<HH4s", 0x4246, 4, b"ZZZZ")
+    assert _zip64_sizes(other + struct.pack("<HHQ", 1, 8, 7 << 30), 12, 0xFFFFFFFF) == (12, 7 << 30)
+    assert _zip64_sizes(other, 12, 34) == (12, 34)
 
 
 def test_fuzzed_files_give_clear_errors_only(saved: Path) -> None:
