@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TESTFLAGS ?= -n 2 --dist worksteal
 
 .PHONY: demo test check bench nightly clean
 
@@ -14,7 +15,7 @@ demo: $(VENV)/.ready
 	$(BIN)/reshard demo --out demo-out
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(TESTFLAGS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

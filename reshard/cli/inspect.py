@@ -1,0 +1,131 @@
+"""`reshard inspect`: what is in a checkpoint."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reshard.cli.show import Branch, Leaf, console, print_json, short, size
+
+if TYPE_CHECKING:
+    from planners.layout import TensorLayout
+    from reshard.checkpoint import Checkpoint
+
+__all__ = ["inspect"]
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="A checkpoint of any known format: a folder, a file or a URL.")],
+    only: Annotated[str, typer.Option("--only", metavar="GLOB", help="Only names that match: '*.weight'.")] = "*",
+    depth: Annotated[int | None, typer.Option(min=1, help="Show at most so many levels of names.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: everything, one entry a tensor.")] = False,
+) -> None:
+    """Show names, shapes, dtypes, sizes and layouts, from the metadata alone; nothing in it is executed.
+
+    Exits with 1 if tensors have holes or overlaps.
+    """
+    import reshard
+
+    checkpoint = reshard.open(path)
+    names = [name for name in checkpoint if fnmatch.fnmatchcase(name, only)]
+    objects = [name for name in checkpoint.objects if fnmatch.fnmatchcase(name, only)]
+    problems = checkpoint.problems()
+    if as_json:
+        print_json(_as_json(checkpoint, names, objects, problems))
+    else:
+        _print(checkpoint, names, objects, problems, depth)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _as_json(checkpoint: Checkpoint, names: list[str], objects: list[str], problems: list[str]) -> dict[str, Any]:
+    layout = checkpoint.layout
+    return {
+        "path": checkpoint.url,
+        "format": checkpoint.format,
+        "world_size": layout.world_size,
+        "total_bytes": sum(checkpoint[name].nbytes for name in names),
+        "tensors": {
+            name: {
+                "shape": list(layout[name].spec.shape),
+                "dtype": layout[name].spec.dtype,
+                "nbytes": layout[name].spec.nbytes,
+                "layout": str(layout[name].form),
+            }
+            for name in names
+        },
+        "objects": {name: checkpoint.objects[name] for name in objects},
+        "aliases": dict(checkpoint.aliases),
+        "warnings": list(checkpoint.warnings),
+        "problems": problems,
+    }
+
+
+def _print(
+    checkpoint: Checkpoint, names: list[str], objects: list[str], problems: list[str], depth: int | None
+) -> None:
+    from rich.markup import escape
+    from rich.tree import Tree
+
+    screen = console()
+    layout = checkpoint.layout
+    total = sum(checkpoint[name].nbytes for name in names)
+    screen.print(f"[bold]{escape(checkpoint.url)}[/]", soft_wrap=True)
+    screen.print(
+        f"format {checkpoint.format}, {len(names)} tensors, {size(total)}, {len(objects)} objects, "
+        f"saved by {layout.world_size} rank{'s' * (layout.world_size != 1)}"
+    )
+    for title, weights in _totals(checkpoint, names).items():
+        rows = [f"{what} ({count} tensors, {size(nbytes)})" for what, (count, nbytes) in weights.items()]
+        screen.print(f"[bold]{title}[/]  {escape(_listed(rows))}", soft_wrap=True)
+    leaves: dict[Any, Leaf] = {}
+    paths = checkpoint.contents.paths
+    for name in names:
+        spec = layout[name].spec
+        text = f"{spec.dtype} {list(spec.shape)}  {size(spec.nbytes)}  {_layout_text(layout[name])}"
+        leaves[_parts(paths.get(name, (name,)))] = Leaf(text, spec.nbytes)
+    for name in objects:
+        leaves[_parts(paths.get(name, (name,)))] = Leaf(f"= {short(checkpoint.objects[name])}")
+    for name, holder in checkpoint.aliases.items():
+        leaves[_parts(paths.get(name, (name,)))] = Leaf(f"tied to {holder}")
+    tree = Tree("[bold].[/]")
+    Branch.of(leaves).draw(tree, depth)
+    screen.print(tree, no_wrap=True, overflow="ellipsis")
+    for warning in checkpoint.warnings:
+        screen.print(f"[yellow]note[/]  {escape(warning)}", soft_wrap=True)
+    for problem in problems:
+        screen.print(f"[red]damaged[/]  {escape(problem)}", soft_wrap=True)
+
+
+def _totals(checkpoint: Checkpoint, names: list[str]) -> dict[str, dict[str, tuple[int, int]]]:
+    """Tensors and bytes by dtype and by layout, the largest first."""
+    out: dict[str, dict[str, tuple[int, int]]] = {}
+    layout = checkpoint.layout
+    for title, key in (("dtypes ", lambda t: t.spec.dtype), ("layouts", _layout_text)):
+        counts: Counter[str] = Counter()
+        weights: Counter[str] = Counter()
+        for name in names:
+            what = key(layout[name])
+            counts[what] += 1
+            weights[what] += layout[name].spec.nbytes
+        out[title] = {what: (counts[what], nbytes) for what, nbytes in weights.most_common()}
+    return out
+
+
+def _layout_text(layout: TensorLayout) -> str:
+    if layout.mesh is None:
+        return f"{sum(1 for _ in layout.chunks())} explicit chunks"
+    return f"{','.join(map(str, layout.placements or ()))} on {layout.mesh}"
+
+
+def _listed(rows: list[str], most: int = 6) -> str:
+    more = f", and {len(rows) - most} more" if len(rows) > most else ""
+    return ", ".join(rows[:most]) + more
+
+
+def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """Dotted names are cut at their dots, too."""
+    return tuple(part for key in path for part in str(getattr(key, "value", key)).split("."))

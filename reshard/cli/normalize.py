@@ -1,0 +1,85 @@
+"""`reshard normalize`: a checkpoint under canonical names, whatever framework wrote it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from reshard.cli.show import Branch, Leaf, console, print_json, short, size
+from reshard.errors import ReshardError
+
+__all__ = ["normalize"]
+
+
+def normalize(
+    path: Annotated[str, typer.Argument(help="A checkpoint of any known format.")],
+    hint: Annotated[
+        list[str] | None,
+        typer.Option("--hint", metavar="NAME=JSON", help="What the checkpoint cannot say; errors ask for it by name."),
+    ] = None,
+    depth: Annotated[int | None, typer.Option(min=1, help="Show at most so many levels of names.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show model and optimizer under canonical names: no wrappers' prefixes, no fused or flat pieces, no padding.
+
+    Only metadata is read; tensors stay where they are.
+    """
+    import reshard
+
+    checkpoint = reshard.open(path)
+    state = checkpoint.normalized(_hints(hint or []))
+    if as_json:
+        print_json({"path": checkpoint.url, "format": checkpoint.format, "notes": state.notes, **_plain(state)})
+        return
+    from rich.markup import escape
+    from rich.tree import Tree
+
+    screen = console()
+    screen.print(f"[bold]{escape(checkpoint.url)}[/], format {checkpoint.format}", soft_wrap=True)
+    tree = Tree("[bold].[/]")
+    leaves: dict[Any, Leaf] = {}
+    for fqn, tensor in state["model"].items():
+        leaves[("model", *fqn.split("."))] = _leaf(tensor)
+    for fqn, of in state["optim"]["state"].items():
+        for name, value in of.items():
+            leaves[("optim", "state", *fqn.split("."), name)] = _leaf(value)
+    for i, group in enumerate(state["optim"]["param_groups"]):
+        shown = {k: v for k, v in group.items() if k != "params"}
+        leaves[("optim", "param_groups", str(i))] = Leaf(
+            f"{len(group.get('params', ()))} parameters, {short(shown, 90)}"
+        )
+    Branch.of(leaves).draw(tree, depth)
+    screen.print(tree, no_wrap=True, overflow="ellipsis")
+    for note in state.notes:
+        screen.print(f"[yellow]note[/]  {escape(note)}", soft_wrap=True)
+
+
+def _hints(given: list[str]) -> dict[str, Any]:
+    hints = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        try:
+            hints[name] = json.loads(value)
+        except ValueError:
+            fix = "the value must be JSON" if equals else "write --hint NAME=JSON"
+            raise ReshardError(f"cannot read the hint {text!r}: {fix}, such as --hint 'num_heads=8'") from None
+    return hints
+
+
+def _leaf(value: Any) -> Leaf:
+    if hasattr(value, "nbytes"):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return Leaf(f"{dtype} {list(value.shape)}  {size(value.nbytes)}", value.nbytes)
+    return Leaf(f"= {short(value)}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if hasattr(value, "nbytes"):
+        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "nbytes": value.nbytes}
+    return value

@@ -1,0 +1,95 @@
+"""`reshard plan`: what a change of topology would read, per rank, and whether that is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reshard.cli.show import console, print_json, size
+from reshard.cli.sides import both_sides
+from reshard.errors import ReshardError
+
+if TYPE_CHECKING:
+    from planners.findings import Report
+    from planners.load_plan import LoadPlan
+
+__all__ = ["plan"]
+
+
+def plan(
+    source: Annotated[str, typer.Argument(help="A checkpoint, a layout file (.json), or a topology.")],
+    onto: Annotated[str, typer.Argument(help="The same, or in short: fsdp=3, tp=2, fsdp=4,tp=2, hsdp=2x4, ddp=8.")],
+    rule: Annotated[
+        list[str] | None,
+        typer.Option("--rule", metavar="GLOB=PLACEMENTS", help="For a topology: '*.wo.weight=S(0),S(1)'. Repeat it."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Show so many ranks and items.")] = 12,
+    out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON that planners.loads reads.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Draw the plan here, as one HTML file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print totals per rank and the proof as JSON.")] = False,
+) -> None:
+    """Plan what every rank of ONTO reads of SOURCE, and prove it. No tensor is read; no GPU or process group is needed.
+
+    Exits with 1 if the plan is not right.
+    """
+    from planners.load_plan import plan_reads
+    from planners.proof import verify
+
+    made = plan_reads(*both_sides(source, onto, _rules(rule or [])), allow_cast=True)
+    report = verify(made)
+    if out is not None:
+        from planners.codec import dumps
+
+        out.write_text(dumps(made), encoding="utf-8")
+    if html is not None:
+        from planners.html import to_html
+
+        html.write_text(to_html(made), encoding="utf-8")
+    if as_json:
+        print_json(_as_json(made, report))
+    else:
+        _print(made, report, limit, [file for file in (out, html) if file is not None])
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _rules(given: list[str]) -> dict[str, str]:
+    rules = {}
+    for text in given:
+        glob, equals, placements = text.partition("=")
+        if not equals:
+            raise ReshardError(f"cannot read the rule {text!r}: write GLOB=PLACEMENTS, such as '*.weight=S(0),R'")
+        rules[glob.strip()] = placements.strip()
+    return rules
+
+
+def _as_json(made: LoadPlan, report: Report) -> dict[str, Any]:
+    return {
+        "tensors": len(made.wanted),
+        "saved_world_size": made.saved.world_size,
+        "world_size": made.world_size,
+        "total_bytes": made.total_bytes,
+        "rank_bytes": made.rank_bytes().tolist(),
+        "proved": report.ok,
+        "findings": [str(finding) for finding in report.findings],
+    }
+
+
+def _print(made: LoadPlan, report: Report, limit: int, files: list[Path]) -> None:
+    from planners.render import format_plan
+
+    screen = console()
+    screen.print(
+        f"{len(made.wanted)} tensors, {made.saved.world_size} -> {made.world_size} ranks, "
+        f"{size(made.total_bytes)} to read in all"
+    )
+    text = "\n".join(format_plan(made, limit=limit).splitlines()[1:])
+    screen.print(text, markup=False, no_wrap=True, overflow="ellipsis")
+    if report.ok:
+        screen.print("[green]proved right[/]: every wanted element is read exactly once, from the same place")
+    for finding in report.findings[:20]:
+        screen.print(f"[red]wrong[/]  {finding}", soft_wrap=True)
+    for file in files:
+        screen.print(f"written  {file}", soft_wrap=True)

@@ -1,0 +1,123 @@
+"""What the commands share in what they print: consoles, sizes, JSON, a tree of tensors with equal branches folded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.tree import Tree
+
+__all__ = ["Branch", "Leaf", "console", "fold", "print_json", "short", "size"]
+
+
+def console(*, stderr: bool = False) -> Console:
+    """For people. Lines are not cut where nobody looks: in files and pipes."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False)
+    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=200)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def size(nbytes: float) -> str:
+    """A size for people."""
+    from planners.render import format_bytes
+
+    return format_bytes(nbytes)
+
+
+def short(value: Any, most: int = 60) -> str:
+    """The repr of a value, cut to `most` characters."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What there is to say of one name."""
+
+    text: str
+    nbytes: int = 0
+
+
+@dataclass
+class Branch:
+    """Names with a common beginning."""
+
+    children: dict[str, Branch | Leaf] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, leaves: Mapping[Sequence[str], Leaf]) -> Branch:
+        """A tree from leaves by path; a path that is the beginning of another gets the name "." below it."""
+        root = cls()
+        for path, leaf in leaves.items():
+            at = root
+            for part in path[:-1]:
+                below = at.children.get(part)
+                if not isinstance(below, Branch):
+                    below = at.children[part] = cls({} if below is None else {".": below})
+                at = below
+            known = at.children.get(path[-1])
+            if isinstance(known, Branch):
+                known.children["."] = leaf
+            else:
+                at.children[path[-1]] = leaf
+        return root
+
+    @property
+    def nbytes(self) -> int:
+        """Of all leaves."""
+        return sum(child.nbytes for child in self.children.values())
+
+    @property
+    def count(self) -> int:
+        """How many leaves."""
+        return sum(child.count if isinstance(child, Branch) else 1 for child in self.children.values())
+
+    def draw(self, onto: Tree, depth: int | None) -> None:
+        """Add this to a tree of rich, at most `depth` levels deep."""
+        from rich.markup import escape
+
+        for name, times, child in fold(self):
+            many = f" [dim]× {times}[/]" if times > 1 else ""
+            while isinstance(child, Branch) and len(child.children) == 1:  # a chain is one line: `norm.weight`
+                [(inner, child)] = child.children.items()
+                name = f"{name}.{inner}"
+            if isinstance(child, Leaf):
+                onto.add(f"{escape(name)}{many}  [dim]{escape(child.text)}[/]")
+                continue
+            head = f"[bold]{escape(name)}[/]{many}  {child.count * times} entries, {size(child.nbytes * times)}"
+            below = onto.add(head)
+            if depth is None or depth > 1:
+                child.draw(below, None if depth is None else depth - 1)
+
+
+def fold(branch: Branch) -> list[tuple[str, int, Branch | Leaf]]:
+    """The children as (name, how many, one of them): runs of numbered children that are alike become one, `0-31`."""
+    out: list[tuple[str, int, Branch | Leaf]] = []
+    run: list[str] = []
+
+    def close() -> None:
+        if run:
+            name = run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}"
+            out.append((name, len(run), branch.children[run[0]]))
+            run.clear()
+
+    numbered = sorted((n for n in branch.children if re.fullmatch(r"\d+", n)), key=int)
+    for name in numbered:
+        if run and (int(name) != int(run[-1]) + 1 or branch.children[name] != branch.children[run[0]]):
+            close()
+        run.append(name)
+    close()
+    return [*out, *((n, 1, child) for n, child in branch.children.items() if n not in set(numbered))]
