@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["EXTRA_STATE", "WRAPPER_SEGMENTS", "ClassFacts", "ModuleReader", "assign_tensor", "loads_itself"]
+__all__ = [
+    "EXTRA_STATE",
+    "WRAPPER_SEGMENTS",
+    "ClassFacts",
+    "ModuleReader",
+    "as_parameter",
+    "assign_tensor",
+    "loads_itself",
+]
 
 EXTRA_STATE = "_extra_state"
 """The key under which a module's `get_extra_state()` is stored."""
@@ -137,12 +145,16 @@ class ModuleReader:
         )
 
 
+def as_parameter(tensor: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """A parameter if `old` is one, trained if `old` is; else the tensor itself."""
+    return nn.Parameter(tensor, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else tensor
+
+
 def assign_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Put `tensor` in the place of a parameter or buffer, for places on the meta device that nothing can be copied
     into; FSDP2 is told about its new parameter by its own hook."""
-    old = module._parameters.get(name)
-    if old is not None:
-        module._parameters[name] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        module._parameters[name] = tensor
     else:
         module._buffers[name] = tensor
     for hook in module._load_state_dict_post_hooks.values():

@@ -148,6 +148,8 @@ def _as_live(live: Any, value: Any) -> Any:
         return value.item() if isinstance(live, (bool, int, float)) else value.detach().clone()
     if isinstance(live, torch.Tensor):
         return torch.full_like(live, value)
+    if isinstance(live, (int, float)) and isinstance(value, str):
+        raise TypeError("text is no number")
     if isinstance(live, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(live, (list, tuple)) and isinstance(value, (list, tuple)):

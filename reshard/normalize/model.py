@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.errors import KeyMismatchError
-from reshard.modules import WRAPPER_SEGMENTS, assign_tensor
+from reshard.modules import WRAPPER_SEGMENTS, as_parameter, assign_tensor
 from reshard.normalize.names import LiveModel, Region, Slot, where
 from reshard.normalize.options import StateDictOptions
 from reshard.normalize.report import Cast, SetReport
@@ -101,7 +101,7 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
             # all names of a tied tensor get the same new one
             new = made.get(slot.identity)
             if new is None:
-                new = made[slot.identity] = materialised(value, slot.value)
+                new = made[slot.identity] = as_parameter(materialised(value, slot.value), slot.value)
             assign_tensor(slot.owner, slot.attr, new)
     return replace(writes.report, missing=tuple(missing), unexpected=tuple(unexpected))
 
@@ -120,6 +120,8 @@ class _Match:
         self.casts: list[Cast] = []
         self.reshaped: list[str] = []
         self.written: set[Any] = set()
+        self.made: dict[Any, torch.Tensor] = {}
+        """New tensors for those on the meta device inside regions, by identity, so that ties last."""
 
     def take(self, slot: Slot) -> str | None:
         """The name under which `given` has this slot's value, checked; None where it has none."""
@@ -179,7 +181,10 @@ class _Match:
         if self.outlines or slot is None or slot.value is None or not isinstance(value, torch.Tensor):
             return value
         if slot.value.is_meta and not is_meta(value):
-            return materialised(value, slot.value)
+            new = self.made.get(slot.identity)
+            if new is None:
+                new = self.made[slot.identity] = as_parameter(materialised(value, slot.value), slot.value)
+            return new
         return like(value, slot.value) if is_sharded(value) or is_sharded(slot.value) else value
 
     def _fit(self, name: str, value: Any, slot: Slot) -> None:
