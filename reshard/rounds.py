@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, Protocol
 import msgspec
 
 from reshard.errors import DeadlineError, RankFailedError, ReshardError
-from reshard.liveness import Ring
+from reshard.liveness import Gone, Ring
 
 __all__ = ["Failure", "KeyValueStore", "Rounds", "format_ranks"]
 
@@ -217,7 +217,7 @@ class Rounds:
         if self._ring is None or now < self._next_watch:
             return None
         self._next_watch = now + _WATCH_GAP_S
-        gone = self._ring.look()
+        gone: Gone | None = self._call(self._ring.look)
         if gone is None or gone.place in self._frames():
             return None
         rank = self._ranks[gone.place]

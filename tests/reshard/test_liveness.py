@@ -28,7 +28,7 @@ class _Machine:
 
     def start(self, place: int) -> Ring:
         self._current = next(self._numbers)
-        self.alive[self._current] = f"started at {self._current}"
+        self.alive[self._current] = f"start-{self._current}"
         return Ring(self.store, place)
 
 
@@ -45,7 +45,7 @@ def test_whoever_dies_is_seen_by_somebody_who_lives(monkeypatch: pytest.MonkeyPa
         assert all(ring.look() is None for ring in rings.values()), "looking early must not fix who is watched"
     pids = dict(zip((2, 0, 3, 1), machine.alive))
     for place in dead:
-        machine.alive[pids[place]] = "another process of the same number"
+        machine.alive[pids[place]] = "another"
     seen = [gone for place, ring in rings.items() if place not in dead and (gone := ring.look())]
     assert seen
     assert {gone.place for gone in seen} <= set(dead)
