@@ -233,7 +233,7 @@ def _slice(tensor: Any, box: Box) -> torch.Tensor:
     piece: torch.Tensor = (
         tensor[box.slices] if box.ndim else (tensor[...] if isinstance(tensor, LazyTensor) else tensor)
     )
-    return piece.detach().cpu()
+    return piece.detach().cpu().resolve_conj().resolve_neg()
 
 
 def _windows(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:

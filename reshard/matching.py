@@ -79,7 +79,7 @@ class _Work:
         self.dtype_policy = dtype_policy
         facts = checkpoint.contents.facts
         self.saved_per_rank: Mapping[str, Any] = facts.get("per_rank", {})
-        self.saved_containers: Mapping[KeyPath, str] = facts.get("containers", {})
+        self.saved_containers: Mapping[KeyPath, str] = checkpoint.contents.containers
         self.names = [*checkpoint, *checkpoint.objects, *self.saved_per_rank]
         self.used: set[str] = set()
         self.tensors: dict[str, str] = {}
@@ -195,7 +195,7 @@ def _refuse(match: Match, strict: bool | Mapping[str, str], checkpoint: Checkpoi
     unexpected = [key for key in match.unexpected if strict_keys(key)]
     if not (missing or unexpected or match.mismatched):
         return
-    known, wanted = [*checkpoint, *checkpoint.objects], [*targets.paths]
+    known, wanted = [*checkpoint, *checkpoint.aliases, *checkpoint.objects], [*targets.paths]
     lines = [f"{checkpoint.url} does not fit what is to be loaded:"]
     lines += _section("missing in the checkpoint", missing, known)
     lines += _section("unexpected, since the target does not have them", unexpected, wanted)

@@ -185,7 +185,7 @@ def _prepare(
     fingerprints: bool,
     divide_above_bytes: int,
 ) -> _Job:
-    """Agree on what there is and who writes what. Writes nothing but the claim."""
+    """Agree on what there is and who writes what. Writes nothing."""
     clock = time.perf_counter()
     storage = open_storage(path)
     holdings = holdings_of(state_dict)
@@ -193,9 +193,6 @@ def _prepare(
     plan = plan_writes(census.layout, divide_above_bytes=divide_above_bytes)
     planned = time.perf_counter()
     save_id = group.share(generations.new_save_id().encode() if group.rank == 0 else None).decode()
-    if group.rank == 0:
-        generations.claim(storage, save_id)
-    group.barrier()  # nobody writes before there is a claim
     seconds = {"plan": planned - clock}
     return _Job(group, storage, str(path), holdings, census, plan, save_id, fingerprints, time.time(), seconds)
 
@@ -239,6 +236,9 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
     """Write this rank's file and, on the first rank, publish. Leaves nothing behind if any rank fails."""
     group, clock = job.group, time.perf_counter()
     try:
+        if group.rank == 0:
+            generations.claim(job.storage, job.save_id)
+        group.barrier()  # nobody writes before there is a claim
         with group.together("write"):
             record = None
             if entries:

@@ -128,7 +128,7 @@ def read_manifest(storage: Storage) -> Manifest:
         if version > VERSION:
             raise FormatError(f"{where} is of version {version}; this library reads up to {VERSION}: upgrade it")
         return msgspec.json.decode(data, type=Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DamagedCheckpointError(f"{where} is no whole manifest: {error}") from None
     except RecursionError:
         raise DamagedCheckpointError(f"{where} is nested too deeply to be a manifest") from None
@@ -162,9 +162,9 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         objects=objects,
         aliases=manifest.aliases,
         paths=paths,
+        containers={path_from_json(path): kind for path, kind in manifest.containers},
         facts={
             "native": NativeFacts(storage, manifest, plan, files.sums),
-            "containers": {path_from_json(path): kind for path, kind in manifest.containers},
             "per_rank": LazyMapping(
                 {key: partial(_per_rank, rows, layout, plan, files) for key, rows in manifest.per_rank.items()}
             ),
@@ -235,7 +235,7 @@ def _read_header(source: FileSource, record: FileRecord) -> dict[str, tuple[int,
         raw = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
         table = {key: msgspec.json.decode(value, type=_HeaderEntry) for key, value in raw.items()}
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DamagedCheckpointError(f"{source.label}: its header is damaged: {error}") from None
     out = {}
     for key, entry in table.items():
