@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import networkx as nx
 import numpy as np
 
 from planners.box import Box
@@ -24,6 +23,9 @@ from planners.layout import StateLayout
 from planners.meeting import meeting_of
 from planners.ownership import Ints
 from planners.routes import Route, Traffic
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 __all__ = ["TransferItem", "TransferItems", "TransferPlan", "plan_transfers"]
 
@@ -257,6 +259,8 @@ class TransferPlan:
 
         The name is the edge's key. Enumerates all items: for thousands of ranks use `traffic`.
         """
+        import networkx as nx  # a third of the time that `import planners` would take
+
         graph = nx.MultiDiGraph()
         for item in self.items():
             if item.is_local:
