@@ -1,17 +1,15 @@
 """A reader of pickles that runs nothing: plain data, tensors as references to bytes, and inert records for the rest.
 
-A pickle is a program, so it is treated as one: first every opcode is checked (`_check`), then CPython's unpickler
-runs it with nothing to call but the few functions below, none of which does more than build a value. A class that is
-not known becomes a `Record`: its name, its arguments and its state. A name from the standard library that is not on the
-list (`os.system`, `builtins.eval`, ...) is refused at once: no checkpoint needs it.
+A pickle is a program, so it is treated as one: first every opcode is checked (`reshard.opcodes`), then CPython's
+unpickler runs it with nothing to call but the few functions below, none of which does more than build a value. A class
+that is not known becomes a `Record`: its name, its arguments and its state. A name from the standard library that is
+not on the list (`os.system`, `builtins.eval`, ...) is refused at once: no checkpoint needs it.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import re
-import struct
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -20,6 +18,7 @@ import torch
 
 from reshard.dtypes import dtype_name
 from reshard.errors import DamagedCheckpointError, FormatError, UnsafeDataError
+from reshard.opcodes import check_opcodes
 from reshard.records import Record, StorageRef, StorageType, TensorRef, make_record_type
 
 __all__ = ["load_pickle", "load_pickle_at"]
@@ -49,7 +48,7 @@ def load_pickle_at(
     seen: list[StorageRef] | None = None,
 ) -> tuple[Any, int]:
     """Like `load_pickle`, for the pickle that begins at `start`; also says where it ends. `seen` gets all storages."""
-    stop = _check(data, start, where)
+    stop = check_opcodes(data, start, where)
     reader = _Reader(io.BytesIO(data[start:stop]), where, allow or (lambda name: True), [] if seen is None else seen)
     try:
         return reader.load(), stop
@@ -311,70 +310,3 @@ _INERT = frozenset(
     }
 )
 """Classes of the standard library that are mere data, and found in checkpoints: they become records."""
-
-
-# Opcodes of fixed length that may run as they are: no argument, one byte, two, four, eight. PUT with a four-byte index
-# only while small, because the unpickler allocates as many slots as the index says.
-_RUN = re.compile(
-    rb"(?:[(012NQRabdel}\])stu\x81\x85-\x89\x8f-\x94]|[Khq\x80].|M..|[Jj]....|r..\x00\x00|[G\x95]........)*+", re.DOTALL
-)
-_COUNTED = {
-    **dict.fromkeys(b"UC\x8c\x8a", struct.Struct("<B")),
-    **dict.fromkeys(b"TXB\x8b", struct.Struct("<I")),
-    **dict.fromkeys(b"\x8d\x8e\x96", struct.Struct("<Q")),
-}
-_LINES = {**dict.fromkeys(b"ILFSVgp", 1), b"c"[0]: 2}
-_LINE = re.compile(rb"[^\n]*\n")
-_FORBIDDEN = {
-    b"i"[0]: "INST",
-    b"o"[0]: "OBJ",
-    b"P"[0]: "PERSID",
-    0x82: "EXT1",  # codes of the extension registry stand for objects without naming them
-    0x83: "EXT2",
-    0x84: "EXT4",
-    0x97: "NEXT_BUFFER",
-    0x98: "READONLY_BUFFER",
-}
-
-
-def _check(data: bytes | memoryview, start: int, where: str) -> int:
-    """One past the STOP of the pickle at `start`. Walks over all opcodes and runs none."""
-    at, end = start, len(data)
-    while True:
-        match = _RUN.match(data, at) if at < end else None  # it matches the empty text, too
-        at = end if match is None else match.end()
-        if at >= end:
-            raise DamagedCheckpointError(f"{where}: the pickle is cut short: it has no end within {end - start} bytes")
-        op = data[at]
-        if op == b"."[0]:
-            return at + 1
-        if op in _COUNTED:
-            head = _COUNTED[op]
-            length = head.unpack_from(data, at + 1)[0] if at + 1 + head.size <= end else end
-            at += 1 + head.size + length
-        elif op in _LINES:
-            at = _skip_lines(data, at, where)
-        elif op == b"r"[0] and at + 5 <= end and int.from_bytes(data[at + 1 : at + 5], "little") <= end - start:
-            at += 5
-        elif op in _FORBIDDEN:
-            raise UnsafeDataError(
-                f"{where}: the pickle uses {_FORBIDDEN[op]} at byte {at - start}, which no checkpoint needs; nothing "
-                "of it was run"
-            )
-        else:
-            raise DamagedCheckpointError(f"{where}: there is no pickle opcode {op:#04x} (byte {at - start})")
-
-
-def _skip_lines(data: bytes | memoryview, at: int, where: str) -> int:
-    """Past an opcode whose arguments are lines of text."""
-    op, stop = data[at], at + 1
-    for _ in range(_LINES[op]):
-        match = _LINE.match(data, stop)
-        if match is None:
-            raise DamagedCheckpointError(f"{where}: the pickle is cut short in a line of text")
-        stop = match.end()
-    if op == b"p"[0]:
-        index = bytes(data[at + 1 : stop - 1])
-        if not index.isdigit() or len(index) > 9 or int(index) > len(data):
-            raise DamagedCheckpointError(f"{where}: the pickle has a memo index that makes no sense: {index[:20]!r}")
-    return stop

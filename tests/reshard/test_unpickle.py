@@ -350,11 +350,11 @@ def test_shared_containers_do_not_blow_up() -> None:
 
 def test_the_opcode_table_is_complete() -> None:
     """Every opcode of pickle is known to the checker: it is allowed, or forbidden by name."""
-    from reshard import unpickle
+    from reshard import opcodes
 
-    known = set(unpickle._COUNTED) | set(unpickle._LINES) | set(unpickle._FORBIDDEN) | {ord("."), ord("r")}
+    known = set(opcodes._COUNTED) | set(opcodes._LINES) | set(opcodes._FORBIDDEN) | {ord("."), ord("r")}
     for opcode in pickletools.opcodes:
         code = ord(opcode.code)
         if code not in known:
             # a byte alone may need its argument behind it
-            assert unpickle._RUN.match(bytes([code]) + b"\0" * 8).end() >= 1, opcode.name  # type: ignore[union-attr]
+            assert opcodes._RUN.match(bytes([code]) + b"\0" * 8).end() >= 1, opcode.name  # type: ignore[union-attr]
