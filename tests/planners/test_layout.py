@@ -1,0 +1,118 @@
+"""Layouts of one tensor and of a whole state."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from planners import Box, Mesh, PlanError, Replicate, Shard, StateLayout, TensorLayout, TensorSpec
+
+SPEC = TensorSpec("w", (7, 4), "bfloat16")
+ROWS = TensorLayout(SPEC, "dp=2", "S(0)")
+
+
+def test_a_spec_knows_its_bytes():
+    assert (SPEC.itemsize, SPEC.numel, SPEC.nbytes) == (2, 28, 56)
+    assert TensorSpec("s", (), "float32").numel == 1
+
+
+def test_text_and_values_make_the_same_layout():
+    assert TensorLayout(SPEC, Mesh({"dp": 2}), [Shard(0)]) == ROWS
+    assert ROWS.mesh == Mesh({"dp": 2})
+    assert ROWS.placements == (Shard(0),)
+    assert TensorLayout(SPEC, "dp=2,tp=2", "S(0),R").placements == (Shard(0), Replicate())
+
+
+def test_boxes_are_in_global_coordinates_and_local_order():
+    assert ROWS.boxes(0) == (Box((0, 0), (4, 4)),)
+    assert ROWS.boxes(1) == (Box((4, 0), (3, 4)),)
+    fused = TensorLayout(TensorSpec("qkv", (8, 2), "float32"), "tp=2", "B(0, 4+2+2)")
+    assert fused.boxes(1) == (Box((2, 0), (2, 2)), Box((5, 0), (1, 2)), Box((7, 0), (1, 2)))
+    assert (ROWS.numel(1), ROWS.nbytes(1), ROWS.numels().tolist()) == (12, 24, [16, 12])
+
+
+def test_other_forms_say_that_they_are_no_product():
+    boxes = TensorLayout.from_boxes(SPEC, {1: [Box.full((7, 4))]})
+    flat = TensorLayout.from_flat_ranges(SPEC, {0: (0, 10), 1: (10, 28)})
+
+    assert boxes.mesh is boxes.placements is boxes.product is flat.product is None
+    assert flat.boxes(0) == (Box((0, 0), (2, 4)), Box((2, 0), (1, 2)))
+    assert boxes.boxes(0) == ()
+    assert boxes.world_size == 2
+
+
+def test_layouts_are_values():
+    assert pickle.loads(pickle.dumps(ROWS)) == ROWS
+    assert {ROWS: 1}[TensorLayout(SPEC, "dp=2", "S(0)")] == 1
+    assert TensorLayout(SPEC, "dp=2", "S(1)") != ROWS
+    with pytest.raises(AttributeError, match="frozen"):
+        ROWS.spec = SPEC
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TensorSpec("w", (-1,), "float32"), r"sizes must be >= 0, got shape \(-1,\) \(tensor 'w'\)"),
+        (lambda: TensorSpec("w", (1,), "float31"), "unknown dtype 'float31'"),
+        (lambda: TensorSpec(3, (1,), "float32"), "name of a tensor must be text"),
+        (
+            lambda: TensorLayout(SPEC, "dp=2", "S(2)"),
+            r"cuts a dim that the shape \(7, 4\) does not have \(tensor 'w'\)",
+        ),
+        (lambda: TensorLayout(SPEC, "dp=2,tp=2", "S(0)"), "has 2 axes, but 1 placements were given"),
+        (lambda: TensorLayout(SPEC, "dp=2", "Z(0)"), "unknown placement 'Z"),
+        (lambda: TensorLayout(SPEC, "tp=2", "B(0, 4+4)"), "add up to 8, but the dim has 7 elements"),
+        (lambda: ROWS.boxes(2), r"ranks 0 to 1 only \(tensor 'w', rank 2\)"),
+        (lambda: ROWS.boxes(-1), "ranks 0 to 1 only"),
+        (lambda: TensorLayout.from_boxes(SPEC, {0: [Box((6, 0), (2, 4))]}), "outside the shape"),
+        (lambda: TensorLayout.from_boxes(SPEC, {0: [Box((0,), (2,))]}), "outside the shape"),
+        (lambda: TensorLayout.from_flat_ranges(SPEC, {0: (0, 29)}), "outside the 28 elements"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, message):
+    with pytest.raises(PlanError, match=message):
+        make()
+
+
+@pytest.fixture
+def state():
+    tensors = [
+        TensorLayout(TensorSpec("a", (7, 4), "bfloat16"), "dp=2", "S(0)"),
+        TensorLayout(TensorSpec("b", (7, 4), "float16"), "dp=2", "S(0)"),
+        TensorLayout(TensorSpec("c", (7, 4), "float32"), "dp=2", "S(0)"),
+        TensorLayout(TensorSpec("d", (7,), "float32"), "dp=4", "R"),
+    ]
+    return StateLayout({t.fqn: t for t in tensors})
+
+
+def test_a_state_adds_up(state):
+    assert state.world_size == 4
+    assert state.nbytes == 56 + 56 + 112 + 28
+    assert state.rank_bytes().tolist() == [32 + 32 + 64 + 28, 24 + 24 + 48 + 28, 28, 28]
+    assert state.parts("a", 3) == ()  # beyond the tensor's own ranks, but of the job
+    assert list(state.geometries().values()) == [["a", "b"], ["c"], ["d"]]  # a and b have items of one size
+    assert state.specs["c"].dtype == "float32"
+
+
+def test_a_digest_is_of_what_a_state_is_and_not_of_its_order(state):
+    turned = StateLayout(dict(reversed(list(state.items()))))
+
+    assert turned.digest() == state.digest()
+    assert turned == state
+    others = [
+        StateLayout(dict(state), world_size=5),
+        StateLayout({**state, "d": TensorLayout(state["d"].spec, "dp=4", "S(0)")}),
+        StateLayout({**state, "b": TensorLayout(TensorSpec("b", (7, 4), "bfloat16"), "dp=2", "S(0)")}),
+        StateLayout({fqn: layout for fqn, layout in state.items() if fqn != "a"}),
+    ]
+    assert len({other.digest() for other in others} | {state.digest()}) == 5
+
+
+def test_states_that_cannot_be_are_refused(state):
+    with pytest.raises(PlanError, match="under the key 'x' is of the tensor 'a'"):
+        StateLayout({"x": state["a"]})
+    with pytest.raises(PlanError, match="live on 4 ranks, but world_size is 3"):
+        StateLayout(dict(state), world_size=3)
+    with pytest.raises(PlanError, match=r"ranks 0 to 3 only \(tensor 'a', rank 4\)"):
+        state.parts("a", 4)
