@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from reshard.canonical.deepspeed import normalize_deepspeed
+from reshard.canonical.fsdp1 import normalize_fsdp1
 from reshard.canonical.generic import normalize_generic
 from reshard.canonical.hints import HINTS, Hints
 from reshard.canonical.megatron import normalize_megatron
@@ -22,6 +23,7 @@ __all__ = ["HINTS", "Canonical", "normalize"]
 
 _BY_FORMAT: dict[str, Callable[[Contents, Hints, str], Canonical]] = {
     "deepspeed": normalize_deepspeed,
+    "fsdp1": normalize_fsdp1,
     "megatron": normalize_megatron,
     "megatron_legacy": normalize_megatron_legacy,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -12,6 +13,7 @@ from reshard.formats import (
     accelerate,
     dcp,
     deepspeed,
+    fsdp1,
     lightning,
     megatron,
     megatron_legacy,
@@ -33,6 +35,7 @@ COMPOSITE_FORMATS: tuple[Format, ...] = (
     deepspeed,
     accelerate,
     lightning,
+    fsdp1,
 )
 """Formats made of files of other formats, plus something that tells them apart: the first that fits is taken."""
 
@@ -61,6 +64,10 @@ def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, in
     else:
         text = os.fspath(path)
         parent, _, last = text.rstrip("/").rpartition("/")
+        if "*" in last:  # some files of a folder that holds more than one checkpoint
+            storage = open_storage(parent or ("/" if text.startswith("/") else "."))
+            found = {name: size for name, size in storage.list().items() if "/" not in name}
+            return storage, {name: size for name, size in found.items() if fnmatchcase(name, last)}
         remote = "://" in text and urlsplit(text).scheme not in ("file", "memory")
         single = last.endswith(_FILE_SUFFIXES) if remote else _is_local_file(text)
         file = (unquote(last) if "://" in text else last) if single else ""
