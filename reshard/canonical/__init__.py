@@ -17,6 +17,7 @@ from reshard.canonical.hints import HINTS, Hints
 from reshard.canonical.megatron import normalize_megatron
 from reshard.canonical.megatron_legacy import normalize_megatron_legacy
 from reshard.canonical.result import Canonical
+from reshard.canonical.stages import normalize_stages
 from reshard.formats.base import Contents
 
 __all__ = ["HINTS", "Canonical", "normalize"]
@@ -26,6 +27,7 @@ _BY_FORMAT: dict[str, Callable[[Contents, Hints, str], Canonical]] = {
     "fsdp1": normalize_fsdp1,
     "megatron": normalize_megatron,
     "megatron_legacy": normalize_megatron_legacy,
+    "pipeline_stages": normalize_stages,
 }
 
 

@@ -18,6 +18,7 @@ from reshard.formats import (
     megatron,
     megatron_legacy,
     native,
+    pipeline_stages,
     rank_files,
     safetensors,
     torch_save,
@@ -35,6 +36,7 @@ COMPOSITE_FORMATS: tuple[Format, ...] = (
     deepspeed,
     accelerate,
     lightning,
+    pipeline_stages,
     fsdp1,
 )
 """Formats made of files of other formats, plus something that tells them apart: the first that fits is taken."""

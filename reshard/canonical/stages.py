@@ -1,0 +1,121 @@
+"""Normalizes the files of pipeline stages: layers and ids that count from 0 in each stage are numbered through.
+
+stage 0: layers.0, layers.1          stage 1: layers.0, layers.1   ->   layers.2, layers.3
+What several stages have under one name, such as a shared buffer, is taken from the first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from reshard.canonical.generic import take_optimizer
+from reshard.canonical.hints import Hints, find_scope
+from reshard.canonical.names import NameMap
+from reshard.canonical.optim import SavedOptimizer, name_ids, read_optimizer
+from reshard.canonical.result import Canonical, check_shapes
+from reshard.canonical.sections import find_sections
+from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.formats.base import Contents, StoredTensor
+
+__all__ = ["normalize_stages"]
+
+_LAYER = re.compile(r"(?P<head>.*?)\b(?P<number>\d+)(?P<tail>\..+)", re.DOTALL)
+
+
+@dataclass
+class _Stage:
+    number: int
+    model: dict[str, StoredTensor]
+    optimizers: list[SavedOptimizer]
+
+    def layers(self) -> dict[str, tuple[int, int]]:
+        """Lowest and highest number by container of layers."""
+        found: dict[str, list[int]] = {}
+        for name in self.model:
+            match = _LAYER.fullmatch(name)
+            if match is not None:
+                found.setdefault(match["head"], []).append(int(match["number"]))
+        return {head: (min(numbers), max(numbers)) for head, numbers in found.items()}
+
+
+def normalize_stages(contents: Contents, hints: Hints, what: str) -> Canonical:
+    """The state of the whole model.
+
+    Raises NormalizationError if ids have no names, and DamagedCheckpointError if stages contradict each other.
+    """
+    stages = [_read(number, one, hints) for number, one in contents.facts["stages"].items()]
+    offsets = _offsets(stages, hints)
+    result = Canonical()
+    for stage in stages:
+        for name, tensor in stage.model.items():
+            fqn = _globally(name, stage.number, offsets)
+            known = result.model.setdefault(fqn, tensor)
+            if known is not tensor and (known.spec.shape, known.spec.dtype) != (tensor.spec.shape, tensor.spec.dtype):
+                raise DamagedCheckpointError(f"{fqn!r} is in several stages of {what}, with different shapes or dtypes")
+    for stage in stages:
+        for saved in stage.optimizers:
+            named = name_ids(saved, hints, stage.number, what)
+            _take(result, stage, named, saved.by_id, offsets)
+    check_shapes(result, "so the names that were given are in another order than the ids")
+    return result
+
+
+def _read(number: int, contents: Contents, hints: Hints) -> _Stage:
+    sections = find_sections(contents)
+    rename = NameMap([name for name, _ in sections.model], hints)
+    model = {rename(name): leaf.value() for name, leaf in sections.model}
+    optimizers = [read_optimizer(tree) for tree in sections.optimizers]
+    for saved in optimizers:
+        if not saved.by_id:
+            saved.state = {rename(name): states for name, states in saved.state.items()}
+    return _Stage(number, model, optimizers)
+
+
+def _offsets(stages: list[_Stage], hints: Hints) -> dict[tuple[int, str], int]:
+    """What to add to the numbers of a stage, by container; 0 where stages count as the whole model does."""
+    given = hints.mapping("layer_offsets")
+    out: dict[tuple[int, str], int] = {}
+    done: dict[str, int] = {}
+    for stage in stages:
+        hinted = find_scope(given, stage.number)
+        for head, (low, high) in stage.layers().items():
+            before = done.get(head, 0)
+            out[stage.number, head] = int(hinted) if hinted is not None else (before if low < before else 0)
+            done[head] = max(before, high + 1 + out[stage.number, head])
+    return out
+
+
+def _globally(name: str, stage: int, offsets: Mapping[tuple[int, str], int]) -> str:
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return name
+    return f"{match['head']}{int(match['number']) + offsets.get((stage, match['head']), 0)}{match['tail']}"
+
+
+def _take(
+    result: Canonical, stage: _Stage, saved: SavedOptimizer, by_id: bool, offsets: Mapping[tuple[int, str], int]
+) -> None:
+    """Add a stage's optimizer; names that a hint gave are those of the whole model, or all of the stage's own."""
+    mapped = {name: _globally(name, stage.number, offsets) for name in stage.model}
+    names = list(saved.state)
+    is_global = by_id and all(name in set(mapped.values()) for name in names)
+    if not is_global and any(name not in mapped for name in names):
+        lost = next(name for name in names if name not in mapped)
+        raise NormalizationError(f"stage {stage.number} has no parameter {lost!r}, which its optimizer has a state of")
+    before = len(result.groups)
+    take_optimizer(result, saved, (lambda name: name) if is_global else (lambda name: mapped.get(name, name)))
+    # the stages have the same groups, each with its own parameters
+    for group in result.groups[before:]:
+        bare = {k: v for k, v in group.items() if k != "params"}
+        same = [g for g in result.groups[:before] if {k: v for k, v in g.items() if k != "params"} == bare]
+        if same:
+            same[0]["params"] = [*same[0]["params"], *group.get("params", ())]
+    kept = result.groups[:before]
+    for group in result.groups[before:]:
+        bare = {k: v for k, v in group.items() if k != "params"}
+        if not any({k: v for k, v in g.items() if k != "params"} == bare for g in result.groups[:before]):
+            kept.append(group)
+    result.groups = kept
+    result.notes.clear()
