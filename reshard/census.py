@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -136,9 +136,9 @@ def take_census(holdings: Holdings, group: Group, *, check_replicas: bool = True
     shared = group.exchange(described if firsts[digests[group.rank]] == group.rank else b"")
     descriptions = {i: msgspec.json.decode(shared[i], type=_Description) for i in firsts.values()}
     of_rank = {rank: descriptions[firsts[digest]] for rank, digest in zip(group.ranks, digests)}
-    objects = _same_values(holdings, group, check_replicas=check_replicas)
     own = _own_values(holdings, group) if any(d.per_rank for d in descriptions.values()) else ({}, {})
-    return _merge(of_rank, objects, *own)
+    census = _merge(of_rank, *own)
+    return replace(census, objects=_same_values(holdings, group, check_replicas=check_replicas))
 
 
 def _describe(holdings: Holdings) -> _Description:
@@ -251,7 +251,6 @@ def _own_values(holdings: Holdings, group: Group) -> tuple[dict[str, dict[int, A
 
 def _merge(
     of_rank: Mapping[int, _Description],
-    objects: dict[str, Any],
     per_rank: dict[str, dict[int, Any]],
     own: dict[str, TensorLayout],
 ) -> Census:
@@ -277,10 +276,11 @@ def _merge(
     if clash := [name for name in own if name in tensors]:
         raise KeyMismatchError(f"the key {clash[0]!r} is what a value of one rank would be called: rename it")
     tensors.update(own)
+    objects = {key for description, _ in distinct.values() for key in description.objects}
     clash = [key for key in tensors if key in objects or key in per_rank] + [key for key in objects if key in per_rank]
     if clash:
         raise KeyMismatchError(f"the key {clash[0]!r} is a tensor on some ranks and something else on others")
-    return Census(StateLayout(tensors, world), objects, per_rank, paths, list(containers.values()), aliases)
+    return Census(StateLayout(tensors, world), {}, per_rank, paths, list(containers.values()), aliases)
 
 
 def _aliases(descriptions: list[_Description]) -> dict[str, str]:

@@ -1,0 +1,124 @@
+"""What the ranks of the multi-process tests of the engine do."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import reshard
+from reshard.errors import ReshardError
+
+W = torch.arange(60.0).reshape(10, 6)
+
+
+def caught(fn: Any) -> tuple[str, str, float]:
+    """Type and text of the error that `fn` raises, and after how many seconds."""
+    begin = time.monotonic()
+    try:
+        fn()
+    except ReshardError as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", time.monotonic() - begin
+
+
+def differing_values(path: str) -> list[tuple[str, str, float]]:
+    """Saves in which ranks hold different things under one name."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("rep", "shard"))
+    drifted = DTensor.from_local(torch.full((2, 2), float(rank)), mesh, [Replicate(), Shard(0)], run_check=False)
+    return [
+        caught(lambda: reshard.save({"a": {"plain": torch.tensor([rank])}}, f"{path}/1")),
+        caught(lambda: reshard.save({"object": rank}, f"{path}/2")),
+        caught(lambda: reshard.save({"shape": torch.zeros(rank)}, f"{path}/3")),
+        caught(lambda: reshard.save({"drifted": drifted}, f"{path}/4")),
+        caught(lambda: reshard.save({"fine": drifted}, f"{path}/5", check_replicas=False)),
+    ]
+
+
+def per_rank_values(path: str) -> None:
+    rank = dist.get_rank()
+    state = {
+        "rng": reshard.PerRank(torch.full((3,), rank, dtype=torch.uint8)),
+        "position": reshard.PerRank({"shard": rank, "ids": [rank] * 2}),
+        "shared": 7,
+    }
+    reshard.save(state, path)
+
+
+def load_per_rank(path: str) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    out: dict[str, Any] = {}
+    target = {"rng": reshard.PerRank(), "position": reshard.PerRank(), "shared": 0}
+    out["default"] = caught(lambda: reshard.load(target, path))[0]
+    kept = {
+        "rng": reshard.PerRank(torch.full((3,), 99, dtype=torch.uint8), on_change="keep"),
+        "position": reshard.PerRank(on_change=lambda saved, r, w: sorted(v["shard"] for v in saved.values())[r::w]),
+        "shared": 0,
+    }
+    reshard.load(kept, path)
+    out["rng"] = kept["rng"].value.tolist()
+    out["position"] = kept["position"].value
+    out["rank"], out["world"] = rank, world
+    return out
+
+
+def stages(path: str) -> dict[str, Any]:
+    """Each rank a pipeline stage of its own: other keys, one shared buffer; TP groups that hold the same twice."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    grid = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    state: dict[str, Any] = {
+        f"stage{rank}.w": W + rank,
+        "shared": torch.tensor(5),
+        "tp_only": distribute_tensor(W, grid["tp"], [Shard(1)]),
+        "optim": {f"stage{rank}": {"lr": 0.1 * (rank + 1)}},
+    }
+    report = reshard.save(state, path)
+    target = {"shared": torch.tensor(0), "tp_only": distribute_tensor(torch.zeros_like(W), grid["dp"], [Shard(0)])}
+    loaded = reshard.load(target, path, strict=False)
+    return {
+        "total": report.total_bytes,
+        "written": report.bytes_written,
+        "unexpected": len(loaded.unexpected),
+        "equal": torch.equal(target["tp_only"].full_tensor(), W),
+        "shared": target["shared"].item(),
+    }
+
+
+def shrunk(path: str) -> None:
+    """Overwrite with the ranks that there are."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    reshard.save({"w": distribute_tensor(W + dist.get_world_size(), mesh, [Shard(0)])}, path)
+
+
+def load_whole(path: str) -> list[float]:
+    target = {"w": torch.zeros(10, 6)}
+    reshard.load(target, path)
+    return [float(x) for x in target["w"].reshape(-1)]
+
+
+def one_rank_fails(path: str, how: str) -> tuple[str, str, float]:
+    """Rank 1 does something wrong while all save, or load."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state: dict[str, Any] = {"w": distribute_tensor(W, mesh, [Shard(0)])}
+    if how == "unsavable" and rank == 1:
+        state["bad"] = object()
+    if how == "other folder":
+        path = f"{path}-{rank}"
+    if how == "missing key":
+        reshard.save(state, path)
+        target = dict(state)
+        if rank == 1:
+            target["mystery"] = torch.zeros(2)
+        return caught(lambda: reshard.load(target, path))
+    if how == "exits" and rank == 1:
+        os._exit(3)
+    if how == "sleeps" and rank == 1:
+        time.sleep(12)
+    return caught(lambda: reshard.save(state, path, deadline_s=4.0))

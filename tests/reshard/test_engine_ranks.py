@@ -1,0 +1,106 @@
+"""The engine on several real processes: what ranks may differ in, and how one rank's trouble reaches all."""
+
+from __future__ import annotations
+
+import glob
+import os
+
+import pytest
+import torch
+
+import reshard
+from tests import gloo
+from tests.reshard import engine_jobs as jobs
+
+pytestmark = pytest.mark.gloo
+
+
+def test_values_that_differ_between_ranks_are_an_error_on_all(tmp_path):
+    for plain, objects, shapes, drifted, trusted in gloo.run(jobs.differing_values, 4, str(tmp_path)):
+        assert plain[0] == "KeyMismatchError"
+        assert "'a.plain' (rank 0 / rank 1 / rank 2 / rank 3)" in plain[1]
+        assert "PerRank" in plain[1]
+        assert objects[0] == "KeyMismatchError"
+        assert shapes[0] == "LayoutError"
+        assert "'shape'" in shapes[1]
+        assert drifted[0] == "KeyMismatchError"
+        assert "'drifted'" in drifted[1]
+        assert trusted[0] == ""
+    assert not glob.glob(f"{tmp_path}/[1234]/manifest.json")
+
+
+def test_per_rank_values_are_kept_and_follow_their_rule(tmp_path):
+    path = str(tmp_path / "c")
+    gloo.run(jobs.per_rank_values, 3, path)
+
+    for result in gloo.run(jobs.load_per_rank, 3, path):
+        assert result["default"] == ""
+        assert result["rng"] == [result["rank"]] * 3
+    for result in gloo.run(jobs.load_per_rank, 2, path):
+        assert result["default"] == "KeyMismatchError"
+        assert result["rng"] == [result["rank"]] * 3
+        assert result["position"] == [[0, 2], [1]][result["rank"]]
+    assert "rng@rank0" not in reshard.open(path)
+
+
+def test_ranks_may_hold_other_keys_and_groups_the_same_twice(tmp_path):
+    results = gloo.run(jobs.stages, 4, str(tmp_path / "c"))
+
+    for result in results:
+        assert result["equal"]
+        assert result["shared"] == 5
+    assert sum(r["written"] for r in results) == results[0]["total"] == 5 * 240 + 8
+    assert reshard.open(tmp_path / "c").objects["optim.stage2.lr"] == pytest.approx(0.3)
+
+
+def test_fewer_ranks_leave_no_files_of_the_others_behind(tmp_path):
+    path = str(tmp_path / "c")
+    gloo.run(jobs.shrunk, 4, path)
+    gloo.run(jobs.shrunk, 2, path)
+
+    assert len(glob.glob(f"{path}/data-*/*.safetensors")) == 2
+    assert jobs.load_whole(path) == (jobs.W + 2).reshape(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("how", "mine", "others", "text"),
+    [
+        ("unsavable", "FormatError", "RankFailedError", "'bad'"),
+        ("missing key", "KeyMismatchError", "RankFailedError", "mystery"),
+        ("other folder", "RankFailedError", "StorageError", "shared one for all ranks"),
+    ],
+)
+def test_one_rank_s_trouble_reaches_all(how, mine, others, text, tmp_path):
+    results = gloo.run(jobs.one_rank_fails, 3, str(tmp_path / "c"), how)
+
+    assert results[1][0] == mine
+    assert results[0][0] == others
+    for kind, message, seconds in results:
+        assert kind
+        assert text in message
+        assert seconds < 5
+    assert how == "missing key" or not glob.glob(f"{tmp_path}/c*/manifest.json")
+
+
+@pytest.mark.parametrize("how", ["exits", "sleeps"])
+def test_a_rank_that_is_gone_is_named_within_the_deadline(how, tmp_path):
+    ends = gloo.outcomes(jobs.one_rank_fails, 3, str(tmp_path / "c"), how)
+
+    for end in (ends[0], ends[2]):
+        kind, message, seconds = end.value
+        assert kind in ("DeadlineError", "RankFailedError")
+        assert "1" in message
+        assert seconds < 9
+    assert not glob.glob(f"{tmp_path}/c/manifest.json")
+
+
+def test_a_checkpoint_of_many_ranks_reads_on_one(tmp_path):
+    path = str(tmp_path / "c")
+    gloo.run(jobs.shrunk, 4, path)
+
+    checkpoint = reshard.open(path)
+
+    assert torch.equal(checkpoint["w"][3:8, ::2], (jobs.W + 4)[3:8, ::2])
+    assert checkpoint.layout.world_size == 4
+    assert reshard.verify(path).ok
+    assert os.path.exists(f"{path}/manifest.json")
