@@ -180,12 +180,14 @@ class Rounds:
 
     def _acknowledge(self, n: int) -> None:
         count, everybody = f"{self._session}/{n}/seen", f"{self._session}/{n}/everybody"
+        missing = () if self.failure is None else self.failure.missing
+        expected = len(set(self._ranks[1:]).difference(missing))
         if self._rank:
-            if self._call(self._store.add, count, 1) == len(self._ranks) - 1:
+            if self._call(self._store.add, count, 1) >= expected:
                 self._call(self._store.set, everybody, b"1")
             return
         for _ in self._naps(time.monotonic() + _SEEN_S):
-            if self._call(self._store.check, [everybody]):
+            if not expected or self._call(self._store.check, [everybody]):
                 self._delete([count, everybody, *self._litter])
                 self._litter = []
                 break
@@ -222,7 +224,7 @@ class Rounds:
             return None
         rank = self._ranks[gone.place]
         why = f"it exited or was killed before it reached {label}. Look at its log, and at the system's for memory"
-        return self._settle(Failure("error", rank, f"rank {rank} ({gone.where}) is gone: {why}"))
+        return self._settle(Failure("error", rank, f"rank {rank} ({gone.where}) is gone: {why}", [rank]))
 
     def _close(self, combine: Callable[[list[bytes]], bytes]) -> _Outcome:
         frames = self._frames()
