@@ -17,7 +17,7 @@ from reshard.dtypes import dtype_from_name
 from reshard.errors import CheckpointError, KeyMismatchError
 from reshard.formats import open_contents
 from reshard.formats.base import Contents, StoredTensor
-from reshard.formats.copying import conjugate, copy_place, empty
+from reshard.formats.copying import copy_place, empty
 from reshard.formats.cover import check_cover
 from reshard.storage.base import Storage
 from reshard.tree import unflatten
@@ -144,8 +144,6 @@ def _read(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
         )
         index: Any = (*(slice(first, stop) for first, stop in bounds), ...)
         copy_place(chunk.place.with_window(part), out[index])
-        if chunk.place.conjugate:
-            conjugate(result[index])
     return result
 
 

@@ -37,7 +37,8 @@ class Place:
     source: Source
     window: Window
     conjugate: bool = False
-    """Whether the value is the complex conjugate of what is stored (torch stores `x.conj()` as x and a flag)."""
+    """Whether the value is the complex conjugate of what is stored (torch stores `x.conj()` as x and a flag);
+    `copying.copy_place` sees to it."""
 
     def with_window(self, window: Window) -> Place:
         """Another window of the same source."""

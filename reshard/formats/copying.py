@@ -15,7 +15,7 @@ from reshard.dtypes import dtype_from_name
 from reshard.formats.base import Place
 from reshard.formats.source import DIRECT_BYTES, Source
 
-__all__ = ["MAX_BUFFER_BYTES", "conjugate", "copy_place", "empty", "item_dtype", "read_place"]
+__all__ = ["MAX_BUFFER_BYTES", "copy_place", "empty", "item_dtype", "read_place"]
 
 Array = npt.NDArray[Any]
 
@@ -39,20 +39,13 @@ def read_place(place: Place, dtype: str) -> torch.Tensor:
     """All elements at `place` as a new contiguous tensor. Raises what `copy_place` raises."""
     tensor, out = empty(place.window.sizes, dtype)
     copy_place(place, out)
-    if place.conjugate:
-        conjugate(tensor)
     return tensor
-
-
-def conjugate(tensor: torch.Tensor) -> None:
-    """Conjugate the elements in place."""
-    torch.view_as_real(tensor)[..., 1].neg_()
 
 
 def copy_place(place: Place, out: Array) -> None:
     """Copy the elements at `place` into `out`, an array of `item_dtype(window.itemsize)` and of the window's sizes.
 
-    `out` may be strided. Conjugation is the caller's: the bytes arrive as they are stored.
+    `out` may be strided. What is stored as the conjugate of its value is conjugated on the way.
 
     Raises:
         DamagedCheckpointError: if the source ends before the window does.
@@ -61,6 +54,15 @@ def copy_place(place: Place, out: Array) -> None:
     if place.window.numel:
         place.source.check(place.window.offset, place.window.stop)
         _transfer(place.source, place.window, out)
+        if place.conjugate:
+            _conjugate(out)
+
+
+def _conjugate(out: Array) -> None:
+    """Negate the imaginary parts: the upper half of each element, whose sign is its highest bit."""
+    half = np.dtype(f"<u{out.dtype.itemsize // 2}")
+    parts = out.view(np.dtype([("real", half), ("imag", half)]))
+    parts["imag"] ^= half.type(1 << (half.itemsize * 8 - 1))
 
 
 def _transfer(source: Source, window: Window, out: Array) -> None:

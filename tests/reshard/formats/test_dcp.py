@@ -34,6 +34,8 @@ def test_all_dtypes_and_strides_that_torch_writes(tmp_path: Path) -> None:
         "complex": raw.view(torch.complex64),
         "half": torch.randn(4).to(torch.complex32),
         "conj": torch.randn(3, 4, dtype=torch.complex64).conj(),
+        "conj16": torch.randn(2, 3).to(torch.complex32).conj(),
+        "conj64": torch.randn(3, 2, dtype=torch.complex128).T.conj(),
         "bool": torch.tensor([True, False]),
         "transposed": torch.arange(6.0).reshape(2, 3).T,
         "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
