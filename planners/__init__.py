@@ -8,6 +8,11 @@ from planners.byteruns import ByteRuns as ByteRuns
 from planners.byteruns import Window as Window
 from planners.codec import dumps as dumps
 from planners.codec import loads as loads
+from planners.cost import Cluster as Cluster
+from planners.cost import Comparison as Comparison
+from planners.cost import Estimate as Estimate
+from planners.cost import compare_topologies as compare_topologies
+from planners.cost import estimate as estimate
 from planners.errors import CodecError as CodecError
 from planners.errors import CoverageError as CoverageError
 from planners.errors import LayoutMismatchError as LayoutMismatchError
@@ -49,6 +54,8 @@ from planners.save_plan import plan_writes as plan_writes
 from planners.schedule import Message as Message
 from planners.schedule import Schedule as Schedule
 from planners.schedule import schedule as schedule
+from planners.stats import PlanStats as PlanStats
+from planners.stats import summarize as summarize
 from planners.topology import Home as Home
 from planners.topology import Rule as Rule
 from planners.topology import Topology as Topology

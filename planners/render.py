@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from planners.load_plan import LoadPlan
 from planners.save_plan import SavePlan
+from planners.units import format_bytes
 
 __all__ = ["format_bytes", "format_plan"]
-
-
-def format_bytes(nbytes: float) -> str:
-    """A size for people: `"1.5 MiB"`."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    value, unit = float(nbytes), 0
-    while abs(value) >= 1024 and unit < len(units) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.0f} {units[unit]}" if unit == 0 else f"{value:.1f} {units[unit]}"
 
 
 def format_plan(plan: LoadPlan | SavePlan, limit: int | None = 20) -> str:
