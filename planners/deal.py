@@ -252,9 +252,10 @@ def _level(loads: Ints, unit_bytes: Ints, units: Ints) -> Ints:
     """
     total = unit_bytes * units
     holders = np.arange(1, loads.shape[1] + 1, dtype=np.int64)
-    levels = (total[:, None] + np.cumsum(loads, axis=1)) // holders
-    active = np.maximum((levels > loads).sum(axis=1), 1)  # only so many lie below the level
-    level = np.take_along_axis(levels, active[:, None] - 1, axis=1)
-    poured = np.cumsum(np.maximum(level - loads, 0), axis=1)
+    below = np.cumsum(loads, axis=1)
+    filled = total[:, None] + below
+    active = np.maximum((filled // holders > loads).sum(axis=1), 1)[:, None]  # only so many lie below the level
+    level, rest = np.divmod(np.take_along_axis(filled, active - 1, axis=1), active)
+    poured = holders * level + holders * rest // active - below  # into the first holders together
     ends = (2 * poured + unit_bytes[:, None]) // (2 * unit_bytes[:, None])
-    return np.where(holders >= active[:, None], units[:, None], np.minimum(ends, units[:, None]))
+    return np.where(holders >= active, units[:, None], np.clip(ends, 0, units[:, None]))
