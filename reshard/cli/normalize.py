@@ -28,8 +28,9 @@ def normalize(
     """
     import reshard
 
+    hints = _hints(hint or [])
     checkpoint = reshard.open(path)
-    state = checkpoint.normalized(_hints(hint or []))
+    state = checkpoint.normalized(hints)
     if as_json:
         print_json({"path": checkpoint.url, "format": checkpoint.format, "notes": state.notes, **_plain(state)})
         return

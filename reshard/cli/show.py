@@ -90,10 +90,10 @@ class Branch:
         from rich.markup import escape
 
         for name, times, child in fold(self):
+            while isinstance(child, Branch) and len(rows := fold(child)) == 1:  # a chain is one line: `norm.weight`
+                [(inner, inner_times, child)] = rows
+                name, times = f"{name}.{inner}", times * inner_times
             many = f" [dim]× {times}[/]" if times > 1 else ""
-            while isinstance(child, Branch) and len(child.children) == 1:  # a chain is one line: `norm.weight`
-                [(inner, child)] = child.children.items()
-                name = f"{name}.{inner}"
             if isinstance(child, Leaf):
                 onto.add(f"{escape(name)}{many}  [dim]{escape(child.text)}[/]")
                 continue

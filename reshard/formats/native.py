@@ -10,6 +10,7 @@ ranks wrote by. `docs/format.md` is the specification.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -108,10 +109,16 @@ class NativeFacts(msgspec.Struct, frozen=True):
     """By file name: the block checksums, read and checked when first asked for."""
 
 
+_GENERATION = re.compile(r"data-[0-9a-f]{12}-[0-9a-f]{12}/")
+"""Files of a save, see `reshard.generations`."""
+
+
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether there is a manifest of ours."""
+    """Whether there is a manifest of ours, or a damaged one beside data that we wrote."""
     if MANIFEST not in names:
         return False
+    if any(_GENERATION.match(name) for name in names):
+        return True
     head = storage.read(MANIFEST, 0, min(names[MANIFEST], 64))
     return head.lstrip().startswith(b'{"reshard"') and b'"checkpoint"' in head
 

@@ -1,0 +1,95 @@
+"""`reshard inspect` and `reshard normalize`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from reshard.cli.show import Branch, Leaf, fold
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+def test_tree(say, checkpoint) -> None:
+    said = say("inspect", checkpoint)
+
+    assert said.code == 0
+    assert "format native, 6 tensors" in said.out
+    assert "layers.0-2.w × 3 float32 [6, 4] 96 B" in " ".join(said.out.split())
+    assert "float32 [6, 4]  96 B" in said.out
+    assert "step  = 7" in said.out
+
+
+def test_json_has_every_tensor(say, checkpoint) -> None:
+    told = json.loads(say("inspect", checkpoint, "--json").out)
+
+    assert told["format"] == "native"
+    assert told["tensors"]["model.layers.1.w"] == {
+        "shape": [6, 4],
+        "dtype": "float32",
+        "nbytes": 96,
+        "layout": told["tensors"]["model.layers.0.w"]["layout"],
+    }
+    assert told["total_bytes"] == sum(tensor["nbytes"] for tensor in told["tensors"].values())
+    assert told["objects"]["step"] == 7
+    assert told["problems"] == []
+
+
+def test_only_some_names(say, checkpoint) -> None:
+    told = json.loads(say("inspect", checkpoint, "--only", "*.w", "--json").out)
+
+    assert list(told["tensors"]) == [f"model.layers.{i}.w" for i in range(3)]
+    assert told["objects"] == {}
+
+
+def test_depth_hides_what_is_below(say, checkpoint) -> None:
+    shallow, deep = say("inspect", checkpoint, "--depth", "1").out, say("inspect", checkpoint).out
+
+    assert "float32 [6, 4]" not in shallow
+    assert "model" in shallow
+    assert len(shallow.splitlines()) < len(deep.splitlines())
+
+
+def test_a_torn_checkpoint_is_told(say, checkpoint) -> None:
+    (checkpoint / "manifest.json").write_text("{")
+
+    said = say("inspect", checkpoint)
+
+    assert said.code == 3
+    assert "manifest.json" in said.err
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DATA.iterdir() if path.is_dir()))
+def test_samples_of_other_frameworks(say, name) -> None:
+    folder = DATA / name / "ckpt" if (DATA / name / "ckpt").exists() else DATA / name
+    wheres = [folder, *sorted(p for p in folder.iterdir() if p.is_dir())]
+
+    told = [json.loads(said.out) for said in (say("inspect", where, "--json") for where in wheres) if said.code == 0]
+
+    assert told, f"nothing below {folder} opens"
+    assert all(one["tensors"] or one["objects"] for one in told)
+
+
+def test_normalize(say, checkpoint) -> None:
+    told = json.loads(say("normalize", checkpoint, "--json").out)
+
+    assert told["model"]["norm"] == {"shape": [4], "dtype": "bfloat16", "nbytes": 8}
+    assert told["optim"]["param_groups"] == [{"lr": 0.1, "params": ["norm"]}]
+    assert "bfloat16 [4]" in say("normalize", checkpoint).out
+
+
+def test_fold_joins_only_what_is_alike() -> None:
+    leaf, other = Leaf("a", 1), Leaf("b", 1)
+    branch = Branch.of({("0",): leaf, ("1",): leaf, ("3",): leaf, ("4",): other, ("10",): other, ("x",): leaf})
+
+    assert [(name, times) for name, times, _ in fold(branch)] == [("0-1", 2), ("3", 1), ("4", 1), ("10", 1), ("x", 1)]
+
+
+@pytest.mark.parametrize("order", [[("a",), ("a", "b")], [("a", "b"), ("a",)]])
+def test_a_name_that_begins_another_is_kept(order) -> None:
+    branch = Branch.of({path: Leaf("/".join(path), 1) for path in order})
+
+    assert branch.count == 2
+    assert branch.children["a"].children["."] == Leaf("a", 1)

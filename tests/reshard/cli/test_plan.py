@@ -1,0 +1,94 @@
+"""`reshard plan`: sides of every kind, the proof, files written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import reshard
+from planners import LoadPlan, Topology, dumps, loads
+from reshard.cli.sides import both_sides
+
+
+def test_a_checkpoint_onto_a_preset(say, checkpoint) -> None:
+    told = json.loads(say("plan", checkpoint, "fsdp=4", "--json").out)
+
+    whole = sum(tensor.nbytes for tensor in reshard.open(checkpoint).values())
+    assert told["world_size"] == 4
+    assert told["proved"]
+    # 6 rows over 4 ranks are 2, 2, 2 and 0; numbers without dims are on every rank
+    assert told["rank_bytes"] == [3 * 32 + 2 + 12] * 3 + [2 + 12]
+    assert told["total_bytes"] == whole + 3 * 12
+
+
+def test_text_for_people(say, checkpoint) -> None:
+    said = say("plan", checkpoint, "fsdp=3", "--limit", "2")
+
+    assert "proved right" in said.out
+    assert "rank     0 reads" in said.out
+    assert "more ranks" in said.out
+
+
+@pytest.mark.parametrize(
+    ("onto", "world_size"),
+    [("ddp=2", 2), ("fsdp=3", 3), ("tp=2", 2), ("fsdp=2,tp=3", 6), ("tp=3,fsdp=2", 6), ("hsdp=2x3", 6)],
+)
+def test_presets(checkpoint, onto, world_size) -> None:
+    assert both_sides(str(checkpoint), onto, {})[1].world_size == world_size
+
+
+def test_rules(say, checkpoint) -> None:
+    words = ["--rule", "*.w=S(0),S(1)", "--rule", "*=R,R", "--json"]
+
+    told = json.loads(say("plan", checkpoint, "a=2,b=2", *words).out)
+
+    assert told["rank_bytes"] == [3 * 24 + 8 + 12] * 4
+
+
+def test_a_topology_without_rules_names_what_is_left(say, checkpoint) -> None:
+    said = say("plan", checkpoint, "a=2")
+
+    assert said.code == 3
+    assert "no rule matches" in said.err
+
+
+def test_files_of_topologies_and_layouts(say, checkpoint, tmp_path) -> None:
+    layout = reshard.open(checkpoint).layout
+    (tmp_path / "saved.json").write_text(dumps(layout))
+    (tmp_path / "wanted.topology").write_text(str(Topology.parse("a=2", {"*": "S(0)"})))
+
+    told = json.loads(say("plan", tmp_path / "saved.json", tmp_path / "wanted.topology", "--json").out)
+
+    assert told["world_size"] == 2
+    assert told["tensors"] == len(layout)
+
+
+def test_between_two_checkpoints(say, checkpoint) -> None:
+    told = json.loads(say("plan", checkpoint, checkpoint, "--json").out)
+
+    assert told["proved"]
+    assert told["total_bytes"] == reshard.open(checkpoint).layout.nbytes
+
+
+def test_the_plan_is_written(say, checkpoint, tmp_path) -> None:
+    said = say("plan", checkpoint, "fsdp=2", "--out", tmp_path / "plan.json")
+
+    plan = loads((tmp_path / "plan.json").read_text())
+    assert isinstance(plan, LoadPlan)
+    assert plan.world_size == 2
+    assert "plan.json" in said.out
+
+
+def test_a_plan_that_leaves_holes_is_refused(say, checkpoint, tmp_path) -> None:
+    """A layout file in which nobody holds the second half of a tensor."""
+    from planners import Box, StateLayout, TensorLayout
+
+    layout = reshard.open(checkpoint).layout
+    torn = {**layout, "model.norm": TensorLayout.from_boxes(layout["model.norm"].spec, {0: [Box((0,), (2,))]})}
+    (tmp_path / "torn.json").write_text(dumps(StateLayout(torn)))
+
+    said = say("plan", tmp_path / "torn.json", "fsdp=2", "--json")
+
+    assert said.code in (1, 3)
+    assert "model.norm" in said.out + said.err
