@@ -16,7 +16,7 @@ from planners.layout import StateLayout, TensorLayout
 from reshard.dtypes import dtype_from_name
 from reshard.errors import CheckpointError, KeyMismatchError
 from reshard.formats import open_contents
-from reshard.formats.base import Contents, StoredTensor
+from reshard.formats.base import Contents, Place, StoredTensor
 from reshard.formats.copying import copy_place, empty
 from reshard.formats.cover import check_cover
 from reshard.storage.base import Storage
@@ -123,11 +123,11 @@ def _normalize(index: Any, shape: torch.Size, name: str) -> tuple[list[Range], l
 def _read(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
     """The elements at the cross product of `ranges`."""
     counts = [n for _, _, n in ranges]
-    result, out = empty(counts, stored.spec.dtype)
     if 0 in counts:
-        return result
+        return empty(counts, stored.spec.dtype)[0]
     region = Box.of(tuple(start for start, _, _ in ranges), tuple((n - 1) * step + 1 for _, step, n in ranges))
     check_cover(stored, region)
+    parts: list[tuple[Place, Any]] = []
     for chunk in stored.chunks:
         if (chunk.box & region) is None:
             continue
@@ -143,7 +143,12 @@ def _read(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
             window.itemsize,
         )
         index: Any = (*(slice(first, stop) for first, stop in bounds), ...)
-        copy_place(chunk.place.with_window(part), out[index])
+        parts.append((chunk.place.with_window(part), index))
+        chunk.source.check(part.offset, part.stop)
+    # only now, when all that is wanted is known to be there, is it worth its memory
+    result, out = empty(counts, stored.spec.dtype)
+    for place, index in parts:
+        copy_place(place, out[index])
     return result
 
 

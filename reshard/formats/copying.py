@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import torch
 from planners.box import Box
 from planners.byteruns import Window
 from reshard.dtypes import dtype_from_name
+from reshard.errors import CheckpointError
 from reshard.formats.base import Place
 from reshard.formats.source import DIRECT_BYTES, Source
 
@@ -29,9 +31,16 @@ def item_dtype(itemsize: int) -> np.dtype[Any]:
 
 
 def empty(shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, Array]:
-    """A new contiguous tensor with undefined elements, and the same memory as an array that `copy_place` can fill."""
+    """A new contiguous tensor with undefined elements, and the same memory as an array that `copy_place` can fill.
+
+    Raises CheckpointError if there is no memory for it.
+    """
     torch_dtype = dtype_from_name(dtype)
-    out = np.empty(shape, item_dtype(torch_dtype.itemsize))
+    try:
+        out = np.empty(shape, item_dtype(torch_dtype.itemsize))
+    except (MemoryError, ValueError) as error:
+        nbytes = math.prod(shape) * torch_dtype.itemsize
+        raise CheckpointError(f"no memory for {nbytes} bytes of shape {list(shape)}: read it in slices") from error
     return torch.from_numpy(out.reshape(-1).view(np.uint8)).view(torch_dtype).view(list(shape)), out
 
 

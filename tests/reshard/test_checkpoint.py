@@ -16,7 +16,13 @@ from planners.byteruns import Window
 from planners.layout import TensorSpec
 from reshard.checkpoint import Checkpoint, LazyTensor
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, KeyMismatchError
+from reshard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatError,
+    KeyMismatchError,
+)
 from reshard.formats.base import Contents, Place, StoredChunk, StoredTensor
 from reshard.formats.copying import MAX_BUFFER_BYTES
 from reshard.formats.cover import find_hole, find_overlap
@@ -123,6 +129,17 @@ def test_a_tensor_knows_no_holes() -> None:
         twice[...]
     with pytest.raises(DamagedCheckpointError, match=r"lies outside the shape \[2, 4\]"):
         StoredTensor(TensorSpec("t", (2, 4), "float32"), whole.stored.chunks)
+
+
+def test_tensors_larger_than_memory_are_refused_or_sliced() -> None:
+    """A value repeated 2**60 times needs few bytes in a file, and too many out of it."""
+    shape = (1 << 40, 1 << 20)
+    place = Place(BytesSource(b"abcd"), Window(0, shape, (0, 0), 4))
+    lazy = LazyTensor(StoredTensor(TensorSpec("t", shape, "int32"), (StoredChunk(Box.full(shape), place),)))
+
+    with pytest.raises(CheckpointError, match=r"no memory for .* read it in slices"):
+        lazy[...]
+    assert same(lazy[5:7, -1], torch.frombuffer(bytearray(b"abcdabcd"), dtype=torch.int32))
 
 
 def test_chunks_are_moved_and_turned_without_being_located() -> None:
