@@ -118,7 +118,15 @@ def _read_findings(checkpoint: Checkpoint, step: Any) -> Iterator[Finding]:
             yield Finding(str(error), name)
 
 
-def compare(a: Any, b: Any, *, rtol: float = 0.0, atol: float = 0.0, by_fingerprint: bool = True) -> Report:
+def compare(
+    a: Any,
+    b: Any,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    by_fingerprint: bool = True,
+    labels: tuple[str, str] | None = None,
+) -> Report:
     """Do two checkpoints, or a checkpoint and a state dict, hold the same?
 
     Names, shapes, dtypes, objects and values are compared; layouts and formats do not matter. Values are compared bit
@@ -127,10 +135,13 @@ def compare(a: Any, b: Any, *, rtol: float = 0.0, atol: float = 0.0, by_fingerpr
 
     Args:
         a, b: a path, an open `Checkpoint`, or a (nested) state dict of whole tensors.
+        labels: what findings call the two; default: their paths.
 
     Returns a report with every difference; of each differing tensor the first differing element, in row-major order.
     """
     left, right = _Side(a), _Side(b)
+    if labels is not None:
+        left.label, right.label = labels
     findings: list[Finding] = []
     for name in left.tensors:
         if name not in right.tensors:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from reshard.cli import demo, inspect, normalize, plan
+from reshard.cli import demo, diff, inspect, normalize, plan, verify
 
 __all__ = ["EXIT_ERROR", "EXIT_NO", "app", "run"]
 
@@ -25,6 +25,8 @@ where it came from."""
 app = typer.Typer(name="reshard", help=_HELP, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
+app.command("verify")(verify.verify)
+app.command("diff")(diff.diff)
 app.command("normalize")(normalize.normalize)
 app.command("demo")(demo.demo)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.tree import Tree
 
-__all__ = ["Branch", "Leaf", "console", "fold", "print_json", "short", "size"]
+    from planners.findings import Report
+
+__all__ = ["Branch", "Leaf", "console", "fold", "print_json", "print_report", "report_as_json", "short", "size"]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -41,6 +43,30 @@ def short(value: Any, most: int = 60) -> str:
     """The repr of a value, cut to `most` characters."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def print_report(report: Report, *, right: str, limit: int = 50) -> None:
+    """A report for people: the verdict, or what is wrong, at most `limit` findings."""
+    from rich.markup import escape
+
+    screen = console()
+    screen.print(f"{escape(report.subject)}: {report.tensors} tensors", soft_wrap=True)
+    if report.ok:
+        screen.print(f"[green]{right}[/]")
+    for finding in report.findings[:limit]:
+        screen.print(f"[red]·[/] {escape(str(finding))}", soft_wrap=True)
+    if len(report.findings) > limit:
+        screen.print(f"[red]·[/] ... and {len(report.findings) - limit} more")
+
+
+def report_as_json(report: Report) -> dict[str, Any]:
+    """A report as plain data."""
+    return {
+        "ok": report.ok,
+        "subject": report.subject,
+        "tensors": report.tensors,
+        "findings": [asdict(finding) for finding in report.findings],
+    }
 
 
 @dataclass(frozen=True)

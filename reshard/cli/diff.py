@@ -1,0 +1,42 @@
+"""`reshard diff`: do two checkpoints hold the same, whatever their formats and topologies?"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from reshard.cli.show import print_json, print_report, report_as_json
+
+__all__ = ["diff"]
+
+
+def diff(
+    a: Annotated[str, typer.Argument(help="A checkpoint of any known format.")],
+    b: Annotated[str, typer.Argument(help="Another one.")],
+    rtol: Annotated[
+        float, typer.Option(min=0, help="Values may differ by this much of b's. Default: bit by bit.")
+    ] = 0.0,
+    atol: Annotated[float, typer.Option(min=0, help="And by this much.")] = 0.0,
+    normalized: Annotated[
+        bool, typer.Option("--normalized", help="Compare under canonical names: for two frameworks' checkpoints.")
+    ] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Show at most so many differences.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all differences.")] = False,
+) -> None:
+    """Compare names, shapes, dtypes, objects and values. Of each tensor that differs, the first such element is told.
+
+    Exits with 1 if they differ. In --json, `element` is an index in global coordinates.
+    """
+    import reshard
+
+    sides: list[Any] = [reshard.open(path) for path in (a, b)]
+    if normalized:
+        sides = [side.normalized() for side in sides]
+    report = reshard.compare(*sides, rtol=rtol, atol=atol, labels=(a, b))
+    if as_json:
+        print_json(report_as_json(report))
+    else:
+        print_report(report, right="they hold the same", limit=limit)
+    if not report.ok:
+        raise typer.Exit(1)

@@ -1,0 +1,101 @@
+"""`reshard verify` and `reshard diff`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+
+
+def _flip(checkpoint: Path) -> Path:
+    """Change one byte in the middle of a data file."""
+    [file] = checkpoint.glob("data-*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-20] ^= 1
+    file.write_bytes(data)
+    return file
+
+
+def test_whole(say, checkpoint) -> None:
+    said = say("verify", checkpoint)
+
+    assert said.code == 0
+    assert "whole and undamaged" in said.out
+    assert json.loads(say("verify", checkpoint, "--json").out)["ok"]
+
+
+def test_damage_is_named(say, checkpoint) -> None:
+    file = _flip(checkpoint)
+
+    said = say("verify", checkpoint)
+
+    assert said.code == 1
+    assert file.name in said.out
+    assert "bytes [" in said.out
+    assert say("verify", checkpoint, "--shallow").code == 0
+
+
+def test_a_missing_file(say, checkpoint) -> None:
+    _flip(checkpoint).unlink()
+
+    told = json.loads(say("verify", checkpoint, "--json").out)
+
+    assert not told["ok"]
+    assert "safetensors" in told["findings"][0]["message"]
+
+
+def test_nothing_there_is_no_verdict(say, tmp_path) -> None:
+    assert say("verify", tmp_path / "nowhere").code == 3
+
+
+@pytest.fixture
+def other(checkpoint: Path, tmp_path: Path) -> Path:
+    """The same as `checkpoint`, but for one element, one name and one plain value."""
+    state = {name: tensor[...] for name, tensor in reshard.open(checkpoint).items()}
+    state["model.layers.1.w"][2, 3] += 0.5
+    state["model.renamed"] = state.pop("model.norm")
+    objects = {**reshard.open(checkpoint).objects, "step": 8}
+    reshard.save({**state, **objects}, tmp_path / "other")
+    return tmp_path / "other"
+
+
+def test_diff_of_the_same(say, checkpoint) -> None:
+    assert say("diff", checkpoint, checkpoint).code == 0
+
+
+def test_diff_tells_the_first_element(say, checkpoint, other) -> None:
+    said = say("diff", checkpoint, other, "--json")
+
+    told = {finding["fqn"]: finding for finding in json.loads(said.out)["findings"]}
+    assert said.code == 1
+    assert set(told) == {"model.layers.1.w", "model.norm", "model.renamed", "step"}
+    assert told["model.layers.1.w"]["element"] == [2, 3]
+    assert str(other) in told["model.renamed"]["message"]
+
+
+def test_diff_for_people(say, checkpoint, other) -> None:
+    said = say("diff", checkpoint, other, "--limit", "2")
+
+    assert said.code == 1
+    assert "and 2 more" in said.out
+
+
+def test_diff_with_tolerance(say, tmp_path) -> None:
+    reshard.save({"w": torch.ones(3)}, tmp_path / "a")
+    reshard.save({"w": torch.ones(3) + 1e-3}, tmp_path / "b")
+
+    assert say("diff", tmp_path / "a", tmp_path / "b").code == 1
+    assert say("diff", tmp_path / "a", tmp_path / "b", "--atol", "0.01").code == 0
+    assert say("diff", tmp_path / "a", tmp_path / "b", "--rtol", "0.01").code == 0
+
+
+def test_diff_under_canonical_names(say, tmp_path) -> None:
+    reshard.save({"model": {"w": torch.ones(3)}}, tmp_path / "a")
+    reshard.save({"model": {"_orig_mod.w": torch.ones(3)}}, tmp_path / "b")
+
+    assert say("diff", tmp_path / "a", tmp_path / "b").code == 1
+    assert say("diff", tmp_path / "a", tmp_path / "b", "--normalized").code == 0
