@@ -130,7 +130,7 @@ class ViewGeometry:
 def merged(patches: Iterable[Patch]) -> tuple[Patch, ...]:
     """The same map in fewer patches, in order of their targets: empty ones left out, neighbours that continue one
     another in target and source made one."""
-    found = [patch for patch in patches if not patch.target.is_empty]
+    found = [_named(patch) for patch in patches if not patch.target.is_empty]
     ndim = found[0].target.ndim if found else 0
     for dim in reversed(range(ndim)):
         found.sort(key=lambda p: (p.target.offsets[:dim], p.target.offsets[dim + 1 :], p.target.offsets[dim]))
@@ -147,6 +147,14 @@ def merged(patches: Iterable[Patch]) -> tuple[Patch, ...]:
                 out.append(patch)
         found = out
     return tuple(sorted(found, key=lambda p: p.target))
+
+
+def _named(patch: Patch) -> Patch:
+    """The same patch, but new dims follow source dims that were left out while there are any: all are of size 1."""
+    if None not in patch.dims:
+        return patch
+    left = (d for d in range(patch.source.ndim) if d not in patch.dims)
+    return replace(patch, dims=tuple(next(left, None) if d is None else d for d in patch.dims))
 
 
 def _followed(patch: Patch, dim: int) -> int:

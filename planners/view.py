@@ -144,6 +144,8 @@ class View:
         """A constant `widths[d][0]` elements before and `widths[d][1]` after, in each dim d."""
         if len(widths) != len(self.shape):
             raise PlanError(f"pad takes a pair per dim of {self.shape}, got {list(widths)}", fqn=self.spec.fqn)
+        if any(low < 0 or high < 0 for low, high in widths):
+            raise PlanError(f"pad widths must be >= 0, got {list(widths)}; crop takes away", fqn=self.spec.fqn)
         inner = Box([low for low, _ in widths], self.shape)
         sizes = [low + size + high for (low, high), size in zip(widths, self.shape)]
         parts = [part.move(inner.offsets) for part in self.parts]

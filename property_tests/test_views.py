@@ -113,7 +113,7 @@ def views(draw, steps=4):
 
 
 @given(views())
-@settings(max_examples=1000)
+@settings(max_examples=500)
 def test_a_view_makes_what_numpy_makes(made):
     world, view, array = made
 
@@ -189,7 +189,7 @@ def local_truth(layout, array, rank):
 
 
 @given(views(steps=3), st.data())
-@settings(max_examples=1000)
+@settings(max_examples=500)
 def test_a_plan_through_a_view_moves_what_numpy_makes(made, data):
     world, view, array = made
     saved = StateLayout({fqn: data.draw(layouts(TensorSpec(fqn, a.shape, "int64"))) for fqn, a in world.arrays.items()})
