@@ -6,7 +6,7 @@ reads only public ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ __all__ = [
     "ModuleReader",
     "as_parameter",
     "assign_tensor",
+    "copy_all",
     "loads_itself",
 ]
 
@@ -93,11 +94,8 @@ class ModuleReader:
         own = module.__dict__
         if self.facts(module).overrides or "state_dict" in own or "load_state_dict" in own:
             return True
-        for kind in _HOOKS:
-            hooks = own.get(kind)
-            if hooks and not all(map(_is_known, hooks.values())):
-                return True
-        return False
+        hooks = [hook for kind in _HOOKS if kind in own for hook in own[kind].values()]
+        return bool(hooks) and not all(map(_is_known, hooks))
 
     def settle(self, module: nn.Module) -> None:
         """Bring FSDP2 parameters to their sharded form, as its own hook does before a state dict is taken."""
@@ -107,11 +105,9 @@ class ModuleReader:
                 if _is_known(hook):
                     hook(module, "", False)
 
-    def children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    def children(self, module: nn.Module) -> Mapping[str, nn.Module | None]:
         """Every child under every name that it has."""
-        for name, child in module._modules.items():
-            if child is not None:
-                yield name, child
+        return module._modules
 
     def child(self, module: nn.Module, name: str) -> nn.Module | None:
         """The child of this name."""
@@ -160,6 +156,13 @@ def assign_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     for hook in module._load_state_dict_post_hooks.values():
         if _is_known(hook):
             hook(module, None)
+
+
+def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copy each value into the target at its place; plain tensors of equal shapes. One call, since a call for each of
+    many small tensors costs more than the copying."""
+    if targets:
+        torch._foreach_copy_(targets, values)
 
 
 def loads_itself(optimizer: torch.optim.Optimizer) -> bool:

@@ -118,14 +118,19 @@ def _group_write(k: int, g: int, group: Mapping[str, Any], given: Mapping[str, A
 def _common(members: Sequence[OptimizedParameter], saved: SavedOptimizer) -> Mapping[str, Any] | None:
     """The fields that all parameters of a group were saved with; None where none was saved."""
     first: tuple[str, Mapping[str, Any]] | None = None
+    comparable = False
     for one in members:
-        name = next((name for name in one.names if name in saved.fields), None)
-        if name is None:
-            continue
-        fields = saved.fields[name]
+        name = one.name
+        fields = saved.fields.get(name)
+        if fields is None:
+            name = next((alias for alias in one.names if alias in saved.fields), "")
+            if not name:
+                continue
+            fields = saved.fields[name]
         if first is None:
             first = name, fields
-        elif fields is not first[1]:
+            comparable = not any(isinstance(value, torch.Tensor) for value in fields.values())
+        elif fields is not first[1] and not (comparable and fields == first[1]):
             _agree(first, (name, fields), one)
     return None if first is None else first[1]
 
@@ -177,7 +182,13 @@ def _names_of_ids(groups: Sequence[Mapping[str, Any]], live: LiveOptimizers) -> 
 def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
     state: dict[str, dict[str, Any]] = {}
     fields: dict[str, dict[str, Any]] = {}
+    places: dict[str, dict[Any, Any]] = {}
+    """The dict that a key's front leads to, where the front is a known name."""
     for key, value in given.items():
+        front, _, tail = key.rpartition(".")
+        if front in places:
+            places[front][tail] = value
+            continue
         section, _, rest = key.partition(".")
         if section not in ("state", "param_groups") or "." not in rest:
             raise NormalizationError(
@@ -185,6 +196,8 @@ def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
                 "param_groups.<fqn>.<field>"
             )
         name, path = _split(rest, live)
+        if len(path) == 1:
+            places[front] = (fields if section == "param_groups" else state).setdefault(name, {})
         if section == "param_groups":
             fields.setdefault(name, {})[".".join(path)] = value
             continue
@@ -193,6 +206,8 @@ def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
             inner = inner.setdefault(part, {})
         inner[path[-1]] = value
     for name, values in state.items():
+        if not any(isinstance(value, dict) for value in values.values()):
+            continue
         one = live.by_name.get(name)
         known = live.optimizers[one.optimizer].state.get(one.parameter, {}) if one is not None else {}
         state[name] = {key: _typed_keys(item, known.get(key)) for key, item in values.items()}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.errors import KeyMismatchError
-from reshard.modules import WRAPPER_SEGMENTS, as_parameter, assign_tensor
+from reshard.modules import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
 from reshard.normalize.names import LiveModel, Region, Slot, where
 from reshard.normalize.options import StateDictOptions
 from reshard.normalize.report import Cast, SetReport
@@ -43,6 +43,8 @@ class RegionWrite(NamedTuple):
     """By the module's own keys."""
     assign: bool
     """Whether tensors on the meta device are replaced."""
+    forgiven: frozenset[str]
+    """Names that may be missing."""
 
 
 class ModelWrites(NamedTuple):
@@ -83,18 +85,24 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
     Raises KeyMismatchError if strict and a module's own `load_state_dict` refuses names.
     """
     missing, unexpected = list(writes.report.missing), list(writes.report.unexpected)
-    for region, state, assign in writes.regions:
+    for region, state, assign, forgiven in writes.regions:
         found = region.module.load_state_dict(state, strict=False, **({"assign": True} if assign else {}))
         # an override may return nothing
         if found is not None:
-            missing += (name for key in found[0] if (name := region.canonical(key)) not in missing)
+            lacking = dict.fromkeys(region.canonical(key) for key in found[0])
+            missing += [name for name in lacking if name not in missing and name not in forgiven]
             unexpected += map(region.canonical, found[1])
     if strict and writes.regions and (missing or unexpected):
         raise KeyMismatchError(_message(None, missing, unexpected, [], strict))
     made: dict[Any, torch.Tensor] = {}
+    targets: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
     for slot, value in writes.direct:
         if slot.value is None:
             slot.owner.set_extra_state(value)
+        elif _is_plain_pair(slot, value):
+            targets.append(slot.value)
+            values.append(value)
         elif not slot.value.is_meta:
             write(value, slot.tensor())
         elif not is_meta(value):
@@ -103,6 +111,7 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
             if new is None:
                 new = made[slot.identity] = as_parameter(materialised(value, slot.value), slot.value)
             assign_tensor(slot.owner, slot.attr, new)
+    copy_all(targets, values)
     return replace(writes.report, missing=tuple(missing), unexpected=tuple(unexpected))
 
 
@@ -131,7 +140,7 @@ class _Match:
             name = names[0] if names else None
             self._agree(names)
         if name is None or name not in self.given:
-            if not (self.ignore_frozen and slot.kind == "parameter" and not slot.value.requires_grad):  # type: ignore[union-attr]
+            if not (self.ignore_frozen and _is_frozen(slot)):
                 self.missing.append(slot.name)
             return None
         self.used.add(name)
@@ -163,7 +172,9 @@ class _Match:
         if not strangers:
             # nothing is left that a hook could turn into what is missing
             self.missing += missing
-        return RegionWrite(region, state, any(slot.value.is_meta for slot in slots.values()))  # type: ignore[union-attr]
+        assign = any(slot.value is not None and slot.value.is_meta for slot in slots.values())
+        forgiven = frozenset(name for name, slot in slots.items() if self.ignore_frozen and _is_frozen(slot))
+        return RegionWrite(region, state, assign, forgiven)
 
     def report(self, unexpected: list[str]) -> SetReport:
         """What was found, to be returned if all goes well."""
@@ -232,6 +243,20 @@ def _listed(title: str, names: list[str], live: LiveModel | None = None, limit: 
         close = difflib.get_close_matches(name, live.by_name, 1, 0.8) if live is not None and i < 5 else []
         lines.append(f"  {title}: {name}" + (f" (did you mean {close[0]}?)" if close else ""))
     return lines + ([f"  {title}: and {len(names) - limit} more"] if len(names) > limit else [])
+
+
+def _is_plain_pair(slot: Slot, value: Any) -> bool:
+    """Whether the value can simply be copied: the usual case, and there are many of them."""
+    target = slot.value
+    return (
+        type(value) is torch.Tensor
+        and type(target) in (torch.Tensor, torch.nn.Parameter)
+        and target is not None
+        and slot.piece is None
+        and value.dtype == target.dtype
+        and value.shape == target.shape
+        and not target.is_meta
+    )
 
 
 def _is_frozen(slot: Slot) -> bool:

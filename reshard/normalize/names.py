@@ -215,13 +215,15 @@ class _Walk:
         if facts.is_fsdp1:
             for owner, found in flat_pieces(module).items():
                 self.pieces.setdefault(owner, []).extend(found)
-        self._own(module, live, name, wrappers)
+        self._own(module, live, name, wrappers, facts.has_extra_state)
         if items is not None:
             items += self.slots[start:]
         hidden = reader.hidden(module) if facts.wrapped is not None or facts.modifiers else ()
         container = name[:-1]
         offset = self.offsets.get(container) if self.offsets else None
-        for child_name, child in reader.children(module):
+        for child_name, child in reader.children(module).items():
+            if child is None:
+                continue
             below, path = wrappers, f"{name}{child_name}."
             if child_name in hidden:
                 below, path = (*wrappers, type(module).__name__), name
@@ -230,7 +232,7 @@ class _Walk:
                 path = f"{name}{int(child_name) + offset}."
             self.visit(child, f"{live}{child_name}.", path, below, items)
 
-    def _own(self, module: nn.Module, live: str, name: str, wrappers: tuple[str, ...]) -> None:
+    def _own(self, module: nn.Module, live: str, name: str, wrappers: tuple[str, ...], has_extra: bool) -> None:
         """Append the module's own parameters, buffers and extra state, in the order of `state_dict()`."""
         add, stage = self.slots.append, self.stage
         pieces = self.pieces.get(id(module), ()) if self.pieces else ()
@@ -248,7 +250,7 @@ class _Walk:
                 if buffer is not None:
                     kept = attr not in transient
                     add(Slot(name + attr, live + attr, "buffer", module, attr, buffer, kept, wrappers, stage))
-        if self.reader.facts(module).has_extra_state:
+        if has_extra:
             names = name + EXTRA_STATE, live + EXTRA_STATE
             add(Slot(*names, "extra_state", module, EXTRA_STATE, None, True, wrappers, stage))
 

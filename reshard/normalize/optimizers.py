@@ -78,15 +78,19 @@ class LiveOptimizers:
                     self.by_name.setdefault(name, one)
 
     def _parameters(self, k: int, optimizer: Optimizer) -> Iterator[OptimizedParameter]:
-        names_of, number = self.live.names_of, 0
+        names_of, pieces_of, number = self.live.names_of, self.live.pieces_of, 0
         for g, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                place = k, g, position, number
-                for piece in self.live.pieces_of.get(id(parameter), ()):
-                    yield OptimizedParameter(parameter, tuple(names_of[piece.identity]), *place, piece)
-                if id(parameter) not in self.live.pieces_of:
-                    names = names_of.get(id(parameter)) or [f"{OUTSIDE}.{k}.{g}.{position}"]
-                    yield OptimizedParameter(parameter, tuple(names), *place)
+                names = names_of.get(id(parameter))
+                if names is not None:
+                    yield OptimizedParameter(parameter, tuple(names), k, g, position, number)
+                elif id(parameter) in pieces_of:
+                    for piece in pieces_of[id(parameter)]:
+                        own = tuple(names_of[piece.identity])
+                        yield OptimizedParameter(parameter, own, k, g, position, number, piece)
+                else:
+                    outside = (f"{OUTSIDE}.{k}.{g}.{position}",)
+                    yield OptimizedParameter(parameter, outside, k, g, position, number)
                 number += 1
 
 
@@ -147,7 +151,12 @@ def flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for name, values in state_dict["state"].items():
-        _flatten_into(flat, f"state.{name}", values)
+        prefix = f"state.{name}."
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, dict):
+                _flatten_into(flat, f"{prefix}{key}", value)
+            else:
+                flat[f"{prefix}{key}"] = value
     for group in state_dict["param_groups"]:
         fields = [(field, value) for field, value in group.items() if field != "params"]
         for name in group["params"]:

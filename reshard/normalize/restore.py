@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.errors import KeyMismatchError
-from reshard.modules import loads_itself
+from reshard.modules import copy_all, loads_itself
 from reshard.normalize.flat import joined_pieces
 from reshard.normalize.groups import GroupWrite, SavedOptimizer, plan_groups, read_saved
 from reshard.normalize.names import where
@@ -49,7 +49,9 @@ def plan_optimizers(
     cold: list[str] = []
     for own in live.parameters:
         for one in own:
-            values = next((saved.state[name] for name in one.names if name in saved.state), None)
+            values = saved.state.get(one.name)
+            if values is None and len(one.names) > 1:
+                values = next((saved.state[name] for name in one.names if name in saved.state), None)
             state.append((one, values))
             if values is None:
                 listed = any(name in saved.fields for name in one.names)
@@ -86,6 +88,8 @@ def apply_optimizers(live: LiveOptimizers, writes: OptimizerWrites) -> Optimizer
         groups[group_write.optimizer].append(group_write.fields)
     special = [loads_itself(optimizer) for optimizer in live.optimizers]
     given: list[dict[Any, Any]] = [{} for _ in live.optimizers]
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
     for one, values in writes.state:
         optimizer = live.optimizers[one.optimizer]
         if special[one.optimizer]:
@@ -97,9 +101,25 @@ def apply_optimizers(live: LiveOptimizers, writes: OptimizerWrites) -> Optimizer
             optimizer.state.pop(one.parameter, None)
         else:
             old, fields = optimizer.state.get(one.parameter) or {}, groups[one.optimizer][one.group]
-            optimizer.state[one.parameter] = {
-                key: _restored(value, old.get(key), one.parameter, key, fields) for key, value in values.items()
-            }
+            new: dict[Any, Any] = {}
+            moves_step = fields.get("fused") or fields.get("capturable")
+            for key, value in values.items():
+                live_value = old.get(key)
+                # by far the most common case, and there are many of them
+                if (
+                    type(value) is type(live_value) is torch.Tensor
+                    and value.dtype == live_value.dtype
+                    and value.shape == live_value.shape
+                    and not (moves_step and key == "step")
+                ):
+                    new[key] = live_value
+                    if value is not live_value:
+                        targets.append(live_value)
+                        sources.append(value)
+                else:
+                    new[key] = _restored(value, live_value, one.parameter, key, fields)
+            optimizer.state[one.parameter] = new
+    copy_all(targets, sources)
     for k, key, values in writes.other:
         (given[k] if special[k] else live.optimizers[k].state)[key] = copy.deepcopy(values)
     for k, optimizer in enumerate(live.optimizers):
@@ -146,7 +166,7 @@ def _restored(value: Any, old: Any, parameter: torch.Tensor, key: Any, fields: M
             return old
         if on_device:
             return value.detach().to(parameter.device, torch.float32, copy=True)
-        if value.dim() == 0 and (key == "step" or parameter.dim() > 0):
+        if not global_shape(value) and (key == "step" or parameter.dim() > 0):
             return value.detach().clone()
         return like(value, parameter)
     if isinstance(value, dict):
@@ -165,15 +185,18 @@ def _misshapen(state: list[tuple[OptimizedParameter, Mapping[str, Any] | None]],
     fits: dict[Any, int] = {}
     misfits: dict[Any, list[str]] = {}
     for one, values in state:
-        for key, value in (values or {}).items():
-            if isinstance(value, torch.Tensor) and global_shape(value):
-                if global_shape(value) == one.shape:
-                    fits[key] = fits.get(key, 0) + 1
-                else:
-                    misfits.setdefault(key, []).append(
-                        f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {global_shape(value)}, "
-                        f"which fits no layout of the parameter's shape {one.shape}"
-                    )
+        wanted = one.shape
+        for key, value in values.items() if values else ():
+            if not isinstance(value, torch.Tensor):
+                continue
+            shape = value.shape if type(value) is torch.Tensor else global_shape(value)
+            if shape == wanted and shape:
+                fits[key] = fits.get(key, 0) + 1
+            elif shape:
+                misfits.setdefault(key, []).append(
+                    f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {tuple(shape)}, "
+                    f"which fits no layout of the parameter's shape {wanted}"
+                )
     return [line for key, lines in misfits.items() if fits.get(key, 0) > len(lines) for line in lines]
 
 

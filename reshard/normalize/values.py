@@ -93,7 +93,7 @@ def same_value(a: Any, b: Any) -> bool:
 def copy_containers(value: Any) -> Any:
     """Nested dicts, lists and tuples made anew; the leaves are shared."""
     if isinstance(value, dict):
-        return {key: copy_containers(item) for key, item in value.items()}
+        return {key: item if isinstance(item, torch.Tensor) else copy_containers(item) for key, item in value.items()}
     if type(value) is list or type(value) is tuple:
         return type(value)(map(copy_containers, value))
     return value
