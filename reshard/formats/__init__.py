@@ -44,6 +44,9 @@ COMPOSITE_FORMATS: tuple[Format, ...] = (
 PLAIN_FORMATS: tuple[Format, ...] = (dcp, safetensors, torch_save)
 """Formats of one kind of file: if two fit, the folder is a mixture and refused."""
 
+_OF_DCP: tuple[Format, ...] = (megatron, lightning)
+"""The composite formats that are made of a DCP checkpoint: any other beside one is a mixture."""
+
 _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
 
 
@@ -89,10 +92,13 @@ def _is_local_file(text: str) -> bool:
 
 def _pick(storage: Storage, names: Mapping[str, int], url: str) -> Format:
     """The format that fits. Raises FormatError if none does, or more than one."""
+    fitting = [format for format in PLAIN_FORMATS if format.detect(storage, names)]
     for format in COMPOSITE_FORMATS:
         if format.detect(storage, names):
-            return format
-    fitting = [format for format in PLAIN_FORMATS if format.detect(storage, names)]
+            if dcp not in fitting or format in _OF_DCP:
+                return format
+            fitting = [format, dcp]
+            break
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

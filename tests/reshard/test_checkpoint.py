@@ -262,6 +262,15 @@ def test_mixtures_are_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_a_dcp_checkpoint_beside_one_of_another_kind(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"w": torch.ones(2)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    assert open_checkpoint(tmp_path).format == "rank_files"
+    DcpWriter({"w": grid(torch.ones(2), 1)}).write(tmp_path)
+    with pytest.raises(FormatError, match="mixture: its files look like rank_files and dcp"):
+        open_checkpoint(tmp_path)
+
+
 def test_storages_and_urls_of_all_kinds(tmp_path: Path) -> None:
     """A path, a file URL, a storage and memory give the same tensors."""
     value = torch.arange(6.0).reshape(2, 3)
