@@ -21,6 +21,7 @@ from planners.errors import ProofError as ProofError
 from planners.flat import even_ranges as even_ranges
 from planners.flat import flat_layouts as flat_layouts
 from planners.flat import flat_offsets as flat_offsets
+from planners.html import to_html as to_html
 from planners.layout import StateLayout as StateLayout
 from planners.layout import TensorLayout as TensorLayout
 from planners.layout import TensorSpec as TensorSpec
