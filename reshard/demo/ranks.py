@@ -32,7 +32,7 @@ def run(job: Callable[..., Any], world_size: int, *args: Any, hear: Callable[[in
 
     `job` is a function of a module; it and its arguments and results are pickled.
 
-    Raises ReshardError with the rank's traceback if one fails or dies; the others are ended.
+    Raises ReshardError if a rank fails or dies, with its traceback as a note; the others are ended.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in torch's own list
 
@@ -74,7 +74,10 @@ def _receive(pipe: Any, rank: int) -> _Word:
     except EOFError:
         raise ReshardError(f"rank {rank} of the demo died without a word; was it killed for memory?") from None
     if word.kind == "failed":
-        raise ReshardError(f"rank {rank} of the demo failed:\n{word.value}")
+        told, trace = word.value
+        error = ReshardError(f"rank {rank} of the demo failed: {told}")
+        error.add_note(trace)
+        raise error
     return word
 
 
@@ -95,6 +98,8 @@ def _child(rank: int, world_size: int, port: int, pipe: Any, job: Callable[..., 
         result = job(lambda value: pipe.send(_Word("said", value)), *args)
         dist.destroy_process_group()
         pipe.send(_Word("done", result))
-    except BaseException:
-        pipe.send(_Word("failed", traceback.format_exc()))
+    except BaseException as error:
+        trace = traceback.format_exc()
+        known = isinstance(error, ReshardError)  # its first line says enough; of a bug, everything is needed
+        pipe.send(_Word("failed", (str(error).partition("\n")[0] if known else trace, trace)))
         os._exit(1)  # without waiting for ranks that wait for this one

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from planners.html import to_html
 from planners.layout import StateLayout
 from planners.load_plan import LoadPlan, plan_reads
 from planners.proof import verify
@@ -113,9 +113,7 @@ def tell_story(out: Path, steps: int, hear: Hear, show: Show) -> Result:
     began = _run(jobs.begin, BEFORE, steps, path, hear)
     plans = _plan(path)
     show(plans)
-    pictures = (
-        {name: _picture(out, name, plan) for name, plan in plans.of.items()} if find_spec("planners.html") else {}
-    )
+    pictures = {name: _picture(out, name, plan) for name, plan in plans.of.items()}
     changes = []
     for ways in AFTER:
         resumed = _run(jobs.resume, ways, max(steps // 2, 1), path, hear)
@@ -151,10 +149,9 @@ def _plan(path: str) -> Plans:
 
 
 def _picture(out: Path, name: str, plan: LoadPlan) -> str:
-    from planners.html import to_html
-
     file = out / f"plan to {name}.html".lower().replace(" ", "-").replace("×", "x")
-    file.write_text(to_html(plan), encoding="utf-8")
+    title = f"{BEFORE} onto {name}"
+    file.write_text(to_html(plan, title=title), encoding="utf-8")
     return str(file)
 
 
