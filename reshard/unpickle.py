@@ -11,7 +11,9 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import torch
@@ -49,9 +51,10 @@ def load_pickle_at(
 ) -> tuple[Any, int]:
     """Like `load_pickle`, for the pickle that begins at `start`; also says where it ends. `seen` gets all storages."""
     stop = check_opcodes(data, start, where)
-    reader = _Reader(io.BytesIO(data[start:stop]), where, allow or (lambda name: True), [] if seen is None else seen)
+    program = bytes(data[start:stop])
+    reader = _Reader(io.BytesIO(program), where, allow or (lambda name: True), [] if seen is None else seen)
     try:
-        return reader.load(), stop
+        return _run(reader, program), stop
     except (UnsafeDataError, DamagedCheckpointError, FormatError) as error:
         if str(error).startswith(where):
             raise
@@ -62,6 +65,30 @@ def load_pickle_at(
         raise DamagedCheckpointError(
             f"{where}: the pickle is damaged: {type(error).__name__}: {error}; wanted what torch or pickle wrote"
         ) from None
+
+
+_SAFE_DEPTH = 4000
+_STACK_BYTES_PER_LEVEL = 128
+_MAX_STACK_BYTES = 1 << 30
+_stack_size_lock = threading.Lock()
+
+
+def _run(reader: _Reader, program: bytes) -> Any:
+    """Run the unpickler with enough stack: CPython hashes nested tuples by recursion in C (65 bytes a level measured),
+    and a pickle of a megabyte can nest a million to a key of a dict, which would end the process."""
+    depth = sum(map(program.count, (b"\x85", b"\x86", b"\x87", b"t", b"\x91")))  # at most so many tuples and frozensets
+    if depth <= _SAFE_DEPTH:
+        return reader.load()
+    with _stack_size_lock:
+        wanted = min(depth * _STACK_BYTES_PER_LEVEL, _MAX_STACK_BYTES) + (1 << 20)
+        before = threading.stack_size(wanted // 4096 * 4096)
+        try:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="reshard-unpickle")
+            future = pool.submit(reader.load)  # starts the thread, which keeps its stack
+        finally:
+            threading.stack_size(before)
+    with pool:
+        return future.result()
 
 
 class _Reader(pickle.Unpickler):

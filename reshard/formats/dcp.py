@@ -122,7 +122,7 @@ def _add(index: _Index, fields: Mapping[str, Any], where: str) -> None:
             index.items.setdefault(str(at["fqn"]), {}).setdefault(offset, item)
         for key, path in (fields.get("planner_data") or {}).items():
             index.paths[str(key)] = tuple(part if type(part) is int else str(part) for part in path)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(
             f"{where}: the metadata makes no sense: {type(error).__name__}: {error}; wanted what torch writes"
         ) from None

@@ -192,6 +192,8 @@ def attacks(target: Path) -> dict[str, bytes]:
         "huge memo": b"\x80\x02]r\xff\xff\xff\x7f.",
         "huge text memo": b"(lp99999999999\n.",
         "huge string": b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fabc.",
+        "deep key": b"\x80\x02})" + b"\x85" * 300_000 + b"K\x00s.",
+        "deep member": b"\x80\x04()" + b"\x85" * 300_000 + b"\x91.",
         "deep nest": b"]" * 200_000 + b"a" * 199_999 + b".",
     }  # fmt: skip
 
