@@ -7,7 +7,6 @@ same descriptions together in the same way.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,11 +15,11 @@ import msgspec
 import torch
 import xxhash
 
-from planners.codec import form_from_json, form_to_json
-from planners.forms import BoxesForm, Form, ProductForm
+from planners.forms import ProductForm
 from planners.layout import StateLayout, TensorLayout, TensorSpec
 from planners.mesh import Mesh
 from planners.placement import Replicate
+from reshard.agreement import Described, describe, format_some_ranks, gather_distinct, join_layouts
 from reshard.errors import FormatError, KeyMismatchError, LayoutError
 from reshard.execute.arrays import as_array, row_major_bytes
 from reshard.group import Group
@@ -28,7 +27,7 @@ from reshard.per_rank import PerRank
 from reshard.tensors import form_of, is_sharded, is_tensor, local_tensors, spec_of
 from reshard.tree import KeyPath, encode_plain, flatten, key_of, path_to_json
 
-__all__ = ["Census", "Holdings", "holdings_of", "identity_of", "per_rank_name", "take_census"]
+__all__ = ["Census", "Holdings", "agree_on_values", "holdings_of", "identity_of", "per_rank_name", "take_census"]
 
 
 @dataclass(frozen=True)
@@ -88,18 +87,10 @@ def identity_of(tensor: Any) -> tuple[Any, ...] | None:
     return at, local.dtype, tuple(local.shape), local.stride(), tuple(tensor.shape), is_sharded(tensor)
 
 
-class _Tensor(msgspec.Struct, frozen=True, array_like=True):
-    dtype: str
-    shape: list[int]
-    form: int
-    """Index into the description's forms; -1 for a plain tensor, whole on each rank that has it."""
-
-
 class _Description(msgspec.Struct, frozen=True):
     """A rank's holdings without their values. Equal on ranks that hold the same kind of thing."""
 
-    tensors: dict[str, _Tensor]
-    forms: list[dict[str, Any]]
+    tensors: Described
     objects: list[str]
     per_rank: list[str]
     paths: dict[str, list[Any]]
@@ -130,27 +121,17 @@ def take_census(holdings: Holdings, group: Group, *, check_replicas: bool = True
         KeyMismatchError: a plain tensor or object differs between ranks under one key (unless `check_replicas` is
             off, which trusts the lowest rank).
     """
-    described = msgspec.json.encode(_describe(holdings))
-    digests = group.exchange(hashlib.sha256(described).digest())
-    firsts = {digest: digests.index(digest) for digest in digests}
-    shared = group.exchange(described if firsts[digests[group.rank]] == group.rank else b"")
-    descriptions = {i: msgspec.json.decode(shared[i], type=_Description) for i in firsts.values()}
-    of_rank = {rank: descriptions[firsts[digest]] for rank, digest in zip(group.ranks, digests)}
+    shared = gather_distinct(msgspec.json.encode(_describe(holdings)), group)
+    descriptions = {data: msgspec.json.decode(data, type=_Description) for data in dict.fromkeys(shared)}
+    of_rank = {rank: descriptions[data] for rank, data in zip(group.ranks, shared)}
     own = _own_values(holdings, group) if any(d.per_rank for d in descriptions.values()) else ({}, {})
     census = _merge(of_rank, *own)
-    return replace(census, objects=_same_values(holdings, group, check_replicas=check_replicas))
+    return replace(census, objects=agree_on_values(holdings, group, check_replicas=check_replicas))
 
 
 def _describe(holdings: Holdings) -> _Description:
-    forms: dict[Form, int] = {}
-    tensors = {}
-    for key, tensor in holdings.tensors.items():
-        spec = spec_of(key, tensor)
-        number = forms.setdefault(form_of(tensor, key), len(forms)) if is_sharded(tensor) else -1
-        tensors[key] = _Tensor(spec.dtype, list(spec.shape), number)
     return _Description(
-        tensors=tensors,
-        forms=[form_to_json(form) for form in forms],
+        tensors=describe(holdings.tensors),
         objects=list(holdings.objects),
         per_rank=list(holdings.per_rank),
         paths={key: path_to_json(path) for key, path in holdings.paths.items()},
@@ -162,8 +143,12 @@ def _describe(holdings: Holdings) -> _Description:
     )
 
 
-def _same_values(holdings: Holdings, group: Group, *, check_replicas: bool) -> dict[str, Any]:
-    """All objects of all ranks, once it is sure that no key has two values."""
+def agree_on_values(holdings: Holdings, group: Group, *, check_replicas: bool) -> dict[str, Any]:
+    """Collective: all objects of all ranks, once it is sure that no key has two values.
+
+    Raises KeyMismatchError, alike on every rank, for a tensor or object that differs between ranks under one key
+    (unless `check_replicas` is off, which trusts the lowest rank).
+    """
     mine = {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in holdings.objects.items()}
     if check_replicas and group.world_size > 1:
         for key, tensor in holdings.tensors.items():
@@ -179,7 +164,9 @@ def _same_values(holdings: Holdings, group: Group, *, check_replicas: bool) -> d
             values.setdefault(key, {}).setdefault(digest, []).append(rank)
     differing = {key.partition("\0")[0]: list(by.values()) for key, by in values.items() if len(by) > 1}
     if differing and check_replicas:
-        shown = "; ".join(f"{key!r} ({' / '.join(_ranks(r) for r in by)})" for key, by in list(differing.items())[:20])
+        shown = "; ".join(
+            f"{key!r} ({' / '.join(format_some_ranks(r) for r in by)})" for key, by in list(differing.items())[:20]
+        )
         raise KeyMismatchError(
             f"{len(differing)} values differ between ranks under one key: {shown}. Wrap what is each rank's own in "
             "reshard.PerRank(value), or give it a key per rank"
@@ -211,10 +198,6 @@ def _replica_digests(key: str, tensor: Any, group: Group) -> dict[str, bytes]:
         for t, part in zip(local, parts)
         if t.numel()
     }
-
-
-def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:8])) + (", ..." if ranks[8:] else "")
 
 
 def per_rank_name(key: str, rank: int) -> str:
@@ -257,14 +240,9 @@ def _merge(
     distinct: dict[int, tuple[_Description, list[int]]] = {}
     for rank, description in of_rank.items():
         distinct.setdefault(id(description), (description, []))[1].append(rank)
-    found: dict[str, list[tuple[TensorSpec, Form | None, list[int]]]] = {}
     paths: dict[str, list[Any]] = {}
     containers: dict[str, tuple[list[Any], str]] = {}
-    for description, ranks in distinct.values():
-        forms = [form_from_json(form) for form in description.forms]
-        for key, tensor in description.tensors.items():
-            form = forms[tensor.form] if tensor.form >= 0 else None
-            found.setdefault(key, []).append((TensorSpec(key, tensor.shape, tensor.dtype), form, ranks))
+    for description, _ in distinct.values():
         for key, path in description.paths.items():
             if paths.setdefault(key, path) != path:
                 raise KeyMismatchError(f"the key {key!r} stands for different places of the state on different ranks")
@@ -272,7 +250,7 @@ def _merge(
             containers.setdefault(str(path), (path, kind))
     world = max(of_rank) + 1
     aliases = _aliases([description for description, _ in distinct.values()])
-    tensors = {key: _join(key, rows, sorted(of_rank)) for key, rows in found.items() if key not in aliases}
+    tensors = dict(join_layouts(((d.tensors, ranks) for d, ranks in distinct.values()), skip=aliases))
     if clash := [name for name in own if name in tensors]:
         raise KeyMismatchError(f"the key {clash[0]!r} is what a value of one rank would be called: rename it")
     tensors.update(own)
@@ -287,62 +265,9 @@ def _aliases(descriptions: list[_Description]) -> dict[str, str]:
     """Keys that all ranks which can tell say are tied to the same other key."""
     claims: dict[str, set[str | None]] = {}
     for description in descriptions:
-        for key in description.tensors:
+        for key in description.tensors.tensors:
             first = description.aliases.get(key)
             if first is not None or key not in description.empty:
                 claims.setdefault(key, set()).add(first)
     tied = {key: next(iter(firsts)) for key, firsts in claims.items() if len(firsts) == 1}
     return {key: first for key, first in tied.items() if first is not None and tied.get(first) is None}
-
-
-def _join(key: str, rows: list[tuple[TensorSpec, Form | None, list[int]]], everyone: list[int]) -> TensorLayout:
-    """The one layout that all ranks' descriptions of a tensor amount to."""
-    spec = rows[0][0]
-    for other, _, ranks in rows[1:]:
-        if other != spec:
-            raise LayoutError(
-                f"tensor {key!r} has shape {spec.shape} and dtype {spec.dtype} on {_ranks(rows[0][2])}, but "
-                f"{other.shape} and {other.dtype} on {_ranks(ranks)}"
-            )
-    forms = {form for _, form, _ in rows}
-    holders = sorted(rank for _, _, ranks in rows for rank in ranks)
-    if None in forms:
-        if len(forms) > 1:
-            raise LayoutError(f"tensor {key!r} is sharded on some ranks and plain on others")
-        return TensorLayout.of(spec, ProductForm.make(_line(holders), (Replicate(),)))
-    sharded = [form for form in forms if form is not None]
-    form = sharded[0] if len(sharded) == 1 else _stack(key, sharded)
-    return TensorLayout.of(spec, _only(form, spec, everyone))
-
-
-def _line(ranks: list[int]) -> Mesh:
-    return Mesh({"world": len(ranks)}, ranks)
-
-
-def _stack(key: str, forms: list[Form]) -> Form:
-    """Forms on disjoint meshes of one kind (TP groups of a job that replicates over the rest) as one, with replicas."""
-    first = forms[0]
-    products = [form for form in forms if isinstance(form, ProductForm)]
-    alike = len(products) == len(forms) and isinstance(first, ProductForm)
-    if alike and all(f.mesh.axes == products[0].mesh.axes and f.placements == products[0].placements for f in products):
-        ranks = [
-            int(rank) for form in sorted(products, key=lambda f: f.mesh.ranks.tolist()) for rank in form.mesh.ranks
-        ]
-        if len(set(ranks)) == len(ranks):
-            name = "replica" if "replica" not in products[0].mesh.names else "replica_of_mesh"
-            mesh = Mesh([(name, len(products)), *products[0].mesh.axes], ranks)
-            return ProductForm.make(mesh, (Replicate(), *products[0].placements))
-    shown = "; ".join(map(str, forms[:4]))
-    raise LayoutError(f"tensor {key!r} is placed differently on different ranks: {shown}")
-
-
-def _only(form: Form, spec: TensorSpec, everyone: list[int]) -> Form:
-    """The form without ranks that do not take part. Raises LayoutError if only they hold some element."""
-    if isinstance(form, ProductForm) and all(rank in everyone for rank in form.mesh.ranks.tolist()):
-        return form
-    if not isinstance(form, ProductForm) and form.world_size <= len(everyone) == max(everyone) + 1:
-        return form
-    layout = TensorLayout.of(spec, form)
-    return BoxesForm.make(
-        {rank: layout.boxes(rank) for rank in everyone if rank < layout.world_size}, max(everyone) + 1
-    )
