@@ -76,7 +76,7 @@ def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonica
     files: Mapping[str, TorchFile] = contents.facts["files"]
     stages = _stages(files)
     parts = _Parts()
-    _add_universal(parts, files, stages)
+    _add_universal(parts, files, stages, hints)
     for mp, stage in sorted(stages.items()):
         _add_stage(parts, stage, mp)
     for stem, file in files.items():
@@ -103,7 +103,8 @@ def _stages(files: Mapping[str, TorchFile]) -> dict[int, _Stage]:
             stages.setdefault(int(match["mp"]), _Stage()).optims[int(match["dp"])] = (stem, file)
     layers = [m for stem in files if (m := _LAYER.fullmatch(stem))]
     split = {int(m["tp"]) for m in layers if m["tp"] is not None}
-    if len(split) > 1 or (not layers and len(stages) > 1):
+    joined = any(map(_UNIVERSAL.fullmatch, files))
+    if not joined and (len(split) > 1 or (not layers and len(stages) > 1)):
         raise FormatError(
             "DeepSpeed checkpoints of tensor parallel models say nowhere how parameters were cut; turn it into a "
             "universal checkpoint (ds_to_universal) first, which joins them"
@@ -217,7 +218,7 @@ def _add_layer(parts: _Parts, stem: str, file: TorchFile) -> None:
             parts.model[front + str(fqn)] = stored_tensor(front + str(fqn), file, ref)
 
 
-def _add_universal(parts: _Parts, files: Mapping[str, TorchFile], stages: Mapping[int, _Stage]) -> None:
+def _add_universal(parts: _Parts, files: Mapping[str, TorchFile], stages: Mapping[int, _Stage], hints: Hints) -> None:
     """Parameters and states that have a file each."""
     shapes = {fqn: shape for stage in stages.values() for group in stage.shapes() for fqn, shape in group.items()}
     found = False
@@ -228,8 +229,17 @@ def _add_universal(parts: _Parts, files: Mapping[str, TorchFile], stages: Mappin
         fqn, state = match["fqn"], match["state"]
         value = file.value.get("param") if isinstance(file.value, dict) else file.value
         stored = _stored(f"{fqn}.{state}", value, file)
-        if isinstance(stored, StoredTensor) and fqn in shapes and state != "step" and stored.spec.shape != shapes[fqn]:
-            stored = unflatten(stored, shapes[fqn], fqn)
+        bare = isinstance(file.value, TensorRef) and state != "step"
+        if isinstance(stored, StoredTensor) and bare and fqn in shapes and stored.spec.shape != shapes[fqn]:
+            stored = unflatten(stored, shapes[fqn], fqn)  # of stage 3
+        rows = hints.get("vocab_size")
+        if (
+            isinstance(stored, StoredTensor)
+            and rows
+            and isinstance(file.value, dict)
+            and file.value.get("vocab_tensor")
+        ):
+            stored = narrow(stored, 0, 0, min(int(rows), stored.spec.shape[0]))
         if state == "fp32" and isinstance(stored, StoredTensor):
             parts.model[fqn] = stored  # of buffers, the module has the better copy
         elif state != "fp32":

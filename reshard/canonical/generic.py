@@ -45,7 +45,7 @@ def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
 
 def _attribute(contents: Contents, sections: Sections, names: list[str]) -> str:
     """The attribute of a training module (Lightning's) that all names begin with."""
-    trained = "lightning" in contents.format or any("lightning" in key.rpartition(".")[2] for key in contents.objects)
+    trained = contents.facts.get("framework") == "lightning" or "pytorch-lightning_version" in contents.objects
     return common_attribute(names) if trained and sections.model else ""
 
 

@@ -20,6 +20,7 @@ _EXPERT = re.compile(
     r"(?P<head>.*layers\.\d+\.)(?P<block>mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\."
     r"(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
 )
+_OF_EXPERT = re.compile(r"(.*layers\.\d+\.)(mlp|block_sparse_moe)\.experts\.\d+\..*")
 _PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _BLOCK = ".block_sparse_moe."
 
@@ -32,9 +33,11 @@ def in_memory(tensors: Iterable[tuple[str, StoredTensor]]) -> list[tuple[str, St
     given = list(tensors)
     experts: dict[str, dict[str, dict[int, StoredTensor]]] = {}
     out: list[tuple[str, StoredTensor]] = []
+    # experts with more than three plain matrices, such as scales of quantized ones, stay as they are
+    odd = {m[1] for name, _ in given if (m := _OF_EXPERT.fullmatch(name)) and not _EXPERT.fullmatch(name)}
     for name, tensor in given:
         match = _EXPERT.fullmatch(name)
-        if match is None:
+        if match is None or match["head"] in odd:
             out.append((name.replace(_BLOCK, ".mlp."), tensor))
             continue
         part = _PARTS.get(match["part"], match["part"])

@@ -110,7 +110,7 @@ def _states(contents: Contents) -> dict[str, dict[str, Value]]:
     for key in contents.tensors:
         match = _OPTIMIZER.fullmatch(key)
         inner = _STATE.fullmatch(match["rest"]) if match and not skipped(key) else None
-        if inner is None:
+        if inner is None or inner["state"] == "step":
             continue
         tensor = contents.tensors[key]
         shape = _original_shape(original.get(key))
@@ -154,7 +154,11 @@ def _from_dtensors(
 
 
 def _common_step(contents: Contents) -> Value | None:
-    """The number of steps that `common.pt` holds for all parameters."""
+    """The number of steps that all parameters share."""
+    for key in contents.tensors:
+        match = _OPTIMIZER.fullmatch(key)
+        if match and match["rest"].startswith("state.step") and not contents.tensors[key].spec.shape:
+            return contents.tensors[key]
     for key in contents.tensors:
         if key.startswith("common.optimizer.") and key.endswith("state.common_step"):
             return contents.tensors[key]

@@ -13,6 +13,8 @@ from typing import Any
 from reshard.canonical.hints import Hints
 from reshard.canonical.sections import Leaf, Tree, resolve, walk
 from reshard.errors import NormalizationError
+from reshard.formats.base import StoredTensor
+from reshard.formats.copying import read_place
 
 __all__ = ["SavedOptimizer", "name_ids", "read_optimizer", "regroup"]
 
@@ -88,13 +90,21 @@ def regroup(by_name: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """
     groups: list[dict[str, Any]] = []
     for name, settings in by_name.items():
+        plain = {key: _small(value) for key, value in settings.items()}
         for group in groups:
-            if {k: v for k, v in group.items() if k != "params"} == settings:
+            if {k: v for k, v in group.items() if k != "params"} == plain:
                 group["params"].append(name)
                 break
         else:
-            groups.append({**settings, "params": [name]})
+            groups.append({**plain, "params": [name]})
     return groups
+
+
+def _small(value: Any) -> Any:
+    """A setting that is a tensor of one number, such as a learning rate, as the number; others as they are."""
+    if not isinstance(value, StoredTensor) or value.spec.shape or len(value.chunks) != 1:
+        return value
+    return read_place(value.chunks[0].place, value.spec.dtype).item()
 
 
 def name_ids(saved: SavedOptimizer, hints: Hints, scope: int | str | None, what: str) -> SavedOptimizer:

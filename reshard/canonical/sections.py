@@ -110,6 +110,8 @@ class Sections:
 def find_sections(contents: Contents) -> Sections:
     """The model and the optimizers of a checkpoint."""
     tree = _unwrap(_split_flat(nest(contents)))
+    if _is_bare_optimizer(tree):
+        return Sections([], [tree])
     optimizers = [_as_trees(tree[key]) for key in sorted(tree, key=str) if _is_optimizer(key, tree[key])]
     model = next((tree[key] for key in _MODEL if isinstance(tree.get(key), dict) and _has_tensor(tree[key])), None)
     if model is None:
@@ -160,6 +162,13 @@ def _is_other(key: Any, value: Any) -> bool:
     if isinstance(value, Leaf):
         return not value.is_tensor
     return _OTHER.fullmatch(str(key)) is not None
+
+
+def _is_bare_optimizer(tree: Tree) -> bool:
+    """Whether the whole state is an optimizer's."""
+    if isinstance(tree.get("state"), dict) and "param_groups" in tree:
+        return True
+    return bool(tree) and all(str(key).startswith(("state.", "param_groups.")) for key in tree)
 
 
 def _has_tensor(tree: Tree) -> bool:
