@@ -78,7 +78,10 @@ def _sweep(boxes: Sequence[Box], full: list[int]) -> tuple[int, int, Box] | None
 def check_cover(tensor: StoredTensor, region: Box | None = None) -> None:
     """Raises DamagedCheckpointError unless the chunks hold every element of `region` (default: all) exactly once."""
     wanted = Box.full(tensor.spec.shape) if region is None else region
-    inside = [(chunk, box) for chunk in tensor.chunks if (box := chunk.box & wanted) is not None]
+    if region is None:  # a stored tensor has no chunk outside itself
+        inside = [(chunk, chunk.box) for chunk in tensor.chunks if not chunk.box.is_empty]
+    else:
+        inside = [(chunk, box) for chunk in tensor.chunks if (box := chunk.box & wanted) is not None]
     boxes = [box for _, box in inside]
     overlap = find_overlap(boxes)
     if overlap is not None:
