@@ -43,7 +43,7 @@ class OptimizedParameter(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Global shape of the parameter."""
-        return tuple(self.parameter.shape) if self.piece is None else self.piece.shape
+        return self.parameter.shape if self.piece is None else self.piece.shape
 
 
 class LiveOptimizers:

@@ -87,39 +87,21 @@ def apply_optimizers(live: LiveOptimizers, writes: OptimizerWrites) -> Optimizer
     for group_write in writes.groups:
         groups[group_write.optimizer].append(group_write.fields)
     special = [loads_itself(optimizer) for optimizer in live.optimizers]
+    # an optimizer that loads itself is given a dict of its own, the state of the others is written directly
     given: list[dict[Any, Any]] = [{} for _ in live.optimizers]
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
+    copies = _Copies()
+    merged = [
+        [{**group, **fields} for group, fields in zip(optimizer.param_groups, own)]
+        for optimizer, own in zip(live.optimizers, groups)
+    ]
     for one, values in writes.state:
-        optimizer = live.optimizers[one.optimizer]
-        if special[one.optimizer]:
-            if values is not None:
-                given[one.optimizer][one.id] = {
-                    key: _restored(value, None, one.parameter, key, {}) for key, value in values.items()
-                }
-        elif values is None:
-            optimizer.state.pop(one.parameter, None)
-        else:
-            old, fields = optimizer.state.get(one.parameter) or {}, groups[one.optimizer][one.group]
-            new: dict[Any, Any] = {}
-            moves_step = fields.get("fused") or fields.get("capturable")
-            for key, value in values.items():
-                live_value = old.get(key)
-                # by far the most common case, and there are many of them
-                if (
-                    type(value) is type(live_value) is torch.Tensor
-                    and value.dtype == live_value.dtype
-                    and value.shape == live_value.shape
-                    and not (moves_step and key == "step")
-                ):
-                    new[key] = live_value
-                    if value is not live_value:
-                        targets.append(live_value)
-                        sources.append(value)
-                else:
-                    new[key] = _restored(value, live_value, one.parameter, key, fields)
-            optimizer.state[one.parameter] = new
-    copy_all(targets, sources)
+        k = one.optimizer
+        if not special[k]:
+            copies.add(live.optimizers[k].state, one.parameter, values, merged[k][one.group])
+        elif values is not None:
+            items = values.items()
+            given[k][one.id] = {key: _restored(value, None, one.parameter, key, {}) for key, value in items}
+    copy_all(copies.targets, copies.values)
     for k, key, values in writes.other:
         (given[k] if special[k] else live.optimizers[k].state)[key] = copy.deepcopy(values)
     for k, optimizer in enumerate(live.optimizers):
@@ -135,6 +117,42 @@ def apply_optimizers(live: LiveOptimizers, writes: OptimizerWrites) -> Optimizer
         # where optimizer classes bring old state to their present form, as on every load
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
     return writes.report
+
+
+class _Copies:
+    """Writes the state of parameters; what can simply be copied is gathered up, to be copied in one call."""
+
+    def __init__(self) -> None:
+        self.targets: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def add(self, state: Any, parameter: torch.Tensor, values: Mapping[Any, Any] | None, fields: Any) -> None:
+        """Give `parameter` the state `values`, or none; `fields` are those of its group."""
+        if values is None:
+            state.pop(parameter, None)
+            return
+        old = state.get(parameter)
+        # a dict of the same keys is written in place
+        new = old if old is not None and old.keys() == values.keys() else {}
+        old = old or {}
+        moves_step = fields.get("fused") or fields.get("capturable")
+        for key, value in values.items():
+            live = old.get(key)
+            # by far the most common case, and there are many of them
+            if (
+                type(value) is type(live) is torch.Tensor
+                and value.dtype == live.dtype
+                and value.shape == live.shape
+                and not (moves_step and key == "step")
+            ):
+                self.targets.append(live)
+                self.values.append(value)
+                if new is not old:
+                    new[key] = live
+            else:
+                new[key] = _restored(value, live, parameter, key, fields)
+        if new is not old:
+            state[parameter] = new
 
 
 def _other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -187,15 +205,18 @@ def _misshapen(state: list[tuple[OptimizedParameter, Mapping[str, Any] | None]],
     for one, values in state:
         wanted = one.shape
         for key, value in values.items() if values else ():
-            if not isinstance(value, torch.Tensor):
+            if type(value) is torch.Tensor:
+                shape: tuple[int, ...] = value.shape
+            elif isinstance(value, torch.Tensor):
+                shape = global_shape(value)
+            else:
                 continue
-            shape = value.shape if type(value) is torch.Tensor else global_shape(value)
             if shape == wanted and shape:
                 fits[key] = fits.get(key, 0) + 1
             elif shape:
                 misfits.setdefault(key, []).append(
                     f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {tuple(shape)}, "
-                    f"which fits no layout of the parameter's shape {wanted}"
+                    f"which fits no layout of the parameter's shape {tuple(wanted)}"
                 )
     return [line for key, lines in misfits.items() if fits.get(key, 0) > len(lines) for line in lines]
 
