@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -86,6 +87,7 @@ def _child(rank: int, world_size: int, port: int, pipe: Any, job: Callable[..., 
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as above
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the process that started us, and it ends us
     torch.set_num_threads(1)
     # two remarks on speed and on in-place edits that this model does not do; they would tear the progress bars
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
