@@ -13,6 +13,8 @@ from planners.cost import Comparison as Comparison
 from planners.cost import Estimate as Estimate
 from planners.cost import compare_topologies as compare_topologies
 from planners.cost import estimate as estimate
+from planners.diff import PlanDiff as PlanDiff
+from planners.diff import diff as diff
 from planners.errors import CodecError as CodecError
 from planners.errors import CoverageError as CoverageError
 from planners.errors import LayoutMismatchError as LayoutMismatchError
@@ -46,6 +48,7 @@ from planners.presets import pipelined as pipelined
 from planners.proof import Finding as Finding
 from planners.proof import Report as Report
 from planners.proof import verify as verify
+from planners.render import explain as explain
 from planners.render import format_plan as format_plan
 from planners.replay import replay as replay
 from planners.save_plan import SavePlan as SavePlan

@@ -1,13 +1,17 @@
-"""Meshes, layouts and plans as versioned JSON text, and the difference of two plans."""
+"""Meshes, layouts, plans, schedules and estimates as versioned JSON text."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from planners.box import Box
+from planners.cost import Cluster, Estimate
 from planners.errors import CodecError, PlanError
 from planners.forms import BoxesForm, FlatForm, Form, ProductForm
 from planners.layout import StateLayout, TensorLayout, TensorSpec
@@ -16,7 +20,9 @@ from planners.mesh import Mesh
 from planners.patches import Fill, Patch, ViewGeometry
 from planners.placement import parse_placements
 from planners.save_plan import SavePlan
+from planners.schedule import Schedule, schedule
 from planners.topology import Home, Rule, Topology
+from planners.transfer_plan import TransferItem, TransferPlan
 from planners.view import View
 
 __all__ = ["VERSION", "dumps", "from_json", "loads", "to_json"]
@@ -175,21 +181,102 @@ def _view(data: Mapping[str, Any]) -> View:
 
 
 def _load_plan(data: Mapping[str, Any]) -> LoadPlan:
-    from planners.proof import verify
-
     views = _views(data["views"])
     plan = LoadPlan(_state(data["saved"]), _state(data["wanted"]), _items(data["items"]), views)
-    _same_digest(data, plan.saved.digest() + plan.wanted.digest())
-    report = verify(plan)
-    if not report.ok:
-        raise CodecError(f"this load plan does not prove: {report.findings[0]}", fqn=report.findings[0].fqn)
+    _same_digest(data, _load_digest(plan))
+    _proven(plan)
     return plan
+
+
+def _load_digest(plan: LoadPlan) -> str:
+    """Of all that a plan is made for: both layouts, and the views between them."""
+    views = hashlib.sha256(json.dumps(_views_json(plan.views.values()), sort_keys=True).encode()).hexdigest()
+    return plan.saved.digest() + plan.wanted.digest() + (views if plan.views else "")
 
 
 def _save_plan(data: Mapping[str, Any]) -> SavePlan:
     plan = SavePlan(_state(data["layout"]), data["divide_above_bytes"], data["ranks_per_host"])
     _same_digest(data, plan.layout.digest())
     return plan
+
+
+def _transfer_json(plan: TransferPlan) -> dict[str, Any]:
+    return {
+        "digest": plan.before.digest() + plan.after.digest(),
+        "before": _state_json(plan.before),
+        "after": _state_json(plan.after),
+        "missing": list(plan.missing),
+        "ranks_per_host": plan.ranks_per_host,
+        "items": {
+            str(rank): [
+                [i.fqn, i.sender, *(list(part) for box in (i.box, i.source, i.target) for part in box), *i[6:]]
+                for i in items
+            ]
+            for rank, items in plan.explicit.items()
+        },
+    }
+
+
+def _transfer_plan(data: Mapping[str, Any]) -> TransferPlan:
+    before, after, missing = _state(data["before"]), _state(data["after"]), set(data["missing"])
+    explicit = {
+        int(rank): [
+            TransferItem(fqn, sender, int(rank), Box(a, b), Box(c, d), Box(e, f), *rest)
+            for fqn, sender, a, b, c, d, e, f, *rest in rows
+        ]
+        for rank, rows in data["items"].items()
+    }
+    names = [fqn for fqn in after if fqn not in missing]
+    plan = TransferPlan(before, after, names, data["ranks_per_host"], explicit)
+    _same_digest(data, before.digest() + after.digest())
+    _proven(plan)
+    return plan
+
+
+def _schedule_json(rounds: Schedule) -> dict[str, Any]:
+    """Columns are left out where they are those that `schedule` makes, which is mostly so."""
+    usual = rounds == schedule(rounds.plan, max_inflight_bytes=rounds.max_inflight_bytes)
+    return {
+        "plan": _transfer_json(rounds.plan),
+        "max_inflight_bytes": rounds.max_inflight_bytes,
+        "columns": None if usual else [column.tolist() for column in rounds.columns()],
+    }
+
+
+def _schedule(data: Mapping[str, Any]) -> Schedule:
+    plan, budget, columns = _transfer_plan(data["plan"]), data["max_inflight_bytes"], data["columns"]
+    if columns is None:
+        return schedule(plan, max_inflight_bytes=budget)
+    a, b, c, d, e = (np.array(column, dtype=np.int64) for column in columns)
+    rounds = Schedule(plan, budget, (a, b, c, d, e))
+    _proven(rounds)
+    return rounds
+
+
+def _proven(plan: object) -> None:
+    from planners.proof import verify
+
+    report = verify(plan)
+    if not report.ok:
+        raise CodecError(f"this plan does not prove: {report.findings[0]}", fqn=report.findings[0].fqn)
+
+
+def _estimate_json(cost: Estimate) -> dict[str, Any]:
+    values = {name: getattr(cost, name) for name in Estimate.__dataclass_fields__ if name != "cluster"}
+    plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+    return {"cluster": _cluster_json(cost.cluster), **plain}
+
+
+def _estimate(data: Mapping[str, Any]) -> Estimate:
+    values = {name: data[name] for name in Estimate.__dataclass_fields__ if name != "cluster"}
+    arrays: dict[str, Any] = {
+        name: np.array(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+    return Estimate(cluster=Cluster(**data["cluster"]), **arrays)
+
+
+def _cluster_json(cluster: Cluster) -> dict[str, Any]:
+    return {name: getattr(cluster, name) for name in Cluster.__slots__}
 
 
 def _same_digest(data: Mapping[str, Any], found: str) -> None:
@@ -234,7 +321,7 @@ _KINDS: dict[str, _Kind] = {
     "load_plan": _Kind(
         LoadPlan,
         lambda p: {
-            "digest": p.saved.digest() + p.wanted.digest(),
+            "digest": _load_digest(p),
             "saved": _state_json(p.saved),
             "wanted": _state_json(p.wanted),
             "views": _views_json(p.views.values()),
@@ -252,4 +339,10 @@ _KINDS: dict[str, _Kind] = {
         },
         _save_plan,
     ),
+    "transfer_plan": _Kind(TransferPlan, _transfer_json, _transfer_plan),
+    "schedule": _Kind(Schedule, _schedule_json, _schedule),
+    "cluster": _Kind(
+        Cluster, _cluster_json, lambda d: Cluster(**{name: d[name] for name in Cluster.__slots__ if name in d})
+    ),
+    "estimate": _Kind(Estimate, _estimate_json, _estimate),
 }

@@ -71,19 +71,24 @@ class Schedule:
         return int(self.round.max()) + 1 if len(self) else 0
 
     @property
+    def sizes(self) -> Ints:
+        """Bytes of each message."""
+        return self.stop - self.start
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all messages."""
-        return int((self.stop - self.start).sum())
+        return int(self.sizes.sum())
 
     def round_bytes(self) -> Ints:
         """The largest message of each round, in bytes: what bounds the round's time."""
         out = np.zeros(self.rounds, dtype=np.int64)
-        np.maximum.at(out, self.round, self.stop - self.start)
+        np.maximum.at(out, self.round, self.sizes)
         return out
 
     def inflight_bytes(self) -> Ints:
         """The most bytes that each rank sends and receives together in one round."""
-        world, sizes = self.plan.world_size, self.stop - self.start
+        world, sizes = self.plan.world_size, self.sizes
         keys = np.concatenate((self.round * world + self.sender, self.round * world + self.receiver))
         spots, inverse = np.unique(keys, return_inverse=True)
         total = np.zeros(len(spots), dtype=np.int64)

@@ -17,7 +17,7 @@ def format_bytes(nbytes: float) -> str:
 def format_seconds(seconds: float) -> str:
     """A time: `"85 ms"`, `"4.2 s"`, `"3.1 min"`."""
     if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
+        return f"{seconds * 1e6:.3g} µs"
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
