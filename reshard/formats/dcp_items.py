@@ -98,12 +98,13 @@ class Items:
     def _locate(self, spec: TensorSpec, box: Box, item: Item) -> tuple[Place, str]:
         key = spec.fqn
         source, start, length = self._payload(item, _MOST_BYTES + 2 * box.numel * spec.itemsize)
-        head = read_head(source, start, length)
-        header = None
-        if not head.startswith(ZIP_MAGIC) and isinstance(source, FileSource):
-            header = self._header(source)
+        header = self._headers.get(source.name) if isinstance(source, FileSource) else None
         if header is None:
-            return locate_item(source, start, length, head)
+            head = read_head(source, start, length)
+            if not head.startswith(ZIP_MAGIC) and isinstance(source, FileSource):
+                header = self._header(source)
+            if header is None:
+                return locate_item(source, start, length, head)
         if key not in header.entries:
             raise DamagedCheckpointError(f"{source.label}: this safetensors file has no tensor {key!r}")
         said = saved_offsets(header).get(key)
