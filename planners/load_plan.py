@@ -202,6 +202,8 @@ class LoadPlan:
         groups: dict[tuple[object, ...], list[str]] = {}
         for fqn, wanted in self.wanted.items():
             view = self.views.get(fqn)
+            if view is None and fqn not in self.saved:
+                continue  # nothing to read: verify says so
             filled = view.geometry if view is not None and view.fills else None
             groups.setdefault((wanted.geometry_key, self.saved_itemsize(fqn), filled), []).append(fqn)
         for names in groups.values():
