@@ -171,7 +171,7 @@ def plain(value: Any, tensor: Callable[[TensorRef], Any] | None = None) -> Any:
 def _plain(value: Any, tensor: Callable[[TensorRef], Any] | None, done: dict[int, Any], above: set[int]) -> Any:
     if isinstance(value, TensorRef) and tensor is not None:
         return tensor(value)
-    if not isinstance(value, (dict, list, tuple, set, frozenset, Record)) or hasattr(value, "numel"):
+    if not isinstance(value, (dict, list, tuple, set, frozenset, Record)) or hasattr(value, "numel"):  # a torch.Size
         return value
     if id(value) in done:
         return done[id(value)]
