@@ -1,0 +1,227 @@
+"""Megatron-core's layouts, made from numbers by its rules, come back as the numbers, whatever the parallelism."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from reshard.canonical import Canonical, normalize
+from reshard.canonical.megatron_buckets import place_params
+from reshard.checkpoint import LazyTensor
+from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.formats.base import StoredTensor
+from tests.reshard.canonical import megatron_maker as make
+from tests.reshard.canonical.megatron_maker import Shape
+
+
+def check(found: Mapping[str, StoredTensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        lazy = LazyTensor(found[name])
+        assert lazy.dtype == tensor.dtype, name
+        assert lazy[...].equal(tensor), name
+        assert lazy[1:, ..., 2::3].equal(tensor[1:, ..., 2::3]) if tensor.ndim > 1 else lazy[3:9].equal(tensor[3:9]), (
+            name
+        )
+
+
+def check_state(result: Canonical, wanted: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    for state, tensors in wanted.items():
+        check({name: states[state] for name, states in result.state.items()}, tensors)
+
+
+@pytest.mark.parametrize("experts", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_generations_of_names(experts: int, dtype: torch.dtype) -> None:
+    shape = Shape(layers=3, experts=experts, dtype=dtype)
+    values, moments = make.tensors(shape, 0), make.tensors(shape, 1, torch.float32)
+    masters = make.tensors(shape, 2, torch.float32)
+    for name_all in (lambda v: make.stacked(shape, v), make.numbered):
+        saved = {key: make.stored(key, t, make.rows(t, 3)) for key, t in name_all(values).items()}
+        for state, of in (("exp_avg", moments), ("param", masters)):
+            keys = {f"optimizer.state.{state}.{key}": t for key, t in name_all(of).items()}
+            saved.update({key: make.stored(key, t, make.rows(t, 2)) for key, t in keys.items()})
+        extra = make.stored("decoder.layers.mlp.linear_fc1._extra_state", torch.zeros(3, dtype=torch.uint8))
+        result = normalize(make.contents({**saved, extra.fqn: extra}, {}))
+        check(result.model, make.cropped(values))
+        check_state(result, {"exp_avg": make.cropped(moments), "fp32_param": make.cropped(masters)})
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_flattened_cells_of_a_grid(tp: int) -> None:
+    """What Megatron-core before 0.14 wrote and later versions refuse to load."""
+    shape = Shape(layers=2)
+    values, moments = make.tensors(shape, 0), make.tensors(shape, 1)
+    saved = {key: make.stored(key, t) for key, t in make.stacked(shape, values).items()}
+    original = {}
+    for name, tensor in make.stacked(shape, moments).items():
+        key = f"optimizer.state.exp_avg.{name}"
+        dim = make.cut_dim(name.replace("layer_norm", "layernorm"))
+        grid = [1] * tensor.ndim
+        stack = name.startswith("decoder.layers.")
+        grid[0] = shape.layers if stack else grid[0]
+        if dim is not None:
+            grid[dim + stack] = 2 * tp if "linear_fc1.weight" in name else tp
+        if tensor.ndim == 1:
+            saved[key] = make.stored(key, tensor, make.rows(tensor, 3))  # of one dim: no grid
+            continue
+        saved[key] = make.gridded(key, tensor, grid, cuts=3)
+        original[key] = {"nd_reformulated_orig_global_shape": tuple(tensor.shape)}
+    result = normalize(make.contents(saved, {}, mcore_data=original))
+    check_state(result, {"exp_avg": make.cropped(moments)})
+
+
+def bucketed(shape: Shape, *, tp: int, pp: int, vpp: int, dp: int, ep: int, bucket_size: int | None) -> Any:
+    """A checkpoint with `dp_reshardable` states, with the model, moments and masters that are in it."""
+    values = make.tensors(shape, 0)
+    states = {"exp_avg": make.tensors(shape, 1, torch.float32), "param": make.tensors(shape, 2, torch.float32)}
+    saved = {key: make.stored(key, t) for key, t in make.stacked(shape, values).items()}
+    dtype = str(shape.dtype)
+    each = shape.layers // (pp * vpp)
+    for stage, chunk in itertools.product(range(pp), range(vpp)):
+        first = (chunk * pp + stage) * each
+        held = {f"decoder.layers.{layer}." for layer in range(first, first + each)}
+        names = [n for n, _ in shape.params() if any(n.startswith(front) for front in held)]
+        if stage == chunk == 0:
+            names = ["embedding.word_embeddings.weight", *names]
+        if (stage, chunk) == (pp - 1, vpp - 1):
+            names += ["decoder.final_layernorm.weight"] + ([] if shape.tied else ["output_layer.weight"])
+            names += ["embedding.word_embeddings.weight"] if shape.tied and pp > 1 else []
+        for rank, expert_rank, apart in itertools.product(range(tp), range(ep), (False, True) if ep > 1 else (None,)):
+            if apart is False and expert_rank:
+                continue  # dense parameters have one optimizer for all expert ranks
+            share = shape.experts // ep
+            own = {f".local_experts.{e}." for e in range(expert_rank * share, (expert_rank + 1) * share)}
+            mine = [n for n in names if apart is None or ("local_experts" in n) == apart]
+            mine = [n for n in mine if "local_experts" not in n or any(o in n for o in own)]
+            if not mine:
+                continue
+            local = {n: {k: make.shard(n, of[n], tp, rank, shape.gated) for k, of in states.items()} for n in mine}
+            group = rank + tp * (stage if not apart else expert_rank + ep * stage)
+            chained = "" if apart is None else f"chained_{int(apart)}."
+            front = (
+                f"{chained}optimizer.distributed.dp_group_idx_{group}.gbuf_idx_{chunk}.dtype_({dtype}, torch.float32)"
+            )
+            saved.update(make.buckets(front, mine, local, bucket_size, dp))
+    args = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": ep,
+    }
+    return make.contents(saved, args), values, states
+
+
+GRIDS = [
+    {},
+    {"tp": 2, "dp": 2},
+    {"tp": 4, "dp": 2, "bucket_size": 1500},
+    {"pp": 2, "dp": 3},
+    {"tp": 2, "pp": 2, "vpp": 2, "bucket_size": 900},
+    {"pp": 4, "bucket_size": 1},
+]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_buckets_without_names(grid: dict[str, Any], fused: bool, in_order: bool) -> None:
+    """Also where ranks shared the writing, so that the keys are in no order."""
+    shape = Shape(fused_norms=fused, dtype=torch.bfloat16 if fused else torch.float32)
+    alone = {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "ep": 1, "bucket_size": None}
+    made, values, states = bucketed(shape, **{**alone, **grid})
+    if not in_order:
+        made = replace(made, tensors=dict(sorted(made.tensors.items())))
+    result = normalize(made)
+    check(result.model, make.cropped(values))
+    check_state(result, {"exp_avg": make.cropped(states["exp_avg"]), "fp32_param": make.cropped(states["param"])})
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_buckets_of_experts(ep: int) -> None:
+    shape = Shape(layers=2, experts=4, ffn=20)
+    made, values, states = bucketed(shape, tp=1, pp=2, vpp=1, dp=2, ep=ep, bucket_size=None)
+    result = normalize(made)
+    check(result.model, make.cropped(values))
+    check_state(result, {"exp_avg": make.cropped(states["exp_avg"]), "fp32_param": make.cropped(states["param"])})
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_buckets_of_tied_embeddings(pp: int) -> None:
+    made, _, states = bucketed(Shape(tied=True), tp=2, pp=pp, vpp=1, dp=1, ep=1, bucket_size=None)
+    check_state(normalize(made), {"exp_avg": make.cropped(states["exp_avg"])})
+
+
+def test_a_gate_is_not_assumed() -> None:
+    made, values, states = bucketed(Shape(gated=False), tp=2, pp=1, vpp=1, dp=1, ep=1, bucket_size=None)
+    result = normalize(made)
+    check(result.model, make.cropped(values))
+    check_state(result, {"exp_avg": make.cropped(states["exp_avg"])})
+
+
+def test_buckets_that_no_known_order_fills() -> None:
+    made, _, _ = bucketed(Shape(), tp=1, pp=1, vpp=1, dp=1, ep=1, bucket_size=None)
+    key = next(key for key in made.tensors if key.endswith("bucket_idx_0.exp_avg"))
+    for state in ("exp_avg", "param"):
+        name = key.replace("exp_avg", state)
+        made.tensors[name] = make.stored(name, torch.zeros(1000))
+    with pytest.raises(NormalizationError, match="param_order"):
+        normalize(made)
+
+
+def test_a_rank_without_its_states() -> None:
+    made, _, _ = bucketed(Shape(), tp=2, pp=1, vpp=1, dp=1, ep=1, bucket_size=None)
+    for key in [key for key in made.tensors if "dp_group_idx_1" in key]:
+        del made.tensors[key]
+    with pytest.raises(DamagedCheckpointError, match="model parallel rank 1"):
+        normalize(made)
+
+
+def test_a_half_without_the_other() -> None:
+    shape = Shape(layers=1)
+    saved = {key: make.stored(key, t) for key, t in make.numbered(make.tensors(shape, 0)).items()}
+    del saved["module.decoder.layers.0.mlp.linear_fc1.weight_v"]
+    with pytest.raises(DamagedCheckpointError, match=r"linear_fc1\.weight"):
+        normalize(make.contents(saved, {}))
+
+
+def test_a_vocabulary_of_unknown_size_stays_and_is_told() -> None:
+    shape = Shape(layers=1)
+    values = make.tensors(shape, 0)
+    made = make.contents({k: make.stored(k, t) for k, t in make.stacked(shape, values).items()}, {"vocab_size": None})
+    result = normalize(made)
+    assert result.model["output_layer.weight"].spec.shape == (make.PADDED, 24)
+    assert "vocab_size" in result.notes[0]
+    check(normalize(made, {"vocab_size": make.VOCAB}).model, make.cropped(values))
+
+
+def test_places_in_buckets() -> None:
+    """Every parameter begins at a multiple of 64, and a bucket that is not full refuses."""
+    assert place_params([("b", 24), ("a", 100)], [165]) is None
+    slots = place_params([("c", 64), ("b", 24), ("a", 100)], [88, 100])
+    assert slots is not None
+    assert [(s.bucket, s.start, s.stop) for s in slots] == [(0, 0, 64), (0, 64, 88), (1, 0, 100)]
+    assert place_params([("c", 64)], [64, 64]) is None
+
+
+def test_groups_get_their_parameters_by_the_default_rules() -> None:
+    shape = Shape(layers=1)
+    values, moments = make.tensors(shape, 0), make.tensors(shape, 1)
+    saved = {key: make.stored(key, t) for key, t in make.stacked(shape, values).items()}
+    saved.update(
+        {
+            (key := f"optimizer.state.exp_avg.{name}"): make.stored(key, t)
+            for name, t in make.stacked(shape, moments).items()
+        }
+    )
+    made = make.contents(saved, {})
+    made.facts["common"]["optimizer"] = {"param_groups": [{"wd_mult": 1.0, "step": 5}, {"wd_mult": 0.0, "step": 5}]}
+    result = normalize(made)
+    decay, rest = (set(group["params"]) for group in result.groups)
+    assert "output_layer.weight" in decay
+    assert rest == {name for name in values if values[name].ndim == 1}
+    assert {states["step"] for states in result.state.values()} == {5}
