@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
+
+from tests import gloo
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
@@ -24,6 +27,27 @@ def test_blocks_run(source: str, page: Path, line: int, tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
 
     exec(compile("\n" * line + source, str(page), "exec"), {"__name__": "__main__"})
+
+
+def _on_this_rank(source: str, folder: str) -> None:
+    os.chdir(folder)
+    exec(compile(source, "resume.md", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.gloo
+def test_the_recipe_for_resuming_runs_on_several_ranks(tmp_path: Path) -> None:
+    """It begins on 3 ranks; a copy that expects a save resumes on 2."""
+    [source] = [block.values[0] for block in BLOCKS if block.id == "resume:0"]
+    begin, resume = (
+        source,
+        source.replace("train(steps=10) == 0", "train(steps=30) == 20").replace(
+            "train(steps=20) == 10", "train(steps=40) == 30"
+        ),
+    )
+    assert begin != resume
+
+    gloo.run(_on_this_rank, 3, begin, str(tmp_path))
+    gloo.run(_on_this_rank, 2, resume, str(tmp_path))
 
 
 def test_there_is_a_block_for_each_job() -> None:

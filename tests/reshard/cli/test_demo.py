@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,6 +34,25 @@ def test_the_whole_story(tmp_path) -> None:
     checkpoint = reshard.open(told["checkpoint"])
     assert len(checkpoint) == 156
     assert checkpoint.objects["step"] == 6
+
+
+@pytest.mark.gloo
+def test_ctrl_c_ends_it_quietly(tmp_path) -> None:
+    with subprocess.Popen(
+        [SCRIPT, "demo", "--out", tmp_path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        assert running.stdout is not None
+        while "step 0" not in (line := running.stdout.readline()):
+            assert line, "it ended before the first step"
+        os.killpg(running.pid, signal.SIGINT)  # to every process, as a terminal does
+        _, err = running.communicate(timeout=60)
+
+    assert running.returncode == 130
+    assert "Traceback" not in err
 
 
 def test_a_folder_that_cannot_be_made(tmp_path) -> None:
