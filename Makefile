@@ -1,5 +1,7 @@
 # the command line of every target runs in .venv, made on first use
-PYTHON ?= python3
+# the first of these that is new enough
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 TESTFLAGS ?= -n 2 --dist worksteal
@@ -7,6 +9,7 @@ TESTFLAGS ?= -n 2 --dist worksteal
 .PHONY: demo test check bench nightly clean
 
 $(VENV)/.ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name it with make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch $@

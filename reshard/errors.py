@@ -1,4 +1,4 @@
-"""The exception tree. Each error says what, where, wanted, found and the fix; each also is the builtin one would catch."""
+"""The exception tree. Each says what, where, wanted, found and the fix; each also is the builtin one would catch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ __all__ = [
     "ReplicaDriftError",
     "ReshardError",
     "StorageError",
+    "UndefinedTargetsError",
     "UnsafeDataError",
 ]
 
@@ -82,6 +83,21 @@ class RankFailedError(ReshardError):
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class UndefinedTargetsError(RankFailedError):
+    """A transfer ended midway: some targets hold old values, some new ones, some of both.
+
+    The process group may still have messages under way: make a new one before the next transfer.
+
+    Attributes:
+        rank: the rank whose failure came first, or -1 if that is not known.
+        targets: keys of the targets that are undefined, on whichever rank.
+    """
+
+    def __init__(self, message: str, *, rank: int, targets: tuple[str, ...]) -> None:
+        super().__init__(message, rank=rank)
+        self.targets = targets
 
 
 class DeadlineError(ReshardError, TimeoutError):

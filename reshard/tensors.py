@@ -124,8 +124,8 @@ def _dtensor_form(tensor: DTensor, fqn: str) -> Form:
         if form is not None and local_shape(form, shape, here) == local:
             return form
     raise LayoutError(
-        f"tensor {fqn!r}: the local tensor of rank {here} has shape {local}, but shape {shape} placed as {literal} gives "
-        f"{local_shape(literal, shape, here)}; a DTensor made of uneven local tensors must follow torch.chunk"
+        f"tensor {fqn!r}: the local tensor of rank {here} has shape {local}, but shape {shape} placed as {literal} "
+        f"gives {local_shape(literal, shape, here)}; a DTensor made of uneven local tensors must follow torch.chunk"
     )
 
 

@@ -1,0 +1,133 @@
+"""Memory for a fresh optimizer's state: from what the checkpoint holds, and with nothing stepped."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import reshard
+from reshard.errors import KeyMismatchError
+from tests import gloo
+
+
+def _model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def _trained(make=torch.optim.AdamW, frozen: str | None = None):
+    model = _model()
+    if frozen is not None:
+        model.get_parameter(frozen).requires_grad_(False)
+    optimizer = make(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _save(path, model, optimizer, **more):
+    model_state, optim_state = reshard.get_state_dict(model, optimizer)
+    reshard.save({"model": model_state, "optim": optim_state, **more}, path)
+    return optim_state
+
+
+def _never(*args, **kwargs):
+    raise AssertionError("the optimizer was stepped")
+
+
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adagrad": torch.optim.Adagrad,  # has state from its making on
+    "adafactor": torch.optim.Adafactor,  # state of other shapes than the parameter's
+    "stateless": lambda p: torch.optim.SGD(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_fresh_optimizer_gets_all_that_was_saved(kind, tmp_path) -> None:
+    model, optimizer = _trained(OPTIMIZERS[kind])
+    saved = _save(tmp_path, model, optimizer)
+    fresh = _model(1)
+    other = OPTIMIZERS[kind](fresh.parameters())
+    other.step = _never
+    before = copy.deepcopy(other.state_dict())
+
+    state = {
+        "model": reshard.get_model_state_dict(fresh),
+        "optim": reshard.optimizer_destinations(fresh, other, tmp_path),
+    }
+
+    assert str(other.state_dict()) == str(before)
+    reshard.load(state, tmp_path)
+    reshard.set_state_dict(fresh, other, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert reshard.compare({"o": reshard.get_optimizer_state_dict(fresh, other)}, {"o": saved}).ok
+
+
+def test_a_parameter_saved_without_state_stays_without(tmp_path) -> None:
+    _save(tmp_path, *_trained(frozen="0.weight"))
+    model = _model()
+
+    state = reshard.optimizer_destinations(model, torch.optim.AdamW(model.parameters()), tmp_path)["state"]
+
+    assert sorted(state) == ["0.bias", "1.bias", "1.weight"]
+
+
+def test_a_parameter_that_the_model_lacks_has_no_place(tmp_path) -> None:
+    _save(tmp_path, *_trained())
+    model = _model()[:1]
+
+    state = reshard.optimizer_destinations(model, torch.optim.AdamW(model.parameters()), tmp_path)["state"]
+
+    assert sorted(state) == ["0.bias", "0.weight"]
+
+
+def test_the_saved_dtype_is_kept(tmp_path) -> None:
+    _save(tmp_path, *_trained())
+    model = _model().to(torch.bfloat16)
+
+    made = reshard.optimizer_destinations(model, torch.optim.AdamW(model.parameters()), tmp_path)
+
+    assert made["state"]["0.weight"]["exp_avg"].dtype == torch.float32
+
+
+def test_other_prefixes(tmp_path) -> None:
+    model, optimizer = _trained()
+    state = reshard.get_optimizer_state_dict(model, optimizer)
+    reshard.save({"train": {"opt": state}}, tmp_path / "deep")
+    reshard.save(state, tmp_path / "bare")
+
+    for path, prefix in (("deep", "train.opt"), ("bare", "")):
+        made = reshard.optimizer_destinations(model, optimizer, tmp_path / path, prefix=prefix)
+        assert sorted(made["state"]) == sorted(state["state"])
+
+
+def test_a_wrong_prefix_is_an_error_that_names_what_there_is(tmp_path) -> None:
+    model, optimizer = _trained()
+    _save(tmp_path, model, optimizer)
+
+    with pytest.raises(KeyMismatchError, match="nothing under 'optimizer'; its keys begin with model, optim"):
+        reshard.optimizer_destinations(model, optimizer, tmp_path, prefix="optimizer")
+
+
+def _sharded_places(path: str) -> list[tuple[str, tuple[int, ...]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(_model(), mesh=init_device_mesh("cpu", (2,)))
+    made = reshard.optimizer_destinations(model, torch.optim.AdamW(model.parameters()), path)
+    state = made["state"]["0.weight"]
+    return [(type(value).__name__, tuple(value.shape)) for value in (state["exp_avg"], state["step"])]
+
+
+@pytest.mark.gloo
+def test_state_of_the_parameters_shape_is_sharded_like_it(tmp_path) -> None:
+    _save(tmp_path, *_trained())
+
+    places = gloo.run(_sharded_places, 2, str(tmp_path))
+
+    assert places == [[("DTensor", (4, 3)), ("Tensor", ())]] * 2
