@@ -184,7 +184,7 @@ def _load_plan(data: Mapping[str, Any]) -> LoadPlan:
     views = _views(data["views"])
     plan = LoadPlan(_state(data["saved"]), _state(data["wanted"]), _items(data["items"]), views)
     _same_digest(data, _load_digest(plan))
-    _proven(plan)
+    _proven(plan, "load plan")
     return plan
 
 
@@ -229,7 +229,7 @@ def _transfer_plan(data: Mapping[str, Any]) -> TransferPlan:
     names = [fqn for fqn in after if fqn not in missing]
     plan = TransferPlan(before, after, names, data["ranks_per_host"], explicit)
     _same_digest(data, before.digest() + after.digest())
-    _proven(plan)
+    _proven(plan, "transfer plan")
     return plan
 
 
@@ -249,16 +249,16 @@ def _schedule(data: Mapping[str, Any]) -> Schedule:
         return schedule(plan, max_inflight_bytes=budget)
     a, b, c, d, e = (np.array(column, dtype=np.int64) for column in columns)
     rounds = Schedule(plan, budget, (a, b, c, d, e))
-    _proven(rounds)
+    _proven(rounds, "schedule")
     return rounds
 
 
-def _proven(plan: object) -> None:
+def _proven(plan: object, what: str) -> None:
     from planners.proof import verify
 
     report = verify(plan)
     if not report.ok:
-        raise CodecError(f"this plan does not prove: {report.findings[0]}", fqn=report.findings[0].fqn)
+        raise CodecError(f"this {what} does not prove: {report.findings[0]}", fqn=report.findings[0].fqn)
 
 
 def _estimate_json(cost: Estimate) -> dict[str, Any]:

@@ -28,10 +28,10 @@ def format_plan(plan: LoadPlan | SavePlan | TransferPlan | Schedule, limit: int 
     if isinstance(plan, Schedule):
         return "\n".join(_schedule_lines(plan, limit))
     if isinstance(plan, TransferPlan):
-        loads, verb = plan.received_bytes(), "receives"
+        loads, verb, moved = plan.received_bytes(), "receives", f", {format_bytes(plan.bytes_moved)} cross"
     else:
-        loads, verb = plan.rank_bytes(), "reads" if isinstance(plan, LoadPlan) else "writes"
-    lines = [repr(plan), *_load_lines(loads, verb, limit)]
+        loads, verb, moved = plan.rank_bytes(), "reads" if isinstance(plan, LoadPlan) else "writes", ""
+    lines = [repr(plan) + moved, *_load_lines(loads, verb, limit)]
     left = limit
     for rank in range(plan.world_size):
         if left is not None and left <= 0:

@@ -87,14 +87,17 @@ class TransferPlan:
     ) -> None:
         """`names`: what is moved; both sides have it. Use `plan_transfers`, which checks that.
 
-        Raises PlanError for explicit items from or to ranks outside the job, or to other receivers than they are
-        listed for.
+        Raises PlanError for a name that one side lacks, for explicit items from or to ranks outside the job, and for
+        items to other receivers than they are listed for.
         """
         self.before, self.after, self.names = before, after, tuple(names)
         self.ranks_per_host = ranks_per_host
         self.explicit = {rank: TransferItems(items) for rank, items in (explicit or {}).items()}
         if ranks_per_host is not None and ranks_per_host < 1:
             raise PlanError(f"ranks_per_host must be >= 1, got {ranks_per_host}")
+        for fqn in self.names:
+            if fqn not in before or fqn not in after:
+                raise PlanError("to be moved a tensor must be in both layouts", fqn=fqn)
         for rank, items in self.explicit.items():
             self._check(rank)
             for item in items:
@@ -284,10 +287,7 @@ class TransferPlan:
     __hash__ = None  # type: ignore[assignment]  # holds mappings of many tensors
 
     def __repr__(self) -> str:
-        return (
-            f"TransferPlan({len(self.names)} tensors, {self.before.world_size} -> {self.after.world_size} ranks, "
-            f"{self.bytes_moved} bytes cross)"
-        )
+        return f"TransferPlan({len(self.names)} tensors, {self.before.world_size} -> {self.after.world_size} ranks)"
 
 
 _Common = tuple[Box, Box, Box, int, int, int]

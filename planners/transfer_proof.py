@@ -24,10 +24,6 @@ __all__ = ["schedule_findings", "transfer_findings"]
 
 def transfer_findings(plan: TransferPlan) -> Iterator[Finding]:
     """All that is wrong with a transfer plan."""
-    for fqn in plan.names:
-        if fqn not in plan.before or fqn not in plan.after:
-            yield Finding("is moved, but is not on both sides", fqn)
-            return
     try:
         routes = plan.routes
     except CoverageError as error:
