@@ -1,0 +1,241 @@
+"""Plans as text, as pages, as JSON, and compared with one another."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from planners import (
+    Box,
+    Cluster,
+    CodecError,
+    PlanError,
+    StateLayout,
+    TensorLayout,
+    TensorSpec,
+    diff,
+    dumps,
+    estimate,
+    explain,
+    format_plan,
+    loads,
+    plan_reads,
+    plan_transfers,
+    plan_writes,
+    schedule,
+    to_html,
+)
+
+
+def state(placements: str, mesh: str, shape=(8, 12), names=("layers.0.w", "layers.1.w")) -> StateLayout:
+    return StateLayout({n: TensorLayout(TensorSpec(n, shape, "float32"), mesh, placements) for n in names})
+
+
+GRID, ROWS = state("S(0),S(1)", "dp=2,tp=2"), state("S(0)", "dp=3")
+LOAD, SAVE, MOVE = plan_reads(GRID, ROWS), plan_writes(GRID), plan_transfers(GRID, ROWS)
+IRREGULAR = StateLayout(
+    {
+        n: TensorLayout.from_flat_ranges(TensorSpec(n, (8, 12), "float32"), {0: (0, 41), 2: (41, 96)})
+        for n in GRID
+    }
+)  # fmt: skip
+
+
+class Page(HTMLParser):
+    """Checks that tags match, and keeps their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.attributes, self.tags = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize(
+    "plan", [LOAD, SAVE, MOVE, plan_reads(IRREGULAR, GRID), plan_transfers(GRID, IRREGULAR), plan_writes(IRREGULAR)]
+)
+def test_a_page_is_whole_and_needs_nothing_from_outside(plan):
+    text = to_html(plan, title="A <b>title</b> & more")
+    page = Page(text)
+
+    assert "A &lt;b&gt;title&lt;/b&gt; &amp; more" in text
+    assert not [v for k, v in page.attributes if k in ("src", "href", "srcset", "data")]
+    assert not re.search(r"https?:|url\(|@import|{{", text)
+    assert page.tags.count("table") == 1
+    assert {"svg", "title", "input"} <= set(page.tags)
+    assert "layers.*.w" in text
+
+
+def test_a_page_draws_who_holds_what():
+    text = to_html(plan_reads(state("S(0),S(1)", "dp=2,tp=2"), state("S(0)", "dp=3")))
+
+    for rank in range(4):
+        assert f"<title>rank {rank}</title>" in text
+    assert "rank 3 to 2" in text
+
+
+def test_a_page_of_thousands_of_ranks_is_bounded():
+    names = [f"layers.{i}.w" for i in range(300)] + [
+        f"other{chr(97 + i % 26)}{chr(97 + i // 26)}.w" for i in range(500)
+    ]
+    before = state("S(0),S(1)", "dp=1024,tp=16", (16384, 4096), names)
+    after = state("S(0)", "dp=12288", (16384, 4096), names)
+
+    text = to_html(plan_transfers(before, after))
+
+    Page(text)
+    assert len(text) < 2_000_000
+    assert "Each cell sums 256 × 256 ranks" in text
+    assert "more rows are left out" in text
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (0, 3), (3, 4, 5), (2, 1, 1, 7)])
+def test_tensors_of_any_dims_are_drawn(shape):
+    after = "S(0)" if shape else "R"
+
+    Page(to_html(plan_transfers(state("R", "dp=2", shape), state(after, "dp=3", shape))))
+
+
+def test_an_empty_plan_has_a_page():
+    Page(to_html(plan_reads(StateLayout({}), StateLayout({}))))
+
+
+def test_what_has_no_page_is_refused():
+    with pytest.raises(PlanError, match="cannot draw a StateLayout"):
+        to_html(GRID)
+    with pytest.raises(PlanError, match="ranks_per_host must be >= 1"):
+        to_html(LOAD, ranks_per_host=0)
+
+
+def test_text_of_each_kind_of_plan():
+    assert "rank     0 reads" in format_plan(LOAD)
+    assert "rank     0 writes" in format_plan(SAVE)
+    moved = format_plan(MOVE, limit=None)
+    assert "cross" in moved.splitlines()[0]
+    assert moved.count("layers.") == sum(1 for _ in MOVE.items())
+    assert "... 2 more ranks" in format_plan(LOAD, limit=1)
+    rounds = schedule(MOVE, max_inflight_bytes=128)
+    assert len(format_plan(rounds, limit=None).splitlines()) == 1 + rounds.rounds
+    assert f"... {rounds.rounds - 1} more rounds" in format_plan(rounds, limit=1)
+
+
+def test_the_story_of_one_tensor_on_one_rank():
+    load, save, move = (explain(plan, "layers.0.w", 1) for plan in (LOAD, SAVE, MOVE))
+
+    assert "rank 1 wants Box[3:6, 0:12]" in load
+    assert "dp=2,tp=2 (S(0), S(1))" in load
+    assert load.count("of chunk") == 4
+    assert "rank 1 holds Box[0:4, 6:12]" in save
+    assert "is written by rank 1 Box[0:4, 6:12]" in save
+    assert "rank 1 holds before Box[0:4, 6:12]" in move
+    assert "of itself" in move
+    assert "to rank 0, 72 B" in move
+    assert "nothing of it" in explain(MOVE, "layers.0.w", 3)
+
+
+@pytest.mark.parametrize("plan", [LOAD, SAVE, MOVE])
+def test_a_name_or_rank_that_a_plan_lacks_is_refused(plan):
+    with pytest.raises(PlanError, match=r"of this name .*'v'"):
+        explain(plan, "v", 0)
+    with pytest.raises(PlanError, match="ranks 0 to"):
+        explain(plan, "layers.0.w", 99)
+
+
+def test_a_plan_does_not_differ_from_itself():
+    for plan in (LOAD, SAVE, MOVE, GRID):
+        assert diff(plan, plan).is_empty
+        assert str(diff(plan, plan)) == "no difference"
+
+
+def test_the_difference_of_two_targets():
+    other = plan_reads(GRID, state("S(0)", "dp=4", names=["layers.0.w"]))
+
+    found = diff(LOAD, other)
+
+    assert (found.only_a, found.only_b) == ((), ())
+    assert list(found.changed) == ["layers.0.w", "layers.1.w"]
+    assert "dp=3 (S(0)) -> dp=4 (S(0))" in found.changed["layers.0.w"]
+    assert found.added_bytes == 384 - 2 * 384
+    assert [len(loads) for loads in found.rank_bytes] == [4, 4]
+    assert "4 ranks differ" in str(found)
+
+
+def test_the_difference_of_two_layouts():
+    found = diff(GRID, state("S(0),S(1)", "dp=2,tp=2", (8, 16), ["layers.1.w", "new"]))
+
+    assert (found.only_a, found.only_b) == (("layers.0.w",), ("new",))
+    assert found.changed == {"layers.1.w": "shape (8, 12) -> (8, 16)"}
+
+
+def test_kinds_do_not_mix():
+    with pytest.raises(PlanError, match="a LoadPlan with a SavePlan"):
+        diff(LOAD, SAVE)
+    with pytest.raises(PlanError, match="cannot compare a int"):
+        diff(1, 2)
+
+
+def listed():
+    return MOVE.with_items({1: MOVE.items_to(1)})
+
+
+def reordered():
+    rounds = schedule(MOVE)
+    last = rounds.rounds - 1
+    columns = (last - rounds.round, *rounds.columns()[1:])
+    return type(rounds)(MOVE, rounds.max_inflight_bytes, columns)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: MOVE, listed, lambda: schedule(MOVE, max_inflight_bytes=128), reordered, lambda: Cluster()]
+)
+def test_plans_survive_json(make):
+    value = make()
+    text = dumps(value)
+
+    assert loads(text) == value
+    assert dumps(loads(text)) == text
+
+
+def test_an_estimate_survives_json():
+    cost = estimate(MOVE, Cluster(network_bytes_per_s=1e9, ranks_per_host=2))
+
+    again = loads(dumps(cost))
+
+    assert dumps(again) == dumps(cost)
+    assert str(again) == str(cost)
+
+
+def test_edited_plans_are_refused():
+    moved = json.loads(dumps(listed()))
+    moved["items"]["1"][0][1] = 3
+    with pytest.raises(CodecError, match=r"this transfer plan does not prove: 'layers\.0\.w', rank 1"):
+        loads(json.dumps(moved))
+    rounds = json.loads(dumps(reordered()))
+    rounds["columns"][0][0] = rounds["columns"][0][-1]
+    with pytest.raises(CodecError, match=r"this schedule does not prove"):
+        loads(json.dumps(rounds))
+    other = json.loads(dumps(MOVE))
+    other["after"] = json.loads(dumps(plan_transfers(GRID, GRID)))["after"]
+    with pytest.raises(CodecError, match="the digest differs"):
+        loads(json.dumps(other))
+
+
+def test_boxes_in_text_are_those_of_the_plan():
+    assert str(Box((3, 0), (1, 6))) in explain(MOVE, "layers.0.w", 1)
