@@ -65,6 +65,21 @@ def _geometry_findings(plan: LoadPlan, names: Sequence[str]) -> Iterator[Finding
                 rank = product.lowest_rank([owner if i == d else 0 for i in range(len(product.dims))])
                 yield from (Finding(f"index {at} of dim {d} {what}", name, rank, index) for name in names)
         return
+    if isinstance(overlap, ViewOverlap) and overlap.tables is not None and wanted.product is not None:
+        for d, own in enumerate(wanted.product.dims):
+            wrong_owner = own.uncovered()
+            if wrong_owner is not None:
+                place = tuple(wrong_owner[0] if i == d else 0 for i in range(len(wanted.spec.shape)))
+                yield from (
+                    Finding(f"index {wrong_owner[0]} of dim {d} {wrong_owner[1]}", n, None, place) for n in names
+                )
+        for table in overlap.tables:
+            fault = table.fault()
+            if fault is not None:
+                dim, at, what = fault
+                place = tuple(at if i == dim else o for i, o in enumerate(table.patch.target.offsets))
+                yield from (Finding(f"index {at} of dim {dim} {what}", name, None, place) for name in names)
+        return
     if isinstance(overlap, ViewOverlap):
         ranks = [alike.first for alike in overlap.distinct_ranks()]
     else:

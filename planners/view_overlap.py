@@ -18,6 +18,7 @@ from planners.forms import Form, ProductForm, ProductGeometry
 from planners.overlap import Piece, Sweep, cover
 from planners.ownership import Ints, Ownership
 from planners.patches import Dims, Fill, Patch, ViewGeometry
+from planners.view_tables import PatchOverlap
 
 __all__ = ["FilledBox", "ProductChunks", "ViewOverlap", "ViewPiece", "view_overlap_of"]
 
@@ -100,6 +101,11 @@ class ViewOverlap:
     def _chunks(self) -> tuple[ProductChunks | Sweep, ...]:
         return tuple(_chunks_of(shape, form) for shape, form in zip(self.view.source_shapes, self.saved))
 
+    @cached_property
+    def _lowest(self) -> list[dict[tuple[int, ...], int]]:
+        """Per source: the lowest rank of owners that were asked for."""
+        return [{} for _ in self.saved]
+
     def patches_meeting(self, box: Box) -> Iterator[tuple[Patch, Box]]:
         """(patch, what its target has in common with `box`), in global coordinates of the target."""
         yield from ((self.view.patches[i], common) for i, _, common in self._patches.meeting(box))
@@ -108,8 +114,31 @@ class ViewOverlap:
         """The same for the constants."""
         yield from ((self.view.fills[i], common) for i, _, common in self._fills.meeting(box))
 
+    @cached_property
+    def tables(self) -> tuple[PatchOverlap, ...] | None:
+        """The product form, one for each patch; None if a side is no product."""
+        if not isinstance(self.wanted, ProductForm):
+            return None
+        wanted = self.wanted.geometry(self.view.shape)
+        saved = []
+        for shape, form in zip(self.view.source_shapes, self.saved):
+            if not isinstance(form, ProductForm):
+                return None
+            saved.append(form.geometry(shape))
+        return tuple(PatchOverlap(patch, saved[patch.tensor], wanted) for patch in self.view.patches)
+
     def pieces(self, rank: int) -> tuple[ViewPiece, ...]:
         """All pieces of `rank`. Raises CoverageError at a hole, in global coordinates of the source."""
+        if self.tables is not None and isinstance(self.wanted, ProductForm):
+            if rank not in self.wanted.mesh:
+                return ()
+            owners = self.wanted.geometry(self.view.shape).owners_of(rank)
+            met = {i for _, box, _ in self._local_boxes(rank) for i, _, _ in self._patches.meeting(box)}
+            return tuple(
+                ViewPiece(piece, table.patch.tensor, table.patch.dims)
+                for table in (self.tables[i] for i in sorted(met))
+                for piece in table.pieces(owners, self._lowest[table.patch.tensor])
+            )
         return tuple(
             found
             for index, box, local in self._local_boxes(rank)

@@ -106,7 +106,7 @@ def edited(value, change):
         (edited(ROWS, lambda d: d["form"].update(placements="Z(0)")), "unknown placement"),
         (edited(ALL["mesh"], lambda d: d.update(mesh="dp=3@5,1")), "has 3 ranks, but 2 were given"),
         (edited(PLAN, lambda d: d["saved"].update(world_size=10)), "the digest differs"),
-        (edited(ALL["listed"], lambda d: d["items"]["1"].pop()), "this load plan does not prove: 'w', rank 1"),
+        (edited(ALL["listed"], lambda d: d["items"]["1"].pop()), "plan does not prove: 'w', rank 1"),
         (edited(ALL["listed"], lambda d: d["items"]["1"][0][6].__setitem__(0, 1)), "does not prove"),
         (edited(VIEWED, lambda d: d["views"]["geometries"][0]["patches"].pop()), "do not add up"),
         (edited(ALL["viewed and listed"], lambda d: d["items"]["0"][0].__setitem__(10, "u")), "does not prove"),
