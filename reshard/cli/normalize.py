@@ -17,7 +17,11 @@ def normalize(
     path: Annotated[str, typer.Argument(help="A checkpoint of any known format.")],
     hint: Annotated[
         list[str] | None,
-        typer.Option("--hint", metavar="NAME=JSON", help="What the checkpoint cannot say; errors ask for it by name."),
+        typer.Option(
+            "--hint",
+            metavar="NAME=JSON",
+            help="What the checkpoint cannot say, as errors ask for it: 'param_names=[...]'.",
+        ),
     ] = None,
     depth: Annotated[int | None, typer.Option(min=1, help="Show at most so many levels of names.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -25,6 +25,9 @@ def plan(
         list[str] | None,
         typer.Option("--rule", metavar="GLOB=PLACEMENTS", help="For a topology: '*.wo.weight=S(0),S(1)'. Repeat it."),
     ] = None,
+    normalized: Annotated[
+        bool, typer.Option("--normalized", help="Take checkpoints under canonical names, whatever wrote them.")
+    ] = False,
     limit: Annotated[int, typer.Option(min=0, help="Show so many ranks and items.")] = 12,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON that planners.loads reads.")] = None,
     html: Annotated[Path | None, typer.Option(help="Draw the plan here, as one HTML file.")] = None,
@@ -37,7 +40,7 @@ def plan(
     from planners.load_plan import plan_reads
     from planners.proof import verify
 
-    made = plan_reads(*both_sides(source, onto, _rules(rule or [])), allow_cast=True)
+    made = plan_reads(*both_sides(source, onto, _rules(rule or []), normalized=normalized), allow_cast=True)
     report = verify(made)
     if out is not None:
         from planners.codec import dumps

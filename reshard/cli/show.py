@@ -29,7 +29,16 @@ def console(*, stderr: bool = False) -> Console:
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
-    typer.echo(json.dumps(value, indent=2, default=str))
+    typer.echo(json.dumps(_with_text_keys(value), indent=2, default=str))
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Objects of checkpoints may have keys that JSON does not allow, such as tuples."""
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else str(key): _with_text_keys(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_text_keys(inner) for inner in value]
+    return value
 
 
 def size(nbytes: float) -> str:

@@ -12,6 +12,7 @@ from reshard.errors import CheckpointNotFoundError, ReshardError
 if TYPE_CHECKING:
     from planners.layout import StateLayout
     from planners.topology import Topology
+    from reshard.checkpoint import Checkpoint
 
 __all__ = ["WORDS", "both_sides"]
 
@@ -19,14 +20,16 @@ WORDS = "fsdp=3, tp=2, fsdp=4,tp=2, hsdp=2x4, ddp=8, or a topology such as 'dp=4
 """The short forms, for help and errors."""
 
 
-def both_sides(source: str, onto: str, rules: Mapping[str, str]) -> tuple[StateLayout, StateLayout]:
-    """The layouts of both sides; `rules` are for the sides that are topologies.
+def both_sides(
+    source: str, onto: str, rules: Mapping[str, str], *, normalized: bool = False
+) -> tuple[StateLayout, StateLayout]:
+    """The layouts of both sides; `rules` are for the sides that are topologies, `normalized` for checkpoints.
 
     Raises ReshardError if neither side says which tensors there are, or one cannot be read.
     """
     from planners.layout import StateLayout
 
-    first, second = _side(source, rules), _side(onto, rules)
+    first, second = _side(source, rules, normalized), _side(onto, rules, normalized)
     if isinstance(first, StateLayout):
         return first, second if isinstance(second, StateLayout) else second.layout(first.specs)
     if isinstance(second, StateLayout):
@@ -37,7 +40,7 @@ def both_sides(source: str, onto: str, rules: Mapping[str, str]) -> tuple[StateL
     )
 
 
-def _side(text: str, rules: Mapping[str, str]) -> StateLayout | Topology:
+def _side(text: str, rules: Mapping[str, str], normalized: bool) -> StateLayout | Topology:
     from planners.topology import Topology
 
     preset = _preset(text)
@@ -51,9 +54,21 @@ def _side(text: str, rules: Mapping[str, str]) -> StateLayout | Topology:
     import reshard
 
     try:
-        return reshard.open(text).layout
+        checkpoint = reshard.open(text)
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(f"{error}. A topology can be given, too: {WORDS}") from None
+    return _canonical(checkpoint) if normalized else checkpoint.layout
+
+
+def _canonical(checkpoint: Checkpoint) -> StateLayout:
+    """The layout under canonical names: `model.<fqn>`, `optim.state.<fqn>.<name>`."""
+    from planners.layout import StateLayout
+    from reshard.checkpoint import LazyTensor, stored_layout
+    from reshard.tree import flatten, key_of
+
+    leaves = flatten(checkpoint.normalized(), is_leaf=lambda value: isinstance(value, LazyTensor)).leaves
+    tensors = {key_of(path): value.stored for path, value in leaves.items() if isinstance(value, LazyTensor)}
+    return StateLayout({key: stored_layout(stored.renamed(key)) for key, stored in tensors.items()})
 
 
 def _from_file(path: Path, rules: Mapping[str, str]) -> StateLayout | Topology:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.cli.show import Branch, Leaf, fold
+from reshard.cli.show import Branch, Leaf, fold, print_json
 
 DATA = Path(__file__).parents[2] / "data"
 
@@ -35,6 +35,12 @@ def test_json_has_every_tensor(say, checkpoint) -> None:
     assert told["total_bytes"] == sum(tensor["nbytes"] for tensor in told["tensors"].values())
     assert told["objects"]["step"] == 7
     assert told["problems"] == []
+
+
+def test_json_of_keys_that_json_does_not_have(capsys) -> None:
+    print_json({(1, "a"): [{2: (3,)}]})
+
+    assert json.loads(capsys.readouterr().out) == {"(1, 'a')": [{"2": [3]}]}
 
 
 def test_only_some_names(say, checkpoint) -> None:

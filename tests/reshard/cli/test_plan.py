@@ -71,6 +71,15 @@ def test_between_two_checkpoints(say, checkpoint) -> None:
     assert told["total_bytes"] == reshard.open(checkpoint).layout.nbytes
 
 
+def test_under_canonical_names(say, tmp_path) -> None:
+    import torch
+
+    reshard.save({"model": {"_orig_mod.w": torch.ones(4)}}, tmp_path / "a")
+    said = say("plan", tmp_path / "a", "fsdp=2", "--normalized", "--limit", "1")
+
+    assert "model.w Box[0:2]" in said.out
+
+
 def test_the_plan_is_written(say, checkpoint, tmp_path) -> None:
     said = say("plan", checkpoint, "fsdp=2", "--out", tmp_path / "plan.json")
 
