@@ -1,4 +1,4 @@
-"""Hypothesis strategies for boxes, meshes, placements and layouts, to test planners and storages with.
+"""Hypothesis strategies for boxes, meshes, placements, layouts, topologies and views, to test planners and storages.
 
 Not imported by `planners`: it needs hypothesis, which only tests have to have.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from planners.box import Box
 from planners.layout import StateLayout, TensorLayout, TensorSpec
 from planners.mesh import Mesh
 from planners.placement import BlockShard, Placement, Replicate, Shard, StridedShard
+from planners.topology import Home, Rule, Topology
+from planners.view import View, concat, stack
 
 __all__ = [
     "block_placements",
@@ -27,6 +30,8 @@ __all__ = [
     "shapes",
     "specs",
     "state_pairs",
+    "topologies",
+    "views",
 ]  # fmt: skip
 
 DTYPES = ("bool", "uint8", "bfloat16", "float32", "int64", "complex128")
@@ -146,3 +151,69 @@ def state_pairs(draw: st.DrawFn, irregular: bool = True, max_tensors: int = 2) -
         spec = draw(specs(f"w{i}"))
         saved[spec.fqn], wanted[spec.fqn] = draw(make(spec)), draw(make(spec))
     return StateLayout(saved), StateLayout(wanted)
+
+
+@st.composite
+def topologies(draw: st.DrawFn, tensors: Sequence[TensorSpec], max_ranks: int = 24) -> Topology:
+    """A topology that fits these tensors: a rule of its own for some of them, one for all others, homes here and there.
+
+    Rules name their axes in any order, and some act as one.
+    """
+    mesh = draw(meshes(max_ranks=max_ranks))
+    names = [spec.fqn for spec in tensors]
+    fixed = draw(st.sampled_from([None, *mesh.names])) if mesh.ndim > 1 else None
+    homes = []
+    if fixed is not None:
+        at = st.integers(0, dict(mesh.axes)[fixed] - 1)
+        homes = [Home(pattern, ((fixed, draw(at)),), optional=True) for pattern in (*names[:1], "*")]
+    free = [name for name in mesh.names if name != fixed]
+    least = min((len(spec.shape) for spec in tensors if spec.shape), default=0)
+
+    def rule(pattern: str, ndim: int) -> Rule:
+        order = draw(st.permutations(free))
+        cut = draw(st.integers(0, max(len(order) - 2, 0)))
+        groups = (
+            [(name,) for name in order]
+            if draw(st.booleans())
+            else [tuple(order[: cut + 1])] + [(n,) for n in order[cut + 1 :]]
+        )
+        kinds = placements(ndim)
+        return Rule(pattern, tuple(draw(kinds) for _ in groups), tuple(groups), optional=True)
+
+    own = [rule(spec.fqn, len(spec.shape)) for spec in tensors if draw(st.booleans())]
+    return Topology(mesh, (*own, rule("*", least)), tuple(homes))
+
+
+@st.composite
+def views(draw: st.DrawFn, sources: Sequence[TensorSpec], fqn: str = "viewed", steps: int = 4) -> View:
+    """A view composed at random of tensors of one dtype: the first of them, changed by up to `steps` operations, in
+    which others join in where their shape allows it."""
+    view = View.of(sources[0])
+    for _ in range(draw(st.integers(0, steps))):
+        view = draw(_changed(view, sources))
+        if len(view.shape) > 4 or view.spec.numel > 3000:
+            break
+    return view.rename(fqn)
+
+
+@st.composite
+def _changed(draw: st.DrawFn, view: View, sources: Sequence[TensorSpec]) -> View:
+    ndim = len(view.shape)
+    dim = draw(st.integers(0, ndim - 1)) if ndim else 0
+    move = draw(st.sampled_from(["pad", "transpose", "stack", *(["crop", "concat", "turn", "split"] if ndim else [])]))
+    if move == "pad":
+        widths = [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in view.shape]
+        return view.pad(widths, draw(st.integers(0, 1)))
+    if move == "transpose":
+        return view.transpose(*draw(st.permutations(range(ndim))))
+    if move == "crop":
+        return view.crop(draw(boxes(view.shape)))
+    if move == "turn":
+        at = draw(st.integers(0, view.shape[dim]))
+        return view.reorder([(at, view.shape[dim]), (0, at)], dim)
+    if move == "split":
+        outer = draw(st.sampled_from([k for k in range(1, 7) if view.shape[dim] % k == 0]))
+        return view.split_dim((outer, view.shape[dim] // outer), dim)
+    alike = [View.of(spec) for spec in sources if spec.shape == view.shape and spec.dtype == view.spec.dtype]
+    joined = [view, draw(st.sampled_from([view, *alike]))]
+    return stack("stacked", joined, dim) if move == "stack" else concat("joined", joined, dim)
