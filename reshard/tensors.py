@@ -50,7 +50,8 @@ def is_sharded(value: object) -> bool:
 
 
 def _is_sharded_tensor(value: object) -> bool:
-    return _is_sharded_class(type(value))
+    cls: Any = type(value)  # mypy holds that type[object] is not hashable
+    return _is_sharded_class(cls)
 
 
 @lru_cache(maxsize=256)
