@@ -81,6 +81,15 @@ class Group:
             raise ReshardError("a process group was given, but torch.distributed is not initialised (any more)")
         self.world_size = len(self.ranks)
 
+    @classmethod
+    def alone(cls) -> Group:
+        """This process by itself, also where torch.distributed is initialised: it asks and waits for nobody."""
+        group = object.__new__(cls)
+        group._deadline_s, group._phases, group._common, group._rounds = 1800.0, [], None, None
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        group.rank, group.ranks, group.world_size = 0, (rank,), 1
+        return group
+
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         self._round("a barrier", b"", _nothing)

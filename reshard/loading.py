@@ -89,7 +89,8 @@ def load(
     Args:
         path: a folder, file, URL, `Storage`, or an open `Checkpoint`.
         strict: True: missing and unexpected keys are errors. False: they are reported only. A mapping of globs to
-            "strict" or "partial" decides by key, the first glob that fits; keys that none fits are strict.
+            "strict", "subset" (missing keys are errors, unexpected ones are not) or "partial" (neither are) decides by
+            key, the first glob that fits; keys that none fits are strict.
         dtype_policy: "error": a target of another dtype is an error; "cast": elements are converted and reported;
             "saved": the target is replaced by a tensor of the saved dtype.
         mapping: key in `state_dict` -> key in the checkpoint, for those that differ.
@@ -106,27 +107,53 @@ def load(
     """
     group = Group(process_group, deadline_s=deadline_s)
     with group.together("load"):
-        clock = time.perf_counter()
-        checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-        targets = Targets.of(state_dict)
-        match = match_keys(targets, checkpoint, strict=strict, dtype_policy=dtype_policy, mapping=mapping or {})
-        job = _plan(targets, checkpoint, match, group.ranks[group.rank], materialize=not dry_run)
-        planned = time.perf_counter()
-        checked = 0
-        native = checkpoint.contents.facts.get("native")
-        if check and native is not None and not dry_run:
-            checked = check_blocks(native, spans_by_file(job.copies), threads=threads)
-        verified = time.perf_counter()
-        per_rank = _per_rank_values(targets, checkpoint, match, group)
-        with group.together("check"):  # nobody writes before everybody is sure
-            pass
-        read = 0
-        if not dry_run:
-            read = run_copies(job.copies, threads=threads, on_bytes=lambda _: group.check())
-            job.finish()
-            targets.assign(match.objects)
-            targets.assign(per_rank)
-        seconds = {"plan": planned - clock, "check": verified - planned, "read": time.perf_counter() - verified}
+        return load_with(
+            group,
+            state_dict,
+            path,
+            strict=strict,
+            dtype_policy=dtype_policy,
+            mapping=mapping,
+            dry_run=dry_run,
+            check=check,
+            threads=threads,
+        )
+
+
+def load_with(
+    group: Group,
+    state_dict: dict[str, Any],
+    path: Any,
+    *,
+    strict: bool | Mapping[str, str] = True,
+    dtype_policy: str = "error",
+    mapping: Mapping[str, str] | None = None,
+    dry_run: bool = False,
+    check: bool = True,
+    threads: int | None = None,
+) -> LoadReport:
+    """`load` among the ranks of `group`, within a phase of theirs."""
+    clock = time.perf_counter()
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    targets = Targets.of(state_dict)
+    match = match_keys(targets, checkpoint, strict=strict, dtype_policy=dtype_policy, mapping=mapping or {})
+    job = _plan(targets, checkpoint, match, group.ranks[group.rank], materialize=not dry_run)
+    planned = time.perf_counter()
+    checked = 0
+    native = checkpoint.contents.facts.get("native")
+    if check and native is not None and not dry_run:
+        checked = check_blocks(native, spans_by_file(job.copies), threads=threads)
+    verified = time.perf_counter()
+    per_rank = _per_rank_values(targets, checkpoint, match, group)
+    with group.together("check"):  # nobody writes before everybody is sure
+        pass
+    read = 0
+    if not dry_run:
+        read = run_copies(job.copies, threads=threads, on_bytes=lambda _: group.check())
+        job.finish()
+        targets.assign(match.objects)
+        targets.assign(per_rank)
+    seconds = {"plan": planned - clock, "check": verified - planned, "read": time.perf_counter() - verified}
     return LoadReport(
         path=checkpoint.url,
         format=checkpoint.format,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from reshard.tree import KeyPath, key_of, unflatten
 __all__ = ["Match", "match_keys"]
 
 DTYPE_POLICIES = ("error", "cast", "saved")
+MODES = ("strict", "subset", "partial")
 
 
 @dataclass(frozen=True)
@@ -190,9 +191,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _refuse(match: Match, strict: bool | Mapping[str, str], checkpoint: Checkpoint, targets: Targets) -> None:
-    strict_keys = _strictness(strict)
-    missing = [key for key in match.missing if strict_keys(key)]
-    unexpected = [key for key in match.unexpected if strict_keys(key)]
+    mode_of = _strictness(strict)
+    missing = [key for key in match.missing if mode_of(key) != "partial"]
+    unexpected = [key for key in match.unexpected if mode_of(key) == "strict"]
     if not (missing or unexpected or match.mismatched):
         return
     known, wanted = [*checkpoint, *checkpoint.aliases, *checkpoint.objects], [*targets.paths]
@@ -222,14 +223,11 @@ def _section(title: str, keys: Iterable[str], others: Iterable[str]) -> list[str
     return out
 
 
-def _strictness(strict: bool | Mapping[str, str]) -> Any:
+def _strictness(strict: bool | Mapping[str, str]) -> Callable[[str], str]:
+    """The mode of a key: "strict", "subset" or "partial"."""
     if isinstance(strict, bool):
-        return lambda key: strict
+        return lambda key: "strict" if strict else "partial"
     for glob, mode in strict.items():
-        if mode not in ("strict", "partial"):
-            raise KeyMismatchError(f"strictness of {glob!r} must be 'strict' or 'partial', got {mode!r}")
-
-    def decide(key: str) -> bool:
-        return next((mode for glob, mode in strict.items() if fnmatch.fnmatchcase(key, glob)), "strict") == "strict"
-
-    return decide
+        if mode not in MODES:
+            raise KeyMismatchError(f"strictness of {glob!r} must be one of {', '.join(MODES)}, got {mode!r}")
+    return lambda key: next((mode for glob, mode in strict.items() if fnmatch.fnmatchcase(key, glob)), "strict")

@@ -1,0 +1,95 @@
+"""Between DCP's folders and single files of `torch.save`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from reshard.checkpoint import Checkpoint, LazyTensor
+from reshard.checkpoint import open as open_checkpoint
+from reshard.dcp.saving import save
+from reshard.errors import CheckpointError, KeyMismatchError
+
+__all__ = ["BroadcastingTorchSaveReader", "dcp_to_torch_save", "torch_save_to_dcp"]
+
+
+def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
+    """One file of `torch.save` out of a checkpoint folder, nested as it was saved; in bounded memory."""
+    from reshard.converting import convert
+
+    convert(dcp_checkpoint_dir, torch_save_path, format="torch_save")
+
+
+def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
+    """A checkpoint folder out of one file of `torch.save`. Nothing in the file runs."""
+    nested = _read(open_checkpoint(torch_save_path).nested())
+    save(nested, checkpoint_id=dcp_checkpoint_dir, no_dist=True)
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, LazyTensor):
+        return value[...]
+    if isinstance(value, dict):
+        return {key: _read(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_read(item) for item in value)
+    return value
+
+
+class BroadcastingTorchSaveReader(StorageReader):
+    """Reads a file of `torch.save` straight into sharded targets; to be used with `DynamicMetaLoadPlanner`.
+
+    Each rank reads the bytes of its own shards out of the file, so the name is history: nothing is broadcast.
+    """
+
+    def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, coordinator_rank: int = 0) -> None:
+        self.checkpoint_id, self.coordinator_rank = checkpoint_id, coordinator_rank
+        self._checkpoint: Checkpoint | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """From now on read `checkpoint_id`."""
+        self._checkpoint = None
+        self.checkpoint_id = checkpoint_id or self.checkpoint_id
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Empty: the planner makes it of the target."""
+        return Metadata(state_dict_metadata={})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises CheckpointError if nobody said which file to read."""
+        if self.checkpoint_id is None:
+            raise CheckpointError("BroadcastingTorchSaveReader needs the path of a file: give checkpoint_id")
+        self._checkpoint = open_checkpoint(self.checkpoint_id)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return global_plan
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every item out of the file. Raises KeyMismatchError for a tensor that it does not hold."""
+        assert self._checkpoint is not None
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                raise KeyMismatchError(f"{item.storage_index.fqn!r}: only tensors can be read this way")
+            region = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths))
+            piece = self._checkpoint[item.storage_index.fqn][region if region else ...]
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(piece)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a file."""
+        return os.path.isfile(checkpoint_id)

@@ -1,0 +1,82 @@
+"""torch's planner and storage protocol, driven over our control plane: one rank's error reaches all."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from reshard.group import Group
+
+__all__ = ["run_load", "run_save"]
+
+
+def run_save(
+    state_dict: dict[str, Any], writer: StorageWriter, planner: SavePlanner, group: Group, coordinator: int
+) -> Metadata:
+    """Plan on every rank, put the plans together on the coordinator, write everywhere, finish on the coordinator.
+
+    Plans and results travel pickled, between the processes of this job only.
+    """
+    is_coordinator = group.rank == coordinator
+    _set_up_planner(planner, state_dict, writer.storage_meta(), is_coordinator)
+    _set_up_storage(writer.set_up_storage_writer, is_coordinator, group)
+    local = writer.prepare_local_plan(planner.create_local_plan())
+    gathered = group.exchange(pickle.dumps(local))
+    both = b""
+    with group.together("plan"):
+        if is_coordinator:
+            plans, metadata = planner.create_global_plan([pickle.loads(data) for data in gathered])
+            both = pickle.dumps((writer.prepare_global_plan(plans), metadata))
+    plans, metadata = pickle.loads(group.share(both if is_coordinator else None, coordinator))
+    final = planner.finish_plan(plans[group.rank])
+    with group.together("write"):
+        written = writer.write_data(final, planner)
+        written.wait()
+        results = group.exchange(pickle.dumps(written.value()))
+    with group.together("finish"):
+        if is_coordinator:
+            writer.finish(metadata, [pickle.loads(data) for data in results])
+    result: Metadata = metadata
+    return result
+
+
+def run_load(
+    state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner, group: Group, coordinator: int
+) -> None:
+    """Plan on every rank, put the plans together on the coordinator, read everywhere."""
+    is_coordinator = group.rank == coordinator
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state_dict, metadata, is_coordinator)
+    _set_up_storage(lambda first, **more: reader.set_up_storage_reader(metadata, first, **more), is_coordinator, group)
+    local = reader.prepare_local_plan(planner.create_local_plan())
+    gathered = group.exchange(pickle.dumps(local))
+    both = b""
+    with group.together("plan"):
+        if is_coordinator:
+            plans = planner.create_global_plan([pickle.loads(data) for data in gathered])
+            both = pickle.dumps(reader.prepare_global_plan(plans))
+    final = planner.finish_plan(pickle.loads(group.share(both if is_coordinator else None, coordinator))[group.rank])
+    with group.together("read"):
+        reader.read_data(final, planner).wait()
+
+
+def _set_up_planner(planner: SavePlanner, state_dict: dict[str, Any], meta: Any, is_coordinator: bool) -> None:
+    if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+        planner.set_up_planner(state_dict=state_dict, storage_meta=meta, is_coordinator=is_coordinator)
+    else:  # planners made before storages had metadata
+        planner.set_up_planner(state_dict, is_coordinator)  # type: ignore[arg-type]
+
+
+def _set_up_storage(set_up: Any, is_coordinator: bool, group: Group) -> None:
+    """Storages of recent torch versions are told their rank; older third-party ones take no such argument."""
+    try:
+        set_up(is_coordinator, rank=group.ranks[group.rank], use_collectives=True)
+    except TypeError as error:
+        if "unexpected keyword" not in str(error):
+            raise
+        set_up(is_coordinator)

@@ -1,0 +1,140 @@
+"""`FileSystemReader`: any checkpoint that `reshard.open` reads, behind torch's `StorageReader`."""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem as TorchReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from planners.box import Box
+from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import open as open_checkpoint
+from reshard.dcp.objects import object_to_bytes
+from reshard.dcp.state import chunk_of
+from reshard.dtypes import dtype_from_name
+from reshard.errors import DamagedCheckpointError
+from reshard.execute.arrays import as_array
+from reshard.formats.base import Place, StoredChunk
+from reshard.formats.copying import copy_place
+from reshard.tree import IntKey
+
+__all__ = ["FileSystemReader"]
+
+
+class FileSystemReader(StorageReader):
+    """Reads just the bytes that a plan asks for, in order of their position. Runs no pickle.
+
+    `path` may be a folder, a file or a URL, of any format that `reshard.open` knows.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = path
+        self.load_id = uuid.uuid4().hex
+        self._checkpoint: Checkpoint | None = None
+        self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where it reads."""
+        return self.path
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint, opened when first needed."""
+        if self._checkpoint is None:
+            self._checkpoint = open_checkpoint(self.path)
+        return self._checkpoint
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget what was opened; from now on read `checkpoint_id`, if given."""
+        self._checkpoint = None
+        self._chunks = {}
+        self.load_id = uuid.uuid4().hex
+        if checkpoint_id:
+            self.path = checkpoint_id
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """torch's metadata of whatever is there."""
+        checkpoint = self.checkpoint
+        table: dict[str, Any] = {}
+        for name, tensor in checkpoint.items():
+            chunks = [chunk_of(chunk.box) for chunk in tensor.stored.chunks]
+            table[name] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, chunks)
+        table.update({key: BytesStorageMetadata() for key in checkpoint.objects})
+        paths = checkpoint.contents.paths
+        planner_data = {
+            key: tuple(part.value if isinstance(part, IntKey) else part for part in paths.get(key, (key,)))
+            for key in table
+        }
+        meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
+        return Metadata(state_dict_metadata=table, planner_data=planner_data, storage_meta=meta)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up: where bytes are is asked of the checkpoint."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Obey `plan`: find all bytes first, then read them in order of file and position.
+
+        Raises DamagedCheckpointError, before anything is written, if bytes are not there.
+        """
+        found: list[tuple[str, int, TorchReadItem, Place]] = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                value = self.checkpoint.objects[item.storage_index.fqn]
+                planner.load_bytes(item, io.BytesIO(object_to_bytes(value)))
+                continue
+            place = self._place(item)
+            found.append((place.source.label, place.window.offset, item, place))
+        for _, _, item, place in sorted(found, key=lambda row: row[:2]):
+            target = planner.resolve_tensor(item).detach()
+            dtype = dtype_from_name(self.checkpoint[item.storage_index.fqn].stored.spec.dtype)
+            if target.dtype == dtype and target.device.type == "cpu" and not target.is_conj():
+                copy_place(place, as_array(target))
+            else:
+                staged = torch.empty(tuple(item.lengths), dtype=dtype)
+                copy_place(place, as_array(staged))
+                target.copy_(staged)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _place(self, item: TorchReadItem) -> Place:
+        fqn, offset = item.storage_index.fqn, item.storage_index.offset
+        if fqn not in self._chunks:
+            chunks = self.checkpoint[fqn].stored.chunks
+            self._chunks[fqn] = {chunk.box.offsets: chunk for chunk in chunks if not chunk.box.is_empty}
+        at = tuple(offset) if offset is not None else (0,) * len(item.lengths)
+        chunk = self._chunks[fqn].get(at)
+        if chunk is None:
+            raise DamagedCheckpointError(f"tensor {fqn!r}: no chunk at {at} is stored in {self.path}")
+        window = chunk.window.crop(Box(item.storage_offsets, item.lengths))
+        chunk.source.check(window.offset, window.stop)
+        return chunk.place.with_window(window)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this could be a place to read from."""
+        return bool(os.fspath(checkpoint_id))

@@ -1,0 +1,164 @@
+"""`FileSystemWriter`: DCP's files, written so that torch reads them, and an old checkpoint stays whole meanwhile."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # what torch's reader looks for in .metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem as TorchWriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from reshard.errors import StorageError
+from reshard.storage import Storage, open_storage
+from reshard.storage.base import Writer
+
+__all__ = ["FileSystemWriter"]
+
+_METADATA = ".metadata"
+
+
+class FileSystemWriter(StorageWriter):
+    """Writes `__<rank>_<n>.distcp` files and, last and in one step, `.metadata`.
+
+    Over an older checkpoint the new files get names of their own, and the old ones go when `.metadata` has changed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+    ) -> None:
+        """The arguments of torch's writer. Files are always synced; `thread_count` is how many files a rank writes at
+        once; with `single_file_per_rank` off every item gets a file of its own."""
+        del sync_files, per_thread_copy_ahead, cache_staged_state_dict
+        if thread_count < 1:
+            raise StorageError(f"thread_count must be >= 1, got {thread_count}")
+        self.path, self.single_file_per_rank = path, single_file_per_rank
+        self.thread_count, self.overwrite = thread_count, overwrite
+        self.save_id = uuid.uuid4().hex
+
+    @property
+    def storage(self) -> Storage:
+        """Where it writes."""
+        return open_storage(self.path)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where it writes, as it was given."""
+        return self.path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save, at `checkpoint_id` if given."""
+        if checkpoint_id:
+            self.path = checkpoint_id
+        self.save_id = uuid.uuid4().hex
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises StorageError if there is a checkpoint and `overwrite` is off."""
+        self.is_coordinator = is_coordinator
+        rank = kwargs.get("rank")
+        self.rank = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give each rank the prefix of its files. Raises StorageError if there is a checkpoint and no `overwrite`."""
+        names = self.storage.list()
+        if _METADATA in names and not self.overwrite:
+            raise StorageError(f"there is a checkpoint in {self.path} already, and overwrite is off")
+        mark = f"{self.save_id[:12]}_" if any(name.endswith(".distcp") for name in names) else ""
+        self._old = [name for name in names if name.endswith(".distcp")]
+        return [SavePlan(p.items, f"__{rank}_{mark}", p.planner_data) for rank, p in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the items of this rank."""
+        storage, prefix = self.storage, plan.storage_data
+        files = self._files(plan.items)
+
+        def write(numbered: tuple[int, list[TorchWriteItem]]) -> list[WriteResult]:
+            number, items = numbered
+            return _write_file(storage, f"{prefix}{number}.distcp", items, planner)
+
+        with ThreadPoolExecutor(self.thread_count, thread_name_prefix="reshard-dcp-write") as pool:
+            results = [result for rows in pool.map(write, enumerate(files)) for result in rows]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _files(self, items: Sequence[TorchWriteItem]) -> list[list[TorchWriteItem]]:
+        if not self.single_file_per_rank:
+            return [[item] for item in items]
+        return [list(items[k :: self.thread_count]) for k in range(self.thread_count) if items[k :: self.thread_count]]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish: on the coordinator, when all ranks have written."""
+        metadata.storage_data = {row.index: row.storage_data for rows in results for row in rows}
+        metadata.storage_meta = self.storage_meta()
+        storage = self.storage
+        storage.publish(_METADATA, pickle.dumps(metadata, protocol=4))
+        for name in self._old:
+            storage.delete(name)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Where and by which save."""
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this could be a place to write to."""
+        return bool(os.fspath(checkpoint_id))
+
+
+class _Counted:
+    """The file object that `torch.save` writes an item into."""
+
+    def __init__(self, out: Writer) -> None:
+        self.out = out
+
+    def write(self, data: Any) -> int:
+        self.out.write(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """The writer flushes when it is closed."""
+
+
+def _write_file(
+    storage: Storage, name: str, items: Iterable[TorchWriteItem], planner: SavePlanner
+) -> list[WriteResult]:
+    rows = []
+    with storage.create(name) as out:
+        for item in items:
+            start = out.nbytes
+            data = planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                out.write(data.getbuffer())  # type: ignore[union-attr]  # the planner gives bytes for it
+            else:
+                torch.save(_compact(data), _Counted(out))  # type: ignore[arg-type]
+            info = _StorageInfo(name, start, out.nbytes - start)
+            rows.append(WriteResult(index=item.index, size_in_bytes=out.nbytes - start, storage_data=info))
+    return rows
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, and not a view of more memory than it shows: `torch.save` writes all of it."""
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() and tensor.is_contiguous()
+    return tensor if whole else tensor.contiguous().clone()

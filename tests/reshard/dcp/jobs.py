@@ -1,0 +1,167 @@
+"""What the ranks of the DCP tests do: every pairing of torch's save and load, planners and storages with ours."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as theirs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import reshard.dcp as ours
+
+A = torch.arange(13 * 6, dtype=torch.float32).reshape(13, 6)
+
+
+class Counter:
+    """A Stateful."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "history": [1, 2, 3]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def state(placements: list[Any], *, zero: bool = False) -> dict[str, Any]:
+    """A nested state on a mesh of all ranks (2 x n/2 where there are two placements)."""
+    world = dist.get_world_size()
+    shape = (world,) if len(placements) == 1 else (2, world // 2)
+    mesh = init_device_mesh("cpu", shape)
+
+    def place(tensor: torch.Tensor) -> DTensor:
+        fitting = [p if isinstance(p, Replicate) or p.dim < tensor.ndim else Replicate() for p in placements]
+        return distribute_tensor(torch.zeros_like(tensor) if zero else tensor, mesh, fitting)
+
+    return {
+        "model": {"a": place(A), "half": place(A.to(torch.bfloat16)), "bias": place(torch.arange(5.0))},
+        "plain": torch.zeros(3) if zero else torch.tensor([1.0, 2.0, 3.0]),
+        "scalar": torch.tensor(0) if zero else torch.tensor(7),
+        "optim": {"groups": [{"lr": 0.0 if zero else 0.5, "params": [] if zero else ["a"]}]},
+        "counter": Counter(0 if zero else 42),
+        "step": 0 if zero else 5,
+    }
+
+
+def right(target: dict[str, Any]) -> bool:
+    full = {k: v.full_tensor() for k, v in target["model"].items()}
+    return (
+        torch.equal(full["a"], A)
+        and torch.equal(full["half"], A.to(torch.bfloat16))
+        and torch.equal(full["bias"], torch.arange(5.0))
+        and target["plain"].tolist() == [1, 2, 3]
+        and target["scalar"].item() == 7
+        and target["optim"] == {"groups": [{"lr": 0.5, "params": ["a"]}]}
+        and target["counter"].value == 42
+        and target["step"] == 5
+    )
+
+
+SOURCES = [[Shard(0)], [Shard(0), Shard(1)], [Replicate(), Shard(0)]]
+TARGETS = [[Shard(1)], [Replicate()], [Shard(0), Shard(0)]]
+
+
+def savers_of(made: dict[str, Any]) -> dict[str, Callable[[str], Any]]:
+    """Ways to save `made` at a path."""
+    return {
+        "ours": lambda p: ours.save(made, checkpoint_id=p),
+        "torch": lambda p: theirs.save(made, checkpoint_id=p),
+        "torch with our planner and writer": lambda p: theirs.save(
+            made, storage_writer=ours.FileSystemWriter(p), planner=ours.DefaultSavePlanner()
+        ),
+        "ours with torch's planner and writer": lambda p: ours.save(
+            made, storage_writer=theirs.FileSystemWriter(p), planner=theirs.DefaultSavePlanner()
+        ),
+        "ours, two threads": lambda p: ours.save(made, storage_writer=ours.FileSystemWriter(p, thread_count=2)),
+        "ours, async": lambda p: ours.async_save(made, checkpoint_id=p).result(),
+    }
+
+
+LOADERS: dict[str, Callable[[dict[str, Any], str], None]] = {
+    "ours": lambda s, p: ours.load(s, checkpoint_id=p),
+    "torch": lambda s, p: theirs.load(s, checkpoint_id=p),
+    "torch with our planner and reader": lambda s, p: theirs.load(
+        s, storage_reader=ours.FileSystemReader(p), planner=ours.DefaultLoadPlanner()
+    ),
+    "ours with torch's planner and reader": lambda s, p: ours.load(
+        s, storage_reader=theirs.FileSystemReader(p), planner=theirs.DefaultLoadPlanner()
+    ),
+    "ours with our reader, torch's planner": lambda s, p: ours.load(
+        s, storage_reader=ours.FileSystemReader(p), planner=theirs.DefaultLoadPlanner()
+    ),
+}
+
+
+def all_pairings(folder: str) -> list[tuple[str, bool]]:
+    """(what, right) for saves and loads by us and by torch, whole and with the parts exchanged."""
+    warnings.simplefilter("ignore")
+    out = []
+    for i, source in enumerate(SOURCES):
+        for j, (saver, save) in enumerate(savers_of(state(source)).items()):
+            path = f"{folder}/{i}-{j}"
+            save(path)
+            dist.barrier()
+            for loader, load in LOADERS.items():
+                empty = state(TARGETS[i], zero=True)
+                load(empty, path)
+                out.append((f"{source}: {saver} -> {loader}", right(empty)))
+    return out
+
+
+def strided(folder: str) -> bool:
+    """A strided shard alone on its mesh axis, of which torch itself saves overlapping chunks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.arange(48.0).reshape(16, 3)
+    rows = torch.arange(16).reshape(2, dist.get_world_size(), -1)[:, dist.get_rank()].reshape(-1)
+
+    def placed(local: torch.Tensor) -> DTensor:
+        return DTensor.from_local(local, mesh, [_StridedShard(0, split_factor=2)], run_check=False)
+
+    ours.save({"w": placed(full[rows])}, checkpoint_id=folder)
+    whole = {"w": torch.zeros(16, 3)}
+    ours.load(whole, checkpoint_id=folder)
+    theirs.load(again := {"w": torch.zeros(16, 3)}, checkpoint_id=folder)
+    back = {
+        "w": DTensor.from_local(torch.zeros_like(full[rows]), mesh, [_StridedShard(0, split_factor=2)], run_check=False)
+    }
+    ours.load(back, checkpoint_id=folder)
+    return (
+        torch.equal(whole["w"], full)
+        and torch.equal(again["w"], full)
+        and torch.equal(back["w"].to_local(), full[rows])
+    )
+
+
+def torch_file(path: str) -> bool:
+    """A file of torch.save straight into shards."""
+    target = {
+        "a": distribute_tensor(torch.zeros_like(A), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    }
+    ours.load(
+        target,
+        checkpoint_id=path,
+        storage_reader=ours.BroadcastingTorchSaveReader(),
+        planner=ours.DynamicMetaLoadPlanner(),
+    )
+    return torch.equal(target["a"].full_tensor(), A)
+
+
+def subgroup(folder: str) -> bool:
+    """Only the last two ranks save and load."""
+    world = dist.get_world_size()
+    group = dist.new_group([world - 2, world - 1])
+    if dist.get_rank() < world - 2:
+        return True
+    made = {"x": torch.arange(4.0)}
+    ours.save(made, checkpoint_id=folder, process_group=group)
+    target = {"x": torch.zeros(4)}
+    ours.load(target, checkpoint_id=folder, process_group=group)
+    return torch.equal(target["x"], made["x"])
