@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.errors import NormalizationError
 from reshard.formats.base import Contents
 from reshard.tree import IntKey
 
@@ -112,14 +113,30 @@ def find_sections(contents: Contents) -> Sections:
     tree = _unwrap(_split_flat(nest(contents)))
     if _is_bare_optimizer(tree):
         return Sections([], [tree])
-    optimizers = [_as_trees(tree[key]) for key in sorted(tree, key=str) if _is_optimizer(key, tree[key])]
+    found = sorted((key for key in tree if _is_optimizer(key, tree[key])), key=_natural)
     model = next((tree[key] for key in _MODEL if isinstance(tree.get(key), dict) and _has_tensor(tree[key])), None)
     if model is None:
-        model = {
-            key: value for key, value in tree.items() if not _is_optimizer(key, value) and not _is_other(key, value)
-        }
+        model = {k: v for k, v in tree.items() if not (_is_optimizer(k, v) or _is_other(k, v))}
+    elif all(type(key) is int and isinstance(model[key], dict) for key in model):
+        model = _joined(model)
     names = [(".".join(map(str, path)), leaf) for path, leaf in walk(model) if leaf.is_tensor]
-    return Sections(names, [one for several in optimizers for one in several])
+    return Sections(names, [one for key in found for one in _as_trees(tree[key])])
+
+
+def _natural(key: Any) -> tuple[Any, ...]:
+    """So that `optimizer_10` comes after `optimizer_2`."""
+    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(key)))
+
+
+def _joined(parts: Tree) -> Tree:
+    """The parts of a pipeline that one process has, as one model. Raises NormalizationError if two share a name."""
+    out: Tree = {}
+    for number, part in parts.items():
+        for key, value in part.items():
+            if key in out:
+                raise NormalizationError(f"part {number} of the model has {key!r}, and so has a part before it")
+            out[key] = value
+    return out
 
 
 def _split_flat(tree: Tree) -> Tree:
