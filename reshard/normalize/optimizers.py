@@ -158,10 +158,9 @@ def flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             else:
                 flat[f"{prefix}{key}"] = value
     for group in state_dict["param_groups"]:
-        fields = [(field, value) for field, value in group.items() if field != "params"]
+        fields = {field: value for field, value in group.items() if field != "params"}
         for name in group["params"]:
-            prefix = f"param_groups.{name}."
-            flat.update([(prefix + field, value) for field, value in fields])
+            flat.update(zip(map(f"param_groups.{name}.".__add__, fields), fields.values()))
     return flat
 
 

@@ -141,8 +141,8 @@ class _Copies:
             # by far the most common case, and there are many of them
             if (
                 type(value) is type(live) is torch.Tensor
-                and value.dtype == live.dtype
-                and value.shape == live.shape
+                and value.dtype is live.dtype
+                and value.is_same_size(live)
                 and not (moves_step and key == "step")
             ):
                 self.targets.append(live)
@@ -203,19 +203,20 @@ def _misshapen(state: list[tuple[OptimizedParameter, Mapping[str, Any] | None]],
     fits: dict[Any, int] = {}
     misfits: dict[Any, list[str]] = {}
     for one, values in state:
-        wanted = one.shape
+        parameter, wanted = one.parameter, one.shape
+        plain = one.piece is None and type(parameter) in (torch.Tensor, torch.nn.Parameter)
         for key, value in values.items() if values else ():
-            if type(value) is torch.Tensor:
-                shape: tuple[int, ...] = value.shape
-            elif isinstance(value, torch.Tensor):
-                shape = global_shape(value)
-            else:
+            if not isinstance(value, torch.Tensor):
                 continue
-            if shape == wanted and shape:
+            if plain and type(value) is torch.Tensor and value.is_same_size(parameter):
+                fits[key] = fits.get(key, 0) + 1
+                continue
+            shape = global_shape(value)
+            if shape == wanted:
                 fits[key] = fits.get(key, 0) + 1
             elif shape:
                 misfits.setdefault(key, []).append(
-                    f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {tuple(shape)}, "
+                    f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {shape}, "
                     f"which fits no layout of the parameter's shape {tuple(wanted)}"
                 )
     return [line for key, lines in misfits.items() if fits.get(key, 0) > len(lines) for line in lines]

@@ -34,6 +34,7 @@ LAYOUTS = [
     zoo.fsdp2,
     zoo.hsdp,
     zoo.tp,
+    zoo.tp_all,
     zoo.fsdp2_tp,
     zoo.nested(zoo.checkpointed, zoo.fsdp2_tp, zoo.compiled),
     zoo.fsdp1("FULL_SHARD", False),

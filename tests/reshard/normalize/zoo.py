@@ -13,7 +13,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -111,6 +116,13 @@ def tp(model: nn.Module) -> nn.Module:
     for layer in model.layers:
         parallelize_module(layer, mesh, TP_PLAN)
     return model
+
+
+def tp_all(model: nn.Module) -> nn.Module:
+    """Column, row, embedding and sequence parallelism; not meant to be run."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    plan = {"embed": RowwiseParallel(), "head": ColwiseParallel(), "layers.*.norm": SequenceParallel()}
+    return parallelize_module(model, mesh, {**plan, **{f"layers.*.{name}": style for name, style in TP_PLAN.items()}})
 
 
 def fsdp2_tp(model: nn.Module) -> nn.Module:
