@@ -22,7 +22,13 @@ Exit codes: 0 done, and the answer is yes; 1 the answer is no (no proof, damage,
 3 it could not be done (one line on stderr says why); 130 interrupted. With --traceback, anywhere, an error shows
 where it came from."""
 
-app = typer.Typer(name="reshard", help=_HELP, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="reshard",
+    help=_HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
