@@ -39,7 +39,7 @@ class _Story:
     """One or two layouts with their captions."""
     loads: list[tuple[str, Ints]]
     """Bytes per rank, with what they are."""
-    traffic: Traffic | None
+    traffic: Iterable[Traffic] | None
     traffic_words: str
 
 
@@ -83,7 +83,7 @@ def _story(plan: LoadPlan | SavePlan | TransferPlan) -> _Story:
             [("tensors", f"{len(plan.wanted):,}"), ("bytes read", format_bytes(plan.total_bytes)), *_busiest(loads)],
             [("saved", plan.saved), ("wanted", plan.wanted)],
             [("Bytes that each rank reads", loads)],
-            _reads(plan),
+            None if plan.views or plan.explicit else _reads(plan),
             "Rows: the lowest rank that saved a chunk. Columns: the rank that reads of it.",
         )
     if isinstance(plan, SavePlan):
@@ -109,7 +109,7 @@ def _story(plan: LoadPlan | SavePlan | TransferPlan) -> _Story:
             [*figures, *_busiest(received)],
             [("before", plan.before), ("after", plan.after)],
             [("Bytes that each rank sends", sent), ("Bytes that each rank receives", received)],
-            plan.traffic(),
+            plan.traffic_blocks(),
             "Rows: senders. Columns: receivers.",
         )
     raise PlanError(f"cannot draw a {type(plan).__name__}: give a load, save or transfer plan")
@@ -124,19 +124,13 @@ def _busiest(loads: Ints) -> list[tuple[str, str]]:
     ]
 
 
-def _reads(plan: LoadPlan) -> Traffic | None:
-    """Bytes from owners of chunks to readers; None if views or explicit items make that another matter."""
-    if plan.views or plan.explicit:
-        return None
-    columns: list[Traffic] = []
+def _reads(plan: LoadPlan) -> Iterator[Traffic]:
+    """Bytes from owners of chunks to readers."""
     for group in pair_groups(plan.saved, plan.wanted, plan.wanted):
         meeting = meeting_of(group.before.spec.shape, group.before.form, group.after.form)
         holders, nbytes = meeting.holders, group.before.spec.itemsize * len(group)
         for source, receiver, numel in meeting.blocks():
-            columns.append(Traffic(holders.ranks[holders.indptr[source]], receiver, numel * nbytes))
-    if not columns:
-        return Traffic(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
-    return Traffic(*(np.concatenate(column) for column in zip(*columns)))
+            yield Traffic(holders.ranks[holders.indptr[source]], receiver, numel * nbytes)
 
 
 # --- parts of the page ---
@@ -171,7 +165,7 @@ def _tensors(story: _Story, world: int) -> str:
 
 def _traffic(story: _Story, world: int, ranks_per_host: int) -> str:
     if story.traffic is None:
-        return '<p class="empty">Not drawn for this plan: it has no senders, or it reads through views.</p>'
+        return '<p class="empty">Not drawn for this plan: it has no senders, or it was changed by hand or by views.</p>'
     if world <= _MAX_MATRIX:
         per, unit, labels = 1, "rank", [str(rank) for rank in range(world)]
     else:
@@ -182,7 +176,8 @@ def _traffic(story: _Story, world: int, ranks_per_host: int) -> str:
         labels = [f"{i * group:,}" + (f"–{min((i + 1) * group, hosts) - 1:,}" if group > 1 else "") for i in range(n)]
     n = len(labels)
     sums = np.zeros((n, n), dtype=np.int64)
-    np.add.at(sums, (story.traffic.sender // per, story.traffic.receiver // per), story.traffic.nbytes)
+    for sender, receiver, nbytes in story.traffic:
+        np.add.at(sums, (sender // per, receiver // per), nbytes)
     scale = "" if per == 1 else f" Each cell sums {per} × {per} ranks."
     return f"<p>{escape(story.traffic_words + scale)}</p>" + matrix(sums, labels, unit)
 

@@ -9,7 +9,7 @@ work out its own part alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +18,11 @@ from planners.grouping import PairGroup
 from planners.meeting import Meeting
 from planners.ownership import Ints
 
-__all__ = ["Route", "Traffic"]
+__all__ = ["Route", "Traffic", "total_traffic"]
 
 _BLOCK_ENTRIES = 1 << 20
+_DENSE_RANKS = 4096
+"""For so many ranks traffic is summed in a table of all pairs."""
 
 
 class Traffic(NamedTuple):
@@ -180,6 +182,33 @@ class Route:
                 senders = self.order[holders.indptr[source[some]][:, None] + place]
                 sizes = nbytes[some][:, None] * times
                 yield Traffic(senders.reshape(-1), np.repeat(receiver[some], len(first)), sizes.reshape(-1))
+
+
+def total_traffic(blocks: Iterable[Traffic], world_size: int) -> Traffic:
+    """The sum of blocks: every pair of ranks that comes up once, sorted by sender and receiver."""
+    if world_size <= _DENSE_RANKS:
+        table = np.zeros(world_size * world_size, dtype=np.int64)
+        for sender, receiver, nbytes in blocks:
+            np.add.at(table, sender * world_size + receiver, nbytes)
+        pairs = np.flatnonzero(table)
+        return Traffic(pairs // world_size, pairs % world_size, table[pairs])
+    total = Traffic(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+    waiting, entries = [total], 0
+    for block in blocks:
+        waiting.append(block)
+        entries += len(block.sender)
+        if entries > len(total.sender) + 4 * _BLOCK_ENTRIES:
+            total, entries = _sum(waiting), 0
+            waiting = [total]
+    return _sum(waiting)
+
+
+def _sum(blocks: list[Traffic]) -> Traffic:
+    every = np.concatenate([block.sender << 32 | block.receiver for block in blocks])
+    pairs, inverse = np.unique(every, return_inverse=True)
+    nbytes = np.zeros(len(pairs), dtype=np.int64)
+    np.add.at(nbytes, inverse, np.concatenate([block.nbytes for block in blocks]))
+    return Traffic(pairs >> 32, pairs & 0xFFFFFFFF, nbytes)
 
 
 def _first_turn(tensor: int, waiting: int, holding: int) -> int:

@@ -22,7 +22,7 @@ from planners.grouping import pair_groups
 from planners.layout import StateLayout
 from planners.meeting import meeting_of
 from planners.ownership import Ints
-from planners.routes import Route, Traffic
+from planners.routes import Route, Traffic, total_traffic
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -196,26 +196,18 @@ class TransferPlan:
 
     def traffic(self) -> Traffic:
         """Bytes between every two ranks that exchange any, as columns sorted by sender and receiver."""
-        keys: list[Ints] = []
-        sizes: list[Ints] = []
+        return total_traffic(self.traffic_blocks(), self.world_size)
+
+    def traffic_blocks(self) -> Iterator[Traffic]:
+        """What `traffic` sums, bit by bit and in bounded memory: pairs of ranks may come up several times."""
+        listed = np.array(sorted(self.explicit), dtype=np.int64)
         for route in self.routes:
-            for sender, receiver, nbytes in route.traffic():
-                keys.append(sender << 32 | receiver)
-                sizes.append(nbytes)
-        if self.explicit:
-            listed = np.array(sorted(self.explicit), dtype=np.int64)
-            for i, key in enumerate(keys):
-                kept = ~np.isin(key & 0xFFFFFFFF, listed)
-                keys[i], sizes[i] = key[kept], sizes[i][kept]
-            for items in self.explicit.values():
-                crossing = [item for item in items if not item.is_local]
-                keys.append(np.array([item.sender << 32 | item.receiver for item in crossing], dtype=np.int64))
-                sizes.append(np.array([item.nbytes for item in crossing], dtype=np.int64))
-        every = np.concatenate(keys) if keys else np.zeros(0, dtype=np.int64)
-        pairs, inverse = np.unique(every, return_inverse=True)
-        total = np.zeros(len(pairs), dtype=np.int64)
-        np.add.at(total, inverse, np.concatenate(sizes) if sizes else every)
-        return Traffic(pairs >> 32, pairs & 0xFFFFFFFF, total)
+            for block in route.traffic():
+                kept = ~np.isin(block.receiver, listed) if len(listed) else slice(None)
+                yield Traffic(*(column[kept] for column in block))
+        for items in self.explicit.values():
+            rows = [(item.sender, item.receiver, item.nbytes) for item in items if not item.is_local and item.nbytes]
+            yield Traffic(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
 
     def sent_bytes(self) -> Ints:
         """Bytes that each rank sends to others. Items are not enumerated."""
