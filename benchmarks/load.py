@@ -1,10 +1,11 @@
 """Loading against torch.distributed.checkpoint: each from its own checkpoint of the same tensors, in one process tree.
 
-    python -m benchmarks.load [--quick] [--folder /dev/shm]
+    python -m benchmarks.load [--quick] [--folder /dev/shm] [--same-checkpoint]
 
 Prints the ratio of wall-clock times (above 1: we are faster) and the bytes read for each byte needed. What the peer
 reads is counted by the kernel; we read local files through mappings, which the kernel does not count, so what is
-printed for us is the bytes that were copied out of them, plus what the kernel counted.
+printed for us is the bytes that were copied out of them, plus what the kernel counted. With `--same-checkpoint` both
+load the one that torch wrote.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def save(folder: str, shape: tuple[int, ...], placements: list[Placement], count
     reshard.save(state, f"{folder}/reshard")
 
 
-def load(folder: str, shape: tuple[int, ...], placements: list[Placement], count: int, rows: int) -> dict[str, Any]:
+def load(
+    folder: str, shape: tuple[int, ...], placements: list[Placement], count: int, rows: int, ours_at: str
+) -> dict[str, Any]:
     theirs = make(shape, placements, count, rows, seed=None)
     ours = make(shape, placements, count, rows, seed=None)
     needed = sum(t.to_local().nbytes for t in ours.values())
@@ -75,7 +78,7 @@ def load(folder: str, shape: tuple[int, ...], placements: list[Placement], count
         seconds, _ = timed(lambda: dcp.load(theirs, checkpoint_id=f"{folder}/dcp"))
         out["dcp_s"], out["dcp_read"] = seconds, read_chars() - before
         before = read_chars()
-        seconds, report = timed(lambda: reshard.load(ours, f"{folder}/reshard"))
+        seconds, report = timed(lambda: reshard.load(ours, f"{folder}/{ours_at}"))
         out["our_s"], out["our_read"] = seconds, report.bytes_read + read_chars() - before
         out["phases"] = dict(report.seconds)
         del round
@@ -91,6 +94,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the first case only, with an eighth of the bytes")
     parser.add_argument("--folder", default="/dev/shm", help="where the checkpoints go (default: memory)")
     parser.add_argument("--case", help="only cases whose name holds this text")
+    parser.add_argument("--same-checkpoint", action="store_true", help="both load the checkpoint that torch wrote")
     options = parser.parse_args()
     count, rows = (12, 2048) if options.quick else (24, 4096)
     names = [name for name in CASES if options.case is None or options.case in name]
@@ -102,7 +106,8 @@ def main() -> None:
         try:
             savers = torch.Size(saved_shape).numel()
             run(save, savers, folder, saved_shape, saved, count, rows)
-            rows_out = run(load, world, folder, wanted_shape, wanted, count, rows)
+            ours_at = "dcp" if options.same_checkpoint else "reshard"
+            rows_out = run(load, world, folder, wanted_shape, wanted, count, rows, ours_at)
         finally:
             shutil.rmtree(folder)
         assert all(row["equal"] for row in rows_out), "the two loaded different values"

@@ -60,6 +60,6 @@ def timed(fn: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def read_chars() -> int:
-    """Bytes that this process asked the kernel for with read calls so far; what is read through a mapping does not count."""
+    """Bytes that this process asked the kernel for with read calls so far; a mapping does not count."""
     with open("/proc/self/io") as file:
         return int(file.readline().split()[1])
