@@ -16,6 +16,7 @@ _HOME = {
     "ReshardError": "errors",
     "SaveReport": "saving",
     "StateDictOptions": "normalize",
+    "TransferReport": "live",
     "async_save": "saving",
     "compare": "checking",
     "fingerprint": "fingerprints",
@@ -31,18 +32,23 @@ _HOME = {
     "open": "checkpoint",
     "optimizer_destinations": "destinations",
     "plan": "planning",
+    "prepare": "live",
     "prune": "generations",
+    "redistribute": "live",
     "save": "saving",
     "set_model_state_dict": "normalize",
     "set_optimizer_state_dict": "normalize",
     "set_state_dict": "normalize",
+    "trace_layout": "trace",
     "verify": "checking",
+    "verify_live": "live",
 }
 """Where each public name lives."""
 
 __all__ = list(_HOME)
 
 if TYPE_CHECKING:
+    from reshard import dcp as dcp
     from reshard.checking import compare as compare
     from reshard.checking import verify as verify
     from reshard.checkpoint import Checkpoint as Checkpoint
@@ -52,6 +58,10 @@ if TYPE_CHECKING:
     from reshard.fingerprints import fingerprint as fingerprint
     from reshard.generations import latest_complete as latest_complete
     from reshard.generations import prune as prune
+    from reshard.live import TransferReport as TransferReport
+    from reshard.live import prepare as prepare
+    from reshard.live import redistribute as redistribute
+    from reshard.live import verify_live as verify_live
     from reshard.loading import LoadReport as LoadReport
     from reshard.loading import load as load
     from reshard.normalize import FqnMap as FqnMap
@@ -71,9 +81,12 @@ if TYPE_CHECKING:
     from reshard.saving import async_save as async_save
     from reshard.saving import save as save
     from reshard.tensors import layout_of as layout_of
+    from reshard.trace import trace_layout as trace_layout
 
 
 def __getattr__(name: str) -> Any:
+    if name == "dcp":
+        return importlib.import_module("reshard.dcp")
     if name not in _HOME:
         raise AttributeError(f"module 'reshard' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"reshard.{_HOME[name]}"), name)
