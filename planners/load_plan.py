@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -88,7 +89,7 @@ class LoadPlan:
     that asks. A plan whose items were listed explicitly (`with_items`) keeps them, and `verify` judges them.
     """
 
-    __slots__ = ("_rank_bytes", "explicit", "saved", "views", "wanted")
+    __slots__ = ("_groups", "_rank_bytes", "explicit", "saved", "views", "wanted")
 
     saved: StateLayout
     wanted: StateLayout
@@ -108,6 +109,7 @@ class LoadPlan:
         self.explicit = {rank: ReadItems(items) for rank, items in (explicit or {}).items()}
         self.views = dict(views or {})
         self._rank_bytes: Ints | None = None
+        self._groups: tuple[dict[str, int], ...] | None = None
         for rank in self.explicit:
             if not 0 <= rank < wanted.world_size:
                 raise PlanError(f"there are ranks 0 to {wanted.world_size - 1} only", rank=rank)
@@ -148,19 +150,37 @@ class LoadPlan:
         if rank in self.explicit:
             return self.explicit[rank]
         self._check(rank)
-        found: dict[tuple[object, ...], list[ReadItem]] = {}
-        out: list[ReadItem] = []
-        for fqn in self.wanted:
-            view, key = self.views.get(fqn), self.geometry_key(fqn)
-            pattern = found.get(key)
-            if pattern is None:
-                pattern = found[key] = self.tensor_items(fqn, rank)
-            if view is None:
-                out += [ReadItem(fqn, *item[1:]) for item in pattern]
-            elif pattern:
-                names = dict(zip((s.fqn for s in self.views[pattern[0].fqn].sources), (s.fqn for s in view.sources)))
-                out += [ReadItem(fqn, *item[1:7], names[item.saved_fqn], item.dims) for item in pattern]
-        return ReadItems(out)
+        found: list[tuple[int, list[ReadItem]]] = []
+        for group in self.groups():
+            first = next(iter(group))
+            pattern = self.tensor_items(first, rank)
+            if not pattern:
+                continue
+            for fqn, position in group.items():
+                if fqn not in self.views:
+                    found.append((position, [ReadItem(fqn, *item[1:]) for item in pattern]))
+                    continue
+                sources = zip(self.views[first].sources, self.views[fqn].sources)
+                names = {one.fqn: other.fqn for one, other in sources}
+                items = [ReadItem(fqn, *item[1:7], names[item.saved_fqn], item.dims) for item in pattern]
+                found.append((position, items))
+        found.sort(key=lambda row: row[0])
+        return ReadItems(itertools.chain.from_iterable(items for _, items in found))
+
+    def groups(self) -> tuple[dict[str, int], ...]:
+        """Wanted names that share one plan, with their places among all wanted ones; found once.
+
+        Raises LayoutMismatchError if a wanted tensor, or one that its view takes from, is not saved.
+        """
+        if self._groups is None:
+            groups: dict[tuple[object, ...], dict[str, int]] = {}
+            for position, fqn in enumerate(self.wanted):
+                try:
+                    groups.setdefault(self.geometry_key(fqn), {})[fqn] = position
+                except KeyError as error:
+                    raise LayoutMismatchError(f"{error} is not saved", fqn=fqn) from None
+            self._groups = tuple(groups.values())
+        return self._groups
 
     def tensor_items(self, fqn: str, rank: int) -> list[ReadItem]:
         """What the layouts make `rank` read of one tensor, whatever was listed explicitly."""

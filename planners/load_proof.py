@@ -11,6 +11,7 @@ from planners.cover import tiling_fault
 from planners.errors import PlanError
 from planners.findings import Finding
 from planners.forms import Part
+from planners.layout import StateLayout
 from planners.load_plan import LoadPlan, ReadItem
 from planners.overlap import ProductOverlap
 from planners.ownership import Segments
@@ -24,12 +25,12 @@ def load_findings(plan: LoadPlan) -> Iterator[Finding]:
     """All that is wrong with a load plan."""
     unfit = dict(_unfit(plan))
     yield from (Finding(message, fqn) for fqn, message in unfit.items())
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for fqn in plan.wanted:
-        if fqn not in unfit:
-            groups.setdefault(plan.geometry_key(fqn), []).append(fqn)
-    for names in groups.values():
-        yield from _geometry_findings(plan, names)
+    fit = plan
+    if unfit:
+        rest = {fqn: layout for fqn, layout in plan.wanted.items() if fqn not in unfit}
+        fit = LoadPlan(plan.saved, StateLayout(rest), None, plan.views)
+    for group in fit.groups():
+        yield from _geometry_findings(plan, list(group))
     for rank, items in plan.explicit.items():
         yield from _item_findings(plan, rank, items, [fqn for fqn in plan.wanted if fqn not in unfit])
 

@@ -14,22 +14,19 @@ the submesh of the others (a pipeline stage, an expert's group).
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from planners.errors import PlanError
 from planners.forms import ProductForm
+from planners.globs import Globs
 from planners.layout import StateLayout, TensorLayout, TensorSpec
 from planners.mesh import Mesh
 from planners.placement import BlockShard, Placement, Replicate, parse_placements
 
 __all__ = ["Home", "Rule", "Topology"]
-
-_Part = TypeVar("_Part", "Rule", "Home")
 
 Axes = tuple[tuple[str, ...], ...]
 
@@ -171,23 +168,23 @@ class Topology:
         tensors: dict[str, TensorLayout] = {}
         used: set[Rule | Home] = set()
         lost: list[str] = []
-        rules, homes = _Matcher(self.rules), [_Matcher([home]) for home in self.homes]
+        rules, homes = Globs([rule.pattern for rule in self.rules]), Globs([home.pattern for home in self.homes])
         fixable = len({name for home in self.homes for name, _ in home.at})
         for spec in specs.values() if isinstance(specs, Mapping) else specs:
-            rule = rules.first(spec.fqn)
-            if rule is None:
+            number = rules.first(spec.fqn)
+            if number is None:
                 lost.append(spec.fqn)
                 continue
+            rule = self.rules[number]
             used.add(rule)
             at: dict[str, int] = {}
-            for matcher in homes:
-                if len(at) == fixable:
-                    break
-                home = matcher.first(spec.fqn)
-                fresh = [(n, c) for n, c in home.at if n not in at] if home is not None else []
-                if home is not None and fresh:
+            for home in (self.homes[number] for number in homes.matching(spec.fqn)):
+                fresh = [(name, coordinate) for name, coordinate in home.at if name not in at]
+                if fresh:
                     used.add(home)
                     at.update(fresh)
+                if len(at) == fixable:
+                    break
             if spec.fqn in tensors:
                 raise PlanError("two tensors have one name", fqn=spec.fqn)
             tensors[spec.fqn] = self._place(spec, rule, at)
@@ -252,15 +249,3 @@ class Topology:
 
     def __hash__(self) -> int:
         return hash((self.mesh, self.rules, self.homes, self.even))
-
-
-class _Matcher(Generic[_Part]):
-    """The first of some rules or homes that matches a name."""
-
-    def __init__(self, parts: Iterable[_Part]) -> None:
-        self._parts: list[tuple[Callable[[str], object], _Part]] = [
-            (re.compile(fnmatch.translate(part.pattern)).match, part) for part in parts
-        ]
-
-    def first(self, fqn: str) -> _Part | None:
-        return next((part for match, part in self._parts if match(fqn)), None)
