@@ -21,7 +21,7 @@ from reshard.errors import LayoutError
 from reshard.group import Group
 from reshard.tensors import form_of, is_sharded, spec_of
 
-__all__ = ["Described", "describe", "format_some_ranks", "gather_distinct", "join_layouts"]
+__all__ = ["Described", "describe", "format_some_ranks", "gather_distinct", "join_aliases", "join_layouts"]
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -89,6 +89,24 @@ def join_layouts(parties: Iterable[tuple[Described, list[int]]], *, skip: Iterab
     left_out, everyone = set(skip), sorted(everyone)
     tensors = {key: _join(key, rows, everyone) for key, rows in found.items() if key not in left_out}
     return StateLayout(tensors, everyone[-1] + 1)
+
+
+def join_aliases(
+    parties: Iterable[tuple[Iterable[str], Mapping[str, str], Iterable[str]]],
+) -> dict[str, str]:
+    """Keys that all ranks which can tell say are tied to the same other key, which itself is tied to none.
+
+    Each party says: its keys, which of them are the memory of which earlier key, and of which it holds no element.
+    """
+    claims: dict[str, set[str | None]] = {}
+    for keys, aliases, empty in parties:
+        unsure = set(empty)
+        for key in keys:
+            first = aliases.get(key)
+            if first is not None or key not in unsure:
+                claims.setdefault(key, set()).add(first)
+    tied = {key: next(iter(firsts)) for key, firsts in claims.items() if len(firsts) == 1}
+    return {key: first for key, first in tied.items() if first is not None and tied.get(first) is None}
 
 
 def format_some_ranks(ranks: list[int]) -> str:

@@ -19,7 +19,7 @@ from planners.forms import ProductForm
 from planners.layout import StateLayout, TensorLayout, TensorSpec
 from planners.mesh import Mesh
 from planners.placement import Replicate
-from reshard.agreement import Described, describe, format_some_ranks, gather_distinct, join_layouts
+from reshard.agreement import Described, describe, format_some_ranks, gather_distinct, join_aliases, join_layouts
 from reshard.errors import FormatError, KeyMismatchError, LayoutError
 from reshard.execute.arrays import as_array, row_major_bytes
 from reshard.group import Group
@@ -249,7 +249,7 @@ def _merge(
         for path, kind in description.containers:
             containers.setdefault(str(path), (path, kind))
     world = max(of_rank) + 1
-    aliases = _aliases([description for description, _ in distinct.values()])
+    aliases = join_aliases((d.tensors.tensors, d.aliases, d.empty) for d, _ in distinct.values())
     tensors = dict(join_layouts(((d.tensors, ranks) for d, ranks in distinct.values()), skip=aliases))
     if clash := [name for name in own if name in tensors]:
         raise KeyMismatchError(f"the key {clash[0]!r} is what a value of one rank would be called: rename it")
@@ -259,15 +259,3 @@ def _merge(
     if clash:
         raise KeyMismatchError(f"the key {clash[0]!r} is a tensor on some ranks and something else on others")
     return Census(StateLayout(tensors, world), {}, per_rank, paths, list(containers.values()), aliases)
-
-
-def _aliases(descriptions: list[_Description]) -> dict[str, str]:
-    """Keys that all ranks which can tell say are tied to the same other key."""
-    claims: dict[str, set[str | None]] = {}
-    for description in descriptions:
-        for key in description.tensors.tensors:
-            first = description.aliases.get(key)
-            if first is not None or key not in description.empty:
-                claims.setdefault(key, set()).add(first)
-    tied = {key: next(iter(firsts)) for key, firsts in claims.items() if len(firsts) == 1}
-    return {key: first for key, first in tied.items() if first is not None and tied.get(first) is None}

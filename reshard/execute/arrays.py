@@ -10,7 +10,7 @@ import torch
 
 from reshard.formats.copying import item_dtype
 
-__all__ = ["as_array", "row_major_bytes"]
+__all__ = ["as_array", "raw_elements", "row_major_bytes"]
 
 Array = npt.NDArray[Any]
 
@@ -32,3 +32,13 @@ def as_array(tensor: torch.Tensor) -> Array:
 def row_major_bytes(array: Array) -> memoryview:
     """The elements in row-major order; a copy only where they do not lie so already."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def raw_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as integers of their size, sharing memory on any device: what `copy_` does to them changes no bit.
+
+    Elements of 16 bytes, and lazily conjugated or negated ones, stay as they are: copying resolves the latter.
+    """
+    if tensor.element_size() not in _INTS or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    return tensor.view(_INTS[tensor.element_size()])
