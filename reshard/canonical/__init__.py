@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from planners.errors import PlanError
 from reshard.canonical.deepspeed import normalize_deepspeed
 from reshard.canonical.fsdp1 import normalize_fsdp1
 from reshard.canonical.generic import normalize_generic
@@ -18,6 +19,7 @@ from reshard.canonical.megatron import normalize_megatron
 from reshard.canonical.megatron_legacy import normalize_megatron_legacy
 from reshard.canonical.result import Canonical
 from reshard.canonical.stages import normalize_stages
+from reshard.errors import DamagedCheckpointError, ReshardError
 from reshard.formats.base import Contents
 
 __all__ = ["HINTS", "Canonical", "normalize"]
@@ -43,4 +45,13 @@ def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: 
         DamagedCheckpointError: parts of a tensor are missing or do not fit together.
     """
     normalizer = _BY_FORMAT.get(contents.format, normalize_generic)
-    return normalizer(contents, Hints(hints), what).rename()
+    given = Hints(hints)
+    try:
+        return normalizer(contents, given, what).rename()
+    except ReshardError:
+        raise
+    except (PlanError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # a value of another type than its format has at this place
+        raise DamagedCheckpointError(
+            f"{what}: what is in its files is not what {contents.format} writes: {type(error).__name__}: {error}"
+        ) from error
