@@ -48,6 +48,7 @@ from planners.presets import pipelined as pipelined
 from planners.proof import Finding as Finding
 from planners.proof import Report as Report
 from planners.proof import verify as verify
+from planners.relay import plan_relay as plan_relay
 from planners.render import explain as explain
 from planners.render import format_plan as format_plan
 from planners.replay import replay as replay

@@ -3,9 +3,8 @@
 Ranks before and after are one numbering: rank 3 before is rank 3 after. The two sides may be the same ranks, share
 some, or share none. What a receiver holds already it copies; every other byte that it needs crosses to it once.
 
-Replicas are fed one by one: if k ranks of one host need the same bytes, these cross to the host k times. Feeding each
-a stripe and letting them complete one another would move fewer bytes between hosts, at the price of a second
-step; plans do not do that yet.
+Replicas are fed one by one: if k ranks of one host need the same bytes, these cross to the host k times. Where that
+is too much, `planners.relay` makes two plans: a stripe for each replica, and then what they lack from one another.
 """
 
 from __future__ import annotations
