@@ -92,7 +92,7 @@ def iter_full(
         with torch.no_grad():
             found = _whole(state.pop(name), name, owner)
         if found:
-            yield name, _to_cpu(found[0]) if cpu_offload else found[0]
+            yield name, _to_cpu(found.pop()) if cpu_offload else found.pop()
 
 
 def agree_on_gathering(tensors: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from reshard.errors import KeyMismatchError
 from reshard.modules import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
@@ -15,7 +16,7 @@ from reshard.normalize.names import LiveModel, Region, Slot, where
 from reshard.normalize.options import StateDictOptions
 from reshard.normalize.report import Cast, SetReport
 from reshard.normalize.values import is_meta, like, materialised, problem, same_value, write
-from reshard.tensors import dtype_of, global_shape, is_sharded
+from reshard.tensors import dtype_of, global_shape, is_sharded, local_tensors
 
 __all__ = ["ModelWrites", "apply_model", "plan_model", "read_model"]
 
@@ -145,7 +146,8 @@ class _Match:
             return None
         self.used.add(name)
         if slot.value is not None:
-            self._fit(name, self.given[name], slot)
+            if not is_lazy(slot.value):
+                self._fit(name, self.given[name], slot)
             self.written.add(slot.identity)
         return name
 
@@ -155,7 +157,8 @@ class _Match:
         state: dict[str, Any] = {}
         missing: list[str] = []
         slots = {slot.name: slot for slot in region.slots if slot.value is not None}
-        for key in region.module.state_dict():
+        by_memory = {address: slot for slot in slots.values() if (address := _address(slot.value)) is not None}
+        for key, emitted in region.module.state_dict().items():
             name, before = region.canonical(key), len(self.missing)
             slot = slots.get(name)
             source = self.take(slot) if slot is not None else name if name in self.given else None
@@ -163,7 +166,11 @@ class _Match:
             del self.missing[before:]
             if source is not None:
                 self.used.add(source)
+                # a hook may emit a live tensor under a name of its own
+                slot = slot or by_memory.get(_address(emitted) or 0)
                 state[key] = self._placed(self.given[source], slot)
+                if slot is not None:
+                    self.written.add(slot.identity)
             elif slot is None:
                 missing.append(name)
         strangers = [name for name in self.given if name.startswith(region.prefix) and name not in self.used]
@@ -191,6 +198,8 @@ class _Match:
     def _placed(self, value: Any, slot: Slot | None) -> Any:
         if self.outlines or slot is None or slot.value is None or not isinstance(value, torch.Tensor):
             return value
+        if global_shape(value) != slot.shape:
+            return value  # what the module makes of it is its own business
         if slot.value.is_meta and not is_meta(value):
             new = self.made.get(slot.identity)
             if new is None:
@@ -243,6 +252,14 @@ def _listed(title: str, names: list[str], live: LiveModel | None = None, limit: 
         close = difflib.get_close_matches(name, live.by_name, 1, 0.8) if live is not None and i < 5 else []
         lines.append(f"  {title}: {name}" + (f" (did you mean {close[0]}?)" if close else ""))
     return lines + ([f"  {title}: and {len(names) - limit} more"] if len(names) > limit else [])
+
+
+def _address(value: Any) -> int | None:
+    """Where the elements of a tensor lie on this rank; None for anything without memory."""
+    if not isinstance(value, torch.Tensor) or is_lazy(value):
+        return None
+    local = local_tensors(value)
+    return (local[0].data_ptr() or None) if local and not hasattr(local[0], "__tensor_flatten__") else None
 
 
 def _is_plain_pair(slot: Slot, value: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from reshard.errors import NormalizationError
 from reshard.fsdp1 import FlatPiece, flat_pieces, is_flat
@@ -73,10 +74,10 @@ class Slot(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Global shape; () for extra state."""
+        """Global shape; () for extra state and for lazy parameters that have none yet."""
         if self.piece is not None:
             return self.piece.shape
-        return () if self.value is None else tuple(self.value.shape)
+        return () if self.value is None or is_lazy(self.value) else tuple(self.value.shape)
 
     def tensor(self) -> torch.Tensor:
         """The live tensor, sharded as it is; whoever writes into it writes into the model."""

@@ -20,6 +20,7 @@ from reshard.normalize import (
 from tests import gloo
 from tests.reshard.normalize import zoo
 from tests.reshard.normalize.test_layouts import assert_same, ordered
+from tests.reshard.normalize.test_model import Growing
 
 FULL = StateDictOptions(full_state_dict=True)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -171,6 +172,46 @@ def test_gathering_a_name_that_one_rank_lacks_is_an_error_on_all_ranks() -> None
     heard = gloo.run(gathering_what_one_rank_lacks, 2)
     assert heard[0] == heard[1]
     assert "'layers.0.up.bias' is sharded over ranks [0, 1], but ranks [1] do not have it" in heard[0]
+
+
+class Custom(zoo.Net):
+    """A root with hooks that rename, and a child with extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(**UNEVEN)
+        self.growing = Growing()
+        self.register_state_dict_post_hook(self._save)
+        self.register_load_state_dict_pre_hook(self._load)
+
+    @staticmethod
+    def _save(module: torch.nn.Module, state: dict, prefix: str, _: Any) -> None:
+        state[f"{prefix}output.weight"] = state.pop(f"{prefix}head.weight")
+
+    @staticmethod
+    def _load(module: torch.nn.Module, state: dict, prefix: str, *_: Any) -> None:
+        state[f"{prefix}head.weight"] = state.pop(f"{prefix}output.weight")
+
+
+def run_custom() -> None:
+    torch.manual_seed(0)
+    truth = Custom()
+    truth.growing.amax = [1.0, 2.0]
+    wanted = {name: value.clone() for name, value in get_model_state_dict(truth).items()}
+    assert {"output.weight", "growing._extra_state"} <= set(wanted)
+    for layout in (zoo.fsdp2, zoo.nested(zoo.checkpointed, zoo.fsdp2_tp), zoo.ddp):
+        for options in (FULL, BROADCAST):
+            torch.manual_seed(1)
+            model = layout(Custom())
+            given = wanted if options is FULL or dist.get_rank() == 0 else {}
+            report = set_model_state_dict(model, given, options=options)
+            assert report.missing == report.unexpected == ()
+            assert report.untouched == ("layers.0.scratch", "layers.1.scratch")
+            assert_same(get_model_state_dict(model, options=FULL), wanted)
+
+
+@pytest.mark.gloo
+def test_hooks_and_overrides_inside_parallel_models() -> None:
+    gloo.run(run_custom, 4)
 
 
 def test_options_that_contradict_each_other() -> None:

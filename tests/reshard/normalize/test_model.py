@@ -320,3 +320,10 @@ def test_declared_hidden_children_under_either_method_name() -> None:
     options = StateDictOptions(dsd_fqn_modifiers="absent")
     assert list(get_model_state_dict(model, options=options)) == ["0.inner.mlp.weight", "0.inner.mlp.bias"]
     set_model_state_dict(model, get_model_state_dict(nn.Sequential(Hidden())))
+
+
+def test_lazy_modules_take_the_shape_they_are_given() -> None:
+    source, target = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.LazyLinear(2))
+    set_model_state_dict(target, get_model_state_dict(source))
+    assert_same(dict(target.state_dict()), dict(source.state_dict()))
+    assert list(get_model_state_dict(nn.Sequential(nn.LazyLinear(2)))) == ["0.weight", "0.bias"]

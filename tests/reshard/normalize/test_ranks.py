@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -257,3 +258,57 @@ def run_shapes() -> None:
 @pytest.mark.gloo
 def test_factored_state_of_sharded_parameters() -> None:
     gloo.run(run_shapes, 2)
+
+
+def run_alone() -> None:
+    """What stays sharded needs no other rank: rank 0 calls alone, in the middle of a training step."""
+    for layout in (zoo.fsdp1("SHARD_GRAD_OP", False), zoo.fsdp1("SHARD_GRAD_OP", True), zoo.fsdp2, zoo.ddp):
+        model, twin = (layout(zoo.make(0, hidden=9)) for _ in range(2))
+        optimizer, twin_optimizer = (zoo.OPTIMIZERS["adamw"](m.parameters()) for m in (model, twin))
+        for m, o in ((model, optimizer), (twin, twin_optimizer)):
+            zoo.train(m, o, 1)
+        wanted = get_state_dict(model, optimizer, options=FULL)
+        wanted = copy.deepcopy(wanted)
+        loss, twin_loss = (m(torch.arange(4)).square().mean() for m in (model, twin))
+        if dist.get_rank() == 0:
+            get_state_dict(model, optimizer)
+            get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+        dist.barrier()
+        if layout is not zoo.fsdp2:  # FSDP2 counts a reshard between forward and backward, on all ranks or none
+            loss.backward()
+            twin_loss.backward()
+            optimizer.step()
+            twin_optimizer.step()
+        else:
+            twin_loss.backward()
+            assert_same(get_state_dict(model, optimizer, options=FULL), wanted)
+            continue
+        if dist.get_rank() == 0:
+            given = get_state_dict(model, optimizer)
+            set_state_dict(model, optimizer, model_state_dict=given[0], optim_state_dict=given[1])
+        found = get_state_dict(model, optimizer, options=FULL)
+        assert_same(found, get_state_dict(twin, twin_optimizer, options=FULL))
+        assert not torch.equal(found[0]["head.weight"], wanted[0]["head.weight"])
+
+
+@pytest.mark.gloo
+def test_sharded_state_is_read_and_set_without_any_other_rank() -> None:
+    gloo.run(run_alone, 2)
+
+
+def run_stream() -> None:
+    model = zoo.fsdp2(zoo.make(0, hidden=9))
+    seen: list[weakref.ref[torch.Tensor]] = []
+    gathered = 0
+    for _, value in iter_full(model):
+        assert [ref for ref in seen if ref() is not None] == []
+        if not any(value is live for live in model.buffers()):
+            seen.append(weakref.ref(value))
+            gathered += 1
+        del value
+    assert gathered >= 12
+
+
+@pytest.mark.gloo
+def test_the_stream_keeps_no_tensor() -> None:
+    gloo.run(run_stream, 2)
