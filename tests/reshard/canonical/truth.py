@@ -16,6 +16,10 @@ EXTRA_STATES = {"step", "fp32_param"}
 """States that files hold, but some frameworks' own way to gather the truth leaves out."""
 
 
+MODEL_FILES_ONLY = ("pt_dtensor_2x2",)
+"""Samples of which the repository has the model's files, without the optimizer's."""
+
+
 def sample_folders() -> list[Path]:
     """Where samples lie: beside the checkout, and the few small ones in the repository."""
     root = Path(__file__).resolve().parents[3]
@@ -24,7 +28,8 @@ def sample_folders() -> list[Path]:
 
 def find_sample(name: str) -> Path | None:
     """The folder of a sample, or None."""
-    return next((folder / name for folder in sample_folders() if (folder / name / "truth.pt").exists()), None)
+    folders = sample_folders()[: 1 if name in MODEL_FILES_ONLY else 2]
+    return next((folder / name for folder in folders if (folder / name / "truth.pt").exists()), None)
 
 
 def load_truth(sample: Path) -> dict[str, Any]:
