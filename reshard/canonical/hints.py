@@ -74,6 +74,8 @@ class Hints:
         if isinstance(value, Mapping):
             items = value.items()
         elif isinstance(value, Sequence) and not isinstance(value, str):
+            if value and all(isinstance(names, (list, tuple)) for names in value):  # of each group
+                value = [name for names in value for name in names]
             items = list(enumerate(value))  # type: ignore[assignment]
         else:
             raise NormalizationError(f"the hint 'param_names' must be {HINTS['param_names']}; got {value!r:.80}")

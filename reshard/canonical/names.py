@@ -17,6 +17,7 @@ __all__ = ["NameMap", "common_attribute"]
 _WRAPPERS = frozenset(
     ("_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_forward_module")
 )
+_ADAPTER = re.compile(r"(\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.(\w+)(\.weight|$)")
 _LEADING = ("module.", "base_model.model.")
 _COUNTERS = frozenset(("n_averaged",))
 """Names that an averaging wrapper adds beside `module.`."""
@@ -40,6 +41,9 @@ class NameMap:
             if fixed:
                 bare = self._take(bare, fixed)
         self._take_leading(bare)
+        # an adapter's name, which is only there to tell several of them apart
+        adapters = {match[2] for name in bare if (match := _ADAPTER.search(name))}
+        self._adapter = adapters.pop() if len(adapters) == 1 and "base_model.model." in self._prefixes else None
 
     def _take(self, names: list[str], prefix: str) -> list[str]:
         self._prefixes.append(prefix)
@@ -67,6 +71,8 @@ class NameMap:
                 f"{name!r} is part of a parametrization, whose parameter is computed from it and is not stored; remove "
                 "the parametrization before saving, or keep such names by the hint {'keep_parametrizations': True}"
             )
+        if self._adapter is not None:
+            bare = _ADAPTER.sub(r"\1\3", bare)
         hinted = self._from_hint(bare)
         return bare if hinted is None else hinted
 

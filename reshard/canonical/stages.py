@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from reshard.canonical.generic import take_optimizer
 from reshard.canonical.hints import Hints, find_scope
@@ -104,18 +105,19 @@ def _take(
     if not is_global and any(name not in mapped for name in names):
         lost = next(name for name in names if name not in mapped)
         raise NormalizationError(f"stage {stage.number} has no parameter {lost!r}, which its optimizer has a state of")
-    before = len(result.groups)
-    take_optimizer(result, saved, (lambda name: name) if is_global else (lambda name: mapped.get(name, name)))
-    # the stages have the same groups, each with its own parameters
-    for group in result.groups[before:]:
-        bare = {k: v for k, v in group.items() if k != "params"}
-        same = [g for g in result.groups[:before] if {k: v for k, v in g.items() if k != "params"} == bare]
-        if same:
-            same[0]["params"] = [*same[0]["params"], *group.get("params", ())]
-    kept = result.groups[:before]
-    for group in result.groups[before:]:
-        bare = {k: v for k, v in group.items() if k != "params"}
-        if not any({k: v for k, v in g.items() if k != "params"} == bare for g in result.groups[:before]):
-            kept.append(group)
-    result.groups = kept
-    result.notes.clear()
+    one = Canonical()
+    take_optimizer(one, saved, (lambda name: name) if is_global else (lambda name: mapped.get(name, name)))
+    for fqn, states in one.state.items():
+        for key, value in states.items():
+            result.add_state(fqn, key, value)
+    for group in one.groups:
+        # the stages have the same groups, each with its own parameters
+        same = [known for known in result.groups if _settings(known) == _settings(group)]
+        if same and "params" in group:
+            same[0]["params"] = [*same[0].get("params", ()), *group["params"]]
+        elif not same:
+            result.groups.append(group)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
