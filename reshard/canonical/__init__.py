@@ -17,6 +17,7 @@ from reshard.canonical.generic import normalize_generic
 from reshard.canonical.hints import HINTS, Hints
 from reshard.canonical.megatron import normalize_megatron
 from reshard.canonical.megatron_legacy import normalize_megatron_legacy
+from reshard.canonical.orbax import normalize_orbax
 from reshard.canonical.result import Canonical
 from reshard.canonical.stages import normalize_stages
 from reshard.errors import DamagedCheckpointError, ReshardError
@@ -29,6 +30,7 @@ _BY_FORMAT: dict[str, Callable[[Contents, Hints, str], Canonical]] = {
     "fsdp1": normalize_fsdp1,
     "megatron": normalize_megatron,
     "megatron_legacy": normalize_megatron_legacy,
+    "orbax": normalize_orbax,
     "pipeline_stages": normalize_stages,
 }
 

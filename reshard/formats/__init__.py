@@ -18,6 +18,7 @@ from reshard.formats import (
     megatron,
     megatron_legacy,
     native,
+    orbax,
     pipeline_stages,
     rank_files,
     safetensors,
@@ -38,6 +39,7 @@ COMPOSITE_FORMATS: tuple[Format, ...] = (
     lightning,
     pipeline_stages,
     fsdp1,
+    orbax,
 )
 """Formats made of files of other formats, plus something that tells them apart: the first that fits is taken."""
 

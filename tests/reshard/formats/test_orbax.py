@@ -1,0 +1,75 @@
+"""Checkpoints that Orbax wrote, on a 2 x 2 mesh: OCDBT and plain zarr."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import DamagedCheckpointError, FormatError
+
+pytest.importorskip("tensorstore", reason="the extra reshard[orbax] is not installed")
+
+DATA = Path(__file__).parents[2] / "data" / "orbax"
+KERNEL = torch.arange(60.0).reshape(10, 6)
+
+
+@pytest.fixture(params=["ocdbt", "zarr"])
+def checkpoint(request):
+    return reshard.open(DATA / request.param)
+
+
+def test_arrays_and_slices(checkpoint):
+    assert checkpoint.format == "orbax"
+    kernel = checkpoint["params.dense.kernel"]
+    assert torch.equal(kernel[...], KERNEL)
+    assert torch.equal(kernel[3:8, ::2], KERNEL[3:8, ::2])
+    assert checkpoint["params.dense.bias"].dtype == torch.bfloat16
+    assert checkpoint["step"][...].item() == 7
+    assert len(checkpoint.layout["params.dense.kernel"].boxes(0)) == 1
+    assert checkpoint.problems() == []
+
+
+def test_the_nest_comes_back(checkpoint):
+    nest = checkpoint.nested()
+
+    assert nest["opt_state"][1:] == [None, ()]
+    assert torch.equal(nest["opt_state"][0]["mu"]["dense"]["kernel"][...], 2 * KERNEL)
+
+
+def test_normalized(checkpoint):
+    state = checkpoint.normalized()
+
+    assert set(state["model"]) == {"dense.kernel", "dense.bias"}
+    assert torch.equal(state["optim"]["state"]["dense.kernel"]["mu"][...], 2 * KERNEL)
+
+
+def test_load_into_a_target(checkpoint):
+    target = {"params": {"dense": {"kernel": torch.zeros(10, 6)}}}
+
+    reshard.load(target, checkpoint, strict={"*": "subset"})
+
+    assert torch.equal(target["params"]["dense"]["kernel"], KERNEL)
+
+
+def test_damage_is_named(tmp_path):
+    shutil.copytree(DATA / "zarr", tmp_path / "c")
+    (tmp_path / "c" / "params.dense.kernel" / "1.0").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"params\.dense\.kernel.*missing"):
+        reshard.open(tmp_path / "c")["params.dense.kernel"]
+    (tmp_path / "c" / "_METADATA").write_text("{")
+    with pytest.raises(DamagedCheckpointError, match="_METADATA"):
+        reshard.open(tmp_path / "c")
+
+
+def test_only_local_folders(tmp_path):
+    storage = reshard.storage.open_storage("memory://orbax")
+    for file in (DATA / "zarr").rglob("*"):
+        if file.is_file():
+            storage.publish(str(file.relative_to(DATA / "zarr")), file.read_bytes())
+
+    with pytest.raises(FormatError, match="local folders only"):
+        reshard.open(storage)
