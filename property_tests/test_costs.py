@@ -13,7 +13,7 @@ gaps = st.sampled_from([0, 1, 7, 64, 10_000])
 
 
 @given(state_pairs(max_tensors=3), gaps)
-@settings(max_examples=700)
+@settings(max_examples=400)
 def test_reads_are_counted_as_if_every_item_were_listed(pair, max_gap_bytes):
     plan = plan_reads(*pair)
 

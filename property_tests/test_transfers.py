@@ -48,7 +48,7 @@ hosts = st.sampled_from([None, 1, 2, 3, 8])
 
 
 @given(state_pairs(), hosts)
-@settings(max_examples=1500)
+@settings(max_examples=600)
 def test_every_needed_element_arrives_once_and_crosses_only_if_it_must(pair, ranks_per_host):
     before, after = pair
 
@@ -73,7 +73,7 @@ def test_every_needed_element_arrives_once_and_crosses_only_if_it_must(pair, ran
 
 
 @given(state_pairs(max_tensors=4), hosts)
-@settings(max_examples=700)
+@settings(max_examples=300)
 def test_senders_and_receivers_tell_the_same_story(pair, ranks_per_host):
     plan = plan_transfers(*pair, ranks_per_host=ranks_per_host)
 

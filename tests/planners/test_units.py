@@ -1,0 +1,30 @@
+"""Sizes and times for people."""
+
+from __future__ import annotations
+
+import pytest
+
+from planners.units import format_bytes, format_seconds
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (1 << 40, "1.0 TiB"),
+        (5 << 60, "5120.0 PiB"),
+        (-2048, "-2.0 KiB"),
+    ],
+)
+def test_sizes(nbytes, text):
+    assert format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 µs"), (2.5e-6, "2.5 µs"), (0.085, "85 ms"), (4.2, "4.2 s"), (186.0, "3.1 min")],
+)
+def test_times(seconds, text):
+    assert format_seconds(seconds) == text
