@@ -171,10 +171,20 @@ class Deal:
                 yield int(ranks[entry]), at - begin, stop - begin
             at, entry = stop, entry + 1
 
+    def near(self, box: Box) -> tuple[int, ...]:
+        """The chunks that share an element with `box`. Remembered, since tensors of one geometry are asked alike."""
+        found = self._near.get(box)
+        if found is None:
+            found = self._near[box] = tuple(self.chunks.meeting(box))
+        return found
+
     def boxes(self, chunk: int, first: int, last: int) -> Iterator[tuple[Box, Box]]:
         """(global box, the same in the coordinates of the local tensor) of units of a chunk of one tensor."""
         whole = (first, last) == (0, int(self.units[chunk]))
-        for box, local in self.chunks.part(chunk).boxes():
+        found = self._boxes.get(chunk)
+        if found is None:
+            found = self._boxes[chunk] = tuple(self.chunks.part(chunk).boxes())
+        for box, local in found:
             if whole:
                 yield box, local
                 continue
@@ -185,6 +195,14 @@ class Deal:
                     _cut(box, d, start - local.offsets[d], stop - start),
                     _cut(local, d, start - local.offsets[d], stop - start),
                 )
+
+    @cached_property
+    def _near(self) -> dict[Box, tuple[int, ...]]:
+        return {}
+
+    @cached_property
+    def _boxes(self) -> dict[int, tuple[tuple[Box, Box], ...]]:
+        return {}
 
     @cached_property
     def _by_rank(self) -> tuple[Ints, Ints]:

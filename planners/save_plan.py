@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -118,19 +118,21 @@ class SavePlan:
         `chunk` is one of `layout[fqn].chunks()`, or within one. Found without listing chunks or ranks. Raises
         PlanError if nobody holds it.
         """
+        found = tuple(self.writers_near(fqn, chunk))
+        if not found:
+            raise PlanError("no rank holds this chunk", fqn=fqn, box=chunk)
+        return found
+
+    def writers_near(self, fqn: str, box: Box) -> Iterator[tuple[int, Box]]:
+        """(rank, region in global coordinates) of all that is written and shares an element with `box`."""
         if fqn not in self._place:
             raise PlanError("there is no such tensor in this plan", fqn=fqn)
         dealt, t = self._place[fqn]
-        found = [
-            (rank, box)
-            for index in dealt.chunks.meeting(chunk)
-            for rank, first, last in dealt.takers(index, t)
-            for box, _ in dealt.boxes(index, first, last)
-            if box & chunk is not None
-        ]
-        if not found:
-            raise PlanError("no rank holds this chunk", fqn=fqn, box=chunk)
-        return tuple(found)
+        for index in dealt.near(box):
+            for rank, first, last in dealt.takers(index, t):
+                for region, _ in dealt.boxes(index, first, last):
+                    if region & box is not None:
+                        yield rank, region
 
     def rank_bytes(self) -> Ints:
         """Bytes that each rank writes. Items are not enumerated."""

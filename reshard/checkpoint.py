@@ -128,9 +128,7 @@ def _read(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
     region = Box.of(tuple(start for start, _, _ in ranges), tuple((n - 1) * step + 1 for _, step, n in ranges))
     check_cover(stored, region)
     parts: list[tuple[Place, Any]] = []
-    for chunk in stored.chunks:
-        if (chunk.box & region) is None:
-            continue
+    for chunk, _ in stored.meeting(region):
         bounds = [_inside(r, o, s) for r, o, s in zip(ranges, chunk.box.offsets, chunk.box.sizes)]
         if any(first >= stop for first, stop in bounds):
             continue  # a stepped slice may jump over a whole chunk

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from planners.errors import CoverageError
@@ -21,10 +20,11 @@ from reshard.dtypes import dtype_from_name
 from reshard.errors import DamagedCheckpointError
 from reshard.execute.arrays import as_array
 from reshard.execute.integrity import check_blocks
-from reshard.execute.reading import Copy, find_copies, run_copies, spans_by_file
+from reshard.execute.reading import Copy, Staged, Workspace, find_copies, run_copies, spans_by_file
 from reshard.formats.base import StoredTensor
 from reshard.group import Group
-from reshard.matching import Match, match_keys
+from reshard.matching import Match, match_keys, refuse, used_by_all
+from reshard.progress import Progress
 from reshard.targets import Targets
 from reshard.tensors import form_of, spec_of
 
@@ -44,7 +44,9 @@ class LoadReport:
     missing: tuple[str, ...]
     """Keys of the target that the checkpoint does not have; they keep the values they had."""
     unexpected: tuple[str, ...]
-    """Keys of the checkpoint that the target does not have; they were not read."""
+    """Keys of the checkpoint that no rank's target has; they were not read."""
+    outside: tuple[str, ...]
+    """Keys of the target that the checkpoint, declared a subset when it was saved, does not claim to have."""
     mismatched: tuple[str, ...]
     """Keys whose shape (or, under dtype_policy "error", dtype) differs, with both."""
     cast: Mapping[str, tuple[str, str]]
@@ -78,6 +80,8 @@ def load(
     check: bool = True,
     process_group: dist.ProcessGroup | None = None,
     threads: int | None = None,
+    memory_budget_bytes: int | None = None,
+    progress: bool = False,
     deadline_s: float = 1800.0,
 ) -> LoadReport:
     """Fill `state_dict`, in place, from the checkpoint at `path`, whatever layout and format it was saved in.
@@ -96,8 +100,12 @@ def load(
         mapping: key in `state_dict` -> key in the checkpoint, for those that differ.
         dry_run: only report; the target is not touched.
         check: compare checksums of all blocks that are read whole, where the format has them.
-        process_group: with torch.distributed initialized, the ranks that load together: all end alike.
-        threads: at most so many copy at once.
+        process_group: with torch.distributed initialized, the ranks that load together: all end alike. A key of the
+            checkpoint is unexpected only if none of them wants it.
+        threads: at most so many copy at once; default: this process's share of the machine's processors, up to 8.
+        memory_budget_bytes: for what is staged on its way to another dtype or device, or read where the storage has no
+            view of its bytes; default: 32 MiB a thread.
+        progress: the first rank shows bars where somebody looks on. Each phase logs one line in any case.
         deadline_s: how long the whole may take.
 
     Raises (nothing was written then; `RankFailedError` on the other ranks):
@@ -117,6 +125,8 @@ def load(
             dry_run=dry_run,
             check=check,
             threads=threads,
+            memory_budget_bytes=memory_budget_bytes,
+            progress=progress,
         )
 
 
@@ -131,35 +141,45 @@ def load_with(
     dry_run: bool = False,
     check: bool = True,
     threads: int | None = None,
+    memory_budget_bytes: int | None = None,
+    progress: bool = False,
 ) -> LoadReport:
     """`load` among the ranks of `group`, within a phase of theirs."""
     clock = time.perf_counter()
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     targets = Targets.of(state_dict)
-    match = match_keys(targets, checkpoint, strict=strict, dtype_policy=dtype_policy, mapping=mapping or {})
+    match = match_keys(targets, checkpoint, dtype_policy=dtype_policy, mapping=mapping or {})
+    used, sharers = used_by_all(match, group)
+    truth = refuse(match, used, strict, checkpoint, targets)
+    space = Workspace.of(memory_budget_bytes, threads, sharers)
     job = _plan(targets, checkpoint, match, group.ranks[group.rank], materialize=not dry_run)
     planned = time.perf_counter()
-    checked = 0
-    native = checkpoint.contents.facts.get("native")
-    if check and native is not None and not dry_run:
-        checked = check_blocks(native, spans_by_file(job.copies), threads=threads)
-    verified = time.perf_counter()
-    per_rank = _per_rank_values(targets, checkpoint, match, group)
-    with group.together("check"):  # nobody writes before everybody is sure
-        pass
-    read = 0
-    if not dry_run:
-        read = run_copies(job.copies, threads=threads, on_bytes=lambda _: group.check())
-        job.finish()
-        targets.assign(match.objects)
-        targets.assign(per_rank)
+    with Progress(show=group.rank == 0, bars=progress) as bar:
+        checked = 0
+        native = checkpoint.contents.facts.get("native")
+        if check and native is not None and not dry_run:
+            with bar.phase("check", job.bytes_needed) as step:
+                checked = check_blocks(
+                    native, spans_by_file(job.copies), threads=space.threads, on_bytes=_watched(group, step.advance)
+                )
+        verified = time.perf_counter()
+        per_rank = _per_rank_values(targets, checkpoint, match, group)
+        with group.together("check"):  # nobody writes before everybody is sure
+            pass
+        read = 0
+        if not dry_run:
+            with bar.phase("read", job.bytes_needed) as step:
+                read = run_copies(job.copies, space=space, on_bytes=_watched(group, step.advance))
+            targets.assign(match.objects)
+            targets.assign(per_rank)
     seconds = {"plan": planned - clock, "check": verified - planned, "read": time.perf_counter() - verified}
     return LoadReport(
         path=checkpoint.url,
         format=checkpoint.format,
         loaded=(*match.tensors, *match.objects, *per_rank),
-        missing=match.missing,
-        unexpected=match.unexpected,
+        missing=truth.missing,
+        unexpected=truth.unexpected,
+        outside=truth.outside,
         mismatched=match.mismatched,
         cast=match.cast,
         aliases={key: checkpoint.aliases[name] for key, name in match.tensors.items() if name in checkpoint.aliases},
@@ -171,18 +191,22 @@ def load_with(
     )
 
 
+def _watched(group: Group, advance: Callable[[int], None]) -> Callable[[int], None]:
+    """Counts bytes, and raises as soon as another rank has failed."""
+
+    def on_bytes(nbytes: int) -> None:
+        group.check()
+        advance(nbytes)
+
+    return on_bytes
+
+
 @dataclass
 class _Job:
-    """The copies of a load, and what is to be done with them afterwards."""
+    """The copies of a load."""
 
     copies: list[Copy]
     bytes_needed: int
-    after: list[Any]
-
-    def finish(self) -> None:
-        """Convert what was read in another dtype, put new tensors in their places."""
-        for step in self.after:
-            step()
 
 
 def _plan(targets: Targets, checkpoint: Checkpoint, match: Match, rank: int, *, materialize: bool) -> _Job:
@@ -204,41 +228,33 @@ def _plan(targets: Targets, checkpoint: Checkpoint, match: Match, rank: int, *, 
     except CoverageError as error:
         raise DamagedCheckpointError(f"{checkpoint.url}: {error}") from None
     verify(plan).raise_if_failed()
-    arrays, after = _arrays(targets, wanted, materialize)
-    copies = find_copies(items, lambda fqn: stored[fqn], lambda item: arrays(item)) if materialize else []
-    return _Job(copies, items.nbytes, after)
+    if not materialize:
+        return _Job([], items.nbytes)
+    return _Job(find_copies(items, lambda key: stored[key], _landings(targets, wanted)), items.nbytes)
 
 
-def _arrays(targets: Targets, wanted: Mapping[str, TensorLayout], materialize: bool) -> tuple[Any, list[Any]]:
-    """A function from an item to the array that it goes into, and the steps that follow the reading."""
-    made: dict[str, list[Array]] = {}
-    after: list[Any] = []
+def _landings(targets: Targets, wanted: Mapping[str, TensorLayout]) -> Callable[[ReadItem], Array | Staged]:
+    """A function from an item to what it goes into: the target's own memory, where that can be written to at once."""
+    made: dict[str, list[Array | Staged]] = {}
 
-    def arrays(item: ReadItem) -> Array:
+    def target(item: ReadItem) -> Array | Staged:
         if item.fqn not in made:
-            spec = wanted[item.fqn].spec
-            made[item.fqn] = _landing(targets, item.fqn, dtype_from_name(spec.dtype), after)
+            made[item.fqn] = land(item.fqn)
         return made[item.fqn][item.part]
 
-    if materialize:  # tensors of which this rank holds no element may need a new dtype or memory, too
-        for key in wanted:
-            target = targets.tensors[key]
-            if target.device.type == "meta" or key in targets.replaced:
-                made[key] = _landing(targets, key, dtype_from_name(wanted[key].spec.dtype), after)
-    return arrays, after
+    def land(key: str) -> list[Array | Staged]:
+        saved = dtype_from_name(wanted[key].spec.dtype)
+        return [
+            as_array(local)
+            if local.dtype == saved and local.device.type == "cpu" and not local.is_conj() and not local.is_neg()
+            else Staged(local, saved)
+            for local in targets.writable(key)
+        ]
 
-
-def _landing(targets: Targets, key: str, dtype: torch.dtype, after: list[Any]) -> list[Array]:
-    """Arrays of the saved dtype to read into: the target's own memory where it can be."""
-    out = []
-    for local in targets.writable(key):
-        if local.dtype == dtype and local.device.type == "cpu" and not local.is_conj() and not local.is_neg():
-            out.append(as_array(local))
-            continue
-        staged = torch.empty(local.shape, dtype=dtype)
-        out.append(as_array(staged))
-        after.append(lambda local=local, staged=staged: local.copy_(staged))
-    return out
+    for key in wanted:  # tensors of which this rank holds no element may need a new dtype or memory, too
+        if targets.tensors[key].device.type == "meta" or key in targets.replaced:
+            made[key] = land(key)
+    return target
 
 
 def _per_rank_values(targets: Targets, checkpoint: Checkpoint, match: Match, group: Group) -> dict[str, Any]:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+import socket
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
 
 from reshard.checkpoint import Checkpoint
 from reshard.dtypes import dtype_from_name, dtype_name
 from reshard.errors import KeyMismatchError
+from reshard.group import Group
 from reshard.targets import Targets
 from reshard.tensors import global_shape
 from reshard.tree import KeyPath, key_of, unflatten
 
-__all__ = ["Match", "match_keys"]
+__all__ = ["Match", "Truth", "match_keys", "refuse", "used_by_all"]
 
 DTYPE_POLICIES = ("error", "cast", "saved")
 MODES = ("strict", "subset", "partial")
@@ -31,22 +39,33 @@ class Match:
     """Key of the target -> its new value."""
     per_rank: tuple[str, ...]
     missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
     mismatched: tuple[str, ...]
     cast: dict[str, tuple[str, str]]
+    names: tuple[str, ...]
+    """Everything that the checkpoint has."""
+    used: frozenset[str]
+    """Of these, what this rank's target has, under whatever name."""
+
+
+class Truth(NamedTuple):
+    """What was found out about keys that do not belong together, and is no error."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    outside: tuple[str, ...]
+    """Missing, but outside of what a checkpoint that is declared a subset claims to have."""
 
 
 def match_keys(
     targets: Targets,
     checkpoint: Checkpoint,
     *,
-    strict: bool | Mapping[str, str],
     dtype_policy: str,
     mapping: Mapping[str, str],
 ) -> Match:
     """Match keys; under dtype_policy "saved", mark in `targets` what is to be replaced.
 
-    Raises KeyMismatchError with every key that strictness does not allow to be missing, unexpected or mismatched.
+    Raises KeyMismatchError for an unknown policy or a mapping of keys that the target does not have.
     """
     if dtype_policy not in DTYPE_POLICIES:
         raise KeyMismatchError(f"dtype_policy must be one of {', '.join(DTYPE_POLICIES)}, got {dtype_policy!r}")
@@ -58,18 +77,38 @@ def match_keys(
     work.match_objects()
     work.match_units()
     per_rank = [key for key in targets.per_rank if work.take_per_rank(key)]
-    unexpected = [name for name in work.names if name not in work.used]
-    match = Match(
+    return Match(
         work.tensors,
         work.objects,
         tuple(per_rank),
         tuple(work.missing),
-        tuple(unexpected),
         tuple(work.mismatched),
         work.cast,
+        tuple(work.names),
+        frozenset(work.used),
     )
-    _refuse(match, strict, checkpoint, targets)
-    return match
+
+
+def used_by_all(match: Match, group: Group) -> tuple[frozenset[str], int]:
+    """Collective: the names that the target of any rank has, and how many ranks are on this rank's machine.
+
+    A bit for each name of the checkpoint travels, compressed; ranks that want the same send it once.
+    """
+    if group.world_size == 1:
+        return match.used, 1
+    bits = np.packbits([name in match.used for name in match.names]) if match.names else np.zeros(0, np.uint8)
+    names = xxhash.xxh3_64_digest(msgspec.msgpack.encode(match.names))
+    mine = (socket.gethostname(), names, zlib.compress(bits.tobytes()))
+    union, sharers = bits, 0
+    rows = group.exchange(msgspec.msgpack.encode(mine))
+    counts = Counter(rows)
+    for row, count in counts.items():
+        host, theirs, packed = msgspec.msgpack.decode(row, type=tuple[str, bytes, bytes])
+        sharers += count if host == mine[0] else 0
+        if theirs == names:  # ranks that load from something else have no say in what is here
+            union = union | np.frombuffer(zlib.decompress(packed), np.uint8)
+    flags = np.unpackbits(union, count=len(match.names)).tolist()
+    return frozenset(name for name, flag in zip(match.names, flags) if flag), sharers
 
 
 class _Work:
@@ -190,12 +229,28 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, complex))
 
 
-def _refuse(match: Match, strict: bool | Mapping[str, str], checkpoint: Checkpoint, targets: Targets) -> None:
+def refuse(
+    match: Match,
+    used: Collection[str],
+    strict: bool | Mapping[str, str],
+    checkpoint: Checkpoint,
+    targets: Targets,
+) -> Truth:
+    """The keys that do not belong together, if strictness allows them all; `used` are the names that any rank wants.
+
+    Raises KeyMismatchError with every key that strictness does not allow to be missing, unexpected or mismatched.
+    """
     mode_of = _strictness(strict)
-    missing = [key for key in match.missing if mode_of(key) != "partial"]
-    unexpected = [key for key in match.unexpected if mode_of(key) == "strict"]
+    claims = _claims(checkpoint)
+    truth = Truth(
+        tuple(key for key in match.missing if claims(key)),
+        tuple(name for name in match.names if name not in used),
+        tuple(key for key in match.missing if not claims(key)),
+    )
+    missing = [key for key in truth.missing if mode_of(key) != "partial"]
+    unexpected = [key for key in truth.unexpected if mode_of(key) == "strict"]
     if not (missing or unexpected or match.mismatched):
-        return
+        return truth
     known, wanted = [*checkpoint, *checkpoint.aliases, *checkpoint.objects], [*targets.paths]
     lines = [f"{checkpoint.url} does not fit what is to be loaded:"]
     lines += _section("missing in the checkpoint", missing, known)
@@ -209,6 +264,12 @@ def _refuse(match: Match, strict: bool | Mapping[str, str], checkpoint: Checkpoi
     if any("saved as" in line for line in match.mismatched):
         fixes.append("dtype_policy='cast' converts, dtype_policy='saved' keeps the saved dtype")
     raise KeyMismatchError("\n".join(lines + [f"  ({'; '.join(fixes)})"] * bool(fixes)))
+
+
+def _claims(checkpoint: Checkpoint) -> Callable[[str], bool]:
+    """Whether a checkpoint ought to have a key: it ought to have all, unless it was declared a subset."""
+    globs = checkpoint.contents.subset
+    return lambda key: globs is None or any(fnmatch.fnmatchcase(key, glob) for glob in globs)
 
 
 def _section(title: str, keys: Iterable[str], others: Iterable[str]) -> list[str]:

@@ -89,14 +89,16 @@ class Progress:
 
     Args:
         show: whether this process shows a bar or writes log lines; with many ranks one of them is enough.
+        bars: whether it shows bars where somebody looks on; if not, it only logs.
         listener: gets this work's events, beside the listeners of the whole process.
     """
 
-    def __init__(self, *, show: bool = True, listener: Listener | None = None) -> None:
+    def __init__(self, *, show: bool = True, bars: bool = True, listener: Listener | None = None) -> None:
         self._own = [listener] if listener else []
         self._display: _Bars | _Lines | None = None
         if show:
-            self._display = _Bars() if sys.stderr is not None and sys.stderr.isatty() else _Lines()
+            watched = bars and sys.stderr is not None and sys.stderr.isatty()
+            self._display = _Bars() if watched else _Lines()
 
     @contextmanager
     def phase(self, name: str, total_bytes: int | None = None) -> Iterator[Phase]:

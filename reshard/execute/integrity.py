@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -27,11 +26,16 @@ def whole_blocks(spans: Sequence[tuple[int, int]], nbytes: int, block_bytes: int
 
 
 def check_blocks(
-    facts: NativeFacts, spans: Mapping[FileSource, Sequence[tuple[int, int]]], *, threads: int | None = None
+    facts: NativeFacts,
+    spans: Mapping[FileSource, Sequence[tuple[int, int]]],
+    *,
+    threads: int = 1,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> int:
     """Hash every block that lies wholly in `spans`, the ranges to be read of each file; returns the bytes checked.
 
-    The safetensors header counts as read, since it was. Reads nothing that is not going to be read anyway.
+    The safetensors header counts as read, since it was. Reads nothing that is not going to be read anyway, and without
+    a copy where the storage has a view; files that were hashed through it are copied from it, too.
 
     Raises DamagedCheckpointError that names the first file and byte range whose checksum differs, and how many do.
     """
@@ -44,17 +48,24 @@ def check_blocks(
             continue
         sums = np.frombuffer(facts.sums[record.name], dtype="<u8")
         merged = _with_header(ranges, record.header_bytes)
-        work += [(source, record, block, int(sums[block])) for block in whole_blocks(merged, record.nbytes, size)]
+        blocks = whole_blocks(merged, record.nbytes, size)
+        work += [(source, record, block, int(sums[block])) for block in blocks]
+        if blocks:
+            source.prefer_view()
 
     def check(row: tuple[FileSource, FileRecord, int, int]) -> tuple[str, int, int, bool]:
         source, record, block, digest = row
         start, stop = block * size, min((block + 1) * size, record.nbytes)
         good = xxhash.xxh3_64_intdigest(source.read(start, stop - start)) == digest
+        if on_bytes is not None:
+            on_bytes(stop - start)
         return source.label, start, stop, good
 
-    workers = threads or min(8, os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers, thread_name_prefix="reshard-check") as pool:
-        rows = list(pool.map(check, work, chunksize=max(1, len(work) // (workers * 8)))) if work else []
+    if threads == 1 or len(work) <= 1:
+        rows = list(map(check, work))
+    else:
+        with ThreadPoolExecutor(threads, thread_name_prefix="reshard-check") as pool:
+            rows = list(pool.map(check, work, chunksize=max(1, len(work) // (threads * 8))))
     raise_damaged(rows)
     return sum(stop - start for _, start, stop, _ in rows)
 

@@ -10,83 +10,118 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from planners.box import Box
 from planners.load_plan import ReadItem
-from planners.overlap import Sweep
-from reshard.errors import DamagedCheckpointError
-from reshard.formats.base import Place, StoredChunk, StoredTensor
-from reshard.formats.copying import copy_place
+from reshard.dtypes import dtype_name
+from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.formats.base import Place, StoredTensor
+from reshard.formats.copying import MAX_BUFFER_BYTES, copy_place, empty
 from reshard.formats.source import FileSource, Source
 
-__all__ = ["Copy", "find_copies", "run_copies", "spans_by_file"]
+__all__ = ["Copy", "Staged", "Workspace", "find_copies", "run_copies", "spans_by_file"]
 
 Array = npt.NDArray[Any]
 
-PIECE_BYTES = 16 << 20
-"""Copies are cut into pieces of about this size, so that threads share a large one."""
-_MANY_CHUNKS = 8
+MAX_THREADS = 8
+_MIN_PIECE_BYTES = 64 << 10
 _SMALL_RUN_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
+class Workspace:
+    """How much memory copying may take beside the targets.
+
+    Each thread has one piece in work: what it reads where there is no view of the file, and what it stages on the way
+    to another dtype or device.
+    """
+
+    threads: int
+    piece_bytes: int
+
+    @classmethod
+    def of(cls, memory_budget_bytes: int | None, threads: int | None, sharers: int = 1) -> Workspace:
+        """At most `memory_budget_bytes` for all threads together, whose number is the user's choice, or as many as
+        this process has processors where `sharers` processes share them.
+
+        Raises CheckpointError for a budget that is too small to work in, or a number of threads below 1.
+        """
+        if threads is not None and threads < 1:
+            raise CheckpointError(f"threads must be >= 1, got {threads}")
+        count = threads or max(1, min(MAX_THREADS, _processors() // max(sharers, 1)))
+        if memory_budget_bytes is None:
+            return cls(count, MAX_BUFFER_BYTES)
+        if memory_budget_bytes < 2 * _MIN_PIECE_BYTES:
+            raise CheckpointError(
+                f"a memory budget of {memory_budget_bytes} bytes is too small: give at least {2 * _MIN_PIECE_BYTES}"
+            )
+        count = min(count, memory_budget_bytes // (2 * _MIN_PIECE_BYTES))
+        return cls(count, min(MAX_BUFFER_BYTES, memory_budget_bytes // (2 * count)))
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A target that numpy cannot write into: of another dtype or device than what was saved, or lazily conjugated."""
+
+    tensor: torch.Tensor
+    saved: torch.dtype
+
+    def __getitem__(self, index: Any) -> Staged:
+        return Staged(self.tensor[index], self.saved)
+
+    def fill(self, place: Place, buffer_bytes: int) -> None:
+        """Read the elements into memory of the saved dtype, and from there into the target."""
+        scratch, array = empty(place.window.sizes, dtype_name(self.saved))
+        copy_place(place, array, buffer_bytes)
+        self.tensor.copy_(scratch)
+
+
+@dataclass(frozen=True)
 class Copy:
-    """Elements at a place of a file, and the array of equal sizes that they go into."""
+    """Elements at a place of a file, and the array or tensor of equal sizes that they go into."""
 
     item: ReadItem
     place: Place
-    out: Array
-
-
-class _Finder:
-    """The stored chunks that make up a saved chunk, found without looking at all of them each time."""
-
-    def __init__(self, stored: StoredTensor) -> None:
-        self.stored = stored
-        self._sweep = Sweep(enumerate(stored.boxes)) if len(stored.chunks) > _MANY_CHUNKS else None
-
-    def within(self, chunk: Box, box: Box) -> Iterator[tuple[StoredChunk, Box]]:
-        """(stored chunk, what it has of `box`) for all that lie in `chunk`."""
-        if self._sweep is not None:
-            found = ((self.stored.chunks[int(i)], common) for i, _, common in self._sweep.meeting(box))
-        else:
-            pairs = ((c, c.box & box) for c in self.stored.chunks)
-            found = ((c, common) for c, common in pairs if common is not None)
-        return ((c, common) for c, common in found if chunk.contains(c.box))
+    out: Array | Staged
 
 
 def find_copies(
-    items: Sequence[ReadItem], stored: Callable[[str], StoredTensor], target: Callable[[ReadItem], Array]
+    items: Sequence[ReadItem],
+    stored: Callable[[str], StoredTensor],
+    target: Callable[[ReadItem], Array | Staged],
 ) -> list[Copy]:
     """Where the bytes of every item are. Touches no target.
 
     Args:
         stored: the stored tensor of an item's name.
-        target: the array of the local tensor that an item goes into.
+        target: the local tensor that an item goes into.
 
     Raises DamagedCheckpointError, naming tensor and file, if the bytes of an item are not all there.
     """
-    finders: dict[str, _Finder] = {}
     copies: list[Copy] = []
     for item in items:
-        finder = finders.get(item.fqn)
-        if finder is None:
-            finder = finders[item.fqn] = _Finder(stored(item.fqn))
-        whole = target(item)
-        box, taken = item.box, 0
+        whole, box, taken = target(item), item.box, 0
         used: list[Box] = []
-        for chunk, common in finder.within(item.chunk, box):
+        for chunk, common in stored(item.fqn).meeting(box):
+            if chunk.box != item.chunk and not item.chunk.contains(chunk.box):
+                continue
             if any(common & other is not None for other in used):
                 continue  # stored twice; the first one will do
             used.append(common)
             place = chunk.place
-            window = place.window.crop(common.relative_to(chunk.box))
+            window = place.window if common == chunk.box else place.window.crop(common.relative_to(chunk.box))
             try:
                 place.source.check(window.offset, window.stop)
             except DamagedCheckpointError as error:
                 raise DamagedCheckpointError(f"tensor {item.fqn!r}, {common}: {error}") from None
-            at = common.relative_to(box).shift(item.target.offsets)
-            copies.append(Copy(item, place.with_window(window), whole[at.slices] if at.ndim else whole))
+            at = item.target if common == box else common.relative_to(box).shift(item.target.offsets)
+            index: Any = (*at.slices, ...)  # the dots make it a view, also of a 0-d array
+            copies.append(Copy(item, place.with_window(window), whole[index]))
             taken += common.numel
         if taken != box.numel:
             raise DamagedCheckpointError(
@@ -98,49 +133,61 @@ def find_copies(
 def run_copies(
     copies: Sequence[Copy],
     *,
-    threads: int | None = None,
+    space: Workspace,
     on_bytes: Callable[[int], None] | None = None,
 ) -> int:
     """Copy everything, file by file in order of position, on several threads; returns the bytes that were copied.
 
     Args:
-        threads: at most as many; default: one for each processor, up to 8.
+        space: threads and memory.
         on_bytes: called with the bytes of each piece that is done, on any thread.
     """
-    pieces = [piece for copy in _in_file_order(copies) for piece in _pieces(copy)]
+    pieces = [piece for copy in _in_file_order(copies) for piece in _pieces(copy, space.piece_bytes)]
 
-    def work(piece: tuple[Place, Array]) -> int:
+    def work(piece: tuple[Place, Array | Staged]) -> int:
         place, out = piece
-        copy_place(place, out)
+        if isinstance(out, Staged):
+            out.fill(place, space.piece_bytes)
+        else:
+            copy_place(place, out, space.piece_bytes)
         nbytes = place.window.nbytes
         if on_bytes is not None:
             on_bytes(nbytes)
         return nbytes
 
-    workers = threads or min(8, os.cpu_count() or 1)
-    if workers == 1 or len(pieces) <= 1:
+    if space.threads == 1 or len(pieces) <= 1:
         return sum(map(work, pieces))
-    with ThreadPoolExecutor(workers, thread_name_prefix="reshard-read") as pool:
-        return sum(pool.map(work, pieces, chunksize=max(1, len(pieces) // (workers * 16))))
+    with ThreadPoolExecutor(space.threads, thread_name_prefix="reshard-read") as pool:
+        return sum(pool.map(work, pieces, chunksize=max(1, len(pieces) // (space.threads * 16))))
 
 
 def _in_file_order(copies: Sequence[Copy]) -> list[Copy]:
     return sorted(copies, key=lambda copy: (copy.place.source.label, copy.place.window.offset))
 
 
-def _pieces(copy: Copy) -> Iterator[tuple[Place, Array]]:
-    """The copy, cut along its longest dim if it is large."""
+def _pieces(copy: Copy, piece_bytes: int) -> Iterator[tuple[Place, Array | Staged]]:
+    """The copy, cut along its longest dim, again and again, until its pieces are small enough.
+
+    What needs no memory beside its target is cut only so that threads share it.
+    """
     window, out = copy.place.window, copy.out
-    if window.nbytes <= 2 * PIECE_BYTES or not window.sizes:
-        yield copy.place, out
-        return
-    d = int(np.argmax(window.sizes)) if window.sizes[0] * 4 < max(window.sizes) else 0
-    step = max(1, window.sizes[d] * PIECE_BYTES // window.nbytes)
-    for start in range(0, window.sizes[d], step):
-        size = min(step, window.sizes[d] - start)
-        offsets = tuple(start if i == d else 0 for i in range(len(window.sizes)))
-        box = Box.of(offsets, tuple(size if i == d else n for i, n in enumerate(window.sizes)))
-        yield copy.place.with_window(window.crop(box)), out[box.slices]
+    limit = piece_bytes if isinstance(out, Staged) else 2 * MAX_BUFFER_BYTES
+    todo = [(copy.place, out)]
+    while todo:
+        place, out = todo.pop()
+        window = place.window
+        if window.nbytes <= limit or max(window.sizes, default=1) == 1:
+            yield place, out
+            continue
+        d = int(np.argmax(window.sizes)) if window.sizes[0] * 4 < max(window.sizes) else 0
+        step = max(1, window.sizes[d] * min(limit, MAX_BUFFER_BYTES) // window.nbytes)
+        parts = []
+        for start in range(0, window.sizes[d], step):
+            size = min(step, window.sizes[d] - start)
+            offsets = tuple(start if i == d else 0 for i in range(len(window.sizes)))
+            box = Box.of(offsets, tuple(size if i == d else n for i, n in enumerate(window.sizes)))
+            parts.append((place.with_window(window.crop(box)), out[box.slices]))
+        todo += reversed(parts)
 
 
 def spans_by_file(copies: Iterable[Copy]) -> dict[FileSource, list[tuple[int, int]]]:

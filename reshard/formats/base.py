@@ -13,21 +13,26 @@ is *located* when its bytes are first asked for, not when the checkpoint is open
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 from planners.box import Box
 from planners.byteruns import Window
 from planners.dtypes import itemsize
 from planners.layout import TensorLayout, TensorSpec
+from planners.overlap import Sweep
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.source import Source
 from reshard.storage.base import Storage
 
-__all__ = ["Contents", "Format", "LazyMapping", "Place", "StoredChunk", "StoredTensor"]
+__all__ = ["Contents", "Format", "LazyChunks", "LazyMapping", "Place", "StoredChunk", "StoredTensor"]
 
 V = TypeVar("V")
+
+_MANY_CHUNKS = 8
+"""With more of them, those that meet a box are searched for in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +125,50 @@ class StoredChunk:
         return f"StoredChunk({self.box}, {self._place or 'not yet located'}, owner={self.owner!r})"
 
 
+class LazyChunks(Sequence[StoredChunk]):
+    """Chunks that follow from a rule: a few are found without listing all, and all are listed only when asked for.
+
+    The rule answers for chunks within the tensor that do not overlap.
+    """
+
+    def __init__(
+        self, every: Callable[[], Iterable[StoredChunk]], near: Callable[[Box], Iterable[StoredChunk]]
+    ) -> None:
+        """`every` lists all chunks; `near` finds at least those that share an element with a box."""
+        self._every = every
+        self.near = near
+
+    @cached_property
+    def _all(self) -> tuple[StoredChunk, ...]:
+        return tuple(self._every())
+
+    @overload
+    def __getitem__(self, index: int) -> StoredChunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[StoredChunk]: ...
+    def __getitem__(self, index: int | slice) -> StoredChunk | Sequence[StoredChunk]:
+        return self._all[index]
+
+    def __iter__(self) -> Iterator[StoredChunk]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor of a checkpoint: what it is, and the chunks that hold it."""
 
     spec: TensorSpec
-    chunks: tuple[StoredChunk, ...]
+    chunks: Sequence[StoredChunk]
     layout: TensorLayout | None = None
     """The saved mesh and placements, where the format knows them."""
 
     def __post_init__(self) -> None:
         """Raises DamagedCheckpointError for a chunk that lies outside the tensor."""
+        if isinstance(self.chunks, LazyChunks):
+            return
         whole = Box.full(self.spec.shape)
         for chunk in self.chunks:
             if chunk.box.ndim != whole.ndim or not _within(chunk.box, whole):
@@ -153,6 +191,23 @@ class StoredTensor:
     def boxes(self) -> tuple[Box, ...]:
         """The chunks' boxes, in the chunks' order."""
         return tuple(chunk.box for chunk in self.chunks)
+
+    def meeting(self, box: Box) -> Iterator[tuple[StoredChunk, Box]]:
+        """The chunks that share elements with `box`, which is in global coordinates, and what they share."""
+        if isinstance(self.chunks, LazyChunks):
+            near: Iterable[StoredChunk] = self.chunks.near(box)
+        elif len(self.chunks) <= _MANY_CHUNKS:
+            near = self.chunks
+        else:
+            near = (self.chunks[int(i)] for i, _, _ in self._sweep.meeting(box))
+        for chunk in near:
+            common = chunk.box & box
+            if common is not None:
+                yield chunk, common
+
+    @cached_property
+    def _sweep(self) -> Sweep:
+        return Sweep(enumerate(self.boxes))
 
     def renamed(self, fqn: str) -> StoredTensor:
         """The same tensor under another name."""
@@ -210,6 +265,8 @@ class Contents:
     """What a reader should know: files that were ignored, objects that could not be represented."""
     containers: Mapping[tuple[Any, ...], str] = field(default_factory=dict)
     """Kinds of containers on those paths that are tuples or empty (see `reshard.tree.Flat`)."""
+    subset: tuple[str, ...] | None = None
+    """The globs that chose what was saved, where a checkpoint is declared to be a part of something."""
 
 
 class Format(Protocol):

@@ -15,7 +15,7 @@ from planners.byteruns import Window
 from reshard.dtypes import dtype_from_name
 from reshard.errors import CheckpointError
 from reshard.formats.base import Place
-from reshard.formats.source import DIRECT_BYTES, Source
+from reshard.formats.source import Source
 
 __all__ = ["MAX_BUFFER_BYTES", "copy_place", "empty", "item_dtype", "read_place"]
 
@@ -51,10 +51,11 @@ def read_place(place: Place, dtype: str) -> torch.Tensor:
     return tensor
 
 
-def copy_place(place: Place, out: Array) -> None:
+def copy_place(place: Place, out: Array, buffer_bytes: int = MAX_BUFFER_BYTES) -> None:
     """Copy the elements at `place` into `out`, an array of `item_dtype(window.itemsize)` and of the window's sizes.
 
-    `out` may be strided. What is stored as the conjugate of its value is conjugated on the way.
+    `out` may be strided. What is stored as the conjugate of its value is conjugated on the way. Where the storage has
+    no view of its bytes, at most `buffer_bytes` are read at once beside `out`.
 
     Raises:
         DamagedCheckpointError: if the source ends before the window does.
@@ -62,7 +63,7 @@ def copy_place(place: Place, out: Array) -> None:
     """
     if place.window.numel:
         place.source.check(place.window.offset, place.window.stop)
-        _transfer(place.source, place.window, out)
+        _transfer(place.source, place.window, out, buffer_bytes)
         if place.conjugate:
             _conjugate(out)
 
@@ -74,10 +75,10 @@ def _conjugate(out: Array) -> None:
     parts["imag"] ^= half.type(1 << (half.itemsize * 8 - 1))
 
 
-def _transfer(source: Source, window: Window, out: Array) -> None:
+def _transfer(source: Source, window: Window, out: Array, buffer_bytes: int) -> None:
     """Long runs are read straight into their place; short ones are copied from a view, or read with some neighbours."""
     runs, view = window.runs(), source.view()
-    long = runs.run_bytes >= DIRECT_BYTES
+    long = runs.run_bytes >= source.direct_bytes
     if runs.count == 1 and out.flags.c_contiguous and (long or view is None):
         target = memoryview(cast("Any", out.reshape(-1).view(np.uint8)))  # numpy's types know buffers from 3.12 on
         for start in range(0, runs.nbytes, MAX_BUFFER_BYTES):
@@ -85,21 +86,20 @@ def _transfer(source: Source, window: Window, out: Array) -> None:
     elif long and window.sizes[0] > 1 and out.strides[-1] == window.itemsize:
         row = window.crop(Box.of((0,) * len(window.sizes), (1, *window.sizes[1:])))
         for i in range(window.sizes[0]):
-            _transfer(
-                source, Window(row.offset + i * row.strides[0], row.sizes, row.strides, row.itemsize), out[i : i + 1]
-            )
+            here = Window(row.offset + i * row.strides[0], row.sizes, row.strides, row.itemsize)
+            _transfer(source, here, out[i : i + 1], buffer_bytes)
     elif view is not None:
         _copy(view, window, out)
     else:
-        _read(source, window, out)
+        _read(source, window, out, buffer_bytes)
 
 
-def _read(source: Source, window: Window, out: Array) -> None:
+def _read(source: Source, window: Window, out: Array, buffer_bytes: int) -> None:
     """Read the span of the window at once if little of it is unneeded, else part by part along the widest dim."""
     span = window.stop - window.offset
     runs = window.runs()
     gap = source.max_gap_bytes
-    if span <= MAX_BUFFER_BYTES and span - runs.nbytes <= gap * max(runs.count - 1, 0):
+    if span <= buffer_bytes and span - runs.nbytes <= gap * max(runs.count - 1, 0):
         data = source.read(window.offset, span)
         _copy(memoryview(data), Window(0, window.sizes, window.strides, window.itemsize), out)
         return
@@ -111,7 +111,7 @@ def _read(source: Source, window: Window, out: Array) -> None:
     inner = one.stop - one.offset
     step = 1
     if 0 <= stride - inner <= gap:  # neighbours are close enough to be read together
-        step = min(max(MAX_BUFFER_BYTES // max(stride, 1), 1), max(size - 1, 1))
+        step = min(max(buffer_bytes // max(stride, 1), 1), max(size - 1, 1))
     for start in range(0, size, step):
         n = min(step, size - start)
         part = Window(
@@ -121,7 +121,7 @@ def _read(source: Source, window: Window, out: Array) -> None:
             window.itemsize,
         )
         index = (slice(None),) * dim + (slice(start, start + n),)
-        _transfer(source, part, out[index])
+        _transfer(source, part, out[index], buffer_bytes)
 
 
 def _copy(view: memoryview, window: Window, out: Array) -> None:

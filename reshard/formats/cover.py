@@ -81,7 +81,7 @@ def check_cover(tensor: StoredTensor, region: Box | None = None) -> None:
     if region is None:  # a stored tensor has no chunk outside itself
         inside = [(chunk, chunk.box) for chunk in tensor.chunks if not chunk.box.is_empty]
     else:
-        inside = [(chunk, box) for chunk in tensor.chunks if (box := chunk.box & wanted) is not None]
+        inside = list(tensor.meeting(wanted))
     boxes = [box for _, box in inside]
     overlap = find_overlap(boxes)
     if overlap is not None:

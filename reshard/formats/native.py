@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from planners.errors import PlanError
 from planners.layout import StateLayout
 from planners.save_plan import SavePlan, plan_writes
 from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.formats.base import Contents, LazyMapping, Place, StoredChunk, StoredTensor
+from reshard.formats.base import Contents, LazyChunks, LazyMapping, Place, StoredChunk, StoredTensor
 from reshard.formats.source import Files, FileSource
 from reshard.storage.base import Storage
 from reshard.tree import decode_plain, path_from_json
@@ -177,6 +177,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
             ),
         },
         fingerprints=manifest.fingerprints or None,
+        subset=None if manifest.subset is None else tuple(manifest.subset),
     )
 
 
@@ -198,7 +199,7 @@ class _DataFiles:
         self.sources = Files(storage)
         self.records = {int(rank): record for rank, record in manifest.files.items()}
         self.sums = LazyMapping({r.name: partial(_sums, storage, r) for r in manifest.files.values()})
-        self._headers: dict[int, dict[str, tuple[int, int]]] = {}
+        self._headers: dict[int, dict[str, _HeaderEntry]] = {}
         self._lock = threading.Lock()
 
     def find(self, rank: int, key: str) -> tuple[FileSource, int, int]:
@@ -210,10 +211,12 @@ class _DataFiles:
         if rank not in self._headers:
             with self._lock:
                 self._headers[rank] = _read_header(source, record)
-        try:
-            start, stop = self._headers[rank][key]
-        except KeyError:
-            raise DamagedCheckpointError(f"{source.label} must hold {key!r}, but its header does not name it") from None
+        entry = self._headers[rank].get(key)
+        if entry is None or entry.data_offsets is None:
+            raise DamagedCheckpointError(f"{source.label} must hold {key!r}, but its header does not name it")
+        start, stop = (record.header_bytes + offset for offset in entry.data_offsets)
+        if not record.header_bytes <= start <= stop <= record.nbytes:
+            raise DamagedCheckpointError(f"{source.label}: {key!r} lies outside the file, at bytes [{start}, {stop})")
         return source, start, stop
 
 
@@ -227,42 +230,42 @@ def _sums(storage: Storage, record: FileRecord) -> bytes:
 
 
 class _HeaderEntry(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
+    data_offsets: tuple[int, int] | None = None
+    """None in the entry of the file's own metadata."""
 
 
-def _read_header(source: FileSource, record: FileRecord) -> dict[str, tuple[int, int]]:
+def _read_header(source: FileSource, record: FileRecord) -> dict[str, _HeaderEntry]:
     if not 8 <= record.header_bytes <= min(record.nbytes, _MAX_HEADER_BYTES):
         raise DamagedCheckpointError(f"{source.label}: a header of {record.header_bytes} bytes does not fit the file")
     data = bytes(source.read(0, record.header_bytes))
     if int.from_bytes(data[:8], "little") != record.header_bytes - 8:
         raise DamagedCheckpointError(f"{source.label}: its header does not have the length that the manifest says")
     try:
-        raw = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
-        raw.pop("__metadata__", None)
-        table = {key: msgspec.json.decode(value, type=_HeaderEntry) for key, value in raw.items()}
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(data[8:], type=dict[str, _HeaderEntry])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{source.label}: its header is damaged: {error}") from None
-    out = {}
-    for key, entry in table.items():
-        start, stop = (record.header_bytes + offset for offset in entry.data_offsets)
-        if not record.header_bytes <= start <= stop <= record.nbytes:
-            raise DamagedCheckpointError(f"{source.label}: {key!r} lies outside the file, at bytes [{start}, {stop})")
-        out[key] = (start, stop)
-    return out
 
 
 def _tensor(fqn: str, layout: StateLayout, plan: SavePlan, files: _DataFiles) -> StoredTensor:
     tensor = layout[fqn]
     size = itemsize(tensor.spec.dtype)
-    chunks: list[StoredChunk] = []
-    for _, chunk in tensor.chunks():
-        for rank, box in plan.writers(fqn, chunk):
-            if chunk.contains(box):
-                place: Callable[[], Place] = partial(_locate, files, rank, fqn, box, tensor.spec.shape, size)
-                chunks.append(StoredChunk(box, place, rank))
-    return StoredTensor(tensor.spec, tuple(chunks), tensor)
+    shape = tensor.spec.shape
+    made: dict[Box, StoredChunk] = {}
+
+    def chunk_at(rank: int, box: Box) -> StoredChunk:
+        if box not in made:
+            place: Callable[[], Place] = partial(_locate, files, rank, fqn, box, shape, size)
+            made[box] = StoredChunk(box, place, rank)
+        return made[box]
+
+    def every() -> Iterator[StoredChunk]:
+        for _, chunk in tensor.chunks():
+            yield from (chunk_at(rank, box) for rank, box in plan.writers(fqn, chunk) if chunk.contains(box))
+
+    def near(box: Box) -> Iterator[StoredChunk]:
+        return (chunk_at(rank, found) for rank, found in plan.writers_near(fqn, box))
+
+    return StoredTensor(tensor.spec, LazyChunks(every, near), tensor)
 
 
 def _locate(files: _DataFiles, rank: int, fqn: str, box: Box, shape: tuple[int, ...], size: int) -> Place:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,7 +15,8 @@ __all__ = ["DIRECT_BYTES", "BytesSource", "DecodedSource", "FileSource", "Files"
 
 
 DIRECT_BYTES = 1 << 20
-"""Runs of at least this many bytes are read by calls to the storage, even where there is a zero-copy view."""
+"""Runs of at least this many bytes are read by calls to the storage, even where there is a zero-copy view: one call to
+the kernel is faster than a page fault for every few pages of a fresh mapping."""
 
 
 class Source(ABC):
@@ -23,6 +26,8 @@ class Source(ABC):
     """Its name, for messages."""
     max_gap_bytes: int = 0
     """Reading up to this many bytes that nobody asked for is cheaper than one more request."""
+    direct_bytes: int = DIRECT_BYTES
+    """Runs of at least so many bytes are better read by a call than copied from the view."""
 
     @property
     @abstractmethod
@@ -93,12 +98,22 @@ class FileSource(Source):
                     self._nbytes = len(self._view) if self._view is not None else self.storage.size(self.name)
         return self._view
 
+    def prefer_view(self) -> None:
+        """Copy from the view from now on, where there is one: its pages were touched, and are at hand."""
+        self.direct_bytes = sys.maxsize
+
     def _fill(self, start: int, buffer: memoryview) -> None:
         view = self.view()
-        if view is not None and buffer.nbytes < DIRECT_BYTES:
+        if view is not None and buffer.nbytes < self.direct_bytes:
             buffer[:] = view[start : start + buffer.nbytes]
-        else:  # one call to the kernel is faster than a page fault for every 4 KiB of a fresh mapping
+        else:
             self.storage.read_into(self.name, start, buffer)
+
+    def release(self) -> None:
+        """Give the mapped pages that were read back: they count as this process's memory until then."""
+        mapped = self._view.obj if self._view is not None else None
+        if isinstance(mapped, mmap.mmap):
+            mapped.madvise(mmap.MADV_DONTNEED)  # a file mapping: what is needed again comes from the page cache
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FileSource) and self.storage is other.storage and self.name == other.name
