@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reshard.canonical.views import concat, narrow, select
+from reshard.canonical.views import concat, narrow, unstack
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.base import StoredTensor
 
@@ -61,15 +61,16 @@ def expand(key: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]
         key = key.removeprefix("module.")
     match = _STACKED.fullmatch(key)
     if match is not None:
-        for layer in range(_length(key, tensor)):
-            name = f"{match['head']}.{layer}.{match['tail']}"
-            yield from expand(name, select(tensor, 0, layer, name))
+        names = [f"{match['head']}.{layer}.{match['tail']}" for layer in range(_length(key, tensor))]
+        for name, one in zip(names, unstack(tensor, names)):
+            yield from expand(name, one)
         return
     match = _EXPERTS.fullmatch(key)
     if match is not None and match["number"] is None:
-        for expert in range(_length(key, tensor)):
-            name = f"{match['head']}.local_experts.{expert}.{match['tail']}"
-            yield canonical_key(name), select(tensor, 0, expert, name)
+        front = f"{match['head']}.local_experts"
+        names = [f"{front}.{expert}.{match['tail']}" for expert in range(_length(key, tensor))]
+        for name, one in zip(names, unstack(tensor, names)):
+            yield canonical_key(name), one
         return
     if match is not None:
         key = f"{match['head']}.local_experts.{match['number']}.{match['tail']}"

@@ -11,12 +11,11 @@ from collections.abc import Iterable
 
 from reshard.canonical.hints import Hints
 from reshard.errors import NormalizationError
+from reshard.modules import WRAPPER_SEGMENTS
 
 __all__ = ["NameMap", "common_attribute"]
 
-_WRAPPERS = frozenset(
-    ("_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_forward_module")
-)
+_WRAPPERS = (WRAPPER_SEGMENTS - {"module"}) | {"_fpw_module", "_forward_module"}
 _ADAPTER = re.compile(r"(\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.(\w+)(\.weight|$)")
 _LEADING = ("module.", "base_model.model.")
 _COUNTERS = frozenset(("n_averaged",))

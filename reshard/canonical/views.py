@@ -20,7 +20,7 @@ from planners.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.base import StoredChunk, StoredTensor
 
-__all__ = ["Piece", "assemble", "concat", "flat_piece", "narrow", "select", "stack", "unflatten", "ungrid"]
+__all__ = ["Piece", "assemble", "concat", "flat_piece", "narrow", "select", "stack", "unflatten", "ungrid", "unstack"]
 
 Shape = tuple[int, ...]
 Piece = tuple[Box, StoredTensor]
@@ -36,6 +36,16 @@ def select(tensor: StoredTensor, dim: int, index: int, fqn: str) -> StoredTensor
             chunks.append(_select_chunk(chunk, dim, index - offset))
     shape = _without(tensor.spec.shape, dim)
     return StoredTensor(TensorSpec(fqn, shape, tensor.spec.dtype), tuple(chunks))
+
+
+def unstack(tensor: StoredTensor, names: Sequence[str]) -> list[StoredTensor]:
+    """`select(tensor, 0, i, names[i])` for every i, in one pass over the chunks. Inverse of `stack`."""
+    shape = tensor.spec.shape[1:]
+    chunks: list[list[StoredChunk]] = [[] for _ in names]
+    for chunk in tensor.chunks:
+        for at in range(chunk.box.sizes[0]):
+            chunks[chunk.box.offsets[0] + at].append(_select_chunk(chunk, 0, at))
+    return [StoredTensor(TensorSpec(fqn, shape, tensor.spec.dtype), tuple(of)) for fqn, of in zip(names, chunks)]
 
 
 def _without(values: Shape, dim: int) -> Shape:
