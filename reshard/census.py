@@ -24,7 +24,7 @@ from reshard.errors import FormatError, KeyMismatchError, LayoutError
 from reshard.execute.arrays import as_array, row_major_bytes
 from reshard.group import Group
 from reshard.per_rank import PerRank
-from reshard.tensors import form_of, is_sharded, is_tensor, local_tensors, spec_of
+from reshard.tensors import device_of, form_of, is_sharded, is_tensor, local_tensors, spec_of
 from reshard.tree import KeyPath, encode_plain, flatten, key_of, path_to_json
 
 __all__ = ["Census", "Holdings", "agree_on_values", "holdings_of", "identity_of", "per_rank_name", "take_census"]
@@ -77,7 +77,7 @@ def holdings_of(state: Mapping[str, Any]) -> Holdings:
 
 def identity_of(tensor: Any) -> tuple[Any, ...] | None:
     """Equal for tied tensors: the same memory seen alike. None where nothing can be said."""
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = getattr(tensor, "_local_tensor", None if is_sharded(tensor) else tensor)
     if not isinstance(local, torch.Tensor) or local.device.type == "meta" or local.numel() == 0:
         return None
     try:
@@ -180,7 +180,7 @@ def agree_on_values(holdings: Holdings, group: Group, *, check_replicas: bool) -
 
 def _replica_digests(key: str, tensor: Any, group: Group) -> dict[str, bytes]:
     """A digest of each local tensor that other ranks may hold, too, under a name that says which elements it is."""
-    if tensor.device.type == "meta":
+    if device_of(tensor).type == "meta":
         return {}
     if not is_sharded(tensor):
         return {key: xxhash.xxh3_128_digest(row_major_bytes(as_array(tensor.cpu())))}

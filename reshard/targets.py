@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from reshard.census import identity_of
 from reshard.errors import LayoutError
 from reshard.per_rank import PerRank
-from reshard.tensors import is_tensor, local_tensors
+from reshard.tensors import device_of, is_tensor, local_tensors
 from reshard.tree import IntKey, KeyPath, flatten, key_of
 
 __all__ = ["Targets"]
@@ -76,10 +76,11 @@ class Targets:
         """The local tensors to write into: the live ones, or new ones in place of meta tensors and changed dtypes."""
         tensor = self.tensors[key]
         dtype = self.replaced.get(key)
-        if tensor.device.type != "meta" and dtype is None:
+        device = device_of(tensor)
+        if device.type != "meta" and dtype is None:
             return local_tensors(tensor)
         if key not in self._made:
-            device = "cpu" if tensor.device.type == "meta" else tensor.device
+            device = torch.device("cpu") if device.type == "meta" else device
             fresh = tuple(
                 torch.empty(local.shape, dtype=dtype or local.dtype, device=device) for local in local_tensors(tensor)
             )

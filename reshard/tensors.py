@@ -27,6 +27,7 @@ from reshard.errors import LayoutError
 from reshard.tree import flatten, key_of
 
 __all__ = [
+    "device_of",
     "dtype_of",
     "form_of",
     "global_shape",
@@ -70,6 +71,14 @@ def dtype_of(tensor: Any) -> torch.dtype:
     """Type of its elements."""
     dtype: torch.dtype = tensor.metadata().tensor_properties.dtype if _is_sharded_tensor(tensor) else tensor.dtype
     return dtype
+
+
+def device_of(tensor: Any) -> torch.device:
+    """Where this rank's elements are; "cpu" for a ShardedTensor of which it has none."""
+    if _is_sharded_tensor(tensor):
+        return next((shard.tensor.device for shard in tensor.local_shards()), torch.device("cpu"))
+    device: torch.device = tensor.device
+    return device
 
 
 def spec_of(fqn: str, tensor: Any) -> TensorSpec:

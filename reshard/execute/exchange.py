@@ -175,8 +175,12 @@ class Exchange:
     # --- building ---
 
     def _copy(self, item: TransferItem) -> tuple[torch.Tensor, torch.Tensor] | None:
-        of = self._sources.elements(item.fqn, item.source_part, item.source.slices, raw=item.fqn not in self._wires)
-        to = self._targets.elements(item.fqn, item.target_part, item.target.slices, raw=item.fqn not in self._wires)
+        raw = item.fqn not in self._wires
+        of = self._sources.elements(item.fqn, item.source_part, item.source.slices, raw=raw)
+        to = self._targets.elements(item.fqn, item.target_part, item.target.slices, raw=raw)
+        if raw and of.dtype != to.dtype:  # one of them is conjugated or negated lazily: torch knows how
+            of = self._sources.elements(item.fqn, item.source_part, item.source.slices, raw=False)
+            to = self._targets.elements(item.fqn, item.target_part, item.target.slices, raw=False)
         if not to.numel() or _is_same(to, of):
             return None
         self.copied_bytes += item.nbytes

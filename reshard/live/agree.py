@@ -18,7 +18,7 @@ from reshard.errors import LayoutError
 from reshard.group import Group
 from reshard.live.pairs import Pairing
 from reshard.targets import Targets
-from reshard.tensors import is_sharded, local_tensors
+from reshard.tensors import device_of, is_sharded, local_tensors
 
 __all__ = ["Agreed", "Options", "Side", "TransferOptions", "agree"]
 
@@ -209,7 +209,7 @@ def _devices(tensors: list[Any], process_group: dist.ProcessGroup | None) -> lis
     config = dist.get_backend_config(process_group)
     rows = [row.partition(":") for row in config.split(",")] if ":" in config else [("cpu", ":", config)]
     able = [kind for kind, _, backend in rows if kind == "cpu" or backend not in ("gloo", "mpi")]
-    kinds = {tensor.device.type for tensor in tensors if tensor.device.type != "meta"}
+    kinds = {device_of(tensor).type for tensor in tensors} - {"meta"}
     preferred = [kind for kind in able if kinds == {kind}]
     return [*preferred, *(kind for kind in able if kind not in preferred and kind in ("cpu", *_accelerators()))]
 

@@ -23,7 +23,7 @@ from reshard.live.agree import Agreed, Options, Side, TransferOptions, agree
 from reshard.live.memory import part_tensors, refuse_shared_memory, source_parts, target_parts
 from reshard.live.pairs import Pairing, plan_rounds
 from reshard.live.values import Values, check_replicas
-from reshard.tensors import local_tensors
+from reshard.tensors import device_of, local_tensors
 
 __all__ = ["Prepared", "TransferReport", "prepare", "redistribute"]
 
@@ -183,7 +183,7 @@ class Prepared:
 
     def _places_checked(self) -> None:
         for key in {lane.source for lane in self.pairing.lanes.values()} & self._source.state.tensors.keys():
-            if self._source.state.tensors[key].device.type == "meta":
+            if device_of(self._source.state.tensors[key]).type == "meta":
                 raise LayoutError(f"the source {key!r} is a meta tensor: it has no elements to give")
 
     def _places(self) -> list[int]:
@@ -192,7 +192,7 @@ class Prepared:
             tensor.data_ptr()
             for side in (self._source, self._target)
             for value in side.state.tensors.values()
-            for tensor in (local_tensors(value) if value.device.type != "meta" else ())
+            for tensor in (local_tensors(value) if device_of(value).type != "meta" else ())
         ]
 
     def _report(self) -> TransferReport:
