@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reshard.errors import DamagedCheckpointError, ReshardError
+from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.base import Contents
 from reshard.formats.source import Files
 from reshard.formats.torch_file import TorchFile, contents_of, read_torch_file
@@ -45,13 +45,13 @@ def numbered(names: Mapping[str, int]) -> dict[str, dict[int, str]]:
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Whether all files of the top folder are numbered, and the first of one kind holds pieces."""
     sections = numbered(names)
-    if not sections or not all(0 in ranks for ranks in sections.values()):
-        return False
+    if not all(0 in ranks for ranks in sections.values()) or max(map(len, sections.values()), default=0) < 2:
+        return False  # one file is a checkpoint of its own
     files = Files(storage)
     try:
         return any(_holds_pieces(read_torch_file(files[ranks[0]]).value) for ranks in sections.values())
-    except ReshardError:
-        return False  # whichever format opens it says what is wrong
+    except FormatError:
+        return False  # no files of torch.save
 
 
 def is_sharded_tensor(value: Any) -> bool:

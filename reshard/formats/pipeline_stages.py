@@ -28,7 +28,10 @@ _STAGE = re.compile(r".*(stage|pp|pp_?rank|pipe(line)?_?(rank)?)", re.IGNORECASE
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Whether all files of the top folder are those of stages, numbered from 0."""
     sections = numbered(names)
-    return len(sections) == 1 and all(_STAGE.fullmatch(section) and 0 in ranks for section, ranks in sections.items())
+    if len(sections) != 1:
+        return False
+    ((section, ranks),) = sections.items()
+    return bool(_STAGE.fullmatch(section)) and 0 in ranks and len(ranks) > 1
 
 
 def open(storage: Storage, names: Mapping[str, int]) -> Contents:

@@ -100,6 +100,13 @@ def test_a_missing_rank(tmp_path: Path) -> None:
         checkpoint.open(tmp_path)
 
 
+def test_one_file_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    save_pieces(tmp_path, 2)
+    opened = checkpoint.open(tmp_path / "raw_0.pt")
+    assert opened.format == "torch_save"
+    assert "state.0.exp_avg" in opened
+
+
 def test_whole_states_in_numbered_files_are_no_pieces(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"state": {0: {"exp_avg": torch.ones(2, 3)}}, "param_groups": []}, tmp_path / f"optim_{rank}.pt")
@@ -131,6 +138,8 @@ HOSTILE = [
 def test_hostile_pickles_run_nothing(tmp_path: Path, name: str, plain: bool) -> None:
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
+    if name in ("raw_0.pt", "stage_0.pt"):
+        torch.save({"model": {"w": torch.ones(1)}}, tmp_path / name.replace("_0", "_1"))
     mark, states = tmp_path / "ran", {0: {"exp_avg": torch.ones(3)}}
     state = {"state": states, "module": Attack(mark), "model": Attack(mark), "param_groups": [Attack(mark)]}
     if plain:

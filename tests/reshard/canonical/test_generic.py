@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from reshard import checkpoint
+from reshard.canonical import HINTS
 from reshard.errors import DamagedCheckpointError, NormalizationError
 
 W, B = torch.arange(6.0).reshape(2, 3), torch.arange(2.0)
@@ -213,3 +214,9 @@ def test_the_native_format(tmp_path: Path) -> None:
 
     reshard.save({"model": weights(), "optim": by_name(), "step": 3}, tmp_path / "native")
     check(checkpoint.open(tmp_path / "native").normalized())
+
+
+def test_the_documentation_lists_every_hint() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "canonical.md").read_text(encoding="utf-8")
+    for name, what in HINTS.items():
+        assert f"| `{name}` | {what} |" in text
