@@ -109,8 +109,8 @@ def _add(index: _Index, fields: Mapping[str, Any], where: str) -> None:
     try:
         for key, meta in fields["state_dict_metadata"].items():
             if meta.name == "BytesStorageMetadata":
-                if key not in index.objects:
-                    index.objects.append(key)
+                if str(key) not in index.objects:
+                    index.objects.append(str(key))
             else:
                 index.tensors.setdefault(str(key), []).append(meta)
         for at, info in fields["storage_data"].items():
