@@ -157,16 +157,15 @@ def _add_zero(parts: _Parts, stage: _Stage, shapes: list[Shapes]) -> None:
 
 
 def _add_groups(parts: _Parts, rank: Rank, shapes: list[Shapes]) -> None:
+    """The groups of a stage; those of further stages have the same settings and parameters of their own."""
+    before = len(parts.groups)
     for g, names in enumerate(shapes):
         settings = rank.groups[g] if g < len(rank.groups) else {}
-        group = {**{k: v for k, v in settings.items() if k not in ("params", "param_names")}, "params": list(names)}
-        bare = {k: v for k, v in group.items() if k != "params"}
-        same = [g for g in parts.groups if {k: v for k, v in g.items() if k != "params"} == bare]
-        # the stages of a pipeline have the same groups, each with its own parameters
-        if same and not set(names) & set(same[0]["params"]) and len(parts.groups) >= len(shapes):
-            same[0]["params"] += names
+        bare = {k: v for k, v in settings.items() if k not in ("params", "param_names")}
+        if g < before and bare == {k: v for k, v in parts.groups[g].items() if k != "params"}:
+            parts.groups[g]["params"] += [name for name in names if name not in parts.groups[g]["params"]]
         else:
-            parts.groups.append(group)
+            parts.groups.append({**bare, "params": list(names)})
 
 
 def _add_module(parts: _Parts, stage: _Stage, head: Mapping[str, Any]) -> None:

@@ -201,3 +201,23 @@ def test_every_prefix_of_a_file_is_refused_clearly(tmp_path: Path) -> None:
         path.write_bytes(data[:length])
         with pytest.raises((DamagedCheckpointError, FormatError), match="zero_pp_rank_0"):
             checkpoint.open(tmp_path).normalized()
+
+
+def test_universal_checkpoints_of_tensor_parallel_models(tmp_path: Path) -> None:
+    """They hold whole parameters, whatever the shapes in the ranks' files say; a hint cuts a padded vocabulary."""
+    whole = torch.randn(8, 4)
+    folder = tmp_path / "tag_universal"
+    (folder / "zero" / "embed.weight").mkdir(parents=True)
+    for state in KINDS:
+        entry = {"param": whole, "cat_dim": 0, "vocab_tensor": True}
+        torch.save(entry, folder / "zero" / "embed.weight" / f"{state}.pt")
+    for rank in range(2):
+        model = {"module": {"embed.weight": whole[:4]}, "param_shapes": [{"embed.weight": torch.Size([4, 4])}]}
+        torch.save(model, folder / f"mp_rank_{rank:02d}_model_states.pt")
+    torch.save({"param_groups": [{"lr": 0.1, "params": [0]}]}, folder / "zero" / "optimizer_state.pt")
+    (tmp_path / "latest_universal").write_text("tag_universal")
+    found = checkpoint.open(tmp_path).normalized()
+    assert found["model"]["embed.weight"][...].equal(whole)
+    assert found["optim"]["param_groups"] == [{"lr": 0.1, "params": ["embed.weight"]}]
+    found = checkpoint.open(tmp_path).normalized({"vocab_size": 6})
+    assert found["optim"]["state"]["embed.weight"]["exp_avg"][...].equal(whole[:6])
