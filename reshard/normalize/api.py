@@ -39,7 +39,7 @@ Optimizers = Optimizer | Iterable[Optimizer]
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """No autograd, and no cyclic garbage collection: it would scan the many small containers made here again and
-    again, which costs more than all else."""
+    again, which costs more than all else. As a decorator, so that they are gone when collection starts again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -50,6 +50,7 @@ def _quietly() -> Iterator[None]:
             gc.enable()
 
 
+@_quietly()
 def get_model_state_dict(
     model: Models, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
@@ -64,11 +65,11 @@ def get_model_state_dict(
         NormalizationError: two places have one canonical name.
     """
     opts = as_options(options)
-    with _quietly():
-        live = LiveModel(model, opts.dsd_fqn_modifiers)
-        return collect_model(_model_state(live, submodules, opts), opts)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    return collect_model(_model_state(live, submodules, opts), opts)
 
 
+@_quietly()
 def get_optimizer_state_dict(
     model: Models,
     optimizers: Optimizers,
@@ -87,11 +88,11 @@ def get_optimizer_state_dict(
         NormalizationError: a parameter is in two optimizers, or two places of the model have one canonical name.
     """
     opts = as_options(options)
-    with _quietly():
-        live = LiveModel(model, opts.dsd_fqn_modifiers)
-        return _optimizer_state(LiveOptimizers(live, as_optimizers(optimizers)), submodules, opts)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    return _optimizer_state(LiveOptimizers(live, as_optimizers(optimizers)), submodules, opts)
 
 
+@_quietly()
 def get_state_dict(
     model: Models,
     optimizers: Optimizers,
@@ -101,13 +102,13 @@ def get_state_dict(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """`get_model_state_dict` and `get_optimizer_state_dict` in one."""
     opts = as_options(options)
-    with _quietly():
-        live = LiveModel(model, opts.dsd_fqn_modifiers)
-        live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
-        model_state = collect_model(_model_state(live, submodules, opts), opts)
-        return model_state, _optimizer_state(live_optimizers, submodules, opts)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
+    model_state = collect_model(_model_state(live, submodules, opts), opts)
+    return model_state, _optimizer_state(live_optimizers, submodules, opts)
 
 
+@_quietly()
 def set_model_state_dict(
     model: Models, model_state_dict: Mapping[Any, Any], *, options: StateDictOptions | None = None
 ) -> SetReport:
@@ -121,13 +122,13 @@ def set_model_state_dict(
             nothing was changed.
     """
     opts = as_options(options)
-    with _quietly():
-        live = LiveModel(model, opts.dsd_fqn_modifiers)
-        given = _model_given(live, model_state_dict, opts)
-        writes = together(lambda: plan_model(live, given, opts), _shared(live, opts))
-        return apply_model(writes, opts.strict)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    given = _model_given(live, model_state_dict, opts)
+    writes = together(lambda: plan_model(live, given, opts), _shared(live, opts))
+    return apply_model(writes, opts.strict)
 
 
+@_quietly()
 def set_optimizer_state_dict(
     model: Models,
     optimizers: Optimizers,
@@ -146,13 +147,13 @@ def set_optimizer_state_dict(
         NormalizationError: the saved groups contradict the live ones, or the dict has an unknown form.
     """
     opts = as_options(options)
-    with _quietly():
-        live = LiveOptimizers(LiveModel(model, opts.dsd_fqn_modifiers), as_optimizers(optimizers))
-        given = _optimizer_given(live, optim_state_dict, opts)
-        writes = together(lambda: plan_optimizers(live, given, opts), _shared(live.live, opts))
-        return apply_optimizers(live, writes)
+    live = LiveOptimizers(LiveModel(model, opts.dsd_fqn_modifiers), as_optimizers(optimizers))
+    given = _optimizer_given(live, optim_state_dict, opts)
+    writes = together(lambda: plan_optimizers(live, given, opts), _shared(live.live, opts))
+    return apply_optimizers(live, writes)
 
 
+@_quietly()
 def set_state_dict(
     model: Models,
     optimizers: Optimizers,
@@ -166,21 +167,20 @@ def set_state_dict(
     An empty `model_state_dict` leaves the model alone.
     """
     opts = as_options(options)
-    with _quietly():
-        live = LiveModel(model, opts.dsd_fqn_modifiers)
-        live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
-        model_given: Mapping[str, Any] = {}
-        if model_state_dict or opts.broadcast_from_rank0:
-            model_given = _model_given(live, model_state_dict, opts)
-        optimizer_given = _optimizer_given(live_optimizers, optim_state_dict, opts)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
+    model_given: Mapping[str, Any] = {}
+    if model_state_dict or opts.broadcast_from_rank0:
+        model_given = _model_given(live, model_state_dict, opts)
+    optimizer_given = _optimizer_given(live_optimizers, optim_state_dict, opts)
 
-        def plan() -> tuple[ModelWrites | None, OptimizerWrites]:
-            model_writes = plan_model(live, model_given, opts) if model_given else None
-            return model_writes, plan_optimizers(live_optimizers, optimizer_given, opts)
+    def plan() -> tuple[ModelWrites | None, OptimizerWrites]:
+        model_writes = plan_model(live, model_given, opts) if model_given else None
+        return model_writes, plan_optimizers(live_optimizers, optimizer_given, opts)
 
-        model_writes, optimizer_writes = together(plan, _shared(live, opts))
-        report = apply_model(model_writes, opts.strict) if model_writes is not None else SetReport()
-        return replace(report, optimizer=apply_optimizers(live_optimizers, optimizer_writes))
+    model_writes, optimizer_writes = together(plan, _shared(live, opts))
+    report = apply_model(model_writes, opts.strict) if model_writes is not None else SetReport()
+    return replace(report, optimizer=apply_optimizers(live_optimizers, optimizer_writes))
 
 
 def _shared(live: LiveModel, options: StateDictOptions) -> bool:

@@ -144,21 +144,27 @@ class LiveModel:
         self.pieces_of: dict[int, list[FlatPiece]] = {}
         """By id of a parameter that optimizers have: what it consists of, if it is an FSDP1 one."""
         self._index()
-        self.tied.update(name for names in self.names_of.values() if len(names) > 1 for name in names)
 
     def _index(self) -> None:
+        by_name, names_of = self.by_name, self.names_of
         for slot in self.slots:
-            known = self.by_name.setdefault(slot.name, slot)
+            name = slot.name
+            known = by_name.setdefault(name, slot)
             if known is not slot:
                 if known.value is None or known.identity != slot.identity:
                     _check_same(known, slot)
-                self.replicas.setdefault(slot.name, []).append(slot)
-            if slot.value is not None:
-                names = self.names_of.setdefault(slot.identity, [])
-                if not names and slot.piece is not None:
+                self.replicas.setdefault(name, []).append(slot)
+            if slot.value is None:
+                continue
+            identity = id(slot.value) if slot.piece is None else slot.piece.identity
+            names = names_of.get(identity)
+            if names is None:
+                names_of[identity] = [name]
+                if slot.piece is not None:
                     self.pieces_of.setdefault(id(slot.value), []).append(slot.piece)
-                if slot.name not in names:
-                    names.append(slot.name)
+            elif name not in names:
+                names.append(name)
+                self.tied.update(names)
 
     def aliases(self, slot: Slot) -> list[str]:
         """All names of the slot's tensor, its own among them."""

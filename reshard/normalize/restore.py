@@ -94,10 +94,11 @@ def apply_optimizers(live: LiveOptimizers, writes: OptimizerWrites) -> Optimizer
         [{**group, **fields} for group, fields in zip(optimizer.param_groups, own)]
         for optimizer, own in zip(live.optimizers, groups)
     ]
+    states = [optimizer.state for optimizer in live.optimizers]
     for one, values in writes.state:
         k = one.optimizer
         if not special[k]:
-            copies.add(live.optimizers[k].state, one.parameter, values, merged[k][one.group])
+            copies.add(states[k], one.parameter, values, merged[k][one.group])
         elif values is not None:
             items = values.items()
             given[k][one.id] = {key: _restored(value, None, one.parameter, key, {}) for key, value in items}
@@ -136,8 +137,9 @@ class _Copies:
         new = old if old is not None and old.keys() == values.keys() else {}
         old = old or {}
         moves_step = fields.get("fused") or fields.get("capturable")
+        targets, sources, live_value = self.targets, self.values, old.get
         for key, value in values.items():
-            live = old.get(key)
+            live = live_value(key)
             # by far the most common case, and there are many of them
             if (
                 type(value) is type(live) is torch.Tensor
@@ -145,8 +147,8 @@ class _Copies:
                 and value.is_same_size(live)
                 and not (moves_step and key == "step")
             ):
-                self.targets.append(live)
-                self.values.append(value)
+                targets.append(live)
+                sources.append(value)
                 if new is not old:
                     new[key] = live
             else:
@@ -200,26 +202,32 @@ def _misshapen(state: list[tuple[OptimizedParameter, Mapping[str, Any] | None]],
 
     No schema says which state has that shape; a name counts as such if most parameters' tensors of that name have it.
     """
-    fits: dict[Any, int] = {}
     misfits: dict[Any, list[str]] = {}
     for one, values in state:
-        parameter, wanted = one.parameter, one.shape
+        parameter = one.parameter
         plain = one.piece is None and type(parameter) in (torch.Tensor, torch.nn.Parameter)
         for key, value in values.items() if values else ():
             if not isinstance(value, torch.Tensor):
                 continue
-            if plain and type(value) is torch.Tensor and value.is_same_size(parameter):
-                fits[key] = fits.get(key, 0) + 1
+            if plain and type(value) is torch.Tensor and (value.is_same_size(parameter) or not value.dim()):
                 continue
             shape = global_shape(value)
-            if shape == wanted:
-                fits[key] = fits.get(key, 0) + 1
-            elif shape:
+            if shape and shape != one.shape:
                 misfits.setdefault(key, []).append(
                     f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {shape}, "
-                    f"which fits no layout of the parameter's shape {tuple(wanted)}"
+                    f"which fits no layout of the parameter's shape {tuple(one.shape)}"
                 )
-    return [line for key, lines in misfits.items() if fits.get(key, 0) > len(lines) for line in lines]
+    fits = {
+        key: sum(isinstance(v, torch.Tensor) and global_shape(v) == one.shape for one, v in _entries(state, key))
+        for key in misfits
+    }
+    return [line for key, lines in misfits.items() if fits[key] > len(lines) for line in lines]
+
+
+def _entries(
+    state: list[tuple[OptimizedParameter, Mapping[str, Any] | None]], key: Any
+) -> list[tuple[OptimizedParameter, Any]]:
+    return [(one, values[key]) for one, values in state if values and key in values]
 
 
 def _message(live: LiveOptimizers, missing: list[str], strangers: list[str], faults: list[str], strict: bool) -> str:
