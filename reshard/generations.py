@@ -36,6 +36,8 @@ __all__ = [
 
 _FOREIGN_AGE_S = 86_400.0
 """After so long a save on another host is taken for dead."""
+_CLAIMING_S = 60.0
+"""So long a save is taken to be about to make its claim."""
 _CLAIM = "claim.json"
 
 
@@ -87,15 +89,17 @@ def remove_dead(storage: Storage) -> list[str]:
     by_id: dict[str, list[str]] = {}
     for name in storage.list("data-"):
         by_id.setdefault(name.partition("/")[0].removeprefix("data-"), []).append(name)
-    removed = []
+    removed, running = [], False
     for save_id, names in by_id.items():
-        if _alive(storage, save_id, names) or published(storage) == save_id:
-            continue
-        remove(storage, save_id, names)
-        removed.append(save_id)
-    for name in storage.list(f"{MANIFEST}."):
-        if is_temporary(name) and not by_id.get(name):
-            storage.delete(name)
+        if _alive(storage, save_id, names):
+            running = True
+        elif published(storage) != save_id:
+            remove(storage, save_id, names)
+            removed.append(save_id)
+    if not running:  # of several saves it is not known whose an unfinished manifest is: the last to end cleans up
+        for name in storage.list(f"{MANIFEST}."):
+            if is_temporary(name):
+                storage.delete(name)
     return removed
 
 
@@ -109,8 +113,8 @@ def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> No
 
 def _alive(storage: Storage, save_id: str, names: list[str]) -> bool:
     name = f"{folder_of(save_id)}/{_CLAIM}"
-    if name not in names:
-        return False  # a claim is made before anything else and removed last
+    if name not in names:  # a claim is made before anything else and removed last
+        return all(map(is_temporary, names)) and time.time() - _began(save_id) < _CLAIMING_S
     try:
         owner = msgspec.json.decode(storage.read(name), type=Claim)
     except (CheckpointNotFoundError, msgspec.MsgspecError):
@@ -118,6 +122,14 @@ def _alive(storage: Storage, save_id: str, names: list[str]) -> bool:
     if owner.host != socket.gethostname():
         return time.time() - owner.unix_s < _FOREIGN_AGE_S
     return _process_start(owner.pid) == owner.process_start != ""
+
+
+def _began(save_id: str) -> float:
+    """Seconds since 1970 when the save began; 0 if that is no save id."""
+    try:
+        return int(save_id.partition("-")[0], 16) / 1000
+    except ValueError:
+        return 0.0
 
 
 def _process_start(pid: int) -> str:
@@ -170,21 +182,18 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
         raise CheckpointError(
             f"keep_last must be >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
         )
-    base = os.fspath(folder).rstrip("/")
+    base, storage = os.fspath(folder).rstrip("/"), open_storage(folder)
     found: list[tuple[float, str]] = []
-    for name in open_storage(folder).list():
+    for name in storage.list():
         place, _, last = name.rpartition("/")
         if last == MANIFEST and place and "/" not in place:
             try:
-                found.append((read_manifest(open_storage(f"{base}/{place}")).created_unix_s, f"{base}/{place}"))
+                found.append((read_manifest(open_storage(f"{base}/{place}")).created_unix_s, place))
             except CheckpointError:
                 continue
-    gone = [path for _, path in sorted(found)[:-keep_last]]
-    for path in gone:
-        storage = open_storage(path)
-        save_id = read_manifest(storage).save_id
-        storage.delete(MANIFEST)
-        remove(storage, save_id)
-        for name in list(storage.list()):
+    gone = [place for _, place in sorted(found)[:-keep_last]]
+    for place in gone:
+        storage.delete(f"{place}/{MANIFEST}")
+        for name in storage.list(f"{place}/"):
             storage.delete(name)
-    return gone
+    return [f"{base}/{place}" for place in gone]
