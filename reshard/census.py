@@ -7,7 +7,8 @@ same descriptions together in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,9 +26,18 @@ from reshard.execute.arrays import as_array, row_major_bytes
 from reshard.group import Group
 from reshard.per_rank import PerRank
 from reshard.tensors import device_of, form_of, is_sharded, is_tensor, local_tensors, spec_of
-from reshard.tree import KeyPath, encode_plain, flatten, key_of, path_to_json
+from reshard.tree import Flat, KeyPath, encode_plain, flatten, key_of, path_to_json
 
-__all__ = ["Census", "Holdings", "agree_on_values", "holdings_of", "identity_of", "per_rank_name", "take_census"]
+__all__ = [
+    "Census",
+    "Holdings",
+    "agree_on_values",
+    "check_globs",
+    "holdings_of",
+    "identity_of",
+    "per_rank_name",
+    "take_census",
+]
 
 
 @dataclass(frozen=True)
@@ -46,12 +56,14 @@ class Holdings:
     """Keys whose tensor is the very same memory as that of an earlier key."""
 
 
-def holdings_of(state: Mapping[str, Any]) -> Holdings:
-    """Take a state dict apart.
+def holdings_of(state: Mapping[str, Any], select: Collection[str] | None = None) -> Holdings:
+    """Take a state dict apart. With `select`, only what has a key that one of these globs fits.
 
     Raises FormatError for an object that is no plain data, naming its key; KeyMismatchError for keys that collide.
     """
     flat = flatten(state, is_leaf=lambda value: is_tensor(value) or isinstance(value, PerRank))
+    if select is not None:
+        flat = _selected(flat, select)
     tensors: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     per_rank: dict[str, Any] = {}
@@ -73,6 +85,27 @@ def holdings_of(state: Mapping[str, Any]) -> Holdings:
             except FormatError as error:
                 raise FormatError(f"the value under {key!r} cannot be saved: {error}") from None
     return Holdings(tensors, objects, per_rank, {key_of(p): p for p in flat.leaves}, flat.containers, aliases)
+
+
+def _selected(flat: Flat, select: Collection[str]) -> Flat:
+    """What the globs fit, with the containers around it."""
+    fits = {path: any(fnmatch.fnmatchcase(key_of(path), glob) for glob in select) for path in flat.leaves}
+    inner = {path[:i] for path in flat.leaves for i in range(len(path))}
+    kept = {path[:i] for path, fit in fits.items() if fit for i in range(len(path))}
+    containers = {
+        path: kind
+        for path, kind in flat.containers.items()
+        if path in kept or (path not in inner and any(fnmatch.fnmatchcase(key_of(path), glob) for glob in select))
+    }
+    return replace(flat, leaves={path: leaf for path, leaf in flat.leaves.items() if fits[path]}, containers=containers)
+
+
+def check_globs(select: Iterable[str], census: Census) -> None:
+    """Raises KeyMismatchError for a glob that fits no key of any rank."""
+    keys = [*census.layout, *census.objects, *census.per_rank, *census.aliases]
+    for glob in select:
+        if not any(fnmatch.fnmatchcase(key, glob) for key in keys):
+            raise KeyMismatchError(f"select names {glob!r}, which fits no key of any rank: nothing was saved")
 
 
 def identity_of(tensor: Any) -> tuple[Any, ...] | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,21 +13,21 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from planners.save_plan import DIVIDE_ABOVE_BYTES, SavePlan, plan_writes
+from planners.save_plan import DIVIDE_ABOVE_BYTES, plan_writes
 from reshard import generations
-from reshard.census import Census, Holdings, holdings_of, per_rank_name, take_census
-from reshard.errors import CheckpointError, LayoutError, StorageError
-from reshard.execute.writing import Entry, sum_up, write_file
-from reshard.fingerprints import Partial
-from reshard.formats.native import MANIFEST, FileRecord, Manifest
+from reshard.census import Holdings, check_globs, holdings_of, per_rank_name, take_census
+from reshard.errors import CheckpointError, LayoutError
+from reshard.execute.writing import STAGE_BYTES, Entry, sum_up, write_file
+from reshard.formats.native import FileRecord
 from reshard.group import Group
+from reshard.progress import Progress
+from reshard.publishing import Generation
 from reshard.storage import Storage, open_storage
 from reshard.tensors import form_of, is_sharded, is_tensor, local_tensors, spec_of
 
 __all__ = ["PendingSave", "SaveReport", "async_save", "save"]
 
 _WRITER = "reshard 0.1"
-_HF_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,12 @@ def save(
     path: Any,
     *,
     process_group: dist.ProcessGroup | None = None,
+    select: Iterable[str] | None = None,
     check_replicas: bool = True,
     fingerprints: bool = True,
     divide_above_bytes: int = DIVIDE_ABOVE_BYTES,
+    memory_budget_bytes: int = STAGE_BYTES,
+    progress: bool = False,
     deadline_s: float = 1800.0,
 ) -> SaveReport:
     """Save a state dict: nested dicts, lists and tuples of tensors, DTensors, ShardedTensors and plain data.
@@ -68,21 +71,30 @@ def save(
 
     Args:
         path: a local folder, a URL or a `Storage`, the same for all ranks and visible to all.
+        select: globs of the keys to save, such as `["model.*"]`; each must fit a key of some rank. The checkpoint is
+            then declared a subset: a load is strict over what the globs fit, and reports the rest.
         check_replicas: compare what several ranks hold, plain tensors, replicas of shards and objects; values that
             differ under one key are an error.
         fingerprints: store a digest of each tensor that no layout changes, for `verify`, `compare` and later loads.
         divide_above_bytes: chunks of at least this size may be divided among the ranks that hold them.
+        memory_budget_bytes: for what is copied on its way to the file, since it does not lie in row-major order in the
+            memory of the CPU. Fingerprints take up to 50 MiB of their own.
+        progress: the first rank shows bars where somebody looks on. Each phase logs one line in any case.
         deadline_s: how long the whole may take.
 
     Raises (on every rank; the failing rank's own error there, `RankFailedError` elsewhere):
-        KeyMismatchError: values that differ between ranks and are not `PerRank`; keys that collide.
+        KeyMismatchError: values that differ between ranks and are not `PerRank`; keys that collide; a glob that fits
+            nothing.
         LayoutError: ranks that disagree about a tensor's shape, dtype or placement.
         FormatError: a value that is no plain data.
         StorageError: the storage failed, or is not the same folder for all ranks.
     """
     group = Group(process_group, deadline_s=deadline_s)
     with group.together("save"):
-        job = _prepare(state_dict, path, group, check_replicas, fingerprints, divide_above_bytes)
+        options = _Options(
+            _globs(select), check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress
+        )
+        job = _prepare(state_dict, path, group, options)
         return _finish(job, _entries(job))
 
 
@@ -109,9 +121,12 @@ def async_save(
     path: Any,
     *,
     process_group: dist.ProcessGroup | None = None,
+    select: Iterable[str] | None = None,
     check_replicas: bool = True,
     fingerprints: bool = True,
     divide_above_bytes: int = DIVIDE_ABOVE_BYTES,
+    memory_budget_bytes: int = STAGE_BYTES,
+    progress: bool = False,
     deadline_s: float = 1800.0,
     max_in_flight: int = 1,
 ) -> PendingSave:
@@ -127,7 +142,10 @@ def async_save(
         _in_flight.pop(0).result()
     group = Group(process_group, deadline_s=deadline_s)
     with group.together("stage"):
-        job = _prepare(state_dict, path, group, check_replicas, fingerprints, divide_above_bytes)
+        options = _Options(
+            _globs(select), check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress
+        )
+        job = _prepare(state_dict, path, group, options)
         entries = [_staged(entry) for entry in _entries(job)]
     future: Future[SaveReport] = Future()
 
@@ -141,7 +159,7 @@ def async_save(
             future.set_result(report)
 
     # not a daemon: the interpreter waits for it at exit, so that a save that was begun is not cut off
-    threading.Thread(target=work, name=f"reshard-save-{job.save_id}").start()
+    threading.Thread(target=work, name=f"reshard-save-{job.generation.save_id}").start()
     _in_flight.append(future)
     return PendingSave(future)
 
@@ -152,6 +170,26 @@ def _staged(entry: Entry) -> Entry:
 
 
 @dataclass(frozen=True)
+class _Options:
+    select: tuple[str, ...] | None
+    check_replicas: bool
+    fingerprints: bool
+    divide_above_bytes: int
+    memory_budget_bytes: int
+    progress: bool
+
+    def __post_init__(self) -> None:
+        if self.memory_budget_bytes < 1:
+            raise CheckpointError(f"memory_budget_bytes must be >= 1, got {self.memory_budget_bytes}")
+
+
+def _globs(select: Iterable[str] | None) -> tuple[str, ...] | None:
+    if isinstance(select, str):
+        raise CheckpointError(f"select must be a list of globs, got the text {select!r}")
+    return None if select is None else tuple(select)
+
+
+@dataclass(frozen=True)
 class _Job:
     """One rank's view of a save: what there is, who writes what, where to."""
 
@@ -159,17 +197,9 @@ class _Job:
     storage: Storage
     path: str
     holdings: Holdings
-    census: Census
-    plan: SavePlan
-    save_id: str
-    fingerprints: bool
-    started_unix_s: float
+    generation: Generation
+    options: _Options
     seconds: dict[str, float]
-
-    @property
-    def folder(self) -> str:
-        """Of this generation, within the checkpoint's."""
-        return generations.folder_of(self.save_id)
 
     @property
     def rank(self) -> int:
@@ -177,33 +207,34 @@ class _Job:
         return self.group.ranks[self.group.rank]
 
 
-def _prepare(
-    state_dict: Mapping[str, Any],
-    path: Any,
-    group: Group,
-    check_replicas: bool,
-    fingerprints: bool,
-    divide_above_bytes: int,
-) -> _Job:
+def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: _Options) -> _Job:
     """Agree on what there is and who writes what. Writes nothing."""
     clock = time.perf_counter()
     storage = open_storage(path)
-    holdings = holdings_of(state_dict)
-    census = take_census(holdings, group, check_replicas=check_replicas)
-    plan = plan_writes(census.layout, divide_above_bytes=divide_above_bytes)
+    holdings = holdings_of(state_dict, options.select)
+    census = take_census(holdings, group, check_replicas=options.check_replicas)
+    if options.select is not None:
+        check_globs(options.select, census)
+    plan = plan_writes(census.layout, divide_above_bytes=options.divide_above_bytes)
     planned = time.perf_counter()
-    save_id = group.share(generations.new_save_id().encode() if group.rank == 0 else None).decode()
-    seconds = {"plan": planned - clock}
-    return _Job(group, storage, str(path), holdings, census, plan, save_id, fingerprints, time.time(), seconds)
+    mine = msgspec.msgpack.encode((generations.new_save_id(), options.select))
+    save_id, select = msgspec.msgpack.decode(
+        group.share(mine if group.rank == 0 else None), type=tuple[str, tuple[str, ...] | None]
+    )
+    if select != options.select:
+        raise LayoutError(f"rank {group.ranks[0]} saves select={select}, but this rank select={options.select}")
+    generation = Generation(storage, save_id, time.time(), census, plan, options.select)
+    return _Job(group, storage, str(path), holdings, generation, options, {"plan": planned - clock})
 
 
 def _entries(job: _Job) -> list[Entry]:
     """The arrays that this rank writes."""
     views: dict[str, tuple[torch.Tensor, ...]] = {}
+    census, plan = job.generation.census, job.generation.plan
     own = {per_rank_name(key, job.rank): value for key, value in job.holdings.per_rank.items() if is_tensor(value)}
     out = []
-    for item in job.plan.items(job.rank):
-        layout = job.census.layout[item.fqn]
+    for item in plan.items(job.rank):
+        layout = census.layout[item.fqn]
         if item.fqn not in views:
             tensor = own[item.fqn] if item.fqn in own else job.holdings.tensors[item.fqn]
             views[item.fqn] = _parts(tensor, item.fqn, len(layout.parts(job.rank)), job.rank)
@@ -227,123 +258,58 @@ def _parts(tensor: Any, fqn: str, count: int, rank: int) -> tuple[torch.Tensor, 
     return tuple(local[0][slices] for slices in boxes)
 
 
-class _Written(msgspec.Struct):
-    rank: int
-    record: FileRecord | None
-
-
 def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
     """Write this rank's file and, on the first rank, publish. Leaves nothing behind if any rank fails."""
-    group, clock = job.group, time.perf_counter()
+    group, clock, generation = job.group, time.perf_counter(), job.generation
     try:
         if group.rank == 0:
-            generations.claim(job.storage, job.save_id)
+            generations.claim(job.storage, generation.save_id)
         group.barrier()  # nobody writes before there is a claim
         with group.together("write"):
-            record = None
-            if entries:
-                name = f"{job.folder}/{job.rank:05d}.safetensors"
-                record = write_file(job.storage, name, entries, on_bytes=lambda _: group.check())
-                if job.fingerprints:
-                    _leave_prints(job, entries)
+            record = _write(job, entries) if entries else None
             written = time.perf_counter()
-            rows = group.exchange(msgspec.msgpack.encode(_Written(job.rank, record)))
+            rows = group.exchange(msgspec.msgpack.encode((job.rank, record)))
             if group.rank == 0:
-                _publish(job, [msgspec.msgpack.decode(row, type=_Written) for row in rows])
+                decoded = [msgspec.msgpack.decode(row, type=tuple[int, FileRecord | None]) for row in rows]
+                generation.publish({rank: record for rank, record in decoded if record is not None}, _WRITER)
     except BaseException:
-        if group.rank == 0 and not _is_published(job):
-            generations.remove(job.storage, job.save_id)
+        if group.rank == 0 and generations.published(job.storage) != generation.save_id:
+            generations.remove(job.storage, generation.save_id)
         raise
     if group.rank == 0:
         generations.remove_dead(job.storage)
     group.barrier()
     job.seconds.update(write=written - clock, publish=time.perf_counter() - written)
+    census, plan = generation.census, generation.plan
     return SaveReport(
         path=job.path,
-        save_id=job.save_id,
-        tensors=len(job.census.layout),
-        objects=len(job.census.objects),
-        total_bytes=job.plan.total_bytes,
-        bytes_written=job.plan.bytes(job.rank) if job.rank < job.plan.world_size else 0,
-        aliases=job.census.aliases,
-        per_rank=tuple(job.census.per_rank),
+        save_id=generation.save_id,
+        tensors=len(census.layout),
+        objects=len(census.objects),
+        total_bytes=plan.total_bytes,
+        bytes_written=plan.bytes(job.rank) if job.rank < plan.world_size else 0,
+        aliases=census.aliases,
+        per_rank=tuple(census.per_rank),
         seconds=job.seconds,
     )
 
 
-def _leave_prints(job: _Job, entries: list[Entry]) -> None:
-    """This rank's part of the fingerprints, as a small file: so much need not go through the control plane."""
-    parts = {fqn: part.to_bytes() for fqn, part in sum_up(entries).items()}
-    job.storage.publish(f"{job.folder}/{job.rank:05d}.prints", msgspec.msgpack.encode(parts))
+def _write(job: _Job, entries: list[Entry]) -> FileRecord:
+    """This rank's file and, made by another thread meanwhile, its part of the fingerprints."""
+    name = f"{job.generation.folder}/{job.rank:05d}.safetensors"
+    total = sum(entry.nbytes for entry in entries)
+    with (
+        Progress(show=job.group.rank == 0, bars=job.options.progress) as bar,
+        bar.phase("write", total) as step,
+        ThreadPoolExecutor(1, thread_name_prefix="reshard-fingerprint") as beside,
+    ):
 
+        def on_bytes(nbytes: int) -> None:
+            job.group.check()
+            step.advance(nbytes)
 
-def _collect_prints(job: _Job, names: list[str]) -> dict[str, str]:
-    """The fingerprint of every tensor, out of what all ranks left; a tensor without elements is in no file."""
-    totals = {fqn: Partial() for fqn in job.census.layout}
-    for name in names:
-        for fqn, part in msgspec.msgpack.decode(job.storage.read(name), type=dict[str, bytes]).items():
-            totals[fqn] = totals[fqn] + Partial.from_bytes(part)
-    specs = job.census.layout.specs
-    return {fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()}
-
-
-def _publish(job: _Job, rows: list[_Written]) -> None:
-    """Make the generation count: all its files are there, then the manifest is put in place of the old one."""
-    records = {row.rank: row.record for row in rows if row.record is not None}
-    seen = job.storage.list(f"{job.folder}/")
-    for rank, record in records.items():
-        if seen.get(record.name) != record.nbytes:
-            raise StorageError(
-                f"rank {rank} wrote {record.name} ({record.nbytes} bytes), but rank {job.group.ranks[0]} does not see "
-                f"it in {job.storage.url}: the folder must be the same, shared one for all ranks"
-            )
-    census = job.census
-    prints = [name for name in seen if name.endswith(".prints")]
-    manifest = Manifest(
-        save_id=job.save_id,
-        created_unix_s=job.started_unix_s,
-        writer=_WRITER,
-        divide_above_bytes=job.plan.divide_above_bytes,
-        files={str(rank): record for rank, record in sorted(records.items())},
-        layout=_layout_json(job),
-        paths={key: path for key, path in census.paths.items() if path != [key]},
-        containers=census.containers,
-        objects=census.objects,
-        per_rank={key: {str(r): row for r, row in rows.items()} for key, rows in census.per_rank.items()},
-        aliases=census.aliases,
-        fingerprints=_collect_prints(job, prints) if job.fingerprints else {},
-    )
-    job.storage.publish(MANIFEST, msgspec.json.encode(manifest))
-    for name in prints:
-        job.storage.delete(name)
-    generations.release(job.storage, job.save_id)
-    _publish_hf_index(job, records)
-
-
-def _layout_json(job: _Job) -> dict[str, Any]:
-    from planners.codec import to_json
-
-    data = to_json(job.census.layout)
-    return {key: value for key, value in data.items() if key not in ("reshard", "version")}
-
-
-def _is_published(job: _Job) -> bool:
-    return bool(generations.published(job.storage) == job.save_id)
-
-
-def _publish_hf_index(job: _Job, records: Mapping[int, FileRecord]) -> None:
-    """Where one rank holds every tensor whole, say so as Hugging Face tools expect; else remove an older index."""
-    whole = len(records) == 1 and all(i.box.sizes == job.census.layout[i.fqn].spec.shape for i in _all_items(job))
-    if not whole:
-        job.storage.delete(_HF_INDEX)
-        return
-    (record,) = records.values()
-    index = {
-        "metadata": {"total_size": job.plan.total_bytes},
-        "weight_map": dict.fromkeys(job.census.layout, record.name),
-    }
-    job.storage.publish(_HF_INDEX, msgspec.json.encode(index))
-
-
-def _all_items(job: _Job) -> Iterator[Any]:
-    return (item for rank in range(job.plan.world_size) for item in job.plan.items(rank))
+        parts = beside.submit(sum_up, entries) if job.options.fingerprints else None
+        record = write_file(job.storage, name, entries, stage_bytes=job.options.memory_budget_bytes, on_bytes=on_bytes)
+        if parts is not None:
+            job.generation.leave_prints(job.rank, parts.result())
+    return record

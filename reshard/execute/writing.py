@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -19,11 +20,31 @@ from reshard.fingerprints import Partial, partial
 from reshard.formats.native import BLOCK_BYTES, FileRecord, entry_key
 from reshard.storage.base import Storage, Writer
 
-__all__ = ["Entry", "sum_up", "write_file"]
+__all__ = ["STAGE_BYTES", "BlockSums", "Entry", "Keyed", "digest128", "header_of", "sum_up", "write_file"]
 
-_STAGE_BYTES = 32 << 20
-"""Memory for elements that do not lie in row-major order, or not on the CPU, on their way to the file."""
+STAGE_BYTES = 32 << 20
+"""Default memory for elements that do not lie in row-major order, or not on the CPU, on their way to the file."""
 _CODES = {name: code for code, name in SAFETENSORS_CODES.items() if name != "float4_e2m1fn_x2"}
+
+
+class Keyed(Protocol):
+    """One array of a data file, as its header tells it."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Of the whole tensor."""
+
+    @property
+    def box(self) -> Box:
+        """The region of it that the array holds."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
 
 
 @dataclass(frozen=True)
@@ -49,28 +70,34 @@ class Entry:
 
 
 def write_file(
-    storage: Storage, name: str, entries: Sequence[Entry], *, on_bytes: Callable[[int], None] | None = None
+    storage: Storage,
+    name: str,
+    entries: Sequence[Entry],
+    *,
+    stage_bytes: int = STAGE_BYTES,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> FileRecord:
     """Write `entries` as one safetensors file, and its block checksums beside it. Both are durable on return.
 
-    Large elements come first, so that every array is aligned to its item size.
+    `stage_bytes` is for elements that do not lie in row-major order, or not on the CPU, on their way to the file. Large
+    elements come first, so that every array is aligned to its item size.
 
     Raises FormatError if two entries have one key; StorageError if the storage fails.
     """
     ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
-    header = _header(ordered)
+    header = header_of(ordered)
     with storage.create(name) as out:
-        sums = _Sums(out)
+        sums = BlockSums(out)
         sums.write(memoryview(header))
         for entry in ordered:
-            for piece in _pieces(entry.tensor):
+            for piece in _pieces(entry.tensor, stage_bytes):
                 sums.write(piece)
                 if on_bytes is not None:
                     on_bytes(len(piece))
         digests = sums.finish()
     with storage.create(f"{name}.sums") as out:
         out.write(digests)
-    return FileRecord(name, len(header) + sum(entry.nbytes for entry in ordered), len(header), _digest128(digests))
+    return FileRecord(name, len(header) + sum(entry.nbytes for entry in ordered), len(header), digest128(digests))
 
 
 def sum_up(entries: Sequence[Entry]) -> dict[str, Partial]:
@@ -82,12 +109,17 @@ def sum_up(entries: Sequence[Entry]) -> dict[str, Partial]:
     return out
 
 
-def _digest128(data: bytes) -> str:
+def digest128(data: bytes) -> str:
+    """XXH3-128, in hex."""
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def header_of(entries: Sequence[Keyed], note: Mapping[str, str] | None = None) -> bytes:
+    """The length and header of a safetensors file whose data follow one another in this order; `note` is metadata.
+
+    Raises FormatError if two arrays have one key.
+    """
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **(note or {})}}
     at = 0
     for entry in entries:
         if entry.key in table:
@@ -103,7 +135,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+def _pieces(tensor: torch.Tensor, stage_bytes: int) -> Iterator[memoryview]:
     """The elements in row-major order; with a bounded copy where they do not lie so in CPU memory."""
     if tensor.numel() == 0:
         return
@@ -111,20 +143,18 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield row_major_bytes(as_array(tensor))
         return
     nbytes = tensor.numel() * tensor.element_size()
-    if tensor.ndim == 0 or nbytes <= _STAGE_BYTES:
+    if tensor.ndim == 0 or nbytes <= stage_bytes or max(tensor.shape) == 1:
         yield row_major_bytes(as_array(tensor.cpu()))
         return
-    rows = max(1, _STAGE_BYTES * tensor.shape[0] // nbytes)
-    for start in range(0, tensor.shape[0], rows):
-        part = tensor[start : start + rows]
-        if part.numel() * part.element_size() > _STAGE_BYTES:
-            for row in part:
-                yield from _pieces(row)
-        else:
-            yield row_major_bytes(as_array(part.cpu()))
+    rows = stage_bytes * tensor.shape[0] // nbytes
+    for start in range(0, tensor.shape[0], max(rows, 1)):
+        if rows:
+            yield row_major_bytes(as_array(tensor[start : start + rows].cpu()))
+        else:  # one row alone is too large
+            yield from _pieces(tensor[start], stage_bytes)
 
 
-class _Sums:
+class BlockSums:
     """Passes bytes on to a writer and hashes them block by block."""
 
     def __init__(self, out: Writer) -> None:
@@ -134,19 +164,19 @@ class _Sums:
         self._digests: list[int] = []
 
     def write(self, data: memoryview) -> None:
-        self._out.write(data)
+        """Block by block, so that what is written is still at hand from being hashed."""
         at = 0
         while at < len(data):
-            if self._room == BLOCK_BYTES and len(data) - at >= BLOCK_BYTES:
-                self._digests.append(xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]))
-                at += BLOCK_BYTES
-                continue
-            take = min(self._room, len(data) - at)
-            self._state.update(data[at : at + take])
-            at += take
-            self._room -= take
-            if not self._room:
-                self._close_block()
+            piece = data[at : at + self._room]
+            if len(piece) == BLOCK_BYTES:
+                self._digests.append(xxhash.xxh3_64_intdigest(piece))
+            else:
+                self._state.update(piece)
+                self._room -= len(piece)
+                if not self._room:
+                    self._close_block()
+            self._out.write(piece)
+            at += len(piece)
 
     def _close_block(self) -> None:
         self._digests.append(self._state.intdigest())

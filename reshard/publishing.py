@@ -1,0 +1,114 @@
+"""Makes a generation count: all files are seen, the manifest takes the place of the old one, leftovers go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from planners.codec import to_json
+from planners.save_plan import SavePlan, WriteItem
+from reshard import generations
+from reshard.census import Census
+from reshard.errors import StorageError
+from reshard.fingerprints import Partial
+from reshard.formats.native import MANIFEST, FileRecord, Manifest
+from reshard.storage import Storage
+
+__all__ = ["Generation"]
+
+_HF_INDEX = "model.safetensors.index.json"
+_PRINTS = ".prints"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One save: what it holds, who writes what, and where to."""
+
+    storage: Storage
+    save_id: str
+    started_unix_s: float
+    census: Census
+    plan: SavePlan
+    subset: tuple[str, ...] | None
+
+    @property
+    def folder(self) -> str:
+        """Of this generation, within the checkpoint's."""
+        return generations.folder_of(self.save_id)
+
+    def leave_prints(self, rank: int, parts: Mapping[str, Partial]) -> None:
+        """A rank's part of the fingerprints, as a small file: so much need not go through the control plane."""
+        packed = msgspec.msgpack.encode({fqn: part.to_bytes() for fqn, part in parts.items()})
+        self.storage.publish(f"{self.folder}/{rank:05d}{_PRINTS}", packed)
+
+    def publish(self, records: Mapping[int, FileRecord], writer: str) -> None:
+        """Make the generation count. For the first rank, when all ranks have written.
+
+        Args:
+            records: what each rank that writes has written.
+            writer: the name of this library, for the manifest.
+
+        Raises StorageError if a file is not there with its whole length.
+        """
+        seen = self.storage.list(f"{self.folder}/")
+        for rank, record in records.items():
+            if seen.get(record.name) != record.nbytes:
+                raise StorageError(
+                    f"rank {rank} wrote {record.name} ({record.nbytes} bytes), but the first rank does not see it in "
+                    f"{self.storage.url}: the folder must be the same, shared one for all ranks"
+                )
+        prints = [name for name in seen if name.endswith(_PRINTS)]
+        manifest = self._manifest(records, self._collect_prints(prints) if prints else {}, writer)
+        self.storage.publish(MANIFEST, msgspec.json.encode(manifest))
+        for name in prints:
+            self.storage.delete(name)
+        generations.release(self.storage, self.save_id)
+        self._publish_hf_index(records)
+
+    def _manifest(self, records: Mapping[int, FileRecord], prints: dict[str, str], writer: str) -> Manifest:
+        census = self.census
+        layout = {key: value for key, value in to_json(census.layout).items() if key not in ("reshard", "version")}
+        return Manifest(
+            save_id=self.save_id,
+            created_unix_s=self.started_unix_s,
+            writer=writer,
+            divide_above_bytes=self.plan.divide_above_bytes,
+            files={str(rank): record for rank, record in sorted(records.items())},
+            layout=layout,
+            paths={key: path for key, path in census.paths.items() if path != [key]},
+            containers=census.containers,
+            objects=census.objects,
+            per_rank={key: {str(r): row for r, row in rows.items()} for key, rows in census.per_rank.items()},
+            aliases=census.aliases,
+            fingerprints=prints,
+            subset=None if self.subset is None else list(self.subset),
+        )
+
+    def _collect_prints(self, names: list[str]) -> dict[str, str]:
+        """The fingerprint of every tensor, out of what all ranks left; a tensor without elements is in no file."""
+        totals = {fqn: Partial() for fqn in self.census.layout}
+        for name in names:
+            for fqn, part in msgspec.msgpack.decode(self.storage.read(name), type=dict[str, bytes]).items():
+                totals[fqn] = totals[fqn] + Partial.from_bytes(part)
+        specs = self.census.layout.specs
+        return {fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()}
+
+    def _publish_hf_index(self, records: Mapping[int, FileRecord]) -> None:
+        """Where one rank holds every tensor whole, say so as Hugging Face tools expect; else remove an older index."""
+        layout = self.census.layout
+        whole = len(records) == 1 and all(item.box.sizes == layout[item.fqn].spec.shape for item in self._all_items())
+        if not whole:
+            self.storage.delete(_HF_INDEX)
+            return
+        (record,) = records.values()
+        index: dict[str, Any] = {
+            "metadata": {"total_size": self.plan.total_bytes},
+            "weight_map": dict.fromkeys(layout, record.name),
+        }
+        self.storage.publish(_HF_INDEX, msgspec.json.encode(index))
+
+    def _all_items(self) -> Iterator[WriteItem]:
+        return (item for rank in range(self.plan.world_size) for item in self.plan.items(rank))
