@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
+from planners.units import format_bytes
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
@@ -212,12 +214,3 @@ class _Bars:
             )
             self._bars.start()
         return self._bars
-
-
-def format_bytes(nbytes: float) -> str:
-    """For people: "0 B", "1.5 KiB", "13.2 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(nbytes) < 1024 or unit == "TiB":
-            break
-        nbytes /= 1024
-    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"

@@ -25,7 +25,6 @@ from reshard.errors import (
 )
 from reshard.formats.base import Contents, Place, StoredChunk, StoredTensor
 from reshard.formats.copying import MAX_BUFFER_BYTES
-from reshard.formats.cover import find_hole, find_overlap
 from reshard.formats.source import BytesSource, FileSource
 from reshard.storage import MemoryStorage, open_storage
 from tests.reshard.formats.samples import same
@@ -170,31 +169,6 @@ def test_a_place_of_another_size_is_damage() -> None:
         BytesSource(b"12345678", "the file"), Window.row_major(0, (3,), 4))),)))  # fmt: skip
     with pytest.raises(DamagedCheckpointError, match=r"the file: wanted bytes \[0, 12\), but it has 8 bytes"):
         cut[...]
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3), st.integers(0, 3)), max_size=6))
-def test_holes_and_overlaps_against_counting(rows: list[tuple[int, int, int, int]]) -> None:
-    """Law: find_overlap and find_hole say what counting each element says, and what they name is one."""
-    boxes = [Box((r, c), (h, w)) for r, c, h, w in rows]
-    count = torch.zeros(8, 8, dtype=torch.int64)
-    for box in boxes:
-        count[box.slices] += 1
-    overlap = find_overlap(boxes)
-    assert (overlap is not None) == bool((count > 1).any())
-    if overlap is not None:
-        i, j, common = overlap
-        assert boxes[i] & boxes[j] == common
-    region = Box((0, 0), (5, 5))
-    hole = find_hole(region, boxes)
-    assert (hole is not None) == bool((count[:5, :5] == 0).any())
-    assert hole is None or not count[hole.slices].any()
-
-
-def test_overlaps_on_a_grid_too_large_to_count() -> None:
-    """Boxes that share no cuts: the sweep takes over from counting cells."""
-    diagonal = [Box((i * 3, i * 3), (2, 2)) for i in range(3000)]
-    assert find_overlap(diagonal) is None
-    assert find_overlap([*diagonal, Box((300, 301), (2, 1))]) == (100, 3000, Box((300, 301), (2, 1)))
 
 
 def test_large_windows_are_read_in_pieces(tmp_path: Path) -> None:

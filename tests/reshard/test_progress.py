@@ -139,4 +139,4 @@ def test_lines_for_people() -> None:
     assert str(Event("finished", "publish", 0, None, 0.25)) == "publish: 0.25 s"
     assert format_bytes(0) == "0 B"
     assert format_bytes(1023) == "1023 B"
-    assert format_bytes(5 * 1024**5) == "5120.0 TiB"
+    assert format_bytes(5 * 1024**5) == "5.0 PiB"

@@ -126,7 +126,7 @@ def test_shards_of_dcp(tmp_path: Path) -> None:
     shard(tmp_path, 1, [0, 0], A[:1, :2])
     with pytest.raises(DamagedCheckpointError, match=r"Box\[1:2, 0:2\] are in no file"):
         open_checkpoint(tmp_path)["w"][...]
-    shard(tmp_path, 1, [0, 2], A[:1, :2])
+    shard(tmp_path, 1, [0, 0], A[:2, :3])
     assert "stored twice" in open_checkpoint(tmp_path).problems()[0]
 
 
