@@ -83,6 +83,7 @@ class Prepared:
         key = (agreed.key, self._rank, options.digest())
         found = _cache.get(key)
         self._planned = found is None
+        self._first = True
         if found is None:
             found = _cache[key] = _plan(agreed.pair(options), options, group)
             while len(_cache) > _MAX_CACHED:
@@ -115,6 +116,8 @@ class Prepared:
         Raises:
             UndefinedTargetsError: a rank failed while bytes moved; on all ranks, naming that rank and the targets.
             RankFailedError, DeadlineError: a rank failed before that; nothing was moved.
+            LayoutError: a tensor's memory was replaced by some that does not fit; on that rank, nothing was moved. In
+                the first run all ranks know of it before a byte moves; later runs do not wait for one another.
         """
         group = Group(self._process_group, deadline_s=self._options.deadline_s)
         start = time.perf_counter()
@@ -124,8 +127,10 @@ class Prepared:
                 if self._memory != self._places():
                     self._bind()
                 values = self._values.gather(group) if self._values else {}
-                with group.together("check"):  # nobody writes before everybody is ready to
-                    pass
+                if self._first:
+                    with group.together("check"):  # nobody writes before everybody is ready to
+                        pass
+                self._first = False
                 moving = True
                 self._exchange.run(group)
                 with torch.no_grad():

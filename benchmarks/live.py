@@ -1,0 +1,247 @@
+"""Live resharding beside what one would do without it: `python -m benchmarks.live`.
+
+At 8 gloo processes: against gathering each tensor and slicing it, and against `DTensor.redistribute` where it applies.
+At scale, by planning alone: a trillion parameters from 256 trainers to 128 inference ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+import reshard
+import reshard.live.prepared as prepared
+from benchmarks.processes import run, timed
+from planners import (
+    BlockShard,
+    Cluster,
+    Mesh,
+    StateLayout,
+    TensorLayout,
+    TensorSpec,
+    estimate,
+    plan_transfers,
+    schedule,
+    verify,
+)
+from planners import Replicate as R
+from planners import Shard as S
+
+WORLD = 8
+BUDGET_BYTES = 4 << 20
+NIC_BYTES_PER_S = 50e9
+"""400 Gbit/s for each rank."""
+Place = tuple[tuple[int, ...], list[Placement]]
+CASES: dict[str, tuple[Place, Place]] = {
+    "one axis: S(0) -> S(1)": (((8,), [Shard(0)]), ((8,), [Shard(1)])),
+    "one axis: S(0) -> R": (((8,), [Shard(0)]), ((8,), [Replicate()])),
+    "one axis: R -> S(1)": (((8,), [Replicate()]), ((8,), [Shard(1)])),
+    "one of two axes: S(0),S(1) -> S(0),R": (((4, 2), [Shard(0), Shard(1)]), ((4, 2), [Shard(0), Replicate()])),
+    "two axes: S(0),S(1) -> S(1),S(0)": (((4, 2), [Shard(0), Shard(1)]), ((4, 2), [Shard(1), Shard(0)])),
+    "two axes: S(0),S(0) -> R,S(1)": (((4, 2), [Shard(0), Shard(0)]), ((4, 2), [Replicate(), Shard(1)])),
+    "other mesh: S(0) of 8 -> S(0),S(1) of 4 x 2": (((8,), [Shard(0)]), ((4, 2), [Shard(0), Shard(1)])),
+}
+
+
+def make(place: Place, count: int, rows: int, *, fill: bool) -> dict[str, DTensor]:
+    """`count` square bf16 tensors; element (i, j) of each is known everywhere."""
+    shape, placements = place
+    mesh = init_device_mesh("cpu", shape)
+    out = {}
+    for i in range(count):
+        whole = TensorSpec(f"layer{i}.weight", (rows, rows), "bfloat16")
+        ours = [S(p.dim) if isinstance(p, Shard) else R() for p in placements]
+        part = TensorLayout(whole, Mesh([(str(a), n) for a, n in enumerate(shape)]), ours).parts(dist.get_rank())[0]
+        (r0, r1), (c0, c1) = part.dims[0][0], part.dims[1][0]
+        local = torch.zeros(r1 - r0, c1 - c0, dtype=torch.int16)
+        if fill:
+            local += (torch.arange(r0, r1, dtype=torch.int16) * 181)[:, None] + torch.arange(c0, c1, dtype=torch.int16)
+            local += i * 7919
+        bits = local.view(torch.bfloat16)
+        out[whole.fqn] = DTensor.from_local(
+            bits, mesh, placements, run_check=False, shape=(rows, rows), stride=(rows, 1)
+        )
+    return out
+
+
+def peak_bytes(fn: Callable[[], Any]) -> int:
+    """By how much the memory of this process rises above what it was, at most, while `fn` runs."""
+    gc.collect()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the highest resident size starts anew
+    before = _status("VmRSS")
+    fn()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+
+def gather_and_slice(source: dict[str, DTensor], target: dict[str, DTensor]) -> None:
+    """What one writes by hand: tensor by tensor, all of it on every rank, and then the part that is wanted."""
+    for key, tensor in source.items():
+        whole = tensor.full_tensor()
+        wanted = target[key]
+        part = reshard.layout_of(wanted, key).parts(dist.get_rank())[0]
+        wanted.to_local().copy_(whole[tuple(slice(*dim[0]) for dim in part.dims)])
+
+
+def torch_redistribute(source: dict[str, DTensor], target: dict[str, DTensor]) -> None:
+    """DTensor's own, tensor by tensor; its results are new tensors."""
+    for key, tensor in source.items():
+        tensor.redistribute(placements=target[key].placements)
+
+
+def case(name: str, count: int, rows: int, repeats: int) -> dict[str, Any]:
+    """One case on this rank: seconds and bytes."""
+    before, after = CASES[name]
+    source = make(before, count, rows, fill=True)
+    target, known = make(after, count, rows, fill=False), make(after, count, rows, fill=True)
+    out: dict[str, Any] = {}
+    options: dict[str, Any] = {"max_inflight_bytes": BUDGET_BYTES, "check_replicas": False}
+    reshard.redistribute(source, target, **options)  # connections of all pairs, and imports
+    for tensor in target.values():
+        tensor.to_local().zero_()
+    prepared._cache.clear()  # so that the next one plans
+    first, plan = timed(lambda: reshard.prepare(source, target, **options))
+    move, report = timed(plan.run)
+    out["first_s"], out["report"] = first + move, report
+    out["equal"] = all(
+        torch.equal(target[k].to_local().view(torch.int16), known[k].to_local().view(torch.int16)) for k in known
+    )
+    out["replay_s"] = min(timed(plan.run)[0] for _ in range(repeats))
+    del plan
+    out["our_peak"] = peak_bytes(lambda: timed(lambda: reshard.redistribute(source, target, **options)))
+    gather_and_slice(source, target)
+    out["gather_s"] = min(timed(lambda: gather_and_slice(source, target))[0] for _ in range(repeats))
+    out["gather_peak"] = peak_bytes(lambda: timed(lambda: gather_and_slice(source, target)))
+    if before[0] == after[0]:
+        torch_redistribute(source, target)
+        out["torch_s"] = min(timed(lambda: torch_redistribute(source, target))[0] for _ in range(repeats))
+    return out
+
+
+def measure(count: int, rows: int, repeats: int, names: list[str]) -> None:
+    """Print one line per case."""
+    print(
+        f"{count} bf16 tensors of {rows} x {rows}, {count * rows * rows * 2 >> 20} MiB, {WORLD} gloo processes, "
+        f"at most {BUDGET_BYTES >> 20} MiB in flight"
+    )
+    print(
+        f"{'':44}{'gather':>8}{'DTensor':>8}{'first':>8}{'replay':>8}{'':>3}{'gather':>9}{'ours':>9}{'':>3}{'moved':>9}"
+    )
+    print(f"{'':44}{'s':>8}{'s':>8}{'s':>8}{'s':>8}{'':>3}{'peak MiB':>9}{'MiB':>9}{'':>3}{'MiB':>9}")
+    for name in names:
+        ranks = run(case, WORLD, name, count, rows, repeats)
+        assert all(row["equal"] for row in ranks), "wrong values"
+        worst = {
+            key: max(row.get(key, math.nan) for row in ranks) for key in ("gather_s", "torch_s", "first_s", "replay_s")
+        }
+        peaks = {key: max(row[key] for row in ranks) >> 20 for key in ("gather_peak", "our_peak")}
+        moved = ranks[0]["report"].bytes_moved
+        assert (
+            moved
+            == sum(row["report"].bytes_sent for row in ranks)
+            == sum(row["report"].bytes_received for row in ranks)
+        )
+        times = "".join(f"{worst[key]:8.3f}" for key in ("gather_s", "torch_s", "first_s", "replay_s"))
+        ratio = f"{worst['gather_s'] / worst['replay_s']:.1f}x gather"
+        if not math.isnan(worst["torch_s"]):
+            ratio += f", {worst['torch_s'] / worst['replay_s']:.2f}x DTensor"
+        print(f"{name:44}{times}   {peaks['gather_peak']:9d}{peaks['our_peak']:9d}   {moved >> 20:9d}   {ratio}")
+
+
+# --- at scale, by planning only ---
+
+
+def trillion() -> dict[str, TensorSpec]:
+    """A mixture-of-experts model of a trillion parameters: 61 layers, 384 experts, hidden 7168, experts 2048 wide."""
+    hidden, inner, heads, experts, layers = 7168, 2048, 64, 384, 61
+    rows: dict[str, tuple[int, ...]] = {"embed": (163840, hidden), "head": (163840, hidden), "norm": (hidden,)}
+    for i in range(layers):
+        name = f"layers.{i}"
+        rows |= {f"{name}.wqkv": (3 * heads * 128, hidden), f"{name}.wo": (hidden, heads * 128)}
+        rows |= {f"{name}.norm1": (hidden,), f"{name}.norm2": (hidden,), f"{name}.router": (experts, hidden)}
+        for part, shape in {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}.items():
+            rows[f"{name}.experts.{part}"] = (experts, *shape)
+    return {fqn: TensorSpec(fqn, shape, "bfloat16") for fqn, shape in rows.items()}
+
+
+def trainer(spec: TensorSpec) -> TensorLayout:
+    """256 ranks: experts over 32 and FSDP over 8 within; everything else FSDP over all."""
+    if ".experts." in spec.fqn:
+        return TensorLayout(spec, Mesh({"ep": 32, "fsdp": 8}), [S(0), S(1)])
+    return TensorLayout(spec, Mesh({"fsdp": 256}), [S(0)])
+
+
+def engine(spec: TensorSpec) -> TensorLayout:
+    """128 other ranks: 4 replicas of 32; experts over 32, attention and head TP 8, norms everywhere."""
+    mesh = Mesh({"replica": 4, "dp": 4, "tp": 8}, range(256, 384))
+    if ".experts." in spec.fqn:
+        return TensorLayout(spec, mesh, [R(), S(0), S(0)])
+    if spec.fqn.endswith("wqkv"):
+        return TensorLayout(spec, mesh, [R(), R(), BlockShard(0, [spec.shape[0] // 3] * 3)])
+    if spec.fqn.endswith(("embed", "head")):
+        return TensorLayout(spec, mesh, [R(), R(), S(0)])
+    if spec.fqn.endswith("wo"):
+        return TensorLayout(spec, mesh, [R(), R(), S(1)])
+    return TensorLayout(spec, mesh, [R(), R(), R()])
+
+
+def simulate() -> None:
+    """Print what the plan of a trillion parameters costs, and what the network that is described allows."""
+    specs = trillion()
+    parameters = sum(spec.numel for spec in specs.values())
+    print(f"\n{parameters / 1e12:.2f}T parameters in {len(specs)} bf16 tensors, 256 trainers -> 128 inference ranks")
+    start = time.perf_counter()
+    before = StateLayout({fqn: trainer(spec) for fqn, spec in specs.items()}, 384)
+    after = StateLayout({fqn: engine(spec) for fqn, spec in specs.items()}, 384)
+    plan = plan_transfers(before, after, ranks_per_host=8)
+    sent, received = plan.sent_bytes(), plan.received_bytes()
+    planned = time.perf_counter()
+    rounds = schedule(plan, max_inflight_bytes=512 << 20)
+    scheduled = time.perf_counter()
+    proof = verify(rounds)
+    proved = time.perf_counter()
+    messages = len(rounds.messages(300))
+    listed = time.perf_counter()
+    traffic = plan.traffic().nbytes
+    print(f"  seconds: plan {planned - start:.2f}, rounds {scheduled - planned:.2f}, proof {proved - scheduled:.2f}")
+    print(f"  right: {proof.ok}; rank 300 lists its {messages} messages in {listed - proved:.2f} s")
+    print(f"  {plan.bytes_moved / 1e12:.2f} TB cross, every byte once to each of 4 replicas")
+    print(f"  a trainer sends {sent[:256].mean() / 1e9:.1f} GB, at most {sent.max() / 1e9:.1f}")
+    print(f"  an inference rank gets {received[256:].mean() / 1e9:.1f} GB, at most {received.max() / 1e9:.1f}")
+    print(f"  {len(traffic)} links of {traffic.min() / 1e6:.1f} MB to {traffic.max() / 1e9:.2f} GB")
+    print(f"  {rounds.rounds} rounds, {len(rounds)} messages of at most {rounds.round_bytes().max() / 1e6:.0f} MB")
+    busiest, waiting = max(sent.max(), received.max()) / NIC_BYTES_PER_S, rounds.round_bytes().sum() / NIC_BYTES_PER_S
+    print(f"  at {NIC_BYTES_PER_S / 1e9:.0f} GB/s per rank: {busiest:.2f} s for the busiest rank alone,")
+    print(f"  {waiting:.2f} s if every round waits for its largest message; and by host:")
+    cluster = Cluster(ranks_per_host=8, network_bytes_per_s=8 * NIC_BYTES_PER_S, local_bytes_per_s=8 * 450e9)
+    print("  " + str(estimate(plan, cluster)).replace("\n", "\n  "))
+
+
+def main() -> None:
+    """Run the cases, then the simulation."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a quarter of the bytes, fewer cases and repeats")
+    parser.add_argument("--case", help="only cases whose name holds this text")
+    options = parser.parse_args()
+    count, rows, repeats = (4, 2048, 1) if options.quick else (8, 4096, 3)
+    names = [name for name in CASES if options.case is None or options.case in name]
+    measure(count, rows, repeats, names[::3] if options.quick else names)
+    simulate()
+
+
+if __name__ == "__main__":
+    main()
