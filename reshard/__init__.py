@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "Checkpoint": "checkpoint",
-    "FqnMap": "normalize",
+    "FqnMap": "normalization",
     "LoadReport": "loading",
     "PerRank": "per_rank",
     "ReshardError": "errors",
     "SaveReport": "saving",
-    "StateDictOptions": "normalize",
+    "StateDictOptions": "normalization",
     "TransferReport": "live",
     "async_save": "saving",
     "compare": "checking",
     "fingerprint": "fingerprints",
-    "fqn_map": "normalize",
-    "get_model_state_dict": "normalize",
-    "get_optimizer_state_dict": "normalize",
-    "get_state_dict": "normalize",
-    "iter_full": "normalize",
+    "fqn_map": "normalization",
+    "get_model_state_dict": "normalization",
+    "get_optimizer_state_dict": "normalization",
+    "get_state_dict": "normalization",
+    "iter_full": "normalization",
     "latest_complete": "generations",
     "layout_of": "tensors",
     "load": "loading",
-    "normalize": "normalize",
+    "normalize": "normalization",
     "open": "checkpoint",
     "optimizer_destinations": "destinations",
     "plan": "planning",
@@ -36,9 +36,9 @@ _HOME = {
     "prune": "generations",
     "redistribute": "live",
     "save": "saving",
-    "set_model_state_dict": "normalize",
-    "set_optimizer_state_dict": "normalize",
-    "set_state_dict": "normalize",
+    "set_model_state_dict": "normalization",
+    "set_optimizer_state_dict": "normalization",
+    "set_state_dict": "normalization",
     "trace_layout": "trace",
     "verify": "checking",
     "verify_live": "live",
@@ -64,17 +64,17 @@ if TYPE_CHECKING:
     from reshard.live import verify_live as verify_live
     from reshard.loading import LoadReport as LoadReport
     from reshard.loading import load as load
-    from reshard.normalize import FqnMap as FqnMap
-    from reshard.normalize import StateDictOptions as StateDictOptions
-    from reshard.normalize import fqn_map as fqn_map
-    from reshard.normalize import get_model_state_dict as get_model_state_dict
-    from reshard.normalize import get_optimizer_state_dict as get_optimizer_state_dict
-    from reshard.normalize import get_state_dict as get_state_dict
-    from reshard.normalize import iter_full as iter_full
-    from reshard.normalize import normalize as normalize
-    from reshard.normalize import set_model_state_dict as set_model_state_dict
-    from reshard.normalize import set_optimizer_state_dict as set_optimizer_state_dict
-    from reshard.normalize import set_state_dict as set_state_dict
+    from reshard.normalization import FqnMap as FqnMap
+    from reshard.normalization import StateDictOptions as StateDictOptions
+    from reshard.normalization import fqn_map as fqn_map
+    from reshard.normalization import get_model_state_dict as get_model_state_dict
+    from reshard.normalization import get_optimizer_state_dict as get_optimizer_state_dict
+    from reshard.normalization import get_state_dict as get_state_dict
+    from reshard.normalization import iter_full as iter_full
+    from reshard.normalization import normalize as normalize
+    from reshard.normalization import set_model_state_dict as set_model_state_dict
+    from reshard.normalization import set_optimizer_state_dict as set_optimizer_state_dict
+    from reshard.normalization import set_state_dict as set_state_dict
     from reshard.per_rank import PerRank as PerRank
     from reshard.planning import plan as plan
     from reshard.saving import SaveReport as SaveReport

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from reshard.checkpoint import Checkpoint
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import KeyMismatchError
-from reshard.normalize.api import get_model_state_dict, get_optimizer_state_dict
-from reshard.normalize.names import Models
+from reshard.normalization.api import get_model_state_dict, get_optimizer_state_dict
+from reshard.normalization.names import Models
 from reshard.tensors import global_shape
 
 __all__ = ["optimizer_destinations"]

@@ -22,7 +22,7 @@ from planners.layout import StateLayout, TensorLayout, TensorSpec
 from planners.mesh import Mesh
 from planners.placement import Replicate, StridedShard
 from reshard.errors import LayoutError
-from reshard.normalize import get_model_state_dict
+from reshard.normalization import get_model_state_dict
 from reshard.tensors import form_of, is_sharded, is_tensor, spec_of
 from reshard.tree import flatten, key_of
 

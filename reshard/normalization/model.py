@@ -12,10 +12,10 @@ from torch.nn.parameter import is_lazy
 
 from reshard.errors import KeyMismatchError
 from reshard.modules import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
-from reshard.normalize.names import LiveModel, Region, Slot, where
-from reshard.normalize.options import StateDictOptions
-from reshard.normalize.report import Cast, SetReport
-from reshard.normalize.values import is_meta, like, materialised, problem, same_value, write
+from reshard.normalization.names import LiveModel, Region, Slot, where
+from reshard.normalization.options import StateDictOptions
+from reshard.normalization.report import Cast, SetReport
+from reshard.normalization.values import is_meta, like, materialised, problem, same_value, write
 from reshard.tensors import dtype_of, global_shape, is_sharded, local_tensors
 
 __all__ = ["ModelWrites", "apply_model", "plan_model", "read_model"]

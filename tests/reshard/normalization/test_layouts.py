@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from reshard.normalize import (
+from reshard.normalization import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -18,7 +18,7 @@ from reshard.normalize import (
     set_state_dict,
 )
 from tests import gloo
-from tests.reshard.normalize import zoo
+from tests.reshard.normalization import zoo
 
 FULL = StateDictOptions(full_state_dict=True)
 

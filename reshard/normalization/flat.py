@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from reshard.errors import NormalizationError
 from reshard.fsdp1 import FlatPiece
-from reshard.normalize.values import copy_containers, same_value, write
+from reshard.normalization.values import copy_containers, same_value, write
 from reshard.tensors import dtype_of, global_shape, is_sharded
 
 if TYPE_CHECKING:
-    from reshard.normalize.optimizers import LiveOptimizers, OptimizedParameter
+    from reshard.normalization.optimizers import LiveOptimizers, OptimizedParameter
 
 __all__ = ["fill_absent", "joined_pieces", "split_state"]
 

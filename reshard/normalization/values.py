@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from reshard.normalize.full import gather, scatter
+from reshard.normalization.full import gather, scatter
 from reshard.tensors import dtype_of, form_of, global_shape, is_sharded, local_tensors
 
 __all__ = ["copy_containers", "is_meta", "like", "materialised", "problem", "same_value", "write"]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import KeyMismatchError, NormalizationError, RankFailedError, ReshardError
-from reshard.normalize import (
+from reshard.normalization import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
@@ -18,9 +18,9 @@ from reshard.normalize import (
     set_state_dict,
 )
 from tests import gloo
-from tests.reshard.normalize import zoo
-from tests.reshard.normalize.test_layouts import assert_same, ordered
-from tests.reshard.normalize.test_model import Growing
+from tests.reshard.normalization import zoo
+from tests.reshard.normalization.test_layouts import assert_same, ordered
+from tests.reshard.normalization.test_model import Growing
 
 FULL = StateDictOptions(full_state_dict=True)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -158,7 +158,7 @@ def gathering_what_one_rank_lacks() -> str:
     state = get_model_state_dict(model)
     if dist.get_rank() == 1:
         del state["layers.0.up.bias"]
-    from reshard.normalize.collect import collect_model
+    from reshard.normalization.collect import collect_model
 
     try:
         collect_model(state, FULL)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
-from reshard.normalize import (
+from reshard.normalization import (
     Stage,
     StateDictOptions,
     get_model_state_dict,
@@ -26,8 +26,8 @@ from reshard.normalize import (
     set_state_dict,
 )
 from tests import gloo
-from tests.reshard.normalize import zoo
-from tests.reshard.normalize.test_layouts import assert_same
+from tests.reshard.normalization import zoo
+from tests.reshard.normalization.test_layouts import assert_same
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 FULL = StateDictOptions(full_state_dict=True)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from reshard.errors import NormalizationError
-from reshard.normalize import (
+from reshard.normalization import (
     Stage,
     fqn_map,
     get_model_state_dict,
@@ -20,8 +20,8 @@ from reshard.normalize import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from tests.reshard.normalize import zoo
-from tests.reshard.normalize.test_layouts import assert_same
+from tests.reshard.normalization import zoo
+from tests.reshard.normalization.test_layouts import assert_same
 
 SEGMENTS = ["module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"]
 

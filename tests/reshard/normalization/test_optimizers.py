@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from reshard.errors import KeyMismatchError, NormalizationError
-from reshard.normalize import (
+from reshard.normalization import (
     StateDictOptions,
     fqn_map,
     get_model_state_dict,
@@ -21,8 +21,8 @@ from reshard.normalize import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from tests.reshard.normalize import zoo
-from tests.reshard.normalize.test_layouts import assert_same
+from tests.reshard.normalization import zoo
+from tests.reshard.normalization.test_layouts import assert_same
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 LENIENT = StateDictOptions(strict=False)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from reshard.errors import NormalizationError
-from reshard.normalize.names import where
-from reshard.normalize.optimizers import LiveOptimizers, OptimizedParameter
-from reshard.normalize.values import same_value
+from reshard.normalization.names import where
+from reshard.normalization.optimizers import LiveOptimizers, OptimizedParameter
+from reshard.normalization.values import same_value
 
 __all__ = ["GroupWrite", "SavedOptimizer", "plan_groups", "read_saved"]
 

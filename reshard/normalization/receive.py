@@ -10,13 +10,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reshard.fsdp1 import FlatPiece
-from reshard.normalize.broadcast import Outline, fill, revive, share_outline, together
-from reshard.normalize.groups import read_saved
-from reshard.normalize.model import plan_model
-from reshard.normalize.names import LiveModel, Region, Slot
-from reshard.normalize.optimizers import LiveOptimizers, OptimizedParameter
-from reshard.normalize.options import StateDictOptions
-from reshard.normalize.restore import plan_optimizers
+from reshard.normalization.broadcast import Outline, fill, revive, share_outline, together
+from reshard.normalization.groups import read_saved
+from reshard.normalization.model import plan_model
+from reshard.normalization.names import LiveModel, Region, Slot
+from reshard.normalization.optimizers import LiveOptimizers, OptimizedParameter
+from reshard.normalization.options import StateDictOptions
+from reshard.normalization.restore import plan_optimizers
 
 __all__ = ["receive_model", "receive_optimizer"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.normalize.api import (
+from reshard.normalization.api import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -10,12 +10,12 @@ from reshard.normalize.api import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from reshard.normalize.collect import iter_full
-from reshard.normalize.fqn_map import FqnEntry, FqnMap, fqn_map
-from reshard.normalize.names import Stage
-from reshard.normalize.options import StateDictOptions
-from reshard.normalize.raw import Normalized, NormalizeReport, normalize
-from reshard.normalize.report import Cast, OptimizerReport, SetReport
+from reshard.normalization.collect import iter_full
+from reshard.normalization.fqn_map import FqnEntry, FqnMap, fqn_map
+from reshard.normalization.names import Stage
+from reshard.normalization.options import StateDictOptions
+from reshard.normalization.raw import Normalized, NormalizeReport, normalize
+from reshard.normalization.report import Cast, OptimizerReport, SetReport
 
 __all__ = [
     "Cast",

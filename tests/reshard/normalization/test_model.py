@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint import state_dict as theirs
 
 from reshard.errors import KeyMismatchError, NormalizationError
-from reshard.normalize import (
+from reshard.normalization import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -20,8 +20,8 @@ from reshard.normalize import (
     set_model_state_dict,
     set_state_dict,
 )
-from tests.reshard.normalize import zoo
-from tests.reshard.normalize.test_layouts import assert_same
+from tests.reshard.normalization import zoo
+from tests.reshard.normalization.test_layouts import assert_same
 
 LENIENT = StateDictOptions(strict=False)
 

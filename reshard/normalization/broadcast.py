@@ -16,7 +16,7 @@ import torch.distributed as dist
 from planners.box import Box
 from reshard.errors import KeyMismatchError, NormalizationError, RankFailedError
 from reshard.group import Group
-from reshard.normalize.full import parts_of
+from reshard.normalization.full import parts_of
 from reshard.tensors import is_sharded
 
 __all__ = ["Outline", "fill", "outline_of", "revive", "share_outline", "together"]

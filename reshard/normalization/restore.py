@@ -11,13 +11,13 @@ import torch
 
 from reshard.errors import KeyMismatchError
 from reshard.modules import copy_all, loads_itself
-from reshard.normalize.flat import joined_pieces
-from reshard.normalize.groups import GroupWrite, SavedOptimizer, plan_groups, read_saved
-from reshard.normalize.names import where
-from reshard.normalize.optimizers import LiveOptimizers, OptimizedParameter
-from reshard.normalize.options import StateDictOptions
-from reshard.normalize.report import OptimizerReport
-from reshard.normalize.values import like, write
+from reshard.normalization.flat import joined_pieces
+from reshard.normalization.groups import GroupWrite, SavedOptimizer, plan_groups, read_saved
+from reshard.normalization.names import where
+from reshard.normalization.optimizers import LiveOptimizers, OptimizedParameter
+from reshard.normalization.options import StateDictOptions
+from reshard.normalization.report import OptimizerReport
+from reshard.normalization.values import like, write
 from reshard.tensors import global_shape
 
 __all__ = ["OptimizerWrites", "apply_optimizers", "plan_optimizers"]

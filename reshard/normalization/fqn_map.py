@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from reshard.normalize.names import LiveModel, Models, Slot, Stage
-from reshard.normalize.optimizers import LiveOptimizers, OptimizedParameter
+from reshard.normalization.names import LiveModel, Models, Slot, Stage
+from reshard.normalization.optimizers import LiveOptimizers, OptimizedParameter
 
 __all__ = ["FqnEntry", "FqnMap", "fqn_map"]
 

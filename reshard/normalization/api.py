@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from reshard.normalize.broadcast import together
-from reshard.normalize.collect import collect_model, collect_optimizer
-from reshard.normalize.model import ModelWrites, apply_model, plan_model, read_model
-from reshard.normalize.names import LiveModel, Models
-from reshard.normalize.optimizers import LiveOptimizers, as_optimizers, flatten, read_optimizers
-from reshard.normalize.options import StateDictOptions, as_options
-from reshard.normalize.receive import receive_model, receive_optimizer
-from reshard.normalize.report import OptimizerReport, SetReport
-from reshard.normalize.restore import OptimizerWrites, apply_optimizers, plan_optimizers
+from reshard.normalization.broadcast import together
+from reshard.normalization.collect import collect_model, collect_optimizer
+from reshard.normalization.model import ModelWrites, apply_model, plan_model, read_model
+from reshard.normalization.names import LiveModel, Models
+from reshard.normalization.optimizers import LiveOptimizers, as_optimizers, flatten, read_optimizers
+from reshard.normalization.options import StateDictOptions, as_options
+from reshard.normalization.receive import receive_model, receive_optimizer
+from reshard.normalization.report import OptimizerReport, SetReport
+from reshard.normalization.restore import OptimizerWrites, apply_optimizers, plan_optimizers
 from reshard.tensors import is_sharded
 
 __all__ = [

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from reshard.errors import NormalizationError
 from reshard.group import Group
-from reshard.normalize.flat import fill_absent
-from reshard.normalize.full import gather, member_ranks
-from reshard.normalize.model import read_model
-from reshard.normalize.names import LiveModel, Models
-from reshard.normalize.optimizers import LiveOptimizers
-from reshard.normalize.options import StateDictOptions, as_options
+from reshard.normalization.flat import fill_absent
+from reshard.normalization.full import gather, member_ranks
+from reshard.normalization.model import read_model
+from reshard.normalization.names import LiveModel, Models
+from reshard.normalization.optimizers import LiveOptimizers
+from reshard.normalization.options import StateDictOptions, as_options
 from reshard.tensors import global_shape, is_sharded
 
 __all__ = ["collect_model", "collect_optimizer", "iter_full"]

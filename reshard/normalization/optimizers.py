@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from reshard.errors import NormalizationError
 from reshard.fsdp1 import FlatPiece
-from reshard.normalize.flat import split_state
-from reshard.normalize.names import LiveModel, where
-from reshard.normalize.values import copy_containers
+from reshard.normalization.flat import split_state
+from reshard.normalization.names import LiveModel, where
+from reshard.normalization.values import copy_containers
 
 __all__ = ["LiveOptimizers", "OptimizedParameter", "as_optimizers", "flatten", "read_optimizers"]
 
