@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import reshard
 from tests import gloo
 
 ROOT = Path(__file__).parent.parent
@@ -21,9 +22,12 @@ BLOCKS = [
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch.compile uses what torch deprecates
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # torch's DCP says so in one process
 @pytest.mark.parametrize(("source", "page", "line"), BLOCKS)
 def test_blocks_run(source: str, page: Path, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracebacks show the line of the page."""
+    """Tracebacks show the line of the page. Samples are where they are in the repository."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "data").symlink_to(ROOT / "tests" / "data")
     monkeypatch.chdir(tmp_path)
 
     exec(compile("\n" * line + source, str(page), "exec"), {"__name__": "__main__"})
@@ -31,7 +35,7 @@ def test_blocks_run(source: str, page: Path, line: int, tmp_path: Path, monkeypa
 
 def _on_this_rank(source: str, folder: str) -> None:
     os.chdir(folder)
-    exec(compile(source, "resume.md", "exec"), {"__name__": "__main__"})
+    exec(compile(source, "recipe", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.gloo
@@ -48,6 +52,20 @@ def test_the_recipe_for_resuming_runs_on_several_ranks(tmp_path: Path) -> None:
 
     gloo.run(_on_this_rank, 3, begin, str(tmp_path))
     gloo.run(_on_this_rank, 2, resume, str(tmp_path))
+
+
+@pytest.mark.gloo
+def test_the_recipe_for_pipelines_runs_on_other_numbers_of_stages(tmp_path: Path) -> None:
+    """Each run resumes what the one before saved: 2 stages, 1, 4; all steps were counted in the end."""
+    [source] = [block.values[0] for block in BLOCKS if block.id == "pipeline:0"]
+
+    for stages in (2, 1, 4):
+        gloo.run(_on_this_rank, stages, source, str(tmp_path))
+
+    saved = reshard.open(tmp_path / "checkpoints" / "pipeline").nested()
+    assert sorted(saved["model"]) == [f"layers.{i}.{name}" for i in range(4) for name in ("bias", "weight")]
+    assert {float(state["step"][...]) for state in saved["optim"]["state"].values()} == {3.0}
+    assert [saved["groups"][f"stage{i}"][0]["lr"] for i in range(4)] == [0.1, 0.1, 0.01, 0.01]
 
 
 def test_there_is_a_block_for_each_job() -> None:
