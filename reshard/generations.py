@@ -18,12 +18,13 @@ from pathlib import Path
 import msgspec
 
 from reshard.errors import CheckpointError, CheckpointNotFoundError
-from reshard.formats.native import MANIFEST, read_manifest
+from reshard.formats.native import HF_INDEX, MANIFEST, read_manifest
 from reshard.storage import Storage, is_temporary, open_storage
 
 __all__ = [
     "Claim",
     "claim",
+    "ended",
     "folder_of",
     "latest_complete",
     "new_save_id",
@@ -61,10 +62,20 @@ def folder_of(save_id: str) -> str:
     return f"data-{save_id}"
 
 
+_running: set[str] = set()
+"""Saves of this process that have not ended."""
+
+
 def claim(storage: Storage, save_id: str) -> None:
-    """Say that this process is writing the generation."""
+    """Say that this process is writing the generation, until `ended`."""
+    _running.add(save_id)
     mine = Claim(socket.gethostname(), os.getpid(), _process_start(os.getpid()), time.time())
     storage.publish(f"{folder_of(save_id)}/{_CLAIM}", msgspec.json.encode(mine))
+
+
+def ended(save_id: str) -> None:
+    """Say that this process writes the generation no more, even if its claim could not be removed."""
+    _running.discard(save_id)
 
 
 def release(storage: Storage, save_id: str) -> None:
@@ -97,9 +108,10 @@ def remove_dead(storage: Storage) -> list[str]:
             remove(storage, save_id, names)
             removed.append(save_id)
     if not running:  # of several saves it is not known whose an unfinished manifest is: the last to end cleans up
-        for name in storage.list(f"{MANIFEST}."):
-            if is_temporary(name):
-                storage.delete(name)
+        for published_name in (MANIFEST, HF_INDEX):
+            for name in storage.list(f"{published_name}."):
+                if is_temporary(name):
+                    storage.delete(name)
     return removed
 
 
@@ -121,6 +133,8 @@ def _alive(storage: Storage, save_id: str, names: list[str]) -> bool:
         return False
     if owner.host != socket.gethostname():
         return time.time() - owner.unix_s < _FOREIGN_AGE_S
+    if owner.pid == os.getpid() and save_id not in _running:
+        return False
     return _process_start(owner.pid) == owner.process_start != ""
 
 

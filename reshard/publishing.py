@@ -14,12 +14,11 @@ from reshard import generations
 from reshard.census import Census
 from reshard.errors import StorageError
 from reshard.fingerprints import Partial
-from reshard.formats.native import MANIFEST, FileRecord, Manifest
+from reshard.formats.native import HF_INDEX, MANIFEST, FileRecord, Manifest
 from reshard.storage import Storage
 
 __all__ = ["Generation"]
 
-_HF_INDEX = "model.safetensors.index.json"
 _PRINTS = ".prints"
 
 
@@ -101,14 +100,14 @@ class Generation:
         layout = self.census.layout
         whole = len(records) == 1 and all(item.box.sizes == layout[item.fqn].spec.shape for item in self._all_items())
         if not whole:
-            self.storage.delete(_HF_INDEX)
+            self.storage.delete(HF_INDEX)
             return
         (record,) = records.values()
         index: dict[str, Any] = {
             "metadata": {"total_size": self.plan.total_bytes},
             "weight_map": dict.fromkeys(layout, record.name),
         }
-        self.storage.publish(_HF_INDEX, msgspec.json.encode(index))
+        self.storage.publish(HF_INDEX, msgspec.json.encode(index))
 
     def _all_items(self) -> Iterator[WriteItem]:
         return (item for rank in range(self.plan.world_size) for item in self.plan.items(rank))

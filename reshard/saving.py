@@ -276,6 +276,8 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
         if group.rank == 0 and generations.published(job.storage) != generation.save_id:
             generations.remove(job.storage, generation.save_id)
         raise
+    finally:
+        generations.ended(generation.save_id)
     if group.rank == 0:
         generations.remove_dead(job.storage)
     group.barrier()

@@ -11,12 +11,16 @@ writer "write" and "commit". `fault` may raise, sleep, end the process or damage
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from reshard.storage import Storage, Writer
 
-__all__ = ["Faulty"]
+__all__ = ["Crash", "Faulty", "SystemCalls"]
 
 Fault = Callable[[str, str], None]
 
@@ -79,3 +83,61 @@ class _FaultyWriter(Writer):
 
     def _abort(self) -> None:
         self._inner._abort()
+
+
+class Crash(BaseException):
+    """The process is gone: nothing that it would do on its way out is done."""
+
+
+class SystemCalls:
+    """Counts the calls by which this process changes local files, and makes one of them fail.
+
+    calls = SystemCalls()
+    with calls.counted(): save(...)            # calls.made: how many there are
+    with calls.failing(3): save(...)           # the third raises OSError
+    with calls.crashing(3): save(...)          # the third and all later ones raise Crash
+    """
+
+    NAMES = ("write", "fsync", "replace", "unlink", "rmdir", "open")
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        with self._patched(lambda n: None):
+            yield
+
+    @contextmanager
+    def failing(self, at: int) -> Iterator[None]:
+        def fault(n: int) -> None:
+            if n == at:
+                raise OSError(errno.EIO, "injected")
+
+        with self._patched(fault):
+            yield
+
+    @contextmanager
+    def crashing(self, at: int) -> Iterator[None]:
+        def fault(n: int) -> None:
+            if n >= at:
+                raise Crash
+
+        with self._patched(fault):
+            yield
+
+    @contextmanager
+    def _patched(self, fault: Callable[[int], None]) -> Iterator[None]:
+        self.made = 0
+
+        def wrap(real: Callable[..., Any], name: str) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if name != "open" or args[1] & os.O_CREAT:  # opening to read changes nothing
+                    self.made += 1
+                    fault(self.made)
+                return real(*args, **kwargs)
+
+            return call
+
+        with mock.patch.multiple(os, **{name: wrap(getattr(os, name), name) for name in self.NAMES}):
+            yield

@@ -25,7 +25,7 @@ from planners.dtypes import itemsize
 from planners.errors import PlanError
 from planners.layout import StateLayout
 from planners.save_plan import SavePlan, plan_writes
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError
 from reshard.formats.base import Contents, LazyChunks, LazyMapping, Place, StoredChunk, StoredTensor
 from reshard.formats.source import Files, FileSource
 from reshard.storage.base import Storage
@@ -33,6 +33,7 @@ from reshard.tree import decode_plain, path_from_json
 
 __all__ = [
     "BLOCK_BYTES",
+    "HF_INDEX",
     "MANIFEST",
     "VERSION",
     "FileRecord",
@@ -50,6 +51,8 @@ name = "native"
 looks_for = "manifest.json"
 
 MANIFEST = "manifest.json"
+HF_INDEX = "model.safetensors.index.json"
+"""Beside the manifest, where one rank holds every tensor whole: for Hugging Face tools."""
 VERSION = 1
 BLOCK_BYTES = 1 << 20
 """Bytes of a data file that one checksum covers."""
@@ -114,11 +117,11 @@ _GENERATION = re.compile(r"data-[0-9a-f]{12}-[0-9a-f]{12}/")
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether there is a manifest of ours, or a damaged one beside data that we wrote."""
-    if MANIFEST not in names:
-        return False
+    """Whether there is a manifest of ours, or data that we wrote beside a damaged one or none."""
     if any(_GENERATION.match(name) for name in names):
         return True
+    if MANIFEST not in names:
+        return False
     head = storage.read(MANIFEST, 0, min(names[MANIFEST], 64))
     return head.lstrip().startswith(b'{"reshard"') and b'"checkpoint"' in head
 
@@ -146,7 +149,15 @@ class _Version(msgspec.Struct):
 
 
 def open(storage: Storage, names: Mapping[str, int]) -> Contents:
-    """The checkpoint. Raises DamagedCheckpointError, naming the file, if a file is missing or of another length."""
+    """The checkpoint.
+
+    Raises DamagedCheckpointError, naming the file, if a file is missing or of another length; CheckpointNotFoundError
+    if no save was ever finished here.
+    """
+    if MANIFEST not in names:
+        raise CheckpointNotFoundError(
+            f"there is no {MANIFEST} in {storage.url}: a save was killed before it was whole, or is still running"
+        )
     manifest = read_manifest(storage)
     for record in manifest.files.values():
         blocks = -(-record.nbytes // manifest.block_bytes)

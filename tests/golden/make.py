@@ -1,0 +1,76 @@
+"""Makes the golden checkpoints: run it once for each released version of the format, and never for an old one.
+
+    python -m tests.golden.make v1
+
+`v1/single` is what one process wrote, `v1/sharded` what four ranks did. `tests/reshard/test_golden.py` reads them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import reshard
+from tests import gloo
+
+HERE = Path(__file__).parent
+
+
+def single() -> dict[str, Any]:
+    """One of every kind of value, in one process."""
+    tied = torch.arange(4.0)
+    return {
+        "model": {
+            "w": torch.arange(12.0).reshape(3, 4),
+            "half": torch.arange(6).to(torch.bfloat16),
+            "eighth": torch.tensor([0.5, -2.0]).to(torch.float8_e4m3fn),
+            "wide": torch.tensor([1 + 2j], dtype=torch.complex128),
+            "flags": torch.tensor([True, False, True]),
+            "scalar": torch.tensor(7),
+            "empty": torch.empty(0, 3),
+            "embed": tied,
+            "head": tied,
+        },
+        "optim": {"lr": 1e-3, "betas": (0.9, 0.999), "groups": [{"params": ["w"]}, {}], "none": None},
+        "nothing": {},
+        "step": 5,
+        7: "an int key",
+        "nan": float("nan"),
+        "big": 2**70,
+    }
+
+
+def sharded_values() -> dict[str, torch.Tensor]:
+    """The whole tensors that the four ranks hold parts of."""
+    return {
+        "rows": torch.arange(35.0).reshape(7, 5),
+        "columns": torch.arange(36, dtype=torch.int32).reshape(6, 6),
+        "grid": torch.arange(40.0).reshape(8, 5).to(torch.bfloat16),
+        "copies": torch.arange(3.0),
+    }
+
+
+def sharded(path: str) -> None:
+    """Save as one of four ranks: uneven rows, columns, a grid of both, copies, and a value of each rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    placements = {"rows": [Shard(0), Shard(0)], "columns": [Replicate(), Shard(1)], "grid": [Shard(0), Shard(1)]}
+    state: dict[str, Any] = {
+        name: distribute_tensor(value, mesh, placements[name]) if name in placements else value
+        for name, value in sharded_values().items()
+    }
+    assert isinstance(state["grid"], DTensor)
+    reshard.save({"model": state, "rng": reshard.PerRank(torch.tensor([dist.get_rank()])), "step": 3}, path)
+
+
+if __name__ == "__main__":
+    target = HERE / sys.argv[1]
+    if target.exists():
+        raise SystemExit(f"{target} exists: golden files are never made anew")
+    reshard.save(single(), target / "single")
+    gloo.run(sharded, 4, str(target / "sharded"))
