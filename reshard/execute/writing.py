@@ -18,13 +18,20 @@ from reshard.errors import FormatError
 from reshard.execute.arrays import as_array, row_major_bytes
 from reshard.fingerprints import Partial, partial
 from reshard.formats.native import BLOCK_BYTES, FileRecord, entry_key
-from reshard.storage.base import Storage, Writer
+from reshard.storage.base import Storage
 
-__all__ = ["STAGE_BYTES", "BlockSums", "Entry", "Keyed", "digest128", "header_of", "sum_up", "write_file"]
+__all__ = ["STAGE_BYTES", "BlockSums", "Entry", "Keyed", "Sink", "digest128", "header_of", "sum_up", "write_file"]
 
 STAGE_BYTES = 32 << 20
 """Default memory for elements that do not lie in row-major order, or not on the CPU, on their way to the file."""
 _CODES = {name: code for code, name in SAFETENSORS_CODES.items() if name != "float4_e2m1fn_x2"}
+
+
+class Sink(Protocol):
+    """What takes the bytes of a file, front to end."""
+
+    def write(self, data: memoryview) -> None:
+        """Append."""
 
 
 class Keyed(Protocol):
@@ -90,7 +97,7 @@ def write_file(
         sums = BlockSums(out)
         sums.write(memoryview(header))
         for entry in ordered:
-            for piece in _pieces(entry.tensor, stage_bytes):
+            for piece in _pieces(entry.tensor, stage_bytes // 2):  # one is written while the next one is made
                 sums.write(piece)
                 if on_bytes is not None:
                     on_bytes(len(piece))
@@ -157,7 +164,7 @@ def _pieces(tensor: torch.Tensor, stage_bytes: int) -> Iterator[memoryview]:
 class BlockSums:
     """Passes bytes on to a writer and hashes them block by block."""
 
-    def __init__(self, out: Writer) -> None:
+    def __init__(self, out: Sink) -> None:
         self._out = out
         self._state = xxhash.xxh3_64()
         self._room = BLOCK_BYTES

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import mmap
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -1,0 +1,117 @@
+"""The library's own format, as if the ranks of a layout had saved it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from planners.codec import to_json
+from planners.layout import StateLayout
+from planners.save_plan import DIVIDE_ABOVE_BYTES
+from reshard import generations
+from reshard.checkpoint import Checkpoint
+from reshard.execute.streaming import stream
+from reshard.execute.writing import BlockSums, digest128, header_of
+from reshard.export.base import Done, Exporter, FilePlan, HashingWriter, Part, spread
+from reshard.fingerprints import Partial, partial
+from reshard.formats.native import MANIFEST, FileRecord, Manifest
+from reshard.storage.base import Storage
+from reshard.tree import encode_plain, path_to_json
+
+__all__ = ["NativeExporter"]
+
+_WRITER = "reshard 0.1"
+_HF_INDEX = "model.safetensors.index.json"
+
+
+class NativeExporter(Exporter):
+    """Whole tensors in files of limited size, or the files that the ranks of `onto` would have written."""
+
+    format = "native"
+
+    def __init__(self, state: Checkpoint, job_id: str, *, onto: StateLayout | None, max_shard_bytes: int) -> None:
+        """Raises FormatError for objects that are no plain data, naming the key."""
+        super().__init__(state, job_id)
+        self.plan = spread([self.stored(name).spec for name in self.names], onto, max_shard_bytes)
+        self.save_id = f"{job_id[:12]}-{job_id[12:24]}"
+        folder = generations.folder_of(self.save_id)
+        files = []
+        for rank in range(self.plan.world_size):
+            specs = self.plan.layout.specs
+            parts = [Part(specs[item.fqn], item.box) for item in self.plan.items(rank)]
+            if parts:
+                parts.sort(key=lambda part: -part.spec.itemsize)
+                files.append(FilePlan(f"{folder}/{rank:05d}.safetensors", tuple(parts), rank))
+        self.files = tuple(files)
+        self.objects = {key: encode_plain(value) for key, value in state.objects.items()}
+        self.left_out = tuple(state.contents.facts.get("per_rank", ()))
+
+    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
+        """Stream one rank's file and its checksums."""
+        storage.delete(file.name)
+        storage.delete(f"{file.name}.sums")
+        header = header_of(file.parts)
+        regions = [self.region(part) for part in file.parts]
+        prints: dict[str, Partial] = {}
+        with storage.create(file.name) as raw, stream(regions) as feed:
+            out = HashingWriter(raw)
+            sums = BlockSums(out)
+            sums.write(memoryview(header))
+            for part, region in zip(file.parts, regions, strict=True):
+                for piece in feed.take(region):
+                    sums.write(piece.data)
+                    found = partial(piece.tensor(), piece.box, part.spec.shape)
+                    fqn = part.spec.fqn
+                    prints[fqn] = prints[fqn] + found if fqn in prints else found
+                    on_bytes(len(piece.data))
+            digests = sums.finish()
+            done = out.nbytes, out.digest()
+        storage.publish(f"{file.name}.sums", digests)
+        facts = {
+            "header_bytes": len(header),
+            "sums": digest128(digests),
+            "prints": {fqn: part.to_bytes().hex() for fqn, part in prints.items()},
+        }
+        return Done(file.name, *done, facts)
+
+    def finish(self, storage: Storage, done: Mapping[str, Done]) -> None:
+        """Publish the manifest."""
+        specs = self.plan.layout.specs
+        totals = dict.fromkeys(specs, Partial())
+        for written in done.values():
+            for fqn, data in written.facts["prints"].items():
+                totals[fqn] = totals[fqn] + Partial.from_bytes(bytes.fromhex(data))
+        rank_of = {file.name: file.rank for file in self.files}
+        layout = {k: v for k, v in to_json(self.plan.layout).items() if k not in ("reshard", "version")}
+        contents = self.state.contents
+        manifest = Manifest(
+            save_id=self.save_id,
+            created_unix_s=time.time(),
+            writer=_WRITER,
+            divide_above_bytes=DIVIDE_ABOVE_BYTES,
+            files={
+                str(rank_of[name]): FileRecord(name, row.nbytes, row.facts["header_bytes"], row.facts["sums"])
+                for name, row in done.items()
+            },
+            layout=layout,
+            paths={key: path_to_json(path) for key, path in contents.paths.items() if path != (key,)},
+            containers=[(path_to_json(path), kind) for path, kind in contents.containers.items()],
+            objects=self.objects,
+            aliases=dict(contents.aliases),
+            fingerprints={fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()},
+        )
+        storage.publish(MANIFEST, msgspec.json.encode(manifest))
+        generations.release(storage, self.save_id)
+        if len(self.files) == 1 and all(part.box.sizes == part.spec.shape for part in self.files[0].parts):
+            index = {
+                "metadata": {"total_size": self.total_bytes},
+                "weight_map": dict.fromkeys(specs, self.files[0].name),
+            }
+            storage.publish(_HF_INDEX, msgspec.json.encode(index))
+        generations.remove_dead(storage)
+
+    def occupied(self, names: Mapping[str, int]) -> str | None:
+        """A manifest."""
+        return MANIFEST if MANIFEST in names else None

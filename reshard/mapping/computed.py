@@ -1,0 +1,108 @@
+"""Tensors that are computed while they are read: casts, and block-quantized weights dequantized. Nothing is held.
+
+A computed tensor is a source whose bytes do not exist: whoever reads a range of them gets the elements of that range
+computed from what is stored, in pieces of bounded size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from planners.box import Box
+from planners.byteruns import Window
+from planners.forms import flat_boxes
+from planners.layout import TensorSpec
+from reshard.checkpoint import LazyTensor
+from reshard.dtypes import dtype_from_name
+from reshard.errors import NormalizationError
+from reshard.formats.base import Place, StoredChunk, StoredTensor
+from reshard.formats.source import Source
+
+__all__ = ["cast", "computed", "dequantized", "is_floating"]
+
+_PIECE_BYTES = 8 << 20
+_GAP_BYTES = 64 << 10
+
+
+class _Computed(Source):
+    """The row-major bytes of a tensor that `compute` gives box by box."""
+
+    max_gap_bytes = _GAP_BYTES
+
+    def __init__(self, spec: TensorSpec, compute: Callable[[Box], torch.Tensor], label: str) -> None:
+        self.spec, self.label = spec, label
+        self._compute = compute
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.nbytes
+
+    def view(self) -> None:
+        return None
+
+    def _fill(self, start: int, buffer: memoryview) -> None:
+        size = self.spec.itemsize
+        first, last = start // size, -(-(start + buffer.nbytes) // size)
+        step = max(1, _PIECE_BYTES // size)
+        at = start
+        for begin in range(first, last, step):
+            for box in flat_boxes(self.spec.shape, begin, min(begin + step, last)):
+                values = self._compute(box).contiguous().reshape(-1).view(torch.uint8)
+                skip = max(0, start - begin * size) if at == start else 0  # the range may begin within an element
+                take = min(values.numel() - skip, start + buffer.nbytes - at)
+                buffer[at - start : at - start + take] = values.numpy().data[skip : skip + take]
+                at += take
+
+
+def computed(spec: TensorSpec, compute: Callable[[Box], torch.Tensor], label: str) -> StoredTensor:
+    """A tensor of which `compute` gives any box, as a tensor of the spec's dtype and the box's sizes."""
+    place = Place(_Computed(spec, compute, label), Window.row_major(0, spec.shape, spec.itemsize))
+    return StoredTensor(spec, (StoredChunk(Box.full(spec.shape), place),))
+
+
+def is_floating(dtype: str) -> bool:
+    """Whether elements are floating-point numbers."""
+    return dtype_from_name(dtype).is_floating_point
+
+
+def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTensor:
+    """The tensor converted as torch converts; itself where it has the dtype already."""
+    name = stored.fqn if fqn is None else fqn
+    if stored.spec.dtype == dtype:
+        return stored if name == stored.fqn else stored.renamed(name)
+    lazy, to = LazyTensor(stored), dtype_from_name(dtype)
+
+    def compute(box: Box) -> torch.Tensor:
+        return lazy[box.slices if box.ndim else ...].to(to)
+
+    return computed(TensorSpec(name, stored.spec.shape, dtype), compute, f"{stored.fqn} as {dtype}")
+
+
+def dequantized(
+    weight: StoredTensor, scale: StoredTensor, fqn: str, *, block: tuple[int, ...], dtype: str
+) -> StoredTensor:
+    """`weight * scale`, each number of `scale` being that of a block of `block` elements; computed in float32.
+
+    Raises NormalizationError if the scales are not one for each block.
+    """
+    shape = weight.spec.shape
+    wanted = tuple(-(-n // b) for n, b in zip(shape, block))
+    if len(block) != len(shape) or scale.spec.shape != wanted:
+        raise NormalizationError(
+            f"{weight.fqn!r} of shape {list(shape)} in blocks of {list(block)} needs scales of shape {list(wanted)}, "
+            f"but {scale.fqn!r} has {list(scale.spec.shape)}"
+        )
+    values, scales, to = LazyTensor(weight), LazyTensor(scale), dtype_from_name(dtype)
+
+    def compute(box: Box) -> torch.Tensor:
+        low = [o // b for o, b in zip(box.offsets, block)]
+        high = [-(-stop // b) for stop, b in zip(box.stops, block)]
+        factors = scales[tuple(map(slice, low, high))].to(torch.float32)
+        for d, (offset, size, b) in enumerate(zip(box.offsets, box.sizes, block)):
+            index = torch.arange(offset, offset + size) // b - offset // b
+            factors = factors.index_select(d, index)
+        return (values[box.slices].to(torch.float32) * factors).to(to)
+
+    return computed(TensorSpec(fqn, shape, dtype), compute, f"{weight.fqn} dequantized")

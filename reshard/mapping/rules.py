@@ -1,0 +1,331 @@
+"""Rules: how tensors of one naming are made of tensors of another. Each is a value, and knows its inverse.
+
+    Rename("layers.{i}.attention.wo.weight", "model.layers.{i}.self_attn.o_proj.weight")
+    Concat(["{l+}.gate_proj.weight", "{l+}.up_proj.weight"], "{l+}.gate_up_proj.weight", parts=(1, 1))
+    Stack("{l+}.experts.{e}.w1.weight", "{l+}.experts.w1", over="e")
+
+A rule only says what each element of its targets is made of: `build` takes views of the sources and gives views of the
+targets, and a plan goes through them down to bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+from planners.layout import TensorSpec
+from planners.view import View, concat, stack
+from reshard.errors import NormalizationError
+from reshard.mapping.patterns import Pattern
+
+__all__ = ["Concat", "Drop", "Rename", "Resize", "Rope", "Rule", "Split", "Stack", "Transpose", "Unstack", "views_of"]
+
+Names = Sequence[str] | str
+
+
+class Rule(ABC):
+    """What some targets are made of. Equal rules compare equal and have one hash."""
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    optional: ClassVar[bool] = False
+    """Whether names are left as they are where not all sources are there; else that is an error."""
+
+    @abstractmethod
+    def build(self, views: Sequence[View]) -> list[View]:
+        """Views of the targets, in order. Raises PlanError for shapes that do not fit."""
+
+    @abstractmethod
+    def inverse(self) -> Rule:
+        """The rule that makes the sources of the targets. Raises NormalizationError where that cannot be."""
+
+    def __post_init__(self) -> None:
+        """Raises NormalizationError for a word of a target that no source has, or sources that differ in words."""
+        words = {word for pattern in self.sources for word in pattern.words}
+        for pattern in self.targets:
+            unknown = set(pattern.words) - words - {pattern.number}
+            if unknown:
+                raise NormalizationError(
+                    f"{self}: no source says what {{{min(unknown)}}} in {pattern.text!r} stands for"
+                )
+        for pattern in self.sources[1:]:
+            if set(pattern.words) != set(self.sources[0].words):
+                raise NormalizationError(f"{self}: all sources must have the same words")
+
+    @property
+    def over(self) -> str | None:
+        """The word that numbers the sources of one target, or the targets of one source."""
+        return self.sources[0].number or (self.targets[0].number if self.targets else None)
+
+
+@lru_cache(maxsize=4096)
+def views_of(rule: Rule, shapes: tuple[tuple[int, ...], ...], dtype: str) -> tuple[View, ...]:
+    """The targets of a rule, made of sources called "0", "1" ...: computed once for tensors of the same shapes."""
+    return tuple(rule.build([View.of(TensorSpec(str(i), shape, dtype)) for i, shape in enumerate(shapes)]))
+
+
+def _one(rule: Rule, views: Sequence[View]) -> View:
+    (view,) = views
+    return view
+
+
+def _set(rule: Rule, sources: Names, targets: Names, over: tuple[str | None, str | None] = (None, None)) -> None:
+    texts = [(names,) if isinstance(names, str) else tuple(names) for names in (sources, targets)]
+    for name, patterns, number in zip(("sources", "targets"), texts, over):
+        object.__setattr__(rule, name, tuple(Pattern(text, number) for text in patterns))
+    Rule.__post_init__(rule)
+
+
+@dataclass(frozen=True, init=False)
+class Rename(Rule):
+    """The same tensor under another name."""
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+
+    def __init__(self, source: str, target: str) -> None:
+        _set(self, source, target)
+
+    def build(self, views: Sequence[View]) -> list[View]:
+        return list(views)
+
+    def inverse(self) -> Rule:
+        return Rename(self.targets[0].text, self.sources[0].text)
+
+
+@dataclass(frozen=True, init=False)
+class Drop(Rule):
+    """Left out: rotary tables, states of quantization. What was left out does not come back."""
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+
+    def __init__(self, source: str) -> None:
+        _set(self, source, ())
+
+    def build(self, views: Sequence[View]) -> list[View]:
+        return []
+
+    def inverse(self) -> Rule:
+        raise NormalizationError(f"{self.sources[0].text!r} is left out: that cannot be undone")
+
+
+@dataclass(frozen=True, init=False)
+class Concat(Rule):
+    """Tensors one behind another along `dim`; with `groups`, group by group.
+
+        groups=1: [q q q q k k v v]        groups=2: [q q k v  q q k v]      (query groups, as Megatron fuses them)
+
+    `parts` are their sizes in proportion, such as (4, 1, 1): only the inverse needs them.
+    """
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    parts: tuple[int, ...]
+    groups: int
+    dim: int
+
+    def __init__(
+        self, sources: Sequence[str], target: str, parts: Sequence[int] = (), groups: int = 1, dim: int = 0
+    ) -> None:
+        object.__setattr__(self, "parts", tuple(parts))
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "dim", dim)
+        _set(self, sources, target)
+        _check_parts(self, self.parts, len(self.sources))
+
+    def build(self, views: Sequence[View]) -> list[View]:
+        name = views[0].spec.fqn
+        if self.groups == 1:
+            return [concat(name, views, self.dim)]
+        rows = [_even(view, self.groups, self.dim) for view in views]
+        return [concat(name, [row[g] for g in range(self.groups) for row in rows], self.dim)]
+
+    def inverse(self) -> Rule:
+        if not self.parts:
+            raise NormalizationError(f"{self}: give parts, the sizes in proportion, so that it can be undone")
+        return Split(self.targets[0].text, [p.text for p in self.sources], self.parts, self.groups, self.dim)
+
+
+@dataclass(frozen=True, init=False)
+class Split(Rule):
+    """One tensor cut along `dim` into parts of these sizes in proportion; inverse of `Concat`."""
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    parts: tuple[int, ...]
+    groups: int
+    dim: int
+
+    def __init__(
+        self, source: str, targets: Sequence[str], parts: Sequence[int], groups: int = 1, dim: int = 0
+    ) -> None:
+        object.__setattr__(self, "parts", tuple(parts))
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "dim", dim)
+        _set(self, source, targets)
+        _check_parts(self, self.parts, len(self.targets), needed=True)
+
+    def build(self, views: Sequence[View]) -> list[View]:
+        view, total = _one(self, views), sum(self.parts)
+        size = view.shape[self.dim] if self.dim < len(view.shape) else -1
+        if size < 0 or size % (total * self.groups):
+            raise NormalizationError(
+                f"dim {self.dim} of shape {view.shape} cannot be cut into {self.groups} groups of parts {self.parts}"
+            )
+        unit = size // (total * self.groups)
+        out: list[View] = []
+        for number in range(len(self.parts)):
+            before, mine = sum(self.parts[:number]) * unit, self.parts[number] * unit
+            starts = [group * total * unit + before for group in range(self.groups)]
+            out.append(view.reorder([(start, start + mine) for start in starts], self.dim))
+        return out
+
+    def inverse(self) -> Rule:
+        return Concat([p.text for p in self.targets], self.sources[0].text, self.parts, self.groups, self.dim)
+
+
+@dataclass(frozen=True, init=False)
+class Stack(Rule):
+    """Tensors numbered by `over`, side by side along a new dim `dim`: experts, layers."""
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    dim: int
+
+    def __init__(self, source: str, target: str, over: str, dim: int = 0) -> None:
+        object.__setattr__(self, "dim", dim)
+        _set(self, source, target, (over, None))
+        if over not in self.sources[0].words or over in self.targets[0].words:
+            raise NormalizationError(f"{{{over}}} must be in {source!r} and not in {target!r}")
+
+    def build(self, views: Sequence[View]) -> list[View]:
+        return [stack(views[0].spec.fqn, views, self.dim)]
+
+    def inverse(self) -> Rule:
+        number = self.sources[0].number
+        assert number is not None
+        return Unstack(self.targets[0].text, self.sources[0].text, number, self.dim)
+
+
+@dataclass(frozen=True, init=False)
+class Unstack(Rule):
+    """The elements of `dim` as tensors of their own, numbered by `over`; inverse of `Stack`."""
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    dim: int
+
+    def __init__(self, source: str, target: str, over: str, dim: int = 0) -> None:
+        object.__setattr__(self, "dim", dim)
+        _set(self, source, target, (None, over))
+        if over in self.sources[0].words or over not in self.targets[0].words:
+            raise NormalizationError(f"{{{over}}} must be in {target!r} and not in {source!r}")
+
+    def build(self, views: Sequence[View]) -> list[View]:
+        view = _one(self, views)
+        return list(view.unstack([str(i) for i in range(view.shape[self.dim])], self.dim))
+
+    def inverse(self) -> Rule:
+        number = self.targets[0].number
+        assert number is not None
+        return Stack(self.targets[0].text, self.sources[0].text, number, self.dim)
+
+
+@dataclass(frozen=True, init=False)
+class Transpose(Rule):
+    """The dims in another order; by default the last two change places."""
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    dims: tuple[int, ...]
+
+    def __init__(self, source: str, target: str, dims: Sequence[int] = ()) -> None:
+        object.__setattr__(self, "dims", tuple(dims))
+        _set(self, source, target)
+
+    def build(self, views: Sequence[View]) -> list[View]:
+        view = _one(self, views)
+        n = len(view.shape)
+        return [view.transpose(*(self.dims or (*range(n - 2), n - 1, n - 2)))]
+
+    def inverse(self) -> Rule:
+        back = tuple(self.dims.index(d) for d in range(len(self.dims)))
+        return Transpose(self.targets[0].text, self.sources[0].text, back)
+
+
+@dataclass(frozen=True, init=False)
+class Resize(Rule):
+    """`dim` of size `old` becomes `new`: rows of zeros are added at its end, or rows are cut off there.
+
+    The inverse of cutting off adds zeros: it is exact only where zeros were cut off, as the padding of a vocabulary.
+    A tensor whose dim has the size `new` already stays as it is.
+    """
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    old: int
+    new: int
+    dim: int
+
+    def __init__(self, source: str, target: str, old: int, new: int, dim: int = 0) -> None:
+        for name, value in (("old", old), ("new", new), ("dim", dim)):
+            object.__setattr__(self, name, value)
+        _set(self, source, target)
+
+    def build(self, views: Sequence[View]) -> list[View]:
+        view = _one(self, views)
+        size = view.shape[self.dim]
+        if size not in (self.old, self.new):
+            raise NormalizationError(f"dim {self.dim} of shape {view.shape} should have {self.old} elements")
+        if size >= self.new:
+            return [view[(*(slice(None),) * self.dim, slice(0, self.new))]]
+        return [view.pad([(0, self.new - size if d == self.dim else 0) for d in range(len(view.shape))])]
+
+    def inverse(self) -> Rule:
+        return Resize(self.targets[0].text, self.sources[0].text, self.new, self.old, self.dim)
+
+
+@dataclass(frozen=True, init=False)
+class Rope(Rule):
+    """Rows of queries or keys between two ways of rotating them: pairs (x0 y0 x1 y1) and halves (x0 x1 y0 y1).
+
+    Each head of `head_size` rows is permuted by itself; `to` is "halves" (as Hugging Face wants them) or "pairs".
+    """
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    head_size: int
+    to: str
+
+    def __init__(self, source: str, target: str, head_size: int, to: str) -> None:
+        if to not in ("halves", "pairs"):
+            raise NormalizationError(f"rotary rows become 'halves' or 'pairs', not {to!r}")
+        object.__setattr__(self, "head_size", head_size)
+        object.__setattr__(self, "to", to)
+        _set(self, source, target)
+
+    def build(self, views: Sequence[View]) -> list[View]:
+        view = _one(self, views)
+        change = view.halves_from_pairs if self.to == "halves" else view.pairs_from_halves
+        return [change(self.head_size)]
+
+    def inverse(self) -> Rule:
+        other = "pairs" if self.to == "halves" else "halves"
+        return Rope(self.targets[0].text, self.sources[0].text, self.head_size, other)
+
+
+def _even(view: View, groups: int, dim: int) -> list[View]:
+    size = view.shape[dim]
+    if size % groups:
+        raise NormalizationError(f"dim {dim} of shape {view.shape} cannot be cut into {groups} equal groups")
+    step = size // groups
+    return [view[(*(slice(None),) * dim, slice(g * step, (g + 1) * step))] for g in range(groups)]
+
+
+def _check_parts(rule: Rule, parts: tuple[int, ...], count: int, needed: bool = False) -> None:
+    if (parts or needed) and (len(parts) != count or any(part < 1 for part in parts)):
+        raise NormalizationError(f"{count} tensors need as many parts, each >= 1, got {parts}")
