@@ -17,13 +17,14 @@ from planners.proof import verify
 from reshard.checkpoint import Checkpoint, LazyTensor, stored_layout
 from reshard.checkpoint import open as open_checkpoint
 from reshard.dtypes import dtype_from_name
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import DamagedCheckpointError, KeyMismatchError
 from reshard.execute.arrays import as_array
 from reshard.execute.integrity import check_blocks
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies, run_copies, spans_by_file
 from reshard.formats.base import StoredTensor
 from reshard.group import Group
 from reshard.matching import Match, match_keys, refuse, used_by_all
+from reshard.passing import SharedReading
 from reshard.progress import Progress
 from reshard.targets import Targets
 from reshard.tensors import form_of, spec_of
@@ -54,7 +55,7 @@ class LoadReport:
     aliases: Mapping[str, str]
     """Keys that were filled from another key's tensor, to which they were tied when saved."""
     bytes_needed: int
-    """Bytes of this rank's own elements, as saved."""
+    """Bytes of this rank's own elements, as saved; under `read_once`, of those that it reads."""
     bytes_read: int
     """Bytes that were read of the data files."""
     bytes_checked: int
@@ -62,6 +63,8 @@ class LoadReport:
     dry_run: bool
     seconds: Mapping[str, float] = field(compare=False)
     """Time by phase."""
+    bytes_received: int = 0
+    """Under `read_once`: bytes that other ranks read and passed on to this one."""
 
     @property
     def ok(self) -> bool:
@@ -78,6 +81,7 @@ def load(
     mapping: Mapping[str, str] | None = None,
     dry_run: bool = False,
     check: bool = True,
+    read_once: bool = False,
     process_group: dist.ProcessGroup | None = None,
     threads: int | None = None,
     memory_budget_bytes: int | None = None,
@@ -100,6 +104,8 @@ def load(
         mapping: key in `state_dict` -> key in the checkpoint, for those that differ.
         dry_run: only report; the target is not touched.
         check: compare checksums of all blocks that are read whole, where the format has them.
+        read_once: ranks that want the same elements share the reading of them, and pass them on to one another, so that
+            no byte is read twice. All ranks say the same; not with dtype_policy "saved".
         process_group: with torch.distributed initialized, the ranks that load together: all end alike. A key of the
             checkpoint is unexpected only if none of them wants it.
         threads: at most so many copy at once; default: this process's share of the machine's processors, up to 8.
@@ -124,6 +130,8 @@ def load(
             mapping=mapping,
             dry_run=dry_run,
             check=check,
+            read_once=read_once,
+            process_group=process_group,
             threads=threads,
             memory_budget_bytes=memory_budget_bytes,
             progress=progress,
@@ -140,6 +148,8 @@ def load_with(
     mapping: Mapping[str, str] | None = None,
     dry_run: bool = False,
     check: bool = True,
+    read_once: bool = False,
+    process_group: dist.ProcessGroup | None = None,
     threads: int | None = None,
     memory_budget_bytes: int | None = None,
     progress: bool = False,
@@ -152,7 +162,8 @@ def load_with(
     used, sharers = used_by_all(match, group)
     truth = refuse(match, used, strict, checkpoint, targets)
     space = Workspace.of(memory_budget_bytes, threads, sharers)
-    job = _plan(targets, checkpoint, match, group.ranks[group.rank], materialize=not dry_run)
+    shared = _share(targets, match, group) if read_once and not dry_run else None
+    job = _plan(targets, checkpoint, match, group.ranks[group.rank], materialize=not dry_run, shared=shared)
     planned = time.perf_counter()
     with Progress(show=group.rank == 0, bars=progress) as bar:
         checked = 0
@@ -166,10 +177,12 @@ def load_with(
         per_rank = _per_rank_values(targets, checkpoint, match, group)
         with group.together("check"):  # nobody writes before everybody is sure
             pass
-        read = 0
+        read = received = 0
         if not dry_run:
             with bar.phase("read", job.bytes_needed) as step:
                 read = run_copies(job.copies, space=space, on_bytes=_watched(group, step.advance))
+            if shared is not None:
+                received = shared.pass_on(targets.writable, group, process_group)
             targets.assign(match.objects)
             targets.assign(per_rank)
     seconds = {"plan": planned - clock, "check": verified - planned, "read": time.perf_counter() - verified}
@@ -188,7 +201,14 @@ def load_with(
         bytes_checked=checked,
         dry_run=dry_run,
         seconds=seconds,
+        bytes_received=received,
     )
+
+
+def _share(targets: Targets, match: Match, group: Group) -> SharedReading:
+    if targets.replaced:
+        raise KeyMismatchError('read_once does not go with dtype_policy="saved": use "cast", or read everything')
+    return SharedReading.agree({key: targets.tensors[key] for key in match.tensors}, group)
 
 
 def _watched(group: Group, advance: Callable[[int], None]) -> Callable[[int], None]:
@@ -209,7 +229,15 @@ class _Job:
     bytes_needed: int
 
 
-def _plan(targets: Targets, checkpoint: Checkpoint, match: Match, rank: int, *, materialize: bool) -> _Job:
+def _plan(
+    targets: Targets,
+    checkpoint: Checkpoint,
+    match: Match,
+    rank: int,
+    *,
+    materialize: bool,
+    shared: SharedReading | None = None,
+) -> _Job:
     """Plan this rank's reads, prove the plan, and find the bytes of every item."""
     stored: dict[str, StoredTensor] = {}
     saved: dict[str, TensorLayout] = {}
@@ -220,7 +248,8 @@ def _plan(targets: Targets, checkpoint: Checkpoint, match: Match, rank: int, *, 
         spec = TensorSpec(key, tensor.spec.shape, tensor.spec.dtype)
         saved[key] = TensorLayout.of(spec, stored_layout(tensor).form)
         target = targets.tensors[key]
-        wanted[key] = TensorLayout.of(TensorSpec(key, spec_of(key, target).shape, spec.dtype), form_of(target, key))
+        form = (shared.form(key) if shared is not None else None) or form_of(target, key)
+        wanted[key] = TensorLayout.of(TensorSpec(key, spec_of(key, target).shape, spec.dtype), form)
     world = max([rank + 1, *(layout.world_size for layout in wanted.values())])
     plan = plan_reads(StateLayout(saved), StateLayout(wanted, world))
     try:
@@ -230,10 +259,12 @@ def _plan(targets: Targets, checkpoint: Checkpoint, match: Match, rank: int, *, 
     verify(plan).raise_if_failed()
     if not materialize:
         return _Job([], items.nbytes)
-    return _Job(find_copies(items, lambda key: stored[key], _landings(targets, wanted)), items.nbytes)
+    return _Job(find_copies(items, lambda key: stored[key], _landings(targets, wanted, shared)), items.nbytes)
 
 
-def _landings(targets: Targets, wanted: Mapping[str, TensorLayout]) -> Callable[[ReadItem], Array | Staged]:
+def _landings(
+    targets: Targets, wanted: Mapping[str, TensorLayout], shared: SharedReading | None
+) -> Callable[[ReadItem], Array | Staged]:
     """A function from an item to what it goes into: the target's own memory, where that can be written to at once."""
     made: dict[str, list[Array | Staged]] = {}
 
@@ -244,11 +275,13 @@ def _landings(targets: Targets, wanted: Mapping[str, TensorLayout]) -> Callable[
 
     def land(key: str) -> list[Array | Staged]:
         saved = dtype_from_name(wanted[key].spec.dtype)
+        whole = targets.writable(key)
+        read = whole if shared is None or shared.form(key) is None else shared.parts(key, whole)
         return [
             as_array(local)
             if local.dtype == saved and local.device.type == "cpu" and not local.is_conj() and not local.is_neg()
             else Staged(local, saved)
-            for local in targets.writable(key)
+            for local in read
         ]
 
     for key in wanted:  # tensors of which this rank holds no element may need a new dtype or memory, too

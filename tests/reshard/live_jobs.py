@@ -353,3 +353,37 @@ class _Deadly:
 
     def __iter__(self) -> Any:
         os._exit(3)
+
+
+# --- what fingerprints find in a running job ---
+
+
+def flight_job() -> dict[str, Any]:
+    """Fingerprints of one state under many layouts; a change, a swap and a drift, each on one rank only."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    every = tuple(range(world))
+    whole = truth()
+    layouts = {
+        "rows": live_layouts.placed(whole, every, (world,), [Shard(0)]),
+        "columns": live_layouts.placed(whole, every, (world,), [Shard(1)]),
+        "grid": live_layouts.placed(whole, every, (2, world // 2), [Shard(1), Shard(0)]),
+        "copies": {key: t.clone() for key, t in whole.items()},
+        "last": {key: t.clone() for key, t in whole.items()} if rank == world - 1 else None,
+    }
+    pairs = [(a, b) for a in layouts for b in layouts if (a, b) != ("last", "last")]
+    out: dict[str, Any] = {
+        "same": [reshard.verify_live(layouts[a], layouts[b]).ok for a, b in pairs],
+    }
+    rows, columns = layouts["rows"], layouts["columns"]
+    if rank == world - 1:
+        held = local(columns["w"])
+        held[[0, 1]] = held[[1, 0]]
+    out["swap"] = [(finding.fqn, finding.message) for finding in reshard.verify_live(rows, columns).findings]
+    if rank == 1:
+        layouts["copies"]["b"].view(torch.int16)[3] ^= 1
+    try:
+        reshard.verify_live(layouts["copies"], rows)
+        out["drift"] = "", ""
+    except Exception as error:
+        out["drift"] = type(error).__name__, str(error)
+    return out

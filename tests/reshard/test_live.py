@@ -143,3 +143,16 @@ def test_a_rank_that_dies_midway_ends_it_on_all_others():
         assert end.value["type"] == "UndefinedTargetsError"
         assert end.value["rank"] == 1
         assert end.value["seconds"] < 15
+
+
+def test_a_state_has_the_same_fingerprints_in_every_layout_and_what_differs_is_named():
+    """Resumed state that is not bit-equal shows where; replicas that drifted apart are found before they are moved."""
+    for found in gloo.run(live_jobs.flight_job, 4):
+        assert len(found["same"]) == 24
+        assert all(found["same"])
+        ((key, message),) = found["swap"]
+        assert key == "w"
+        assert "after, but" in message
+        kind, words = found["drift"]
+        assert kind == "ReplicaDriftError"
+        assert "b: ranks 0, 2, 3 differ from rank 1" in words
