@@ -94,8 +94,8 @@ class ModuleReader:
         own = module.__dict__
         if self.facts(module).overrides or "state_dict" in own or "load_state_dict" in own:
             return True
-        hooks = [hook for kind in _HOOKS if kind in own for hook in own[kind].values()]
-        return bool(hooks) and not all(map(_is_known, hooks))
+        hooks = [*filter(None, map(own.get, _HOOKS))]  # nearly always none
+        return bool(hooks) and not all(_is_known(hook) for kind in hooks for hook in kind.values())
 
     def settle(self, module: nn.Module) -> None:
         """Bring FSDP2 parameters to their sharded form, as its own hook does before a state dict is taken."""

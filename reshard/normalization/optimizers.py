@@ -112,9 +112,10 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     for k, optimizer in enumerate(live.optimizers):
         saved = optimizer.state_dict()
+        named = {key: _names(key, live, k) for group in saved["param_groups"] for key in group["params"]}
         for key, values in saved["state"].items():
             if values:
-                for name, one in _names(key, live, k):
+                for name, one in named.get(key) or _names(key, live, k):
                     if name in state:
                         raise NormalizationError(f"two optimizers have state under the key {name!r}{where()}")
                     if one is not None and one.piece is not None:
@@ -127,7 +128,7 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
                 for field, value in group.items()
                 if field not in ("params", "param_names")
             }
-            groups.append({**fields, "params": [name for key in group["params"] for name, _ in _names(key, live, k)]})
+            groups.append({**fields, "params": [name for key in group["params"] for name, _ in named[key]]})
     return {"state": state, "param_groups": groups}
 
 

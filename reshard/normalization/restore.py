@@ -95,10 +95,11 @@ def apply_optimizers(live: LiveOptimizers, writes: OptimizerWrites) -> Optimizer
         for optimizer, own in zip(live.optimizers, groups)
     ]
     states = [optimizer.state for optimizer in live.optimizers]
+    on_device = [[bool(fields.get("fused") or fields.get("capturable")) for fields in own] for own in merged]
     for one, values in writes.state:
         k = one.optimizer
         if not special[k]:
-            copies.add(states[k], one.parameter, values, merged[k][one.group])
+            copies.add(states[k], one.parameter, values, merged[k][one.group], on_device[k][one.group])
         elif values is not None:
             items = values.items()
             given[k][one.id] = {key: _restored(value, None, one.parameter, key, {}) for key, value in items}
@@ -127,8 +128,11 @@ class _Copies:
         self.targets: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
-    def add(self, state: Any, parameter: torch.Tensor, values: Mapping[Any, Any] | None, fields: Any) -> None:
-        """Give `parameter` the state `values`, or none; `fields` are those of its group."""
+    def add(
+        self, state: Any, parameter: torch.Tensor, values: Mapping[Any, Any] | None, fields: Any, moves_step: bool
+    ) -> None:
+        """Give `parameter` the state `values`, or none; `fields` are those of its group, and `moves_step` is whether
+        they keep the step on the parameter's device."""
         if values is None:
             state.pop(parameter, None)
             return
@@ -136,7 +140,6 @@ class _Copies:
         # a dict of the same keys is written in place
         new = old if old is not None and old.keys() == values.keys() else {}
         old = old or {}
-        moves_step = fields.get("fused") or fields.get("capturable")
         targets, sources, live_value = self.targets, self.values, old.get
         for key, value in values.items():
             live = live_value(key)
@@ -207,9 +210,9 @@ def _misshapen(state: list[tuple[OptimizedParameter, Mapping[str, Any] | None]],
         parameter = one.parameter
         plain = one.piece is None and type(parameter) in (torch.Tensor, torch.nn.Parameter)
         for key, value in values.items() if values else ():
+            if plain and type(value) is torch.Tensor and (not value.dim() or value.is_same_size(parameter)):
+                continue  # nearly always
             if not isinstance(value, torch.Tensor):
-                continue
-            if plain and type(value) is torch.Tensor and (value.is_same_size(parameter) or not value.dim()):
                 continue
             shape = global_shape(value)
             if shape and shape != one.shape:
