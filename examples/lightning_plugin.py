@@ -1,0 +1,113 @@
+"""A plugin for Lightning: its checkpoints in our format, and old ones of Lightning's read, through the same door.
+
+    trainer = Trainer(plugins=[ReshardIO()], ...)
+    trainer.fit(model, ckpt_path="last.ckpt")       # a folder of ours, or a file that Lightning wrote before
+
+    python examples/lightning_plugin.py --folder ckpt --devices 2
+
+A checkpoint is then checked when it is read, can be inspected and compared, and a save that was interrupted leaves the
+one before. The plugin serves the strategies that give Lightning one whole state: a single device, DDP. Lightning's FSDP
+and model-parallel strategies write folders of their own, which `reshard.open(folder).normalized()` reads as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import CheckpointIO
+from torch import nn
+from torch.utils.data import DataLoader
+
+import reshard
+
+
+class ReshardIO(CheckpointIO):
+    """Lightning decides when and what, this decides how. Lightning calls `save_checkpoint` on the first rank only."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint as a folder."""
+        alone = None
+        if dist.is_initialized():  # a group of this rank; no other rank takes part
+            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        reshard.save(checkpoint, path, process_group=alone)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Every rank reads for itself. Nothing in the file is run, so `weights_only` makes no difference."""
+        return whole(reshard.open(path).nested())
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a folder of ours, or a file of Lightning's."""
+        if Path(path).is_dir():
+            shutil.rmtree(path)
+        else:
+            Path(path).unlink(missing_ok=True)
+
+
+def whole(value: Any) -> Any:
+    """Lazy tensors read, in containers of the kinds they were in."""
+    if isinstance(value, dict):
+        return {name: whole(inner) for name, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(whole, value))
+    return value[...] if hasattr(value, "stored") else value
+
+
+class Net(LightningModule):
+    """The usual: a model as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def trainer_of(folder: Path, epochs: int, plugins: list[Any], devices: int = 1) -> Trainer:
+    """A trainer that saves each epoch under `folder`."""
+    return Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy="ddp" if devices > 1 else "auto",
+        max_epochs=epochs,
+        plugins=plugins,
+        callbacks=[ModelCheckpoint(dirpath=folder, save_last=True, save_top_k=2, monitor="step", mode="max")],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def fit(folder: Path, epochs: int, plugins: list[Any], ckpt_path: Path | None = None, devices: int = 1) -> Net:
+    """Train up to so many epochs, from a checkpoint if one is given; the module."""
+    module = Net()
+    batches = DataLoader(torch.sin(torch.arange(256.0)).reshape(32, 8), batch_size=4)
+    trainer_of(folder, epochs, plugins, devices).fit(module, batches, ckpt_path=ckpt_path)
+    return module
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--resume", type=Path, help="a checkpoint of ours, or one that Lightning wrote")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--lightning", action="store_true", help="save as Lightning does without the plugin")
+    given = parser.parse_args()
+    fit(given.folder, given.epochs, [] if given.lightning else [ReshardIO()], given.resume, given.devices)
+
+
+if __name__ == "__main__":
+    main()
