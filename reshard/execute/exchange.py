@@ -139,14 +139,14 @@ class Exchange:
         self._build_rounds()
         self._sources = self._targets = _Memo(_nothing)  # the views keep what is needed
 
-    def run(self, group: Group) -> None:
-        """Move everything. All ranks of `group` do so together.
+    def run(self, group: Group, deadline_s: float = 1800.0) -> None:
+        """Move everything. All ranks of `group` do so together, and within `deadline_s` seconds.
 
         Raises what fails here, or the failure of another rank; targets are undefined then, and so is what the process
         group still has under way: make a new one.
         """
         under_way: deque[tuple[_Round, list[Any]]] = deque()
-        waiter = Waiter(group, self._device)
+        waiter = Waiter(group, self._device, deadline_s)
         with torch.no_grad(), waiter:
             copies = iter(self._copies)
             for number, step in enumerate(self._rounds):
@@ -255,7 +255,7 @@ class Exchange:
 
 
 def _finish(waiter: Waiter, step: _Round, works: list[Any]) -> None:
-    waiter.wait(works)
+    waiter.wait(works, [op.peer for op in step.ops])
     for to, of in step.unpacks:
         to.copy_(of)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from reshard.errors import ReshardError
+from reshard.errors import DeadlineError, ReshardError
 from reshard.group import Group
 
 __all__ = ["Waiter", "settle"]
@@ -30,8 +30,10 @@ class Waiter:
     for failures. Backends of devices wait on the device's stream: they return at once, and `settle` comes at the end.
     """
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, group: Group, device: torch.device, deadline_s: float) -> None:
+        """`deadline_s`: how long all of the waiting may take, from now on."""
         self._group = group
+        self._deadline, self._allowed_s = time.monotonic() + deadline_s, deadline_s
         self._blocks = device.type == "cpu"
         self._queue: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -45,8 +47,11 @@ class Waiter:
             self._last.done.wait(_DRAIN_S)
         self._queue.put(None)
 
-    def wait(self, works: Sequence[Any]) -> None:
-        """Until all are complete. Raises the failure of another rank, or ReshardError for a lost connection."""
+    def wait(self, works: Sequence[Any], peers: Sequence[int]) -> None:
+        """Until all are complete; each is a message to or from the peer beside it.
+
+        Raises the failure of another rank, ReshardError for a lost connection, DeadlineError for a peer that hangs.
+        """
         if not self._blocks:
             for work in works:
                 work.wait()
@@ -58,6 +63,11 @@ class Waiter:
         self._queue.put(batch)
         while not batch.done.wait(_LOOK_S):
             self._group.check()
+            if time.monotonic() > self._deadline:
+                raise DeadlineError(
+                    f"a message to or from rank {peers[batch.at]} did not get through within {self._allowed_s:g} s. "
+                    "Look at what that rank hangs in, or waits for"
+                )
         if batch.error is None:
             return
         until = time.monotonic() + _VERDICT_S
@@ -70,6 +80,7 @@ class Waiter:
 class _Batch:
     def __init__(self, works: Sequence[Any]) -> None:
         self.works = works
+        self.at = 0
         self.done = threading.Event()
         self.error: Exception | None = None
 
@@ -77,7 +88,8 @@ class _Batch:
 def _serve(batches: queue.SimpleQueue[_Batch | None]) -> None:
     while (batch := batches.get()) is not None:
         try:
-            for work in batch.works:
+            for at, work in enumerate(batch.works):
+                batch.at = at
                 work.wait()
         except Exception as error:
             batch.error = error

@@ -18,7 +18,7 @@ from reshard.errors import LayoutError
 from reshard.group import Group
 from reshard.live.pairs import Pairing
 from reshard.targets import Targets
-from reshard.tensors import device_of, is_sharded, local_tensors
+from reshard.tensors import is_sharded, local_tensors
 
 __all__ = ["Agreed", "Options", "Side", "TransferOptions", "agree"]
 
@@ -114,7 +114,7 @@ class _Description(msgspec.Struct, frozen=True):
     target: _SideDescription
     options: str
     devices: list[str]
-    """From which kinds of device this rank can send, the preferred one first."""
+    """Kinds of device that this rank can send from, the preferred one first."""
 
 
 @dataclass(frozen=True)
@@ -203,29 +203,31 @@ def _join(name: str, parties: list[tuple[_SideDescription, list[int]]]) -> State
 
 
 def _devices(tensors: list[Any], process_group: dist.ProcessGroup | None) -> list[str]:
-    """Kinds of device that the backends of the group send from, the one on which all tensors are first."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return ["cpu"]
-    config = dist.get_backend_config(process_group)
-    rows = [row.partition(":") for row in config.split(",")] if ":" in config else [("cpu", ":", config)]
-    able = [kind for kind, _, backend in rows if kind == "cpu" or backend not in ("gloo", "mpi")]
-    kinds = {device_of(tensor).type for tensor in tensors} - {"meta"}
-    preferred = [kind for kind in able if kinds == {kind}]
-    return [*preferred, *(kind for kind in able if kind not in preferred and kind in ("cpu", *_accelerators()))]
-
-
-def _accelerators() -> list[str]:
-    return ["cuda"] if torch.cuda.is_available() else []
+    """Kinds of device that this rank can send from, the one that holds most of its bytes first."""
+    held: dict[str, int] = {}
+    for tensor in tensors:
+        for local in local_tensors(tensor):
+            held[local.device.type] = held.get(local.device.type, 0) + local.nbytes
+    able = ["cpu"]
+    if dist.is_available() and dist.is_initialized():
+        config = dist.get_backend_config(process_group)
+        backends = dict(row.split(":") for row in config.split(",")) if ":" in config else {"cpu": config}
+        # gloo sends from memory of the CPU only, whatever it is registered for
+        able = [kind for kind, backend in backends.items() if kind == "cpu" or backend not in ("gloo", "mpi")]
+        able = [kind for kind in able if kind != "cuda" or torch.cuda.is_available()]
+    return sorted(able, key=lambda kind: -held.get(kind, 0))
 
 
 def _common_device(found: list[tuple[_Description, list[int]]]) -> str:
+    """The kind of device that messages are packed on: one that every rank can send from, best not by way of the CPU."""
     everyone = [description.devices for description, _ in found]
-    if len({devices[0] if devices else "" for devices in everyone}) == 1 and everyone[0]:
-        return everyone[0][0]
-    common = [kind for kind in ("cpu", *everyone[0]) if all(kind in devices for devices in everyone)]
-    if not common:
-        raise LayoutError(
-            f"the backends of the ranks have no kind of device in common that they send from: {everyone}; "
-            "initialise the process group with 'cpu:gloo,cuda:nccl'"
-        )
-    return common[0]
+    preferred = [devices[0] for devices in everyone if devices]
+    for kind in sorted(set(preferred), key=lambda kind: kind == "cpu"):
+        if all(kind in devices for devices in everyone):
+            return kind
+    if all("cpu" in devices for devices in everyone):
+        return "cpu"
+    raise LayoutError(
+        f"the backends of the ranks have no kind of device in common that they send from: {everyone}; "
+        "initialise the process group with 'cpu:gloo,cuda:nccl'"
+    )

@@ -132,7 +132,7 @@ class Prepared:
                         pass
                 self._first = False
                 moving = True
-                self._exchange.run(group)
+                self._exchange.run(group, self._options.deadline_s)
                 with torch.no_grad():
                     for slot, value in self._fills:
                         slot.fill_(value)

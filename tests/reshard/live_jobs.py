@@ -387,3 +387,22 @@ def flight_job() -> dict[str, Any]:
     except Exception as error:
         out["drift"] = type(error).__name__, str(error)
     return out
+
+
+def hang_job(seconds: float) -> str:
+    """One rank never comes to its second transfer."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    every = tuple(range(world))
+    torch.manual_seed(6)
+    source = live_layouts.placed({"w": torch.randn(9, 9)}, every, (world,), [Shard(0)])
+    target = live_layouts.placed({"w": torch.zeros(9, 9)}, every, (world,), [Shard(1)])
+    prepared = reshard.prepare(source, target, deadline_s=seconds)
+    prepared.run()
+    if rank == 1:
+        time.sleep(seconds + 4)
+        return ""
+    try:
+        prepared.run()
+    except Exception as error:
+        return f"{type(error).__name__} from {type(error.__cause__).__name__}: {error}"
+    return ""

@@ -7,6 +7,8 @@ import itertools
 import pytest
 import torch
 
+import reshard
+from planners import TensorSpec, View, concat
 from tests import gloo
 from tests.reshard import live_jobs
 from tests.reshard import roundtrip_jobs as jobs
@@ -156,3 +158,25 @@ def test_a_state_has_the_same_fingerprints_in_every_layout_and_what_differs_is_n
         kind, words = found["drift"]
         assert kind == "ReplicaDriftError"
         assert "b: ranks 0, 2, 3 differ from rank 1" in words
+
+
+def test_a_rank_that_hangs_ends_the_transfer_of_the_others_at_the_deadline():
+    ends = gloo.run(live_jobs.hang_job, 3, 3.0)
+
+    for end in (ends[0], ends[2]):
+        assert end.startswith("UndefinedTargetsError from ")
+        assert "rank 1" in end
+        assert "within 3 s" in end
+
+
+def test_without_a_process_group_a_single_process_moves_its_own():
+    spec = {n: TensorSpec(n, (rows, 4), "float32") for n, rows in (("q", 4), ("k", 2))}
+    source = {n: torch.randn(s.shape) for n, s in spec.items()} | {"step": 7}
+    fused = concat("qk", [View.of(spec["q"]), View.of(spec["k"])])
+    target = {"qk": torch.zeros(6, 4), "step": 0}
+
+    report = reshard.redistribute(source, target, views=[fused], check=True)
+
+    assert torch.equal(target["qk"], torch.cat([source["q"], source["k"]]))
+    assert target["step"] == 7
+    assert (report.bytes_moved, report.bytes_copied, report.rounds) == (0, 96, 0)
