@@ -23,6 +23,7 @@ from reshard.execute.integrity import check_blocks
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies, run_copies, spans_by_file
 from reshard.formats.base import StoredTensor
 from reshard.group import Group
+from reshard.mapping import Mapping as StateMapping
 from reshard.matching import Match, match_keys, refuse, used_by_all
 from reshard.passing import SharedReading
 from reshard.progress import Progress
@@ -57,9 +58,9 @@ class LoadReport:
     bytes_needed: int
     """Bytes of this rank's own elements, as saved; under `read_once`, of those that it reads."""
     bytes_read: int
-    """Bytes that were read of the data files."""
+    """Bytes that were read of the data files: those needed, and a few more to check those."""
     bytes_checked: int
-    """Of these, bytes that were checked against saved checksums before anything was written."""
+    """Bytes that were checked against saved checksums before anything was written, headers included."""
     dry_run: bool
     seconds: Mapping[str, float] = field(compare=False)
     """Time by phase."""
@@ -78,7 +79,7 @@ def load(
     *,
     strict: bool | Mapping[str, str] = True,
     dtype_policy: str = "error",
-    mapping: Mapping[str, str] | None = None,
+    mapping: Mapping[str, str] | StateMapping | None = None,
     dry_run: bool = False,
     check: bool = True,
     read_once: bool = False,
@@ -101,7 +102,8 @@ def load(
             key, the first glob that fits; keys that none fits are strict.
         dtype_policy: "error": a target of another dtype is an error; "cast": elements are converted and reported;
             "saved": the target is replaced by a tensor of the saved dtype.
-        mapping: key in `state_dict` -> key in the checkpoint, for those that differ.
+        mapping: key in `state_dict` -> key in the checkpoint, for those that differ; or a `reshard.mapping.Mapping`
+            from the checkpoint's naming and shaping to that of `state_dict`.
         dry_run: only report; the target is not touched.
         check: compare checksums of all blocks that are read whole, where the format has them.
         read_once: ranks that want the same elements share the reading of them, and pass them on to one another, so that
@@ -145,7 +147,7 @@ def load_with(
     *,
     strict: bool | Mapping[str, str] = True,
     dtype_policy: str = "error",
-    mapping: Mapping[str, str] | None = None,
+    mapping: Mapping[str, str] | StateMapping | None = None,
     dry_run: bool = False,
     check: bool = True,
     read_once: bool = False,
@@ -157,6 +159,8 @@ def load_with(
     """`load` among the ranks of `group`, within a phase of theirs."""
     clock = time.perf_counter()
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    if isinstance(mapping, StateMapping):
+        checkpoint, mapping = mapping.apply(checkpoint), None
     targets = Targets.of(state_dict)
     match = match_keys(targets, checkpoint, dtype_policy=dtype_policy, mapping=mapping or {})
     used, sharers = used_by_all(match, group)
@@ -166,11 +170,11 @@ def load_with(
     job = _plan(targets, checkpoint, match, group.ranks[group.rank], materialize=not dry_run, shared=shared)
     planned = time.perf_counter()
     with Progress(show=group.rank == 0, bars=progress) as bar:
-        checked = 0
+        checked = extra = 0
         native = checkpoint.contents.facts.get("native")
         if check and native is not None and not dry_run:
             with bar.phase("check", job.bytes_needed) as step:
-                checked = check_blocks(
+                checked, extra = check_blocks(
                     native, spans_by_file(job.copies), threads=space.threads, on_bytes=_watched(group, step.advance)
                 )
         verified = time.perf_counter()
@@ -197,7 +201,7 @@ def load_with(
         cast=match.cast,
         aliases={key: checkpoint.aliases[name] for key, name in match.tensors.items() if name in checkpoint.aliases},
         bytes_needed=job.bytes_needed,
-        bytes_read=read,
+        bytes_read=read + extra,
         bytes_checked=checked,
         dry_run=dry_run,
         seconds=seconds,

@@ -12,7 +12,12 @@ from reshard.errors import DamagedCheckpointError
 from reshard.formats.native import FileRecord, NativeFacts
 from reshard.formats.source import FileSource
 
-__all__ = ["check_blocks", "whole_blocks"]
+__all__ = ["blocks_to_check", "check_blocks", "whole_blocks"]
+
+MAX_EXTRA_SHARE = 0.01
+"""For checking, so much more may be read of a file than is wanted of it."""
+SMALL_FILE_BYTES = 64 << 10
+"""A file of up to this size is checked as a whole, whatever is wanted of it."""
 
 
 def whole_blocks(spans: Sequence[tuple[int, int]], nbytes: int, block_bytes: int) -> list[int]:
@@ -25,31 +30,58 @@ def whole_blocks(spans: Sequence[tuple[int, int]], nbytes: int, block_bytes: int
     return out
 
 
+def blocks_to_check(spans: Sequence[tuple[int, int]], nbytes: int, block_bytes: int) -> tuple[list[int], int]:
+    """The blocks of a file to check where `spans` of it are read, and how many bytes of them nobody else reads.
+
+    All that are read whole; and of those at the ends of spans the ones that need the least more, as long as that stays
+    within `MAX_EXTRA_SHARE` of what is read. Of a file of up to `SMALL_FILE_BYTES` every block is checked.
+    """
+    read = sum(stop - start for start, stop in spans)
+    if nbytes <= SMALL_FILE_BYTES:
+        return list(range(-(-nbytes // block_bytes))), nbytes - read
+    whole = whole_blocks(spans, nbytes, block_bytes)
+    ends = {at // block_bytes for start, stop in spans for at in (start, stop - 1)}.difference(whole)
+    lacking = {block: min(block_bytes, nbytes - block * block_bytes) for block in ends}
+    for start, stop in spans:
+        for block in {start // block_bytes, (stop - 1) // block_bytes} & ends:
+            lacking[block] -= min(stop, (block + 1) * block_bytes) - max(start, block * block_bytes)
+    room, extra = int(read * MAX_EXTRA_SHARE), 0
+    for block, more in sorted(lacking.items(), key=lambda row: row[1]):
+        if extra + more > room:
+            break
+        whole.append(block)
+        extra += more
+    return sorted(whole), extra
+
+
 def check_blocks(
     facts: NativeFacts,
     spans: Mapping[FileSource, Sequence[tuple[int, int]]],
     *,
     threads: int = 1,
     on_bytes: Callable[[int], None] | None = None,
-) -> int:
-    """Hash every block that lies wholly in `spans`, the ranges to be read of each file; returns the bytes checked.
+) -> tuple[int, int]:
+    """Hash the blocks that lie in `spans`, the ranges to be read of each file: see `blocks_to_check`.
 
-    The safetensors header counts as read, since it was. Reads nothing that is not going to be read anyway, and without
-    a copy where the storage has a view; files that were hashed through it are copied from it, too.
+    Without a copy where the storage has a view; files that were hashed through it are copied from it, too. The
+    safetensors header counts as read, since it was.
+
+    Returns how many bytes were checked, and how many of them are read for nothing else.
 
     Raises DamagedCheckpointError that names the first file and byte range whose checksum differs, and how many do.
     """
     by_name = {record.name: record for record in facts.manifest.files.values()}
     size = facts.manifest.block_bytes
     work: list[tuple[FileSource, FileRecord, int, int]] = []
+    extra = 0
     for source, ranges in spans.items():
         record = by_name.get(source.name)
         if record is None:
             continue
         sums = np.frombuffer(facts.sums[record.name], dtype="<u8")
-        merged = _with_header(ranges, record.header_bytes)
-        blocks = whole_blocks(merged, record.nbytes, size)
+        blocks, more = blocks_to_check(_with_header(ranges, record.header_bytes), record.nbytes, size)
         work += [(source, record, block, int(sums[block])) for block in blocks]
+        extra += more
         if blocks:
             source.prefer_view()
 
@@ -67,7 +99,7 @@ def check_blocks(
         with ThreadPoolExecutor(threads, thread_name_prefix="reshard-check") as pool:
             rows = list(pool.map(check, work, chunksize=max(1, len(work) // (threads * 8))))
     raise_damaged(rows)
-    return sum(stop - start for _, start, stop, _ in rows)
+    return sum(stop - start for _, start, stop, _ in rows), extra
 
 
 def raise_damaged(rows: Iterable[tuple[str, int, int, bool]]) -> None:

@@ -191,14 +191,16 @@ def _pieces(copy: Copy, piece_bytes: int) -> Iterator[tuple[Place, Array | Stage
 
 
 def spans_by_file(copies: Iterable[Copy]) -> dict[FileSource, list[tuple[int, int]]]:
-    """The byte ranges of each file that are read without gaps, merged and in order. Finely strided reads are left out:
-    alone they never cover a block of a checksum."""
+    """The byte ranges that are read without gaps of each file that is read, merged and in order. Finely strided reads
+    are left out: alone they never cover a block of a checksum."""
     spans: dict[FileSource, list[tuple[int, int]]] = {}
     for copy in copies:
         source: Source = copy.place.source
         runs = copy.place.window.runs()
-        if isinstance(source, FileSource) and (runs.count == 1 or runs.run_bytes >= _SMALL_RUN_BYTES):
-            spans.setdefault(source, []).extend((start, start + length) for start, length in runs)
+        if isinstance(source, FileSource):
+            found = spans.setdefault(source, [])
+            if runs.count == 1 or runs.run_bytes >= _SMALL_RUN_BYTES:
+                found.extend((start, start + length) for start, length in runs)
     return {source: list(_merged(sorted(ranges))) for source, ranges in spans.items()}
 
 

@@ -10,6 +10,7 @@ ranks wrote by. `docs/format.md` is the specification.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,6 +58,8 @@ VERSION = 1
 BLOCK_BYTES = 1 << 20
 """Bytes of a data file that one checksum covers."""
 _MAX_HEADER_BYTES = 1 << 30
+_MAX_RANKS = 1 << 20
+_AXIS_SIZE = re.compile(r"=\s*(\d{1,30})")
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,12 +97,33 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     paths: dict[str, list[Any]] = {}
     containers: list[tuple[list[Any], str]] = []
     objects: dict[str, Any] = {}
-    per_rank: dict[str, dict[str, Any]] = {}
+    per_rank: dict[str, dict[str, dict[str, Any]]] = {}
     """By key and rank: `{"tensor": name}` or `{"object": data}`."""
     aliases: dict[str, str] = {}
     fingerprints: dict[str, str] = {}
     subset: list[str] | None = None
     """The globs that chose what was saved, where that was not everything."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which becomes an error of the parser, for what no save writes."""
+        if self.reshard != "checkpoint":
+            raise ValueError(f"it is a {self.reshard!r}, not a checkpoint")
+        if self.block_bytes < 1:
+            raise ValueError(f"block_bytes must be >= 1, got {self.block_bytes}")
+        rows = [(rank, row) for by_rank in self.per_rank.values() for rank, row in by_rank.items()]
+        for rank in (*self.files, *(rank for rank, _ in rows)):
+            if not (rank.isascii() and rank.isdigit() and len(rank) < 10):
+                raise ValueError(f"{rank!r} is no rank")
+        for rank, row in rows:
+            if set(row) not in ({"tensor"}, {"object"}) or not isinstance(row.get("tensor", ""), str):
+                raise ValueError(f"the value of rank {rank} is neither a tensor nor an object: {str(row)[:80]}")
+        # what is damaged must not take all memory before it is found out
+        forms = self.layout.get("forms")
+        meshes = [f.get("mesh") for f in forms if isinstance(f, dict)] if isinstance(forms, list) else []
+        sizes = [math.prod(map(int, _AXIS_SIZE.findall(mesh))) for mesh in meshes if isinstance(mesh, str)]
+        world = self.layout.get("world_size")
+        if max([*sizes, world if isinstance(world, int) else 0]) > _MAX_RANKS:
+            raise ValueError(f"its layout has more than {_MAX_RANKS} ranks")
 
 
 class NativeFacts(msgspec.Struct, frozen=True):
@@ -174,6 +198,10 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         raise DamagedCheckpointError(f"{storage.url}/{MANIFEST} contradicts itself: {error}") from error
     files = _DataFiles(storage, manifest)
     hidden = {row["tensor"] for rows in manifest.per_rank.values() for row in rows.values() if "tensor" in row}
+    if absent := [*(hidden - set(layout)), *(name for name in manifest.aliases.values() if name not in layout)]:
+        raise DamagedCheckpointError(
+            f"{storage.url}/{MANIFEST} contradicts itself: it speaks of {absent[0]!r}, which it does not describe"
+        )
     return Contents(
         format=name,
         tensors=LazyMapping({fqn: partial(_tensor, fqn, layout, plan, files) for fqn in layout if fqn not in hidden}),
