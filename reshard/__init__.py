@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "Checkpoint": "checkpoint",
+    "ConvertReport": "converting",
     "FqnMap": "normalization",
     "LoadReport": "loading",
+    "Mapping": "mapping",
     "PerRank": "per_rank",
     "ReshardError": "errors",
     "SaveReport": "saving",
@@ -19,6 +21,7 @@ _HOME = {
     "TransferReport": "live",
     "async_save": "saving",
     "compare": "checking",
+    "convert": "converting",
     "fingerprint": "fingerprints",
     "fqn_map": "normalization",
     "get_model_state_dict": "normalization",
@@ -53,6 +56,8 @@ if TYPE_CHECKING:
     from reshard.checking import verify as verify
     from reshard.checkpoint import Checkpoint as Checkpoint
     from reshard.checkpoint import open as open
+    from reshard.converting import ConvertReport as ConvertReport
+    from reshard.converting import convert as convert
     from reshard.destinations import optimizer_destinations as optimizer_destinations
     from reshard.errors import ReshardError as ReshardError
     from reshard.fingerprints import fingerprint as fingerprint
@@ -64,6 +69,7 @@ if TYPE_CHECKING:
     from reshard.live import verify_live as verify_live
     from reshard.loading import LoadReport as LoadReport
     from reshard.loading import load as load
+    from reshard.mapping import Mapping as Mapping
     from reshard.normalization import FqnMap as FqnMap
     from reshard.normalization import StateDictOptions as StateDictOptions
     from reshard.normalization import fqn_map as fqn_map

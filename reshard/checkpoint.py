@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from reshard.formats.copying import copy_place, empty
 from reshard.formats.cover import check_cover
 from reshard.storage.base import Storage
 from reshard.tree import unflatten
+
+if TYPE_CHECKING:
+    from reshard.mapping import Mapping as StateMapping
 
 __all__ = ["Checkpoint", "LazyTensor", "open", "stored_layout"]
 
@@ -261,6 +264,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
         leaves.update(self.objects)
         paths = self.contents.paths
         return unflatten({paths.get(name, (name,)): leaf for name, leaf in leaves.items()}, self.contents.containers)
+
+    def mapped(self, mapping: StateMapping) -> Checkpoint:
+        """The checkpoint under other names and in other shapes, lazily: see `reshard.mapping`."""
+        return mapping.apply(self)
 
     def normalized(self, hints: Mapping[str, Any] | None = None) -> Normalized:
         """The state under canonical names, whatever framework wrote it; tensors stay lazy.

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ from reshard.errors import ReshardError
 from reshard.formats.base import StoredTensor
 from reshard.formats.copying import copy_place, item_dtype
 from reshard.formats.cover import check_cover
-from reshard.formats.source import FileSource
+from reshard.formats.source import DIRECT_BYTES, FileSource
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 __all__ = ["PIECE_BYTES", "Feed", "Piece", "Region", "stream", "windows"]
 
@@ -96,14 +98,16 @@ def windows(shape: Sequence[int], itemsize: int, max_bytes: int = PIECE_BYTES) -
 class Feed:
     """The pieces of some regions, in order."""
 
-    def __init__(self, regions: Iterable[Region]) -> None:
+    def __init__(self, regions: Iterable[Region], *, in_place: bool = True) -> None:
+        """With `in_place`, what lies in one run of a mapped file is not copied; such pieces are read-only."""
         self._tasks = self._all_windows(regions)
-        self._buffers: deque[np.ndarray[Any, Any]] = deque(np.empty(0, np.uint8) for _ in range(DEPTH))
-        self._pending: deque[tuple[Box, str, np.ndarray[Any, Any], Future[None]]] = deque()
+        self._in_place = in_place
+        self._buffers: deque[Array] = deque(np.empty(0, np.uint8) for _ in range(DEPTH))
+        self._pending: deque[tuple[Box, str, Array, Future[_Loaded]]] = deque()
         self._pool = ThreadPoolExecutor(DEPTH - 1, thread_name_prefix="reshard-stream")
         self._sources: set[FileSource] = set()
         self._read_bytes = 0
-        self._last: np.ndarray[Any, Any] | None = None
+        self._last: tuple[Array, _Loaded] | None = None
 
     @staticmethod
     def _all_windows(regions: Iterable[Region]) -> Iterator[tuple[_Reader, Box]]:
@@ -119,40 +123,46 @@ class Feed:
 
     def _next(self) -> Piece:
         if self._last is not None:
-            self._buffers.append(self._last)
+            buffer, loaded = self._last
+            loaded.give_back()
+            self._buffers.append(buffer)
             self._last = None
         while self._buffers and self._submit():
             pass
         if not self._pending:
             raise ReshardError("more pieces were taken of a stream than its regions have")
         box, dtype, buffer, future = self._pending.popleft()
-        future.result()
-        nbytes = box.numel * dtype_from_name(dtype).itemsize
-        self._last = buffer
-        return Piece(box, memoryview(buffer[:nbytes]), dtype)  # type: ignore[arg-type]  # numpy's types, before 3.12
+        loaded = future.result()
+        self._last = buffer, loaded
+        return Piece(box, loaded.data, dtype)
 
     def _submit(self) -> bool:
         task = next(self._tasks, None)
         if task is None:
             return False
         reader, box = task
-        stored = reader.stored
-        nbytes = box.numel * stored.itemsize
+        nbytes = box.numel * reader.stored.itemsize
         buffer = self._buffers.popleft()
         if len(buffer) < nbytes:
             buffer = np.empty(max(nbytes, min(2 * len(buffer), PIECE_BYTES)), np.uint8)
-        out = buffer[:nbytes].view(item_dtype(stored.itemsize)).reshape(box.sizes)
-        self._pending.append((box, stored.spec.dtype, buffer, self._pool.submit(self._read, reader, box, out)))
+        loading = self._pool.submit(self._load, reader, box, buffer[:nbytes])
+        self._pending.append((box, reader.stored.spec.dtype, buffer, loading))
         return True
 
-    def _read(self, reader: _Reader, box: Box, out: np.ndarray[Any, Any]) -> None:
-        self._sources.update(reader.read(box, out))
-        self._read_bytes += out.nbytes
+    def _load(self, reader: _Reader, box: Box, buffer: Array) -> _Loaded:
+        """The bytes of a box, where they are if they can stay there; on a thread of the pool."""
+        if self._in_place:
+            mapped = reader.mapped(box)
+            if mapped is not None:
+                return mapped
+        self._sources.update(reader.read(box, buffer.view(item_dtype(reader.stored.itemsize)).reshape(box.sizes)))
+        self._read_bytes += buffer.nbytes
         if self._read_bytes >= _RELEASE_BYTES:
             self._read_bytes = 0
             sources, self._sources = self._sources, set()
             for source in sources:
                 source.release()
+        return _Loaded(memoryview(cast("Any", buffer)))  # numpy's types know buffers from 3.12 on
 
     def __enter__(self) -> Self:
         return self
@@ -161,13 +171,29 @@ class Feed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
+        if self._last is not None:
+            self._last[1].give_back()
         for source in self._sources:
             source.release()
 
 
-def stream(regions: Iterable[Region]) -> Feed:
-    """The feed of these regions."""
-    return Feed(regions)
+def stream(regions: Iterable[Region], *, in_place: bool = True) -> Feed:
+    """The feed of these regions; without `in_place`, pieces are writable copies."""
+    return Feed(regions, in_place=in_place)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """The bytes of a piece, and the part of a file that they are, where they were not copied."""
+
+    data: memoryview
+    source: FileSource | None = None
+    start: int = 0
+
+    def give_back(self) -> None:
+        """They are not needed any more."""
+        if self.source is not None:
+            self.source.unmap(self.start, self.data.nbytes)
 
 
 class _Reader:
@@ -181,13 +207,32 @@ class _Reader:
         self._sweep: Sweep | None = None
         self._checked = False
 
-    def read(self, box: Box, out: np.ndarray[Any, Any]) -> set[FileSource]:
-        """Fill `out`, an array of the box's sizes; returns the files that were read."""
+    def mapped(self, box: Box) -> _Loaded | None:
+        """The bytes in place: if they are one long run of one mapped file, as they are to be written."""
+        self._check()
+        if len(self.stored.chunks) > self._MANY or box.numel * self.stored.itemsize < DIRECT_BYTES:
+            return None
+        found = [number for number, _ in self._meeting(box)]
+        if len(found) != 1 or not isinstance(self.stored.chunks[found[0]].source, FileSource):
+            return None
+        chunk = self.stored.chunks[found[0]]
+        window = chunk.window.crop(box.relative_to(chunk.box))
+        source = chunk.source
+        if chunk.place.conjugate or not window.is_contiguous or not isinstance(source, FileSource):
+            return None
+        data = source.mapped(window.offset, window.nbytes)
+        return None if data is None else _Loaded(data, source, window.offset)
+
+    def _check(self) -> None:
         if not self._checked:  # twice, if two threads come at once: no harm
             check_cover(self.stored, self._region.box)
             if len(self.stored.chunks) > self._MANY:
                 self._sweep = Sweep(enumerate(self.stored.boxes))
             self._checked = True
+
+    def read(self, box: Box, out: Array) -> set[FileSource]:
+        """Fill `out`, an array of the box's sizes; returns the files that were read."""
+        self._check()
         sources: set[FileSource] = set()
         for number, common in self._meeting(box):
             chunk = self.stored.chunks[number]

@@ -55,7 +55,7 @@ class NativeExporter(Exporter):
         header = header_of(file.parts)
         regions = [self.region(part) for part in file.parts]
         prints: dict[str, Partial] = {}
-        with storage.create(file.name) as raw, stream(regions) as feed:
+        with storage.create(file.name) as raw, stream(regions, in_place=False) as feed:
             out = HashingWriter(raw)
             sums = BlockSums(out)
             sums.write(memoryview(header))

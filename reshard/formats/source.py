@@ -19,6 +19,10 @@ DIRECT_BYTES = 1 << 20
 the kernel is faster than a page fault for every few pages of a fresh mapping."""
 
 
+_MADV_POPULATE_READ = 22
+"""Linux 5.14: the page tables are filled at once, and not page by page as they are touched."""
+
+
 class Source(ABC):
     """A run of bytes that windows count in."""
 
@@ -111,9 +115,30 @@ class FileSource(Source):
 
     def release(self) -> None:
         """Give the mapped pages that were read back: they count as this process's memory until then."""
+        self._advise(mmap.MADV_DONTNEED, 0, self.nbytes)  # what is needed again comes from the page cache
+
+    def mapped(self, start: int, length: int) -> memoryview | None:
+        """Bytes of the file, brought into memory at once and without a copy, or None where it cannot be so."""
+        self.check(start, start + length)
+        view = self.view()
+        if view is None or not isinstance(view.obj, mmap.mmap):
+            return None
+        try:  # a page that cannot be read is an error here, but would end the process if it were touched
+            self._advise(_MADV_POPULATE_READ, start, length)
+        except OSError:
+            return None
+        return view[start : start + length]
+
+    def unmap(self, start: int, length: int) -> None:
+        """Give these bytes back: the pages that lie wholly within them."""
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._advise(mmap.MADV_DONTNEED, first, start + length - first)
+
+    def _advise(self, what: int, start: int, length: int) -> None:
         mapped = self._view.obj if self._view is not None else None
-        if isinstance(mapped, mmap.mmap):
-            mapped.madvise(mmap.MADV_DONTNEED)  # a file mapping: what is needed again comes from the page cache
+        if isinstance(mapped, mmap.mmap) and length > 0:
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped.madvise(what, first, start + length - first)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FileSource) and self.storage is other.storage and self.name == other.name

@@ -17,6 +17,7 @@ import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,9 @@ _FLAGS = 0x0808
 """Sizes and checksum follow the data; names are UTF-8."""
 _DATE = 0x0021
 """The first of January 1980: files of equal contents are equal."""
+
+_ASIDE_BYTES = 1 << 20
+"""Checksums of pieces of at least this size are taken beside the writing."""
 
 _STORAGES = {
     "float64": "DoubleStorage",
@@ -69,6 +73,7 @@ class ArchiveWriter:
         self._write = write
         self._folder = folder
         self._entries: list[_Entry] = []
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="reshard-crc")
         self.nbytes = 0
         """How many bytes were written so far."""
 
@@ -93,9 +98,15 @@ class ArchiveWriter:
         )  # fmt: skip
         crc, done = 0, 0
         for piece in pieces:
-            crc = zlib.crc32(piece, crc)
-            self._put(piece)
-            done += memoryview(piece).nbytes
+            size = memoryview(piece).nbytes
+            if size < _ASIDE_BYTES:
+                crc = zlib.crc32(piece, crc)
+                self._put(piece)
+            else:  # on a thread of its own, while this one writes
+                summing = self._aside.submit(zlib.crc32, piece, crc)
+                self._put(piece)
+                crc = summing.result()
+            done += size
         if done != nbytes:
             raise FormatError(f"record {name!r} should have {nbytes} bytes, but {done} were written")
         self._put(struct.pack("<4sIQQ" if big else "<4sIII", b"PK\x07\x08", crc, nbytes, nbytes))
@@ -103,6 +114,7 @@ class ArchiveWriter:
 
     def close(self) -> None:
         """Write the central directory: before that, the archive is none."""
+        self._aside.shutdown()
         start = self.nbytes
         for entry in self._entries:
             wide = [n for n in (entry.nbytes,) * 2 if n >= _LIMIT32] + [n for n in (entry.at,) if n >= _LIMIT32]
