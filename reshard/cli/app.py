@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from reshard.cli import demo, diff, inspect, normalize, plan, verify
+from reshard.cli import convert, demo, diff, inspect, normalize, plan, verify
 
 __all__ = ["EXIT_ERROR", "EXIT_NO", "app", "run"]
 
@@ -33,6 +33,7 @@ app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 app.command("diff")(diff.diff)
+app.command("convert")(convert.convert)
 app.command("normalize")(normalize.normalize)
 app.command("demo")(demo.demo)
 

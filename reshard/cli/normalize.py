@@ -10,7 +10,7 @@ import typer
 from reshard.cli.show import Branch, Leaf, console, print_json, short, size
 from reshard.errors import ReshardError
 
-__all__ = ["normalize"]
+__all__ = ["normalize", "read_hints"]
 
 
 def normalize(
@@ -32,7 +32,7 @@ def normalize(
     """
     import reshard
 
-    hints = _hints(hint or [])
+    hints = read_hints(hint or [])
     checkpoint = reshard.open(path)
     state = checkpoint.normalized(hints)
     if as_json:
@@ -61,7 +61,8 @@ def normalize(
         screen.print(f"[yellow]note[/]  {escape(note)}", soft_wrap=True)
 
 
-def _hints(given: list[str]) -> dict[str, Any]:
+def read_hints(given: list[str]) -> dict[str, Any]:
+    """Hints of the command line. Raises ReshardError for one that cannot be read."""
     hints = {}
     for text in given:
         name, equals, value = text.partition("=")

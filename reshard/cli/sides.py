@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from planners.topology import Topology
     from reshard.checkpoint import Checkpoint
 
-__all__ = ["WORDS", "both_sides"]
+__all__ = ["WORDS", "both_sides", "side"]
 
 WORDS = "fsdp=3, tp=2, fsdp=4,tp=2, hsdp=2x4, ddp=8, or a topology such as 'dp=4' with --rule '*=S(0)'"
 """The short forms, for help and errors."""
@@ -29,7 +29,7 @@ def both_sides(
     """
     from planners.layout import StateLayout
 
-    first, second = _side(source, rules, normalized), _side(onto, rules, normalized)
+    first, second = side(source, rules, normalized), side(onto, rules, normalized)
     if isinstance(first, StateLayout):
         return first, second if isinstance(second, StateLayout) else second.layout(first.specs)
     if isinstance(second, StateLayout):
@@ -40,7 +40,8 @@ def both_sides(
     )
 
 
-def _side(text: str, rules: Mapping[str, str], normalized: bool) -> StateLayout | Topology:
+def side(text: str, rules: Mapping[str, str], normalized: bool = False) -> StateLayout | Topology:
+    """What one side is: the layout of a checkpoint or file, or a topology. Raises ReshardError if it is none."""
     from planners.topology import Topology
 
     preset = _preset(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -12,6 +13,7 @@ from planners.layout import StateLayout
 from planners.save_plan import DIVIDE_ABOVE_BYTES
 from reshard import generations
 from reshard.checkpoint import Checkpoint
+from reshard.errors import FormatError
 from reshard.execute.streaming import stream
 from reshard.execute.writing import BlockSums, digest128, header_of
 from reshard.export.base import Done, Exporter, FilePlan, HashingWriter, Part, spread
@@ -45,7 +47,7 @@ class NativeExporter(Exporter):
                 parts.sort(key=lambda part: -part.spec.itemsize)
                 files.append(FilePlan(f"{folder}/{rank:05d}.safetensors", tuple(parts), rank))
         self.files = tuple(files)
-        self.objects = {key: encode_plain(value) for key, value in state.objects.items()}
+        self.objects = {key: _encoded(key, value) for key, value in state.objects.items()}
         self.left_out = tuple(state.contents.facts.get("per_rank", ()))
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
@@ -115,3 +117,10 @@ class NativeExporter(Exporter):
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """A manifest."""
         return MANIFEST if MANIFEST in names else None
+
+
+def _encoded(key: str, value: Any) -> Any:
+    try:
+        return encode_plain(value)
+    except FormatError as error:
+        raise FormatError(f"the object {key!r}: {error}; or leave it out: select=['*', '!{key}']") from None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
+from planners.errors import PlanError
 from planners.layout import TensorSpec
 from planners.view import View
 from reshard.checkpoint import Checkpoint, LazyTensor
@@ -272,9 +273,9 @@ class _Stage:
             return
         count = None
         if rule.targets and rule.targets[0].number is not None:  # how many there are is in the shape
-            spec = self.tensors[first]().spec
-            if not self._is_carried(group, [spec.shape]):
-                count = len(views_of(rule, (spec.shape,), spec.dtype))
+            source = self.tensors[first]()
+            if not self._is_carried(group, [source.spec.shape]):
+                count = len(self._views(group, [source]))
             else:
                 count = self._count_at_parameter(group)
             group = group.numbered(count)
@@ -289,8 +290,7 @@ class _Stage:
                 f"{group.members[0]!r} goes along with a parameter that is not in {self.url}: it does not say into how "
                 "many it is taken apart"
             )
-        spec = self.tensors[name]().spec
-        return len(views_of(group.rule, (spec.shape,), spec.dtype))
+        return len(self._views(group, [self.tensors[name]()]))
 
     def _is_carried(self, group: Group, shapes: Sequence[tuple[int, ...]]) -> bool:
         names = [site.name for site in group.all_sites]
@@ -307,8 +307,15 @@ class _Stage:
             raise KeyMismatchError(
                 f"{new!r} would be made of tensors of {' and '.join(sorted(dtypes))}; cast them first"
             )
-        views = views_of(group.rule, tuple(s.spec.shape for s in sources), sources[0].spec.dtype)
-        return assembled(views[number], sources, new)
+        return assembled(self._views(group, sources)[number], sources, new)
+
+    def _views(self, group: Group, sources: Sequence[StoredTensor]) -> tuple[View, ...]:
+        """The targets of the rule. Raises NormalizationError, naming the tensors, for shapes that do not fit it."""
+        try:
+            return views_of(group.rule, tuple(s.spec.shape for s in sources), sources[0].spec.dtype)
+        except (PlanError, NormalizationError) as error:
+            given = ", ".join(f"{s.fqn!r} {list(s.spec.shape)}" for s in sources[:3])
+            raise NormalizationError(f"{type(group.rule).__name__} does not fit {given}: {error}") from None
 
     def _computed(self, group: Group, new: str) -> StoredTensor:
         source = self.tensors[group.members[0]]()

@@ -1,0 +1,126 @@
+"""`reshard convert`: a checkpoint in another format, under other names, cut otherwise."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reshard.cli.normalize import read_hints
+from reshard.cli.show import console, print_json, size
+from reshard.cli.sides import side
+from reshard.errors import ReshardError
+
+if TYPE_CHECKING:
+    from reshard.converting import ConvertReport
+    from reshard.mapping import Mapping
+
+__all__ = ["convert"]
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="A checkpoint of any known format.")],
+    target: Annotated[str, typer.Argument(help="The folder to write; for torch_save the file.")],
+    format: Annotated[
+        str, typer.Option("--format", "-f", help="native, dcp, safetensors (Hugging Face) or torch_save.")
+    ] = "native",
+    model: Annotated[
+        bool, typer.Option("--model", help="Only the model's tensors, under their bare canonical names.")
+    ] = False,
+    normalized: Annotated[bool, typer.Option("--normalized", help="Under canonical names, whatever wrote it.")] = False,
+    names: Annotated[
+        str | None, typer.Option(metavar="FROM:TO", help="huggingface, torchtitan or megatron; needs --config.")
+    ] = None,
+    config: Annotated[str | None, typer.Option(help="The model's Hugging Face config.json, or its folder.")] = None,
+    select: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Take only these; '!GLOB' leaves out. Repeat it.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Convert floating-point tensors, such as to bfloat16.")] = None,
+    max_shard: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of a file, such as 5GB.")] = "5GB",
+    onto: Annotated[
+        str | None,
+        typer.Option(help="Write the files of these ranks: fsdp=8, fsdp=4,tp=2, a layout or a topology file."),
+    ] = None,
+    rule: Annotated[list[str] | None, typer.Option("--rule", metavar="GLOB=PLACEMENTS", help="For a topology.")] = None,
+    hint: Annotated[list[str] | None, typer.Option("--hint", metavar="NAME=JSON", help="See normalize.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that write files at the same time.")] = 1,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at TARGET.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Write SOURCE in another format, in little memory. What is interrupted goes on when it is started again."""
+    import reshard
+
+    report = reshard.convert(
+        source,
+        target,
+        format=format,
+        mapping=_mapping(names, config),
+        onto=None if onto is None else side(onto, _rules(rule or [])),
+        select=select,
+        dtype=dtype,
+        normalized=normalized,
+        model_only=model,
+        hints=read_hints(hint or []),
+        max_shard_bytes=_bytes(max_shard),
+        workers=workers,
+        overwrite=overwrite,
+        progress=not as_json,
+    )
+    if as_json:
+        print_json({name: getattr(report, name) for name in report.__dataclass_fields__})
+    else:
+        _print(report)
+
+
+def _mapping(names: str | None, config: str | None) -> Mapping | None:
+    if names is None:
+        return None
+    from reshard.mapping.families import ready
+
+    source, colon, target = names.partition(":")
+    if not colon or config is None:
+        raise ReshardError("write --names FROM:TO --config config.json, such as --names torchtitan:huggingface")
+    return ready(config, source, target)
+
+
+def _rules(given: list[str]) -> dict[str, str]:
+    return {glob.strip(): placements.strip() for glob, _, placements in (text.partition("=") for text in given)}
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
+    unit = "" if match is None else match[2] if match[2] in _UNITS else f"{match[2]}B"
+    if match is None or unit not in _UNITS:
+        raise ReshardError(f"{text!r} is no size: write it like 5GB, 500MB or 2GiB")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def _print(report: ConvertReport) -> None:
+    from rich.markup import escape
+
+    screen = console()
+    speed = report.total_bytes / max(report.seconds, 1e-9)
+    screen.print(
+        f"[bold]{escape(report.target)}[/], format {report.format}: {report.tensors} tensors and {report.objects} "
+        f"other values, {size(report.total_bytes)} in {len(report.files)} files, {report.seconds:.1f} s ({size(speed)}/s)",
+        soft_wrap=True,
+    )
+    if report.resumed:
+        screen.print(f"  {len(report.resumed)} files were there already, and were checked")
+    for text, keys in (
+        ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
+        (f"left out, since {report.format} cannot hold them", list(report.left_out)),
+        ("note", list(report.warnings)),
+    ):
+        _print_some(screen, text, keys)
+
+
+def _print_some(screen: Any, text: str, keys: list[str], most: int = 5) -> None:
+    from rich.markup import escape
+
+    if keys:
+        more = f" and {len(keys) - most} more" if len(keys) > most else ""
+        screen.print(f"  [yellow]{text}[/]  {escape(', '.join(keys[:most]))}{more}", soft_wrap=True)
