@@ -1,0 +1,55 @@
+"""What the documentation names is there: tests, links, pages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+TEST_FILES = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("property_tests/test_*.py")]
+PAINS = (DOCS / "pains.md").read_text(encoding="utf-8")
+
+
+def functions(page: str) -> list[tuple[str, str]]:
+    """(file, function) of every test that a page names."""
+    return re.findall(r"`([\w/]+\.py)::(test_\w+)`", page)
+
+
+def defining(file: str, function: str) -> list[Path]:
+    """The test files of that name that have that function; a name may begin with folders."""
+    found = [path for path in TEST_FILES if f"/{path.relative_to(ROOT).as_posix()}".endswith(f"/{file}")]
+    return [path for path in found if re.search(rf"^\s*def {function}\(", path.read_text(encoding="utf-8"), re.M)]
+
+
+@pytest.mark.parametrize(("file", "function"), sorted(set(functions(PAINS))))
+def test_every_test_named_in_pains_exists(file: str, function: str) -> None:
+    assert len(defining(file, function)) == 1, f"docs/pains.md names {file}::{function}"
+
+
+def test_every_complaint_has_its_test() -> None:
+    rows = [line for line in PAINS.splitlines() if line.startswith("| ") and not line.startswith("| symptom")]
+    assert len(rows) > 40
+    assert [row for row in rows if not functions(row)] == []
+
+
+def test_a_test_that_is_not_there_is_seen() -> None:
+    assert defining("test_docs.py", "test_a_test_that_is_not_there_is_seen") == [Path(__file__)]
+    assert defining("test_docs.py", "test_no_such_test") == []
+    assert functions("see `test_docs.py::test_x`, not test_y") == [("test_docs.py", "test_x")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_index_lists_every_page() -> None:
+    index = DOCS / "README.md"
+    links = {(DOCS / link).resolve() for link in re.findall(r"\]\(([^)#]+\.md)", index.read_text(encoding="utf-8"))}
+    pages = {page.resolve() for page in DOCS.rglob("*.md")} - {index.resolve()}
+    assert pages - links == set()
