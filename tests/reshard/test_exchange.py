@@ -97,7 +97,7 @@ def load_once_job(path: str) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"case": str(placements)}
         for once in (False, True):
             target = live_layouts.placed({k: torch.zeros_like(t) for k, t in whole.items()}, every, shape, placements)
-            report = reshard.load(target, path, read_once=once)
+            report = reshard.load(target, path, read_once=once, check=False)
             row[once] = report.bytes_read, report.bytes_received
             row["wrong"] = [k for k in whole if bits(local(target[k])) != bits(local(known[k]))]
         out.append(row)
@@ -105,7 +105,7 @@ def load_once_job(path: str) -> list[dict[str, Any]]:
     mine = {"w": torch.zeros(13, 10, dtype=torch.float64)} | (
         {"b": torch.zeros(9, dtype=torch.bfloat16)} if rank < 2 else {}
     )
-    report = reshard.load(mine, path, read_once=True, strict=False, dtype_policy="cast")
+    report = reshard.load(mine, path, read_once=True, check=False, strict=False, dtype_policy="cast")
     right = bits(mine["w"]) == bits(whole["w"].double()) and (rank >= 2 or bits(mine["b"]) == bits(whole["b"]))
     out.append({"case": "cast", "wrong": [] if right else ["w"], False: None, True: (report.bytes_read, 0)})
     try:
