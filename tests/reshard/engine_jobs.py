@@ -122,3 +122,60 @@ def one_rank_fails(path: str, how: str) -> tuple[str, str, float]:
     if how == "sleeps" and rank == 1:
         time.sleep(12)
     return caught(lambda: reshard.save(state, path, deadline_s=4.0))
+
+
+def strict_stages(path: str) -> list[tuple[str, str, float]]:
+    """Each rank a stage that knows its own keys only: a strict load, with and without a key that nobody wants."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def stage(fill: float) -> dict[str, Any]:
+        return {
+            "model": {f"layer{rank}.w": torch.full((3,), fill + rank), "norm": torch.full((2,), fill)},
+            "optim": {f"layer{rank}": {"m": torch.full((3,), fill), "step": int(fill) + rank}},
+        }
+
+    reshard.save(stage(1.0), path)
+    target = stage(0.0)
+    report = reshard.load(target, path)
+    assert report.ok, report
+    assert target["model"][f"layer{rank}.w"].tolist() == [1.0 + rank] * 3
+    assert target["optim"].keys() == {f"layer{rank}"}
+    assert target["optim"][f"layer{rank}"]["step"] == 1 + rank
+    fewer = stage(0.0)
+    if rank == world - 1:  # its own layer is then wanted by nobody
+        del fewer["model"][f"layer{rank}.w"]
+    kept = {key: value.clone() for key, value in fewer["model"].items()}
+    out = [caught(lambda: reshard.load(fewer, path)), caught(lambda: reshard.load(fewer, path, strict=False))]
+    assert all(not torch.equal(fewer["model"][key], value) for key, value in kept.items())
+    return out
+
+
+def flat_sharded(path: str) -> dict[str, Any]:
+    """FSDP1's sharded state dict: ShardedTensors, cut along dim 0, unevenly."""
+    import warnings
+
+    from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    start, stop = rank * 4, min(rank * 4 + 4, 10)
+
+    def sharded(rows: torch.Tensor) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            shards = [LocalShard.from_tensor_and_offsets(rows, [start, 0], rank)] if len(rows) else []
+            return init_from_local_shards(shards, 10, 6)
+
+    del world
+    reshard.save({"w": sharded(W[start:stop].clone())}, path)
+    blank = sharded(torch.zeros(max(stop - start, 0), 6))
+    reshard.load({"w": blank}, path)
+    whole = {"w": torch.zeros(10, 6)}
+    reshard.load(whole, path)
+    column = {"w": distribute_tensor(torch.zeros(10, 6), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(1)])}
+    reshard.load(column, path)
+    return {
+        "own": all(torch.equal(shard.tensor, W[start:stop]) for shard in blank.local_shards()),
+        "whole": torch.equal(whole["w"], W),
+        "columns": torch.equal(column["w"].full_tensor(), W),
+    }

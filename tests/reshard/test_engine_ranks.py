@@ -104,3 +104,19 @@ def test_a_checkpoint_of_many_ranks_reads_on_one(tmp_path):
     assert checkpoint.layout.world_size == 4
     assert reshard.verify(path).ok
     assert os.path.exists(f"{path}/manifest.json")
+
+
+def test_a_key_is_unexpected_only_if_no_rank_wants_it(tmp_path):
+    results = gloo.run(jobs.strict_stages, 3, str(tmp_path / "c"))
+
+    for strict, loose in results:
+        assert strict[0] in ("KeyMismatchError", "RankFailedError")
+        assert "layer2.w" in strict[1]
+        assert loose[0] == ""
+    assert results[0][0][0] == "KeyMismatchError"
+    assert "1 unexpected" in results[0][0][1]
+
+
+def test_sharded_tensors_arrive_in_every_layout(tmp_path):
+    for result in gloo.run(jobs.flat_sharded, 3, str(tmp_path / "c")):
+        assert all(result.values()), result
