@@ -17,6 +17,7 @@ from reshard.agreement import Described, describe, format_some_ranks, gather_dis
 from reshard.errors import LayoutError
 from reshard.group import Group
 from reshard.live.pairs import Pairing
+from reshard.mapping import Mapping as StateMapping
 from reshard.targets import Targets
 from reshard.tensors import is_sharded, local_tensors
 
@@ -26,7 +27,7 @@ __all__ = ["Agreed", "Options", "Side", "TransferOptions", "agree"]
 class TransferOptions(TypedDict, total=False):
     """What `prepare`, `redistribute` and `verify_live` take by name; the same on every rank, but for layouts."""
 
-    mapping: Mapping[str, str]
+    mapping: Mapping[str, str] | StateMapping
     views: Iterable[View]
     source_layouts: Mapping[str, TensorLayout]
     target_layouts: Mapping[str, TensorLayout]
@@ -42,7 +43,7 @@ class TransferOptions(TypedDict, total=False):
 class Options:
     """`TransferOptions`, checked and with what holds where nothing is said."""
 
-    mapping: Mapping[str, str] = field(default_factory=dict)
+    mapping: Mapping[str, str] | StateMapping = field(default_factory=dict)
     views: Mapping[str, View] = field(default_factory=dict)
     source_layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
     target_layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
@@ -69,7 +70,8 @@ class Options:
 
     def digest(self) -> str:
         """Equal where all that the ranks must agree on is equal."""
-        same = (sorted(self.mapping.items()), sorted(self.views.items(), key=lambda row: row[0]), self.strict)
+        mapping = self.mapping if isinstance(self.mapping, StateMapping) else sorted(self.mapping.items())
+        same = (mapping, sorted(self.views.items(), key=lambda row: row[0]), self.strict)
         rest = (self.dtype_policy, self.check_replicas, self.max_inflight_bytes, self.ranks_per_host)
         return hashlib.sha256(repr((same, rest)).encode()).hexdigest()
 
@@ -131,15 +133,21 @@ class Agreed:
     device: str
 
     def pair(self, options: Options) -> Pairing:
-        """Raises KeyMismatchError."""
+        """Raises KeyMismatchError; NormalizationError for a mapping that computes."""
+        views, names = dict(options.views), options.mapping
+        if isinstance(names, StateMapping):
+            made = names.views(self.before.specs)
+            views = {key: view for key, view in made.items() if key in self.after} | views
+            names = {new: old for old, its in names.names(self.source_objects).items() for new in its}
+            names = {new: old for new, old in names.items() if new in self.target_objects}
         return Pairing.of(
             self.before,
             self.after,
             source_objects=self.source_objects,
             target_objects=self.target_objects,
             tied=self.tied,
-            views=options.views,
-            mapping=options.mapping,
+            views=views,
+            mapping=names,
             strict=options.strict,
             allow_cast=options.dtype_policy == "cast",
         )

@@ -280,7 +280,8 @@ def redistribute(
     Args:
         process_group: the ranks that take part, in layouts named by their ranks in the default group.
         check: compare fingerprints of both sides afterwards, as `verify_live` does.
-        mapping: target -> source, for keys that differ.
+        mapping: target -> source, for keys that differ; or a `reshard.mapping.Mapping` from the naming and shaping of
+            the source to that of the target.
         views: targets that are made of sources of other shapes: `planners.concat("wqkv", [q, k, v])`.
         source_layouts, target_layouts: how plain local tensors lie in global ones, by key (`planners.TensorLayout`).
         strict: False leaves keys alone that only one side has.

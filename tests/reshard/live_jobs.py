@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 import reshard
 from planners import BlockShard, Box, Mesh, TensorLayout, TensorSpec, View, concat
 from planners import Shard as PlannedShard
+from reshard.mapping import Concat, Mapping, Rename
 from tests.reshard import live_layouts
 from tests.reshard import roundtrip_jobs as jobs
 from tests.reshard.live_layouts import LAYOUTS, bits, local, numbers, truth
@@ -130,6 +131,13 @@ def views_job() -> dict[str, Any]:
     }
     lacking = [x for t in wanted(ids, -1).values() for x in t.flatten().tolist() if x >= 0 and x not in have]
     wrong = [key for key in want if not torch.equal(target[key], want[key])]
+    rules = Mapping([Concat(["q", "k", "v"], "fused", parts=(2, 1, 1)), Rename("w", "renamed")])
+    fused_state = live_layouts.placed(
+        {"fused": torch.zeros(32, width), "renamed": torch.zeros(5, 12)}, tuple(range(world)), (world,), [Shard(0)]
+    )
+    reshard.redistribute(source, fused_state, mapping=rules, check=True)
+    joined = {"fused": torch.cat([whole["q"], whole["k"], whole["v"]]), "renamed": whole["w"]}
+    wrong += [key for key, t in joined.items() if not torch.equal(fused_state[key].full_tensor(), t)]
     target["qkv"][0, 0] += 1
     found = reshard.verify_live(source, target, views=views, target_layouts=layouts)
     return {
