@@ -68,5 +68,16 @@ def test_the_recipe_for_pipelines_runs_on_other_numbers_of_stages(tmp_path: Path
     assert [saved["groups"][f"stage{i}"][0]["lr"] for i in range(4)] == [0.1, 0.1, 0.01, 0.01]
 
 
+@pytest.mark.gloo
+def test_the_recipe_for_deepspeed_fills_fsdp2(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "data").symlink_to(ROOT / "tests" / "data")
+    [source] = [block.values[0] for block in BLOCKS if block.id == "from-deepspeed:0"]
+
+    gloo.run(_on_this_rank, 2, source, str(tmp_path))
+
+    assert reshard.verify(tmp_path / "ours").ok
+
+
 def test_there_is_a_block_for_each_job() -> None:
     assert len([block for block in BLOCKS if block.id.startswith("README")]) == 3
