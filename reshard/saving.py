@@ -106,7 +106,11 @@ class PendingSave:
 
     def result(self, timeout_s: float | None = None) -> SaveReport:
         """Wait for the end; raises what went wrong, as `save` does, or TimeoutError after `timeout_s` seconds."""
-        return self._future.result(timeout_s)
+        try:
+            return self._future.result(timeout_s)
+        finally:
+            if self._future.done() and self._future in _in_flight:
+                _in_flight.remove(self._future)  # whoever asked knows: the next save need not tell it again
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""

@@ -195,6 +195,15 @@ class TestAsync:
 
         with pytest.raises(StorageError):
             reshard.async_save({"w": torch.zeros(3)}, tmp_path / "file").result()
+        assert reshard.async_save({"w": torch.zeros(3)}, tmp_path / "fine").result().tensors == 1
+
+    def test_what_went_wrong_unseen_is_raised_by_the_next(self, tmp_path):
+        (tmp_path / "file").write_text("not a folder")
+
+        reshard.async_save({"w": torch.zeros(3)}, tmp_path / "file")
+        with pytest.raises(StorageError):
+            reshard.async_save({"w": torch.zeros(3)}, tmp_path / "fine")
+        assert reshard.async_save({"w": torch.zeros(3)}, tmp_path / "fine").result().tensors == 1
 
 
 class TestKeys:
