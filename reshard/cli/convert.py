@@ -102,10 +102,10 @@ def _print(report: ConvertReport) -> None:
     from rich.markup import escape
 
     screen = console()
-    speed = report.total_bytes / max(report.seconds, 1e-9)
+    time = f"{report.seconds:.1f} s, {size(report.total_bytes / max(report.seconds, 1e-9))}/s"
     screen.print(
         f"[bold]{escape(report.target)}[/], format {report.format}: {report.tensors} tensors and {report.objects} "
-        f"other values, {size(report.total_bytes)} in {len(report.files)} files, {report.seconds:.1f} s ({size(speed)}/s)",
+        f"other values, {size(report.total_bytes)} in {len(report.files)} files, {time}",
         soft_wrap=True,
     )
     if report.resumed:

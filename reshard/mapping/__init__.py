@@ -8,8 +8,8 @@
 `reshard.mapping.families` has ready ones between Hugging Face, torchtitan and Megatron.
 """
 
-from reshard.mapping.mapping import Cast as Cast
-from reshard.mapping.mapping import Dequantize as Dequantize
+from reshard.mapping.computing import Cast as Cast
+from reshard.mapping.computing import Dequantize as Dequantize
 from reshard.mapping.mapping import Mapping as Mapping
 from reshard.mapping.mapping import apply_dict as apply_dict
 from reshard.mapping.rules import Concat as Concat

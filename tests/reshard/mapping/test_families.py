@@ -1,0 +1,139 @@
+"""Ready mappings against what the frameworks wrote: their weights under Hugging Face's names are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import NormalizationError
+from reshard.export.job import canonical
+from reshard.mapping import Mapping
+from reshard.mapping.families import FAMILIES, NAMINGS, Decoder, in_memory_to_disk, ready
+from tests.reshard.formats.samples import same, sample, truth
+
+LLAMA = Decoder("llama", 4, 2, 8, 53)
+QWEN2 = Decoder("qwen2", 4, 2, 6, 50)
+TITAN = "ckpt/checkpoint/step-2"
+WRITTEN = [
+    ("titan_llama_fsdp4", TITAN, "torchtitan", LLAMA),
+    ("titan_qwen3moe_fsdp2_ep2", TITAN, "torchtitan", Decoder("qwen3_moe", 4, 2, 8, 53)),
+    ("mcore_tp1", "ckpt", "megatron", QWEN2),
+    ("mcore_tp2_pp2", "ckpt", "megatron", QWEN2),
+    ("mcore_tp2_dp2_dpreshardable", "ckpt", "megatron", QWEN2),
+    ("mcore_legacy_tp2_pp2", "ckpt", "megatron", QWEN2),
+    ("mcore_moe_ep2", "ckpt", "megatron", Decoder("qwen2_moe", 4, 2, 6, 50)),
+]
+
+
+@pytest.mark.samples
+@pytest.mark.parametrize(("name", "path", "naming", "model"), WRITTEN, ids=[row[0] for row in WRITTEN])
+def test_to_hugging_face(name: str, path: str, naming: str, model: Decoder) -> None:
+    state = canonical(reshard.open(sample(name) / path))
+
+    made = ready(model, naming, "huggingface").apply(state)
+
+    wanted = truth(name)["hf"]
+    found = {key.removeprefix("model."): made[key] for key in made if key.startswith("model.")}
+    assert set(found) == set(wanted)
+    assert all(same(found[key][...], tensor) for key, tensor in wanted.items())
+    # moments are permuted, split and named as the weights are: mapped back they are as they were
+    back = ready(model, "huggingface", naming).apply(made)
+    moments = [key for key in state if key.endswith(".exp_avg") and "wqkv" not in key]
+    assert moments
+    assert all(same(back[key][...], state[key][...]) for key in moments)
+
+
+@pytest.mark.samples
+def test_fused_moments_are_split_as_the_weights_are() -> None:
+    """torchtitan splits the fused weights when it saves, but not their moments."""
+    name = "titan_qwen3moe_fsdp2_ep2"
+    state = canonical(reshard.open(sample(name) / TITAN))
+    model = WRITTEN[1][3]
+
+    made = ready(model, "torchtitan", "huggingface").apply(state)
+
+    fused = truth(name)["optim"]["state"]["layers.0.attention.qkv_linear.wqkv.weight"]["exp_avg"]
+    groups = fused.view(2, 4, 8, 32)  # two query groups of two queries, a key and a value
+    prefix = "optim.state.model.layers.0.self_attn."
+    assert torch.equal(made[f"{prefix}q_proj.weight.exp_avg"][...], groups[:, :2].reshape(32, 32))
+    assert torch.equal(made[f"{prefix}v_proj.weight.exp_avg"][...], groups[:, 3].reshape(16, 32))
+
+
+@pytest.mark.samples
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("hf_llama", "llama"), ("hf_qwen2", "qwen2"), ("hf_mixtral", "mixtral"), ("hf_deepseek_v3", "deepseek_v3")],
+)
+@pytest.mark.parametrize("naming", ["torchtitan", "megatron"])
+def test_from_hugging_face_and_back(name: str, family: str, naming: str) -> None:
+    """Every tensor gets a name of the other naming, and comes back as it was."""
+    files = sample(name) / "ckpt"
+    checkpoint = reshard.open(files)
+
+    there = ready(files, "huggingface", naming).apply(checkpoint)
+
+    assert Decoder.of(files).family == family
+    head = {"torchtitan": "layers.", "megatron": "decoder."}[naming]
+    assert not [key for key in there if key.startswith("model.")]
+    assert [key for key in there if key.startswith(head)]
+    back = ready(files, naming, "huggingface").apply(there)
+    assert set(back) == set(checkpoint)
+    assert all(same(back[key][...], checkpoint[key][...]) for key in checkpoint)
+
+
+@pytest.mark.samples
+def test_what_is_in_memory_becomes_what_is_on_disk() -> None:
+    checkpoint = reshard.open(sample("hf_deepseek_v3") / "ckpt")
+    memory = canonical(checkpoint, model_only=True)
+
+    disk = in_memory_to_disk().apply(memory)
+
+    assert any(key.endswith("experts.gate_up_proj") for key in memory)
+    assert set(disk) == set(checkpoint)
+    assert all(same(disk[key][...], checkpoint[key][...]) for key in checkpoint)
+
+
+def test_a_padded_vocabulary(tmp_path: Path) -> None:
+    rows = torch.randn(53, 4)
+    reshard.save({"model.embed_tokens.weight": rows}, tmp_path / "c")
+
+    made = ready(LLAMA, "huggingface", "megatron", padded_vocab=64).apply(reshard.open(tmp_path / "c"))
+
+    padded = made["embedding.word_embeddings.weight"]
+    assert padded.shape == (64, 4)
+    assert torch.equal(padded[50:], torch.cat([rows[50:], torch.zeros(11, 4)]))
+    back = ready(LLAMA, "megatron", "huggingface", padded_vocab=64).apply(made)
+    assert torch.equal(back["model.embed_tokens.weight"][...], rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("source", NAMINGS)
+@pytest.mark.parametrize("target", NAMINGS)
+def test_every_pair_can_be_made(family: str, source: str, target: str) -> None:
+    model = Decoder(family, 4, 2, 8, 53)
+
+    for titan in ("0.2", "0.3"):
+        for engine in (False, True):
+            made = ready(model, source, target, titan=titan, transformer_engine=engine)
+            assert isinstance(made, Mapping)
+            assert (made == Mapping()) == (source == target)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "llama"}, "says nothing of num_attention_heads, vocab_size"),
+        ({"model_type": "bert", "num_attention_heads": 2, "vocab_size": 4}, "no ready mapping for 'bert'"),
+        (
+            {"model_type": "llama", "num_attention_heads": 3, "num_key_value_heads": 2, "vocab_size": 4},
+            "cannot serve 3",
+        ),
+        ("/nowhere/config.json", "is no config.json"),
+    ],
+)
+def test_configs_that_do_not_do(config: object, message: str) -> None:
+    with pytest.raises(NormalizationError, match=message):
+        ready(config, "huggingface", "torchtitan")

@@ -1,0 +1,296 @@
+"""Mappings: what becomes of names, shapes, optimizer states, settings and ties; and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import KeyMismatchError, NormalizationError, ReshardError
+from reshard.mapping import (
+    Cast,
+    Concat,
+    Dequantize,
+    Drop,
+    Mapping,
+    Rename,
+    Resize,
+    Rope,
+    Rule,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
+from reshard.mapping.patterns import Pattern, sites
+
+
+def whole(checkpoint: reshard.Checkpoint) -> dict[str, torch.Tensor]:
+    return {name: tensor[...] for name, tensor in checkpoint.items()}
+
+
+def opened(state: Any, path: Path) -> reshard.Checkpoint:
+    reshard.save(state, path)
+    return reshard.open(path)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "words"),
+    [
+        ("layers.{i}.w", "layers.3.w", {"i": "3"}),
+        ("layers.{i}.w", "layers.3.4.w", None),  # a word is one part
+        ("{l+}.w", "layers.3.w", {"l": "layers.3"}),
+        ("a.weight{e}", "a.weight12", {"e": "12"}),
+        ("a.w", "a_w", None),  # a dot is a dot
+        ("a.w", "b.a.w", None),
+    ],
+)
+def test_patterns(pattern: str, name: str, words: dict[str, str] | None) -> None:
+    assert Pattern(pattern).match(name) == words
+    if words is not None:
+        assert Pattern(pattern).fill(words) == name
+
+
+@pytest.mark.parametrize("text", ["a.{", "{i}.{i}", "{1}.a"])
+def test_bad_patterns(text: str) -> None:
+    with pytest.raises(NormalizationError):
+        Pattern(text)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "layers.0.w",
+        "model.layers.0.w",
+        "optim.state.layers.0.w.exp_avg",
+        "optimizer.state.exp_avg.layers.0.w",
+        "optimizer.param_groups.layers.0.w.lr",
+        "optimizer.state.fp32_param.module.layers.0.w",
+    ],
+)
+def test_a_name_is_found_within_its_key(key: str) -> None:
+    [site] = [site for site in sites(key) if site.name == "layers.0.w"]
+
+    assert site.key("new") == key.replace("layers.0.w", "new")
+
+
+W = numbers(12, 4)
+RULES: list[tuple[Rule, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = [
+    (Rename("a.{x}", "b.{x}"), {"a.w": W}, {"b.w": W}),
+    (
+        Concat(["q", "k", "v"], "qkv", parts=(2, 1, 1)),
+        {"q": W[:6], "k": W[6:9], "v": W[9:]},
+        {"qkv": W},
+    ),
+    (  # query groups: q q k v, q q k v
+        Concat(["q", "k"], "qk", parts=(2, 1), groups=2),
+        {"q": W[:8], "k": W[8:]},
+        {"qk": torch.cat([W[:4], W[8:10], W[4:8], W[10:]])},
+    ),
+    (Split("gu", ["g", "u"], (1, 1), dim=1), {"gu": W}, {"g": W[:, :2], "u": W[:, 2:]}),
+    (Split("gu", ["g", "u"], (1, 1), groups=2, dim=1), {"gu": W}, {"g": W[:, ::2], "u": W[:, 1::2]}),
+    (Stack("e.{e}.w", "w", over="e"), {"e.1.w": W[6:], "e.0.w": W[:6]}, {"w": torch.stack([W[:6], W[6:]])}),
+    (Unstack("w", "e.{e}", over="e", dim=1), {"w": W}, {f"e.{i}": W[:, i] for i in range(4)}),
+    (Transpose("w", "t"), {"w": W}, {"t": W.T}),
+    (Transpose("w", "t", (2, 0, 1)), {"w": W.reshape(3, 4, 4)}, {"t": W.reshape(3, 4, 4).permute(2, 0, 1)}),
+    (Resize("w", "p", old=12, new=14), {"w": W}, {"p": torch.cat([W, torch.zeros(2, 4)])}),
+    (Rope("w", "r", 6, "halves"), {"w": W}, {"r": W.view(2, 3, 2, 4).transpose(1, 2).reshape(12, 4)}),
+    (Rope("w", "r", 6, "pairs"), {"w": W}, {"r": W.view(2, 2, 3, 4).transpose(1, 2).reshape(12, 4)}),
+    (Rope("b", "r", 4, "pairs"), {"b": W[:, 0]}, {"r": W[:, 0].view(3, 2, 2).transpose(1, 2).reshape(12)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "wanted"), RULES, ids=lambda v: type(v).__name__ if hasattr(v, "build") else ""
+)
+def test_each_rule_and_its_inverse(rule: Rule, given: dict[str, Any], wanted: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = opened({"model": given}, tmp_path / "c")
+
+    made = checkpoint.mapped(Mapping([rule]))
+
+    assert {name.removeprefix("model.") for name in made} == set(wanted)
+    assert all(torch.equal(made[f"model.{name}"][...], tensor) for name, tensor in wanted.items())
+    back = made.mapped(Mapping([rule]).inverse())
+    assert whole(back).keys() == whole(checkpoint).keys()
+    assert all(torch.equal(back[name][...], tensor[...]) for name, tensor in checkpoint.items())
+
+
+def test_nothing_is_read_that_is_not_asked_for(tmp_path: Path) -> None:
+    """A row of a fused tensor is read out of one of the parts, by its own bytes."""
+    checkpoint = opened({"q": torch.randn(400, 50), "k": torch.randn(200, 50)}, tmp_path / "c")
+    made = checkpoint.mapped(Mapping([Concat(["q", "k"], "qk", parts=(2, 1))]))
+
+    target = {"qk": torch.zeros(600, 50)}
+    assert torch.equal(made["qk"][399:402], torch.cat([checkpoint["q"][399:], checkpoint["k"][:2]]))
+    report = reshard.load(target, made)
+    assert report.bytes_needed == 600 * 50 * 4
+
+
+MODEL = {"a.q": W[:8], "a.k": W[8:], "norm": torch.ones(4)}
+FUSE = Mapping([Concat(["a.q", "a.k"], "a.qk", parts=(2, 1)), Rename("norm", "n")])
+
+
+def state_of(steps: tuple[float, float]) -> dict[str, Any]:
+    states = {
+        name: {"exp_avg": tensor * 2, "step": torch.tensor(steps[i]) if i < 2 else torch.tensor(9.0)}
+        for i, (name, tensor) in enumerate(MODEL.items())
+    }
+    return {
+        "model": MODEL,
+        "optim": {"state": states, "param_groups": [{"lr": 0.1, "params": list(MODEL)}]},
+        "step": 4,
+    }
+
+
+def test_optimizer_states_settings_and_lists_go_along(tmp_path: Path) -> None:
+    made = opened(state_of((5.0, 5.0)), tmp_path / "c").mapped(FUSE)
+
+    assert set(made) == {
+        "model.a.qk", "model.n", "optim.state.a.qk.exp_avg", "optim.state.a.qk.step",
+        "optim.state.n.exp_avg", "optim.state.n.step",
+    }  # fmt: skip
+    assert torch.equal(made["optim.state.a.qk.exp_avg"][...], W * 2)
+    assert made["optim.state.a.qk.step"][...] == 5
+    nested = made.nested()
+    assert nested["optim"]["param_groups"] == [{"lr": 0.1, "params": ["a.qk", "n"]}]
+    assert set(nested["optim"]["state"]) == {"a.qk", "n"}
+    assert nested["step"] == 4
+    back = made.mapped(FUSE.inverse())
+    assert reshard.compare(back, tmp_path / "c").ok
+
+
+def test_steps_that_differ_cannot_become_one(tmp_path: Path) -> None:
+    made = opened(state_of((5.0, 6.0)), tmp_path / "c").mapped(FUSE)
+
+    with pytest.raises(KeyMismatchError, match=r"optim.state.a.q.step.*not one number"):
+        made["optim.state.a.qk.step"]
+
+
+def test_numbered_parts_take_settings_along(tmp_path: Path) -> None:
+    """Objects belong to each of the experts that a stack is taken apart into."""
+    state = {
+        "model": {"w": W},
+        "optim": {"state": {"w": {"step": 3, "exp_avg": W}}, "param_groups": [{"params": ["w"]}]},
+    }
+
+    made = opened(state, tmp_path / "c").mapped(Mapping([Unstack("w", "e.{e}", over="e")]))
+
+    assert [made.objects[f"optim.state.e.{i}.step"] for i in range(12)] == [3] * 12
+    assert made.nested()["optim"]["param_groups"][0]["params"] == [f"e.{i}" for i in range(12)]
+    assert torch.equal(made["optim.state.e.7.exp_avg"][...], W[7])
+
+
+def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
+    made = opened({"embed": W, "head": W, "x": W + 1}, tmp_path / "c").mapped(Mapping([Rename("{n+}", "m.{n+}")]))
+
+    assert dict(made.aliases) == {"m.head": "m.embed"}
+    assert torch.equal(made["m.head"][...], W)
+
+
+def test_a_rename_keeps_the_saved_layout(tmp_path: Path) -> None:
+    checkpoint = opened({"a": W}, tmp_path / "c")
+
+    made = checkpoint.mapped(Mapping([Rename("a", "b")]))
+
+    assert made.layout["b"].form == checkpoint.layout["a"].form
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([Concat(["a.q", "a.x"], "qx")], "'model.a.x' is missing: it belongs together with 'model.a.q' in 'model.qx'"),
+        ([Rename("norm", "a.q")], "would be called 'model.a.q'"),
+        ([Stack("a.{e}x", "s", over="e")], None),
+    ],
+)
+def test_what_does_not_fit_is_named(rules: list[Rule], message: str | None, tmp_path: Path) -> None:
+    checkpoint = opened({"model": MODEL}, tmp_path / "c")
+
+    if message is None:
+        assert set(checkpoint.mapped(Mapping(rules))) == set(checkpoint)  # nothing is numbered so: all stays
+        return
+    with pytest.raises(KeyMismatchError, match=message):
+        checkpoint.mapped(Mapping(rules))
+
+
+def test_a_hole_in_the_numbers_is_named(tmp_path: Path) -> None:
+    checkpoint = opened({"e.0.w": W, "e.2.w": W}, tmp_path / "c")
+
+    with pytest.raises(KeyMismatchError, match=r"'e\.1\.w' is missing"):
+        checkpoint.mapped(Mapping([Stack("e.{e}.w", "w", over="e")]))
+
+
+def test_shapes_that_do_not_fit_name_the_tensor(tmp_path: Path) -> None:
+    made = opened({"w": W}, tmp_path / "c").mapped(Mapping([Rope("w", "r", 10, "pairs")]))
+
+    with pytest.raises(NormalizationError, match=r"Rope does not fit 'w' \[12, 4\]: dim 0 of 12"):
+        made["r"]
+
+
+@pytest.mark.parametrize(
+    "rule", [Drop("a"), Cast("a", "bfloat16"), Dequantize(), Concat(["a", "b"], "c")], ids=lambda r: type(r).__name__
+)
+def test_what_cannot_be_undone_says_so(rule: Rule) -> None:
+    with pytest.raises(NormalizationError):
+        Mapping([rule]).inverse()
+
+
+def test_cast_is_computed_piece_by_piece(tmp_path: Path) -> None:
+    """Also in strided slices, and of tensors that were mapped before."""
+    values = torch.randn(30, 7)
+    checkpoint = opened({"w": values, "n": torch.arange(3), "s": torch.tensor(1.5)}, tmp_path / "c")
+
+    made = checkpoint.mapped(Mapping([Transpose("w", "w")]) | Mapping([Cast("{n+}", "bfloat16", old="float32")]))
+
+    assert made["w"].dtype == torch.bfloat16
+    assert torch.equal(made["w"][...], values.T.bfloat16())
+    assert torch.equal(made["w"][1:6:2, 3:29:5], values.T.bfloat16()[1:6:2, 3:29:5])
+    assert made["n"].dtype == torch.int64
+    assert made["s"].dtype == torch.float32  # numbers such as steps keep their precision
+    assert made.mapped(Mapping([Cast("{n+}", "float32", old="bfloat16")]))["w"].dtype == torch.float32
+
+
+def test_block_quantized_weights_are_dequantized(tmp_path: Path) -> None:
+    """As DeepSeek stores them: fp8 values, a scale for each block; edges are smaller blocks."""
+    values = torch.randn(20, 13).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2)
+    plain = torch.randn(4, 4, dtype=torch.bfloat16)
+    state = {"a.weight": values, "a.weight_scale_inv": scales, "b.weight": plain}
+    wide = scales.repeat_interleave(8, 0)[:20].repeat_interleave(8, 1)[:, :13]
+    wanted = (values.float() * wide).bfloat16()
+
+    made = opened(state, tmp_path / "c").mapped(Mapping([Dequantize(block=(8, 8))]))
+
+    assert set(made) == {"a.weight", "b.weight"}
+    assert torch.equal(made["a.weight"][...], wanted)
+    assert torch.equal(made["a.weight"][3:19:3, 7:], wanted[3:19:3, 7:])
+    assert torch.equal(made["b.weight"][...], plain)
+    with pytest.raises(NormalizationError, match="needs scales of shape"):
+        opened(state, tmp_path / "d").mapped(Mapping([Dequantize(block=(4, 8))]))["a.weight"]
+
+
+def test_load_through_a_mapping(tmp_path: Path) -> None:
+    reshard.save(state_of((5.0, 5.0)), tmp_path / "c")
+    target = {"model": {"a.qk": torch.zeros(12, 4), "n": torch.zeros(4)}}
+
+    report = reshard.load(target, tmp_path / "c", mapping=FUSE, strict={"model.*": "strict", "*": "partial"})
+
+    assert torch.equal(target["model"]["a.qk"], W)
+    assert {"model.a.qk", "model.n"} == set(report.loaded)
+
+
+def test_every_error_is_ours() -> None:
+    assert issubclass(NormalizationError, ReshardError)
+    with pytest.raises(NormalizationError, match="as many parts"):
+        Concat(["a", "b"], "c", parts=(1,))
+    with pytest.raises(NormalizationError, match=r"\{e\} must be in"):
+        Stack("a", "b", over="e")
+    with pytest.raises(NormalizationError, match="no source says"):
+        Rename("a", "b.{i}")
