@@ -1,0 +1,129 @@
+"""Laws of mappings: back and forth is nothing, and what they make is what numpy makes of whole tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planners.layout import StateLayout, TensorSpec
+from planners.load_plan import plan_reads
+from planners.proof import verify
+from planners.replay import replay
+from planners.testing import layouts
+from property_tests.test_stored_views import stored
+from reshard.checkpoint import Checkpoint
+from reshard.formats.base import Contents
+from reshard.mapping import Concat, Mapping, Rename, Resize, Rope, Rule, Split, Stack, Transpose, Unstack
+
+Shape = tuple[int, ...]
+
+
+def _swapped(shape: Shape, dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+@st.composite
+def rules(draw: st.DrawFn, at: int) -> tuple[Rule, dict[str, Shape]]:
+    """A reversible rule, and the tensors that it takes; `at` keeps the names of several apart."""
+    a, b = f"in{at}", f"out{at}"
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    dim = draw(st.integers(0, len(shape) - 1))
+    kind = draw(st.sampled_from(["rename", "concat", "split", "stack", "unstack", "transpose", "rope", "pad"]))
+    if kind == "rename":
+        return Rename(f"{a}.{{x}}", f"{b}.{{x}}"), {f"{a}.w": shape}
+    if kind in ("concat", "split"):
+        parts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+        groups, names = draw(st.integers(1, 3)), [f"{a}.{i}" for i in range(len(parts))]
+        unit = draw(st.integers(1, 2)) * groups
+        if kind == "concat":
+            return Concat(names, b, parts, groups, dim), {
+                name: _swapped(shape, dim, part * unit) for name, part in zip(names, parts)
+            }
+        return Split(b, names, parts, groups, dim), {b: _swapped(shape, dim, sum(parts) * unit)}
+    if kind == "stack":
+        count = draw(st.integers(1, 4))
+        return Stack(f"{a}.{{e}}.w", b, "e", dim), {f"{a}.{i}.w": shape for i in range(count)}
+    if kind == "unstack":
+        return Unstack(a, f"{b}.{{e}}.w", "e", dim), {a: shape}
+    if kind == "transpose":
+        return Transpose(a, b, draw(st.permutations(range(len(shape))))), {a: shape}
+    if kind == "rope":
+        size, heads = draw(st.sampled_from([2, 4, 6])), draw(st.integers(1, 3))
+        return Rope(a, b, size, draw(st.sampled_from(["halves", "pairs"]))), {a: _swapped(shape, 0, size * heads)}
+    grown = shape[dim] + draw(st.integers(0, 3))
+    return Resize(a, b, shape[dim], grown, dim), {a: shape}
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[Mapping, dict[str, Shape]]:
+    """A few rules, perhaps a second stage over all names, and the tensors of a model that they fit."""
+    drawn = [draw(rules(at)) for at in range(draw(st.integers(1, 3)))]
+    mapping = Mapping(rule for rule, _ in drawn)
+    if draw(st.booleans()):
+        mapping = mapping | Mapping([Rename("{name+}", "last.{name+}")])
+    shapes = {name: shape for _, of in drawn for name, shape in of.items()}
+    return mapping, {**shapes, "other": (3,)}
+
+
+def numbered(shapes: dict[str, Shape]) -> dict[str, np.ndarray[Any, Any]]:
+    """Every element of every tensor has a number of its own; 0 is for padding."""
+    out, at = {}, 1
+    for name, shape in shapes.items():
+        n = math.prod(shape)
+        out[name] = np.arange(at, at + n, dtype=np.int64).reshape(shape)
+        at += n
+    return out
+
+
+@given(st.data())
+@settings(max_examples=100)
+def test_forward_then_inverse_is_identity_however_tensors_are_stored(data: st.DataObject) -> None:
+    mapping, shapes = data.draw(models())
+    tensors, truth, first = {}, {}, 1
+    for name, shape in shapes.items():
+        found, truth[name] = data.draw(stored(shape, first))
+        tensors[name] = found.renamed(name)
+        first += math.prod(shape)
+    checkpoint = Checkpoint(Contents("made", tensors), "made")
+
+    there = mapping.apply(checkpoint)
+    back = mapping.inverse().apply(there)
+
+    views = mapping.views({name: tensor.spec for name, tensor in tensors.items()})
+    whole = {name: tensor.numpy() for name, tensor in truth.items()}
+    assert set(there) == set(views)
+    for name, view in views.items():
+        np.testing.assert_array_equal(there[name][...].numpy(), view.apply(whole))
+    assert set(back) == set(shapes)
+    for name, tensor in truth.items():
+        assert torch.equal(back[name][...], tensor)
+
+
+@given(st.data())
+@settings(max_examples=100)
+def test_a_plan_through_a_mapping_is_numpy_on_whole_tensors(data: st.DataObject) -> None:
+    """On random models and pairs of layouts: every rank gets just what it would cut out of the mapped whole."""
+    mapping, shapes = data.draw(models())
+    specs = {name: TensorSpec(name, shape, "int64") for name, shape in shapes.items()}
+    views = mapping.views(specs)
+    saved = StateLayout({name: data.draw(layouts(spec)) for name, spec in specs.items()})
+    wanted = StateLayout({name: data.draw(layouts(view.spec)) for name, view in views.items()})
+
+    plan = plan_reads(saved, wanted, views=views)
+
+    verify(plan).raise_if_failed()
+    arrays = numbered(shapes)
+    due = {name: np.asarray(view.apply(arrays), dtype=np.int64) for name, view in views.items()}
+    for rank in range(min(plan.world_size, 6)):
+        got = replay(plan, rank, arrays)
+        for name in views:
+            for part, array in zip(wanted.parts(name, rank), got[name]):
+                expected = np.full(part.sizes, -1, dtype=np.int64)
+                for box, local in part.boxes():
+                    expected[local.slices] = due[name][box.slices]
+                np.testing.assert_array_equal(array, expected)
