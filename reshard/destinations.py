@@ -7,13 +7,13 @@ parameter lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, LazyTensor
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import KeyMismatchError
 from reshard.normalization.api import get_model_state_dict, get_optimizer_state_dict
@@ -36,10 +36,11 @@ def optimizer_destinations(
     Returns:
         `{"state": {fqn: {name: value}}, "param_groups": [...]}`: state of the model's parameters that were saved with
         some; tensors of the parameter's shape are sharded like it, in the saved dtype; all others are whole. Groups
-        are the live ones.
+        are the live ones. Where the flat form was saved, the flat form: `state.<fqn>.<name>` and
+        `param_groups.<fqn>.<field>` of the model's parameters.
 
     Raises:
-        KeyMismatchError: the checkpoint has nothing under `prefix`, or no nested optimizer state there.
+        KeyMismatchError: the checkpoint has nothing under `prefix`.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     place = tuple(prefix.split(".")) if prefix else ()
@@ -54,10 +55,11 @@ def optimizer_destinations(
         rest = path[len(place) :]
         if len(rest) == 3 and rest[0] == "state" and rest[1] in parameters:
             values = state.setdefault(rest[1], {})
-            if key in checkpoint:
-                values[rest[2]] = _memory(checkpoint, key, parameters[rest[1]])
-            else:
-                values[rest[2]] = checkpoint.objects[key]
+            values[rest[2]] = _place(
+                checkpoint[key] if key in checkpoint else checkpoint.objects[key], parameters[rest[1]]
+            )
+        elif rest and str(rest[0]).startswith(("state.", "param_groups.")):
+            return _flat(checkpoint, place, parameters)
     if not found:
         names = sorted({str(checkpoint.contents.paths.get(key, (key,))[0]) for key in checkpoint})[:8]
         raise KeyMismatchError(
@@ -68,9 +70,28 @@ def optimizer_destinations(
     return {"state": state, "param_groups": live.get("param_groups", [])}
 
 
-def _memory(checkpoint: Checkpoint, key: str, parameter: Any) -> torch.Tensor:
-    """An unfilled tensor for a saved one, placed like its parameter where the shapes are the same."""
-    saved = checkpoint[key]
+def _flat(checkpoint: Checkpoint, place: tuple[str, ...], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved flat form at `place`, of these parameters."""
+    saved = checkpoint.nested()
+    for part in place:
+        saved = saved[part]
+    owners = {key: _owner(key.partition(".")[2], parameters) for key in saved}
+    return {key: _place(saved[key], parameters[owner]) for key, owner in owners.items() if owner is not None}
+
+
+def _owner(name: str, parameters: Mapping[str, Any]) -> str | None:
+    """The parameter whose name, and a dot, `name` begins with; the longest if there are several."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in parameters:
+            return name
+    return None
+
+
+def _place(saved: Any, parameter: Any) -> Any:
+    """For a tensor, unfilled memory, placed like its parameter where the shapes are the same; all else as saved."""
+    if not isinstance(saved, LazyTensor):
+        return saved
     if tuple(saved.shape) == global_shape(parameter):
         like: torch.Tensor = torch.empty_like(parameter, dtype=saved.dtype)
         return like

@@ -63,9 +63,10 @@ def test_the_recipe_for_pipelines_runs_on_other_numbers_of_stages(tmp_path: Path
         gloo.run(_on_this_rank, stages, source, str(tmp_path))
 
     saved = reshard.open(tmp_path / "checkpoints" / "pipeline").nested()
-    assert sorted(saved["model"]) == [f"layers.{i}.{name}" for i in range(4) for name in ("bias", "weight")]
-    assert {float(state["step"][...]) for state in saved["optim"]["state"].values()} == {3.0}
-    assert [saved["groups"][f"stage{i}"][0]["lr"] for i in range(4)] == [0.1, 0.1, 0.01, 0.01]
+    names = [f"layers.{i}.{name}" for i in range(4) for name in ("bias", "weight")]
+    assert sorted(saved["model"]) == names
+    assert {float(saved["optim"][f"state.{name}.step"][...]) for name in names} == {3.0}
+    assert [saved["optim"][f"param_groups.layers.{i}.bias.lr"] for i in range(4)] == [0.1, 0.1, 0.01, 0.01]
 
 
 @pytest.mark.gloo

@@ -131,3 +131,36 @@ def test_state_of_the_parameters_shape_is_sharded_like_it(tmp_path) -> None:
     places = gloo.run(_sharded_places, 2, str(tmp_path))
 
     assert places == [[("DTensor", (4, 3)), ("Tensor", ())]] * 2
+
+
+FLAT = reshard.StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "adafactor"])
+def test_the_flat_form_gets_places_of_the_flat_form(kind, tmp_path) -> None:
+    model, optimizer = _trained(OPTIMIZERS[kind])
+    saved = reshard.get_optimizer_state_dict(model, optimizer, options=FLAT)
+    reshard.save({"optim": saved}, tmp_path)
+    fresh = _model(1)
+    other = OPTIMIZERS[kind](fresh.parameters())
+    other.param_groups[0]["lr"] = 9.0
+    other.step = _never
+
+    places = reshard.optimizer_destinations(fresh, other, tmp_path)
+    reshard.load({"optim": places}, tmp_path)
+    reshard.set_optimizer_state_dict(fresh, other, places)
+
+    assert places.keys() == saved.keys()
+    assert reshard.compare({"o": reshard.get_optimizer_state_dict(fresh, other, options=FLAT)}, {"o": saved}).ok
+
+
+def test_a_part_of_the_model_gets_places_for_its_part_of_the_flat_form(tmp_path) -> None:
+    model, optimizer = _trained()
+    reshard.save({"optim": reshard.get_optimizer_state_dict(model, optimizer, options=FLAT)}, tmp_path)
+    part = nn.Sequential(nn.Linear(3, 4))
+
+    places = reshard.optimizer_destinations(part, torch.optim.AdamW(part.parameters()), tmp_path)
+
+    assert {".".join(key.split(".")[1:3]) for key in places} == {"0.weight", "0.bias"}
+    assert places["state.0.weight.exp_avg"].shape == (4, 3)
+    assert places["param_groups.0.bias.lr"] == 1e-3
