@@ -113,7 +113,9 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256, help="size of the tensors (default 256)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="tensors of 32 MiB")
     options = parser.parse_args()
+    options.mib = min(options.mib, 32) if options.quick else options.mib
     torch.set_num_threads(options.threads)
     measure(torch.device("cpu"), options.mib << 20, options.repeats)
     small_tensors()
