@@ -20,6 +20,10 @@ BLOCKS = [
     for i, match in enumerate(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
 ]
 
+IMPORTS = """from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+"""
+
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch.compile uses what torch deprecates
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # torch's DCP says so in one process
@@ -67,6 +71,21 @@ def test_the_recipe_for_pipelines_runs_on_other_numbers_of_stages(tmp_path: Path
     assert sorted(saved["model"]) == names
     assert {float(saved["optim"][f"state.{name}.step"][...]) for name in names} == {3.0}
     assert [saved["optim"][f"param_groups.layers.{i}.bias.lr"] for i in range(4)] == [0.1, 0.1, 0.01, 0.01]
+
+
+@pytest.mark.gloo
+def test_the_recipe_for_adapters_runs_under_fsdp2(tmp_path: Path) -> None:
+    """As it stands, but for a model that is cut over the ranks."""
+    [source] = [block.values[0] for block in BLOCKS if block.id == "lora:0"]
+    cut = "    fully_shard(model, mesh=init_device_mesh('cpu', (2,)))\n"
+    changed = (
+        source.replace("    return model, ", cut + "    return model, ")
+        .replace("torch.equal(a, b)", "torch.equal(a.to_local(), b.to_local())")
+        .replace("import reshard\n", f"import reshard\n{IMPORTS}", 1)
+    )
+    assert changed.count("fully_shard(") == changed.count("to_local(), ") == 1
+
+    gloo.run(_on_this_rank, 2, changed, str(tmp_path))
 
 
 @pytest.mark.gloo
