@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from planners.box import Box
+from planners.byteruns import Window
 from planners.overlap import Sweep
 from reshard.dtypes import dtype_from_name
 from reshard.errors import ReshardError
@@ -238,10 +239,14 @@ class _Reader:
             chunk = self.stored.chunks[number]
             place = chunk.place
             window = place.window.crop(common.relative_to(chunk.box))
-            inner: Any = (*common.relative_to(box).slices, ...)  # an array also where there are no dims
-            copy_place(place.with_window(window), out[inner])
-            if isinstance(place.source, FileSource):
-                sources.add(place.source)
+            for part in _narrow(window):
+                inner: Any = (*part.shift(common.relative_to(box).offsets).slices, ...)  # no dims: still an array
+                near = window.crop(part)
+                copy_place(place.with_window(near), out[inner])
+                if isinstance(place.source, FileSource):
+                    sources.add(place.source)
+                    if part.sizes != window.sizes:
+                        place.source.unmap(near.offset, near.stop - near.offset)
         return sources
 
     def _meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
@@ -252,3 +257,18 @@ class _Reader:
             common = chunk.box & box
             if common is not None:
                 yield number, common
+
+
+def _narrow(window: Window) -> Iterator[Box]:
+    """The window in parts that lie close together: of a mapped file, all pages between count as memory when touched."""
+    span = window.stop - window.offset
+    dims = [d for d, n in enumerate(window.sizes) if n > 1]
+    if span <= PIECE_BYTES or window.is_contiguous or not dims:
+        yield Box.full(window.sizes)
+        return
+    far = max(dims, key=lambda d: window.strides[d])
+    step = max(1, PIECE_BYTES // max(window.strides[far], 1))
+    for start in range(0, window.sizes[far], step):
+        size = min(step, window.sizes[far] - start)
+        offsets = tuple(start if d == far else 0 for d in range(len(window.sizes)))
+        yield Box.of(offsets, tuple(size if d == far else n for d, n in enumerate(window.sizes)))

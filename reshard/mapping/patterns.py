@@ -84,13 +84,15 @@ class Site:
 
 _SECTION = re.compile(r"(?:(?:model|module|state_dict|app|net)\.)+")
 _STATE = re.compile(r"(.*?\b(?:optim|optimizers?|optimizer_\d+)(?:\.\d+)?\.(?:state|param_groups)\.)(.+)(\.[^.]+)")
+_GROUP = re.compile(r"\d+(\.|$)")
 _STATE_FIRST = re.compile(r"(.*?\b(?:optim|optimizers?|optimizer_\d+)(?:\.\d+)?\.state\.[^.]+\.(?:module\.)?)(.+)")
 
 
 def sites(key: str) -> Iterator[Site]:
     """Every way in which a key can be read: as a state of a parameter, as a name, as a name within a section."""
     state = _STATE.fullmatch(key)
-    if state is not None and not state[2].isdigit():  # a number is that of a group of parameters
+    numbered = state is not None and state[1].endswith(".param_groups.") and _GROUP.match(state[2])
+    if state is not None and not numbered:  # settings of a numbered group belong to no parameter
         yield Site(state[1], state[2], state[3], True)
     first = _STATE_FIRST.fullmatch(key)
     if first is not None:

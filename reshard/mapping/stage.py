@@ -40,6 +40,9 @@ class Stage:
         self.objects: dict[str, Callable[[], Any]] = {}
         self.paths: dict[str, tuple[Any, ...]] = {}
         self.renamed: dict[str, str] = {}
+        """What becomes of names that are not put together with others, or taken apart."""
+        self.change: dict[str, Rule] = {}
+        """The rule that changes such a tensor, where it does more than rename it."""
 
     def contents(self) -> Contents:
         """The contents under the new names."""
@@ -54,7 +57,7 @@ class Stage:
         aliases = {
             self.renamed[alias]: self.renamed[kept]
             for alias, kept in self.given.aliases.items()
-            if alias in self.renamed and kept in self.renamed
+            if alias in self.renamed and kept in self.renamed and self.change.get(alias) == self.change.get(kept)
         }
         listed = {n: m for n, m in self.made.items() if n not in aliases or self._was_listed(n)}
         return replace(
@@ -86,6 +89,9 @@ class Stage:
             self.renamed[first] = new
             self._put(self.made, new, first, lambda: self.tensors[first]().renamed(new))
             return
+        if len(group.members) == 1 and len(rule.targets) == 1 and rule.targets[0].number is None:
+            [self.renamed[first]] = group.target_names(None)
+            self.change[first] = rule
         if isinstance(rule, (Cast, Dequantize)):
             (new,) = group.target_names(None)
             self._put(self.made, new, first, lambda: self._computed(group, new))
