@@ -96,7 +96,7 @@ def planning() -> None:
 
 
 def _their_planning(ranks: int) -> str:
-    """What the peer's coordinator does with everybody's plans; for many ranks with a tenth of the tensors, times ten."""
+    """What the peer's coordinator does with everybody's plans; of many ranks, for a tenth of the tensors, times ten."""
     items = 3000 if ranks <= 64 else 300
     plans = []
     for rank in range(ranks):

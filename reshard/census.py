@@ -25,6 +25,7 @@ from reshard.errors import FormatError, KeyMismatchError, LayoutError
 from reshard.execute.arrays import as_array, row_major_bytes
 from reshard.group import Group
 from reshard.per_rank import PerRank
+from reshard.subclasses import expanded
 from reshard.tensors import device_of, form_of, is_sharded, is_tensor, local_tensors, spec_of
 from reshard.tree import Flat, KeyPath, encode_plain, flatten, key_of, path_to_json
 
@@ -62,6 +63,7 @@ def holdings_of(state: Mapping[str, Any], select: Collection[str] | None = None)
     Raises FormatError for an object that is no plain data, naming its key; KeyMismatchError for keys that collide.
     """
     flat = flatten(state, is_leaf=lambda value: is_tensor(value) or isinstance(value, PerRank))
+    flat = replace(flat, leaves=expanded(flat.leaves))
     if select is not None:
         flat = _selected(flat, select)
     tensors: dict[str, Any] = {}

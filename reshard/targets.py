@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from reshard.census import identity_of
 from reshard.errors import LayoutError
 from reshard.per_rank import PerRank
+from reshard.subclasses import expanded
 from reshard.tensors import device_of, is_tensor, local_tensors
 from reshard.tree import IntKey, KeyPath, flatten, key_of
 
@@ -41,14 +42,15 @@ class Targets:
     def of(cls, state: dict[str, Any]) -> Targets:
         """Take `state` apart; nothing is changed."""
         flat = flatten(state, is_leaf=lambda value: is_tensor(value) or isinstance(value, PerRank))
+        leaves = expanded(flat.leaves)
         out = cls(state, {}, {}, {}, {}, {}, {})
         full: set[KeyPath] = set()  # containers that hold a tensor somewhere
-        for path, value in flat.leaves.items():
+        for path, value in leaves.items():
             if is_tensor(value) or isinstance(value, PerRank):
                 full.update(path[:i] for i in range(len(path)))
         full.add(())
         seen: dict[Any, str] = {}
-        for path, value in flat.leaves.items():
+        for path, value in leaves.items():
             key = key_of(path)
             unit = next((path[:i] for i in range(1, len(path)) if path[:i] not in full), None)
             if isinstance(value, PerRank):
@@ -120,8 +122,12 @@ def _put(root: Any, path: KeyPath, value: Any) -> None:
     """Replace what is at `path`. Tuples on the way are made anew in their own containers."""
     chain = [root]
     for part in path[:-1]:
-        chain.append(chain[-1][_index(part)])
+        here = chain[-1]
+        chain.append(getattr(here, str(part)) if isinstance(here, torch.Tensor) else here[_index(part)])
     for container, part in zip(reversed(chain), reversed(path)):
+        if isinstance(container, torch.Tensor):  # a subclass, of which this is an inner tensor
+            setattr(container, str(part), value)
+            return
         if not isinstance(container, tuple):
             container[_index(part)] = value
             return
