@@ -220,3 +220,31 @@ def test_the_documentation_lists_every_hint() -> None:
     text = (Path(__file__).parents[3] / "docs" / "canonical.md").read_text(encoding="utf-8")
     for name, what in HINTS.items():
         assert f"| `{name}` | {what} |" in text
+
+
+def test_experts_and_routers_of_other_families_on_disk(tmp_path: Path) -> None:
+    """Jamba's experts are stacked under their own block's name; Granite's are stacked on disk; Ernie's bias moves."""
+    jamba, granite = "model.layers.1.feed_forward", "model.layers.0.block_sparse_moe"
+    parts = {f"{e}.{part}_proj": torch.randn(2, 2) for e in range(2) for part in ("gate", "up", "down")}
+    save_file(
+        {
+            **{f"{jamba}.experts.{name}.weight": tensor for name, tensor in parts.items()},
+            f"{jamba}.router.weight": W,
+            f"{granite}.input_linear.weight": W.clone(),
+            f"{granite}.output_linear.weight": W + 1,
+            f"{granite}.router.layer.weight": W + 2,
+            "model.layers.2.mlp.moe_statics.e_score_correction_bias": B,
+        },
+        tmp_path / "model.safetensors",
+    )
+    model = checkpoint.open(tmp_path / "model.safetensors").normalized()["model"]
+    fused = torch.stack([torch.cat([parts[f"{e}.gate_proj"], parts[f"{e}.up_proj"]]) for e in range(2)])
+    assert model.pop(f"{jamba}.experts.gate_up_proj")[...].equal(fused)
+    assert model.pop(f"{jamba}.experts.down_proj")[1].equal(parts["1.down_proj"])
+    assert set(model) == {
+        f"{jamba}.router.weight",
+        f"{granite}.experts.gate_up_proj",
+        f"{granite}.experts.down_proj",
+        f"{granite}.router.weight",
+        "model.layers.2.mlp.gate.moe_statics.e_score_correction_bias",
+    }
