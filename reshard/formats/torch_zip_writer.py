@@ -31,7 +31,10 @@ from reshard.records import Record
 __all__ = ["ArchiveWriter", "TensorStub", "begin_archive", "end_archive", "pickled_state", "unknown_objects"]
 
 _ALIGNMENT = 64
-_LIMIT32 = 0xFFFFFFFF
+_MARK32 = 0xFFFFFFFF
+"""Stands where a number of 32 bits would be too small: the right one is in an extra field."""
+_LIMIT32 = _MARK32
+"""From here on numbers are told in 64 bits."""
 _FLAGS = 0x0808
 """Sizes and checksum follow the data; names are UTF-8."""
 _DATE = 0x0021
@@ -90,7 +93,7 @@ class ArchiveWriter:
         wide = struct.pack("<HHQQ", 1, 16, 0, 0) if big else b""
         fill = -(at + 30 + len(full) + len(wide) + 4) % _ALIGNMENT
         extra = wide + struct.pack("<HH", 0x4246, fill) + b"Z" * fill
-        size = _LIMIT32 if big else 0
+        size = _MARK32 if big else 0
         self._put(
             struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", 45 if big else 20, _FLAGS, 0, 0, _DATE, 0, size, size,
                         len(full), len(extra))
@@ -119,7 +122,7 @@ class ArchiveWriter:
         for entry in self._entries:
             wide = [n for n in (entry.nbytes,) * 2 if n >= _LIMIT32] + [n for n in (entry.at,) if n >= _LIMIT32]
             extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-            size, at = min(entry.nbytes, _LIMIT32), min(entry.at, _LIMIT32)
+            size, at = _fitting(entry.nbytes), _fitting(entry.at)
             self._put(
                 struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", 45, 45 if wide else 20, _FLAGS, 0, 0, _DATE,
                             entry.crc, size, size, len(entry.name), len(extra), 0, 0, 0, 0, at)
@@ -128,8 +131,12 @@ class ArchiveWriter:
         length, end, count = self.nbytes - start, self.nbytes, len(self._entries)
         self._put(struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, length, start))
         self._put(struct.pack("<4sIQI", b"PK\x06\x07", 0, end, 1))
-        few, small, near = min(count, 0xFFFF), min(length, _LIMIT32), min(start, _LIMIT32)
+        few, small, near = min(count, 0xFFFF), _fitting(length), _fitting(start)
         self._put(struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, few, few, small, near, 0))
+
+
+def _fitting(number: int) -> int:
+    return number if number < _LIMIT32 else _MARK32
 
 
 def begin_archive(write: Callable[[Any], Any], pickled: bytes) -> ArchiveWriter:

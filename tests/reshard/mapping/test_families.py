@@ -9,7 +9,6 @@ import torch
 
 import reshard
 from reshard.errors import NormalizationError
-from reshard.export.job import canonical
 from reshard.mapping import Mapping
 from reshard.mapping.families import FAMILIES, NAMINGS, Decoder, in_memory_to_disk, ready
 from tests.reshard.formats.samples import same, sample, truth
@@ -31,7 +30,7 @@ WRITTEN = [
 @pytest.mark.samples
 @pytest.mark.parametrize(("name", "path", "naming", "model"), WRITTEN, ids=[row[0] for row in WRITTEN])
 def test_to_hugging_face(name: str, path: str, naming: str, model: Decoder) -> None:
-    state = canonical(reshard.open(sample(name) / path))
+    state = reshard.open(sample(name) / path).canonical()
 
     made = ready(model, naming, "huggingface").apply(state)
 
@@ -50,7 +49,7 @@ def test_to_hugging_face(name: str, path: str, naming: str, model: Decoder) -> N
 def test_fused_moments_are_split_as_the_weights_are() -> None:
     """torchtitan splits the fused weights when it saves, but not their moments."""
     name = "titan_qwen3moe_fsdp2_ep2"
-    state = canonical(reshard.open(sample(name) / TITAN))
+    state = reshard.open(sample(name) / TITAN).canonical()
     model = WRITTEN[1][3]
 
     made = ready(model, "torchtitan", "huggingface").apply(state)
@@ -87,7 +86,7 @@ def test_from_hugging_face_and_back(name: str, family: str, naming: str) -> None
 @pytest.mark.samples
 def test_what_is_in_memory_becomes_what_is_on_disk() -> None:
     checkpoint = reshard.open(sample("hf_deepseek_v3") / "ckpt")
-    memory = canonical(checkpoint, model_only=True)
+    memory = checkpoint.canonical(model_only=True)
 
     disk = in_memory_to_disk().apply(memory)
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 import reshard
+from planners.layout import TensorSpec
+from planners.proof import verify
+from planners.topology import Topology
 from reshard.errors import KeyMismatchError, NormalizationError, ReshardError
 from reshard.mapping import (
     Cast,
@@ -294,3 +297,25 @@ def test_every_error_is_ours() -> None:
         Stack("a", "b", over="e")
     with pytest.raises(NormalizationError, match="no source says"):
         Rename("a", "b.{i}")
+
+
+def test_a_rank_reads_its_slice_of_a_fused_projection_by_byte_range(tmp_path: Path) -> None:
+    """q, k and v are saved apart by rows over three ranks; each of two tensor-parallel ranks reads its query groups of
+    the fused one: half of the bytes, no element twice."""
+    torch.manual_seed(0)
+    parts = {"q": torch.randn(48, 16), "k": torch.randn(12, 16), "v": torch.randn(12, 16)}
+    reshard.save(parts, tmp_path / "whole")
+    reshard.convert(tmp_path / "whole", tmp_path / "c", onto=Topology.parse("dp=3", {"*": "S(0)"}))
+    fuse = Mapping([Concat(["q", "k", "v"], "qkv", parts=(4, 1, 1), groups=4)])
+    made = reshard.open(tmp_path / "c").mapped(fuse)
+
+    plan = reshard.plan(made, Topology.parse("tp=2", {"*": "S(0)"}))
+
+    assert verify(plan).ok
+    assert plan.rank_bytes().tolist() == [36 * 16 * 4] * 2
+    groups = [parts[x].chunk(4) for x in "qkv"]
+    wanted = torch.cat([part[g] for g in range(4) for part in groups])
+    assert torch.equal(made["qkv"][36:], wanted[36:])
+    views = fuse.views({name: TensorSpec(name, tuple(t.shape), "float32") for name, t in parts.items()})
+    arrays = {name: tensor.numpy() for name, tensor in parts.items()}
+    assert torch.equal(torch.from_numpy(views["qkv"].apply(arrays)), wanted)

@@ -1,0 +1,92 @@
+"""`reshard convert` as a user drives it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import reshard
+
+
+def test_model_only_for_hugging_face(say, checkpoint: Path, tmp_path: Path) -> None:
+    said = say("convert", checkpoint, tmp_path / "hf", "-f", "safetensors", "--model", "--dtype", "float16")
+
+    assert said.code == 0
+    assert "format safetensors: 5 tensors" in said.out
+    loaded = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(loaded["layers.1.w"], (torch.arange(24.0).reshape(6, 4) + 1).half())
+    assert loaded["count"] == 3
+
+
+def test_what_is_left_out_is_told(say, checkpoint: Path, tmp_path: Path) -> None:
+    said = say("convert", checkpoint, tmp_path / "hf", "--format", "safetensors", "--max-shard", "100B")
+
+    assert said.code == 0
+    assert "left out, since safetensors cannot hold them" in said.out
+    assert "step" in said.out
+
+
+def test_onto_a_topology_as_json(say, checkpoint: Path, tmp_path: Path) -> None:
+    words = ["--onto", "dp=2", "--rule", "*.w=S(0)", "--rule", "*=R", "--json"]
+
+    said = say("convert", checkpoint, tmp_path / "c", *words)
+
+    report = json.loads(said.out)
+    assert len(report["files"]) == 2
+    assert report["total_bytes"] == 3 * 96 + 8 + 8 + 4
+    made = reshard.open(tmp_path / "c")
+    assert [box.sizes for box in made["model.layers.0.w"].stored.boxes] == [(3, 4), (3, 4)]
+    assert reshard.compare(checkpoint, made).ok
+
+
+def test_selection_and_one_file(say, checkpoint: Path, tmp_path: Path) -> None:
+    words = ["--select", "model.*", "--select", "!model.layers.*"]
+
+    said = say("convert", checkpoint, tmp_path / "c.pt", "-f", "torch_save", *words)
+
+    assert said.code == 0
+    loaded = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert set(loaded["model"]) == {"norm", "count"}
+
+
+def test_names_of_a_family(say, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rows = torch.arange(64.0).reshape(8, 8)
+    reshard.save({"layers.0.attention.qkv_linear.wq.weight": rows}, tmp_path / "titan")
+
+    words = ["--names", "torchtitan:huggingface", "--config", tmp_path / "config.json"]
+    said = say("convert", tmp_path / "titan", tmp_path / "hf", "-f", "safetensors", *words)
+
+    assert said.code == 0
+    found = reshard.open(tmp_path / "hf")["model.layers.0.self_attn.q_proj.weight"][...]
+    assert torch.equal(found, rows[[0, 2, 1, 3, 4, 6, 5, 7]])  # from pairs to halves, head by head
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--names", "torchtitan"], "write --names FROM:TO --config"),
+        (["--max-shard", "many"], "'many' is no size"),
+        (["--format", "gguf"], "cannot write the format 'gguf'"),
+        (["--select", "nothing*"], "nothing in"),
+        (["--onto", "nowhere"], "there is nothing at nowhere"),
+    ],
+)
+def test_errors_are_one_line(say, checkpoint: Path, tmp_path: Path, words: list[str], told: str) -> None:
+    said = say("convert", checkpoint, tmp_path / "c", *words)
+
+    assert said.code == 3
+    assert told in said.err
+    assert len(said.err.strip().splitlines()) == 1
+
+
+def test_a_second_time_is_refused(say, checkpoint: Path, tmp_path: Path) -> None:
+    assert say("convert", checkpoint, tmp_path / "c").code == 0
+
+    assert "overwrite=True" in say("convert", checkpoint, tmp_path / "c").err
+    assert say("convert", checkpoint, tmp_path / "c", "--overwrite").code == 0
