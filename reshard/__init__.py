@@ -17,6 +17,7 @@ _HOME = {
     "PerRank": "per_rank",
     "ReshardError": "errors",
     "SaveReport": "saving",
+    "Stage": "normalization",
     "StateDictOptions": "normalization",
     "TransferReport": "live",
     "async_save": "saving",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from reshard.loading import load as load
     from reshard.mapping import Mapping as Mapping
     from reshard.normalization import FqnMap as FqnMap
+    from reshard.normalization import Stage as Stage
     from reshard.normalization import StateDictOptions as StateDictOptions
     from reshard.normalization import fqn_map as fqn_map
     from reshard.normalization import get_model_state_dict as get_model_state_dict

@@ -295,6 +295,16 @@ class Checkpoint(Mapping[str, LazyTensor]):
         result.notes = tuple(found.notes)
         return result
 
+    def canonical(self, hints: Mapping[str, Any] | None = None, *, model_only: bool = False) -> Checkpoint:
+        """The same as a checkpoint, to be loaded, planned, compared and converted: keys are "model.<fqn>",
+        "optim.state.<fqn>.<name>" and "optim.param_groups.<i>.<name>"; with `model_only`, bare parameter names.
+
+        Raises as `normalized` does.
+        """
+        from reshard.canonical.contents import canonical_contents
+
+        return Checkpoint(canonical_contents(self.contents, hints, self.url, model_only=model_only), self.url)
+
     def __repr__(self) -> str:
         return f"Checkpoint({self.url!r}, {self.format}, {len(self)} tensors)"
 

@@ -13,7 +13,6 @@ import xxhash
 
 from planners.layout import StateLayout
 from planners.topology import Topology
-from reshard.canonical import normalize
 from reshard.checkpoint import Checkpoint
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import FormatError, KeyMismatchError, LayoutError
@@ -21,12 +20,12 @@ from reshard.export.base import Exporter
 from reshard.export.native import NativeExporter
 from reshard.export.safetensors import SafetensorsExporter
 from reshard.export.torch_save import TorchSaveExporter
-from reshard.formats.base import Contents, StoredTensor
+from reshard.formats.base import StoredTensor
 from reshard.mapping import Cast, apply_dict
 from reshard.mapping import Mapping as StateMapping
 from reshard.storage import Storage, open_storage
 
-__all__ = ["FORMATS", "Job", "canonical"]
+__all__ = ["FORMATS", "Job"]
 
 FORMATS = ("native", "dcp", "safetensors", "torch_save")
 
@@ -69,7 +68,7 @@ class Job:
         """What will be written, lazily, under its new names."""
         state = self.source if isinstance(self.source, Checkpoint) else open_checkpoint(self.source)
         if self.normalized or self.model_only:
-            state = canonical(state, self.hints, model_only=self.model_only)
+            state = state.canonical(self.hints, model_only=self.model_only)
         if isinstance(self.mapping, StateMapping):
             state = self.mapping.apply(state)
         elif self.mapping is not None:
@@ -176,33 +175,3 @@ def _containers(known: Mapping[Any, str], paths: Iterable[tuple[Any, ...]]) -> d
     """The kinds of those containers that still hold something."""
     above = {path[:i] for path in paths for i in range(len(path) + 1)}
     return {path: kind for path, kind in known.items() if path in above}
-
-
-def canonical(state: Checkpoint, hints: Mapping[str, Any] | None = None, *, model_only: bool = False) -> Checkpoint:
-    """The state under canonical names: "model.<fqn>", "optim.state.<fqn>.<name>", "optim.param_groups.<i>.<name>".
-
-    With `model_only`, the model's tensors under their bare names. Raises NormalizationError where a hint is missing.
-    """
-    found = normalize(state.contents, hints, state.url)
-    tensors: dict[str, StoredTensor] = {}
-    objects: dict[str, Any] = {}
-    paths: dict[str, tuple[Any, ...]] = {}
-
-    def add(path: tuple[Any, ...], value: Any) -> None:
-        key = ".".join(map(str, path))
-        paths[key] = path
-        if isinstance(value, StoredTensor):
-            tensors[key] = value.renamed(key)
-        else:
-            objects[key] = value
-
-    for fqn, tensor in found.model.items():
-        add((fqn,) if model_only else ("model", fqn), tensor)
-    for fqn, states in found.state.items() if not model_only else ():
-        for name, value in states.items():
-            add(("optim", "state", fqn, name), value)
-    for number, group in enumerate(found.groups if not model_only else ()):
-        for name, value in group.items():
-            add(("optim", "param_groups", number, name), value)
-    made = Contents("normalized", tensors, objects, paths=paths, warnings=(*state.warnings, *found.notes))
-    return Checkpoint(made, state.url)

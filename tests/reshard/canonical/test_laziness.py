@@ -6,7 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
+import reshard
 from reshard import checkpoint
 from reshard.storage import Storage, open_storage
 from tests.reshard.canonical.truth import find_sample, load_truth
@@ -72,3 +74,16 @@ def test_normalizing_reads_no_tensor() -> None:
     storage.read_bytes.clear()
     assert lazy[30:34].shape == (4, 24)
     assert sum(storage.read_bytes.values()) == 4 * 24 * 4
+
+
+def test_another_framework_s_checkpoint_loads_straight_into_a_target():
+    """`canonical()` is a checkpoint again: a ZeRO-3 checkpoint fills a plain state dict."""
+    data = Path(__file__).parents[2] / "data" / "ds_z3_w2" / "ckpt"
+    truth = torch.load(data.parent / "truth.pt", weights_only=True)
+    target = {"model": {name: torch.zeros_like(tensor) for name, tensor in truth["model"].items()}}
+
+    report = reshard.load(target, reshard.open(data).canonical(), strict={"*": "subset"}, dtype_policy="cast")
+
+    assert report.format == "normalized"
+    for name, tensor in truth["model"].items():
+        assert torch.equal(target["model"][name], tensor), name
