@@ -90,7 +90,7 @@ def load(
         note(out, "dcp", seconds, cpu)
         before = read_chars()
         seconds, cpu, report = measured(lambda: reshard.load(ours, f"{folder}/reshard"))
-        out["our_read"] = max(report.bytes_read, read_chars() - before)
+        out["our_read"] = max(report.bytes_read + report.bytes_read_to_check, read_chars() - before)
         if note(out, "our", seconds, cpu):
             out["phases"] = dict(report.seconds)
         seconds, cpu, _ = measured(lambda: copy_raw(files[turn:] + files[:turn], list(raw.values())))

@@ -58,7 +58,9 @@ class LoadReport:
     bytes_needed: int
     """Bytes of this rank's own elements, as saved; under `read_once`, of those that it reads."""
     bytes_read: int
-    """Bytes that were read of the data files: those needed, and a few more to check those."""
+    """Bytes of elements that were read of the data files."""
+    bytes_read_to_check: int
+    """Bytes that were read beside, for nothing but to check those: headers, the rest of a block."""
     bytes_checked: int
     """Bytes that were checked against saved checksums before anything was written, headers included."""
     dry_run: bool
@@ -201,7 +203,8 @@ def load_with(
         cast=match.cast,
         aliases={key: checkpoint.aliases[name] for key, name in match.tensors.items() if name in checkpoint.aliases},
         bytes_needed=job.bytes_needed,
-        bytes_read=read + extra,
+        bytes_read=read,
+        bytes_read_to_check=extra,
         bytes_checked=checked,
         dry_run=dry_run,
         seconds=seconds,
