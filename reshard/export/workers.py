@@ -1,7 +1,8 @@
 """Several processes of one machine that write files of one job: each opens the source itself and plans alike.
 
 The parent starts `python -m reshard.export.workers`, gives each the job and the names of its files on stdin, and reads
-what they have to say, line by line, on stdout.
+what they have to say, line by line, on stdout. It keeps their stdin open while they work: when that ends, the parent is
+dead, and a child that went on would write into files of whoever continues the conversion.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from reshard.errors import CheckpointError
@@ -91,8 +93,8 @@ def _follow(child: subprocess.Popen[bytes], order: bytes, on_bytes: Callable[[in
     assert child.stdout is not None
     ended = False
     try:
-        child.stdin.write(order)
-        child.stdin.close()
+        child.stdin.write(len(order).to_bytes(8, "little") + order)
+        child.stdin.flush()
         for line in child.stdout:
             said = json.loads(line)
             if "bytes" in said:
@@ -102,20 +104,33 @@ def _follow(child: subprocess.Popen[bytes], order: bytes, on_bytes: Callable[[in
             ended = ended or "end" in said
     except (OSError, ValueError) as error:
         errors.append(f"a worker process cannot be talked to: {error}")
-    child.stdout.close()
     code = child.wait()
+    child.stdout.close()
+    with suppress(BrokenPipeError):
+        child.stdin.close()
     if not ended and not errors:
         errors.append(f"a worker process ended with code {code} before its work was done")
 
 
+def _end_with_parent() -> None:
+    """Stop at once, without cleaning up, when the parent is gone."""
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
 def _main() -> None:
-    order: _Order = pickle.load(sys.stdin.buffer)  # from the process that started this one
+    given = sys.stdin.buffer
+    order: _Order = pickle.loads(given.read(int.from_bytes(given.read(8), "little")))  # from the parent
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     out, pending = sys.stdout, 0
     sys.stdout = sys.stderr
 
     def say(**what: object) -> None:
-        out.write(json.dumps(what) + "\n")
-        out.flush()
+        try:
+            out.write(json.dumps(what) + "\n")
+            out.flush()
+        except BrokenPipeError:
+            os._exit(1)
 
     def on_bytes(nbytes: int) -> None:
         nonlocal pending

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -367,3 +369,21 @@ def test_model_only_of_any_framework(name: str, path: str, tmp_path: Path) -> No
     assert set(loaded) <= set(wanted)
     assert len(loaded) >= len(wanted) - 2
     assert all(same(tensor, wanted[key].contiguous()) for key, tensor in loaded.items())
+
+
+def test_killed_with_its_workers(tmp_path: Path) -> None:
+    """A killed conversion takes its workers along; the next call goes on with what they had finished."""
+    wanted = {f"w{i}": torch.full((1 << 18,), float(i)) for i in range(40)}
+    reshard.save(wanted, tmp_path / "source")
+    target = tmp_path / "target"
+    code = "import sys, reshard; reshard.convert(sys.argv[1], sys.argv[2], max_shard_bytes=1 << 20, workers=2)"
+    child = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "source"), str(target)])
+    while child.poll() is None and len(list(target.glob("convert-*/data-*.json"))) < 3:
+        time.sleep(0.002)
+    child.kill()
+    assert child.wait() == -signal.SIGKILL  # and not done already
+
+    report = reshard.convert(tmp_path / "source", target, max_shard_bytes=1 << 20)
+
+    assert 3 <= len(report.resumed) < 40
+    assert reshard.verify(target, tmp_path / "source").ok
