@@ -179,7 +179,8 @@ class Folder(RuleBasedStateMachine):
         reshard.save(state(self.step), self.base / place)
         self.saved.pop(place, None)
         self.saved[place] = self.step  # the newest comes last
-        assert len(list((self.base / place).glob("data-*"))) == 1
+        # killed between making a folder and its first file, a save leaves the empty folder
+        assert len({file.parent for file in (self.base / place).glob("data-*/*")}) == 1
 
     @rule(place=st.sampled_from("abc"), at=st.integers(1, 40))
     def kill(self, place: str, at: int) -> None:
