@@ -153,8 +153,9 @@ def _find_slots(
     numels = {n: math.prod(local_shape(shapes[n], _dim(n, hints, grid), grid.tp, n)) for n in names}
     lengths = buffer.lengths()
     fitting: list[list[Slot]] = []
-    for order in orders(names, hints):
-        slots = place_params([(name, numels[name]) for name in reversed(order)], lengths)
+    candidates = list(orders(names, hints))
+    for order in candidates:
+        slots = _place(order, numels, lengths)
         if slots is not None and slots not in fitting:
             fitting.append(slots)
     if not fitting:
@@ -171,11 +172,17 @@ def _find_slots(
         differing = next(a.name for a, b in zip(first, second) if a != b)
         if {(s.bucket, s.start, s.stop) for s in first} == {(s.bucket, s.start, s.stop) for s in second}:
             return first  # parameters of one size: the order of the file decides, which comes first
+        if candidates[0] in candidates[1:] and first == fitting[0] == _place(candidates[0], numels, lengths):
+            return first  # the file has its keys in the very order in which one kind of Megatron's layers has them
         raise NormalizationError(
             f"two orders of the parameters fill the optimizer's buckets, and differ from {differing!r} on: give the "
             "right one by the hint 'param_order'"
         )
     return (exact or fitting)[0]
+
+
+def _place(order: Sequence[str], numels: Mapping[str, int], lengths: Sequence[int]) -> list[Slot] | None:
+    return place_params([(name, numels[name]) for name in reversed(order)], lengths)
 
 
 def place_params(params: Sequence[tuple[str, int]], lengths: Sequence[int]) -> list[Slot] | None:

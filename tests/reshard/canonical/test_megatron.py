@@ -163,6 +163,17 @@ def test_a_gate_is_not_assumed() -> None:
     check_state(result, {"exp_avg": make.cropped(states["exp_avg"])})
 
 
+@pytest.mark.parametrize("fused_norms", [False, True])
+def test_the_order_of_the_file_decides_where_it_is_one_of_megatrons(fused_norms: bool) -> None:
+    """So small a model fills its buckets in two orders: a norm and the matrix beside it begin at the same elements."""
+    made, values, states = bucketed(
+        Shape(hidden=8, fused_norms=fused_norms), tp=1, pp=1, vpp=1, dp=1, ep=1, bucket_size=None
+    )
+    result = normalize(made)
+    check(result.model, make.cropped(values))
+    check_state(result, {"exp_avg": make.cropped(states["exp_avg"])})
+
+
 def test_buckets_that_no_known_order_fills() -> None:
     made, _, _ = bucketed(Shape(), tp=1, pp=1, vpp=1, dp=1, ep=1, bucket_size=None)
     key = next(key for key in made.tensors if key.endswith("bucket_idx_0.exp_avg"))
