@@ -20,6 +20,7 @@ from reshard.checkpoint import Checkpoint, LazyTensor
 from reshard.checkpoint import open as open_checkpoint
 from reshard.dtypes import dtype_name
 from reshard.errors import CheckpointError, LayoutError
+from reshard.execute.streaming import windows
 from reshard.fingerprints import Fingerprinter, comparable
 from reshard.formats.native import NativeFacts
 from reshard.formats.source import Files
@@ -107,7 +108,7 @@ def _read_findings(checkpoint: Checkpoint, step: Any) -> Iterator[Finding]:
         expected = prints.get(name)
         try:
             digest = Fingerprinter(tensor.dtype, tensor.shape)
-            for box in _windows(tuple(tensor.shape), tensor.dtype.itemsize):
+            for box in windows(tuple(tensor.shape), tensor.dtype.itemsize, WINDOW_BYTES):
                 piece = _slice(tensor, box)
                 step.advance(piece.nbytes)
                 if expected is not None:
@@ -213,7 +214,7 @@ def _equal(a: Any, b: Any) -> bool:
 def _difference(name: str, x: Any, y: Any, rtol: float, atol: float) -> list[Finding]:
     count, first = 0, None
     itemsize = max(x.dtype.itemsize, y.dtype.itemsize)
-    for box in _windows(tuple(x.shape), itemsize):
+    for box in windows(tuple(x.shape), itemsize, WINDOW_BYTES):
         differs = _differing(_slice(x, box), _slice(y, box), rtol, atol)
         found = int(differs.sum())
         if found and first is None:
@@ -245,27 +246,3 @@ def _slice(tensor: Any, box: Box) -> torch.Tensor:
         tensor[box.slices] if box.ndim else (tensor[...] if isinstance(tensor, LazyTensor) else tensor)
     )
     return piece.detach().cpu().resolve_conj().resolve_neg()
-
-
-def _windows(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Boxes of at most about `WINDOW_BYTES` that make up the shape, in row-major order."""
-    if 0 in shape:
-        return
-    lead, inner = 0, math.prod(shape) * itemsize
-    while lead < len(shape) and inner > WINDOW_BYTES:
-        inner //= shape[lead]
-        lead += 1
-    if not lead:
-        yield Box.full(shape)
-        return
-    step = max(1, WINDOW_BYTES // max(inner, 1))
-    outer, cut, rest = shape[: lead - 1], shape[lead - 1], shape[lead:]
-    for number in range(math.prod(outer)):
-        at, left = [], number
-        for size in reversed(outer):
-            left, i = divmod(left, size)
-            at.append(i)
-        prefix = tuple(reversed(at))
-        for start in range(0, cut, step):
-            size = min(step, cut - start)
-            yield Box.of((*prefix, start, *(0,) * len(rest)), (*(1,) * len(prefix), size, *rest))
