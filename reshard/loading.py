@@ -24,7 +24,7 @@ from reshard.execute.reading import Copy, Staged, Workspace, find_copies, run_co
 from reshard.formats.base import StoredTensor
 from reshard.group import Group
 from reshard.mapping import Mapping as StateMapping
-from reshard.matching import Match, match_keys, refuse, used_by_all
+from reshard.matching import Match, Truth, match_keys, refuse, used_by_all
 from reshard.passing import SharedReading
 from reshard.progress import Progress
 from reshard.targets import Targets
@@ -193,15 +193,8 @@ def load_with(
             targets.assign(per_rank)
     seconds = {"plan": planned - clock, "check": verified - planned, "read": time.perf_counter() - verified}
     return LoadReport(
-        path=checkpoint.url,
-        format=checkpoint.format,
+        **_findings(checkpoint, match, truth),
         loaded=(*match.tensors, *match.objects, *per_rank),
-        missing=truth.missing,
-        unexpected=truth.unexpected,
-        outside=truth.outside,
-        mismatched=match.mismatched,
-        cast=match.cast,
-        aliases={key: checkpoint.aliases[name] for key, name in match.tensors.items() if name in checkpoint.aliases},
         bytes_needed=job.bytes_needed,
         bytes_read=read,
         bytes_read_to_check=extra,
@@ -210,6 +203,20 @@ def load_with(
         seconds=seconds,
         bytes_received=received,
     )
+
+
+def _findings(checkpoint: Checkpoint, match: Match, truth: Truth) -> dict[str, Any]:
+    """What a report says of keys, whether or not anything was read."""
+    return {
+        "path": checkpoint.url,
+        "format": checkpoint.format,
+        "missing": truth.missing,
+        "unexpected": truth.unexpected,
+        "outside": truth.outside,
+        "mismatched": match.mismatched,
+        "cast": match.cast,
+        "aliases": {k: checkpoint.aliases[name] for k, name in match.tensors.items() if name in checkpoint.aliases},
+    }
 
 
 def _share(targets: Targets, match: Match, group: Group) -> SharedReading:
