@@ -221,3 +221,23 @@ def test_universal_checkpoints_of_tensor_parallel_models(tmp_path: Path) -> None
     assert found["optim"]["param_groups"] == [{"lr": 0.1, "params": ["embed.weight"]}]
     found = checkpoint.open(tmp_path).normalized({"vocab_size": 6})
     assert found["optim"]["state"]["embed.weight"]["exp_avg"][...].equal(whole[:6])
+
+
+@pytest.mark.parametrize("state", ["fp32", "exp_avg"])
+def test_a_universal_checkpoint_without_one_state_of_one_parameter(tmp_path: Path, state: str) -> None:
+    """The module's 16-bit copy does not take the place of a master that was lost; a frozen parameter has no states."""
+    folder = tmp_path / "tag_universal"
+    weights = {"a": torch.randn(3), "b": torch.randn(2), "frozen": torch.randn(1)}
+    for name in ("a", "b"):
+        (folder / "zero" / name).mkdir(parents=True)
+        for kind in KINDS:
+            torch.save({"param": weights[name], "cat_dim": 0}, folder / "zero" / name / f"{kind}.pt")
+    shapes = {name: weights[name].shape for name in ("a", "b")}
+    torch.save({"module": weights, "param_shapes": [shapes]}, folder / "mp_rank_00_model_states.pt")
+    (tmp_path / "latest_universal").write_text("tag_universal")
+    found = checkpoint.open(tmp_path).normalized()
+    assert set(found["model"]) == {"a", "b", "frozen"}
+    assert set(found["optim"]["state"]) == {"a", "b"}
+    (folder / "zero" / "b" / f"{state}.pt").unlink()
+    with pytest.raises(DamagedCheckpointError, match=f"zero/b/{state}.pt is missing"):
+        checkpoint.open(tmp_path).normalized()
