@@ -28,6 +28,7 @@ _CHILD = """
 import json, resource, sys, threading, time, warnings
 warnings.filterwarnings("ignore")
 from {module} import dcp_to_torch_save
+import {also}  # what the call imports when it is first made is not timed, on either side
 def now():  # resident memory, in bytes: what the kernel counts, mapped files included
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmRSS"))
@@ -40,7 +41,11 @@ with open("/proc/self/status") as status:
     peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
 print(json.dumps({{"seconds": seconds, "above": peak - before}}))
 """
-_MODULES = {"torch": "torch.distributed.checkpoint.format_utils", "reshard": "reshard.dcp"}
+_MODULES = {
+    "torch": ("torch.distributed.checkpoint.format_utils", "torch.serialization"),
+    "reshard": ("reshard.dcp", "reshard.converting"),
+}
+"""Where the function is, and what it needs besides."""
 
 
 def save(folder: str, tensors: int, rows: int) -> None:
@@ -55,7 +60,8 @@ def save(folder: str, tensors: int, rows: int) -> None:
 
 def convert(name: str, source: Path, target: Path) -> dict[str, float]:
     """One conversion by `name`, in a process of its own."""
-    code = _CHILD.format(module=_MODULES[name])
+    module, also = _MODULES[name]
+    code = _CHILD.format(module=module, also=also)
     done = subprocess.run(
         [sys.executable, "-c", code, str(source), str(target)], check=True, stdout=subprocess.PIPE, text=True
     )
