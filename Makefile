@@ -29,7 +29,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks
 
 nightly: $(VENV)/.ready
-	$(BIN)/python -m pytest -q property_tests --hypothesis-profile=nightly
+	$(BIN)/python -m pytest -q property_tests --hypothesis-profile=nightly --timeout=0
 
 clean:
 	rm -rf $(VENV) demo-out bench-out build dist *.egg-info

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import elements, local_arrays
@@ -16,7 +17,7 @@ from planners.testing import layouts, product_layouts, specs, state_pairs
 
 
 @given(st.data())
-@settings(max_examples=1500)
+@settings(max_examples=examples(1500))
 def test_boxes_tile_the_tensor_once_per_replica_group(data):
     layout = data.draw(specs().flatmap(layouts))
 
@@ -45,7 +46,7 @@ def arrived(plan: LoadPlan, fqn: str, rank: int):
 
 
 @given(state_pairs())
-@settings(max_examples=2000)
+@settings(max_examples=examples(2000))
 def test_a_plan_verifies_and_moves_every_element_to_its_place(pair):
     saved, wanted = pair
 
@@ -69,7 +70,7 @@ def test_a_plan_verifies_and_moves_every_element_to_its_place(pair):
 
 
 @given(state_pairs())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_plan_survives_json(pair):
     plan = plan_reads(*pair)
     again = loads(dumps(plan))
@@ -117,7 +118,7 @@ def mutations(item: ReadItem, itemsize: int):
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_verify_finds_any_one_spoiled_item(data):
     plan = plan_reads(*data.draw(state_pairs(max_tensors=1)))
     ranks = [rank for rank in range(plan.world_size) if plan.items(rank)]
@@ -136,7 +137,7 @@ def test_verify_finds_any_one_spoiled_item(data):
 
 
 @given(st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_a_hole_in_the_saved_side_is_found(data):
     from planners import StateLayout, TensorLayout
 

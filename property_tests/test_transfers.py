@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import elements, local_arrays
@@ -48,7 +49,7 @@ hosts = st.sampled_from([None, 1, 2, 3, 8])
 
 
 @given(state_pairs(), hosts)
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 def test_every_needed_element_arrives_once_and_crosses_only_if_it_must(pair, ranks_per_host):
     before, after = pair
 
@@ -73,7 +74,7 @@ def test_every_needed_element_arrives_once_and_crosses_only_if_it_must(pair, ran
 
 
 @given(state_pairs(max_tensors=4), hosts)
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_senders_and_receivers_tell_the_same_story(pair, ranks_per_host):
     plan = plan_transfers(*pair, ranks_per_host=ranks_per_host)
 
@@ -101,7 +102,7 @@ def test_senders_and_receivers_tell_the_same_story(pair, ranks_per_host):
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_holders_share_the_deliveries_of_many_tensors_evenly(data):
     """After as many equal tensors as there are holders, each holder of a region has sent the same."""
     spec = data.draw(specs())
@@ -120,7 +121,7 @@ def test_holders_share_the_deliveries_of_many_tensors_evenly(data):
 
 
 @given(st.data(), st.integers(1, 4))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_receiver_is_served_on_its_own_host_where_that_is_possible(data, ranks_per_host):
     spec = data.draw(specs())
     before, after = data.draw(product_layouts(spec)), data.draw(product_layouts(spec))
@@ -159,7 +160,7 @@ def spoiled(item):
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_verify_finds_any_one_spoiled_item(data):
     plan = plan_transfers(*data.draw(state_pairs(max_tensors=1)))
     ranks = [rank for rank in range(plan.world_size) if plan.items_to(rank)]
@@ -180,7 +181,7 @@ def test_verify_finds_any_one_spoiled_item(data):
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_verify_finds_a_sender_that_does_not_hold_what_it_sends(data):
     plan = plan_transfers(*data.draw(state_pairs(max_tensors=1)))
     ranks = [rank for rank in range(plan.world_size) if plan.items_to(rank)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import owned_indexes
@@ -113,7 +114,7 @@ def views(draw, steps=4):
 
 
 @given(views())
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_a_view_makes_what_numpy_makes(made):
     world, view, array = made
 
@@ -189,7 +190,7 @@ def local_truth(layout, array, rank):
 
 
 @given(views(steps=3), st.data())
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_a_plan_through_a_view_moves_what_numpy_makes(made, data):
     world, view, array = made
     saved = StateLayout({fqn: data.draw(layouts(TensorSpec(fqn, a.shape, "int64"))) for fqn, a in world.arrays.items()})
@@ -213,7 +214,7 @@ def test_a_plan_through_a_view_moves_what_numpy_makes(made, data):
 
 
 @given(views(steps=3), st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_verify_finds_a_spoiled_item_of_a_viewed_plan(made, data):
     world, view, _ = made
     saved = StateLayout({fqn: data.draw(layouts(TensorSpec(fqn, a.shape, "int64"))) for fqn, a in world.arrays.items()})

@@ -1,0 +1,13 @@
+"""How many examples a law is tried on: its own number by default, the profile's where that asks for more."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+DEFAULT = 200
+
+
+def examples(number: int) -> int:
+    """`number`, or what a profile such as `nightly` wants."""
+    wanted = settings.default.max_examples
+    return max(number, wanted) if wanted > DEFAULT else number
