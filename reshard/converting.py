@@ -107,27 +107,10 @@ def convert(
     group = Group(process_group, deadline_s=deadline_s)
     with group.together("convert"):
         state = job.state()
-        digest = job.digest(state)
-        group.agree(digest.encode(), "what is to be converted", error=CheckpointError)
-        storage = job.storage()
-        journal = Journal(storage, digest)
-        job_id = b""
-        if group.rank == 0:
-            _check_vacant(job.exporter(state, "0" * 24), storage, overwrite)
-            job_id = journal.begin(resume=resume).encode()
-        job_id = group.share(job_id if group.rank == 0 else None)
-        exporter = job.exporter(state, job_id.decode())
-        if group.rank == 0 and format == "native":
-            generations.claim(storage, exporter.save_id)  # type: ignore[attr-defined]  # only this one has
-        group.barrier()
-        resumed = _write(job, exporter, journal, group, workers, progress)
-        if group.rank == 0:
-            exporter.finish(storage, journal.records(file.name for file in exporter.files))
-            journal.end()
-        group.barrier()
+        exporter, resumed = _run(job, state, group, workers, overwrite=overwrite, resume=resume, progress=progress)
     return ConvertReport(
         source=state.url,
-        target=storage.url if isinstance(target, Storage) else os.fspath(target),
+        target=target.url if isinstance(target, Storage) else os.fspath(target),
         format=format,
         tensors=len(exporter.names),
         objects=len(state.objects) if format != "safetensors" else 0,
@@ -139,6 +122,31 @@ def convert(
         warnings=tuple(state.warnings),
         seconds=time.perf_counter() - started,
     )
+
+
+def _run(
+    job: Job, state: Checkpoint, group: Group, workers: int, *, overwrite: bool, resume: bool, progress: bool
+) -> tuple[Exporter, tuple[str, ...]]:
+    """Write all files and publish; what was written, and the files that an earlier try had finished."""
+    digest = job.digest(state)
+    group.agree(digest.encode(), "what is to be converted", error=CheckpointError)
+    storage = job.storage()
+    journal = Journal(storage, digest)
+    job_id = b""
+    if group.rank == 0:
+        _check_vacant(job.exporter(state, "0" * 24), storage, overwrite)
+        job_id = journal.begin(resume=resume).encode()
+    job_id = group.share(job_id if group.rank == 0 else None)
+    exporter = job.exporter(state, job_id.decode())
+    if group.rank == 0 and job.format == "native":
+        generations.claim(storage, exporter.save_id)  # type: ignore[attr-defined]  # only this one has
+    group.barrier()
+    resumed = _write(job, exporter, journal, group, workers, progress)
+    if group.rank == 0:
+        exporter.finish(storage, journal.records(file.name for file in exporter.files))
+        journal.end()
+    group.barrier()
+    return exporter, resumed
 
 
 def _write(

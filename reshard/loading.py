@@ -123,58 +123,54 @@ def load(
         DamagedCheckpointError: bytes are missing or were changed.
         CheckpointNotFoundError, FormatError: see `reshard.open`.
     """
+    wish = LoadOptions(strict, dtype_policy, mapping, dry_run, check, read_once, threads, memory_budget_bytes, progress)
     group = Group(process_group, deadline_s=deadline_s)
     with group.together("load"):
-        return load_with(
-            group,
-            state_dict,
-            path,
-            strict=strict,
-            dtype_policy=dtype_policy,
-            mapping=mapping,
-            dry_run=dry_run,
-            check=check,
-            read_once=read_once,
-            process_group=process_group,
-            threads=threads,
-            memory_budget_bytes=memory_budget_bytes,
-            progress=progress,
-        )
+        return load_with(group, state_dict, path, wish, process_group)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What the caller of `load` chose; see there for what each means."""
+
+    strict: bool | Mapping[str, str] = True
+    dtype_policy: str = "error"
+    mapping: Mapping[str, str] | StateMapping | None = None
+    dry_run: bool = False
+    check: bool = True
+    read_once: bool = False
+    threads: int | None = None
+    memory_budget_bytes: int | None = None
+    progress: bool = False
 
 
 def load_with(
     group: Group,
     state_dict: dict[str, Any],
     path: Any,
-    *,
-    strict: bool | Mapping[str, str] = True,
-    dtype_policy: str = "error",
-    mapping: Mapping[str, str] | StateMapping | None = None,
-    dry_run: bool = False,
-    check: bool = True,
-    read_once: bool = False,
+    options: LoadOptions,
     process_group: dist.ProcessGroup | None = None,
-    threads: int | None = None,
-    memory_budget_bytes: int | None = None,
-    progress: bool = False,
 ) -> LoadReport:
     """`load` among the ranks of `group`, within a phase of theirs."""
     clock = time.perf_counter()
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    if isinstance(mapping, StateMapping):
-        checkpoint, mapping = mapping.apply(checkpoint), None
+    keys: Mapping[str, str] = {}
+    if isinstance(options.mapping, StateMapping):
+        checkpoint = options.mapping.apply(checkpoint)
+    else:
+        keys = options.mapping or {}
     targets = Targets.of(state_dict)
-    match = match_keys(targets, checkpoint, dtype_policy=dtype_policy, mapping=mapping or {})
+    match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=keys)
     used, sharers = used_by_all(match, group)
-    truth = refuse(match, used, strict, checkpoint, targets)
-    space = Workspace.of(memory_budget_bytes, threads, sharers)
-    shared = _share(targets, match, group) if read_once and not dry_run else None
-    job = _plan(targets, checkpoint, match, group.ranks[group.rank], materialize=not dry_run, shared=shared)
+    truth = refuse(match, used, options.strict, checkpoint, targets)
+    space = Workspace.of(options.memory_budget_bytes, options.threads, sharers)
+    shared = _share(targets, match, group) if options.read_once and not options.dry_run else None
+    job = _plan(targets, checkpoint, match, group.ranks[group.rank], materialize=not options.dry_run, shared=shared)
     planned = time.perf_counter()
-    with Progress(show=group.rank == 0, bars=progress) as bar:
+    with Progress(show=group.rank == 0, bars=options.progress) as bar:
         checked = extra = 0
         native = checkpoint.contents.facts.get("native")
-        if check and native is not None and not dry_run:
+        if options.check and native is not None and not options.dry_run:
             with bar.phase("check", job.bytes_needed) as step:
                 checked, extra = check_blocks(
                     native, spans_by_file(job.copies), threads=space.threads, on_bytes=_watched(group, step.advance)
@@ -184,7 +180,7 @@ def load_with(
         with group.together("check"):  # nobody writes before everybody is sure
             pass
         read = received = 0
-        if not dry_run:
+        if not options.dry_run:
             with bar.phase("read", job.bytes_needed) as step:
                 read = run_copies(job.copies, space=space, on_bytes=_watched(group, step.advance))
             if shared is not None:
@@ -199,7 +195,7 @@ def load_with(
         bytes_read=read,
         bytes_read_to_check=extra,
         bytes_checked=checked,
-        dry_run=dry_run,
+        dry_run=options.dry_run,
         seconds=seconds,
         bytes_received=received,
     )

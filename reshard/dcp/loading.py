@@ -16,7 +16,7 @@ from reshard.dcp.reader import FileSystemReader
 from reshard.dcp.state import put_state_back, unwrapped
 from reshard.errors import CheckpointError
 from reshard.group import Group
-from reshard.loading import load_with
+from reshard.loading import LoadOptions, load_with
 
 __all__ = ["load", "load_state_dict"]
 
@@ -72,7 +72,7 @@ def _load(
         partial = isinstance(planner, DefaultLoadPlanner) and planner.allow_partial_load
         with group.together("load"):
             strict = {"*": "partial" if partial else "subset"}
-            load_with(group, state, reader.checkpoint, strict=strict, dtype_policy="cast")
+            load_with(group, state, reader.checkpoint, LoadOptions(strict=strict, dtype_policy="cast"))
     else:
         with group.together("load"):
             run_load(state, reader, planner or DefaultLoadPlanner(), group, coordinator)
