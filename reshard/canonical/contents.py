@@ -13,7 +13,7 @@ __all__ = ["canonical_contents"]
 
 def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url: str, *, model_only: bool) -> Contents:
     """The keys are "model.<fqn>", "optim.state.<fqn>.<name>" and "optim.param_groups.<i>.<name>"; with `model_only`,
-    the model's tensors alone, under their bare names.
+    the model's tensors alone, under their bare names. Tied tensors are listed once, as in the checkpoint.
 
     Raises NormalizationError where a hint is missing.
     """
@@ -21,6 +21,8 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
 
     def add(path: tuple[Any, ...], value: Any) -> None:
         key = ".".join(map(str, path))
@@ -31,11 +33,18 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
             objects[key] = value
 
     for fqn, tensor in found.model.items():
-        add((fqn,) if model_only else ("model", fqn), tensor)
+        path = (fqn,) if model_only else ("model", fqn)
+        key = ".".join(path)
+        # tied tensors are the very same chunks under several names
+        kept = first.setdefault(id(tensor.chunks), key) if tensor.chunks != () else key
+        if kept == key or tensors[kept].spec.shape != tensor.spec.shape:
+            add(path, tensor)
+        else:
+            aliases[key], paths[key] = kept, path
     for fqn, states in found.state.items() if not model_only else ():
         for name, value in states.items():
             add(("optim", "state", fqn, name), value)
     for number, group in enumerate(found.groups if not model_only else ()):
         for name, value in group.items():
             add(("optim", "param_groups", number, name), value)
-    return Contents("normalized", tensors, objects, paths=paths, warnings=(*contents.warnings, *found.notes))
+    return Contents("normalized", tensors, objects, aliases, paths, warnings=(*contents.warnings, *found.notes))

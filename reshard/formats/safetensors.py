@@ -19,6 +19,7 @@ from reshard.formats.base import Contents, StoredChunk, StoredTensor
 from reshard.formats.dcp_items import saved_offsets
 from reshard.formats.safetensors_header import Header, read_header
 from reshard.formats.source import Files
+from reshard.formats.tied_names import tied_names
 from reshard.storage.base import Storage
 
 __all__ = ["detect", "looks_for", "name", "open", "open_files"]
@@ -151,7 +152,7 @@ def open_files(storage: Storage, names: Mapping[str, int], found: list[str]) -> 
     warnings = ("global shapes are inferred from the chunks: the files do not say them",) if inferred else ()
     config = _config(storage, names)
     facts = {"metadata": metadata, "config": config, "inferred_shapes": inferred}
-    return Contents(name, tensors, aliases=_tied(tensors, config), facts=facts, warnings=warnings)
+    return Contents(name, tensors, aliases=tied_names(tensors, config), facts=facts, warnings=warnings)
 
 
 def _tensor(key: str, parts: list[tuple[str, Header, tuple[int, ...]]]) -> StoredTensor:
@@ -187,19 +188,3 @@ def _config(storage: Storage, names: Mapping[str, int]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
-
-
-def _tied(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, str]:
-    """The output layer, where it is tied to the input embedding and so not stored.
-
-    transformers leaves `tie_word_embeddings` out of config.json where it has its default, which is true.
-    """
-    nested = config.get("text_config")
-    tie = config.get(
-        "tie_word_embeddings", nested.get("tie_word_embeddings", True) if isinstance(nested, dict) else True
-    )
-    is_causal = any("CausalLM" in str(a) or "LMHead" in str(a) for a in config.get("architectures") or ())
-    if not is_causal or tie is not True or any(key.endswith("lm_head.weight") for key in tensors):
-        return {}
-    inputs = [key for key in tensors if key.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight"))]
-    return {"lm_head.weight": inputs[0]} if len(inputs) == 1 else {}
