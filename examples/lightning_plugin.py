@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -33,10 +32,7 @@ class ReshardIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save a checkpoint as a folder."""
-        alone = None
-        if dist.is_initialized():  # a group of this rank; no other rank takes part
-            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        reshard.save(checkpoint, path, process_group=alone)
+        reshard.save(checkpoint, path, alone=True)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Every rank reads for itself. Nothing in the file is run, so `weights_only` makes no difference."""

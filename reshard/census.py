@@ -27,7 +27,7 @@ from reshard.group import Group
 from reshard.per_rank import PerRank
 from reshard.subclasses import expanded
 from reshard.tensors import device_of, form_of, is_sharded, is_tensor, local_tensors, spec_of
-from reshard.tree import Flat, KeyPath, encode_plain, flatten, key_of, path_to_json
+from reshard.tree import Flat, KeyPath, check_text, encode_plain, flatten, key_of, path_to_json
 
 __all__ = [
     "Census",
@@ -62,6 +62,8 @@ def holdings_of(state: Mapping[str, Any], select: Collection[str] | None = None)
 
     Raises FormatError for an object that is no plain data, naming its key; KeyMismatchError for keys that collide.
     """
+    if not isinstance(state, Mapping | list | tuple):
+        raise FormatError(f"what is saved must be a dict (or a list) of values, got {type(state).__name__}")
     flat = flatten(state, is_leaf=lambda value: is_tensor(value) or isinstance(value, PerRank))
     flat = replace(flat, leaves=expanded(flat.leaves))
     if select is not None:
@@ -71,6 +73,8 @@ def holdings_of(state: Mapping[str, Any], select: Collection[str] | None = None)
     per_rank: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
+    for path in (*flat.leaves, *flat.containers):
+        check_text(key_of(path))
     for path, value in flat.leaves.items():
         key = key_of(path)
         if isinstance(value, PerRank):
@@ -113,7 +117,7 @@ def check_globs(select: Iterable[str], census: Census) -> None:
 def identity_of(tensor: Any) -> tuple[Any, ...] | None:
     """Equal for tied tensors: the same memory seen alike. None where nothing can be said."""
     local = getattr(tensor, "_local_tensor", None if is_sharded(tensor) else tensor)
-    if not isinstance(local, torch.Tensor) or local.device.type == "meta" or local.numel() == 0:
+    if not isinstance(local, torch.Tensor) or local.device.type == "meta" or local.is_nested or local.numel() == 0:
         return None
     try:
         at = local.data_ptr()

@@ -82,10 +82,17 @@ class Group:
         self.world_size = len(self.ranks)
 
     @classmethod
-    def alone(cls) -> Group:
+    def of(cls, process_group: dist.ProcessGroup | None, *, alone: bool, deadline_s: float) -> Group:
+        """The ranks of a group, or this process `alone`. Raises ReshardError for both at once."""
+        if alone and process_group is not None:
+            raise ReshardError("alone=True means this process by itself: leave process_group out")
+        return cls.alone(deadline_s=deadline_s) if alone else cls(process_group, deadline_s=deadline_s)
+
+    @classmethod
+    def alone(cls, *, deadline_s: float = 1800.0) -> Group:
         """This process by itself, also where torch.distributed is initialised: it asks and waits for nobody."""
         group = object.__new__(cls)
-        group._deadline_s, group._phases, group._common, group._rounds = 1800.0, [], None, None
+        group._deadline_s, group._phases, group._common, group._rounds = deadline_s, [], None, None
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         group.rank, group.ranks, group.world_size = 0, (rank,), 1
         return group

@@ -29,6 +29,7 @@ from reshard.passing import SharedReading
 from reshard.progress import Progress
 from reshard.targets import Targets
 from reshard.tensors import form_of, spec_of
+from reshard.ties import filled_once, refuse_overlaps
 
 __all__ = ["LoadReport", "load"]
 
@@ -86,6 +87,7 @@ def load(
     check: bool = True,
     read_once: bool = False,
     process_group: dist.ProcessGroup | None = None,
+    alone: bool = False,
     threads: int | None = None,
     memory_budget_bytes: int | None = None,
     progress: bool = False,
@@ -112,6 +114,8 @@ def load(
             no byte is read twice. All ranks say the same; not with dtype_policy "saved".
         process_group: with torch.distributed initialized, the ranks that load together: all end alike. A key of the
             checkpoint is unexpected only if none of them wants it.
+        alone: this process loads by itself, in a running job too, and waits for nobody; of sharded tensors it reads its
+            own shards.
         threads: at most so many copy at once; default: this process's share of the machine's processors, up to 8.
         memory_budget_bytes: for what is staged on its way to another dtype or device, or read where the storage has no
             view of its bytes; default: 32 MiB a thread.
@@ -124,7 +128,7 @@ def load(
         CheckpointNotFoundError, FormatError: see `reshard.open`.
     """
     wish = LoadOptions(strict, dtype_policy, mapping, dry_run, check, read_once, threads, memory_budget_bytes, progress)
-    group = Group(process_group, deadline_s=deadline_s)
+    group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("load"):
         return load_with(group, state_dict, path, wish, process_group)
 
@@ -163,9 +167,19 @@ def load_with(
     match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=keys)
     used, sharers = used_by_all(match, group)
     truth = refuse(match, used, options.strict, checkpoint, targets)
+    targets.check_places([*match.objects, *match.per_rank])
+    refuse_overlaps(
+        {key: targets.tensors[key] for key in match.tensors if key not in targets.replaced}, targets.tied_in_place
+    )
     space = Workspace.of(options.memory_budget_bytes, options.threads, sharers)
-    shared = _share(targets, match, group) if options.read_once and not options.dry_run else None
-    job = _plan(targets, checkpoint, match, group.ranks[group.rank], materialize=not options.dry_run, shared=shared)
+    shared = (
+        _share(targets, match, group) if options.read_once and group.world_size > 1 and not options.dry_run else None
+    )
+    rank = group.ranks[group.rank]
+    once = filled_once(match.tensors, targets.tensors, targets.tied_in_place, checkpoint, rank)
+    # ranks without elements of a tensor do not see that it is tied: to share the reading, all must plan the same
+    names = once if shared is None else match.tensors
+    job = _plan(targets, checkpoint, names, rank, materialize=not options.dry_run, shared=shared)
     planned = time.perf_counter()
     with Progress(show=group.rank == 0, bars=options.progress) as bar:
         checked = extra = 0
@@ -242,17 +256,17 @@ class _Job:
 def _plan(
     targets: Targets,
     checkpoint: Checkpoint,
-    match: Match,
+    names: Mapping[str, str],
     rank: int,
     *,
     materialize: bool,
     shared: SharedReading | None = None,
 ) -> _Job:
-    """Plan this rank's reads, prove the plan, and find the bytes of every item."""
+    """Plan this rank's reads of the stored tensors `names`, prove the plan, and find the bytes of every item."""
     stored: dict[str, StoredTensor] = {}
     saved: dict[str, TensorLayout] = {}
     wanted: dict[str, TensorLayout] = {}
-    for key, name in match.tensors.items():
+    for key, name in names.items():
         tensor = checkpoint[name].stored
         stored[key] = tensor
         spec = TensorSpec(key, tensor.spec.shape, tensor.spec.dtype)
@@ -303,11 +317,14 @@ def _landings(
 def _per_rank_values(targets: Targets, checkpoint: Checkpoint, match: Match, group: Group) -> dict[str, Any]:
     saved = checkpoint.contents.facts.get("per_rank", {})
     rank = group.ranks[group.rank]
+    job_size = dist.get_world_size() if dist.is_initialized() else 1
     out = {}
     for key in match.per_rank:
         values = {
             r: LazyTensor(value)[...] if isinstance(value, StoredTensor) else value for r, value in saved[key].items()
         }
         wrapper = targets.per_rank[key]
-        out[key] = replace(wrapper, value=wrapper.choose(key, values, rank, len(group.ranks)))
+        # who loads alone in a job of as many ranks as saved is still the rank that it was
+        world = job_size if group.world_size == 1 and len(values) == job_size else group.world_size
+        out[key] = replace(wrapper, value=wrapper.choose(key, values, rank, world))
     return out

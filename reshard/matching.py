@@ -182,30 +182,36 @@ class _Work:
             elif name in self.checkpoint and not self.checkpoint[name].shape and _is_number(self.targets.objects[key]):
                 self._use(name)
                 self.objects[key] = self.checkpoint[name][...].item()
-            else:
+            elif not self._replace_whole(key):  # None where there was no state yet, and a dict was saved
                 self.missing.append(key)
 
     def match_units(self) -> None:
         """Containers of plain values, replaced whole by what was saved at their place."""
-        paths = self.checkpoint.contents.paths
         for key in self.targets.units:
-            name = self.mapping.get(key, key)
-            below = [n for n in self.names if n == name or n.startswith(f"{name}.")]
-            tensors = [n for n in below if n in self.checkpoint]
-            if tensors:
+            below = f"{self.mapping.get(key, key)}."
+            if any(n.startswith(below) and n not in self.checkpoint.objects for n in self.names):
                 continue  # there are tensors where the target has none: these stay unexpected
-            leaves = {paths.get(n, (n,)): self.checkpoint.objects[n] for n in below if n in self.checkpoint.objects}
-            kinds = {
-                p: k for p, k in self.saved_containers.items() if key_of(p) == name or key_of(p).startswith(f"{name}.")
-            }
-            if not leaves and not kinds:
+            if not self._replace_whole(key):
                 self.missing.append(key)
-                continue
-            self.used.update(below)
-            nest: Any = unflatten(leaves, kinds)
-            for part in self.targets.units[key] if name == key else _path_of(name, paths, kinds):
-                nest = nest[getattr(part, "value", part)] if not isinstance(nest, (list, tuple)) else nest[0]
-            self.objects[key] = nest
+
+    def _replace_whole(self, key: str) -> bool:
+        """Fill a key with the nest of plain values that was saved at its place, if there is one."""
+        name, paths = self.mapping.get(key, key), self.checkpoint.contents.paths
+        below = [n for n in self.names if n == name or n.startswith(f"{name}.")]
+        if any(n not in self.checkpoint.objects for n in below):
+            return False
+        leaves = {paths.get(n, (n,)): self.checkpoint.objects[n] for n in below}
+        kinds = {
+            p: k for p, k in self.saved_containers.items() if key_of(p) == name or key_of(p).startswith(f"{name}.")
+        }
+        if not leaves and not kinds:
+            return False
+        self.used.update(below)
+        nest: Any = unflatten(leaves, kinds)
+        for part in _path_of(name, paths, kinds):
+            nest = nest[getattr(part, "value", part)] if not isinstance(nest, (list, tuple)) else nest[0]
+        self.objects[key] = nest
+        return True
 
     def take_per_rank(self, key: str) -> bool:
         name = self.mapping.get(key, key)
@@ -253,7 +259,8 @@ def refuse(
         return truth
     known, wanted = [*checkpoint, *checkpoint.aliases, *checkpoint.objects], [*targets.paths]
     lines = [f"{checkpoint.url} does not fit what is to be loaded:"]
-    lines += _section("missing in the checkpoint", missing, known)
+    kinds = _kinds(match.names, checkpoint)
+    lines += _section("missing in the checkpoint", missing, known, kinds)
     lines += _section("unexpected, since the target does not have them", unexpected, wanted)
     lines += _section("mismatched", match.mismatched, ())
     fixes = []
@@ -272,14 +279,32 @@ def _claims(checkpoint: Checkpoint) -> Callable[[str], bool]:
     return lambda key: globs is None or any(fnmatch.fnmatchcase(key, glob) for glob in globs)
 
 
-def _section(title: str, keys: Iterable[str], others: Iterable[str]) -> list[str]:
+def _kinds(names: Iterable[str], checkpoint: Checkpoint) -> dict[str, str]:
+    """What is under each name, in words."""
+    what = {True: "a tensor", False: "each rank's own value"}
+    return {name: what[name in checkpoint] for name in names if name not in checkpoint.objects} | dict.fromkeys(
+        checkpoint.objects, "a plain value"
+    )
+
+
+def _section(
+    title: str, keys: Iterable[str], others: Iterable[str], kinds: Mapping[str, str] | None = None
+) -> list[str]:
     rows = list(keys)
     if not rows:
         return []
     others = list(others)
+    known = set(others)
     out = [f"  {len(rows)} {title}:"]
     for i, key in enumerate(rows):
-        close = difflib.get_close_matches(key, others, n=1, cutoff=0.75) if i < 20 and len(others) < 5000 else []
+        if kinds and key in kinds:
+            out.append(f"    {key}   (there it is {kinds[key]}, which does not fit what the target has)")
+            continue
+        close = (
+            difflib.get_close_matches(key, others, n=1, cutoff=0.75)
+            if i < 20 and key not in known and len(others) < 5000
+            else []
+        )
         out.append(f"    {key}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
     return out
 
@@ -288,6 +313,8 @@ def _strictness(strict: bool | Mapping[str, str]) -> Callable[[str], str]:
     """The mode of a key: "strict", "subset" or "partial"."""
     if isinstance(strict, bool):
         return lambda key: "strict" if strict else "partial"
+    if not isinstance(strict, Mapping):
+        raise KeyMismatchError(f"strict must be True, False or a dict of globs to modes, got {strict!r}")
     for glob, mode in strict.items():
         if mode not in MODES:
             raise KeyMismatchError(f"strictness of {glob!r} must be one of {', '.join(MODES)}, got {mode!r}")

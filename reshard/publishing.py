@@ -14,7 +14,7 @@ from reshard import generations
 from reshard.census import Census
 from reshard.errors import StorageError
 from reshard.fingerprints import Partial
-from reshard.formats.native import HF_INDEX, MANIFEST, FileRecord, Manifest
+from reshard.formats.native import HF_INDEX, MANIFEST, FileRecord, Manifest, encode_manifest
 from reshard.storage import Storage
 
 __all__ = ["Generation"]
@@ -61,7 +61,7 @@ class Generation:
                 )
         prints = [name for name in seen if name.endswith(_PRINTS)]
         manifest = self._manifest(records, self._collect_prints(prints) if prints else {}, writer)
-        self.storage.publish(MANIFEST, msgspec.json.encode(manifest))
+        self.storage.publish(MANIFEST, encode_manifest(manifest))
         for name in prints:
             self.storage.delete(name)
         generations.release(self.storage, self.save_id)

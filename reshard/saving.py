@@ -13,8 +13,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from planners.proof import verify
 from planners.save_plan import DIVIDE_ABOVE_BYTES, plan_writes
 from reshard import generations
+from reshard.agreement import format_some_ranks
 from reshard.census import Holdings, check_globs, holdings_of, per_rank_name, take_census
 from reshard.errors import CheckpointError, LayoutError
 from reshard.execute.writing import STAGE_BYTES, Entry, sum_up, write_file
@@ -55,6 +57,7 @@ def save(
     path: Any,
     *,
     process_group: dist.ProcessGroup | None = None,
+    alone: bool = False,
     select: Iterable[str] | None = None,
     check_replicas: bool = True,
     fingerprints: bool = True,
@@ -71,6 +74,9 @@ def save(
 
     Args:
         path: a local folder, a URL or a `Storage`, the same for all ranks and visible to all.
+        process_group: the ranks that save together; all of them, and no others, make the call.
+        alone: this process saves by itself, in a running job too, and waits for nobody: for what it holds whole, to a
+            path of its own.
         select: globs of the keys to save, such as `["model.*"]`; each must fit a key of some rank. The checkpoint is
             then declared a subset: a load is strict over what the globs fit, and reports the rest.
         check_replicas: compare what several ranks hold, plain tensors, replicas of shards and objects; values that
@@ -89,7 +95,7 @@ def save(
         FormatError: a value that is no plain data.
         StorageError: the storage failed, or is not the same folder for all ranks.
     """
-    group = Group(process_group, deadline_s=deadline_s)
+    group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("save"):
         options = _Options(
             _globs(select), check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress
@@ -125,6 +131,7 @@ def async_save(
     path: Any,
     *,
     process_group: dist.ProcessGroup | None = None,
+    alone: bool = False,
     select: Iterable[str] | None = None,
     check_replicas: bool = True,
     fingerprints: bool = True,
@@ -144,7 +151,7 @@ def async_save(
     _in_flight[:] = [future for future in _in_flight if not (future.done() and future.exception() is None)]
     while len(_in_flight) >= max_in_flight:
         _in_flight.pop(0).result()
-    group = Group(process_group, deadline_s=deadline_s)
+    group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("stage"):
         options = _Options(
             _globs(select), check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress
@@ -220,6 +227,12 @@ def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: _O
     if options.select is not None:
         check_globs(options.select, census)
     plan = plan_writes(census.layout, divide_above_bytes=options.divide_above_bytes)
+    report = verify(plan)
+    if not report.ok:
+        raise LayoutError(
+            f"what {format_some_ranks(list(group.ranks))} have does not make up each tensor exactly once: {report}. "
+            "All ranks that hold a part of a tensor must save together"
+        )
     planned = time.perf_counter()
     mine = msgspec.msgpack.encode((generations.new_save_id(), options.select))
     save_id, select = msgspec.msgpack.decode(
@@ -253,6 +266,8 @@ def _parts(tensor: Any, fqn: str, count: int, rank: int) -> tuple[torch.Tensor, 
     local = local_tensors(tensor)
     if any(t.device.type == "meta" for t in local):
         raise CheckpointError(f"tensor {fqn!r} is on the meta device: it has no values to save")
+    if any(type(t).__name__ == "FakeTensor" for t in local):
+        raise CheckpointError(f"tensor {fqn!r} is a FakeTensor: it has no values to save")
     if len(local) == count:
         return local
     spec = spec_of(fqn, tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reshard.census import identity_of
-from reshard.errors import LayoutError
+from reshard.errors import FormatError, LayoutError
 from reshard.per_rank import PerRank
 from reshard.subclasses import expanded
-from reshard.tensors import device_of, is_tensor, local_tensors
+from reshard.tensors import device_of, is_tensor, local_tensors, spec_of
 from reshard.tree import IntKey, KeyPath, flatten, key_of
 
 __all__ = ["Targets"]
@@ -40,7 +40,9 @@ class Targets:
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Targets:
-        """Take `state` apart; nothing is changed."""
+        """Take `state` apart; nothing is changed. Raises FormatError if it is no dict or list."""
+        if not isinstance(state, MutableMapping | list):
+            raise FormatError(f"what is loaded into must be a dict (or a list), got {type(state).__name__}")
         flat = flatten(state, is_leaf=lambda value: is_tensor(value) or isinstance(value, PerRank))
         leaves = expanded(flat.leaves)
         out = cls(state, {}, {}, {}, {}, {}, {})
@@ -56,6 +58,7 @@ class Targets:
             if isinstance(value, PerRank):
                 out.per_rank[key] = value
             elif is_tensor(value):
+                spec_of(key, value)  # refuses what is no plain array
                 out.tensors[key] = value
                 identity = identity_of(value)
                 first = seen.setdefault(identity, key) if identity is not None else key
@@ -89,6 +92,28 @@ class Targets:
             self._made[key] = fresh
             self.assign({key: _like(tensor, fresh, key)})
         return self._made[key]
+
+    @property
+    def tied_in_place(self) -> dict[str, str]:
+        """`tied` without those that are replaced by tensors of their own."""
+        return {key: first for key, first in self.tied.items() if not {key, first} & set(self.replaced)}
+
+    def check_places(self, keys: Iterable[str]) -> None:
+        """Raises FormatError if a value that is to be replaced is in something that cannot be changed.
+
+        Values of `keys`, and tensors on the meta device or of another dtype.
+        """
+        fresh = [key for key, tensor in self.tensors.items() if device_of(tensor).type == "meta"]
+        for key in (*keys, *fresh, *self.replaced):
+            here: Any = self.root
+            for part in self.paths[key][:-1]:
+                if isinstance(here, Mapping) and not isinstance(here, MutableMapping):
+                    break
+                here = getattr(here, str(part)) if isinstance(here, torch.Tensor) else here[_index(part)]
+            if isinstance(here, Mapping) and not isinstance(here, MutableMapping):
+                raise FormatError(
+                    f"the value under {key!r} cannot be replaced: a {type(here).__name__} cannot be changed"
+                )
 
     def assign(self, values: Mapping[str, Any]) -> None:
         """Put values in the places of their keys."""

@@ -82,7 +82,13 @@ def device_of(tensor: Any) -> torch.device:
 
 
 def spec_of(fqn: str, tensor: Any) -> TensorSpec:
-    """Name, global shape and dtype."""
+    """Name, global shape and dtype. Raises LayoutError for a tensor whose elements are no plain array in memory."""
+    if not _is_sharded_tensor(tensor) and (tensor.layout is not torch.strided or tensor.is_nested):
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").strip("_")
+        raise LayoutError(
+            f"tensor {fqn!r} is {kind}: only dense tensors can be saved, loaded and planned; use .to_dense(), or its "
+            "indices and values as tensors of their own"
+        )
     return TensorSpec(fqn, global_shape(tensor), dtype_name(dtype_of(tensor)))
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "Flat",
     "IntKey",
     "KeyPath",
+    "check_text",
     "decode_plain",
     "encode_plain",
     "flatten",
@@ -194,8 +195,10 @@ def encode_plain(value: Any) -> Any:
 
 
 def _encode(value: Any, above: set[int]) -> Any:
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) in (bool, int):
         return value
+    if type(value) is str:
+        return check_text(value)
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     simple = _encode_simple(value)
@@ -212,12 +215,26 @@ def _encode(value: Any, above: set[int]) -> Any:
         return {f"${type(value).__name__}": sorted((_encode(v, above) for v in value), key=repr)}
     if isinstance(value, Mapping):
         if all(type(k) is str for k in value) and not any(k.startswith("$") for k in value):
-            return {k: _encode(v, above) for k, v in value.items()}
+            return {check_text(k): _encode(v, above) for k, v in value.items()}
         return {"$dict": [[_encode(k, above), _encode(v, above)] for k, v in value.items()]}
+    if isinstance(value, torch.Tensor):
+        raise FormatError(
+            "a Tensor is where only plain data can be: in a set, or in a dict whose keys are neither text nor ints; "
+            "put it into a dict with text keys"
+        )
     raise FormatError(
         f"an object of type {type(value).__module__}.{type(value).__qualname__} is no plain data and cannot be stored; "
         "turn it into numbers, text, lists and dicts first"
     )
+
+
+def check_text(text: str) -> str:
+    """The text itself. Raises FormatError if it cannot be stored, such as a file's name that is no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise FormatError(f"the text {text[:80]!r} is not valid Unicode and cannot be stored") from None
+    return text
 
 
 def _encode_simple(value: Any) -> dict[str, Any] | None:

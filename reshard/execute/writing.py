@@ -129,6 +129,10 @@ def header_of(entries: Sequence[Keyed], note: Mapping[str, str] | None = None) -
     table: dict[str, object] = {"__metadata__": {"format": "pt", **(note or {})}}
     at = 0
     for entry in entries:
+        if entry.key == "__metadata__":
+            raise FormatError(
+                'no tensor can be called "__metadata__": safetensors keeps that name for itself; rename it'
+            )
         if entry.key in table:
             raise FormatError(f"two arrays of one file would be called {entry.key!r}: rename one of the tensors")
         stop = at + entry.nbytes

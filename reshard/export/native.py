@@ -18,7 +18,7 @@ from reshard.execute.streaming import stream
 from reshard.execute.writing import BlockSums, digest128, header_of
 from reshard.export.base import Done, Exporter, FilePlan, HashingWriter, Part, spread
 from reshard.fingerprints import Partial, partial
-from reshard.formats.native import MANIFEST, FileRecord, Manifest
+from reshard.formats.native import MANIFEST, FileRecord, Manifest, encode_manifest
 from reshard.storage.base import Storage
 from reshard.tree import encode_plain, path_to_json
 
@@ -104,7 +104,7 @@ class NativeExporter(Exporter):
             aliases=dict(contents.aliases),
             fingerprints={fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()},
         )
-        storage.publish(MANIFEST, msgspec.json.encode(manifest))
+        storage.publish(MANIFEST, encode_manifest(manifest))
         generations.release(storage, self.save_id)
         if len(self.files) == 1 and all(part.box.sizes == part.spec.shape for part in self.files[0].parts):
             index = {

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import xxhash
 
 from planners.box import Box
 from planners.byteruns import Window
@@ -30,7 +31,7 @@ from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, Form
 from reshard.formats.base import Contents, LazyChunks, LazyMapping, Place, StoredChunk, StoredTensor
 from reshard.formats.source import Files, FileSource
 from reshard.storage.base import Storage
-from reshard.tree import decode_plain, path_from_json
+from reshard.tree import decode_plain, key_of, path_from_json
 
 __all__ = [
     "BLOCK_BYTES",
@@ -41,6 +42,7 @@ __all__ = [
     "Manifest",
     "NativeFacts",
     "detect",
+    "encode_manifest",
     "entry_key",
     "looks_for",
     "name",
@@ -59,6 +61,8 @@ BLOCK_BYTES = 1 << 20
 """Bytes of a data file that one checksum covers."""
 _MAX_HEADER_BYTES = 1 << 30
 _MAX_RANKS = 1 << 20
+_MAX_ELEMENTS = 1 << 56
+"""Their bytes, and those of some thousand replicas of them, can still be counted in 63 bits."""
 _AXIS_SIZE = re.compile(r"=\s*(\d{1,30})")
 
 
@@ -124,6 +128,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         world = self.layout.get("world_size")
         if max([*sizes, world if isinstance(world, int) else 0]) > _MAX_RANKS:
             raise ValueError(f"its layout has more than {_MAX_RANKS} ranks")
+        tensors = self.layout.get("tensors")
+        for row in tensors.values() if isinstance(tensors, dict) else ():
+            shape = row[1] if isinstance(row, list) and len(row) > 1 and isinstance(row[1], list) else []
+            if math.prod(max(size, 1) for size in shape if isinstance(size, int)) > _MAX_ELEMENTS:
+                raise ValueError(f"a tensor of shape {str(shape)[:80]} has more than {_MAX_ELEMENTS} elements")
 
 
 class NativeFacts(msgspec.Struct, frozen=True):
@@ -150,10 +159,37 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     return head.lstrip().startswith(b'{"reshard"') and b'"checkpoint"' in head
 
 
+_DIGEST = b',"digest":"%b"}'
+_DIGEST_BYTES = len(_DIGEST % bytes(32))
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Its text, whose last field is a digest of all before it."""
+    body = msgspec.json.encode(manifest)[:-1]
+    return body + _DIGEST % xxhash.xxh3_128_hexdigest(body).encode()
+
+
+def _undigested(data: bytes, where: str) -> bytes:
+    """The text without its digest, which must fit; one without a digest, as older versions wrote it, as it is.
+
+    Raises DamagedCheckpointError. What is so damaged that it does not look like a digest is an unknown field later on.
+    """
+    body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    if not tail.startswith(_DIGEST[:11]):
+        return data
+    if tail != _DIGEST % xxhash.xxh3_128_hexdigest(body).encode():
+        raise DamagedCheckpointError(
+            f"{where} was changed since it was written: its digest is another one. Restore the file, or load another "
+            'checkpoint; if it was edited on purpose, remove the field "digest"'
+        )
+    return body + b"}"
+
+
 def read_manifest(storage: Storage) -> Manifest:
     """The manifest in `storage`.
 
-    Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version or that is no manifest.
+    Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version; DamagedCheckpointError for
+    one that was changed, or is no manifest.
     """
     data = storage.read(MANIFEST)
     where = f"{storage.url.rstrip('/')}/{MANIFEST}"
@@ -161,7 +197,7 @@ def read_manifest(storage: Storage) -> Manifest:
         version = msgspec.json.decode(data, type=_Version).version
         if version > VERSION:
             raise FormatError(f"{where} is of version {version}; this library reads up to {VERSION}: upgrade it")
-        return msgspec.json.decode(data, type=Manifest)
+        return msgspec.json.decode(_undigested(data, where), type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DamagedCheckpointError(f"{where} is no whole manifest: {error}") from None
     except RecursionError:
@@ -196,6 +232,10 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         objects = {key: decode_plain(data) for key, data in manifest.objects.items()}
     except (PlanError, FormatError) as error:
         raise DamagedCheckpointError(f"{storage.url}/{MANIFEST} contradicts itself: {error}") from error
+    if other := [key for key, path in paths.items() if key_of(path) != key]:
+        raise DamagedCheckpointError(
+            f"{storage.url}/{MANIFEST} contradicts itself: {other[0]!r} is said to be at {key_of(paths[other[0]])!r}"
+        )
     files = _DataFiles(storage, manifest)
     hidden = {row["tensor"] for rows in manifest.per_rank.values() for row in rows.values() if "tensor" in row}
     if absent := [*(hidden - set(layout)), *(name for name in manifest.aliases.values() if name not in layout)]:
@@ -260,8 +300,6 @@ class _DataFiles:
 
 
 def _sums(storage: Storage, record: FileRecord) -> bytes:
-    import xxhash
-
     data = storage.read(f"{record.name}.sums")
     if xxhash.xxh3_128_hexdigest(data) != record.sums:
         raise DamagedCheckpointError(f"{storage.url}: {record.name}.sums was changed since it was written")

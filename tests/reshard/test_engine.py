@@ -367,6 +367,29 @@ class TestDamage:
                 reshard.load(target, saved)
             assert_same(target, blank(state()))
 
+    def test_every_flipped_bit_of_the_manifest_is_found(self, saved):
+        manifest = saved / MANIFEST
+        good = manifest.read_bytes()
+        target = blank(state())
+        for at in range(len(good)):
+            bad = bytearray(good)
+            bad[at] ^= 1 << at % 8
+            manifest.write_bytes(bad)
+            with pytest.raises(CheckpointError):
+                reshard.load(target, saved)
+        assert_same(target, blank(state()))
+        manifest.write_bytes(good)
+        assert reshard.verify(saved).ok
+
+    def test_a_manifest_edited_on_purpose_goes_without_its_digest(self, saved):
+        manifest = saved / MANIFEST
+        manifest.write_text(manifest.read_text().replace('"writer":"', '"writer":"and I, ', 1))
+        with pytest.raises(DamagedCheckpointError, match=r'digest is another one.*remove the field "digest"'):
+            reshard.open(saved)
+        assert not reshard.verify(saved).ok
+        manifest.write_text(manifest.read_text().partition(',"digest"')[0] + "}")
+        assert reshard.verify(saved).ok
+
     def test_files_of_two_saves(self, saved, tmp_path):
         other = state()
         other["model"]["w"] += 1

@@ -1,0 +1,126 @@
+"""States that cannot be saved or filled: each is refused by a clear error before anything is written."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError, ReshardError
+
+
+def load(target, path, **options):
+    reshard.load(target, path, **options)
+    return target
+
+
+class TestSaving:
+    @pytest.mark.parametrize("state", [None, 5, torch.ones(2), "text"])
+    def test_what_is_no_container(self, state, tmp_path):
+        with pytest.raises(FormatError, match=f"must be a dict.*{type(state).__name__}"):
+            reshard.save(state, tmp_path / "c")
+        assert not (tmp_path / "c").exists()
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: torch.eye(3).to_sparse(),
+            lambda: torch.ones(3).to_mkldnn(),
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided),
+        ],
+        ids=["sparse", "mkldnn", "nested"],
+    )
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_tensors_that_are_no_plain_array(self, make, tmp_path):
+        tensor = make()
+        with pytest.raises(LayoutError, match=r"tensor 'm.t' is (sparse_coo|mkldnn|nested): only dense"):
+            reshard.save({"m": {"t": tensor}}, tmp_path / "c")
+        assert not (tmp_path / "c").exists()
+        reshard.save({"t": torch.zeros(3, 3)}, tmp_path / "dense")
+        with pytest.raises(LayoutError, match="only dense"):
+            reshard.load({"t": tensor}, tmp_path / "dense")
+
+    @pytest.mark.parametrize("key", [b"x", None, 1.5, True, (1, 2)])
+    def test_tensors_under_keys_that_are_no_text(self, key, tmp_path):
+        with pytest.raises(FormatError, match=r"'m'.*Tensor.*keys are neither text nor ints"):
+            reshard.save({"m": {key: torch.ones(1)}}, tmp_path / "c")
+
+    @pytest.mark.parametrize(
+        "state",
+        [{"\ud800": torch.ones(1)}, {"\ud800": {}}, {"o": "\ud800"}, {"o": [{"\ud800": 1}]}, {"o": {(1,): "\ud800"}}],
+    )
+    def test_text_that_is_no_unicode(self, state, tmp_path):
+        with pytest.raises(FormatError, match=r"ud800' is not valid Unicode"):
+            reshard.save(state, tmp_path / "c")
+
+    def test_the_one_name_that_safetensors_has_taken(self, tmp_path):
+        with pytest.raises(FormatError, match="__metadata__"):
+            reshard.save({"__metadata__": torch.ones(1)}, tmp_path / "c")
+        with pytest.raises(ReshardError):
+            reshard.open(tmp_path / "c")
+
+    @pytest.mark.parametrize("key", ["a/b", "a\\b", "../x", "", "a\0b", "ü", ".", "x" * 999, "a#0:1", "a\nb", "a.b", 3])
+    def test_keys_of_any_kind_of_text(self, key, tmp_path):
+        reshard.save({key: torch.arange(3.0)}, tmp_path / "c")
+        assert load({key: torch.zeros(3)}, tmp_path / "c")[key].tolist() == [0.0, 1.0, 2.0]
+        assert reshard.verify(tmp_path / "c").ok
+
+
+class TestLoading:
+    def test_what_cannot_be_changed(self, tmp_path):
+        reshard.save({"m": {"x": 1, "t": torch.ones(1)}}, tmp_path / "c")
+        tensor = torch.zeros(1)
+        with pytest.raises(FormatError, match=r"'m\.x' cannot be replaced: a mappingproxy"):
+            reshard.load({"m": types.MappingProxyType({"x": 0, "t": tensor})}, tmp_path / "c")
+        assert not tensor.any()
+        reshard.load({"m": types.MappingProxyType({"t": tensor})}, tmp_path / "c", strict=False)
+        assert tensor.all()
+
+    @pytest.mark.parametrize("target", [(0, torch.zeros(1)), None, torch.zeros(1)])
+    def test_what_is_no_dict_or_list(self, target, tmp_path):
+        reshard.save([1, torch.ones(1)], tmp_path / "c")
+        with pytest.raises(FormatError, match="must be a dict"):
+            reshard.load(target, tmp_path / "c")
+        assert load([0, torch.zeros(1)], tmp_path / "c") == [1, torch.ones(1)]
+
+    def test_strictness_that_is_neither_a_bool_nor_a_dict(self, tmp_path):
+        reshard.save({"a": 1}, tmp_path / "c")
+        with pytest.raises(KeyMismatchError, match="strict must be True, False or a dict"):
+            reshard.load({"a": 0}, tmp_path / "c", strict="partial")  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        "target",
+        [
+            {"a": {}, "b": None, "c": 0, "d": None},
+            {"a": {"q": 1}, "b": {"x": {"z": 1}}, "c": [], "d": []},
+            {"a": None, "b": {}, "c": {}, "d": {}},
+            {"a": OrderedDict(z=1), "b": defaultdict(list), "c": (1,), "d": 7},
+        ],
+    )
+    def test_plain_values_take_whatever_shape_was_saved(self, target, tmp_path):
+        saved = {"a": None, "b": {"x": 1}, "c": 5, "d": [1, {"y": (2, 3)}]}
+        reshard.save(saved, tmp_path / "c")
+        assert load(target, tmp_path / "c") == saved
+
+    def test_a_tensor_is_never_put_where_there_was_none(self, tmp_path):
+        reshard.save({"a": torch.ones(2), "n": {"t": torch.ones(1)}}, tmp_path / "c")
+        for target in ({"a": None, "n": {"t": torch.zeros(1)}}, {"a": torch.zeros(2), "n": None}):
+            with pytest.raises(KeyMismatchError, match=r"1 missing(.|\n)*1 unexpected") as caught:
+                reshard.load(target, tmp_path / "c")
+            assert "mean" not in str(caught.value)
+        with pytest.raises(KeyMismatchError, match="there it is a tensor"):
+            reshard.load({"a": None, "n": {"t": torch.zeros(1)}}, tmp_path / "c")
+
+
+def test_a_manifest_whose_paths_and_keys_do_not_agree_is_damaged(tmp_path):
+    reshard.save({"o": {"x": 1}, "t": torch.ones(1)}, tmp_path / "c")
+    file = Path(tmp_path / "c" / "manifest.json")
+    text = file.read_text().partition(',"digest"')[0] + "}"
+    assert '["o","x"]' in text
+    file.write_text(text.replace('["o","x"]', '["p","x"]'))
+    with pytest.raises(CheckpointError, match=r"contradicts itself: 'o\.x' is said to be at 'p\.x'"):
+        reshard.open(tmp_path / "c")
