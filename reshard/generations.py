@@ -18,12 +18,13 @@ from pathlib import Path
 import msgspec
 
 from reshard.errors import CheckpointError, CheckpointNotFoundError
-from reshard.formats.native import HF_INDEX, MANIFEST, read_manifest
+from reshard.formats.native import HF_INDEX, MANIFEST, is_generation, read_manifest
 from reshard.storage import Storage, is_temporary, open_storage
 
 __all__ = [
     "Claim",
     "claim",
+    "counts",
     "ended",
     "folder_of",
     "latest_complete",
@@ -91,6 +92,14 @@ def published(storage: Storage) -> str | None:
         return None
 
 
+def counts(storage: Storage, save_id: str) -> bool:
+    """Whether the manifest names this generation; one that cannot be read, or is of a newer version, does not."""
+    try:
+        return published(storage) == save_id
+    except CheckpointError:
+        return False
+
+
 def remove_dead(storage: Storage) -> list[str]:
     """Remove generations that neither count nor are being written. Returns their save ids.
 
@@ -100,6 +109,7 @@ def remove_dead(storage: Storage) -> list[str]:
     by_id: dict[str, list[str]] = {}
     for name in storage.list("data-"):
         by_id.setdefault(name.partition("/")[0].removeprefix("data-"), []).append(name)
+    _remove_empty(storage)
     removed, running = [], False
     for save_id, names in by_id.items():
         if _alive(storage, save_id, names):
@@ -113,6 +123,16 @@ def remove_dead(storage: Storage) -> list[str]:
                 if is_temporary(name):
                     storage.delete(name)
     return removed
+
+
+def _remove_empty(storage: Storage) -> None:
+    """Remove generations that hold nothing: folders of saves that were killed before they made their claim.
+
+    A save that is just making its claim makes its folder again.
+    """
+    for folder in storage.empty_folders():
+        if is_generation(folder):
+            storage.delete(f"{folder}/{_CLAIM}")
 
 
 def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:
@@ -188,7 +208,7 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
     """Remove all but the `keep_last` newest complete checkpoints directly below `folder`; returns their paths.
 
     Their manifests go first, so that a removal cut short leaves nothing that looks complete. Incomplete checkpoints are
-    left alone: their saves may be running.
+    left alone, since their saves may be running, unless they hold nothing at all.
 
     Raises CheckpointError for `keep_last` < 1.
     """
@@ -205,6 +225,7 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
                 found.append((read_manifest(open_storage(f"{base}/{place}")).created_unix_s, place))
             except CheckpointError:
                 continue
+    _remove_empty(storage)
     gone = [place for _, place in sorted(found)[:-keep_last]]
     for place in gone:
         storage.delete(f"{place}/{MANIFEST}")

@@ -292,7 +292,7 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
                 decoded = [msgspec.msgpack.decode(row, type=tuple[int, FileRecord | None]) for row in rows]
                 generation.publish({rank: record for rank, record in decoded if record is not None}, _WRITER)
     except BaseException:
-        if group.rank == 0 and generations.published(job.storage) != generation.save_id:
+        if group.rank == 0 and not generations.counts(job.storage, generation.save_id):
             generations.remove(job.storage, generation.save_id)
         raise
     finally:

@@ -98,7 +98,7 @@ class SystemCalls:
     with calls.crashing(3): save(...)          # the third and all later ones raise Crash
     """
 
-    NAMES = ("write", "fsync", "replace", "unlink", "rmdir", "open")
+    NAMES = ("mkdir", "write", "fsync", "replace", "unlink", "rmdir", "open")
 
     def __init__(self) -> None:
         self.made = 0

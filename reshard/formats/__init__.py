@@ -60,7 +60,9 @@ def open_contents(path: str | os.PathLike[str] | Storage) -> tuple[Contents, str
     storage, names = _find(path)
     url = storage.url if isinstance(path, Storage) else os.fspath(path)
     if not names:
-        raise CheckpointNotFoundError(f"there is nothing at {url}")
+        killed = any(map(native.is_generation, storage.empty_folders()))
+        why = ": a save was killed before it wrote anything, or is just beginning" if killed else ""
+        raise CheckpointNotFoundError(f"there is nothing at {url}{why}")
     return _pick(storage, names, url).open(storage, names), url
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "detect",
     "encode_manifest",
     "entry_key",
+    "is_generation",
     "looks_for",
     "name",
     "open",
@@ -147,6 +148,11 @@ class NativeFacts(msgspec.Struct, frozen=True):
 
 _GENERATION = re.compile(r"data-[0-9a-f]{12}-[0-9a-f]{12}/")
 """Files of a save, see `reshard.generations`."""
+
+
+def is_generation(folder: str) -> bool:
+    """Whether a folder, by its name, belongs to a save."""
+    return _GENERATION.fullmatch(f"{folder.rpartition('/')[2]}/") is not None
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:

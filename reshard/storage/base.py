@@ -7,6 +7,7 @@ A third-party storage implements the abstract methods here and hands an instance
 
 from __future__ import annotations
 
+import builtins
 from abc import ABC, abstractmethod
 from functools import lru_cache
 from types import TracebackType
@@ -62,6 +63,13 @@ class Storage(ABC):
     @abstractmethod
     def delete(self, name: str) -> None:
         """Remove an object; one that is not there is no error, so that a removal can be repeated after a crash."""
+
+    def empty_folders(self) -> builtins.list[str]:
+        """Names of the folders that hold nothing, left by killed writers; none where a folder is only a part of names.
+
+        `delete` of any name in one of them, though there is no such object, removes it.
+        """
+        return []
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         """`length` bytes from `start` (default: to the end); exactly that many, or an error."""

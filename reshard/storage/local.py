@@ -6,6 +6,7 @@ there before. A rename without the second fsync can be forgotten by a crash.
 
 from __future__ import annotations
 
+import builtins
 import errno
 import mmap
 import os
@@ -61,6 +62,12 @@ class LocalStorage(Storage):
                         with suppress(FileNotFoundError):
                             found[name] = os.stat(os.path.join(where, file)).st_size
         return dict(sorted(found.items()))
+
+    def empty_folders(self) -> builtins.list[str]:
+        with self._errors("list", "."):
+            walk = os.walk(self.root, onerror=_unless_absent)
+            found = [os.path.relpath(where, self.root) for where, folders, files in walk if not folders and not files]
+        return sorted(name for name in found if name != ".")
 
     def size(self, name: str) -> int:
         file = self._open(name)
