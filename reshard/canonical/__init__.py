@@ -20,7 +20,7 @@ from reshard.canonical.megatron_legacy import normalize_megatron_legacy
 from reshard.canonical.orbax import normalize_orbax
 from reshard.canonical.result import Canonical
 from reshard.canonical.stages import normalize_stages
-from reshard.errors import DamagedCheckpointError, ReshardError
+from reshard.errors import DamagedCheckpointError, NormalizationError, ReshardError
 from reshard.formats.base import Contents
 
 __all__ = ["HINTS", "Canonical", "normalize"]
@@ -49,7 +49,7 @@ def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: 
     normalizer = _BY_FORMAT.get(contents.format, normalize_generic)
     given = Hints(hints)
     try:
-        return normalizer(contents, given, what).rename()
+        return _tie(normalizer(contents, given, what), given).rename()
     except ReshardError:
         raise
     except (PlanError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -57,3 +57,14 @@ def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: 
         raise DamagedCheckpointError(
             f"{what}: what is in its files is not what {contents.format} writes: {type(error).__name__}: {error}"
         ) from error
+
+
+def _tie(found: Canonical, hints: Hints) -> Canonical:
+    """Add the further names of tied parameters that the hint gives."""
+    for name, holder in hints.mapping("tied").items():
+        if holder not in found.model:
+            raise NormalizationError(
+                f"the hint 'tied' says that {name!r} is {holder!r}, but there is no such parameter"
+            )
+        found.add_model(str(name), found.model[holder], str(name))
+    return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planners.box import Box
-from reshard.canonical.fsdp1_flat import FlatLayout, hinted_params, join_sharded, layout_of
+from reshard.canonical.fsdp1_flat import FLAT, FlatLayout, cut_flat, hinted_params, layout_of
 from reshard.canonical.generic import take_optimizer
 from reshard.canonical.hints import Hints
 from reshard.canonical.names import NameMap
@@ -23,13 +23,12 @@ from reshard.canonical.result import Canonical, Value
 from reshard.canonical.views import assemble, unflatten
 from reshard.errors import DamagedCheckpointError, NormalizationError
 from reshard.formats.base import Contents, StoredTensor
-from reshard.formats.fsdp1 import is_sharded_tensor
+from reshard.formats.sharded_records import is_sharded_tensor, join_sharded
 from reshard.formats.torch_file import TorchFile, stored_tensor
 from reshard.records import TensorRef
 
 __all__ = ["normalize_fsdp1"]
 
-FLAT = "_flat_param"
 _MODELS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZERS = ("optim", "optimizer", "optim_state_dict", "optimizer_state_dict")
 
@@ -96,8 +95,7 @@ def _model(found: _Found, flat_names: Sequence[str], hints: Hints) -> dict[str, 
             if not name.endswith(FLAT):
                 out[name] = whole
             elif not original:
-                layout = layout_of(name, None, whole.spec.numel, whole.itemsize, 0, flat_names, hints)
-                out.update(layout.cut(whole))
+                out.update(cut_flat(name, whole, flat_names, hints))
         elif (
             isinstance(value, TensorRef) and name in shapes and (value.size != shapes[name] or _differs(value, values))
         ):

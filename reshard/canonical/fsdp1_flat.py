@@ -1,30 +1,21 @@
-"""The inside of FSDP1's flat parameters, and ShardedTensors joined from the pickles of all ranks."""
+"""The inside of FSDP1's flat parameters: where each parameter lies in one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from planners.box import Box
-from planners.layout import TensorSpec
 from reshard.canonical.hints import Hints, find_scope
 from reshard.canonical.views import narrow, unflatten
-from reshard.dtypes import dtype_name
-from reshard.errors import DamagedCheckpointError, NormalizationError
-from reshard.formats.base import StoredChunk, StoredTensor
-from reshard.formats.fsdp1 import is_sharded_tensor
-from reshard.formats.torch_file import TorchFile, stored_tensor
-from reshard.records import TensorRef
+from reshard.errors import NormalizationError
+from reshard.formats.base import StoredTensor
 
-__all__ = ["FlatLayout", "hinted_params", "join_sharded", "layout_of"]
+__all__ = ["FLAT", "FlatLayout", "cut_flat", "hinted_params", "layout_of"]
 
 _ALIGNMENT_BYTES = 16
 """With use_orig_params, every parameter inside begins at a multiple of this."""
-_FLAT = "_flat_param"
+FLAT = "_flat_param"
 
 
 @dataclass(frozen=True)
@@ -39,6 +30,14 @@ class FlatLayout:
             name: unflatten(narrow(flat, 0, start, start + math.prod(shape)), shape, name)
             for name, (start, shape) in self.params.items()
         }
+
+
+def cut_flat(name: str, flat: StoredTensor, flat_names: Sequence[str], hints: Hints) -> dict[str, StoredTensor]:
+    """The parameters inside a model's flat parameter without padding; `flat_names` are those of all flat parameters.
+
+    Raises NormalizationError if no hint says what is inside, or what it says has other sizes.
+    """
+    return layout_of(name, None, flat.spec.numel, flat.itemsize, 0, flat_names, hints).cut(flat)
 
 
 def layout_of(
@@ -93,69 +92,11 @@ def _by_prefix(name: str, flat_names: Sequence[str], hints: Hints) -> list[tuple
     shapes = hints.mapping("param_shapes")
     if not shapes:
         return None
-    fronts = sorted((flat.removesuffix(_FLAT) for flat in flat_names), key=len, reverse=True)
-    mine = name.removesuffix(_FLAT)
+    fronts = sorted((flat.removesuffix(FLAT) for flat in flat_names), key=len, reverse=True)
+    mine = name.removesuffix(FLAT)
     out = []
     for param, shape in shapes.items():
         front = next((f for f in fronts if str(param).startswith(f)), None)
         if front == mine:
             out.append((str(param), tuple(int(n) for n in shape)))
     return out
-
-
-def join_sharded(name: str, values: Mapping[int, Any], files: Mapping[int, TorchFile]) -> StoredTensor:
-    """A ShardedTensor from the records in the files of all ranks.
-
-    Raises DamagedCheckpointError if the records make no sense or disagree.
-    """
-    specs: set[tuple[tuple[int, ...], str]] = set()
-    chunks: dict[Box, StoredChunk] = {}
-    for rank, value in sorted(values.items()):
-        label = files[rank].source.label
-        if not is_sharded_tensor(value):
-            raise DamagedCheckpointError(f"{label}: {name!r} is no ShardedTensor there, as it is on other ranks")
-        try:
-            locals_, metadata = value.state[0], value.state[1].fields
-            shape = tuple(int(n) for n in metadata["size"])
-            dtype = _dtype(metadata["tensor_properties"])
-            specs.add((shape, dtype))
-            for shard in locals_:
-                ref, at = shard.fields["tensor"], shard.fields["metadata"].fields
-                box = Box(at["shard_offsets"], at["shard_sizes"])
-                _add_shard(chunks, name, box, shape, ref, files[rank], rank)
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, DamagedCheckpointError):
-                raise
-            raise DamagedCheckpointError(f"{label}: the ShardedTensor {name!r} makes no sense: {error}") from None
-    if len(specs) != 1:
-        raise DamagedCheckpointError(f"{name!r}: the ranks disagree about its shape or dtype: {sorted(specs)}")
-    shape, dtype = specs.pop()
-    return StoredTensor(TensorSpec(name, shape, dtype), tuple(chunks.values()))
-
-
-def _dtype(properties: Any) -> str:
-    value = properties.state[0] if isinstance(properties.state, tuple) else properties.fields["dtype"]
-    if not isinstance(value, torch.dtype):
-        raise TypeError(f"{value!r:.40} is no dtype")
-    return dtype_name(value)
-
-
-def _add_shard(
-    chunks: dict[Box, StoredChunk],
-    name: str,
-    box: Box,
-    shape: tuple[int, ...],
-    ref: Any,
-    file: TorchFile,
-    rank: int,
-) -> None:
-    if not isinstance(ref, TensorRef):
-        raise TypeError("a shard without a tensor")
-    if ref.size != box.sizes:
-        raise DamagedCheckpointError(
-            f"{file.source.label}: a shard of {name!r} has shape {list(ref.size)}, but its metadata says {box}"
-        )
-    inside = Box.full(shape) & box  # a flat parameter's last shard may be padded
-    if inside is not None:
-        whole = stored_tensor(name, file, ref, rank).chunks[0].shift(box.offsets)
-        chunks[inside] = whole.crop(inside)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from planners.box import Box
+from reshard.canonical.fsdp1_flat import FLAT, cut_flat
 from reshard.canonical.hints import Hints
 from reshard.canonical.huggingface import in_memory
 from reshard.canonical.names import NameMap, common_attribute
 from reshard.canonical.optim import SavedOptimizer, name_ids, read_optimizer, renamed_groups
 from reshard.canonical.result import Canonical, check_shapes
-from reshard.canonical.sections import Sections, find_sections
+from reshard.canonical.sections import Leaf, find_sections
 from reshard.canonical.views import assemble, narrow
 from reshard.errors import NormalizationError
 from reshard.formats.base import Contents, StoredTensor
@@ -25,28 +27,56 @@ def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
     Raises NormalizationError where a hint is missing, or two tensors would have one name.
     """
     sections = find_sections(contents)
-    optimizers = [read_optimizer(tree) for tree in sections.optimizers]
-    tensors = [(name, leaf.value()) for name, leaf in sections.model]
-    if "safetensors" in contents.format and not hints.get("stored_names"):
-        tensors = in_memory(tensors)
-    names = [name for name, _ in tensors] or [n for saved in optimizers if not saved.by_id for n in saved.state]
-    rename = NameMap(names, hints, _attribute(contents, sections, names))
+    optimizers = [(model, read_optimizer(tree)) for model, tree in sections.optimizers]
     result = Canonical()
-    for name, tensor in tensors:
-        result.add_model(rename(name), tensor, name)
-    for i, saved in enumerate(optimizers):
-        take_optimizer(result, name_ids(saved, hints, i if len(optimizers) > 1 else None, what), rename)
+    renames: dict[str, Callable[[str], str]] = {}
+    for prefix, leaves in (sections.models or {"": []}).items():
+        tensors = _tensors(contents, leaves, hints)
+        names = [name for name, _ in tensors] or [n for _, saved in optimizers if not saved.by_id for n in saved.state]
+        renames[prefix] = _renamer(
+            prefix, NameMap(names, hints, _attribute(contents, [name for name, _ in tensors])), result
+        )
+        for name, tensor in tensors:
+            result.add_model(renames[prefix](name), tensor, prefix + name)
+    for i, (prefix, saved) in enumerate(optimizers):
+        named = name_ids(saved, hints, i if len(optimizers) > 1 else None, what)
+        take_optimizer(result, named, renames[prefix])
     _override_groups(result, hints)
-    if any(saved.by_id for saved in optimizers):
+    if any(saved.by_id for _, saved in optimizers):
         check_shapes(result, "so the names that were given are in another order than the ids")
     _split_fused(result, hints)
     return result
 
 
-def _attribute(contents: Contents, sections: Sections, names: list[str]) -> str:
+def _tensors(contents: Contents, leaves: list[tuple[str, Leaf]], hints: Hints) -> list[tuple[str, StoredTensor]]:
+    """The tensors of a model; flat parameters of FSDP1 are cut into those that are inside."""
+    tensors = [(name, leaf.value()) for name, leaf in leaves]
+    flat_names = [name for name, _ in tensors if name.endswith(FLAT)]
+    if flat_names:
+        parts = {name: cut_flat(name, tensor, flat_names, hints) for name, tensor in tensors if name in flat_names}
+        inside = {param for of in parts.values() for param in of}
+        tensors = [one for name, tensor in tensors for one in parts.get(name, {name: tensor}).items()]
+        # each rank's 1-D piece of an original parameter is a view of the flat one
+        tensors = [(name, tensor) for name, tensor in tensors if _PIECE.sub("", name) not in inside or name in inside]
+    if "safetensors" in contents.format and not hints.get("stored_names"):
+        return in_memory(tensors)
+    return tensors
+
+
+_PIECE = re.compile(r"\.rank_\d+$")
+
+
+def _renamer(prefix: str, rename: NameMap, result: Canonical) -> Callable[[str], str]:
+    """Canonical names of one of several models; a name that a hint gave may be one of all models' already."""
+    if not prefix:
+        return rename
+    return lambda name: name if name in result.model else prefix + rename(name)
+
+
+def _attribute(contents: Contents, names: list[str]) -> str:
     """The attribute of a training module (Lightning's) that all names begin with."""
     trained = contents.facts.get("framework") == "lightning" or "pytorch-lightning_version" in contents.objects
-    return common_attribute(names) if trained and sections.model else ""
+    return common_attribute(names) if trained else ""
 
 
 def take_optimizer(result: Canonical, saved: SavedOptimizer, rename: Any) -> None:

@@ -19,7 +19,8 @@ HINTS: dict[str, str] = {
     "param_shapes": "{name: shape} of the parameters, in the order in which the model registers them",
     "flat_params": "the parameters inside each flat parameter: {its id or name: [(name, shape), ...]}",
     "names": "{name in the checkpoint: canonical name}, for single parameters or for leading parts of names",
-    "prefix": "leading part of all names to take away, such as 'net.'",
+    "tied": "{further name: name} of parameters that several names share and that are stored under one",
+    "prefix": "leading part of all names to take away, such as 'net.'; '' takes none away",
     "layer_offsets": "{stage or folder: number in the whole model of its layer 0}",
     "vocab_size": "rows of the embedding that are no padding",
     "num_layers": "how many layers the model has, where the checkpoint does not say",
@@ -71,6 +72,11 @@ class Hints:
             value = find_scope(value, scope)
             if value is None:
                 return None
+            if isinstance(value, str):
+                raise NormalizationError(
+                    "the hint 'param_names' is one list of names, but several optimizers, stages or ranks count for "
+                    "themselves: give {0: [names], 1: [names], ...}"
+                )
         if isinstance(value, Mapping):
             items = value.items()
         elif isinstance(value, Sequence) and not isinstance(value, str):

@@ -140,7 +140,7 @@ def _from_dtensors(
     }
     state: dict[str, dict[str, Value]] = {}
     groups: list[dict[str, Any]] = []
-    for tree in sections.optimizers:
+    for _, tree in sections.optimizers:
         saved = read_optimizer(tree)
         groups += saved.groups
         for name, states in saved.state.items():

@@ -36,7 +36,7 @@ class NameMap:
         bare = [_without_wrappers(name) for name in names]
         prefix = hints.get("prefix")
         self._prefixes: list[str] = []
-        for fixed in (extra_prefix, "" if prefix is None else str(prefix)):
+        for fixed in (extra_prefix if prefix != "" else "", "" if prefix is None else str(prefix)):
             if fixed:
                 bare = self._take(bare, fixed)
         self._take_leading(bare)
@@ -96,13 +96,20 @@ def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS and part != "base_layer")
 
 
+_HOLDERS = frozenset(
+    ["model", "net", "network", "module", "nn", "backbone", "seq", "sequential", "mlp", "_model", "_net"]
+)
+"""What training modules call the one child that is the model."""
+
+
 def common_attribute(names: Iterable[str]) -> str:
     """The first segment, with its dot, that all names share, such as the attribute of a training module that holds the
-    model; "" if there is none, or if it is a container of numbered layers."""
+    model; "" if there is none. A container of numbered layers counts only if it is called as models are: `layers.0.w`
+    is a name of the module itself, `net.0.w` one of the `Sequential` in it."""
     given = list(names)
     heads = {name.partition(".")[0] for name in given}
     if len(heads) != 1 or any("." not in name for name in given):
         return ""
     head = heads.pop()
     numbered = all(re.match(r"\d+(\.|$)", name[len(head) + 1 :]) for name in given)
-    return "" if numbered else head + "."
+    return "" if numbered and head not in _HOLDERS else head + "."

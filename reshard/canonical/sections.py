@@ -47,7 +47,7 @@ _OPTIMIZER = re.compile(
 _MODEL = ("model", "state_dict", "model_state_dict", "module", "model_state", "weights")
 _OTHER = re.compile(
     r"(lr_)?schedulers?|lr_scheduler.*|scheduler_state_dict|train_state|trainer_state|data_?loaders?|rng.*|random_states.*"
-    r"|extra|extra_state|extra_states|ema.*|loops|callbacks|args|config|hyper_parameters|sampler.*|scaler|grad_scaler"
+    r"|extra|extra_state|extra_states|ema.*|custom_checkpoint_\d+|dl_state_dict.*|loops|callbacks|args|config|hyper_parameters|sampler.*|scaler|grad_scaler"
     r"|epoch|global_step|step|iteration|metrics"
 )
 _FLAT_OPTIMIZER = re.compile(r"(optim|optimizer)\.((state|param_groups)\..+)", re.DOTALL)
@@ -103,24 +103,57 @@ def resolve(tree: Any) -> Any:
 class Sections:
     """The parts of a state that normalization deals with."""
 
-    model: list[tuple[str, Leaf]]
-    """Names as saved, with the leaf of each tensor."""
-    optimizers: list[Tree]
+    models: dict[str, list[tuple[str, Leaf]]]
+    """Names as saved, with the leaf of each tensor. By "" if there is one model; of several, by what stands before the
+    names of each to tell them apart, such as "model." and "model_1."."""
+    optimizers: list[tuple[str, Tree]]
+    """Each behind the key of its model."""
+
+    @property
+    def model(self) -> list[tuple[str, Leaf]]:
+        """All tensors of all models."""
+        return [(prefix + name, leaf) for prefix, names in self.models.items() for name, leaf in names]
 
 
 def find_sections(contents: Contents) -> Sections:
     """The model and the optimizers of a checkpoint."""
     tree = _unwrap(_split_flat(nest(contents)))
     if _is_bare_optimizer(tree):
-        return Sections([], [tree])
+        return Sections({}, [("", tree)])
     found = sorted((key for key in tree if _is_optimizer(key, tree[key])), key=_natural)
-    model = next((tree[key] for key in _MODEL if isinstance(tree.get(key), dict) and _has_tensor(tree[key])), None)
-    if model is None:
-        model = {k: v for k, v in tree.items() if not (_is_optimizer(k, v) or _is_other(k, v))}
-    elif all(type(key) is int and isinstance(model[key], dict) for key in model):
+    optimizers = [(key, one) for key in found for one in _as_trees(_inside(tree[key]))]
+    first = next((key for key in _MODEL if isinstance(tree.get(key), dict) and _has_tensor(tree[key])), None)
+    if first is None:
+        names = _names({k: v for k, v in tree.items() if not (_is_optimizer(k, v) or _is_other(k, v))})
+        return Sections({"": names}, [("", one) for _, one in optimizers])
+    others = [key for key in tree if _NUMBER.sub("", str(key)) == first and key != first and _has_tensor(tree[key])]
+    if not others:
+        return Sections({"": _names(tree[first])}, [("", one) for _, one in optimizers])
+    models = {f"{key}.": _names(_inside(tree[key])) for key in (first, *sorted(others, key=_natural))}
+    return Sections(models, [(_model_of(key, first, models), one) for key, one in optimizers])
+
+
+_NUMBER = re.compile(r"_\d+$")
+
+
+def _inside(section: Tree) -> Tree:
+    """A section without another name of its own inside, as `model_1` of accelerate holds `model`."""
+    ((key, inner), *rest) = section.items()
+    same = key in _MODEL or _OPTIMIZER.fullmatch(str(key)) is not None
+    return inner if same and not rest and isinstance(inner, dict) else section
+
+
+def _model_of(optimizer: str, first: str, models: Mapping[str, Any]) -> str:
+    """The one of several models that has the optimizer's number; optimizers of no such number are the first's."""
+    number = _NUMBER.search(optimizer)
+    mine = f"{first}{number[0] if number else ''}."
+    return mine if mine in models else f"{first}."
+
+
+def _names(model: Tree) -> list[tuple[str, Leaf]]:
+    if model and all(type(key) is int and isinstance(model[key], dict) for key in model):
         model = _joined(model)
-    names = [(".".join(map(str, path)), leaf) for path, leaf in walk(model) if leaf.is_tensor]
-    return Sections(names, [one for key in found for one in _as_trees(tree[key])])
+    return [(".".join(map(str, path)), leaf) for path, leaf in walk(model) if leaf.is_tensor]
 
 
 def _natural(key: Any) -> tuple[Any, ...]:
@@ -171,7 +204,15 @@ def _unwrap(tree: Tree) -> Tree:
 
 
 def _is_optimizer(key: Any, value: Any) -> bool:
-    return isinstance(value, dict) and _OPTIMIZER.fullmatch(str(key)) is not None
+    if not isinstance(value, dict):
+        return False
+    return _OPTIMIZER.fullmatch(str(key)) is not None or (isinstance(value.get("state"), dict) and _lists(value))
+
+
+def _lists(tree: Tree) -> bool:
+    """Whether there are param groups inside, so that it is an optimizer's state by whatever name."""
+    groups = tree.get("param_groups")
+    return isinstance(groups, dict) and all(isinstance(group, dict) and "params" in group for group in groups.values())
 
 
 def _is_other(key: Any, value: Any) -> bool:

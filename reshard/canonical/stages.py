@@ -67,7 +67,7 @@ def _read(number: int, contents: Contents, hints: Hints) -> _Stage:
     sections = find_sections(contents)
     rename = NameMap([name for name, _ in sections.model], hints)
     model = {rename(name): leaf.value() for name, leaf in sections.model}
-    optimizers = [read_optimizer(tree) for tree in sections.optimizers]
+    optimizers = [read_optimizer(tree) for _, tree in sections.optimizers]
     for saved in optimizers:
         if not saved.by_id:
             saved.state = {rename(name): states for name, states in saved.state.items()}

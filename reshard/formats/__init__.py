@@ -33,9 +33,9 @@ COMPOSITE_FORMATS: tuple[Format, ...] = (
     native,
     megatron,
     megatron_legacy,
-    rank_files,
     deepspeed,
     accelerate,
+    rank_files,
     lightning,
     pipeline_stages,
     fsdp1,
@@ -52,8 +52,12 @@ _OF_DCP: tuple[Format, ...] = (megatron, lightning)
 _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
 
 
-def open_contents(path: str | os.PathLike[str] | Storage) -> tuple[Contents, str]:
+def open_contents(
+    path: str | os.PathLike[str] | Storage, *, preferred: Format | None = None
+) -> tuple[Contents, str]:
     """What is at `path`, by the format that its files show, and a text that says where that is.
+
+    Where they show several, and `preferred` is one of them, it is taken.
 
     Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
     """
@@ -63,7 +67,7 @@ def open_contents(path: str | os.PathLike[str] | Storage) -> tuple[Contents, str
         killed = any(map(native.is_generation, storage.empty_folders()))
         why = ": a save was killed before it wrote anything, or is just beginning" if killed else ""
         raise CheckpointNotFoundError(f"there is nothing at {url}{why}")
-    return _pick(storage, names, url).open(storage, names), url
+    return _pick(storage, names, url, preferred).open(storage, names), url
 
 
 def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, int]]:
@@ -94,7 +98,7 @@ def _is_local_file(text: str) -> bool:
     return Path(unquote(rest) if separator else text).is_file()
 
 
-def _pick(storage: Storage, names: Mapping[str, int], url: str) -> Format:
+def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Format:
     """The format that fits. Raises FormatError if none does, or more than one."""
     fitting = [format for format in PLAIN_FORMATS if format.detect(storage, names)]
     for format in COMPOSITE_FORMATS:
@@ -105,6 +109,8 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str) -> Format:
             break
     if len(fitting) == 1:
         return fitting[0]
+    if preferred in fitting:
+        return preferred
     if fitting:
         kinds = " and ".join(format.name for format in fitting)
         raise FormatError(

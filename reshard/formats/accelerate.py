@@ -2,33 +2,43 @@
 
 model.safetensors  optimizer.bin  scheduler.bin  random_states_0.pkl       each file's keys under its name:
 pytorch_model_fsdp_0/  optimizer_0/                                        model. optimizer. scheduler. ...
+pytorch_model_fsdp_0_rank0.bin  optimizer_0_rank0.bin ...
+
+Of several models and optimizers the first are `model` and `optimizer`, the next `model_1` and `optimizer_1`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
-from reshard.errors import FormatError
-from reshard.formats import dcp, safetensors, torch_save
+from reshard.errors import FormatError, UnsafeDataError
+from reshard.formats import dcp, rank_files, safetensors, torch_save
 from reshard.formats.base import Contents, LazyMapping
 from reshard.formats.merging import merge
-from reshard.formats.source import Files
+from reshard.formats.source import Files, FileSource
 from reshard.formats.torch_file import contents_of, read_torch_file
 from reshard.storage.base import Storage
 
 __all__ = ["detect", "looks_for", "name", "open"]
 
 name = "accelerate"
-looks_for = "pytorch_model_fsdp_0/ or model.safetensors, with optimizer.bin, scheduler.bin, random_states_0.pkl ..."
+looks_for = (
+    "pytorch_model_fsdp_0/, pytorch_model_fsdp_0_rank<r>.bin or model.safetensors, with optimizer.bin, scheduler.bin, "
+    "random_states_0.pkl ..."
+)
 
 _FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)/\.metadata")
 _WEIGHTS = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)((?:_\d+)?)(\.safetensors|\.bin)((?:\.index\.json)?)")
 _BESIDE = re.compile(
     r"((?:optimizer|scheduler|scaler|sampler|dl_state_dict|random_states|rng_state)(?:_\d+)?)\.(?:bin|pt|pkl|pth)"
 )
+_CUSTOM = re.compile(r"(custom_checkpoint_\d+)\.pkl")
+"""What `state_dict()` of an object gave: taken apart like other files if it is plain data, else read when asked for."""
 _WHOLE = re.compile(r"(training_args|custom_checkpoint_\d+)\.(?:bin|pkl)")
 """Files that hold one object of any class: it is read only when asked for."""
+_RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin")
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -36,11 +46,25 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     top = [n for n in names if "/" not in n]
     folders = any(map(_FOLDER.fullmatch, names))
     weights = any(map(_WEIGHTS.fullmatch, top))
-    return folders or (weights and any(_BESIDE.fullmatch(n) or _WHOLE.fullmatch(n) for n in top))
+    return (
+        folders
+        or bool(_rank_files(names))
+        or (weights and any(_BESIDE.fullmatch(n) or _WHOLE.fullmatch(n) for n in top))
+    )
+
+
+def _rank_files(names: Mapping[str, int]) -> list[rank_files.Section]:
+    """Models and optimizers that every rank saved by itself."""
+    return list(rank_files.sections_of({n: size for n, size in names.items() if _RANK_FILE.fullmatch(n)}).values())
 
 
 def open(storage: Storage, names: Mapping[str, int]) -> Contents:
-    """All parts as one checkpoint. Raises FormatError if the weights are there twice, in two formats."""
+    """All parts as one checkpoint.
+
+    Raises:
+        FormatError: the weights are there twice, in two formats.
+        DamagedCheckpointError: a part is damaged, or the file of a rank is missing.
+    """
     files = Files(storage)
     parts: list[tuple[str, Contents]] = []
     for file in sorted(names):
@@ -54,11 +78,28 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         elif beside:
             parts.append((beside[1], contents_of(name, {(): read_torch_file(files[file])})))
         elif whole:
-            read = files[file]
-            maker = {whole[1]: lambda read=read: (opened := read_torch_file(read)).plain(opened.value)}
-            parts.append(("", Contents(name, {}, LazyMapping(maker))))
+            parts.append(_whole(files[file], whole[1], apart=bool(_CUSTOM.fullmatch(file))))
     parts += _weights(storage, names)
-    return merge(name, parts)
+    facts: Mapping[str, Any] = {}
+    if by_rank := _rank_files(names):
+        opened = rank_files.open_sections(name, storage, by_rank)
+        parts.append(("", opened))
+        facts = opened.facts
+    return merge(name, parts, facts)
+
+
+def _whole(source: FileSource, key: str, *, apart: bool) -> tuple[str, Contents]:
+    """A file of one object, taken apart if it may be and is a dict of plain data and tensors."""
+    warnings: tuple[str, ...] = ()
+    if apart:
+        try:
+            opened = read_torch_file(source)
+            if isinstance(opened.value, dict):
+                return key, contents_of(name, {(): opened})
+        except UnsafeDataError as error:
+            warnings = (f"{key} can only be read by its own program: {error}",)
+    maker = {key: lambda: (read := read_torch_file(source)).plain(read.value)}
+    return "", Contents(name, {}, LazyMapping(maker), warnings=warnings)
 
 
 def _weights(storage: Storage, names: Mapping[str, int]) -> list[tuple[str, Contents]]:

@@ -15,13 +15,14 @@ from typing import Any
 
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.base import Contents
+from reshard.formats.sharded_records import is_sharded_tensor
 from reshard.formats.source import Files
 from reshard.formats.torch_file import TorchFile, contents_of, read_torch_file
-from reshard.records import Record, TensorRef
+from reshard.records import TensorRef
 from reshard.storage.base import Storage
 from reshard.tree import KeyPath
 
-__all__ = ["detect", "is_sharded_tensor", "looks_for", "name", "numbered", "open"]
+__all__ = ["detect", "looks_for", "name", "numbered", "open"]
 
 name = "fsdp1"
 looks_for = "<name>_<rank>.pt, with flat parameters or pieces of optimizer states"
@@ -52,11 +53,6 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
         return any(_holds_pieces(read_torch_file(files[ranks[0]]).value) for ranks in sections.values())
     except FormatError:
         return False  # no files of torch.save
-
-
-def is_sharded_tensor(value: Any) -> bool:
-    """Whether a value of a pickle is a ShardedTensor."""
-    return isinstance(value, Record) and value.name == "ShardedTensor"
 
 
 def _holds_pieces(value: Any) -> bool:

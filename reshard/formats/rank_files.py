@@ -1,4 +1,4 @@
-"""Folders in which every rank saved its own part by `torch.save`: DTensors know how the parts fit together.
+"""Folders in which every rank saved its own part by `torch.save`: DTensors, or ShardedTensors, know what fits where.
 
 model_world_size_4_rank_0.pt ...      verl and others              the keys of each section get its name in front
 pytorch_model_fsdp_0_rank0.bin ...    accelerate without DCP
@@ -21,13 +21,14 @@ from planners.placement import StridedShard
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.base import Contents, LazyMapping, Place, StoredChunk, StoredTensor
 from reshard.formats.dtensor_records import Shardlet, is_dtensor, read_dtensor
+from reshard.formats.sharded_records import is_sharded_tensor, join_sharded
 from reshard.formats.source import Files
 from reshard.formats.torch_file import TorchFile, flat_leaves, read_torch_file, stored_tensor
 from reshard.records import TensorRef
 from reshard.storage.base import Storage
 from reshard.tree import KeyPath, key_of
 
-__all__ = ["detect", "looks_for", "name", "open", "open_sections"]
+__all__ = ["Section", "detect", "looks_for", "name", "open", "open_sections", "sections_of"]
 
 name = "rank_files"
 looks_for = "*_world_size_<W>_rank_<R>.pt, *_rank<R>.bin, or metadata.pkl and <item>_<rank>.pt"
@@ -41,7 +42,9 @@ _COMPARED_BYTES = 1 << 16
 
 
 @dataclass
-class _Section:
+class Section:
+    """The files of all ranks that make up one state, such as the model's."""
+
     name: str
     world_size: int | None = None
     files: dict[int, str] = field(default_factory=dict)
@@ -49,26 +52,34 @@ class _Section:
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Whether files in the top folder are numbered by rank."""
-    return bool(_sections(names))
+    return bool(sections_of(names))
 
 
-def _sections(names: Mapping[str, int]) -> dict[str, _Section]:
+def sections_of(names: Mapping[str, int]) -> dict[str, Section]:
+    """The files of the top folder that are numbered by rank, by what stands before the number."""
     top = [n for n in names if "/" not in n]
     patterns = [_VERL, _ACCELERATE]
     if "metadata.pkl" in names:
         patterns.append(_CHECKPOINTING)
-    sections: dict[str, _Section] = {}
+    sections: dict[str, Section] = {}
     for file in top:
         match = next((m for p in patterns if (m := p.fullmatch(file))), None)
         if match is None:
             continue
         groups = match.groupdict()
-        base = re.sub(r"_\d+$", "", groups["section"]) if match.re is _ACCELERATE else groups["section"]
-        section = sections.setdefault(groups["section"], _Section(_SECTIONS.get(base, base)))
+        section = sections.setdefault(groups["section"], Section(_section_name(groups["section"], match.re)))
         section.files[int(groups["rank"])] = file
         if groups.get("world") is not None:
             section.world_size = int(groups["world"])
     return sections
+
+
+def _section_name(text: str, pattern: re.Pattern[str]) -> str:
+    """What stands before the keys of such files: accelerate numbers its models from 0 and the first is just "model"."""
+    if pattern is not _ACCELERATE:
+        return text
+    base, number = re.fullmatch(r"(.*?)(_\d+)?", text, re.DOTALL).groups()  # type: ignore[union-attr]  # fits any
+    return _SECTIONS.get(base, base) + ("" if number in (None, "_0") else number)
 
 
 def open(storage: Storage, names: Mapping[str, int]) -> Contents:
@@ -78,7 +89,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         DamagedCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
         FormatError: several sections of one name, or DTensors that cannot be understood.
     """
-    sections = list(_sections(names).values())
+    sections = list(sections_of(names).values())
     kind = "torch_checkpointing" if "metadata.pkl" in names else name
     contents = open_sections(kind, storage, sections)
     opened = {file for section in sections for file in section.files.values()} | {"metadata.pkl"}
@@ -87,7 +98,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
     return replace(contents, warnings=warnings)
 
 
-def open_sections(kind: str, storage: Storage, sections: list[_Section]) -> Contents:
+def open_sections(kind: str, storage: Storage, sections: list[Section]) -> Contents:
     """The checkpoint that the files of `sections` make up."""
     files = Files(storage)
     out = _Out()
@@ -132,6 +143,10 @@ def _add_section(out: _Out, prefix: KeyPath, files: Mapping[int, TorchFile]) -> 
         for path, leaf in flat.leaves.items():
             held.setdefault(path, {})[rank] = leaf
     for path, leaves in held.items():
+        if any(map(is_sharded_tensor, leaves.values())):
+            key = out.claim(path)
+            out.tensors[key] = partial(join_sharded, key, leaves, files)
+            continue
         sharded = [rank for rank, leaf in leaves.items() if is_dtensor(leaf)]
         if sharded and len(sharded) < len(leaves):
             raise DamagedCheckpointError(f"{key_of(path)!r} is a DTensor in the file of rank {sharded[0]}, not in all")

@@ -153,6 +153,8 @@ def test_several_optimizers_count_for_themselves(tmp_path: Path) -> None:
     first = {"state": {0: {"exp_avg": W + 1, "step": 3}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     second = {"state": {0: {"exp_avg": B + 1}}, "param_groups": [{"lr": 0.2, "params": [0]}]}
     state = {"model": weights(), "optimizers": [first, second]}
+    with pytest.raises(NormalizationError, match=r"is one list of names, but several optimizers.*\{0: \[names\]"):
+        normalized(tmp_path, state, {"param_names": ["lin.weight", "lin.bias"]})
     found = normalized(tmp_path, state, {"param_names": {0: ["lin.weight"], 1: ["lin.bias"]}})
     assert found["optim"]["state"]["lin.bias"]["exp_avg"][...].equal(B + 1)
     assert [group["params"] for group in found["optim"]["param_groups"]] == [["lin.weight"], ["lin.bias"]]
@@ -167,6 +169,44 @@ def test_names_and_prefixes_from_hints(tmp_path: Path) -> None:
     check(found, optim=False)
     with pytest.raises(NormalizationError, match="both 'a' and 'b' would be called 'c'"):
         normalized(tmp_path, {"a": W, "b": B}, {"names": {"a": "c", "b": "c"}})
+
+
+def test_tied_names_from_a_hint(tmp_path: Path) -> None:
+    """Safetensors hold a shared tensor once, and often nothing says what else it is called."""
+    save_file(weights(), tmp_path / "model.safetensors")
+    opened = checkpoint.open(tmp_path / "model.safetensors")
+    found = opened.normalized({"tied": {"head.weight": "lin.weight"}})["model"]
+    assert found["head.weight"][1:].equal(W[1:])
+    assert found["lin.weight"][...].equal(W)
+    with pytest.raises(NormalizationError, match=r"'tied' says that 'a' is 'b', but there is no such parameter"):
+        opened.normalized({"tied": {"a": "b"}})
+    with pytest.raises(NormalizationError, match=r"both 'lin\.weight' and 'lin\.weight' would be called"):
+        opened.normalized({"tied": {"lin.weight": "lin.bias"}})
+
+
+@pytest.mark.parametrize(
+    ("attribute", "stays"), [("net", False), ("model", False), ("layers", True), ("blocks", True), ("decoder", True)]
+)
+def test_a_sequential_of_lightning(tmp_path: Path, attribute: str, stays: bool) -> None:
+    """`self.net = Sequential(...)` holds the model; `self.layers = ModuleList(...)` is a part of it."""
+    front = f"{attribute}."
+    state = {"state_dict": {f"{front}0.weight": W, f"{front}1.bias": B}, "pytorch-lightning_version": "2"}
+    names = {"0.weight", "1.bias"}
+    found = normalized(tmp_path, state)["model"]
+    assert set(found) == ({front + name for name in names} if stays else names)
+    assert set(normalized(tmp_path, state, {"prefix": ""})["model"]) == {front + name for name in names}
+    assert set(normalized(tmp_path, state, {"prefix": front})["model"]) == names
+
+
+def test_an_optimizer_is_known_by_its_inside(tmp_path: Path) -> None:
+    """Whatever a training script calls it; models that it keeps under names of its own keep these in front."""
+    adversary = {"state": {"lin.weight": {"exp_avg": W}}, "param_groups": [{"lr": 0.2, "params": ["lin.weight"]}]}
+    found = normalized(
+        tmp_path, {"netG": weights(), "netD": weights(), "optG": by_name("netG."), "adversary": adversary}
+    )
+    assert set(found["model"]) == {f"net{which}.{name}" for which in "GD" for name in weights()}
+    assert found["optim"]["state"]["netG.lin.weight"]["step"] == 3
+    assert [group["lr"] for group in found["optim"]["param_groups"]] == [0.2, 0.1]
 
 
 def test_unknown_hints_are_listed(tmp_path: Path) -> None:

@@ -79,15 +79,15 @@ def test_plain_values_of_several_ranks(tmp_path: Path) -> None:
 
 
 def test_sections_and_other_files(tmp_path: Path) -> None:
-    ranks(tmp_path, {"w": A}, {"w": A}, name="pytorch_model_fsdp_0_rank{rank}.bin")
-    ranks(tmp_path, {"state": {0: A}}, {"state": {0: A}}, name="optimizer_0_rank{rank}.bin")
-    torch.save({"x": 1}, tmp_path / "scheduler.bin")
+    ranks(tmp_path, {"w": A}, {"w": A})
+    ranks(tmp_path, {"state": {0: A}}, {"state": {0: A}}, name="optim_world_size_{world}_rank_{rank}.pt")
+    torch.save({"x": 1}, tmp_path / "other.pt")
 
     checkpoint = open_checkpoint(tmp_path)
 
-    check_all(checkpoint, {"model.w": A, "optimizer.state.0": A})
-    assert checkpoint.warnings == ("not opened: scheduler.bin",)
-    assert list(checkpoint.nested()["optimizer"]["state"]) == [0]
+    check_all(checkpoint, {"model.w": A, "optim.state.0": A})
+    assert checkpoint.warnings == ("not opened: other.pt",)
+    assert list(checkpoint.nested()["optim"]["state"]) == [0]
 
 
 def test_accelerate_with_one_file_of_weights(tmp_path: Path) -> None:
