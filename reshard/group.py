@@ -134,6 +134,16 @@ class Group:
             self._common = error(f"the ranks differ in {what}: {verdict.decode()}{'. ' + fix if fix else ''}")
             raise self._common
 
+    @property
+    def deadline(self) -> float:
+        """When the phase that is under way must be over, on the monotonic clock; never, outside of phases."""
+        return self._phases[-1].deadline if self._phases else float("inf")
+
+    @property
+    def failed(self) -> bool:
+        """Whether a phase has failed: then every verb raises its failure, and only a new group can go on."""
+        return self._rounds is not None and self._rounds.failure is not None
+
     def check(self) -> None:
         """Raise if another rank has failed meanwhile. For the inside of long work: cheap, any thread, no collective."""
         if self._rounds is not None:
@@ -142,7 +152,7 @@ class Group:
                 self._rounds.failure.raise_()
 
     @contextmanager
-    def together(self, name: str, *, deadline_s: float | None = None) -> Iterator[None]:
+    def together(self, name: str, *, deadline_s: float | None = None, meet: bool = True) -> Iterator[None]:
         """A phase that ends alike on all ranks: all leave it when all are done, or all leave it with an error.
 
         The rank that fails raises its own error at once. The others raise a `RankFailedError` with its rank, message
@@ -154,6 +164,7 @@ class Group:
             name: for messages: "write".
             deadline_s: how long the whole phase may take, counted from when this rank entered it, in seconds; a phase
                 inside another has no longer than that one has left.
+            meet: False lets a rank leave as soon as it is done: the caller makes sure otherwise that all ranks are.
         """
         allowed_s = self._deadline_s if deadline_s is None else deadline_s
         phase = _Phase(name, time.monotonic() + allowed_s, allowed_s)
@@ -162,9 +173,10 @@ class Group:
         self._phases.append(phase)
         try:
             yield
-            self._round(f"the end of '{name}'", b"", _nothing, in_phase=False)
-            if self._rounds is not None and len(self._phases) == 1:
-                self._rounds.seen()
+            if meet:
+                self._round(f"the end of '{name}'", b"", _nothing, in_phase=False)
+                if self._rounds is not None and len(self._phases) == 1:
+                    self._rounds.seen()
         except BaseException as error:
             self._report(error, phase)
             raise

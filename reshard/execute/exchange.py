@@ -145,9 +145,14 @@ class Exchange:
         Raises what fails here, or the failure of another rank; targets are undefined then, and so is what the process
         group still has under way: make a new one.
         """
+        with Waiter(group, self._device, deadline_s) as waiter:
+            self.move(group, waiter)
+            settle(self._device, group)
+
+    def move(self, group: Group, waiter: Waiter) -> None:
+        """The same as part of something longer, which has its own waiter: on a device the work may be under way yet."""
         under_way: deque[tuple[_Round, list[Any]]] = deque()
-        waiter = Waiter(group, self._device, deadline_s)
-        with torch.no_grad(), waiter:
+        with torch.no_grad():
             copies = iter(self._copies)
             for number, step in enumerate(self._rounds):
                 if len(under_way) == DEPTH:
@@ -160,7 +165,6 @@ class Exchange:
             self._run_copies(copies, group)
             while under_way:
                 _finish(waiter, *under_way.popleft())
-            settle(self._device, group)
 
     def _run_copies(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], group: Group) -> None:
         for to, of in copies:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from reshard.errors import DeadlineError, ReshardError
 from reshard.group import Group
@@ -33,6 +34,7 @@ class Waiter:
     def __init__(self, group: Group, device: torch.device, deadline_s: float) -> None:
         """`deadline_s`: how long all of the waiting may take, from now on."""
         self._group = group
+        self._device = device
         self._deadline, self._allowed_s = time.monotonic() + deadline_s, deadline_s
         self._blocks = device.type == "cpu"
         self._queue: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
@@ -75,6 +77,22 @@ class Waiter:
             self._group.check()
             time.sleep(_LOOK_S)
         raise ReshardError(f"a message to or from another rank was lost: {batch.error}") from batch.error
+
+    def meet(self, process_group: dist.ProcessGroup | None) -> None:
+        """Until all ranks have come here, and the device has done what was asked of it.
+
+        The smallest collective of the backend, since who sleeps in it wakes as soon as the last has come. Raises as
+        `wait`; a DeadlineError names the ranks that are not there.
+        """
+        if self._group.world_size > 1:
+            here = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            work = dist.all_reduce(here, group=process_group, async_op=True)
+            try:
+                self.wait([work], self._group.ranks)
+            except DeadlineError:
+                self._group.barrier()  # ends at once, and says who is missing
+                raise
+        settle(self._device, self._group)
 
 
 class _Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import msgspec
@@ -16,7 +17,7 @@ from planners.forms import Part
 from planners.patches import Patch
 from reshard.dtypes import dtype_from_name
 from reshard.errors import LayoutError
-from reshard.fingerprints import Partial, holdings, join, partial
+from reshard.fingerprints import Partial, join, partial
 from reshard.fingerprints.state import Holding
 from reshard.group import Group
 from reshard.live.agree import Options, Side, TransferOptions, agree
@@ -50,9 +51,7 @@ def verify_live(
     with group.together("verify"):
         mine, wanted = Side.of(source, given.source_layouts), Side.of(target, given.target_layouts)
         pairing = agree(mine, wanted, given, group, process_group).pair(given)
-        keys = [key for key in pairing.views if key in wanted.state.tensors]
-        layouts = {key: pairing.after[key] for key in keys}
-        there = holdings({key: wanted.state.tensors[key] for key in keys}, layouts, rank) if keys else []
+        there = [held for key in pairing.views for held in _as_it_is(pairing, key, wanted, rank)]
         here = [held for key in pairing.views for held in _as_target(pairing, key, mine, rank)]
         payloads = group.exchange(msgspec.msgpack.encode((here, there)))
     sides = [msgspec.msgpack.decode(payload, type=tuple[list[Holding], list[Holding]]) for payload in payloads]
@@ -65,6 +64,19 @@ def verify_live(
         if before[key] != after[key]
     ]
     return Report("the redistributed state", tuple(findings), len(pairing.views))
+
+
+def _as_it_is(pairing: Pairing, key: str, wanted: Side, rank: int) -> Iterator[Holding]:
+    """What this rank's own part adds to the fingerprint of a target."""
+    layout, tensor = pairing.after[key], wanted.state.tensors.get(key)
+    if tensor is None:
+        return
+    spec = layout.spec
+    yield Holding(key, spec.dtype, spec.shape, b"", Partial().to_bytes())
+    parts = layout.parts(rank) if rank < layout.world_size else ()
+    for elements, part in zip(part_tensors(key, local_tensors(tensor), layout, rank), parts):
+        if part.numel:
+            yield _holding(key, spec.dtype, spec.shape, elements, replace(part, flat_start=None))
 
 
 def _as_target(pairing: Pairing, key: str, mine: Side, rank: int) -> Iterator[Holding]:
@@ -97,9 +109,10 @@ def _pieces(elements: torch.Tensor, part: Part, patches: Sequence[Patch]) -> Ite
                 yield turned(elements[at.slices], patch.dims), patch.to_target(common)
 
 
-def _holding(key: str, dtype: str, shape: tuple[int, ...], piece: torch.Tensor, box: Box) -> Holding:
-    place = hashlib.blake2b(repr(box).encode(), digest_size=8).digest()
+def _holding(key: str, dtype: str, shape: tuple[int, ...], piece: torch.Tensor, where: Box | Part) -> Holding:
+    dims = where.dims if isinstance(where, Part) else where
+    place = hashlib.blake2b(repr(dims).encode(), digest_size=8).digest()
     try:
-        return Holding(key, dtype, shape, place, partial(piece, box, shape).to_bytes())
+        return Holding(key, dtype, shape, place, partial(piece, where, shape).to_bytes())
     except LayoutError as error:
-        raise LayoutError(f"tensor {key!r}, {box}: {error}") from None
+        raise LayoutError(f"tensor {key!r}, {where}: {error}") from None

@@ -9,11 +9,13 @@ import torch
 from planners.forms import Part
 from planners.layout import TensorLayout
 from planners.patches import Dims
+from planners.stripes import stripe_places
 from reshard.errors import LayoutError
 from reshard.live.pairs import Lane, Pairing
+from reshard.live.steps import Steps
 from reshard.tensors import local_tensors
 
-__all__ = ["part_tensors", "refuse_shared_memory", "source_parts", "target_parts", "turned"]
+__all__ = ["LaneMemory", "part_tensors", "refuse_shared_memory", "turned"]
 
 Local = Callable[[str], Sequence[torch.Tensor]]
 """The local tensors of a key; () where this rank has no such key."""
@@ -33,11 +35,33 @@ def part_tensors(key: str, local: Sequence[torch.Tensor], layout: TensorLayout, 
         return [flat[_start(part) : _start(part) + part.numel].view(part.sizes) for part in parts]
     if not parts and all(not tensor.numel() for tensor in local):
         return []
+    if len(local) == 1 and len(parts) > 1:
+        return _taken_apart(key, local[0], parts, rank)
     if [tuple(tensor.shape) for tensor in local] != [part.sizes for part in parts]:
         if not local and all(not part.numel for part in parts):
             return [torch.empty(part.sizes, dtype=torch.uint8) for part in parts]  # nothing is read from it
         raise _unfit(key, rank, local, " and ".join(str(list(part.sizes)) for part in parts) or "nothing")
     return list(local)
+
+
+def _taken_apart(key: str, local: torch.Tensor, parts: Sequence[Part], rank: int) -> list[torch.Tensor]:
+    """Views of the boxes that one plain tensor holds: side by side along a dim, or flattened, one behind another."""
+    sizes = [part.sizes for part in parts]
+    numels = [part.numel for part in parts]
+    shape = tuple(local.shape)
+    for dim in range(len(sizes[0])):
+        beside = [(*size[:dim], sum(other[dim] for other in sizes), *size[dim + 1 :]) for size in sizes]
+        if all(whole == shape for whole in beside):
+            return list(torch.split(local, [size[dim] for size in sizes], dim))
+    if shape == (sum(numels),):
+        if local.is_contiguous():
+            return [piece.view(size) for piece, size in zip(torch.split(local, numels), sizes, strict=True)]
+        raise LayoutError(f"tensor {key!r}: rank {rank} gave its boxes flattened, in memory that is not contiguous")
+    boxes = " and ".join(str(list(size)) for size in sizes)
+    raise LayoutError(
+        f"tensor {key!r}: rank {rank} should hold boxes of {boxes}, by the layout, in one tensor: side by side along a "
+        f"dim, or flattened ([{sum(numels)}]), but gave {list(shape)}"
+    )
 
 
 def _start(part: Part) -> int:
@@ -50,25 +74,38 @@ def _unfit(key: str, rank: int, local: Sequence[torch.Tensor], wanted: str) -> L
     return LayoutError(f"tensor {key!r}: rank {rank} should hold {wanted}, by the layout, but gave {there}")
 
 
-def source_parts(pairing: Pairing, local: Local, rank: int) -> Callable[[str], Sequence[torch.Tensor]]:
-    """By name of a lane: the local tensors of its source."""
+class LaneMemory:
+    """The memory of all lanes on one rank. Methods give the local tensors of a lane that a side of a plan means."""
 
-    def parts(name: str) -> Sequence[torch.Tensor]:
-        source = pairing.lanes[name].source
-        return part_tensors(source, local(source), pairing.before[source], rank)
+    def __init__(self, steps: Steps, sources: Local, targets: Local, rank: int) -> None:
+        """`sources`, `targets`: the local tensors of this rank's own keys."""
+        self._steps, self._pairing, self._rank = steps, steps.pairing, rank
+        self._sources, self._targets = sources, targets
 
-    return parts
+    def given(self, name: str) -> Sequence[torch.Tensor]:
+        """The local tensors of its source."""
+        source = self._pairing.lanes[name].source
+        return part_tensors(source, self._sources(source), self._pairing.before[source], self._rank)
 
+    def wanted(self, name: str) -> Sequence[torch.Tensor]:
+        """Where the wanted boxes of its source go, as views of the local tensors of its target."""
+        lane = self._pairing.lanes[name]
+        there = part_tensors(lane.target, self._targets(lane.target), self._pairing.after[lane.target], self._rank)
+        return _slots(lane, there, self._rank)
 
-def target_parts(pairing: Pairing, local: Local, rank: int) -> Callable[[str], Sequence[torch.Tensor]]:
-    """By name of a lane: where the wanted boxes of its source go, as views of the local tensors of its target."""
+    def moved(self, name: str) -> Sequence[torch.Tensor]:
+        """Those of them that are to be moved, and not repeated from what another lane brings."""
+        parts, places = self.wanted(name), self._steps.places.get(name)
+        return parts if places is None else [parts[place.part][place.box.slices] for place in places]
 
-    def parts(name: str) -> Sequence[torch.Tensor]:
-        lane = pairing.lanes[name]
-        there = part_tensors(lane.target, local(lane.target), pairing.after[lane.target], rank)
-        return _slots(lane, there, rank)
-
-    return parts
+    def arriving(self, name: str) -> Sequence[torch.Tensor]:
+        """Where the first step writes: all that is moved, or the stripe of it that this rank passes on."""
+        parts = self.moved(name)
+        if name not in self._steps.relayed:
+            return parts
+        passed_on = self._steps.plans[1]
+        places = stripe_places(passed_on.before[name], passed_on.after[name], self._rank)
+        return [parts[part][box.slices] for part, box in places]
 
 
 def _slots(lane: Lane, there: Sequence[torch.Tensor], rank: int) -> Sequence[torch.Tensor]:

@@ -6,18 +6,13 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from planners.errors import CoverageError
 from planners.layout import StateLayout, TensorLayout, TensorSpec
 from planners.patches import Dims
 from planners.pullback import Slot, pull_back
-from planners.schedule import Schedule
-from planners.schedule import schedule as make_schedule
-from planners.transfer_plan import plan_transfers
 from planners.view import View
-from reshard.errors import KeyMismatchError, LayoutError
-from reshard.execute.exchange import round_bytes
+from reshard.errors import KeyMismatchError
 
-__all__ = ["Lane", "Pairing", "plan_rounds"]
+__all__ = ["Lane", "Pairing"]
 
 
 @dataclass(frozen=True)
@@ -239,17 +234,3 @@ def _section(title: str, keys: list[str], others: list[str] | None = None) -> li
         close = difflib.get_close_matches(key, others, n=1) if others and number < 10 and len(others) < 5000 else []
         out.append(f"    {key}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
     return out + (["    ..."] if len(keys) > 100 else [])
-
-
-def plan_rounds(pairing: Pairing, world_size: int, budget_bytes: int, ranks_per_host: int | None = None) -> Schedule:
-    """The plan of all lanes as rounds, proved by whoever runs it. `world_size`: ranks are below that.
-
-    Raises LayoutError for an element that a rank wants and no rank holds.
-    """
-    before = StateLayout({name: lane.before for name, lane in pairing.lanes.items()}, world_size)
-    after = StateLayout({name: lane.after for name, lane in pairing.lanes.items()}, world_size)
-    try:
-        plan = plan_transfers(before, after, ranks_per_host=ranks_per_host)
-        return make_schedule(plan, max_inflight_bytes=round_bytes(budget_bytes))
-    except CoverageError as error:
-        raise LayoutError(f"the source does not hold all that the target wants: {error}") from None

@@ -11,17 +11,18 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 
-from planners.proof import verify
 from planners.pullback import filled_slots
 from planners.schedule import Schedule
 from planners.transfer_plan import TransferPlan
 from reshard.dtypes import dtype_from_name
 from reshard.errors import LayoutError, RankFailedError, UndefinedTargetsError
-from reshard.execute.exchange import Exchange, RankWork
+from reshard.execute.exchange import Exchange
+from reshard.execute.waiting import Waiter
 from reshard.group import Group
 from reshard.live.agree import Agreed, Options, Side, TransferOptions, agree
-from reshard.live.memory import part_tensors, refuse_shared_memory, source_parts, target_parts
-from reshard.live.pairs import Pairing, plan_rounds
+from reshard.live.memory import LaneMemory, part_tensors, refuse_shared_memory
+from reshard.live.pairs import Pairing
+from reshard.live.steps import Steps, plan_steps
 from reshard.live.values import Values, check_replicas
 from reshard.tensors import device_of, local_tensors
 
@@ -42,6 +43,11 @@ class TransferReport:
     """Target -> dtypes (before, after) of what was converted."""
     bytes_moved: int
     """Bytes that crossed between ranks, of the whole job."""
+    bytes_between_groups: int
+    """Of these, bytes from the ranks of the source to those of the target, where no rank is on both sides; where
+    `ranks_per_host` is given, bytes between hosts. 0 where there is one group only."""
+    bytes_among_receivers: int
+    """Of these, bytes that replicas of the target passed on to one another, each having got a part of them."""
     bytes_sent: int
     bytes_received: int
     bytes_copied: int
@@ -56,17 +62,8 @@ class TransferReport:
     """Time by phase."""
 
 
-@dataclass(frozen=True)
-class _Geometry:
-    """All of a transfer but its memory."""
-
-    pairing: Pairing
-    rounds: Schedule
-    work: RankWork
-
-
 _MAX_CACHED = 16
-_cache: OrderedDict[tuple[object, ...], _Geometry] = OrderedDict()
+_cache: OrderedDict[tuple[object, ...], Steps] = OrderedDict()
 
 
 class Prepared:
@@ -77,7 +74,7 @@ class Prepared:
     ) -> None:
         clock = time.perf_counter()
         self._source, self._target, self._options = source, target, options
-        self._process_group = process_group
+        self._group, self._process_group = group, process_group
         self._device = agreed.device
         self._rank = group.ranks[group.rank]
         key = (agreed.key, self._rank, options.digest())
@@ -85,30 +82,36 @@ class Prepared:
         self._planned = found is None
         self._first = True
         if found is None:
-            found = _cache[key] = _plan(agreed.pair(options), options, group)
+            found = _cache[key] = plan_steps(
+                agreed.pair(options),
+                self._rank,
+                max(group.ranks) + 1,
+                budget_bytes=options.max_inflight_bytes,
+                ranks_per_host=options.ranks_per_host,
+            )
             while len(_cache) > _MAX_CACHED:
                 _cache.popitem(last=False)
         _cache.move_to_end(key)
-        self._geometry = found
+        self._steps = found
         self._values = Values(source.state, target.state, found.pairing.objects)
         planned = time.perf_counter()
         self._bind()
         self._seconds = {"plan": planned - clock, "bind": time.perf_counter() - planned}
 
     @property
-    def plan(self) -> TransferPlan:
-        """Who sends what to whom, for the whole job."""
-        return self._geometry.rounds.plan
+    def plans(self) -> tuple[TransferPlan, ...]:
+        """Who sends what to whom, for the whole job: one plan, or two where receivers pass on what they got."""
+        return self._steps.plans
 
     @property
-    def rounds(self) -> Schedule:
+    def rounds(self) -> tuple[Schedule, ...]:
         """The same as rounds of messages."""
-        return self._geometry.rounds
+        return self._steps.rounds
 
     @property
     def pairing(self) -> Pairing:
         """Which target is made of what."""
-        return self._geometry.pairing
+        return self._steps.pairing
 
     def run(self) -> TransferReport:
         """Collective: move everything, once more.
@@ -119,30 +122,38 @@ class Prepared:
             LayoutError: a tensor's memory was replaced by some that does not fit; on that rank, nothing was moved. In
                 the first run all ranks know of it before a byte moves; later runs do not wait for one another.
         """
-        group = Group(self._process_group, deadline_s=self._options.deadline_s)
+        if self._group.failed:
+            self._group = Group(self._process_group, deadline_s=self._options.deadline_s)
         start = time.perf_counter()
-        moving = False
+        self._moving = False
         try:
-            with group.together("redistribute"):
-                if self._memory != self._places():
-                    self._bind()
-                values = self._values.gather(group) if self._values else {}
-                if self._first:
-                    with group.together("check"):  # nobody writes before everybody is ready to
-                        pass
-                self._first = False
-                moving = True
-                self._exchange.run(group, self._options.deadline_s)
-                with torch.no_grad():
-                    for slot, value in self._fills:
-                        slot.fill_(value)
-                self._values.assign(values)
+            with self._group.together("redistribute", meet=False):
+                self._run()
         except Exception as error:
-            if moving:
+            if self._moving:
                 raise self._undefined(error) from error
             raise
         self._seconds = {**self._seconds, "move": time.perf_counter() - start}
         return self._report()
+
+    def _run(self) -> None:
+        group = self._group
+        if self._memory != self._places():
+            self._bind()
+        values = self._values.gather(group) if self._values else {}
+        if self._first:
+            group.barrier()  # nobody writes before everybody is ready to
+        self._first = False
+        with torch.no_grad(), Waiter(group, torch.device(self._device), self._options.deadline_s) as waiter:
+            self._moving = True
+            for exchange in self._exchanges:
+                exchange.move(group, waiter)
+            for to, of in self._repeats:
+                to.copy_(of)
+            for slot, value in self._fills:
+                slot.fill_(value)
+            self._values.assign(values)
+            waiter.meet(self._process_group)
 
     def _undefined(self, error: Exception) -> UndefinedTargetsError:
         keys = tuple(dict.fromkeys(lane.target for lane in self.pairing.lanes.values()))
@@ -159,25 +170,29 @@ class Prepared:
         """Find the memory of all lanes, and make the buffers. Raises LayoutError where it is not as was agreed."""
         pairing, rank = self.pairing, self._rank
         self._places_checked()
-        sources = _Local(self._source, writable=False)
         targets = _Local(self._target, writable=True)
         refuse_shared_memory(pairing, self._source.state.tensors, self._target.state.tensors)
+        memory = LaneMemory(self._steps, _Local(self._source, writable=False), targets, rank)
         for name in pairing.lanes:  # also what this rank neither sends nor gets must be as its layout says
-            source_parts(pairing, sources, rank)(name)
-            target_parts(pairing, targets, rank)(name)
+            memory.given(name)
+            memory.wanted(name)
         wires = {
             name: dtype_from_name(lane.before.spec.dtype)
             for name, lane in pairing.lanes.items()
             if lane.target in pairing.cast
         }
-        self._exchange = Exchange(
-            self._geometry.work,
-            source_parts(pairing, sources, rank),
-            target_parts(pairing, targets, rank),
-            wires=wires,
-            device=self._device,
-            process_group=self._process_group,
-        )
+        sides = [(memory.given, memory.arriving, wires), (memory.arriving, memory.moved, {})]
+        self._exchanges = [
+            Exchange(work, *ends, wires=cast, device=self._device, process_group=self._process_group)
+            for work, (*ends, cast) in zip(self._steps.works, sides)
+        ]
+        self._repeats = [
+            (
+                memory.wanted(to)[again.target.part][again.target.box.slices],
+                memory.wanted(of)[again.source.part][again.source.box.slices],
+            )
+            for of, to, again in self._steps.repeats
+        ]
         self._fills = [
             (part_tensors(key, targets(key), pairing.after[key], rank)[slot.part][slot.box.slices], slot.value)
             for key, view in pairing.views.items()
@@ -201,28 +216,25 @@ class Prepared:
         ]
 
     def _report(self) -> TransferReport:
-        pairing, exchange = self.pairing, self._exchange
+        pairing, exchanges = self.pairing, self._exchanges
         planned, self._planned = self._planned, False
         return TransferReport(
             moved=(*pairing.views, *pairing.objects),
             missing=pairing.missing,
             unexpected=pairing.unexpected,
             cast=pairing.cast,
-            bytes_moved=self.plan.bytes_moved,
-            bytes_sent=exchange.sent_bytes,
-            bytes_received=exchange.received_bytes,
-            bytes_copied=exchange.copied_bytes,
-            rounds=self.rounds.rounds,
-            buffer_bytes=exchange.buffer_bytes,
+            bytes_moved=sum(plan.bytes_moved for plan in self.plans),
+            bytes_between_groups=self._steps.bytes_between_groups,
+            bytes_among_receivers=sum(plan.bytes_moved for plan in self.plans[1:]),
+            bytes_sent=sum(exchange.sent_bytes for exchange in exchanges),
+            bytes_received=sum(exchange.received_bytes for exchange in exchanges),
+            bytes_copied=sum(exchange.copied_bytes for exchange in exchanges)
+            + sum(to.nbytes for to, _ in self._repeats),
+            rounds=sum(rounds.rounds for rounds in self.rounds),
+            buffer_bytes=sum(exchange.buffer_bytes for exchange in exchanges),
             planned=planned,
             seconds=self._seconds,
         )
-
-
-def _plan(pairing: Pairing, options: Options, group: Group) -> _Geometry:
-    rounds = plan_rounds(pairing, max(group.ranks) + 1, options.max_inflight_bytes, options.ranks_per_host)
-    verify(rounds).raise_if_failed()
-    return _Geometry(pairing, rounds, RankWork.of(rounds, group.ranks[group.rank]))
 
 
 class _Local:
