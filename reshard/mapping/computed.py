@@ -7,6 +7,7 @@ computed from what is stored, in pieces of bounded size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 
@@ -20,7 +21,7 @@ from reshard.errors import NormalizationError
 from reshard.formats.base import Place, StoredChunk, StoredTensor
 from reshard.formats.source import Source
 
-__all__ = ["cast", "computed", "dequantized", "is_floating"]
+__all__ = ["cast", "computed", "dequantized", "is_floating", "offset"]
 
 _PIECE_BYTES = 8 << 20
 _GAP_BYTES = 64 << 10
@@ -78,6 +79,45 @@ def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTens
         return lazy[box.slices if box.ndim else ...].to(to)
 
     return computed(TensorSpec(name, stored.spec.shape, dtype), compute, f"{stored.fqn} as {dtype}")
+
+
+def offset(stored: StoredTensor, fqn: str, *, by: float, exact: bool) -> StoredTensor:
+    """The tensor plus `by`, in its own dtype; with `exact`, all of it is read to see whether it could come back.
+
+    Raises NormalizationError for integers, and if an element plus `by`, rounded, minus `by`, rounded, is another one.
+    """
+    if not is_floating(stored.spec.dtype):
+        raise NormalizationError(f"{stored.fqn!r} of {stored.spec.dtype} cannot get an offset of {by}")
+    lazy = LazyTensor(stored)
+
+    def compute(box: Box) -> torch.Tensor:
+        return _plus(lazy[box.slices if box.ndim else ...], by)
+
+    if exact:
+        _check_exact(stored, by)
+    return computed(TensorSpec(fqn, stored.spec.shape, stored.spec.dtype), compute, f"{stored.fqn} plus {by}")
+
+
+def _plus(values: torch.Tensor, by: float) -> torch.Tensor:
+    return (values.to(torch.float64) + by).to(values.dtype)
+
+
+def _check_exact(stored: StoredTensor, by: float) -> None:
+    lazy, numel = LazyTensor(stored), stored.spec.numel
+    step = max(1, _PIECE_BYTES // stored.spec.itemsize)
+    boxes = (flat_boxes(stored.spec.shape, at, min(at + step, numel)) for at in range(0, numel, step))
+    for box in chain.from_iterable(boxes):
+        values = lazy[box.slices if box.ndim else ...]
+        back = _plus(_plus(values, by), -by).to(torch.float64)
+        wrong = (back != values.to(torch.float64)) & ~(back.isnan() & values.isnan())
+        if bool(wrong.any()):
+            at = tuple(int(i) for i in wrong.nonzero()[0])
+            where = [o + i for o, i in zip(box.offsets, at)]
+            raise NormalizationError(
+                f"{stored.fqn!r} plus {by} would lose digits in {stored.spec.dtype}: element {where} is "
+                f"{float(values[at])!r}, and would come back as {float(back[at])!r}; cast it to a wider dtype before, "
+                "or let it be rounded: exact=False"
+            )
 
 
 def dequantized(

@@ -20,7 +20,7 @@ from reshard.mapping.matching import Group, Matcher
 from reshard.mapping.rules import Rename, Rule, views_of
 from reshard.mapping.stage import Stage
 
-__all__ = ["Mapping", "apply_dict"]
+__all__ = ["Mapping", "apply_dict", "between"]
 
 
 class Mapping:
@@ -98,6 +98,19 @@ class Mapping:
         return f"Mapping({' | '.join(str(list(stage)) for stage in self.stages)})"
 
 
+def between(source: Mapping, target: Mapping) -> Mapping:
+    """From what `source` makes of some names to what `target` makes of them; stages that both begin with are left out.
+
+    Raises NormalizationError, naming the rule, where a stage of `source` cannot be undone.
+    """
+    same = 0
+    for mine, other in zip(source.stages, target.stages):
+        if mine != other:
+            break
+        same += 1
+    return Mapping._of(source.stages[same:]).inverse() | Mapping._of(target.stages[same:])
+
+
 def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
     """A mapping new name -> name in the checkpoint, as `load` takes it: names that it does not mention stay.
 
@@ -128,8 +141,12 @@ def _stage_views(rules: Sequence[Rule], specs: Dict[str, TensorSpec]) -> dict[st
 def _group_views(group: Group, sources: Sequence[TensorSpec], shapes: Dict[str, tuple[int, ...]]) -> dict[str, View]:
     if group.is_carried([s.shape for s in sources], shapes):
         return {name: View.of(sources[0]).rename(name) for name in group.target_names(None)}
-    made = views_of(group.rule, tuple(s.shape for s in sources), sources[0].dtype)
-    by_number = {str(i): View.of(source) for i, source in enumerate(sources)}
+    given = [View.of(source) for source in sources]
+    if group.missing:
+        assert group.rule.fill is not None
+        given = group.filled(given, View.full(sources[0], group.rule.fill))
+    made = views_of(group.rule, tuple(view.shape for view in given), sources[0].dtype)
+    by_number = {str(i): view for i, view in enumerate(given)}
     return {
         name: view.through(by_number).rename(name)
         for name, view in zip(group.target_names(len(made)), made, strict=True)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from reshard.errors import KeyMismatchError
 from reshard.mapping.patterns import Pattern, Site, sites
 from reshard.mapping.rules import Rule
 
 __all__ = ["Group", "Hit", "Matcher", "mapped_path"]
+
+T = TypeVar("T")
+Counts = Mapping[tuple[Any, ...], int]
+NO_COUNTS: Counts = {}
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,11 @@ class Hit:
     """Of the rule's sources, this one."""
     site: Site
     words: dict[str, str]
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The rule and the words in common: the same for parameters that belong together, and for their states."""
+        return self.number, tuple(sorted(self.common.items()))
 
     @property
     def common(self) -> dict[str, str]:
@@ -60,8 +69,17 @@ class Group:
     members: tuple[str, ...]
     """In the order of the rule's sources, or of their numbers."""
     all_sites: tuple[Site, ...]
-    numbers: tuple[int, ...] = field(default=())
+    missing: tuple[int, ...] = ()
+    """Places, in that order, of states that are not there, and for which the rule's `fill` stands."""
+    numbers: tuple[int, ...] = ()
     """Of the targets, where they are numbered."""
+
+    def filled(self, members: Sequence[T], filling: T) -> list[T]:
+        """Something for every place: that of the members, and `filling` for what is missing."""
+        out = list(members)
+        for place in self.missing:
+            out.insert(place, filling)
+        return out
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -70,7 +88,7 @@ class Group:
 
     def numbered(self, count: int) -> Group:
         """The same with so many numbered targets."""
-        return Group(self.number, self.rule, self.site, self.words, self.members, self.all_sites, tuple(range(count)))
+        return replace(self, numbers=tuple(range(count)))
 
     def target_names(self, count: int | None) -> list[str]:
         """The keys that are made."""
@@ -120,53 +138,62 @@ class Matcher:
 
     def parameters(self, keys: Iterable[str]) -> Iterator[tuple[str, Site]]:
         """The keys that are parameters that rules take, and where in the key they stand."""
+        return ((key, hit.site) for key, hit in self._parameters(keys))
+
+    def _parameters(self, keys: Iterable[str]) -> Iterator[tuple[str, Hit]]:
         for key in keys:
             hit = self.match(key)
             if hit is not None and not hit.site.is_state:
-                yield key, hit.site
+                yield key, hit
 
-    def groups(self, keys: Iterable[str]) -> tuple[list[Group], list[str]]:
+    def groups(self, keys: Iterable[str], counts: Counts = NO_COUNTS) -> tuple[list[Group], list[str]]:
         """The keys that rules take, put together, and the others.
+
+        As many states belong together as parameters do: those among the keys, or else by `counts`.
 
         Raises KeyMismatchError where some of a rule's sources are there, and others are not.
         """
         found: dict[tuple[Any, ...], dict[tuple[int, int], tuple[str, Hit]]] = {}
         rest: list[str] = []
+        known = dict(counts)
         for key in keys:
             hit = self.match(key)
             if hit is None:
                 rest.append(key)
                 continue
-            identity = (hit.number, hit.site.prefix, hit.site.suffix, tuple(sorted(hit.common.items())))
             over = hit.rule.sources[hit.source].number
             place = (hit.source, int(hit.words[over]) if over else 0)
-            found.setdefault(identity, {})[place] = (key, hit)
+            found.setdefault((hit.site.prefix, hit.site.suffix, hit.identity), {})[place] = (key, hit)
+            _count(known, hit)
         groups = []
         for of in found.values():
-            group = self._group(of)
+            group = self._group(of, known)
             if group is None:
                 rest += [key for key, _ in of.values()]
             else:
                 groups.append(group)
         return groups, rest
 
-    def _group(self, of: Mapping[tuple[int, int], tuple[str, Hit]]) -> Group | None:
+    def counts(self, keys: Iterable[str]) -> Counts:
+        """How many numbered parameters among the keys belong together, by rule and words."""
+        out: dict[tuple[Any, ...], int] = {}
+        for _, hit in self._parameters(keys):
+            _count(out, hit)
+        return out
+
+    def _group(self, of: Mapping[tuple[int, int], tuple[str, Hit]], counts: Counts) -> Group | None:
         first = next(iter(of.values()))[1]
         rule = first.rule
         count = max(index for _, index in of) + 1
+        if first.site.is_state:
+            count = max(count, counts.get(first.identity, 0))
         wanted = [(source, index) for source in range(len(rule.sources)) for index in range(count)]
         missing = [place for place in wanted if place not in of]
-        if missing:
-            if rule.optional:
-                return None
-            source, index = missing[0]
-            pattern = rule.sources[source]
-            words = {**first.common, **({pattern.number: str(index)} if pattern.number else {})}
-            raise KeyMismatchError(
-                f"{first.site.key(pattern.fill(words))!r} is missing: it belongs together with "
-                f"{next(iter(of.values()))[0]!r} in {first.site.key(rule.targets[0].fill(first.common))!r}"
-            )
-        hits = [of[place] for place in wanted]
+        if missing and rule.optional:
+            return None
+        if missing and (rule.fill is None or not first.site.is_state):
+            raise KeyMismatchError(_missing(first, missing[0], next(iter(of.values()))[0]))
+        hits = [of[place] for place in wanted if place in of]
         return Group(
             first.number,
             rule,
@@ -174,7 +201,28 @@ class Matcher:
             first.common,
             tuple(key for key, _ in hits),
             tuple(hit.site for _, hit in hits),
+            tuple(at for at, place in enumerate(wanted) if place not in of),
         )
+
+
+def _count(counts: dict[tuple[Any, ...], int], hit: Hit) -> None:
+    over = hit.rule.sources[hit.source].number
+    if over is not None and not hit.site.is_state:
+        counts[hit.identity] = max(counts.get(hit.identity, 0), int(hit.words[over]) + 1)
+
+
+def _missing(first: Hit, place: tuple[int, int], there: str) -> str:
+    """What to say of a source that is not there."""
+    source, index = place
+    pattern = first.rule.sources[source]
+    words = {**first.common, **({pattern.number: str(index)} if pattern.number else {})}
+    hint = (
+        "; the rule's fill=0 stands for states that some do not have" if first.site.is_state and pattern.number else ""
+    )
+    return (
+        f"{first.site.key(pattern.fill(words))!r} is missing: it belongs together with {there!r} in "
+        f"{first.site.key(first.rule.targets[0].fill(first.common))!r}{hint}"
+    )
 
 
 def mapped_path(path: tuple[Any, ...], old: str, new: str) -> tuple[Any, ...]:

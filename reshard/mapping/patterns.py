@@ -77,6 +77,13 @@ class Site:
     is_state: bool = False
     """Whether the value belongs to an optimizer and may have another shape than the parameter."""
 
+    @property
+    def state(self) -> str:
+        """What the state is called, such as "exp_avg"; "" for a parameter."""
+        if not self.is_state:
+            return ""
+        return self.suffix[1:] or self.prefix.removesuffix("module.").rstrip(".").rpartition(".")[2]
+
     def key(self, name: str) -> str:
         """The key of another parameter at the same site."""
         return f"{self.prefix}{name}{self.suffix}"

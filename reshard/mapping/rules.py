@@ -10,8 +10,9 @@ targets, and a plan goes through them down to bytes.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -33,6 +34,8 @@ class Rule(ABC):
     targets: tuple[Pattern, ...]
     optional: ClassVar[bool] = False
     """Whether names are left as they are where not all sources are there; else that is an error."""
+    fill: float | None = None
+    """What stands for states of an optimizer that some of the sources do not have; None: that is an error."""
 
     @abstractmethod
     def build(self, views: Sequence[View]) -> list[View]:
@@ -54,6 +57,15 @@ class Rule(ABC):
         for pattern in self.sources[1:]:
             if set(pattern.words) != set(self.sources[0].words):
                 raise NormalizationError(f"{self}: all sources must have the same words")
+
+    def renamed(self, change: Callable[[str], str]) -> Rule:
+        """The same rule for other names: `change` is given the text of each pattern."""
+        made = copy.copy(self)
+        for side in ("sources", "targets"):
+            patterns = tuple(Pattern(change(p.text), p.number) for p in getattr(self, side))
+            object.__setattr__(made, side, patterns)
+        made.__post_init__()
+        return made
 
     @property
     def over(self) -> str | None:
@@ -190,14 +202,20 @@ class Split(Rule):
 
 @dataclass(frozen=True, init=False)
 class Stack(Rule):
-    """Tensors numbered by `over`, side by side along a new dim `dim`: experts, layers."""
+    """Tensors numbered by `over`, side by side along a new dim `dim`: experts, layers.
+
+    Experts that saw no token have no optimizer state. A stack has one value for each element, so it is only made with
+    `fill`, the value that stands for theirs: 0 is what an optimizer begins with. A step is then the others' step.
+    """
 
     sources: tuple[Pattern, ...]
     targets: tuple[Pattern, ...]
     dim: int
+    fill: float | None
 
-    def __init__(self, source: str, target: str, over: str, dim: int = 0) -> None:
+    def __init__(self, source: str, target: str, over: str, dim: int = 0, fill: float | None = None) -> None:
         object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "fill", fill)
         _set(self, source, target, (over, None))
         if over not in self.sources[0].words or over in self.targets[0].words:
             raise NormalizationError(f"{{{over}}} must be in {source!r} and not in {target!r}")
@@ -208,19 +226,24 @@ class Stack(Rule):
     def inverse(self) -> Rule:
         number = self.sources[0].number
         assert number is not None
-        return Unstack(self.targets[0].text, self.sources[0].text, number, self.dim)
+        return Unstack(self.targets[0].text, self.sources[0].text, number, self.dim, self.fill)
 
 
 @dataclass(frozen=True, init=False)
 class Unstack(Rule):
-    """The elements of `dim` as tensors of their own, numbered by `over`; inverse of `Stack`."""
+    """The elements of `dim` as tensors of their own, numbered by `over`; inverse of `Stack`, which gets the `fill`.
+
+    What was filled in is not taken out again: every part has states where the stack has.
+    """
 
     sources: tuple[Pattern, ...]
     targets: tuple[Pattern, ...]
     dim: int
+    fill: float | None
 
-    def __init__(self, source: str, target: str, over: str, dim: int = 0) -> None:
+    def __init__(self, source: str, target: str, over: str, dim: int = 0, fill: float | None = None) -> None:
         object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "fill", fill)
         _set(self, source, target, (None, over))
         if over in self.sources[0].words or over not in self.targets[0].words:
             raise NormalizationError(f"{{{over}}} must be in {target!r} and not in {source!r}")
@@ -232,7 +255,7 @@ class Unstack(Rule):
     def inverse(self) -> Rule:
         number = self.targets[0].number
         assert number is not None
-        return Stack(self.targets[0].text, self.sources[0].text, number, self.dim)
+        return Stack(self.targets[0].text, self.sources[0].text, number, self.dim, self.fill)
 
 
 @dataclass(frozen=True, init=False)

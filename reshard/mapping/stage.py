@@ -14,11 +14,10 @@ from planners.view import View
 from reshard.checkpoint import LazyTensor
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.formats.base import Contents, LazyMapping, StoredTensor
-from reshard.mapping.computed import cast, dequantized, is_floating
-from reshard.mapping.computing import Cast, Dequantize
+from reshard.mapping.computing import Computing
 from reshard.mapping.matching import Group, Matcher, mapped_path
 from reshard.mapping.rules import Rename, Rule, views_of
-from reshard.mapping.stored import assembled
+from reshard.mapping.stored import assembled, constant
 
 __all__ = ["Stage"]
 
@@ -41,6 +40,7 @@ class Stage:
         self.paths: dict[str, tuple[Any, ...]] = {}
         self.renamed: dict[str, str] = {}
         """What becomes of names that are not put together with others, or taken apart."""
+        self.warnings: list[str] = []
         self.change: dict[str, Rule] = {}
         """The rule that changes such a tensor, where it does more than rename it."""
 
@@ -67,6 +67,7 @@ class Stage:
             aliases=aliases,
             paths=self.paths,
             fingerprints=None,
+            warnings=(*self.given.warnings, *self.warnings),
         )
 
     def _was_listed(self, name: str) -> bool:
@@ -92,10 +93,12 @@ class Stage:
         if len(group.members) == 1 and len(rule.targets) == 1 and rule.targets[0].number is None:
             [self.renamed[first]] = group.target_names(None)
             self.change[first] = rule
-        if isinstance(rule, (Cast, Dequantize)):
+        if isinstance(rule, Computing):
             (new,) = group.target_names(None)
             self._put(self.made, new, first, lambda: self._computed(group, new))
             return
+        if group.missing:
+            self.warnings.append(_filled_note(group))
         count = None
         if rule.targets and rule.targets[0].number is not None:  # how many there are is in the shape
             source = self.tensors[first]()
@@ -132,6 +135,9 @@ class Stage:
             raise KeyMismatchError(
                 f"{new!r} would be made of tensors of {' and '.join(sorted(dtypes))}; cast them first"
             )
+        if group.missing:
+            assert group.rule.fill is not None
+            sources = group.filled(sources, constant(sources[0].spec, group.rule.fill))
         return assembled(self._views(group, sources)[number], sources, new)
 
     def _views(self, group: Group, sources: Sequence[StoredTensor]) -> tuple[View, ...]:
@@ -143,14 +149,8 @@ class Stage:
             raise NormalizationError(f"{type(group.rule).__name__} does not fit {given}: {error}") from None
 
     def _computed(self, group: Group, new: str) -> StoredTensor:
-        source = self.tensors[group.members[0]]()
-        if isinstance(group.rule, Dequantize):
-            scale = self.tensors[group.members[1]]()
-            return dequantized(source, scale, new, block=group.rule.block, dtype=group.rule.dtype)
-        assert isinstance(group.rule, Cast)
-        if not source.spec.shape or not is_floating(source.spec.dtype):
-            return source
-        return cast(source, group.rule.dtype, new)
+        assert isinstance(group.rule, Computing)
+        return group.rule.compute([self.tensors[name]() for name in group.members], new, group.site.state)
 
     def _check_equal(self, group: Group, sources: Sequence[StoredTensor]) -> None:
         """States that go along, such as steps, become one: then they must be one."""
@@ -170,7 +170,7 @@ class Stage:
         objects = self.given.objects
         # only keys of states and settings belong to a parameter; others are not for the rules
         mine = [key for key in objects if self.matcher.match_state(key) is not None]
-        groups, _ = self.matcher.groups(mine)
+        groups, _ = self.matcher.groups(mine, self.matcher.counts(self.tensors) if mine else {})
         taken, lists = set(mine), _flat_lists(objects)
         for key in objects:
             if key not in taken and _LIST_ITEM.fullmatch(key) is None:
@@ -220,6 +220,15 @@ class Stage:
             return None
         spec = self.tensors[self._parameters[name]]().spec
         return len(views_of(rule, (spec.shape,), spec.dtype))
+
+
+def _filled_note(group: Group) -> str:
+    total = len(group.members) + len(group.missing)
+    return (
+        f"{group.target_names(None)[0]!r}: {len(group.missing)} of {total} have no such state, the first is number "
+        f"{group.missing[0]}: {group.rule.fill} stands for each of their elements; one number for all is that of the "
+        "others"
+    )
 
 
 _LIST_ITEM = re.compile(r"(.*\.param_groups\.\d+\.params)\.(\d+)")

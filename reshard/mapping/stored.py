@@ -23,7 +23,7 @@ from reshard.dtypes import dtype_from_name
 from reshard.formats.base import Place, StoredChunk, StoredTensor
 from reshard.formats.source import BytesSource
 
-__all__ = ["assembled"]
+__all__ = ["assembled", "constant"]
 
 _MANY_CHUNKS = 8
 
@@ -50,6 +50,11 @@ def assembled(view: View, sources: Sequence[StoredTensor], fqn: str) -> StoredTe
     spec = TensorSpec(fqn, view.shape, view.spec.dtype)
     chunks += [_constant(fill, spec) for fill in view.fills if not fill.target.is_empty]
     return StoredTensor(spec, tuple(chunks))
+
+
+def constant(spec: TensorSpec, value: float) -> StoredTensor:
+    """A tensor of one number."""
+    return StoredTensor(spec, (_constant(Fill(Box.full(spec.shape), value), spec),))
 
 
 @lru_cache(maxsize=4096)

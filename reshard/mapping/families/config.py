@@ -24,11 +24,39 @@ class Decoder:
     kv_heads: int
     head_size: int
     vocab_size: int
+    layers: int = 0
+    """How many, those that predict further tokens left out; 0 where it is not known."""
+    next_layers: int = 0
+    """Layers behind the others that predict further tokens: multi-token prediction."""
+    dense_layers: tuple[int, ...] = ()
+    """Numbers of the layers of a mixture of experts that have none."""
+    expert_size: int = 0
+    """Rows of an expert's gate."""
 
     def __post_init__(self) -> None:
         """Raises NormalizationError for numbers that cannot be."""
         if min(self.heads, self.kv_heads, self.head_size, self.vocab_size) < 1 or self.heads % self.kv_heads:
             raise NormalizationError(f"{self.kv_heads} key/value heads cannot serve {self.heads} query heads: {self}")
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether feed-forward layers are mixtures of experts."""
+        return self.family in ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention goes through latent vectors."""
+        return self.family in ("deepseek_v2", "deepseek_v3")
+
+    @property
+    def is_sandwiched(self) -> bool:
+        """Whether there are norms behind attention and feed-forward, too."""
+        return self.family in ("gemma2", "gemma3_text")
+
+    @property
+    def is_zero_centered(self) -> bool:
+        """Whether weights of norms are differences from 1."""
+        return self.family in ("gemma", "gemma2", "gemma3_text")
 
     @classmethod
     def of(cls, config: Decoder | Mapping[str, Any] | str | os.PathLike[str]) -> Decoder:
@@ -53,4 +81,23 @@ class Decoder:
         heads = int(config["num_attention_heads"])
         size = config.get("head_dim") or int(config.get("hidden_size", heads)) // heads
         kv_heads = int(config.get("num_key_value_heads") or heads)
-        return cls(str(config["model_type"]), heads, kv_heads, int(size), int(config["vocab_size"]))
+        layers = int(config.get("num_hidden_layers") or 0)
+        return cls(
+            str(config["model_type"]),
+            heads,
+            kv_heads,
+            int(size),
+            int(config["vocab_size"]),
+            layers,
+            int(config.get("num_nextn_predict_layers") or 0),
+            tuple(layer for layer in range(layers) if not _has_experts(config, layer)),
+            int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 0),
+        )
+
+
+def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer of a mixture of experts is one: DeepSeek counts from 0 behind the dense ones, Qwen from 1."""
+    if layer < int(config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
+        return False
+    steps = int(config.get("moe_layer_freq") or 1), int(config.get("decoder_sparse_step") or 1)
+    return layer % steps[0] == 0 and (layer + 1) % steps[1] == 0

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from reshard.mapping.computing import Offset
 from reshard.mapping.families.config import Decoder
-from reshard.mapping.rules import Concat, Rename, Resize, Rope, Rule
+from reshard.mapping.mapping import Mapping
+from reshard.mapping.rules import Concat, Rename, Resize, Rope, Rule, Split
 
 __all__ = [
     "HF",
@@ -11,8 +15,12 @@ __all__ = [
     "TITAN",
     "attention_to_megatron",
     "attention_to_titan",
+    "centred_otherwise",
+    "feed_forward_to_megatron",
+    "feed_forward_to_titan",
     "outer_to_megatron",
     "outer_to_titan",
+    "phi3_to_plain",
 ]
 
 HF = "model.layers.{i}."
@@ -53,23 +61,39 @@ def attention_to_titan(model: Decoder, generation: str, *, rotate_pairs: bool) -
 def feed_forward_to_titan(source: str, target: str) -> list[Rule]:
     """gate, down and up are w1, w2 and w3."""
     parts = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-    return [Rename(f"{HF}{source}.{a}.weight", f"{TITAN}{target}.{b}.weight") for a, b in parts.items()]
+    return [Rename(f"{HF}{source}.{a}.{{kind}}", f"{TITAN}{target}.{b}.{{kind}}") for a, b in parts.items()]
 
 
 def outer_to_megatron(model: Decoder, *, transformer_engine: bool, padded_vocab: int | None) -> list[Rule]:
-    """Everything outside attention and feed-forward. `padded_vocab`: rows of the vocabulary with its padding."""
+    """Everything outside attention and feed-forward. `padded_vocab`: rows of the vocabulary with its padding.
+
+    TransformerEngine keeps a norm within the projection that follows it, unless that is a router or latent attention.
+    """
     names = {"model.embed_tokens.weight": "embedding.word_embeddings.weight", "lm_head.weight": "output_layer.weight"}
     vocab: list[Rule] = [
         Rename(a, b) if padded_vocab is None else Resize(a, b, model.vocab_size, padded_vocab) for a, b in names.items()
     ]
-    before, between = ("input_layernorm.weight", "pre_mlp_layernorm.weight")
+    before, between, dense = "input_layernorm.weight", "pre_mlp_layernorm.weight", "pre_mlp_layernorm.weight"
     if transformer_engine:
-        before, between = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
+        before = before if model.is_latent else "self_attention.linear_qkv.layer_norm_weight"
+        dense = "mlp.linear_fc1.layer_norm_weight"
+        between = between if model.has_experts else dense
+    after = "post_attention_layernorm.weight"
+    last = []
+    if model.is_sandwiched:
+        last = [
+            Rename(f"{HF}{after}", f"{MEGATRON}self_attention.linear_proj.post_layernorm.weight"),
+            Rename(f"{HF}post_feedforward_layernorm.weight", f"{MEGATRON}mlp.linear_fc2.post_layernorm.weight"),
+        ]
+        after = "pre_feedforward_layernorm.weight"
+    layers = [str(layer) for layer in model.dense_layers] if dense != between else []
     return [
         *vocab,
         Rename("model.norm.weight", "decoder.final_layernorm.weight"),
         Rename(f"{HF}input_layernorm.weight", f"{MEGATRON}{before}"),
-        Rename(f"{HF}post_attention_layernorm.weight", f"{MEGATRON}{between}"),
+        *(Rename(HF.format(i=i) + after, MEGATRON.format(i=i) + dense) for i in layers),
+        Rename(f"{HF}{after}", f"{MEGATRON}{between}"),
+        *last,
     ]
 
 
@@ -88,8 +112,30 @@ def attention_to_megatron(model: Decoder) -> list[Rule]:
 
 def feed_forward_to_megatron(source: str, target: str) -> list[Rule]:
     """fc1 is gate and up, fc2 is down."""
-    pair = [f"{HF}{source}.gate_proj.weight", f"{HF}{source}.up_proj.weight"]
+    pair = [f"{HF}{source}.gate_proj.{{kind}}", f"{HF}{source}.up_proj.{{kind}}"]
     return [
-        Concat(pair, f"{MEGATRON}{target}.linear_fc1.weight", parts=(1, 1)),
-        Rename(f"{HF}{source}.down_proj.weight", f"{MEGATRON}{target}.linear_fc2.weight"),
+        Concat(pair, f"{MEGATRON}{target}.linear_fc1.{{kind}}", parts=(1, 1)),
+        Rename(f"{HF}{source}.down_proj.{{kind}}", f"{MEGATRON}{target}.linear_fc2.{{kind}}"),
+    ]
+
+
+def phi3_to_plain(model: Decoder) -> Mapping:
+    """From Phi-3's fused projections, queries before keys before values, to those that all other families have."""
+    qkv = [f"{HF}self_attn.{x}_proj.{{kind}}" for x in "qkv"]
+    pair = [f"{HF}mlp.{x}_proj.{{kind}}" for x in ("gate", "up")]
+    return Mapping(
+        [
+            Split(f"{HF}self_attn.qkv_proj.{{kind}}", qkv, (model.heads, model.kv_heads, model.kv_heads)),
+            Split(f"{HF}mlp.gate_up_proj.{{kind}}", pair, (1, 1)),
+        ]
+    )
+
+
+def centred_otherwise(rules: Iterable[Rule], by: float, exact: bool) -> list[Rule]:
+    """The same rules, with `by` added to every norm's weight."""
+    return [
+        Offset(rule.sources[0].text, rule.targets[0].text, by, exact)
+        if isinstance(rule, Rename) and rule.sources[0].text.endswith("norm.weight")
+        else rule
+        for rule in rules
     ]

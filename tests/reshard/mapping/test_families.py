@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,17 +110,25 @@ def test_a_padded_vocabulary(tmp_path: Path) -> None:
     assert torch.equal(back["model.embed_tokens.weight"][...], rows)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("source", NAMINGS)
-@pytest.mark.parametrize("target", NAMINGS)
-def test_every_pair_can_be_made(family: str, source: str, target: str) -> None:
-    model = Decoder(family, 4, 2, 8, 53)
+NOT_IN_TITAN = {"phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe"}
 
-    for titan in ("0.2", "0.3"):
-        for engine in (False, True):
-            made = ready(model, source, target, titan=titan, transformer_engine=engine)
-            assert isinstance(made, Mapping)
-            assert (made == Mapping()) == (source == target)
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_pair_can_be_made(family: str) -> None:
+    """And back, by the inverse; only torchtitan's has a stage before."""
+    model = Decoder(family, 4, 2, 8, 53, 2, 1, (0,), 16)
+    for source, target in product(NAMINGS, NAMINGS):
+        options: dict[str, Any] = {"transformer_engine": len(source) % 2 == 0, "titan": ("0.2", "0.3")[len(target) % 2]}
+        if family in NOT_IN_TITAN and "torchtitan" in (source, target):
+            with pytest.raises(NormalizationError, match="torchtitan has no model"):
+                ready(model, source, target, **options)
+            continue
+
+        made = ready(model, source, target, **options)
+
+        assert source != target or made == Mapping()
+        if "torchtitan" not in (source, target):
+            assert made.inverse() == ready(model, target, source, **options)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""Small models of transformers, made of configs with random weights: nothing is downloaded.
+
+Weights are drawn so that no two tensors are alike: norms differ from ones, biases from zeros.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+__all__ = ["DECODERS", "MODELS", "fresh", "logits", "model"]
+
+_BASE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 53,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"head_dim": 8}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3_tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    "qwen2_moe": ("Qwen2Moe", {**_MOE, "shared_expert_intermediate_size": 24}),
+    "qwen3_moe": ("Qwen3Moe", {**_MOE, "head_dim": 8}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "deepseek_v2": ("DeepseekV2", {**_LATENT, "topk_method": "greedy", "q_lora_rank": None}),
+    "deepseek_v3": ("DeepseekV3", _LATENT),
+    "phi3": ("Phi3", {}),
+    "gemma": ("Gemma", {"head_dim": 8}),
+    "gemma2": ("Gemma2", {"head_dim": 8}),
+    "gemma3_text": ("Gemma3", {"head_dim": 8}),
+    "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+"""The class's first part, and what its config says beside the sizes that all have."""
+_OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "bert": ("BertConfig", "BertForMaskedLM", _BASE),
+    "roberta": ("RobertaConfig", "RobertaForMaskedLM", _BASE),
+    "t5": ("T5Config", "T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2}),
+    "bart": ("BartConfig", "BartForConditionalGeneration", {"d_model": 32, "encoder_ffn_dim": 48}),
+}
+_LAYERS = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+MODELS = (*DECODERS, *_OTHERS)
+
+
+def fresh(name: str) -> Any:
+    """The model as it begins; skips the test where transformers is not installed."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is to be looked up anywhere
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if name in DECODERS:
+        kind, more = DECODERS[name]
+        config, cls = f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config", f"{kind}ForCausalLM"
+        more = {**_BASE, **more}
+    else:
+        config, cls, more = _OTHERS[name]
+        more = {**more, **(_LAYERS if name == "bart" else {}), "vocab_size": 53, "decoder_ffn_dim": 48, "num_heads": 4}
+        more |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+    return getattr(transformers, cls)(getattr(transformers, config)(**more)).eval()
+
+
+def model(name: str, seed: int = 0) -> Any:
+    """The model with weights drawn from `seed`."""
+    made = fresh(name)
+    drawn = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in made.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=drawn) * 0.4 - 0.2)
+    return made
+
+
+def logits(made: Any) -> torch.Tensor:
+    """What it says to a few tokens."""
+    tokens = torch.arange(1, 13).reshape(2, 6)
+    more = {"decoder_input_ids": tokens} if made.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        found: torch.Tensor = made(tokens, **more).logits
+    return found
