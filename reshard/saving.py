@@ -18,7 +18,7 @@ from planners.save_plan import DIVIDE_ABOVE_BYTES, plan_writes
 from reshard import generations
 from reshard.agreement import format_some_ranks
 from reshard.census import Holdings, check_globs, holdings_of, per_rank_name, take_census
-from reshard.errors import CheckpointError, LayoutError
+from reshard.errors import CheckpointError, LayoutError, ReshardError
 from reshard.execute.writing import STAGE_BYTES, Entry, sum_up, write_file
 from reshard.formats.native import FileRecord
 from reshard.group import Group
@@ -291,9 +291,9 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
             if group.rank == 0:
                 decoded = [msgspec.msgpack.decode(row, type=tuple[int, FileRecord | None]) for row in rows]
                 generation.publish({rank: record for rank, record in decoded if record is not None}, _WRITER)
-    except BaseException:
-        if group.rank == 0 and not generations.counts(job.storage, generation.save_id):
-            generations.remove(job.storage, generation.save_id)
+    except BaseException as error:
+        if group.rank == 0:
+            _clear(job, error)
         raise
     finally:
         generations.ended(generation.save_id)
@@ -313,6 +313,16 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
         per_rank=tuple(census.per_rank),
         seconds=job.seconds,
     )
+
+
+def _clear(job: _Job, cause: BaseException) -> None:
+    """Remove what a failed save has written, unless it failed after it was published."""
+    save_id = job.generation.save_id
+    try:
+        if not generations.counts(job.storage, save_id):
+            generations.remove(job.storage, save_id)
+    except ReshardError as second:  # the first error is what the caller must see; the next save removes the rest
+        cause.add_note(f"removing the unfinished save failed too: {second}")
 
 
 def _write(job: _Job, entries: list[Entry]) -> FileRecord:

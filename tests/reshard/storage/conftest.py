@@ -1,12 +1,14 @@
-"""One S3 server for all tests of storages; a test that cannot have it is skipped and says what is missing."""
+"""Servers of object stores for all tests; a test that cannot have its own is skipped and says what is missing."""
 
 from __future__ import annotations
 
 import importlib.util
+import uuid
 from collections.abc import Iterator
 
 import pytest
 
+from tests.reshard.storage.other_servers import Azurite, GoogleProxy
 from tests.reshard.storage.s3_server import FlakyProxy, S3Server, serving
 
 
@@ -38,3 +40,30 @@ def proxy(_serving: tuple[S3Server, FlakyProxy], s3: S3Server, monkeypatch: pyte
     proxy.requests.clear()
     yield proxy
     proxy.throttle = proxy.drop = 0
+
+
+@pytest.fixture(scope="session")
+def _azurite() -> Iterator[Azurite]:
+    if importlib.util.find_spec("obstore") is None or not Azurite.program():
+        pytest.skip("needs obstore, and the program azurite-blob: npm install -g azurite")
+    server = Azurite()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def azure(_azurite: Azurite, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder of Microsoft's emulator of Azure."""
+    for name, value in _azurite.environ().items():
+        monkeypatch.setenv(name, value)
+    return f"az://container/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def google(_serving: tuple[S3Server, FlakyProxy], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A folder of a server that speaks Google Cloud Storage's dialect."""
+    proxy = GoogleProxy(_serving[0].address)
+    for name, value in proxy.environ().items():
+        monkeypatch.setenv(name, value)
+    yield f"gs://bucket/{uuid.uuid4().hex}"
+    proxy.close()

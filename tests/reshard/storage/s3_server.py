@@ -79,6 +79,7 @@ class FlakyProxy:
                         return
                     if dropped:
                         cut.set()
+                    data = self.request(data)
                 server.sendall(data)
 
     def _answer(self, server: socket.socket, client: socket.socket, cut: threading.Event) -> None:
@@ -89,8 +90,16 @@ class FlakyProxy:
                     client.shutdown(socket.SHUT_RDWR)
                     server.shutdown(socket.SHUT_RDWR)
                     return
-                client.sendall(data)
+                client.sendall(self.answer(data))
             client.shutdown(socket.SHUT_RDWR)
+
+    def request(self, data: bytes) -> bytes:
+        """The beginning of a request, as the server is to see it."""
+        return data
+
+    def answer(self, data: bytes) -> bytes:
+        """A part of an answer, as the client is to see it."""
+        return data
 
 
 class S3Server:
