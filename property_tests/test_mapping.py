@@ -6,10 +6,13 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planners.box import Box
+from planners.byteruns import Window
 from planners.layout import StateLayout, TensorSpec
 from planners.load_plan import plan_reads
 from planners.proof import verify
@@ -17,8 +20,10 @@ from planners.replay import replay
 from planners.testing import layouts
 from property_tests.test_stored_views import stored
 from reshard.checkpoint import Checkpoint
-from reshard.formats.base import Contents
-from reshard.mapping import Concat, Mapping, Rename, Resize, Rope, Rule, Split, Stack, Transpose, Unstack
+from reshard.errors import NormalizationError
+from reshard.formats.base import Contents, Place, StoredChunk, StoredTensor
+from reshard.formats.source import BytesSource
+from reshard.mapping import Concat, Mapping, Offset, Rename, Resize, Rope, Rule, Split, Stack, Transpose, Unstack
 
 Shape = tuple[int, ...]
 
@@ -127,3 +132,68 @@ def test_a_plan_through_a_mapping_is_numpy_on_whole_tensors(data: st.DataObject)
                 for box, local in part.boxes():
                     expected[local.slices] = due[name][box.slices]
                 np.testing.assert_array_equal(array, expected)
+
+
+@st.composite
+def experts(draw: st.DrawFn) -> tuple[int, list[list[int]], Shape]:
+    """How many experts, which of them have each of two states, and their shape."""
+    count = draw(st.integers(1, 5))
+    have = st.lists(st.integers(0, count - 1), unique=True, min_size=1).map(sorted)
+    return count, [draw(have), draw(have)], tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))
+
+
+@given(experts(), st.sampled_from([0, 1]), st.integers(0, 9))
+@settings(max_examples=60)
+def test_states_that_some_experts_lack_are_filled_and_nothing_is_lost(
+    drawn: tuple[int, list[list[int]], Shape], dim: int, fill: int
+) -> None:
+    """A stack of states has what is there, and the filling for the rest; plans and lazy tensors agree with numpy."""
+    count, have, shape = drawn
+    shapes = {f"e.{i}.w": shape for i in range(count)}
+    shapes |= {f"optim.state.e.{i}.w.{name}": shape for name, of in zip("ab", have) for i in of}
+    arrays = numbered(shapes)
+    tensors = {}
+    for name in shapes:
+        spec = TensorSpec(name, shape, "int64")
+        source = BytesSource(arrays[name].tobytes(), name)
+        place = Place(source, Window.row_major(0, shape, 8))
+        tensors[name] = StoredTensor(spec, (StoredChunk(Box.full(shape), place),))
+    mapping = Mapping([Stack("e.{e}.w", "w", "e", dim, fill=fill)])
+
+    made = mapping.apply(Checkpoint(Contents("made", tensors), "made"))
+
+    views = mapping.views({name: tensor.spec for name, tensor in tensors.items()})
+    assert set(made) == set(views) == {"w", "optim.state.w.a", "optim.state.w.b"}
+    for state, of in zip("ab", have):
+        parts = [arrays.get(f"optim.state.e.{i}.w.{state}", np.full(shape, fill)) for i in range(count)]
+        due = np.stack(parts, axis=dim)
+        np.testing.assert_array_equal(made[f"optim.state.w.{state}"][...].numpy(), due)
+        np.testing.assert_array_equal(views[f"optim.state.w.{state}"].apply(arrays), due)
+        assert any(f"state.w.{state}'" in note for note in made.warnings) == (len(of) < count)
+    back = mapping.inverse().apply(made)
+    for name in shapes:
+        np.testing.assert_array_equal(back[name][...].numpy(), arrays[name])
+
+
+@given(
+    st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=12),
+    st.sampled_from([-1.0, 1.0, 0.5]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+)
+@settings(max_examples=150)
+def test_an_offset_comes_back_or_is_refused(values: list[float], by: float, dtype: torch.dtype) -> None:
+    tensor = torch.tensor(values, dtype=dtype)
+    raw = bytes(tensor.view(torch.uint8).tolist())
+    spec = TensorSpec("n", (len(values),), str(dtype).removeprefix("torch."))
+    place = Place(BytesSource(raw, "n"), Window.row_major(0, spec.shape, spec.itemsize))
+    stored_tensor = StoredTensor(spec, (StoredChunk(Box.full(spec.shape), place),))
+    mapping = Mapping([Offset("n", "m", by)])
+    made = mapping.apply(Checkpoint(Contents("made", {"n": stored_tensor}), "made"))
+    due = (tensor.double() + by).to(dtype)
+
+    if torch.equal((due.double() - by).to(dtype), tensor):
+        assert torch.equal(made["m"][...], due)
+        assert torch.equal(mapping.inverse().apply(made)["n"][...], tensor)
+    else:
+        with pytest.raises(NormalizationError, match="would lose digits"):
+            made["m"]

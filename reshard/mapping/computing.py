@@ -67,7 +67,8 @@ class Offset(Computing):
 
     Moments of an optimizer stay as they are, masters change with the parameter. Sums are rounded to the tensor's dtype:
     a bfloat16 of 0.001 plus 1 is 1. With `exact`, a tensor of which an element would not come back by the inverse is
-    refused when it is first asked for, and is read once for that; a `Cast` to a wider dtype before avoids it.
+    refused when it is first asked for, and is read once for that; a `Cast` to a wider dtype before avoids it. Only the
+    sign of a zero is not kept.
     """
 
     sources: tuple[Pattern, ...]

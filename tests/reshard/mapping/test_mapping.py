@@ -19,6 +19,7 @@ from reshard.mapping import (
     Dequantize,
     Drop,
     Mapping,
+    Offset,
     Rename,
     Resize,
     Rope,
@@ -319,3 +320,90 @@ def test_a_rank_reads_its_slice_of_a_fused_projection_by_byte_range(tmp_path: Pa
     views = fuse.views({name: TensorSpec(name, tuple(t.shape), "float32") for name, t in parts.items()})
     arrays = {name: tensor.numpy() for name, tensor in parts.items()}
     assert torch.equal(torch.from_numpy(views["qkv"].apply(arrays)), wanted)
+
+
+EXPERTS = {f"e.{i}.w": numbers(2, 3) + i for i in range(4)}
+
+
+def with_states(of: tuple[int, ...], steps: tuple[float, ...] | None = None) -> dict[str, Any]:
+    """Experts of which only some have an optimizer's states."""
+    steps = steps or (7.0,) * len(of)
+    states = {
+        f"e.{i}.w": {"exp_avg": EXPERTS[f"e.{i}.w"] * 10, "step": torch.tensor(step), "lr": 0.5}
+        for i, step in zip(of, steps, strict=True)
+    }
+    return {"model": EXPERTS, "optim": {"state": states, "param_groups": [{"params": list(EXPERTS)}]}}
+
+
+@pytest.mark.parametrize("cold", [0, 2, 3])
+def test_states_that_some_experts_do_not_have(cold: int, tmp_path: Path) -> None:
+    """The last expert, too: how many there are is known from the parameters."""
+    checkpoint = opened(with_states(tuple(i for i in range(4) if i != cold)), tmp_path / "c")
+
+    with pytest.raises(KeyMismatchError, match=rf"'optim.state.e.{cold}.w.\w+' is missing.*fill=0"):
+        checkpoint.mapped(Mapping([Stack("e.{e}.w", "w", over="e")]))
+
+    mapping = Mapping([Stack("e.{e}.w", "w", over="e", fill=0)])
+    made = checkpoint.mapped(mapping)
+    wanted = torch.stack([EXPERTS[f"e.{i}.w"] * 10 * (i != cold) for i in range(4)])
+    assert torch.equal(made["optim.state.w.exp_avg"][...], wanted)
+    assert torch.equal(made["optim.state.w.exp_avg"][1:, 0, 1:], wanted[1:, 0, 1:])
+    assert made["optim.state.w.step"][...] == 7
+    assert made.objects["optim.state.w.lr"] == 0.5
+    assert any(
+        f"'optim.state.w.exp_avg': 1 of 4 have no such state, the first is number {cold}" in w for w in made.warnings
+    )
+    back = made.mapped(mapping.inverse())
+    assert mapping.inverse().inverse() == mapping
+    assert torch.equal(back[f"optim.state.e.{cold}.w.exp_avg"][...], torch.zeros(2, 3))
+    assert all(torch.equal(back[f"model.{name}"][...], tensor) for name, tensor in EXPERTS.items())
+
+
+def test_states_that_no_expert_has_stay_away(tmp_path: Path) -> None:
+    state = {"model": EXPERTS, "optim": {"state": {}, "param_groups": [{"params": list(EXPERTS)}]}}
+
+    made = opened(state, tmp_path / "c").mapped(Mapping([Stack("e.{e}.w", "w", over="e")]))
+
+    assert set(made) == {"model.w"}
+    assert not made.warnings
+
+
+def test_filled_states_do_not_hide_what_differs_or_lacks(tmp_path: Path) -> None:
+    stacked = Mapping([Stack("e.{e}.w", "w", over="e", fill=0)])
+    made = opened(with_states((0, 2), (7.0, 8.0)), tmp_path / "c").mapped(stacked)
+    with pytest.raises(KeyMismatchError, match="not one number"):
+        made["optim.state.w.step"]
+
+    reshard.save({"model": {"e.0.w": W, "e.2.w": W}}, tmp_path / "d")
+    with pytest.raises(KeyMismatchError, match=r"'model.e.1.w' is missing"):  # parameters are not filled
+        reshard.open(tmp_path / "d").mapped(stacked)
+
+
+def test_a_plan_of_filled_states() -> None:
+    names = [*(f"e.{i}.w" for i in range(3)), *(f"optim.state.e.{i}.w.exp_avg" for i in (0, 1))]
+    specs = {name: TensorSpec(name, (2,), "float32") for name in names}
+
+    views = Mapping([Stack("e.{e}.w", "w", over="e", fill=0.5)]).views(specs)
+
+    arrays = {name: torch.full((2,), float(at + 1)).numpy() for at, name in enumerate(names)}
+    assert views["w"].apply(arrays).tolist() == [[1, 1], [2, 2], [3, 3]]
+    assert views["optim.state.w.exp_avg"].apply(arrays).tolist() == [[4, 4], [5, 5], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_an_offset_is_exact_or_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """From values between 1/2 and 2 one can be taken, not from small ones."""
+    fine = torch.linspace(0.5, 2, 33).to(dtype).reshape(3, 11)
+    checkpoint = opened({"n": fine, "s": fine[0, 0].clone(), "e": fine[:0], "nan": fine * torch.nan}, tmp_path / "c")
+    mapping = Mapping([Offset("{n}", "new.{n}", -1)])
+
+    made = checkpoint.mapped(mapping)
+
+    assert torch.equal(made["new.n"][...], fine - 1)
+    assert torch.equal(made["new.n"][1:, 3:9:2], (fine - 1)[1:, 3:9:2])
+    assert made["new.s"][...] == fine[0, 0] - 1
+    assert made["new.e"].shape == (0, 11)
+    assert reshard.compare(made.mapped(mapping.inverse()), checkpoint).ok
+    small = opened({"n": torch.tensor([1.0, 1e-7], dtype=dtype)}, tmp_path / "d").mapped(mapping)
+    with pytest.raises(NormalizationError, match=r"'n' plus -1.0 would lose digits in .* element \[1\]"):
+        small["new.n"]
