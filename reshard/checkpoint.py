@@ -259,8 +259,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return found
 
     def nested(self) -> Any:
-        """The state as it was nested when it was saved: containers of `LazyTensor`s and plain objects."""
-        leaves: dict[str, Any] = {name: self[name] for name in self}
+        """The state as it was nested when it was saved, tied tensors under all their names: containers of `LazyTensor`s
+        and plain objects."""
+        leaves: dict[str, Any] = {name: self[name] for name in dict.fromkeys((*self, *self.aliases))}
         leaves.update(self.objects)
         paths = self.contents.paths
         return unflatten({paths.get(name, (name,)): leaf for name, leaf in leaves.items()}, self.contents.containers)

@@ -28,21 +28,23 @@ def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
     """
     sections = find_sections(contents)
     optimizers = [(model, read_optimizer(tree)) for model, tree in sections.optimizers]
+    by_id = any(saved.by_id for _, saved in optimizers)
+    scopes = range(len(optimizers)) if len(optimizers) > 1 else [None] * len(optimizers)
+    named = [(model, name_ids(saved, hints, scope, what)) for (model, saved), scope in zip(optimizers, scopes)]
     result = Canonical()
     renames: dict[str, Callable[[str], str]] = {}
     for prefix, leaves in (sections.models or {"": []}).items():
         tensors = _tensors(contents, leaves, hints)
-        names = [name for name, _ in tensors] or [n for _, saved in optimizers if not saved.by_id for n in saved.state]
-        renames[prefix] = _renamer(
-            prefix, NameMap(names, hints, _attribute(contents, [name for name, _ in tensors])), result
-        )
+        names = [name for name, _ in tensors]
+        others = [name for _, saved in named for name in saved.state]
+        rename = NameMap(names or others, hints, _attribute(contents, names), others)
+        renames[prefix] = _renamer(prefix, rename, result)
         for name, tensor in tensors:
             result.add_model(renames[prefix](name), tensor, prefix + name)
-    for i, (prefix, saved) in enumerate(optimizers):
-        named = name_ids(saved, hints, i if len(optimizers) > 1 else None, what)
-        take_optimizer(result, named, renames[prefix])
+    for prefix, saved in named:
+        take_optimizer(result, saved, renames[prefix])
     _override_groups(result, hints)
-    if any(saved.by_id for _, saved in optimizers):
+    if by_id:
         check_shapes(result, "so the names that were given are in another order than the ids")
     _split_fused(result, hints)
     return result
@@ -58,7 +60,8 @@ def _tensors(contents: Contents, leaves: list[tuple[str, Leaf]], hints: Hints) -
         tensors = [one for name, tensor in tensors for one in parts.get(name, {name: tensor}).items()]
         # each rank's 1-D piece of an original parameter is a view of the flat one
         tensors = [(name, tensor) for name, tensor in tensors if _PIECE.sub("", name) not in inside or name in inside]
-    if "safetensors" in contents.format and not hints.get("stored_names"):
+    on_disk = "safetensors" in contents.format or contents.facts.get("config")
+    if on_disk and not hints.get("stored_names"):
         return in_memory(tensors)
     return tensors
 

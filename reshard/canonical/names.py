@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from reshard.adapters import PEFT_PREFIX, drop_adapter
 from reshard.canonical.hints import Hints
 from reshard.errors import NormalizationError
 from reshard.modules import WRAPPER_SEGMENTS
@@ -16,8 +17,7 @@ from reshard.modules import WRAPPER_SEGMENTS
 __all__ = ["NameMap", "common_attribute"]
 
 _WRAPPERS = (WRAPPER_SEGMENTS - {"module"}) | {"_fpw_module", "_forward_module"}
-_ADAPTER = re.compile(r"(\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.(\w+)(\.weight|$)")
-_LEADING = ("module.", "base_model.model.")
+_LEADING = ("module.", PEFT_PREFIX)
 _COUNTERS = frozenset(("n_averaged",))
 """Names that an averaging wrapper adds beside `module.`."""
 
@@ -25,10 +25,11 @@ _COUNTERS = frozenset(("n_averaged",))
 class NameMap:
     """Maps the names of one model and of its optimizer's states to canonical ones."""
 
-    def __init__(self, names: Iterable[str], hints: Hints, extra_prefix: str = "") -> None:
+    def __init__(self, names: Iterable[str], hints: Hints, extra_prefix: str = "", others: Iterable[str] = ()) -> None:
         """`names` are those of the model, or of the optimizer's states where no model was saved.
 
-        `extra_prefix` is a leading part that the format is known to add. Raises NormalizationError for a
+        `extra_prefix` is a leading part that the format is known to add, `others` are names of the optimizers, which
+        may have an adapter's name where the file of the adapter does not. Raises NormalizationError for a
         parametrization, whose parameter is computed and not stored.
         """
         self._hinted = {str(k): str(v) for k, v in hints.mapping("names").items()}
@@ -39,16 +40,14 @@ class NameMap:
         for fixed in (extra_prefix if prefix != "" else "", "" if prefix is None else str(prefix)):
             if fixed:
                 bare = self._take(bare, fixed)
-        self._take_leading(bare)
-        # an adapter's name, which is only there to tell several of them apart
-        adapters = {match[2] for name in bare if (match := _ADAPTER.search(name))}
-        self._adapter = adapters.pop() if len(adapters) == 1 and "base_model.model." in self._prefixes else None
+        bare = self._take_leading(bare)
+        self._drop_adapter = drop_adapter([*bare, *map(self._bare, others)] if PEFT_PREFIX in self._prefixes else ())
 
     def _take(self, names: list[str], prefix: str) -> list[str]:
         self._prefixes.append(prefix)
         return [name.removeprefix(prefix) for name in names]
 
-    def _take_leading(self, names: list[str]) -> None:
+    def _take_leading(self, names: list[str]) -> list[str]:
         found = True
         while found and names:
             found = False
@@ -56,24 +55,28 @@ class NameMap:
                 rest = [name for name in names if not name.startswith(prefix)]
                 if len(rest) < len(names) and set(rest) <= _COUNTERS:
                     names, found = self._take(names, prefix), True
+        return names
 
     def __call__(self, name: str) -> str:
         """The canonical name."""
         hinted = self._from_hint(name)
         if hinted is not None:
             return hinted
-        bare = _without_wrappers(name)
-        for prefix in self._prefixes:
-            bare = bare.removeprefix(prefix)
+        bare = self._bare(name)
         if "parametrizations" in bare.split(".") and not self._keep:
             raise NormalizationError(
                 f"{name!r} is part of a parametrization, whose parameter is computed from it and is not stored; remove "
                 "the parametrization before saving, or keep such names by the hint {'keep_parametrizations': True}"
             )
-        if self._adapter is not None:
-            bare = _ADAPTER.sub(r"\1\3", bare)
+        bare = self._drop_adapter(bare)
         hinted = self._from_hint(bare)
         return bare if hinted is None else hinted
+
+    def _bare(self, name: str) -> str:
+        bare = _without_wrappers(name)
+        for prefix in self._prefixes:
+            bare = bare.removeprefix(prefix)
+        return bare
 
     def _from_hint(self, name: str) -> str | None:
         """By the whole name, or by the longest leading part that the hint has."""

@@ -30,7 +30,9 @@ looks_for = (
 )
 
 _FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)/\.metadata")
-_WEIGHTS = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)((?:_\d+)?)(\.safetensors|\.bin)((?:\.index\.json)?)")
+_WEIGHTS = re.compile(
+    r"(model|pytorch_model|pytorch_model_fsdp|adapter_model)((?:_\d+)?)(\.safetensors|\.bin)((?:\.index\.json)?)"
+)
 _BESIDE = re.compile(
     r"((?:optimizer|scheduler|scaler|sampler|dl_state_dict|random_states|rng_state)(?:_\d+)?)\.(?:bin|pt|pkl|pth)"
 )
@@ -79,12 +81,15 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
             parts.append((beside[1], contents_of(name, {(): read_torch_file(files[file])})))
         elif whole:
             parts.append(_whole(files[file], whole[1], apart=bool(_CUSTOM.fullmatch(file))))
-    parts += _weights(storage, names)
-    facts: Mapping[str, Any] = {}
+    facts: dict[str, Any] = {}
+    for section, opened in _weights(storage, names):
+        parts.append((section, opened))
+        # on disk, the weights of a Hugging Face model have other names than in memory
+        facts |= {"config": opened.facts["config"]} if opened.facts.get("config") else {}
     if by_rank := _rank_files(names):
         opened = rank_files.open_sections(name, storage, by_rank)
         parts.append(("", opened))
-        facts = opened.facts
+        facts |= opened.facts
     return merge(name, parts, facts)
 
 

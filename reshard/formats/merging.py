@@ -35,7 +35,9 @@ def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Mapping[str, 
                 tensors[full] = partial(_tensor, part, key, full)
             else:
                 objects[full] = partial(part.objects.__getitem__, key)
-        aliases.update({dotted + key: dotted + target for key, target in part.aliases.items()})
+        for key, target in part.aliases.items():
+            aliases[dotted + key] = dotted + target
+            paths[dotted + key] = (*front, *part.paths.get(key, (key,)))
         containers.update({(*front, *path): kind for path, kind in part.containers.items()})
         warnings += part.warnings
     return Contents(

@@ -2,17 +2,18 @@
 
 There is no live model to ask here, so names are read as text. The segments that only wrappers use are dropped
 wherever they stand. `module` may be DDP's or a user's own: it is dropped at the front where every name has it there,
-elsewhere only if the caller says which names are right.
+elsewhere only if the caller says which names are right. So are PEFT's segments, which a live model keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from reshard.adapters import PEFT_PREFIX, drop_adapter
 from reshard.errors import NormalizationError
 from reshard.modules import WRAPPER_SEGMENTS
 
@@ -72,6 +73,24 @@ def normalize(
     return out
 
 
+@dataclass(frozen=True)
+class _Fronts:
+    """What can only be told from all names of a state together."""
+
+    modules: int
+    """How many leading `module` segments all names have, other wrapper segments aside."""
+    adapted: bool
+    """Whether all names then begin as those of PEFT do."""
+    without_adapter: Callable[[str], str]
+
+    def drop(self, raw: str) -> str:
+        """The name without what wrappers and adapters add."""
+        name = _drop(raw, self.modules)
+        if not self.adapted:
+            return name
+        return self.without_adapter(_without_base_layer(name.removeprefix(PEFT_PREFIX)))
+
+
 class _Work:
     def __init__(self, names: frozenset[str] | None, order: Sequence[str] | None) -> None:
         self.names = names
@@ -129,12 +148,16 @@ class _Work:
             origin[name], out[name] = key, value
         return out
 
-    def fronts(self, keys: Iterable[str]) -> int:
-        """How many leading `module` segments all keys have, other wrapper segments aside."""
-        counts = {_leading_modules(key) for key in keys}
-        return min(counts, default=0)
+    def fronts(self, keys: Iterable[str]) -> _Fronts:
+        """What all keys have in front, and the name of the only adapter."""
+        given = list(keys)
+        modules = min({_leading_modules(key) for key in given}, default=0)
+        bare = [_drop(key, modules) for key in given]
+        adapted = bool(bare) and all(name.startswith(PEFT_PREFIX) for name in bare)
+        inner = [name.removeprefix(PEFT_PREFIX) for name in bare] if adapted else []
+        return _Fronts(modules, adapted, drop_adapter(map(_without_base_layer, inner)))
 
-    def key(self, key: Any, fronts: int, what: str) -> Any:
+    def key(self, key: Any, fronts: _Fronts, what: str) -> Any:
         """The canonical name of a key of optimizer state."""
         if isinstance(key, str):
             return self.name(key, fronts)
@@ -150,12 +173,12 @@ class _Work:
         self.ids[key] = self.order[key]
         return self.order[key]
 
-    def name(self, raw: str, fronts: int) -> str:
+    def name(self, raw: str, fronts: _Fronts) -> str:
         """The canonical name of a raw one, and account of what was dropped."""
         if self.names is not None and raw in self.names:
             name = raw
         else:
-            name = self._by_names(raw) or _drop(raw, fronts)
+            name = self._by_names(raw) or fronts.drop(raw)
         if name != raw:
             self.renamed[raw] = name
             kept = name.split(".")
@@ -213,6 +236,10 @@ def _drop(raw: str, fronts: int) -> str:
             continue
         out.append(part)
     return ".".join(out)
+
+
+def _without_base_layer(name: str) -> str:
+    return name.replace(".base_layer.", ".")
 
 
 def _tails(name: str) -> list[str]:

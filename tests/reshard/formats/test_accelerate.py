@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -134,3 +135,38 @@ def test_registered_objects(tmp_path: Path) -> None:
     with pytest.raises(UnsafeDataError, match="system"):
         checkpoint.objects["custom_checkpoint_2"]
     assert set(checkpoint.normalized()["model"]) == {"w"}
+
+
+def test_a_folder_of_the_trainer_is_a_hugging_face_folder_too(tmp_path: Path) -> None:
+    """Tied names and stacked experts, as where the weights are alone; a raw state dict has the names of memory."""
+    expert = "model.layers.0.mlp.experts.{}.{}.weight"
+    parts = ("gate_proj", "up_proj", "down_proj")
+    weights = {expert.format(e, part): torch.full((2, 2), float(e)) for e in range(3) for part in parts}
+    save_file({**weights, "model.embed_tokens.weight": A}, tmp_path / "model.safetensors")
+    torch.save({"last_epoch": 2}, tmp_path / "scheduler.pt")
+    raw = open_checkpoint(tmp_path).normalized()["model"]
+    assert set(raw) == {*weights, "model.embed_tokens.weight"}
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.format == "accelerate"
+    found = checkpoint.normalized()["model"]
+    assert found["model.layers.0.mlp.experts.gate_up_proj"].shape == (3, 4, 2)
+    assert found["lm_head.weight"][1:].equal(A[1:])
+    assert checkpoint.nested()["model"]["lm_head.weight"][...].equal(A)
+
+
+def test_a_folder_of_the_trainer_with_adapters_only(tmp_path: Path) -> None:
+    front = "base_model.model.model.layers.0.self_attn.q_proj"
+    save_file({f"{front}.lora_A.weight": A, f"{front}.lora_B.weight": B}, tmp_path / "adapter_model.safetensors")
+    state = {"state": {0: {"exp_avg": A}, 1: {"exp_avg": B}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    torch.save(state, tmp_path / "optimizer.pt")
+    torch.save({"last_epoch": 2}, tmp_path / "scheduler.pt")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    names = ["model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.self_attn.q_proj.lora_B.weight"]
+    live = [f"base_model.model.{name}".replace(".weight", ".default.weight") for name in names]
+    for given in (names, live):
+        found = open_checkpoint(tmp_path).normalized({"param_names": given})
+        assert list(found["model"]) == names
+        assert list(found["optim"]["state"]) == names
+        assert found["optim"]["param_groups"] == [{"lr": 0.1, "params": names}]

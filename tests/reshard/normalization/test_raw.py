@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import reshard
 from reshard.errors import NormalizationError
 from reshard.normalization import (
     Stage,
@@ -144,3 +146,40 @@ def test_a_buffer_that_stages_share_must_agree() -> None:
     assert target[0].table.tolist() == target[1].table.tolist() == [7.0, 7.0]
     with pytest.raises(NormalizationError, match="'table' has different values in stages 0 and 1"):
         get_model_state_dict(stages(2.0))
+
+
+ADAPTED = {
+    "layers.0.q.base_layer.weight": "layers.0.q.weight",
+    "layers.0.q.lora_A.default.weight": "layers.0.q.lora_A.weight",
+    "layers.0.q.lora_magnitude_vector.default.weight": "layers.0.q.lora_magnitude_vector",
+    "embed.lora_embedding_B.default": "embed.lora_embedding_B",
+    "layers.0.up.ia3_l.default": "layers.0.up.ia3_l",
+    "head.modules_to_save.default.weight": "head.weight",
+    "head.original_module.weight": "head.original_module.weight",
+}
+
+
+@pytest.mark.parametrize("front", ["", "module.", "_orig_mod."])
+def test_adapters_have_one_name_by_whichever_way(front: str, tmp_path: Path) -> None:
+    """`normalize` and a checkpoint's `normalized` say the same of a model of PEFT, and of its file of adapters."""
+    raw = {f"{front}base_model.model.{name}": torch.tensor(float(i)) for i, name in enumerate(ADAPTED)}
+    groups = [{"lr": 0.1, "params": list(raw)}]
+    state = {"model": raw, "optim": {"state": {name: {"m": t} for name, t in raw.items()}, "param_groups": groups}}
+    torch.save(state, tmp_path / "state.pt")
+    found = normalize(state)
+    opened = reshard.open(tmp_path / "state.pt").normalized()
+    assert list(found["model"]) == list(opened["model"]) == list(ADAPTED.values())
+    assert list(found["optim"]["state"]) == list(opened["optim"]["state"]) == list(ADAPTED.values())
+    assert found["optim"]["param_groups"][0]["params"] == list(ADAPTED.values())
+    on_disk = {f"base_model.model.{name}": torch.ones(1) for name in ADAPTED.values() if "lora" in name}
+    assert [f"base_model.model.{name}" for name in normalize(on_disk)] == list(on_disk)
+    flat = {f"state.{name}.m": torch.ones(1) for name in raw}
+    assert list(normalize(flat)) == [f"state.{name}.m" for name in ADAPTED.values()]
+    assert list(normalize(raw, names=raw)) == list(raw)
+
+
+def test_several_adapters_keep_their_names() -> None:
+    raw = {f"base_model.model.q.lora_A.{adapter}.weight": torch.ones(1) for adapter in ("en", "de")}
+    assert list(normalize(raw)) == ["q.lora_A.en.weight", "q.lora_A.de.weight"]
+    plain = {"q.lora_A.en.weight": torch.ones(1), "base_model.model.w": torch.ones(1)}
+    assert list(normalize(plain)) == list(plain)
