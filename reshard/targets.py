@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from reshard.census import identity_of
 from reshard.errors import FormatError, LayoutError
 from reshard.per_rank import PerRank
-from reshard.subclasses import expanded
+from reshard.subclasses import expanded, holder
 from reshard.tensors import device_of, is_tensor, local_tensors, spec_of
 from reshard.tree import IntKey, KeyPath, flatten, key_of
 
@@ -39,18 +39,30 @@ class Targets:
     _made: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: dict[str, Any]) -> Targets:
-        """Take `state` apart; nothing is changed. Raises FormatError if it is no dict or list."""
+    def of(
+        cls, state: dict[str, Any], *, saved: Mapping[str, Any] | None = None, entry_by_entry: bool = False
+    ) -> Targets:
+        """Take `state` apart; nothing is changed. Raises FormatError if it is no dict or list.
+
+        Args:
+            saved: objects of the checkpoint by key. A list, tuple or dict of plain values whose very key is among them
+                was saved as one, and is one; so is a list or tuple with tensors, if one of as many items was saved.
+            entry_by_entry: no dict is replaced whole: each of its entries is matched for itself.
+        """
         if not isinstance(state, MutableMapping | list):
             raise FormatError(f"what is loaded into must be a dict (or a list), got {type(state).__name__}")
-        flat = flatten(state, is_leaf=lambda value: is_tensor(value) or isinstance(value, PerRank))
+        flat = flatten(state, is_leaf=_is_single, whole_at=_saved_whole(saved or {}))
         leaves = expanded(flat.leaves)
         out = cls(state, {}, {}, {}, {}, {}, {})
-        full: set[KeyPath] = set()  # containers that hold a tensor somewhere
+        full: set[KeyPath] = {()}  # containers that are not replaced whole: those that hold a tensor somewhere
         for path, value in leaves.items():
-            if is_tensor(value) or isinstance(value, PerRank):
+            if _is_single(value):
                 full.update(path[:i] for i in range(len(path)))
-        full.add(())
+            elif entry_by_entry:  # and dicts, and what holds a dict
+                full.update(path[:i] for i in range(_depth_of_dicts(path)))
+        if entry_by_entry:
+            empty = [path for path, kind in flat.containers.items() if kind == "dict"]
+            full.update(path[:i] for path in empty for i in range(len(path) + 1))
         seen: dict[Any, str] = {}
         for path, value in leaves.items():
             key = key_of(path)
@@ -109,7 +121,7 @@ class Targets:
             for part in self.paths[key][:-1]:
                 if isinstance(here, Mapping) and not isinstance(here, MutableMapping):
                     break
-                here = getattr(here, str(part)) if isinstance(here, torch.Tensor) else here[_index(part)]
+                here = getattr(holder(here), str(part)) if isinstance(here, torch.Tensor) else here[_index(part)]
             if isinstance(here, Mapping) and not isinstance(here, MutableMapping):
                 raise FormatError(
                     f"the value under {key!r} cannot be replaced: a {type(here).__name__} cannot be changed"
@@ -119,6 +131,30 @@ class Targets:
         """Put values in the places of their keys."""
         for key, value in values.items():
             _put(self.root, self.paths[key], value)
+
+
+def _is_single(value: Any) -> bool:
+    return is_tensor(value) or isinstance(value, PerRank)
+
+
+def _saved_whole(saved: Mapping[str, Any]) -> Callable[[KeyPath, Any], bool]:
+    """Whether the container at a path was saved as one object, and can be replaced by it."""
+
+    def whole(path: KeyPath, value: Any) -> bool:
+        key = key_of(path)
+        if not path or key not in saved:
+            return False
+        if not any(map(_is_single, flatten(value, is_leaf=_is_single).leaves.values())):
+            return True
+        found = saved[key]
+        return not isinstance(value, Mapping) and type(found) in (list, tuple) and len(found) == len(value)
+
+    return whole
+
+
+def _depth_of_dicts(path: KeyPath) -> int:
+    """How many containers on the way to `path`, from the top, are dicts or lead to one."""
+    return max((i + 1 for i, part in enumerate(path) if type(part) is not int), default=0)
 
 
 def _like(tensor: Any, fresh: tuple[torch.Tensor, ...], key: str) -> Any:
@@ -148,10 +184,10 @@ def _put(root: Any, path: KeyPath, value: Any) -> None:
     chain = [root]
     for part in path[:-1]:
         here = chain[-1]
-        chain.append(getattr(here, str(part)) if isinstance(here, torch.Tensor) else here[_index(part)])
+        chain.append(getattr(holder(here), str(part)) if isinstance(here, torch.Tensor) else here[_index(part)])
     for container, part in zip(reversed(chain), reversed(path)):
         if isinstance(container, torch.Tensor):  # a subclass, of which this is an inner tensor
-            setattr(container, str(part), value)
+            setattr(holder(container), str(part), holder(value))
             return
         if not isinstance(container, tuple):
             container[_index(part)] = value
