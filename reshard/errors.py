@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
@@ -47,7 +49,7 @@ class UnsafeDataError(CheckpointError, ValueError):
     """A pickle asks for something outside the short list of plain types; nothing of it was run."""
 
 
-class KeyMismatchError(ReshardError, KeyError):
+class KeyMismatchError(ReshardError, KeyError, RuntimeError):
     """Names, shapes or dtypes of a checkpoint and of the wanted state do not fit; lists all of them."""
 
     def __str__(self) -> str:  # KeyError would print the repr of a long, many-line message
@@ -83,6 +85,15 @@ class RankFailedError(ReshardError):
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:  # exceptions are unpickled by position, and these have keywords
+        return _revived, (type(self), self.args), self.__dict__
+
+
+def _revived(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    made = kind.__new__(kind, *args)
+    made.args = args
+    return made
 
 
 class UndefinedTargetsError(RankFailedError):

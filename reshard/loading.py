@@ -146,6 +146,9 @@ class LoadOptions:
     threads: int | None = None
     memory_budget_bytes: int | None = None
     progress: bool = False
+    entry_by_entry: bool = False
+    """Match every entry of a dict for itself, as torch.distributed.checkpoint does; else a dict without tensors is
+    replaced whole."""
 
 
 def load_with(
@@ -163,7 +166,7 @@ def load_with(
         checkpoint = options.mapping.apply(checkpoint)
     else:
         keys = options.mapping or {}
-    targets = Targets.of(state_dict)
+    targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
     match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=keys)
     used, sharers = used_by_all(match, group)
     truth = refuse(match, used, options.strict, checkpoint, targets)

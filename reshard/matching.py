@@ -19,11 +19,12 @@ from reshard.checkpoint import Checkpoint
 from reshard.dtypes import dtype_from_name, dtype_name
 from reshard.errors import KeyMismatchError
 from reshard.group import Group
+from reshard.records import unknown_class
 from reshard.targets import Targets
 from reshard.tensors import global_shape
 from reshard.tree import KeyPath, key_of, unflatten
 
-__all__ = ["Match", "Truth", "match_keys", "refuse", "used_by_all"]
+__all__ = ["Match", "Truth", "match_keys", "needs_code", "refuse", "used_by_all"]
 
 DTYPE_POLICIES = ("error", "cast", "saved")
 MODES = ("strict", "subset", "partial")
@@ -178,7 +179,7 @@ class _Work:
             name = self.mapping.get(key, key)
             if name in self.checkpoint.objects:
                 self._use(name)
-                self.objects[key] = self.checkpoint.objects[name]
+                self._give(key, self.checkpoint.objects[name])
             elif name in self.checkpoint and not self.checkpoint[name].shape and _is_number(self.targets.objects[key]):
                 self._use(name)
                 self.objects[key] = self.checkpoint[name][...].item()
@@ -210,8 +211,16 @@ class _Work:
         nest: Any = unflatten(leaves, kinds)
         for part in _path_of(name, paths, kinds):
             nest = nest[getattr(part, "value", part)] if not isinstance(nest, (list, tuple)) else nest[0]
-        self.objects[key] = nest
+        self._give(key, nest)
         return True
+
+    def _give(self, key: str, value: Any) -> None:
+        """An object that was saved; but not the record of one that is of an unknown class, in place of a live one."""
+        kind = unknown_class(value)
+        if kind is None:
+            self.objects[key] = value
+        else:
+            self.mismatched.append(f"{key}: {needs_code(kind)}")
 
     def take_per_rank(self, key: str) -> bool:
         name = self.mapping.get(key, key)
@@ -220,6 +229,14 @@ class _Work:
             return False
         self._use(name)
         return True
+
+
+def needs_code(kind: str) -> str:
+    """What to say of an object whose class is not known here."""
+    return (
+        f"saved as an object of {kind}, which only code could make again, and nothing from a checkpoint is run: leave "
+        "the key out of what is loaded, and save such objects as plain data"
+    )
 
 
 def _path_of(name: str, paths: Mapping[str, KeyPath], kinds: Mapping[KeyPath, str]) -> KeyPath:

@@ -12,7 +12,7 @@ from planners.byteruns import Window
 from planners.dtypes import itemsize
 from reshard.errors import DamagedCheckpointError
 
-__all__ = ["Record", "StorageRef", "StorageType", "TensorRef", "make_record_type", "plain"]
+__all__ = ["Record", "StorageRef", "StorageType", "TensorRef", "make_record_type", "plain", "unknown_class"]
 
 
 class _FrozenType(type):
@@ -154,6 +154,17 @@ class TensorRef:
         """Where its elements lie, if the storage begins at byte `start`."""
         size = itemsize(self.dtype)
         return Window(start + self.offset * size, self.size, tuple(s * size for s in self.stride), size)
+
+
+def unknown_class(value: Any) -> str | None:
+    """The class of the first record in a nest of values, which only its own code could make into what it was."""
+    if isinstance(value, Record) or (isinstance(value, type) and issubclass(value, Record)):
+        return value.path
+    if isinstance(value, dict):
+        value = (*value, *value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return next((found for part in value if (found := unknown_class(part)) is not None), None)
+    return None
 
 
 def plain(value: Any, tensor: Callable[[TensorRef], Any] | None = None) -> Any:

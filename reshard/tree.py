@@ -12,7 +12,7 @@ import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,14 +63,23 @@ def key_of(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def flatten(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Flat:
+def flatten(
+    tree: Any,
+    *,
+    is_leaf: Callable[[Any], bool] | None = None,
+    whole_at: Callable[[KeyPath, Any], bool] | None = None,
+) -> Flat:
     """Take dicts (with str or int keys), lists and tuples apart; all else is a leaf, also a dict with other keys.
+
+    Args:
+        is_leaf: what else is not taken apart.
+        whole_at: the same for a container, by its path as well.
 
     Raises:
         KeyMismatchError: a container that contains itself, or two leaves whose dotted keys are the same.
     """
     flat = Flat({})
-    _flatten(tree, (), flat, is_leaf or (lambda value: False), set())
+    _flatten(tree, (), flat, _Stops(is_leaf or (lambda value: False), whole_at or (lambda path, value: False)), set())
     seen: dict[str, KeyPath] = {}
     for path in flat.leaves:
         other = seen.setdefault(key_of(path), path)
@@ -86,9 +95,16 @@ def _show(path: KeyPath) -> str:
     return "".join(f"[{p.value if isinstance(p, IntKey) else p!r}]" for p in path)
 
 
-def _flatten(value: Any, path: KeyPath, flat: Flat, is_leaf: Callable[[Any], bool], above: set[int]) -> None:
-    items = None if is_leaf(value) else _items(value)
-    if items is None:
+class _Stops(NamedTuple):
+    """Where the taking apart ends, besides at what is no container."""
+
+    is_leaf: Callable[[Any], bool]
+    whole_at: Callable[[KeyPath, Any], bool]
+
+
+def _flatten(value: Any, path: KeyPath, flat: Flat, stops: _Stops, above: set[int]) -> None:
+    items = None if stops.is_leaf(value) else _items(value)
+    if items is None or stops.whole_at(path, value):
         flat.leaves[path] = value
         return
     kind, pairs = items
@@ -98,7 +114,7 @@ def _flatten(value: Any, path: KeyPath, flat: Flat, is_leaf: Callable[[Any], boo
         flat.containers[path] = kind
     above.add(id(value))
     for key, item in pairs:
-        _flatten(item, (*path, key), flat, is_leaf, above)
+        _flatten(item, (*path, key), flat, stops, above)
     above.discard(id(value))
 
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import difflib
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._traverse import set_element  # the inverse of how keys are made
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem as TorchReadItem
 
@@ -16,8 +22,10 @@ from planners.box import Box
 from planners.cover import tiling_fault
 from planners.overlap import Sweep
 from reshard.dcp.objects import object_from_bytes
-from reshard.dcp.state import chunk_of, flat_state, regions_of
-from reshard.errors import DamagedCheckpointError, KeyMismatchError
+from reshard.dcp.state import chunk_of, flat_state, put_at, regions_of
+from reshard.errors import DamagedCheckpointError, KeyMismatchError, UnsafeDataError
+from reshard.matching import needs_code
+from reshard.records import unknown_class
 from reshard.tensors import global_shape, is_tensor
 
 __all__ = ["DefaultLoadPlanner", "DynamicMetaLoadPlanner"]
@@ -59,6 +67,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.metadata is None:
             raise KeyMismatchError("set_up_planner was not given the metadata of a checkpoint")
         known = self.metadata.state_dict_metadata
+        self._join_what_was_saved_whole(known)
         missing = [key for key in self.state_dict if key not in known]
         wrong = [text for key, value in self.state_dict.items() if (text := _misfit(key, value, known.get(key)))]
         if wrong or (missing and not self.allow_partial_load):
@@ -73,6 +82,17 @@ class DefaultLoadPlanner(LoadPlanner):
                 nothing = torch.Size((0,))
                 items.append(TorchReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
         return LoadPlan(items)
+
+    def _join_what_was_saved_whole(self, known: Mapping[str, Any]) -> None:
+        """Before torch 2.4, a dict of plain values was one object: have it as one where it was saved so."""
+        for key in [key for key in self.state_dict if key not in known and not is_tensor(self.state_dict[key])]:
+            path = self.mappings.get(key, ())
+            for depth in range(len(path) - 1, 0, -1):
+                above = ".".join(map(str, path[:depth]))
+                if isinstance(known.get(above), BytesStorageMetadata):
+                    del self.state_dict[key]
+                    self.state_dict[above], self.mappings[above] = None, path[:depth]
+                    break
 
     def _tensor_items(self, fqn: str, value: Any, entry: TensorStorageMetadata) -> list[TorchReadItem]:
         sweep = Sweep(enumerate(Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks))
@@ -101,17 +121,23 @@ class DefaultLoadPlanner(LoadPlanner):
         """Every rank reads for itself."""
         return global_plan
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """What came back from the coordinator."""
-        return central_plan
+        return new_plan
 
     def load_bytes(self, read_item: TorchReadItem, value: io.BytesIO) -> None:
-        """Put an object in its place. It is read by the restricted reader: nothing in it runs."""
+        """Put an object in its place. It is read by the restricted reader: nothing in it runs.
+
+        Raises UnsafeDataError for an object whose class is not known here.
+        """
         fqn = read_item.dest_index.fqn
         found = object_from_bytes(value.read(), fqn)
+        kind = unknown_class(found)
+        if kind is not None:
+            raise UnsafeDataError(f"{fqn}: {needs_code(kind)}")
         self.state_dict[fqn] = found
         if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[fqn], found)
+            put_at(self.original_state_dict, self.mappings[fqn], found)
 
     def resolve_tensor(self, read_item: TorchReadItem) -> torch.Tensor:
         """The memory that an item goes into."""

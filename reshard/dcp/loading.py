@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
+from reshard.dcp.errors import also_as_torch_raises
 from reshard.dcp.load_planners import DefaultLoadPlanner
+from reshard.dcp.places import reader_for
 from reshard.dcp.protocol import run_load
 from reshard.dcp.reader import FileSystemReader
 from reshard.dcp.state import put_state_back, unwrapped
-from reshard.errors import CheckpointError
 from reshard.group import Group
 from reshard.loading import LoadOptions, load_with
 
@@ -38,15 +39,12 @@ def load(
     Without a planner or reader of the caller's own, the engine of `reshard.load` does it: any format, byte ranges,
     a proved plan, checksums. Otherwise torch's protocol between planner and reader is followed.
 
-    Raises as `reshard.load` does; on every rank.
+    Raises as `reshard.load` does, on every rank; what is raised is a `CheckpointException` of torch's as well, whose
+    `failures` has the rank that failed.
     """
-    if storage_reader is None and checkpoint_id is None:
-        raise CheckpointError("say what to load: give checkpoint_id or storage_reader")
-    if storage_reader is None:
-        storage_reader = FileSystemReader(checkpoint_id)  # type: ignore[arg-type]  # not None, as was checked
-    elif checkpoint_id is not None:
-        storage_reader.reset(checkpoint_id)
-    _load(state_dict, storage_reader, planner, Group.alone() if no_dist else Group(process_group), 0)
+    with also_as_torch_raises():
+        reader = reader_for(checkpoint_id, storage_reader)
+        _load(state_dict, reader, planner, Group.alone() if no_dist else Group(process_group), 0)
 
 
 def load_state_dict(
@@ -59,8 +57,9 @@ def load_state_dict(
 ) -> None:
     """The older name of `load`; deprecated upstream, and here."""
     warnings.warn("load_state_dict is deprecated: use load", FutureWarning, stacklevel=2)
-    storage_reader.reset()
-    _load(state_dict, storage_reader, planner, Group.alone() if no_dist else Group(process_group), coordinator_rank)
+    with also_as_torch_raises():
+        storage_reader.reset()
+        _load(state_dict, storage_reader, planner, Group.alone() if no_dist else Group(process_group), coordinator_rank)
 
 
 def _load(
@@ -72,7 +71,8 @@ def _load(
         partial = isinstance(planner, DefaultLoadPlanner) and planner.allow_partial_load
         with group.together("load"):
             strict = {"*": "partial" if partial else "subset"}
-            load_with(group, state, reader.checkpoint, LoadOptions(strict=strict, dtype_policy="cast"))
+            options = LoadOptions(strict=strict, dtype_policy="cast", entry_by_entry=True)
+            load_with(group, state, reader.checkpoint, options)
     else:
         with group.together("load"):
             run_load(state, reader, planner or DefaultLoadPlanner(), group, coordinator)

@@ -48,21 +48,46 @@ def run_save(
 def run_load(
     state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner, group: Group, coordinator: int
 ) -> None:
-    """Plan on every rank, put the plans together on the coordinator, read everywhere."""
+    """Plan on every rank, put the plans together on the coordinator, read everywhere.
+
+    Where each rank has metadata of its own and there is none for all, every rank is a coordinator for itself.
+    """
     is_coordinator = group.rank == coordinator
-    metadata = reader.read_metadata()
+    metadata, for_all = _read_metadata(reader, group.rank)
     planner.set_up_planner(state_dict, metadata, is_coordinator)
-    _set_up_storage(lambda first, **more: reader.set_up_storage_reader(metadata, first, **more), is_coordinator, group)
+    _set_up_storage(
+        lambda first, **more: reader.set_up_storage_reader(metadata, first, **more), is_coordinator, group, for_all
+    )
     local = reader.prepare_local_plan(planner.create_local_plan())
-    gathered = group.exchange(pickle.dumps(local))
-    both = b""
-    with group.together("plan"):
-        if is_coordinator:
-            plans = planner.create_global_plan([pickle.loads(data) for data in gathered])
-            both = pickle.dumps(reader.prepare_global_plan(plans))
-    final = planner.finish_plan(pickle.loads(group.share(both if is_coordinator else None, coordinator))[group.rank])
+    if for_all:
+        gathered = group.exchange(pickle.dumps(local))
+        both = b""
+        with group.together("plan"):
+            if is_coordinator:
+                plans = planner.create_global_plan([pickle.loads(data) for data in gathered])
+                both = pickle.dumps(reader.prepare_global_plan(plans))
+        central = pickle.loads(group.share(both if is_coordinator else None, coordinator))[group.rank]
+    else:
+        central = reader.prepare_global_plan(planner.create_global_plan([local]))[0]
+    final = planner.finish_plan(central)
     with group.together("read"):
         reader.read_data(final, planner).wait()
+
+
+def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
+    """The metadata, and whether it is that of all ranks; if there is none, this rank's own.
+
+    Raises what the reader raised for the former, if it has neither.
+    """
+    try:
+        return reader.read_metadata(), True
+    except Exception as error:
+        if "kwargs" not in inspect.signature(reader.read_metadata).parameters:
+            raise
+        try:
+            return reader.read_metadata(rank=rank), False
+        except Exception:
+            raise error from None
 
 
 def _set_up_planner(planner: SavePlanner, state_dict: dict[str, Any], meta: Any, is_coordinator: bool) -> None:
@@ -72,10 +97,10 @@ def _set_up_planner(planner: SavePlanner, state_dict: dict[str, Any], meta: Any,
         planner.set_up_planner(state_dict, is_coordinator)  # type: ignore[arg-type]
 
 
-def _set_up_storage(set_up: Any, is_coordinator: bool, group: Group) -> None:
+def _set_up_storage(set_up: Any, is_coordinator: bool, group: Group, use_collectives: bool = True) -> None:
     """Storages of recent torch versions are told their rank; older third-party ones take no such argument."""
     try:
-        set_up(is_coordinator, rank=group.ranks[group.rank], use_collectives=True)
+        set_up(is_coordinator, rank=group.rank, use_collectives=use_collectives)
     except TypeError as error:
         if "unexpected keyword" not in str(error):
             raise

@@ -22,12 +22,12 @@ from torch.futures import Future
 
 from planners.box import Box
 from reshard.checkpoint import Checkpoint
-from reshard.checkpoint import open as open_checkpoint
 from reshard.dcp.objects import object_to_bytes
 from reshard.dcp.state import chunk_of
 from reshard.dtypes import dtype_from_name
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import DamagedCheckpointError, StorageError
 from reshard.execute.arrays import as_array
+from reshard.formats import dcp, open_contents
 from reshard.formats.base import Place, StoredChunk
 from reshard.formats.copying import copy_place
 from reshard.tree import IntKey
@@ -38,10 +38,17 @@ __all__ = ["FileSystemReader"]
 class FileSystemReader(StorageReader):
     """Reads just the bytes that a plan asks for, in order of their position. Runs no pickle.
 
-    `path` may be a folder, a file or a URL, of any format that `reshard.open` knows.
+    `path` may be a folder, a file or a URL, of any format that `reshard.open` knows. Where there are files of several,
+    those of DCP count.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
+        """Raises StorageError for an `_extension_registry`: the transforms that are read are known beforehand."""
+        if _extension_registry is not None:
+            raise StorageError(
+                "_extension_registry would run code that the checkpoint names; zstandard is read without it, and for "
+                "others there is torch.distributed.checkpoint.FileSystemReader, which works here as well"
+            )
         self.path = path
         self.load_id = uuid.uuid4().hex
         self._checkpoint: Checkpoint | None = None
@@ -56,7 +63,7 @@ class FileSystemReader(StorageReader):
     def checkpoint(self) -> Checkpoint:
         """The checkpoint, opened when first needed."""
         if self._checkpoint is None:
-            self._checkpoint = open_checkpoint(self.path)
+            self._checkpoint = Checkpoint(*open_contents(self.path, preferred=dcp))
         return self._checkpoint
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

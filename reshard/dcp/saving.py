@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,15 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 
+from reshard.dcp.errors import also_as_torch_raises
+from reshard.dcp.places import writer_for
 from reshard.dcp.protocol import run_save
 from reshard.dcp.save_planner import DefaultSavePlanner
 from reshard.dcp.state import unwrapped
-from reshard.dcp.writer import FileSystemWriter
-from reshard.errors import CheckpointError
 from reshard.group import Group
+from reshard.tensors import is_sharded
 
 __all__ = ["async_save", "save", "save_state_dict"]
 
@@ -40,13 +44,15 @@ def save(
     Ranks talk over the control plane and not by collectives, whatever `use_collectives` says: a whole `.metadata`
     is written in any case. Values with a `state_dict` method are asked for it.
 
-    Raises as `reshard.save` does; on every rank.
+    Raises as `reshard.save` does, on every rank; what is raised is a `CheckpointException` of torch's as well, whose
+    `failures` has the rank that failed.
     """
     del use_collectives
-    writer = _writer(checkpoint_id, storage_writer)
-    group = Group.alone() if no_dist else Group(process_group)
-    with group.together("save"):
-        return run_save(unwrapped(state_dict), writer, planner or DefaultSavePlanner(), group, 0)
+    with also_as_torch_raises():
+        writer = writer_for(checkpoint_id, storage_writer)
+        group = Group.alone() if no_dist else Group(process_group)
+        with group.together("save"):
+            return run_save(unwrapped(state_dict), writer, planner or DefaultSavePlanner(), group, 0)
 
 
 def save_state_dict(
@@ -59,10 +65,12 @@ def save_state_dict(
 ) -> Metadata:
     """The older name of `save`; deprecated upstream, and here."""
     warnings.warn("save_state_dict is deprecated: use save", FutureWarning, stacklevel=2)
-    storage_writer.reset()
-    group = Group.alone() if no_dist else Group(process_group)
-    with group.together("save"):
-        return run_save(unwrapped(state_dict), storage_writer, planner or DefaultSavePlanner(), group, coordinator_rank)
+    with also_as_torch_raises():
+        storage_writer.reset()
+        group = Group.alone() if no_dist else Group(process_group)
+        with group.together("save"):
+            state = unwrapped(state_dict)
+            return run_save(state, storage_writer, planner or DefaultSavePlanner(), group, coordinator_rank)
 
 
 def async_save(
@@ -72,23 +80,47 @@ def async_save(
     storage_writer: StorageWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: Any = "thread",
+    async_stager: Any = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-) -> Future[Metadata]:
+) -> Any:
     """Like `save`, but only copies the state before it returns; the future gives the metadata, or raises.
 
     Any process group will do: the background thread talks over the store, not over the group's backend.
+
+    Args:
+        async_checkpointer_type: accepted for torch's sake: a thread does the work, whatever is asked for.
+        async_stager: copies the state, in place of our own copy to the CPU; by default `storage_writer`, if that is an
+            `AsyncStager`. It stays the caller's to close.
+
+    Returns:
+        A `Future` of the metadata; where the stager itself answers with a future, an `AsyncSaveResponse` of two.
     """
-    del use_collectives
-    writer = _writer(checkpoint_id, storage_writer)
-    group = Group.alone() if no_dist else Group(process_group)
-    copied = _copied(unwrapped(state_dict))
+    del async_checkpointer_type, use_collectives
+    with also_as_torch_raises():
+        writer = writer_for(checkpoint_id, storage_writer)
+        group = Group.alone() if no_dist else Group(process_group)
+        stager = async_stager if async_stager is not None else writer if isinstance(writer, AsyncStager) else None
+        state = unwrapped(state_dict)
+        staged = _copied(state) if stager is None else stager.stage(state)
+    done = _in_background(lambda: run_save(_now(staged), writer, planner or DefaultSavePlanner(), group, 0), group)
+    if isinstance(staged, Future):
+        from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse  # newer than torch 2.6
+
+        return AsyncSaveResponse(staging_completion=_without_value(staged), upload_completion=done)  # type: ignore[arg-type]  # it is of the metadata
+    if stager is not None and stager.should_synchronize_after_execute:
+        stager.synchronize_staging()
+    return done
+
+
+def _in_background(save: Callable[[], Metadata], group: Group) -> Future[Metadata]:
     future: Future[Metadata] = Future()
 
     def work() -> None:
         try:
-            with group.together("save"):
-                metadata = run_save(copied, writer, planner or DefaultSavePlanner(), group, 0)
+            with also_as_torch_raises(), group.together("save"):
+                metadata = save()
         except BaseException as error:
             future.set_exception(error)
         else:
@@ -98,26 +130,39 @@ def async_save(
     return future
 
 
-def _writer(checkpoint_id: str | os.PathLike[str] | None, writer: StorageWriter | None) -> StorageWriter:
-    if writer is None:
-        if checkpoint_id is None:
-            raise CheckpointError("say where to save: give checkpoint_id or storage_writer")
-        return FileSystemWriter(checkpoint_id)
-    writer.reset(checkpoint_id)
-    return writer
+def _now(staged: Any) -> dict[str, Any]:
+    """The state, once it is there."""
+    state: dict[str, Any] = staged.result() if isinstance(staged, Future) else staged
+    return state
+
+
+def _without_value(staged: Future[Any]) -> Future[None]:
+    done: Future[None] = Future()
+
+    def pass_on(ended: Future[Any]) -> None:
+        error = ended.exception()
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    staged.add_done_callback(pass_on)
+    return done
 
 
 def _copied(value: Any) -> Any:
-    """The state with every tensor copied to the CPU."""
+    """The state with every tensor copied to the CPU, and everything else that may change copied as well."""
     if isinstance(value, DTensor):
         copied = value.to_local().detach().to("cpu", copy=True)
         return DTensor.from_local(
             copied, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
+    if is_sharded(value):  # a ShardedTensor: its copies know their shards
+        return value.detach().clone().cpu()
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_copied(item) for item in value)
-    return value
+    return copy.deepcopy(value)

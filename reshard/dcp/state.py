@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from planners.box import Box
 from reshard.tensors import form_of, is_tensor, local_tensors, spec_of
 
-__all__ = ["Region", "chunk_of", "flat_state", "put_state_back", "regions_of", "unwrapped"]
+__all__ = ["Region", "chunk_of", "flat_state", "put_at", "put_state_back", "regions_of", "unwrapped"]
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,12 @@ def unwrapped(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_state_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Give what was loaded to the `Stateful`s, and put everything else in its place in `state_dict`."""
+    """Give what was loaded to the `Stateful`s, and put everything else in its place in `state_dict`.
+
+    Keys that only `loaded` has were made by a planner, for a target that is to become what is saved.
+    """
     for key, value in loaded.items():
-        original = state_dict[key]
+        original = state_dict.get(key)
         if isinstance(original, Stateful) and not is_tensor(original):
             original.load_state_dict(value)
         else:
@@ -69,3 +72,17 @@ def flat_state(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     """Values by flat key, and the path of each key in the nest, by torch's own rule."""
     flat, paths = flatten_state_dict(dict(state_dict))
     return flat, paths
+
+
+def put_at(root: Any, path: Sequence[str | int], value: Any) -> None:
+    """Replace what is at the path of a flat key. Keys of dicts are text in it, also where they are ints in the dict."""
+    here = root
+    for part in path[:-1]:
+        here = here[_key_of(here, part)]
+    here[_key_of(here, path[-1])] = value
+
+
+def _key_of(container: Any, part: str | int) -> Any:
+    if isinstance(container, Mapping) and part not in container:
+        return next((key for key in container if str(key) == part), part)
+    return part

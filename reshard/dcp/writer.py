@@ -42,14 +42,26 @@ class FileSystemWriter(StorageWriter):
         per_thread_copy_ahead: int = 10_000_000,
         cache_staged_state_dict: bool = False,
         overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = "torch_save",
     ) -> None:
         """The arguments of torch's writer. Files are always synced; `thread_count` is how many files a rank writes at
-        once; with `single_file_per_rank` off every item gets a file of its own."""
+        once; with `single_file_per_rank` off every item gets a file of its own; `_extensions` transform the bytes of
+        each item, the last one first.
+
+        Raises StorageError for a `thread_count` below 1, or another `serialization_format`.
+        """
         del sync_files, per_thread_copy_ahead, cache_staged_state_dict
         if thread_count < 1:
             raise StorageError(f"thread_count must be >= 1, got {thread_count}")
+        if getattr(serialization_format, "value", serialization_format) != "torch_save":  # 2.6 has no enum
+            raise StorageError(
+                f"{serialization_format} would write files that no reader of DCP's folders reads; for safetensors "
+                "there is reshard.save, or reshard.convert of what was saved"
+            )
         self.path, self.single_file_per_rank = path, single_file_per_rank
         self.thread_count, self.overwrite = thread_count, overwrite
+        self.extensions = tuple(_extensions or ())
         self.save_id = uuid.uuid4().hex
 
     @property
@@ -83,7 +95,8 @@ class FileSystemWriter(StorageWriter):
         names = self.storage.list()
         if _METADATA in names and not self.overwrite:
             raise StorageError(f"there is a checkpoint in {self.path} already, and overwrite is off")
-        mark = f"{self.save_id[:12]}_" if any(name.endswith(".distcp") for name in names) else ""
+        # a name of its own for every attempt, also where nobody calls `reset` between them
+        mark = f"{uuid.uuid4().hex[:12]}_" if any(name.endswith(".distcp") for name in names) else ""
         self._old = [name for name in names if name.endswith(".distcp")]
         return [SavePlan(p.items, f"__{rank}_{mark}", p.planner_data) for rank, p in enumerate(plans)]
 
@@ -94,7 +107,7 @@ class FileSystemWriter(StorageWriter):
 
         def write(numbered: tuple[int, list[TorchWriteItem]]) -> list[WriteResult]:
             number, items = numbered
-            return _write_file(storage, f"{prefix}{number}.distcp", items, planner)
+            return _write_file(storage, f"{prefix}{number}.distcp", items, planner, self.extensions)
 
         with ThreadPoolExecutor(self.thread_count, thread_name_prefix="reshard-dcp-write") as pool:
             results = [result for rows in pool.map(write, enumerate(files)) for result in rows]
@@ -139,20 +152,32 @@ class _Counted:
     def flush(self) -> None:
         """The writer flushes when it is closed."""
 
+    def close(self) -> None:
+        """More items follow."""
+
 
 def _write_file(
-    storage: Storage, name: str, items: Iterable[TorchWriteItem], planner: SavePlanner
+    storage: Storage,
+    name: str,
+    items: Iterable[TorchWriteItem],
+    planner: SavePlanner,
+    extensions: Sequence[Any],
 ) -> list[WriteResult]:
     rows = []
+    transforms = [extension.get_descriptor() for extension in reversed(extensions)]
     with storage.create(name) as out:
         for item in items:
             start = out.nbytes
             data = planner.resolve_data(item)
+            stream: Any = _Counted(out)
+            for extension in extensions:
+                stream = extension.transform_to(stream)
             if item.type == WriteItemType.BYTE_IO:
-                out.write(data.getbuffer())  # type: ignore[union-attr]  # the planner gives bytes for it
+                stream.write(data.getbuffer())  # type: ignore[union-attr]  # the planner gives bytes for it
             else:
-                torch.save(_compact(data), _Counted(out))  # type: ignore[arg-type]
-            info = _StorageInfo(name, start, out.nbytes - start)
+                torch.save(_compact(data), stream)  # type: ignore[arg-type]
+            stream.close()
+            info = _StorageInfo(name, start, out.nbytes - start, *([transforms] if transforms else []))
             rows.append(WriteResult(index=item.index, size_in_bytes=out.nbytes - start, storage_data=info))
     return rows
 

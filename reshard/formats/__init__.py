@@ -52,9 +52,7 @@ _OF_DCP: tuple[Format, ...] = (megatron, lightning)
 _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
 
 
-def open_contents(
-    path: str | os.PathLike[str] | Storage, *, preferred: Format | None = None
-) -> tuple[Contents, str]:
+def open_contents(path: str | os.PathLike[str] | Storage, *, preferred: Format | None = None) -> tuple[Contents, str]:
     """What is at `path`, by the format that its files show, and a text that says where that is.
 
     Where they show several, and `preferred` is one of them, it is taken.

@@ -11,7 +11,9 @@ from reshard.storage.base import Storage
 from reshard.storage.local import LocalStorage
 from reshard.storage.memory import MemoryStorage
 
-__all__ = ["open_storage"]
+__all__ = ["is_known", "open_storage"]
+
+_OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 
 _shared_memory: dict[str, MemoryStorage] = {}
 _lock = threading.Lock()
@@ -46,10 +48,16 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
         name = rest.strip("/")
         with _lock:
             return _shared_memory.setdefault(name, MemoryStorage(name))
-    if scheme in ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss"):
+    if scheme in _OBJECT_STORES:
         from reshard.storage.objects import open_objects  # obstore is optional, and slow to import
 
         return open_objects(text)
     raise StorageError(
         f"unknown scheme {scheme!r} of {text}: known are a local folder, file://, memory://, s3://, gs:// and az://"
     )
+
+
+def is_known(path: str | os.PathLike[str] | Storage) -> bool:
+    """Whether `open_storage` has a storage for such a path or URL."""
+    scheme, separator, _ = ("", "", "") if isinstance(path, Storage) else os.fspath(path).partition("://")
+    return not separator or scheme in ("file", "memory", *_OBJECT_STORES)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as theirs
+from torch.distributed._shard import sharded_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -165,3 +166,33 @@ def subgroup(folder: str) -> bool:
     target = {"x": torch.zeros(4)}
     ours.load(target, checkpoint_id=folder, process_group=group)
     return torch.equal(target["x"], made["x"])
+
+
+class _FailsOnOne(theirs.DefaultSavePlanner):
+    def create_local_plan(self) -> Any:
+        if dist.get_rank() == 1:
+            raise ValueError("not today")
+        return super().create_local_plan()
+
+
+def one_rank_fails(folder: str) -> tuple[str, list[int]]:
+    """The kind of error that this rank sees, and which ranks failed, where the planner of one raises."""
+    try:
+        ours.save({"x": torch.zeros(2)}, checkpoint_id=folder, planner=_FailsOnOne())
+    except theirs.CheckpointException as error:
+        return type(error).__name__, list(error.failures)
+    return "", []
+
+
+def sharded_async(folder: str) -> bool:
+    """ShardedTensors saved in the background stay what they were, whatever happens to them meanwhile."""
+    warnings.simplefilter("ignore")
+    rank = dist.get_rank()
+    shard = sharded_tensor.Shard.from_tensor_and_offsets(torch.full((2, 3), float(rank)), [2 * rank, 0], rank)
+    whole = sharded_tensor.init_from_local_shards([shard], 4, 3)
+    future = ours.async_save({"w": whole}, checkpoint_id=folder)
+    shard.tensor.fill_(9)
+    future.result()
+    target = {"w": torch.ones(4, 3)}
+    ours.load(target, checkpoint_id=folder)
+    return target["w"][:, 0].tolist() == [0, 0, 1, 1]
