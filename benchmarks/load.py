@@ -89,7 +89,7 @@ def load(
         out["dcp_read"] = read_chars() - before
         note(out, "dcp", seconds, cpu)
         before = read_chars()
-        seconds, cpu, report = measured(lambda: reshard.load(ours, f"{folder}/reshard"))
+        seconds, cpu, report = measured(lambda: reshard.load(ours, f"{folder}/{ours_at}"))
         out["our_read"] = max(report.bytes_read + report.bytes_read_to_check, read_chars() - before)
         if note(out, "our", seconds, cpu):
             out["phases"] = dict(report.seconds)

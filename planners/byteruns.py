@@ -95,6 +95,43 @@ class Window:
         strides = tuple(self.itemsize if d is None else self.strides[d] for d in dims)
         return Window(self.offset, sizes, strides, self.itemsize)
 
+    def within(self, start: int, stop: int) -> list[Box]:
+        """The elements that begin in bytes [start, stop), as disjoint boxes of this window's own coordinates.
+
+        Of elements in row-major order these are at most 2d-1 boxes; each range of a partition of all bytes gets
+        other elements, and together they get every one.
+        """
+        order = sorted((d for d, n in enumerate(self.sizes) if n > 1), key=lambda d: -self.strides[d])
+        reach = [0]  # from the first element to the start of the last, over the dims from a level on
+        for d in reversed(order):
+            reach.append(reach[-1] + (self.sizes[d] - 1) * self.strides[d])
+        reach.reverse()
+        found: list[Box] = []
+
+        def cut(level: int, offset: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+            if start <= offset and offset + reach[level] < stop:
+                found.append(Box.of(offsets, sizes))
+            elif level < len(order) and offset < stop and offset + reach[level] >= start:
+                d, inner = order[level], reach[level + 1]
+                n, stride = self.sizes[d], self.strides[d]
+                touched, whole = range(n), range(0)
+                if stride:  # else all lie together, and none of them is whole
+                    touched = range(
+                        max(0, -(-(start - inner - offset) // stride)), min(n, -(-(stop - offset) // stride))
+                    )
+                    whole = range(
+                        max(0, -(-(start - offset) // stride)), min(n, (stop - 1 - inner - offset) // stride + 1)
+                    )
+                if whole:
+                    found.append(Box.of(_with(offsets, d, whole.start), _with(sizes, d, len(whole))))
+                for i in touched:
+                    if i not in whole:
+                        cut(level + 1, offset + i * stride, _with(offsets, d, i), _with(sizes, d, 1))
+
+        if self.numel:
+            cut(0, self.offset, (0,) * len(self.sizes), self.sizes)
+        return found
+
     def runs(self) -> ByteRuns:
         """The bytes as equal runs, in row-major order of the elements."""
         run, sizes, strides = self.itemsize, list(self.sizes), list(self.strides)
@@ -111,6 +148,10 @@ class Window:
                 merged.append((n, s))
         merged.reverse()
         return ByteRuns(self.offset, run, tuple(n for n, _ in merged), tuple(s for _, s in merged))
+
+
+def _with(numbers: tuple[int, ...], d: int, value: int) -> tuple[int, ...]:
+    return (*numbers[:d], value, *numbers[d + 1 :])
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,24 @@ def test_runs_read_the_elements_in_row_major_order(made):
         assert window.is_contiguous == array.flags.c_contiguous
 
 
+@given(windows(), st.lists(st.integers(0, 400), max_size=6))
+def test_ranges_of_bytes_share_out_the_elements(made, cuts):
+    """Each element is in exactly one range of a partition: in the one in which it begins."""
+    _, window, _ = made
+    edges = sorted({0, window.stop + 1, *(cut for cut in cuts if cut <= window.stop)})
+    begins = np.add.reduce(
+        np.meshgrid(*(np.arange(n) * s for n, s in zip(window.sizes, window.strides)), indexing="ij"), dtype=np.int64
+    ) + np.full(window.sizes, window.offset)
+    seen = np.zeros(window.sizes, int)
+
+    for start, stop in itertools.pairwise(edges):
+        for box in window.within(start, stop):
+            seen[box.slices] += 1
+            assert ((start <= begins[box.slices]) & (begins[box.slices] < stop)).all()
+
+    assert (seen == 1).all()
+
+
 @given(windows(), st.integers(0, 20))
 def test_coalesced_reads_hold_all_runs_and_waste_only_short_gaps(made, gap):
     _, window, _ = made

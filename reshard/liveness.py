@@ -17,7 +17,7 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Gone", "Ring"]
+__all__ = ["Gone", "Ring", "machine"]
 
 
 class Gone(NamedTuple):
@@ -37,7 +37,7 @@ class Ring:
 
     def __init__(self, store: Any, place: int) -> None:
         self._store = store
-        self._machine = _machine()
+        self._machine = machine()
         self._watched: tuple[int, int, str] | None = None
         if self._machine:
             self._index = store.add(f"machines/{self._machine}", 1) - 1
@@ -70,7 +70,7 @@ class Ring:
         return f"machines/{self._machine}/{index}"
 
 
-def _machine() -> str:
+def machine() -> str:
     """The same text for two processes only if each sees the other in /proc; "" where that cannot be known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -19,8 +19,8 @@ from reshard.checkpoint import open as open_checkpoint
 from reshard.dtypes import dtype_from_name
 from reshard.errors import DamagedCheckpointError, KeyMismatchError
 from reshard.execute.arrays import as_array
-from reshard.execute.integrity import check_blocks
-from reshard.execute.reading import Copy, Staged, Workspace, find_copies, run_copies, spans_by_file
+from reshard.execute.fetching import Fetch
+from reshard.execute.reading import Copy, Staged, Workspace, find_copies
 from reshard.formats.base import StoredTensor
 from reshard.group import Group
 from reshard.mapping import Mapping as StateMapping
@@ -85,7 +85,7 @@ def load(
     mapping: Mapping[str, str] | StateMapping | None = None,
     dry_run: bool = False,
     check: bool = True,
-    read_once: bool = False,
+    read_once: bool | None = None,
     process_group: dist.ProcessGroup | None = None,
     alone: bool = False,
     threads: int | None = None,
@@ -142,7 +142,7 @@ class LoadOptions:
     mapping: Mapping[str, str] | StateMapping | None = None
     dry_run: bool = False
     check: bool = True
-    read_once: bool = False
+    read_once: bool | None = None
     threads: int | None = None
     memory_budget_bytes: int | None = None
     progress: bool = False
@@ -184,24 +184,23 @@ def load_with(
     names = once if shared is None else match.tensors
     job = _plan(targets, checkpoint, names, rank, materialize=not options.dry_run, shared=shared)
     planned = time.perf_counter()
-    with Progress(show=group.rank == 0, bars=options.progress) as bar:
-        checked = extra = 0
-        native = checkpoint.contents.facts.get("native")
-        if options.check and native is not None and not options.dry_run:
+    together = options.read_once is None and group.world_size > 1 and not options.dry_run
+    native = checkpoint.contents.facts.get("native") if options.check else None
+    with (
+        Fetch(job.copies, group, space, native, together, options.memory_budget_bytes) as fetch,
+        Progress(show=group.rank == 0, bars=options.progress) as bar,
+    ):
+        if not options.dry_run:
             with bar.phase("check", job.bytes_needed) as step:
-                checked, extra = check_blocks(
-                    native, spans_by_file(job.copies), threads=space.threads, on_bytes=_watched(group, step.advance)
-                )
+                fetch.check(_watched(group, step.advance))
         verified = time.perf_counter()
         per_rank = _per_rank_values(targets, checkpoint, match, group)
-        with group.together("check"):  # nobody writes before everybody is sure
-            pass
-        read = received = 0
+        fetch.settle()
         if not options.dry_run:
             with bar.phase("read", job.bytes_needed) as step:
-                read = run_copies(job.copies, space=space, on_bytes=_watched(group, step.advance))
+                fetch.read(_watched(group, step.advance))
             if shared is not None:
-                received = shared.pass_on(targets.writable, group, process_group)
+                fetch.bytes_received += shared.pass_on(targets.writable, group, process_group)
             targets.assign(match.objects)
             targets.assign(per_rank)
     seconds = {"plan": planned - clock, "check": verified - planned, "read": time.perf_counter() - verified}
@@ -209,12 +208,12 @@ def load_with(
         **_findings(checkpoint, match, truth),
         loaded=(*match.tensors, *match.objects, *per_rank),
         bytes_needed=job.bytes_needed,
-        bytes_read=read,
-        bytes_read_to_check=extra,
-        bytes_checked=checked,
+        bytes_read=fetch.bytes_read,
+        bytes_read_to_check=fetch.bytes_read_to_check,
+        bytes_checked=fetch.bytes_checked,
         dry_run=options.dry_run,
         seconds=seconds,
-        bytes_received=received,
+        bytes_received=fetch.bytes_received,
     )
 
 

@@ -12,7 +12,7 @@ from reshard.errors import DamagedCheckpointError
 from reshard.formats.native import FileRecord, NativeFacts
 from reshard.formats.source import FileSource
 
-__all__ = ["blocks_to_check", "check_blocks", "whole_blocks"]
+__all__ = ["blocks_to_check", "check_blocks", "segment_check", "whole_blocks"]
 
 MAX_EXTRA_SHARE = 0.01
 """For checking, so much more may be read of a file than is wanted of it."""
@@ -100,6 +100,27 @@ def check_blocks(
             rows = list(pool.map(check, work, chunksize=max(1, len(work) // (threads * 8))))
     raise_damaged(rows)
     return sum(stop - start for _, start, stop, _ in rows), extra
+
+
+def segment_check(facts: NativeFacts) -> Callable[[FileSource, int, memoryview], int]:
+    """A function that compares the blocks of a part of a file, which begins at one and ends at one or with the file,
+    with their checksums, and returns how many bytes those are. It raises DamagedCheckpointError."""
+    by_name = {record.name: record for record in facts.manifest.files.values()}
+    size = facts.manifest.block_bytes
+
+    def check(source: FileSource, start: int, data: memoryview) -> int:
+        record = by_name.get(source.name)
+        if record is None or start % size or (len(data) % size and start + len(data) != record.nbytes):
+            return 0
+        sums = np.frombuffer(facts.sums[record.name], dtype="<u8")
+        raise_damaged(
+            (source.label, start + at, start + min(at + size, len(data)), xxhash.xxh3_64_intdigest(block) == expected)
+            for at in range(0, len(data), size)
+            for block, expected in [(data[at : at + size], int(sums[(start + at) // size]))]
+        )
+        return len(data)
+
+    return check
 
 
 def raise_damaged(rows: Iterable[tuple[str, int, int, bool]]) -> None:

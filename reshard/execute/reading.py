@@ -20,7 +20,7 @@ from reshard.formats.base import Place, StoredTensor
 from reshard.formats.copying import MAX_BUFFER_BYTES, copy_place, empty
 from reshard.formats.source import FileSource, Source
 
-__all__ = ["Copy", "Staged", "Workspace", "find_copies", "run_copies", "spans_by_file"]
+__all__ = ["Copy", "Staged", "Workspace", "find_copies", "merged", "run_copies", "spans_by_file"]
 
 Array = npt.NDArray[Any]
 
@@ -201,17 +201,15 @@ def spans_by_file(copies: Iterable[Copy]) -> dict[FileSource, list[tuple[int, in
             found = spans.setdefault(source, [])
             if runs.count == 1 or runs.run_bytes >= _SMALL_RUN_BYTES:
                 found.extend((start, start + length) for start, length in runs)
-    return {source: list(_merged(sorted(ranges))) for source, ranges in spans.items()}
+    return {source: merged(ranges) for source, ranges in spans.items()}
 
 
-def _merged(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Sorted ranges with those that touch or overlap put together."""
-    begin, end = -1, -1
-    for start, stop in ranges:
-        if start > end:
-            if end > begin:
-                yield begin, end
-            begin = start
-        end = max(end, stop)
-    if end > begin:
-        yield begin, end
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges in order, with those that touch or overlap put together; empty ones are left out."""
+    out: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], stop)
+        elif stop > start:
+            out.append((start, stop))
+    return out

@@ -17,7 +17,7 @@ from reshard.errors import CheckpointError
 from reshard.formats.base import Place
 from reshard.formats.source import Source
 
-__all__ = ["MAX_BUFFER_BYTES", "copy_place", "empty", "item_dtype", "read_place"]
+__all__ = ["MAX_BUFFER_BYTES", "copy_place", "copy_view", "empty", "item_dtype", "read_place"]
 
 Array = npt.NDArray[Any]
 
@@ -64,6 +64,14 @@ def copy_place(place: Place, out: Array, buffer_bytes: int = MAX_BUFFER_BYTES) -
     if place.window.numel:
         place.source.check(place.window.offset, place.window.stop)
         _transfer(place.source, place.window, out, buffer_bytes)
+        if place.conjugate:
+            _conjugate(out)
+
+
+def copy_view(view: memoryview, place: Place, out: Array) -> None:
+    """Like `copy_place` where the bytes that the place's window counts in are at hand, and known to be enough."""
+    if place.window.numel:
+        _copy(view, place.window, out)
         if place.conjugate:
             _conjugate(out)
 

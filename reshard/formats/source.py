@@ -113,6 +113,12 @@ class FileSource(Source):
         else:
             self.storage.read_into(self.name, start, buffer)
 
+    def read_directly(self, start: int, buffer: memoryview) -> None:
+        """Like `read_into`, by calls to the storage even where there is a view: the pages stay unmapped."""
+        self.check(start, start + buffer.nbytes)
+        if buffer.nbytes:
+            self.storage.read_into(self.name, start, buffer)
+
     def release(self) -> None:
         """Give the mapped pages that were read back: they count as this process's memory until then."""
         self._advise(mmap.MADV_DONTNEED, 0, self.nbytes)  # what is needed again comes from the page cache
@@ -162,7 +168,7 @@ class Files:
 class BytesSource(Source):
     """Bytes in memory: constants, padding, what was decoded."""
 
-    def __init__(self, data: bytes, label: str = "memory") -> None:
+    def __init__(self, data: bytes | memoryview, label: str = "memory") -> None:
         self.data = data
         self.label = label
 
@@ -180,7 +186,7 @@ class BytesSource(Source):
         return isinstance(other, BytesSource) and self.data == other.data
 
     def __hash__(self) -> int:
-        return hash((BytesSource, len(self.data), self.data[:64]))
+        return hash((BytesSource, len(self.data), bytes(self.data[:64])))
 
 
 class DecodedSource(Source):

@@ -23,7 +23,7 @@ class _Machine:
         self._numbers = itertools.count(100)
         self._current = 0
         monkeypatch.setattr(liveness, "_start_of", lambda pid: self.alive.get(pid, ""))
-        monkeypatch.setattr(liveness, "_machine", lambda: "here")
+        monkeypatch.setattr(liveness, "machine", lambda: "here")
         monkeypatch.setattr(os, "getpid", lambda: self._current)
 
     def start(self, place: int) -> Ring:
@@ -52,14 +52,14 @@ def test_whoever_dies_is_seen_by_somebody_who_lives(monkeypatch: pytest.MonkeyPa
 
 
 def test_where_nobody_can_be_seen_nobody_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_machine", lambda: "")
+    monkeypatch.setattr(liveness, "machine", lambda: "")
     store = dist.HashStore()
     assert [Ring(store, place).look() for place in range(3)] == [None] * 3
     assert store.num_keys() == 0
 
 
 def test_the_real_system_tells_the_living_from_the_dead() -> None:
-    assert liveness._machine() == liveness._machine() != ""
+    assert liveness.machine() == liveness.machine() != ""
     assert liveness._start_of(os.getpid())
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert liveness._start_of(child.pid)

@@ -1,0 +1,154 @@
+"""Which parts of files the ranks of one machine would each read, and which of them one rank had better read for all.
+
+Files are cut into segments of equal size. A rank says how many bytes of each its reading touches, in the grain in which
+the storage gives them: who wants one column of every row touches every page. From what all ranks of the machine say,
+each finds the same answer:
+
+    touched of a segment     rank 0   rank 1   rank 2   rank 3
+    rows -> columns           all      all      all      all     four times its size: one reads it, all take their part
+    the same layout           all       -        -        -      once: rank 0 reads it for itself
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from planners.byteruns import Window
+from reshard.formats.source import FileSource
+
+__all__ = ["SEGMENT_BYTES", "Segment", "Touched", "share_out"]
+
+SEGMENT_BYTES = 2 << 20
+"""A multiple of the block of checksums, so that whoever reads a segment can check it."""
+MIN_SAVED_BYTES = 16 << 20
+"""Sharing takes a few milliseconds to set up; with less to save each rank reads for itself."""
+_MIN_SHARERS = 2
+_MAX_SPANS = 4096
+
+Counts = npt.NDArray[np.uint32]
+
+
+class _File(msgspec.Struct, frozen=True, array_like=True):
+    nbytes: int
+    first: int
+    """The first segment that is touched; of it and those behind it we have numbers."""
+    touched: bytes
+
+
+@dataclass(frozen=True)
+class Touched:
+    """How many bytes of each segment of each file a rank would touch if it read for itself."""
+
+    files: Mapping[str, _File]
+    """By label; the numbers are little-endian, 4 bytes each."""
+
+    @classmethod
+    def of(cls, windows: Iterable[tuple[FileSource, Window]]) -> Touched:
+        """By all that is read of each file."""
+        counts: dict[str, tuple[int, npt.NDArray[np.int64]]] = {}
+        for source, window in windows:
+            if source.label not in counts:
+                counts[source.label] = source.nbytes, np.zeros(-(-source.nbytes // SEGMENT_BYTES), np.int64)
+            touch(counts[source.label][1], window, source.nbytes, max(source.max_gap_bytes, 1))
+        files = {}
+        for label, (nbytes, all_counts) in counts.items():
+            used = np.flatnonzero(all_counts)
+            if len(used):
+                some = np.minimum(all_counts[used[0] : used[-1] + 1], SEGMENT_BYTES)
+                files[label] = _File(nbytes, int(used[0]), some.astype("<u4").tobytes())
+        return cls(files)
+
+    def encode(self) -> bytes:
+        """For the other ranks; see `decode`."""
+        return msgspec.msgpack.encode(self.files)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Touched:
+        """What another rank encoded."""
+        return cls(msgspec.msgpack.decode(data, type=dict[str, _File]))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Bytes [start, stop) of a file, which one rank reads for all."""
+
+    label: str
+    start: int
+    stop: int
+
+
+def share_out(ranks: Sequence[Touched]) -> tuple[tuple[Segment, ...], ...]:
+    """The segments that each rank reads for all, in the order in which it does; all empty if sharing would not pay.
+
+    `ranks`: those of one machine, in an order that all of them know. A segment is shared if together they would touch
+    twice as many bytes as it has. Those that touch it take turns in reading.
+    """
+    shared: list[tuple[str, int, npt.NDArray[np.bool_], npt.NDArray[np.intp]]] = []
+    saved = 0
+    for label in sorted({label for rank in ranks for label in rank.files}):
+        table = _table(label, ranks)
+        nbytes = max(rank.files[label].nbytes for rank in ranks if label in rank.files)
+        lengths = np.minimum(SEGMENT_BYTES, nbytes - np.arange(table.shape[1]) * SEGMENT_BYTES)
+        total, sharers = table.sum(axis=0), (table > 0).sum(axis=0)
+        chosen = np.flatnonzero((total >= _MIN_SHARERS * lengths) & (sharers >= _MIN_SHARERS))
+        saved += int((total - lengths)[chosen].sum())
+        shared.append((label, nbytes, table > 0, chosen))
+    out: list[list[Segment]] = [[] for _ in ranks]
+    if saved >= MIN_SAVED_BYTES:
+        for label, nbytes, touches, chosen in shared:
+            groups: dict[bytes, Iterator[int]] = {}  # the ranks that touch the same segments take turns
+            for i, who in zip(chosen.tolist(), touches.T[chosen]):
+                key = who.tobytes()
+                if key not in groups:
+                    groups[key] = itertools.cycle(sorted(np.flatnonzero(who).tolist(), key=lambda r: len(out[r])))
+                reader = next(groups[key])
+                out[reader].append(Segment(label, i * SEGMENT_BYTES, min((i + 1) * SEGMENT_BYTES, nbytes)))
+    return tuple(map(tuple, out))
+
+
+def _table(label: str, ranks: Sequence[Touched]) -> npt.NDArray[np.int64]:
+    """Bytes touched by rank and segment."""
+    parts = [
+        (rank.files[label].first, np.frombuffer(rank.files[label].touched, "<u4")) if label in rank.files else None
+        for rank in ranks
+    ]
+    table = np.zeros((len(ranks), max(first + len(counts) for first, counts in filter(None, parts))), np.int64)
+    for row, part in zip(table, parts):
+        if part is not None:
+            row[part[0] : part[0] + len(part[1])] = part[1]
+    return table
+
+
+def touch(counts: npt.NDArray[np.int64], window: Window, nbytes: int, grain_bytes: int) -> None:
+    """Add what reading `window` of a file of `nbytes` touches to the counts of its segments.
+
+    Runs with gaps smaller than the grain touch everything between them; of those with larger ones, if they are close
+    together for a segment, each segment is given its share.
+    """
+    runs = window.runs()
+    if not runs.count:
+        return
+    dims = sorted(zip(runs.strides, runs.counts), reverse=True)
+    reach, share = runs.run_bytes, 1.0
+    while dims and (dims[-1][0] < SEGMENT_BYTES or math.prod(count for _, count in dims) > _MAX_SPANS):
+        stride, count = dims.pop()
+        if stride - reach >= grain_bytes:
+            share *= min(1.0, -(-reach // grain_bytes) * grain_bytes / stride)
+        reach += (count - 1) * stride
+    starts = [runs.offset]
+    for stride, count in dims:
+        starts = [start + i * stride for start in starts for i in range(count)]
+    full = int(SEGMENT_BYTES * share)
+    for start in starts:
+        start, stop = start // grain_bytes * grain_bytes, min(-(-(start + reach) // grain_bytes) * grain_bytes, nbytes)
+        first, last = start // SEGMENT_BYTES, (stop - 1) // SEGMENT_BYTES
+        counts[first : last + 1] += full
+        counts[first] -= int((start - first * SEGMENT_BYTES) * share)
+        counts[last] -= int(((last + 1) * SEGMENT_BYTES - stop) * share)

@@ -1,0 +1,255 @@
+"""Ranks of one machine read for one another: what they share, who reads it, and that every element arrives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+import reshard
+from planners.byteruns import Window
+from reshard.errors import DamagedCheckpointError, RankFailedError
+from reshard.execute import host, segments
+from reshard.execute.host_reading import _cuts
+from reshard.execute.segments import SEGMENT_BYTES as SIZE
+from reshard.execute.segments import Segment, Touched, share_out, touch
+from reshard.formats.source import FileSource
+from reshard.storage import MemoryStorage
+from tests import gloo
+
+
+def touched(window: Window, nbytes: int, grain: int = 4096) -> list[int]:
+    counts = np.zeros(-(-nbytes // SIZE), np.int64)
+    touch(counts, window, nbytes, grain)
+    return counts.tolist()
+
+
+def test_a_gapless_read_touches_just_its_bytes():
+    assert touched(Window.row_major(SIZE // 2, (2 * SIZE,), 1), 4 * SIZE, grain=1) == [SIZE // 2, SIZE, SIZE // 2, 0]
+    assert touched(Window.row_major(5, (10,), 4), SIZE) == [4096]  # a grain at least
+    assert touched(Window.row_major(SIZE - 4, (8,), 1), 2 * SIZE - 5) == [4096, 4096]
+    assert touched(Window.row_major(3, (0, 4), 4), SIZE) == [0]
+
+
+def test_columns_touch_every_grain_that_they_have_a_part_of():
+    rows = 3 * SIZE // 8192
+    column = Window(1024, (rows, 512), (8192, 2), 2)
+    assert touched(column, 3 * SIZE) == pytest.approx([SIZE // 2] * 3, rel=0.01)  # 1 of 8 KiB is one page of two
+    narrow = Window(64, (rows * 4, 16), (2048, 2), 2)
+    assert touched(narrow, 3 * SIZE) == pytest.approx([SIZE] * 3, rel=0.01)  # gaps smaller than a page are touched, too
+
+
+def test_far_apart_runs_touch_only_the_segments_they_are_in():
+    window = Window(0, (3, 1000), (4 * SIZE, 4), 4)
+    assert touched(window, 9 * SIZE) == [4096, 0, 0, 0, 4096, 0, 0, 0, 4096]
+
+
+def said(**files: list[int]) -> Touched:
+    return Touched({name: segments._File(len(c) * SIZE, 0, np.array(c, "<u4").tobytes()) for name, c in files.items()})
+
+
+def test_what_all_touch_is_read_in_turns_and_what_one_touches_by_itself():
+    n = 24
+    rank = said(a=[SIZE] * n)
+
+    lists = share_out([rank, rank, rank])
+
+    assert sorted(s.start // SIZE for its in lists for s in its) == list(range(n))
+    assert [len(its) for its in lists] == [8, 8, 8]
+    assert all(s == Segment("a", s.start, s.start + SIZE) for its in lists for s in its)
+    assert share_out([said(a=[SIZE] * n), said(b=[SIZE] * n)]) == ((), ())
+    assert share_out([said(a=[SIZE] * n)] * 2 + [said()])[2] == ()
+
+
+def test_little_is_not_worth_sharing():
+    assert share_out([said(a=[SIZE] * 2)] * 2) == ((), ())
+    assert share_out([said(a=[SIZE // 4] * 40)] * 4) == ((),) * 4  # all together touch no more than there is
+    assert share_out([]) == ()
+
+
+def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
+    rank = Touched({"a": segments._File(9 * SIZE + 5, 1, np.array([SIZE] * 8 + [5], "<u4").tobytes())})
+    lists = share_out([rank, rank])
+    last = max((s for its in lists for s in its), key=lambda s: s.start)
+    assert (last.start, last.stop) == (9 * SIZE, 9 * SIZE + 5)
+
+
+def test_what_a_rank_says_survives_the_wire():
+    storage = MemoryStorage("test-host-reading")
+    storage.publish("a", bytes(3 * SIZE))
+    said_of = Touched.of([(FileSource(storage, "a"), Window.row_major(SIZE + 1, (SIZE,), 1))])
+    assert Touched.decode(said_of.encode()) == said_of
+    assert {name.rpartition("/")[2]: file.first for name, file in said_of.files.items()} == {"a": 1}
+
+
+def test_the_cuts_of_a_window_are_its_elements_by_segment():
+    window = Window(SIZE - 3, (5, 40), (SIZE // 2 + 7, 8), 8)  # an element lies across the end of the first segment
+    seen = np.zeros((5, 40), int)
+    for number, pieces in _cuts(window):
+        for box, part in pieces:
+            seen[box.slices] += 1
+            assert 0 <= part.offset < SIZE
+            assert part.offset + number * SIZE == window.crop(box).offset
+    assert (seen == 1).all()
+
+
+ROWS, COLUMNS = 5000, 1000  # a row is less than a page, so who wants a part of it touches what the others touch
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    gen = torch.Generator().manual_seed(3)
+    return {
+        "wide": torch.randn(ROWS, COLUMNS, generator=gen),
+        "odd": torch.randint(0, 255, (1001, 1003), dtype=torch.uint8, generator=gen),
+        "b": torch.randn(ROWS // 4, 1024, generator=gen).bfloat16(),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.zeros(0, 7),
+    }
+
+
+def place(state: dict[str, torch.Tensor], placement: Placement) -> dict[str, DTensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    flat = isinstance(placement, Shard)
+    return {
+        name: distribute_tensor(t, mesh, [Replicate() if flat and placement.dim >= t.ndim else placement])
+        for name, t in state.items()
+    }
+
+
+def same(found: dict[str, Any], known: dict[str, Any]) -> list[str]:
+    return [name for name in known if not torch.equal(found[name].to_local(), known[name].to_local())]
+
+
+def shared_files() -> int:
+    """How many files of this process are memory that it shares."""
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum("memfd:reshard" in os.readlink(link) for link in links if link.is_symlink())
+
+
+def load_job(path: str) -> list[dict[str, Any]]:
+    whole = tensors()
+    reshard.save(place(whole, Shard(0)), path)
+    out = []
+    for placement in (Shard(1), Replicate(), Shard(0)):
+        for budget in (None, 1 << 20):
+            known = place(whole, placement)
+            target = place({name: torch.zeros_like(t) for name, t in whole.items()}, placement)
+            report = reshard.load(target, path, memory_budget_bytes=budget)
+            out.append({"report": report, "wrong": same(target, known), "left": shared_files()})
+    # other dtypes on the way, and a rank that wants nothing of what the others share
+    target = place({"wide": torch.zeros(ROWS, COLUMNS, dtype=torch.float64)}, Shard(1))
+    if dist.get_rank() == 3:
+        target = {}
+    report = reshard.load(target, path, strict=False, dtype_policy="cast")
+    known = place({"wide": whole["wide"].double()}, Shard(1))
+    out.append({"report": report, "wrong": same(target, known) if target else [], "left": 0})
+    return out
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="ranks share memory through Linux's memfd")
+def test_each_byte_comes_from_storage_once_for_all_ranks_of_a_machine(tmp_path):
+    ranks = gloo.run(load_job, 4, str(tmp_path / "ckpt"))
+
+    total = sum(t.nbytes for t in tensors().values())
+    for i, rows in enumerate(zip(*ranks, strict=True)):
+        reports = [row["report"] for row in rows]
+        assert not any(row["wrong"] or row["left"] for row in rows), i
+        read = sum(r.bytes_read + r.bytes_read_to_check for r in reports)
+        received = sum(r.bytes_received for r in reports)
+        needed = sum(r.bytes_needed for r in reports)
+        if i == 0:  # columns: each rank takes a quarter of every row
+            assert received > 0.7 * total
+            assert read <= 1.02 * total
+            assert min(r.bytes_checked for r in reports) > 0  # what is read for all can be checked as a whole
+        elif i == 1:  # a budget in which there is no room to share
+            assert received == 0
+            assert read <= 1.02 * needed
+        elif i == 2:
+            assert received > 2 * total
+            assert read <= 1.3 * total
+            assert sum(r.bytes_checked for r in reports) < 1.3 * total  # each block once for the machine
+        elif i in (4, 5):  # the same layout: nothing to share
+            assert received <= 0.02 * total
+            assert read <= 1.02 * needed
+
+
+def damaged_job(path: str, at: int) -> list[str]:
+    whole = {"wide": tensors()["wide"]}
+    out = []
+    for placement in (Replicate(), Shard(1)):
+        target = place({name: torch.zeros_like(t) for name, t in whole.items()}, placement)
+        try:
+            reshard.load(target, path)
+            out.append("loaded")
+        except RankFailedError as error:
+            out.append(f"{error.rank}: {error}")
+        except DamagedCheckpointError as error:
+            untouched = not target["wide"].to_local().any()
+            out.append(f"here: {error} untouched={untouched}")
+    return out
+
+
+@pytest.mark.gloo
+def test_a_flipped_bit_is_found_by_the_rank_that_reads_it_for_all(tmp_path):
+    path = tmp_path / "ckpt"
+    reshard.save({"wide": tensors()["wide"]}, path)
+    file = max(path.rglob("*.safetensors"), key=lambda f: f.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[5 * SIZE + 77] ^= 4
+    file.write_bytes(data)
+
+    ranks = gloo.run(damaged_job, 4, str(path), 5 * SIZE)
+
+    for case in (0, 1):
+        words = [rank[case] for rank in ranks]
+        assert sum(word.startswith("here: ") for word in words) == 1
+        assert all(Path(file).name in word and f"[{5 * SIZE}, " in word for word in words)
+    here = [word for rank in ranks for word in rank if word.startswith("here")]
+    assert "untouched=True" in here[0] or "untouched=True" in here[1]  # what is read whole is checked before
+
+
+def unlucky_job(path: str) -> tuple[bool, int]:
+    """One rank may not open what belongs to the others."""
+    if dist.get_rank() == 1:
+        host.Own.open = refuse
+    known = place({"wide": tensors()["wide"]}, Shard(1))
+    target = place({"wide": torch.zeros(ROWS, COLUMNS)}, Shard(1))
+    report = reshard.load(target, path, strict=False)
+    return not same(target, known), report.bytes_received
+
+
+def refuse(self: host.Own, address: host.Address, what: int, flags: int) -> int:
+    raise PermissionError("not yours")
+
+
+@pytest.mark.gloo
+def test_where_one_rank_cannot_take_part_each_reads_for_itself(tmp_path):
+    reshard.save({"wide": tensors()["wide"]}, tmp_path / "ckpt")
+    assert gloo.run(unlucky_job, 3, str(tmp_path / "ckpt")) == [(True, 0)] * 3
+
+
+def dying_job(path: str) -> str:
+    if dist.get_rank() == 2:
+        host.Host.call = lambda self, what: os._exit(9)
+    target = place({"wide": torch.zeros(ROWS, COLUMNS)}, Shard(1))
+    try:
+        reshard.load(target, path, deadline_s=30)
+    except reshard.ReshardError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.gloo
+def test_a_rank_that_dies_while_others_wait_for_its_share_ends_the_load(tmp_path):
+    reshard.save({"wide": tensors()["wide"]}, tmp_path / "ckpt")
+    ends = gloo.outcomes(dying_job, 3, str(tmp_path / "ckpt"))
+    assert ends[2].exitcode == 9
+    assert all("rank 2" in str(end.value) and end.seconds < 20 for end in ends[:2]), ends
