@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from reshard.cli.names import Config, Naming, mapping_of, untaken
 from reshard.cli.normalize import read_hints
 from reshard.cli.show import console, print_json, size
 from reshard.cli.sides import side
@@ -14,7 +15,6 @@ from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
     from reshard.converting import ConvertReport
-    from reshard.mapping import Mapping
 
 __all__ = ["convert"]
 
@@ -32,9 +32,13 @@ def convert(
     ] = False,
     normalized: Annotated[bool, typer.Option("--normalized", help="Under canonical names, whatever wrote it.")] = False,
     names: Annotated[
-        str | None, typer.Option(metavar="FROM:TO", help="huggingface, torchtitan or megatron; needs --config.")
+        str | None,
+        typer.Option(
+            metavar="FROM:TO", help="Of huggingface, transformers, plain, torchtitan and megatron; needs --config."
+        ),
     ] = None,
-    config: Annotated[str | None, typer.Option(help="The model's Hugging Face config.json, or its folder.")] = None,
+    config: Config = None,
+    naming: Naming = None,
     select: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Take only these; '!GLOB' leaves out. Repeat it.")
     ] = None,
@@ -53,37 +57,32 @@ def convert(
     """Write SOURCE in another format, in little memory. What is interrupted goes on when it is started again."""
     import reshard
 
+    mapping = mapping_of(names, config, naming)
+    hints = read_hints(hint or [])
     report = reshard.convert(
         source,
         target,
         format=format,
-        mapping=_mapping(names, config),
+        mapping=mapping,
         onto=None if onto is None else side(onto, _rules(rule or [])),
         select=select,
         dtype=dtype,
         normalized=normalized,
         model_only=model,
-        hints=read_hints(hint or []),
+        hints=hints,
         max_shard_bytes=_bytes(max_shard),
         workers=workers,
         overwrite=overwrite,
         progress=not as_json,
     )
+    kept: list[str] = []
+    if mapping is not None:
+        state = reshard.open(source)
+        kept = untaken(mapping, state.canonical(hints, model_only=model) if model or normalized else state)
     if as_json:
-        print_json({name: getattr(report, name) for name in report.__dataclass_fields__})
+        print_json({**{name: getattr(report, name) for name in report.__dataclass_fields__}, "names_kept": kept})
     else:
-        _print(report)
-
-
-def _mapping(names: str | None, config: str | None) -> Mapping | None:
-    if names is None:
-        return None
-    from reshard.mapping.families import ready
-
-    source, colon, target = names.partition(":")
-    if not colon or config is None:
-        raise ReshardError("write --names FROM:TO --config config.json, such as --names torchtitan:huggingface")
-    return ready(config, source, target)
+        _print(report, kept)
 
 
 def _rules(given: list[str]) -> dict[str, str]:
@@ -98,24 +97,30 @@ def _bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[unit])
 
 
-def _print(report: ConvertReport) -> None:
+def _print(report: ConvertReport, kept: list[str]) -> None:
     from rich.markup import escape
 
     screen = console()
     time = f"{report.seconds:.1f} s, {size(report.total_bytes / max(report.seconds, 1e-9))}/s"
+    tensors, objects = _counted(report.tensors, "tensor"), _counted(report.objects, "other value")
     screen.print(
-        f"[bold]{escape(report.target)}[/], format {report.format}: {report.tensors} tensors and {report.objects} "
-        f"other values, {size(report.total_bytes)} in {len(report.files)} files, {time}",
+        f"[bold]{escape(report.target)}[/], format {report.format}: {tensors} and {objects}, "
+        f"{size(report.total_bytes)} in {_counted(len(report.files), 'file')}, {time}",
         soft_wrap=True,
     )
     if report.resumed:
-        screen.print(f"  {len(report.resumed)} files were there already, and were checked")
+        screen.print(f"  {_counted(len(report.resumed), 'file')} of an interrupted try checked and kept")
     for text, keys in (
         ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
         (f"left out, since {report.format} cannot hold them", list(report.left_out)),
+        ("under their old names, since --names says nothing of them", kept),
         ("note", list(report.warnings)),
     ):
         _print_some(screen, text, keys)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _print_some(screen: Any, text: str, keys: list[str], most: int = 5) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from reshard.cli.names import Config, Naming, mapping_of
 from reshard.cli.show import print_json, print_report, report_as_json
 
 __all__ = ["diff"]
@@ -21,6 +22,17 @@ def diff(
     normalized: Annotated[
         bool, typer.Option("--normalized", help="Compare under canonical names: for two frameworks' checkpoints.")
     ] = False,
+    model: Annotated[
+        bool, typer.Option("--model", help="Only the models' tensors, under their bare canonical names.")
+    ] = False,
+    names: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FROM:TO", help="Bring A from one naming to that of B first, as convert does; needs --config."
+        ),
+    ] = None,
+    config: Config = None,
+    naming: Naming = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many differences.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all differences.")] = False,
 ) -> None:
@@ -30,9 +42,14 @@ def diff(
     """
     import reshard
 
+    mapping = mapping_of(names, config, naming)
     sides: list[Any] = [reshard.open(path) for path in (a, b)]
-    if normalized:
+    if model or (normalized and mapping is not None):
+        sides = [side.canonical(model_only=model) for side in sides]
+    elif normalized:
         sides = [side.normalized() for side in sides]
+    if mapping is not None:
+        sides[0] = mapping.apply(sides[0])
     report = reshard.compare(*sides, rtol=rtol, atol=atol, labels=(a, b))
     if as_json:
         print_json(report_as_json(report))

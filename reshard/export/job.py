@@ -70,6 +70,7 @@ class Job:
         if self.normalized or self.model_only:
             state = state.canonical(self.hints, model_only=self.model_only)
         if isinstance(self.mapping, StateMapping):
+            _check_taken(self.mapping, state)
             state = self.mapping.apply(state)
         elif self.mapping is not None:
             state = apply_dict(self.mapping, state)
@@ -105,6 +106,16 @@ class Job:
         for name in state:
             seen.update(repr(state[name].stored.spec).encode())
         return str(seen.hexdigest())
+
+
+def _check_taken(mapping: StateMapping, state: Checkpoint) -> None:
+    """A mapping for other names would change nothing, and that in silence."""
+    is_needed = mapping.stages and not any(rule.optional for stage in mapping.stages for rule in stage)
+    names = [*state, *state.aliases, *state.objects]
+    if is_needed and names and not mapping.names(names):
+        raise KeyMismatchError(
+            f"the mapping takes nothing of what is in {state.url}, such as {names[0]!r}: is it for other names?"
+        )
 
 
 def _check_onto(onto: StateLayout, state: Checkpoint) -> None:

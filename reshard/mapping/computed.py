@@ -116,7 +116,7 @@ def _check_exact(stored: StoredTensor, by: float) -> None:
             raise NormalizationError(
                 f"{stored.fqn!r} plus {by} would lose digits in {stored.spec.dtype}: element {where} is "
                 f"{float(values[at])!r}, and would come back as {float(back[at])!r}; cast it to a wider dtype before, "
-                "or let it be rounded: exact=False"
+                "or let it be rounded: exact=False, on the command line --naming exact=false"
             )
 
 

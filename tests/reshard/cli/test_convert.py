@@ -65,12 +65,42 @@ def test_names_of_a_family(say, tmp_path: Path) -> None:
     assert said.code == 0
     found = reshard.open(tmp_path / "hf")["model.layers.0.self_attn.q_proj.weight"][...]
     assert torch.equal(found, rows[[0, 2, 1, 3, 4, 6, 5, 7]])  # from pairs to halves, head by head
+    assert say("diff", tmp_path / "titan", tmp_path / "hf").code == 1
+    assert say("diff", tmp_path / "titan", tmp_path / "hf", *words).code == 0
+    reshard.save({"model": {"_orig_mod.model.layers.0.self_attn.q_proj.weight": found}, "step": 1}, tmp_path / "job")
+    assert say("diff", tmp_path / "titan", tmp_path / "job", *words, "--model").code == 0
+
+
+def test_more_about_a_naming(say, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    state = {"model.embed_tokens.weight": torch.ones(5, 2), "model.norm.weight": torch.full((2,), 1.5)}
+    state["model.vision.weight"] = torch.ones(1)
+    reshard.save(state, tmp_path / "hf")
+
+    words = ["--names", "huggingface:megatron", "--config", tmp_path, "--naming", "padded_vocab=8"]
+    said = say("convert", tmp_path / "hf", tmp_path / "mg", *words, "--naming", "zero_centered=true")
+
+    assert said.code == 0
+    assert "under their old names, since --names says nothing of them  model.vision.weight" in said.out
+    made = reshard.open(tmp_path / "mg")
+    assert made["embedding.word_embeddings.weight"].shape == (8, 2)
+    assert made["decoder.final_layernorm.weight"][0] == 0.5
+    wrong = say("convert", tmp_path / "hf", tmp_path / "no", "--names", "megatron:huggingface", "--config", tmp_path)
+    assert wrong.code == 3
+    assert "takes nothing of what is in" in wrong.err
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--names", "torchtitan"], "write --names FROM:TO --config"),
+        (["--config", "config.json"], "are for --names FROM:TO"),
+        (
+            ["--names", "a:b", "--config", "c", "--naming", "heads=2"],
+            "--naming 'heads=2' is not known: it is NAME=VALUE",
+        ),
+        (["--names", "a:b", "--config", "c", "--naming", "fill=x"], "the value must be true, false or a number"),
         (["--max-shard", "many"], "'many' is no size"),
         (["--format", "gguf"], "cannot write the format 'gguf'"),
         (["--select", "nothing*"], "nothing in"),

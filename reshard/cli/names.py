@@ -1,0 +1,67 @@
+"""`--names FROM:TO`: the ready mappings on the command line."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reshard.errors import ReshardError
+
+if TYPE_CHECKING:
+    from reshard.checkpoint import Checkpoint
+    from reshard.mapping import Mapping
+
+__all__ = ["Config", "Naming", "mapping_of", "untaken"]
+
+Config = Annotated[
+    str | None, typer.Option("--config", help="The model's Hugging Face config.json, or its folder: for --names.")
+]
+Naming = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--naming",
+        metavar="NAME=VALUE",
+        help="More about --names: titan=0.2, transformer_engine=true, padded_vocab=ROWS, zero_centered=true, "
+        "exact=false, fill=0, mtp=transformer_layer. Repeat it.",
+    ),
+]
+
+
+def mapping_of(names: str | None, config: str | None, naming: list[str] | None) -> Mapping | None:
+    """The mapping that the options name, None where they name none.
+
+    Raises ReshardError for options that are incomplete, or that no mapping has.
+    """
+    if names is None:
+        if config is not None or naming:
+            raise ReshardError("--config and --naming are for --names FROM:TO, such as --names torchtitan:huggingface")
+        return None
+    from reshard.mapping.families import ready
+
+    source, colon, target = names.partition(":")
+    if not colon or config is None:
+        raise ReshardError("write --names FROM:TO --config config.json, such as --names torchtitan:huggingface")
+    return ready(config, source, target, **_options(naming or [], ready))
+
+
+def untaken(mapping: Mapping, state: Checkpoint) -> list[str]:
+    """The tensors that keep their names, because no rule takes them."""
+    taken = mapping.names(state) if mapping.stages else dict.fromkeys(state, ())
+    return [name for name in state if name not in taken]
+
+
+def _options(given: list[str], ready: Any) -> dict[str, Any]:
+    known = {p.name: p.default for p in inspect.signature(ready).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    out: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or name not in known:
+            raise ReshardError(f"--naming {text!r} is not known: it is NAME=VALUE, with {', '.join(known)}")
+        try:
+            out[name] = value if isinstance(known[name], str) else json.loads(value)
+        except ValueError:
+            raise ReshardError(f"--naming {text!r}: the value must be true, false or a number") from None
+    return out
