@@ -20,12 +20,12 @@ from planners.errors import PlanError
 from planners.ownership import Ints
 from planners.transfer_plan import TransferItem, TransferPlan
 
-__all__ = ["MAX_INFLIGHT_BYTES", "Message", "Schedule", "schedule"]
+__all__ = ["MAX_INFLIGHT_BYTES", "Message", "Schedule", "schedule", "slack_bytes"]
 
 MAX_INFLIGHT_BYTES = 512 << 20
 """What a rank sends and receives in one round, unless asked otherwise."""
 _SLACK = max(ITEM_SIZES.values())
-"""A message may begin earlier than its cut by less than this, since no element is cut in two."""
+_SLACK_SHARE = 64
 
 
 class Message(NamedTuple):
@@ -48,7 +48,8 @@ class Schedule:
 
     The columns `round`, `sender`, `receiver`, `start` and `stop` have one entry per message, sorted by round and
     sender: bytes `[start, stop)` of the stream from sender to receiver. A cut within an element stands for the
-    element's first byte.
+    element's first byte; and a cut within a row, or within some rows, that are small beside the budget (`slack_bytes`)
+    stands for the first of them, so that a message is one box and not the ends of rows besides.
     """
 
     def __init__(
@@ -112,9 +113,10 @@ class Schedule:
         by_stream: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for number, sender, receiver, row in rows:
             by_stream.setdefault((sender, receiver), []).append((number, row))
+        slack = slack_bytes(self.max_inflight_bytes)
         for (sender, receiver), places in by_stream.items():
             cuts = [(int(self.start[row]), int(self.stop[row])) for _, row in places]
-            for (number, row), pieces in zip(places, _cut_stream(streams.get((sender, receiver), []), cuts)):
+            for (number, row), pieces in zip(places, _cut_stream(streams.get((sender, receiver), []), cuts, slack)):
                 found[row] = Message(number, sender, receiver, pieces)
         return tuple(sorted(found.values(), key=lambda m: (m.round, m.sender != rank)))
 
@@ -135,6 +137,11 @@ class Schedule:
         return f"Schedule({self.rounds} rounds, {len(self)} messages, {self.nbytes} bytes, {self.plan!r})"
 
 
+def slack_bytes(max_inflight_bytes: int) -> int:
+    """A message may begin earlier than its cut by less than this."""
+    return max(_SLACK, max_inflight_bytes // _SLACK_SHARE)
+
+
 def schedule(plan: TransferPlan, *, max_inflight_bytes: int = MAX_INFLIGHT_BYTES) -> Schedule:
     """Rounds for all that crosses in `plan`: as few as the busiest rank has messages to send or to receive.
 
@@ -144,7 +151,7 @@ def schedule(plan: TransferPlan, *, max_inflight_bytes: int = MAX_INFLIGHT_BYTES
 
     Raises PlanError for a budget of less than 128 bytes. Deterministic: the same on every rank.
     """
-    limit = max_inflight_bytes // 2 - _SLACK
+    limit = max_inflight_bytes // 2 - slack_bytes(max_inflight_bytes)
     if limit < 3 * _SLACK:
         raise PlanError(f"max_inflight_bytes must be at least {8 * _SLACK}, got {max_inflight_bytes}")
     sender, receiver, nbytes = plan.traffic()
@@ -161,7 +168,9 @@ def schedule(plan: TransferPlan, *, max_inflight_bytes: int = MAX_INFLIGHT_BYTES
     return Schedule(plan, max_inflight_bytes, (color, sender[edge], receiver[edge], start, stop))
 
 
-def _cut_stream(items: list[TransferItem], cuts: list[tuple[int, int]]) -> Iterator[tuple[TransferItem, ...]]:
+def _cut_stream(
+    items: list[TransferItem], cuts: list[tuple[int, int]], slack: int
+) -> Iterator[tuple[TransferItem, ...]]:
     """The pieces of items between each two cuts, which are positions in the bytes of all items; cuts ascend."""
     ends = np.cumsum([item.nbytes for item in items]) if items else np.zeros(0, dtype=np.int64)
     for start, stop in cuts:
@@ -172,10 +181,21 @@ def _cut_stream(items: list[TransferItem], cuts: list[tuple[int, int]]) -> Itera
             if begin >= stop:
                 break
             itemsize = item.nbytes // item.box.numel
-            low = max(start - begin, 0) // itemsize
-            high = min(stop - begin, item.nbytes) // itemsize
+            run = _run(item.box.sizes, slack // itemsize)
+            low = max(start - begin, 0) // itemsize // run * run
+            high = item.box.numel if stop - begin >= item.nbytes else (stop - begin) // itemsize // run * run
             pieces.extend(_elements(item, low, high, itemsize))
         yield tuple(pieces)
+
+
+def _run(sizes: tuple[int, ...], limit: int) -> int:
+    """Elements of the largest rows, or blocks of rows, that have at most `limit` elements each."""
+    run = 1
+    for size in reversed(sizes):
+        if run * size > limit:
+            break
+        run *= size
+    return run
 
 
 def _elements(item: TransferItem, low: int, high: int, itemsize: int) -> Iterator[TransferItem]:

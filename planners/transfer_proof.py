@@ -8,7 +8,6 @@ import numpy as np
 
 from planners.box import Box
 from planners.cover import tiling_fault
-from planners.dtypes import ITEM_SIZES
 from planners.errors import CoverageError
 from planners.findings import Finding
 from planners.forms import Part
@@ -16,7 +15,7 @@ from planners.load_proof import global_box, segments_fault
 from planners.meeting import ProductMeeting
 from planners.ownership import Ints
 from planners.routes import Route
-from planners.schedule import Schedule
+from planners.schedule import Schedule, slack_bytes
 from planners.transfer_plan import TransferItem, TransferPlan
 
 __all__ = ["schedule_findings", "transfer_findings"]
@@ -164,7 +163,7 @@ def schedule_findings(rounds: Schedule) -> Iterator[Finding]:
         keys, count = np.unique(number * world + column, return_counts=True)
         for key in keys[count > 1][:1].tolist():
             yield Finding(f"{verb} several ranks in round {key // world}", None, key % world)
-    limit = rounds.max_inflight_bytes - 2 * max(ITEM_SIZES.values())
+    limit = rounds.max_inflight_bytes - 2 * slack_bytes(rounds.max_inflight_bytes)
     most = rounds.inflight_bytes()
     for rank in np.flatnonzero(most > limit)[:1].tolist():
         yield Finding(f"has {int(most[rank])} bytes in flight, but {limit} are allowed", None, rank)

@@ -15,7 +15,7 @@ from oracle import elements, local_arrays
 
 import reshard
 from planners import StateLayout
-from planners.testing import flat_layouts, product_layouts, specs
+from planners.testing import box_layouts, flat_layouts, product_layouts, specs
 from reshard.dtypes import dtype_from_name
 from tests import gloo
 
@@ -32,6 +32,7 @@ def pairs(draw: st.DrawFn) -> tuple[StateLayout, StateLayout, int]:
             product_layouts(spec, max_ranks=WORLD),
             product_layouts(spec, blocks=True, max_ranks=WORLD),
             flat_layouts(spec).filter(lambda layout: layout.world_size <= WORLD),
+            box_layouts(spec).filter(lambda layout: layout.world_size <= WORLD),
         )
         before[spec.fqn], after[spec.fqn] = draw(st.one_of(*kinds)), draw(st.one_of(*kinds))
     return StateLayout(before), StateLayout(after), draw(st.sampled_from([1024, 4096, 1 << 20]))
@@ -42,10 +43,15 @@ def held(layout: StateLayout, rank: int, whole: dict[str, torch.Tensor] | None) 
     out = {}
     for fqn, tensor in layout.items():
         dtype = dtype_from_name(tensor.spec.dtype)
+        found = []
         for numbers in local_arrays(tensor, rank) if rank < tensor.world_size else []:
             index = torch.from_numpy(np.array(numbers))
             there = torch.zeros(index.shape, dtype=dtype)
-            out[fqn] = there if whole is None else whole[fqn].reshape(-1)[index]
+            found.append(there if whole is None else whole[fqn].reshape(-1)[index])
+        if len(found) == 1:
+            out[fqn] = found[0]
+        elif found:  # several boxes in one plain tensor
+            out[fqn] = torch.cat([boxes.reshape(-1) for boxes in found])
     return out
 
 

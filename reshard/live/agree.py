@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -86,8 +86,14 @@ class Side:
 
     @classmethod
     def of(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout]) -> Side:
-        """Take a state dict apart; None holds nothing."""
-        return cls(Targets.of({} if state is None else state), layouts)  # type: ignore[arg-type]  # only read from
+        """Take a state dict apart; None holds nothing. Raises FormatError for what is none."""
+        return cls(Targets.of({} if state is None else state), layouts)  # type: ignore[arg-type]  # refused if it is none
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout]) -> Side:
+        """The same for a source, which may be a mapping that cannot be changed."""
+        fixed = isinstance(state, Mapping) and not isinstance(state, MutableMapping)
+        return cls.of(dict(state) if fixed and state is not None else state, layouts)
 
     @property
     def objects(self) -> list[str]:

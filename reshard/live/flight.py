@@ -49,7 +49,7 @@ def verify_live(
     group = Group(process_group, deadline_s=given.deadline_s)
     rank = group.ranks[group.rank]
     with group.together("verify"):
-        mine, wanted = Side.of(source, given.source_layouts), Side.of(target, given.target_layouts)
+        mine, wanted = Side.read(source, given.source_layouts), Side.of(target, given.target_layouts)
         pairing = agree(mine, wanted, given, group, process_group).pair(given)
         there = [held for key in pairing.views for held in _as_it_is(pairing, key, wanted, rank)]
         here = [held for key in pairing.views for held in _as_target(pairing, key, mine, rank)]

@@ -170,6 +170,7 @@ class Prepared:
         """Find the memory of all lanes, and make the buffers. Raises LayoutError where it is not as was agreed."""
         pairing, rank = self.pairing, self._rank
         self._places_checked()
+        self._values.check_places()
         targets = _Local(self._target, writable=True)
         refuse_shared_memory(pairing, self._source.state.tensors, self._target.state.tensors)
         memory = LaneMemory(self._steps, _Local(self._source, writable=False), targets, rank)
@@ -264,7 +265,7 @@ def prepare(
     group = Group(process_group, deadline_s=given.deadline_s)
     with group.together("prepare"):
         start = time.perf_counter()
-        mine, wanted = Side.of(source, given.source_layouts), Side.of(target, given.target_layouts)
+        mine, wanted = Side.read(source, given.source_layouts), Side.of(target, given.target_layouts)
         agreed = agree(mine, wanted, given, group, process_group)
         known = time.perf_counter()
         prepared = Prepared(mine, wanted, agreed, given, group, process_group)

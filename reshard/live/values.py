@@ -26,6 +26,11 @@ class Values:
     def __bool__(self) -> bool:
         return bool(self._pairs)
 
+    def check_places(self) -> None:
+        """Raises FormatError for a value of this rank's target that cannot be replaced where it is."""
+        own = [key for key in self._target.per_rank if key in self._source.per_rank]
+        self._target.check_places([*own, *(key for key in self._pairs if key in self._target.paths)])
+
     def gather(self, group: Group) -> dict[str, Any]:
         """Collective: the values of this rank's targets, out of all that the ranks hold now. Changes nothing.
 

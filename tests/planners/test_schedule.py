@@ -47,6 +47,22 @@ def test_large_transfers_are_cut_at_elements_and_go_out_in_order():
     assert verify(rounds).ok
 
 
+def test_messages_are_cut_between_rows_where_rows_are_small_beside_the_budget():
+    """A message is one box then, which may lie in one run of memory, and not that and the ends of two rows."""
+    plan = change("S(0)", "dp=2", "S(1)", "dp=2", shape=(1000, 2000))
+    budget = 256 << 10
+
+    rounds = schedule(plan, max_inflight_bytes=budget)
+
+    sent = [message for message in rounds.messages(0) if message.sender == 0]
+    assert len(sent) == len(rounds.sizes) // 2 > 10
+    assert [len(message.pieces) for message in sent] == [1] * len(sent)
+    assert sum(message.nbytes for message in sent) == 1000 * 2000
+    assert all(message.nbytes <= budget // 2 for message in sent)
+    assert min(message.nbytes for message in sent) > budget // 3
+    assert verify(rounds).ok
+
+
 def test_nothing_to_move_is_no_round():
     rounds = schedule(change("S(0)", "dp=4", "S(0)", "dp=4"))
 
