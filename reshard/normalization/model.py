@@ -83,18 +83,25 @@ def plan_model(
 def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
     """Do what was planned: first what the user's own code does and may refuse, then the plain copies.
 
-    Raises KeyMismatchError if strict and a module's own `load_state_dict` refuses names.
+    Raises KeyMismatchError if strict and a module's own `load_state_dict` refuses names, and whatever such a method
+    raises; either says which modules may have been written to by then. Nothing else has been.
     """
     missing, unexpected = list(writes.report.missing), list(writes.report.unexpected)
+    begun: list[Region] = []
     for region, state, assign, forgiven in writes.regions:
-        found = region.module.load_state_dict(state, strict=False, **({"assign": True} if assign else {}))
+        begun.append(region)
+        try:
+            found = region.module.load_state_dict(state, strict=False, **({"assign": True} if assign else {}))
+        except Exception as error:
+            error.add_note(_written(begun))
+            raise
         # an override may return nothing
         if found is not None:
             lacking = dict.fromkeys(region.canonical(key) for key in found[0])
             missing += [name for name in lacking if name not in missing and name not in forgiven]
             unexpected += map(region.canonical, found[1])
     if strict and writes.regions and (missing or unexpected):
-        raise KeyMismatchError(_message(None, missing, unexpected, [], strict))
+        raise KeyMismatchError(f"{_message(None, missing, unexpected, [], strict)}\n{_written(begun)}")
     made: dict[Any, torch.Tensor] = {}
     targets: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
@@ -114,6 +121,17 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
             assign_tensor(slot.owner, slot.attr, new)
     copy_all(targets, values)
     return replace(writes.report, missing=tuple(missing), unexpected=tuple(unexpected))
+
+
+def _written(regions: list[Region]) -> str:
+    """What a late refusal leaves behind. To copy it all beforehand would take the memory of these modules once more."""
+    paths = [region.prefix.rstrip(".") for region in regions]
+    names = ", ".join(repr(path) if path else "the model itself" for path in paths[:5])
+    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+    return (
+        f"modules with a load_state_dict or hooks of their own may have been written to already: {names}{more}; "
+        "nothing else has been. Set them again before using the model"
+    )
 
 
 class _Match:

@@ -223,6 +223,29 @@ def test_hooks_and_overrides_of_the_user_are_called(wrap: Any) -> None:
         set_model_state_dict(target, state)
 
 
+class Fussy(Override):
+    """Refuses, in one way or another, when it has written already."""
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        super().load_state_dict(state)
+        if state["packed"][0] == 1:
+            raise RuntimeError("not on a Monday")
+        return ["lost"], []
+
+
+@pytest.mark.parametrize(("first", "error"), [(1.0, RuntimeError), (2.0, KeyMismatchError)])
+def test_a_module_that_refuses_late_is_named_with_all_that_is_written_by_then(first: float, error: type) -> None:
+    model = nn.ModuleDict({"a": Override(), "b": Fussy(), "c": nn.Linear(2, 2)})
+    state = {"a.packed": torch.ones(6), "b.packed": torch.full((6,), first)}
+    state |= {"c.weight": torch.ones(2, 2), "c.bias": torch.ones(2)}
+    before = copy.deepcopy(model["c"].state_dict())
+    with pytest.raises(error) as caught:
+        set_model_state_dict(model, state)
+    said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "may have been written to already: 'a', 'b'; nothing else has been" in said
+    assert_same(model["c"].state_dict(), before)
+
+
 class Doubled(torch.Tensor):
     """A subclass of two plain tensors that knows no copy_."""
 
