@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.names import Config, Naming, mapping_of, untaken
+from reshard.cli.names import Config, Naming, mapping_of, stored_hints, untaken
 from reshard.cli.normalize import read_hints
 from reshard.cli.show import console, print_json, size
 from reshard.cli.sides import side
@@ -58,7 +58,12 @@ def convert(
     import reshard
 
     mapping = mapping_of(names, config, naming)
-    hints = read_hints(hint or [])
+    hints = stored_hints((names or "").partition(":")[0], read_hints(hint or []))
+    kept: list[str] = []
+    if names is not None and mapping is not None:
+        state = reshard.open(source)
+        state = state.canonical(hints, model_only=model) if model or normalized else state
+        kept = untaken(names, mapping, state)
     report = reshard.convert(
         source,
         target,
@@ -75,10 +80,6 @@ def convert(
         overwrite=overwrite,
         progress=not as_json,
     )
-    kept: list[str] = []
-    if mapping is not None:
-        state = reshard.open(source)
-        kept = untaken(mapping, state.canonical(hints, model_only=model) if model or normalized else state)
     if as_json:
         print_json({**{name: getattr(report, name) for name in report.__dataclass_fields__}, "names_kept": kept})
     else:

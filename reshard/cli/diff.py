@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from reshard.cli.names import Config, Naming, mapping_of
+from reshard.cli.names import Config, Naming, mapping_of, stored_hints
 from reshard.cli.show import print_json, print_report, report_as_json
 
 __all__ = ["diff"]
@@ -45,7 +45,9 @@ def diff(
     mapping = mapping_of(names, config, naming)
     sides: list[Any] = [reshard.open(path) for path in (a, b)]
     if model or (normalized and mapping is not None):
-        sides = [side.canonical(model_only=model) for side in sides]
+        kinds = (names or ":").split(":")
+        hints = [stored_hints(kind, {}) for kind in kinds]
+        sides = [side.canonical(hint, model_only=model) for side, hint in zip(sides, hints)]
     elif normalized:
         sides = [side.normalized() for side in sides]
     if mapping is not None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.mapping import Mapping
 
-__all__ = ["Config", "Naming", "mapping_of", "untaken"]
+__all__ = ["Config", "Naming", "mapping_of", "stored_hints", "untaken"]
 
 Config = Annotated[
     str | None, typer.Option("--config", help="The model's Hugging Face config.json, or its folder: for --names.")
@@ -47,10 +47,26 @@ def mapping_of(names: str | None, config: str | None, naming: list[str] | None) 
     return ready(config, source, target, **_options(naming or [], ready))
 
 
-def untaken(mapping: Mapping, state: Checkpoint) -> list[str]:
-    """The tensors that keep their names, because no rule takes them."""
-    taken = mapping.names(state) if mapping.stages else dict.fromkeys(state, ())
-    return [name for name in state if name not in taken]
+def stored_hints(naming: str | None, hints: dict[str, Any]) -> dict[str, Any]:
+    """The hints, and that names of Hugging Face's files stay as they are on disk where the naming is that."""
+    return {"stored_names": True, **hints} if naming in ("huggingface", "plain") else hints
+
+
+def untaken(names: str, mapping: Mapping, state: Checkpoint) -> list[str]:
+    """The tensors that keep their names although the naming is quite another.
+
+    Raises ReshardError if all names stay as they are: then the checkpoint has not the names that were told.
+    """
+    if not mapping.stages:
+        return []
+    becomes = mapping.names(state)
+    if all(now == (name,) for name, now in becomes.items()):
+        first = next(iter(state), "no tensor")
+        raise ReshardError(
+            f"{state.url} has no names of {names.partition(':')[0]}: it has {first!r}; turn --names round?"
+        )
+    is_other = any(part in ("torchtitan", "megatron") for part in names.split(":"))
+    return [name for name in state if is_other and name not in becomes]
 
 
 def _options(given: list[str], ready: Any) -> dict[str, Any]:

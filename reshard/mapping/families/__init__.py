@@ -63,8 +63,8 @@ def ready(
 
     Args:
         config: the model's Hugging Face `config.json`: path, folder or content; or a `Decoder`.
-        source, target: "huggingface" (as on disk), "transformers" (as a model of transformers 5 has it in memory),
-            "plain" (one matrix for each of gate, up, queries, keys, values and expert, as Llama and Qwen have them on
+        source, target: "huggingface" (as on disk: normalize its files with hints={"stored_names": True} or not at all),
+            "transformers" (as a model of transformers 5 has it in memory, and as `normalized` gives it), "plain" (one matrix for each of gate, up, queries, keys, values and expert, as Llama and Qwen have them on
             disk), "torchtitan" or "megatron".
         titan: whose names: "0.3", or "0.2" for all older ones.
         transformer_engine: Megatron's names where its layers are those of TransformerEngine.

@@ -88,7 +88,29 @@ def test_more_about_a_naming(say, tmp_path: Path) -> None:
     assert made["decoder.final_layernorm.weight"][0] == 0.5
     wrong = say("convert", tmp_path / "hf", tmp_path / "no", "--names", "megatron:huggingface", "--config", tmp_path)
     assert wrong.code == 3
-    assert "takes nothing of what is in" in wrong.err
+    assert "has no names of megatron: it has 'model.embed_tokens.weight'; turn --names round?" in wrong.err
+
+
+def test_names_on_disk_and_in_memory(say, tmp_path: Path) -> None:
+    """Normalization brings Hugging Face's files to the names in memory, unless the names are to be those on disk."""
+    config = {"model_type": "qwen3_moe", "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    block = "model.layers.0.mlp.experts"
+    parts = {"gate": (6, 8), "up": (6, 8), "down": (8, 6)}
+    state = {f"{block}.{e}.{x}_proj.weight": torch.randn(shape) for e in range(2) for x, shape in parts.items()}
+    reshard.save(state, tmp_path / "disk")
+    reshard.convert(tmp_path / "disk", tmp_path / "hf", format="safetensors")
+
+    for flag in ([], ["--model"], ["--normalized"]):
+        words = ["--names", "huggingface:torchtitan", "--config", tmp_path, *flag]
+        assert say("convert", tmp_path / "hf", tmp_path / "titan", *words, "--overwrite").code == 0
+        assert set(reshard.open(tmp_path / "titan").canonical(model_only=True)) == {
+            f"layers.0.moe.routed_experts.inner_experts.{w}" for w in ("w1_EFD", "w2_EDF", "w3_EFD")
+        }
+        assert say("diff", tmp_path / "hf", tmp_path / "titan", *words).code == 0
+        back = ["--names", "torchtitan:huggingface", "--config", tmp_path, *flag]
+        assert say("diff", tmp_path / "titan", tmp_path / "hf", *back).code == 0
 
 
 @pytest.mark.parametrize(
