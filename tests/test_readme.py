@@ -99,5 +99,29 @@ def test_the_recipe_for_deepspeed_fills_fsdp2(tmp_path: Path) -> None:
     assert reshard.verify(tmp_path / "ours").ok
 
 
+ENGINE_CHECK = """
+whole = {n: p.full_tensor() for n, p in model.named_parameters()} if rank in training else {}
+whole = [{n: t.detach() for n, t in whole.items()}]
+dist.broadcast_object_list(whole, src=0)
+if rank in serving:
+    t, rows = (rank - serving[0]) % tp, lambda *names: torch.cat([whole[0][n].chunk(tp)[t] for n in names]).bfloat16()
+    for i in range(LAYERS):
+        at, held = f"layers.{i}.", {n.removeprefix(f"layers.{i}."): w for n, w in weights["model"].items()}
+        fused = rows(*(f"{at}attn.{p}_proj.weight" for p in "qkv"))
+        assert torch.equal(held["attn.qkv_proj.weight"], fused)
+        assert torch.equal(held["gate_up_proj.weight"], rows(f"{at}gate_proj.weight", f"{at}up_proj.weight"))
+        assert torch.equal(held["down_proj.weight"], whole[0][f"{at}down_proj.weight"].chunk(tp, 1)[t].bfloat16())
+        assert torch.equal(held["norm.weight"], whole[0][f"{at}norm.weight"].bfloat16())
+"""
+
+
+@pytest.mark.gloo
+def test_the_recipe_for_an_engine_fills_two_replicas_of_fused_tensor_parallel_weights(tmp_path: Path) -> None:
+    """What the engine holds in the end is cut out of the trainer's gathered weights by hand."""
+    [source] = [block.values[0] for block in BLOCKS if block.id == "weight-sync:0"]
+
+    gloo.run(_on_this_rank, 6, source + ENGINE_CHECK, str(tmp_path))
+
+
 def test_there_is_a_block_for_each_job() -> None:
     assert len([block for block in BLOCKS if block.id.startswith("README")]) == 3
