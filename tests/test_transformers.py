@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import reshard
+from reshard.mapping import Mapping, Rename
 from reshard.mapping.families import ready
 from tests import gloo
 from tests.tiny_models import DECODERS, MODELS, fresh, logits, model
@@ -172,3 +173,44 @@ def test_sharded_jobs_and_transformers_read_each_other(tmp_path: Path) -> None:
         ties = {"lm_head.weight"} if wanted.config.tie_word_embeddings else set()  # DCP saves them twice
         assert set(reshard.open(disk)) - ties == set(reshard.open(tmp_path / name / "wanted"))
         assert torch.equal(logits(loaded(name, disk)), logits(wanted))
+
+
+def test_adapters_of_peft_and_back(tmp_path: Path) -> None:
+    """As the recipe for adapters does it."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False)
+    made = peft.get_peft_model(model("qwen3"), config)
+    trained = reshard.StateDictOptions(ignore_frozen_params=True)
+    reshard.save({"model": reshard.get_model_state_dict(made, options=trained)}, tmp_path / "job")
+    made.save_pretrained(tmp_path / "theirs")
+
+    to_peft = Mapping([Rename("{name+}.lora_{x}.weight", "base_model.model.{name+}.lora_{x}.weight")])
+    reshard.convert(tmp_path / "job", tmp_path / "ours", format="safetensors", model_only=True, mapping=to_peft)
+    (tmp_path / "ours" / "model.safetensors").rename(tmp_path / "ours" / "adapter_model.safetensors")
+    assert reshard.compare(tmp_path / "ours", tmp_path / "theirs").ok
+    config.save_pretrained(tmp_path / "ours")
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(model("qwen3"), tmp_path / "ours").eval()), logits(made))
+
+    fresh_adapter = peft.get_peft_model(model("qwen3"), config)
+    state = reshard.get_model_state_dict(fresh_adapter, options=trained)
+    to_live = Mapping([Rename("{name+}.lora_{x}.weight", "{name+}.lora_{x}.default.weight")])
+    reshard.load(state, tmp_path / "theirs", mapping=to_live)
+    reshard.set_model_state_dict(fresh_adapter, state, options=trained)
+    assert torch.equal(logits(fresh_adapter.eval()), logits(made.eval()))
+
+
+def test_what_accelerate_saves_and_loads(tmp_path: Path) -> None:
+    """Its writer of weights, and its loader for models that were made without memory."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    made = model("qwen3_tied")
+    accelerate.Accelerator(cpu=True).save_model(made, str(tmp_path / "theirs"), max_shard_size="20KB")
+    found = reshard.open(tmp_path / "theirs")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    assert all(torch.equal(found[name][...], made.state_dict()[name]) for name in found)
+
+    reshard.convert(tmp_path / "theirs", tmp_path / "ours", format="safetensors", max_shard_bytes=SHARD_BYTES)
+    with accelerate.init_empty_weights():
+        empty = fresh("qwen3_tied")
+    empty.tie_weights()
+    filled = accelerate.load_checkpoint_and_dispatch(empty, str(tmp_path / "ours"), device_map={"": "cpu"})
+    assert all(torch.equal(t, made.state_dict()[n]) for n, t in filled.state_dict().items())

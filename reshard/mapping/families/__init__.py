@@ -63,9 +63,10 @@ def ready(
 
     Args:
         config: the model's Hugging Face `config.json`: path, folder or content; or a `Decoder`.
-        source, target: "huggingface" (as on disk: normalize its files with hints={"stored_names": True} or not at all),
-            "transformers" (as a model of transformers 5 has it in memory, and as `normalized` gives it), "plain" (one matrix for each of gate, up, queries, keys, values and expert, as Llama and Qwen have them on
-            disk), "torchtitan" or "megatron".
+        source, target: "huggingface" (as on disk), "transformers" (as a model of transformers 5 has it in memory),
+            "plain" (one matrix for each of gate, up, queries, keys, values and expert, as Llama and Qwen have them on
+            disk), "torchtitan" or "megatron". `normalized` brings Hugging Face's files to the names in memory, unless
+            its hint `stored_names` is True.
         titan: whose names: "0.3", or "0.2" for all older ones.
         transformer_engine: Megatron's names where its layers are those of TransformerEngine.
         padded_vocab: rows of Megatron's padded vocabulary, where it is not cut off.
