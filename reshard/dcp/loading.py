@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from reshard.dcp.errors import also_as_torch_raises
 from reshard.dcp.load_planners import DefaultLoadPlanner
-from reshard.dcp.places import reader_for
+from reshard.dcp.places import reader_for, storage_by_position
 from reshard.dcp.protocol import run_load
 from reshard.dcp.reader import FileSystemReader
 from reshard.dcp.state import put_state_back, unwrapped
@@ -22,6 +22,7 @@ from reshard.loading import LoadOptions, load_with
 __all__ = ["load", "load_state_dict"]
 
 
+@storage_by_position
 def load(
     state_dict: dict[str, Any],
     *,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from typing import Any
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
@@ -12,9 +16,24 @@ from reshard.dcp.writer import FileSystemWriter
 from reshard.errors import CheckpointError
 from reshard.storage.opening import is_known
 
-__all__ = ["reader_for", "writer_for"]
+__all__ = ["reader_for", "storage_by_position", "writer_for"]
 
 Id = str | os.PathLike[str]
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def storage_by_position(call: Call) -> Call:
+    """Let `call` take its storage as second argument, too: that was its place before torch 2.2, which warns of it."""
+    name = next(name for name in inspect.signature(call).parameters if name.startswith("storage_"))
+
+    @functools.wraps(call)
+    def either_way(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2 and name not in kwargs:
+            warnings.warn(f"{call.__name__} takes the storage by name: {name}=...", stacklevel=2)
+            return call(args[0], **{name: args[1]}, **kwargs)
+        return call(*args, **kwargs)
+
+    return cast("Call", either_way)
 
 
 def writer_for(checkpoint_id: Id | None, writer: StorageWriter | None) -> StorageWriter:

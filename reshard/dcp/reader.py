@@ -87,7 +87,8 @@ class FileSystemReader(StorageReader):
             key: tuple(part.value if isinstance(part, IntKey) else part for part in paths.get(key, (key,)))
             for key in table
         }
-        meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
+        save_id = checkpoint.contents.facts.get("save_id")
+        meta = StorageMeta(checkpoint_id=self.path, save_id=save_id, load_id=self.load_id)
         return Metadata(state_dict_metadata=table, planner_data=planner_data, storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

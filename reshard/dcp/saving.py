@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 
 from reshard.dcp.errors import also_as_torch_raises
-from reshard.dcp.places import writer_for
+from reshard.dcp.places import storage_by_position, writer_for
 from reshard.dcp.protocol import run_save
 from reshard.dcp.save_planner import DefaultSavePlanner
 from reshard.dcp.state import unwrapped
@@ -29,6 +29,7 @@ from reshard.tensors import is_sharded
 __all__ = ["async_save", "save", "save_state_dict"]
 
 
+@storage_by_position
 def save(
     state_dict: dict[str, Any],
     *,

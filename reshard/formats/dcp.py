@@ -127,6 +127,8 @@ def _add(index: _Index, fields: Mapping[str, Any], where: str) -> None:
             f"{where}: the metadata makes no sense: {type(error).__name__}: {error}; wanted what torch writes"
         ) from None
     index.facts.update({k: v for k, v in fields.items() if k in ("version", "mcore_data")})
+    if isinstance(meta := fields.get("storage_meta"), Record) and isinstance(meta.fields.get("save_id"), str):
+        index.facts["save_id"] = meta.fields["save_id"]
 
 
 def _ints(values: Iterable[Any]) -> tuple[int, ...]:

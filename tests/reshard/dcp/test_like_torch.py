@@ -391,3 +391,22 @@ def test_a_writer_is_used_again_without_being_reset(tmp_path):
         theirs.save({"w": torch.full((2,), value)}, storage_writer=writer, no_dist=True)
         ours.load(target := {"w": torch.zeros(2)}, checkpoint_id=tmp_path)
         assert target["w"].tolist() == [value, value]
+
+
+def test_a_storage_given_by_position(tmp_path):
+    with pytest.warns(UserWarning, match="storage_writer="):
+        ours.save({"w": torch.ones(2)}, ours.FileSystemWriter(tmp_path))
+    target = {"w": torch.zeros(2)}
+    with pytest.warns(UserWarning, match="storage_reader="):
+        ours.load(target, ours.FileSystemReader(tmp_path))
+
+    assert target["w"].tolist() == [1, 1]
+
+
+def test_metadata_names_the_save_and_the_load(tmp_path):
+    writer, reader = ours.FileSystemWriter(tmp_path), ours.FileSystemReader(tmp_path)
+    ours.save({"w": torch.ones(2)}, storage_writer=writer)
+
+    meta = reader.read_metadata().storage_meta
+
+    assert (str(meta.checkpoint_id), meta.save_id, meta.load_id) == (str(tmp_path), writer.save_id, reader.load_id)
