@@ -78,8 +78,8 @@ def _renamer(prefix: str, rename: NameMap, result: Canonical) -> Callable[[str],
 
 def _attribute(contents: Contents, names: list[str]) -> str:
     """The attribute of a training module (Lightning's) that all names begin with."""
-    trained = contents.facts.get("framework") == "lightning" or "pytorch-lightning_version" in contents.objects
-    return common_attribute(names) if trained else ""
+    # what Fabric saves is the model itself
+    return common_attribute(names) if "pytorch-lightning_version" in contents.objects else ""
 
 
 def take_optimizer(result: Canonical, saved: SavedOptimizer, rename: Any) -> None:

@@ -10,10 +10,10 @@ Of several models and optimizers the first are `model` and `optimizer`, the next
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from reshard.errors import FormatError, UnsafeDataError
+from reshard.errors import DamagedCheckpointError, FormatError, UnsafeDataError
 from reshard.formats import dcp, rank_files, safetensors, torch_save
 from reshard.formats.base import Contents, LazyMapping
 from reshard.formats.merging import merge
@@ -29,7 +29,7 @@ looks_for = (
     "random_states_0.pkl ..."
 )
 
-_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)/\.metadata")
+_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)/(?:\.metadata|__\d+_\d+\.distcp)")
 _WEIGHTS = re.compile(
     r"(model|pytorch_model|pytorch_model_fsdp|adapter_model)((?:_\d+)?)(\.safetensors|\.bin)((?:\.index\.json)?)"
 )
@@ -44,15 +44,20 @@ _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin")
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether there are weights and something beside them, or folders of FSDP."""
+    """Whether there are weights and something beside them, folders of FSDP, or files of each rank; or all but the
+    weights, so that their loss can be told."""
     top = [n for n in names if "/" not in n]
-    folders = any(map(_FOLDER.fullmatch, names))
-    weights = any(map(_WEIGHTS.fullmatch, top))
-    return (
-        folders
-        or bool(_rank_files(names))
-        or (weights and any(_BESIDE.fullmatch(n) or _WHOLE.fullmatch(n) for n in top))
-    )
+    if any(map(_FOLDER.fullmatch, names)) or _rank_files(names):
+        return True
+    beside = [n for n in top if _BESIDE.fullmatch(n) or _WHOLE.fullmatch(n)]
+    return bool(beside) and (any(map(_WEIGHTS.fullmatch, top)) or _lost_weights(top))
+
+
+def _lost_weights(top: Collection[str]) -> bool:
+    """Whether there are an optimizer and a scheduler, and no other file of weights by any name."""
+    saved = [n for n in top if n.endswith((".bin", ".pt", ".pkl", ".pth", ".safetensors", ".ckpt"))]
+    parts = {match[1] for n in saved if (match := _BESIDE.fullmatch(n))}
+    return {"optimizer", "scheduler"} <= parts and all(_BESIDE.fullmatch(n) or _WHOLE.fullmatch(n) for n in saved)
 
 
 def _rank_files(names: Mapping[str, int]) -> list[rank_files.Section]:
@@ -65,28 +70,32 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
 
     Raises:
         FormatError: the weights are there twice, in two formats.
-        DamagedCheckpointError: a part is damaged, or the file of a rank is missing.
+        DamagedCheckpointError: a part is damaged, or the weights or the file of a rank are missing.
     """
     files = Files(storage)
     parts: list[tuple[str, Contents]] = []
+    folders = sorted({(m[1], m[2]) for file in names if (m := _FOLDER.fullmatch(file))})
+    by_rank = _rank_files(names)
+    if not folders and not by_rank and not any(map(_WEIGHTS.fullmatch, names)):
+        raise DamagedCheckpointError(
+            f"{storage.url}: there are an optimizer and a scheduler, but no weights; looked for model.safetensors, "
+            "pytorch_model.bin, adapter_model.safetensors and their indexes. To read the optimizer alone, open its file"
+        )
+    for folder, number in folders:
+        # the keys of a first folder begin with "model." and "optimizer." already
+        section = "" if number == "0" else f"{folder.removeprefix('pytorch_').removesuffix('_fsdp')}_{number}"
+        parts.append((section, dcp.open_folder(storage, names, f"{folder}_{number}/")))
     for file in sorted(names):
-        folder, beside, whole = _FOLDER.fullmatch(file), _BESIDE.fullmatch(file), _WHOLE.fullmatch(file)
-        if folder:
-            # the keys of a first folder begin with "model." and "optimizer." already
-            section = (
-                "" if folder[2] == "0" else f"{folder[1].removeprefix('pytorch_').removesuffix('_fsdp')}_{folder[2]}"
-            )
-            parts.append((section, dcp.open_folder(storage, names, file.removesuffix(".metadata"))))
-        elif beside:
+        if beside := _BESIDE.fullmatch(file):
             parts.append((beside[1], contents_of(name, {(): read_torch_file(files[file])})))
-        elif whole:
+        elif whole := _WHOLE.fullmatch(file):
             parts.append(_whole(files[file], whole[1], apart=bool(_CUSTOM.fullmatch(file))))
     facts: dict[str, Any] = {}
     for section, opened in _weights(storage, names):
         parts.append((section, opened))
         # on disk, the weights of a Hugging Face model have other names than in memory
         facts |= {"config": opened.facts["config"]} if opened.facts.get("config") else {}
-    if by_rank := _rank_files(names):
+    if by_rank:
         opened = rank_files.open_sections(name, storage, by_rank)
         parts.append(("", opened))
         facts |= opened.facts

@@ -19,11 +19,11 @@ looks_for = ".metadata and meta.pt"
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Whether the top folder is a DCP checkpoint with a `meta.pt`."""
-    return ".metadata" in names and "meta.pt" in names
+    return "meta.pt" in names and dcp.detect(storage, names)
 
 
 def open(storage: Storage, names: Mapping[str, int]) -> Contents:
-    """Both parts as one checkpoint."""
+    """Both parts as one checkpoint. Raises DamagedCheckpointError, also if the save did not end."""
     sharded = dcp.open(storage, names)
     rest = contents_of(name, {(): read_torch_file(Files(storage)["meta.pt"])})
     return merge(name, [("", sharded), ("", rest)], {"framework": "lightning"})

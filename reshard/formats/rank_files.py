@@ -8,7 +8,7 @@ model_0.pt ... and metadata.pkl       torch_checkpointing
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from planners.placement import StridedShard
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.base import Contents, LazyMapping, Place, StoredChunk, StoredTensor
 from reshard.formats.dtensor_records import Shardlet, is_dtensor, read_dtensor
-from reshard.formats.sharded_records import is_sharded_tensor, join_sharded
+from reshard.formats.sharded_records import is_sharded_tensor, join_sharded, sharded_ranks
 from reshard.formats.source import Files
 from reshard.formats.torch_file import TorchFile, flat_leaves, read_torch_file, stored_tensor
 from reshard.records import TensorRef
@@ -103,19 +103,36 @@ def open_sections(kind: str, storage: Storage, sections: list[Section]) -> Conte
     files = Files(storage)
     out = _Out()
     for section in sections:
-        world = section.world_size or max(section.files) + 1
-        missing = [rank for rank in range(world) if rank not in section.files]
-        if missing:
-            raise DamagedCheckpointError(
-                f"{storage.url}: the file of rank {missing[0]} of {world} is missing; there is "
-                f"{section.files[min(section.files)]}"
-            )
+        _check_ranks(storage, section, range(section.world_size or max(section.files) + 1))
         ranks = {rank: read_torch_file(files[section.files[rank]]) for rank in sorted(section.files)}
+        _check_ranks(storage, section, _ranks_meant(ranks))
         _add_section(out, (section.name,), ranks)
     facts = {"per_rank": tuple(sorted(out.per_rank)), "world_size": max(len(section.files) for section in sections)}
     return Contents(
         kind, LazyMapping(out.tensors), LazyMapping(out.objects), {}, out.paths, facts, containers=out.containers
     )
+
+
+def _check_ranks(storage: Storage, section: Section, ranks: Collection[int]) -> None:
+    missing = [rank for rank in ranks if rank not in section.files]
+    if missing:
+        there = section.files[min(section.files)]
+        file = re.sub(r"\d+(?=\.\w+$)", str(missing[0]), there)
+        raise DamagedCheckpointError(
+            f"{storage.url}: the file of rank {missing[0]} of {len(ranks)} is missing: {file}; there is {there}"
+        )
+
+
+def _ranks_meant(files: Mapping[int, TorchFile]) -> list[int]:
+    """The ranks that must have saved, by the first DTensor or ShardedTensor: that of the highest is else not missed."""
+    rank, file = min(files.items())
+    for path, leaf in flat_leaves(file).leaves.items():
+        if is_sharded_tensor(leaf):
+            return sharded_ranks(key_of(path), leaf, file)
+        if is_dtensor(leaf):
+            mesh = read_dtensor(key_of(path), leaf, rank, file.read, file.source.label).layout.mesh
+            return [] if mesh is None else sorted(mesh.ranks.tolist())
+    return []
 
 
 @dataclass

@@ -15,7 +15,7 @@ from reshard.formats.base import StoredChunk, StoredTensor
 from reshard.formats.torch_file import TorchFile, stored_tensor
 from reshard.records import Record, TensorRef
 
-__all__ = ["is_sharded_tensor", "join_sharded"]
+__all__ = ["is_sharded_tensor", "join_sharded", "sharded_ranks"]
 
 
 def is_sharded_tensor(value: object) -> bool:
@@ -51,6 +51,20 @@ def join_sharded(name: str, values: Mapping[int, Any], files: Mapping[int, Torch
         raise DamagedCheckpointError(f"{name!r}: the ranks disagree about its shape or dtype: {sorted(specs)}")
     shape, dtype = specs.pop()
     return StoredTensor(TensorSpec(name, shape, dtype), tuple(chunks.values()))
+
+
+def sharded_ranks(name: str, record: Record, file: TorchFile) -> list[int]:
+    """The ranks that hold shards of a ShardedTensor, by what one of them wrote.
+
+    Raises DamagedCheckpointError if the record makes no sense.
+    """
+    try:
+        placed = [shard.fields["placement"].fields["_rank"] for shard in record.state[1].fields["shards_metadata"]]
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise DamagedCheckpointError(
+            f"{file.source.label}: the ShardedTensor {name!r} makes no sense: {error}"
+        ) from None
+    return sorted({rank for rank in placed if type(rank) is int})
 
 
 def _dtype(properties: Any) -> str:

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import DamagedCheckpointError, NormalizationError, UnsafeDataError
+from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError, UnsafeDataError
 from tests.reshard.formats.samples import check_all
 from tests.reshard.formats.writers import DcpWriter, grid
 
@@ -65,9 +65,32 @@ def test_sharded_tensors_of_each_rank_are_joined(tmp_path: Path) -> None:
     found = checkpoint.normalized()
     assert found["model"]["w"][1:].equal(A[1:])
     assert found["optim"]["state"]["w"]["m"][:, 2].equal(A[:, 2] + 1)
-    (tmp_path / "pytorch_model_fsdp_0_rank0.bin").unlink()
-    with pytest.raises(DamagedCheckpointError, match="file of rank 0 of 2 is missing"):
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_lost_file_of_a_rank_is_named(tmp_path: Path, lost: int) -> None:
+    """Also that of the highest rank, after which the others still count from 0: ShardedTensors know how many saved."""
+    of_ranks(tmp_path, "pytorch_model_fsdp_0", 2, lambda rank: {"w": sharded(A, rank, 2)})
+    (tmp_path / f"pytorch_model_fsdp_0_rank{lost}.bin").unlink()
+    with pytest.raises(DamagedCheckpointError, match=rf"rank {lost} of 2 is missing: pytorch_model_fsdp_0_rank{lost}"):
         open_checkpoint(tmp_path)
+
+
+def test_torn_folders_and_lost_weights(tmp_path: Path) -> None:
+    """What is left of a checkpoint does not open as one without an optimizer, or without weights."""
+    for name, key in (("pytorch_model_fsdp_0", "model.w"), ("optimizer_0", "optimizer.state.w.m")):
+        DcpWriter({key: grid(A, 2)}).write(tmp_path / "fsdp" / name)
+    (tmp_path / "fsdp" / "optimizer_0" / ".metadata").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"optimizer_0/: .* no \.metadata, which comes last"):
+        open_checkpoint(tmp_path / "fsdp")
+    (tmp_path / "trainer").mkdir()
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({"w": A}, tmp_path / "trainer" / name)
+    with pytest.raises(DamagedCheckpointError, match=r"but no weights; looked for model\.safetensors"):
+        open_checkpoint(tmp_path / "trainer")
+    torch.save({"w": A}, tmp_path / "trainer" / "other.pt")
+    with pytest.raises(FormatError, match="nothing says belong together"):
+        open_checkpoint(tmp_path / "trainer")
 
 
 def test_local_state_dicts_are_cut_into_parameters(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from planners.mesh import Mesh
@@ -17,6 +18,8 @@ from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError
 from tests.reshard.formats.samples import DATA, check_all, same
 from tests.reshard.formats.writers import DcpWriter, grid
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's remark on saving alone
 
 VERL = DATA / "pt_dtensor_2x2"
 A = torch.arange(12.0).reshape(3, 4)
@@ -41,7 +44,15 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     for file in VERL.glob("ckpt/*"):
         shutil.copy(file, tmp_path)
     (tmp_path / "model_world_size_4_rank_2.pt").unlink()
-    with pytest.raises(DamagedCheckpointError, match="the file of rank 2 of 4 is missing"):
+    with pytest.raises(DamagedCheckpointError, match=r"rank 2 of 4 is missing: model_world_size_4_rank_2\.pt"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_missing_last_rank_is_known_by_the_mesh(tmp_path: Path) -> None:
+    """Names that do not say how many ranks there were: DTensors do."""
+    for rank in range(3):
+        shutil.copy(VERL / "ckpt" / f"model_world_size_4_rank_{rank}.pt", tmp_path / f"model_rank_{rank}.pt")
+    with pytest.raises(DamagedCheckpointError, match=r"rank 3 of 4 is missing: model_rank_3\.pt"):
         open_checkpoint(tmp_path)
 
 
@@ -142,6 +153,18 @@ def test_lightning(tmp_path: Path) -> None:
     assert checkpoint.format == "lightning"
     check_all(checkpoint, {"model.net.w": A, "hparams.x": torch.ones(2)})
     assert checkpoint.objects["epoch"] == 4
+    (tmp_path / ".metadata").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"no \.metadata, which comes last"):
+        open_checkpoint(tmp_path)
+
+
+def test_what_fabric_saves_has_no_attribute_to_take(tmp_path: Path) -> None:
+    """It is a model itself, and not a training module that holds one: `net` is a part of it."""
+    dcp.save({"model": {"net": {"w": A}}}, checkpoint_id=tmp_path, no_dist=True)
+    torch.save({"steps": 4}, tmp_path / "meta.pt")
+    assert set(open_checkpoint(tmp_path).normalized()["model"]) == {"net.w"}
+    torch.save({"steps": 4, "pytorch-lightning_version": "2.6"}, tmp_path / "meta.pt")
+    assert set(open_checkpoint(tmp_path).normalized()["model"]) == {"w"}
 
 
 def test_two_parts_with_one_key(tmp_path: Path) -> None:
