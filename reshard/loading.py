@@ -96,8 +96,9 @@ def load(
     """Fill `state_dict`, in place, from the checkpoint at `path`, whatever layout and format it was saved in.
 
     Tensors, DTensors and ShardedTensors are written into; meta tensors are replaced by real ones; everything else is
-    replaced in its container. Each rank reads its own elements only, and nothing is written before the plan is
-    proved, every byte range is known to exist, and all blocks that are read whole have the right checksum.
+    replaced in its container. Nothing is written before the plan is proved, every byte range is known to exist, and all
+    blocks that a rank reads whole for itself have the right checksum; what is read for several ranks at once, or from
+    an object store, is checked as it comes, and the error says if targets were overwritten by then.
 
     Args:
         path: a folder, file, URL, `Storage`, or an open `Checkpoint`.
@@ -110,8 +111,11 @@ def load(
             from the checkpoint's naming and shaping to that of `state_dict`.
         dry_run: only report; the target is not touched.
         check: compare checksums of all blocks that are read whole, where the format has them.
-        read_once: ranks that want the same elements share the reading of them, and pass them on to one another, so that
-            no byte is read twice. All ranks say the same; not with dtype_policy "saved".
+        read_once: True: ranks that want the same elements share the reading of them, and pass them on to one another
+            through the process group, so that no byte is read twice in the whole job; not with dtype_policy "saved".
+            None: the ranks of one machine do so through memory that they share, where each by itself would touch at
+            least half of what the others touch, too (see docs/reading.md). False: each rank reads for itself. All ranks
+            say the same.
         process_group: with torch.distributed initialized, the ranks that load together: all end alike. A key of the
             checkpoint is unexpected only if none of them wants it.
         alone: this process loads by itself, in a running job too, and waits for nobody; of sharded tensors it reads its

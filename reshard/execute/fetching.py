@@ -9,13 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from reshard.execute.host import Own
-from reshard.execute.host_reading import OWN_BYTES, HostReading
+from reshard.execute.host_reading import HostReading, own_bytes
 from reshard.execute.integrity import check_blocks, segment_check
+from reshard.execute.pieces import SLOT_BYTES, Done
 from reshard.execute.reading import Copy, Workspace, run_copies, spans_by_file
+from reshard.execute.solo_reading import SoloReading
 from reshard.formats.native import NativeFacts
 from reshard.group import Group
 
 __all__ = ["Fetch"]
+
+REQUESTS = 8
+"""To a storage that takes its time, under way at a time."""
 
 
 @dataclass
@@ -45,8 +50,9 @@ class Fetch:
     """That other ranks of the machine read for this one."""
 
     def __post_init__(self) -> None:
-        room = self.room_bytes is None or self.room_bytes >= 2 * OWN_BYTES
-        self._own = Own(OWN_BYTES if self.together and room else 0)
+        nbytes = own_bytes(self.copies) if self.together else 0
+        room = self.room_bytes is None or self.room_bytes >= 2 * nbytes
+        self._own = Own(nbytes if room else 0)
         self._host: HostReading | None = None
 
     def __enter__(self) -> Fetch:
@@ -58,6 +64,8 @@ class Fetch:
     def check(self, on_bytes: Callable[[int], None]) -> None:
         """Compare checksums of all blocks that this rank reads whole, if it is the one of its machine to do it.
 
+        Of storages that have no view of their bytes, that is done while reading: see `SoloReading`.
+
         Raises DamagedCheckpointError.
         """
         if self.together:
@@ -65,6 +73,7 @@ class Fetch:
         if self.native is None:
             return
         spans = spans_by_file(self.copies) if self._host is None else self._host.spans_to_check(self.copies)
+        spans = {source: ranges for source, ranges in spans.items() if source.view() is not None}
         self.bytes_checked, self.bytes_read_to_check = check_blocks(
             self.native, spans, threads=self.space.threads, on_bytes=on_bytes
         )
@@ -78,11 +87,18 @@ class Fetch:
 
     def read(self, on_bytes: Callable[[int], None]) -> None:
         """Copy everything into the targets. Raises DamagedCheckpointError for bytes that `check` did not see."""
+        check = segment_check(self.native) if self.native is not None else None
         alone = self.copies
         if self._host is not None:
-            check = segment_check(self.native) if self.native is not None else None
-            done = self._host.run(piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes)
-            self.bytes_read, self.bytes_received = done.read, done.received
-            self.bytes_checked = max(self.bytes_checked, done.checked)
+            self._add(self._host.run(piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
             alone = self._host.rest
-        self.bytes_read += run_copies(alone, space=self.space, on_bytes=on_bytes)
+        solo = SoloReading.of(alone)
+        requests = REQUESTS if self.room_bytes is None else max(1, min(REQUESTS, self.room_bytes // (2 * SLOT_BYTES)))
+        self._add(solo.run(requests=requests, piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
+        self.bytes_read += run_copies(solo.rest, space=self.space, on_bytes=on_bytes)
+
+    def _add(self, done: Done) -> None:
+        self.bytes_read += done.read
+        self.bytes_read_to_check += done.extra
+        self.bytes_checked = max(self.bytes_checked, done.checked)  # what was checked before is checked again
+        self.bytes_received += done.received

@@ -42,6 +42,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     pid: int
     memory: int
     pipe: int
+    nbytes: int
 
 
 class Own:
@@ -69,7 +70,7 @@ class Own:
     @property
     def address(self) -> Address:
         """For the other ranks."""
-        return Address(self.machine, os.getpid(), self.memory, self.pipe)
+        return Address(self.machine, os.getpid(), self.memory, self.pipe, self.nbytes)
 
     def open(self, address: Address, what: int, flags: int) -> int:
         """The file `what` of another process, closed with this."""
@@ -87,7 +88,9 @@ class Own:
 class Host:
     """The slots of all ranks of this machine, and what is known of who has filled and taken how many."""
 
-    def __init__(self, own: Own, addresses: Sequence[Address], ranks: Sequence[int], place: int, group: Group) -> None:
+    def __init__(
+        self, own: Own, addresses: Sequence[Address], ranks: Sequence[int], place: int, group: Group, slot_bytes: int
+    ) -> None:
         """`addresses`: of the ranks of this machine, in an order that all know; `ranks`: what messages call them;
         `place`: where among them this rank is.
 
@@ -104,7 +107,10 @@ class Host:
         self.memory: list[memoryview] = []
         for i, address in enumerate(addresses):
             file = own.memory if i == place else own.open(address, address.memory, os.O_RDWR)
-            self.memory.append(memoryview(mmap.mmap(file, own.nbytes)))
+            self.memory.append(memoryview(mmap.mmap(file, address.nbytes)))
+        self.slots = own.nbytes // slot_bytes
+        """Of this rank; others may have more or fewer."""
+        self._slot_bytes = slot_bytes
         self._calls = ([0] * len(addresses), [0] * len(addresses))
         self._poll = select.poll()
         self._poll.register(self._pipe, select.POLLIN)
@@ -119,6 +125,16 @@ class Host:
                     os.write(end, message)
                 except (BrokenPipeError, BlockingIOError) as error:
                     self._lost(error)
+
+    def slot(self, place: int, turn: int) -> memoryview:
+        """The memory that a rank fills in its turn, again and again one of its few slots."""
+        memory = self.memory[place]
+        start = turn % (len(memory) // self._slot_bytes) * self._slot_bytes
+        return memory[start : start + self._slot_bytes]
+
+    def taken(self) -> int:
+        """How many rounds all ranks are known to be through."""
+        return min(self._calls[TAKEN])
 
     def wait_filled(self, place: int, count: int) -> None:
         """Until a rank has filled `count` slots. Raises the failure of another rank, or DeadlineError."""

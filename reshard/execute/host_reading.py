@@ -8,45 +8,24 @@ So a byte that several ranks need, or a page of which each needs a part, comes f
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 import msgspec
 
-from planners.box import Box
-from planners.byteruns import Window
-from reshard.errors import DamagedCheckpointError
 from reshard.execute.host import FILLED, TAKEN, Address, Host, Own
-from reshard.execute.reading import Copy, Staged, merged, spans_by_file
+from reshard.execute.pieces import SLOT_BYTES, Check, Done, cut, fetch, in_file, take
+from reshard.execute.reading import Copy, merged, spans_by_file
 from reshard.execute.segments import SEGMENT_BYTES, Segment, Touched, share_out
-from reshard.formats.base import Place
-from reshard.formats.copying import copy_view
-from reshard.formats.source import BytesSource, FileSource
+from reshard.formats.source import FileSource
 from reshard.group import Group
 
-__all__ = ["OWN_BYTES", "HostBytes", "HostReading"]
+__all__ = ["HostReading", "own_bytes"]
 
-DEPTH = 2
-"""Slots of a rank: one is filled while the others still take from the one before."""
-_TAIL_BYTES = 64
-"""Beyond its end a segment is read so much further: an element that begins in it may end there."""
-_SLOT_BYTES = SEGMENT_BYTES + 4096
-
-OWN_BYTES = DEPTH * _SLOT_BYTES
-"""Memory that a rank shares with the others of its machine."""
-
-Check = Callable[[FileSource, int, memoryview], int]
-
-
-@dataclass
-class HostBytes:
-    """Bytes that this rank read, those of them that it compared with checksums, and those that others read for it."""
-
-    read: int = 0
-    checked: int = 0
-    received: int = 0
+LOCAL_SLOTS, REMOTE_SLOTS = 2, 8
+"""Slots of a rank: some are filled while the others still take from those before; more where requests take long."""
 
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -75,7 +54,7 @@ class HostReading:
         `own`: this rank's memory; open for as long as what is returned is used.
         """
         shareable = [(copy.place.source, copy) for copy in copies if isinstance(copy.place.source, FileSource)]
-        touched = Touched.of((source, copy.place.window) for source, copy in shareable if source.view() is not None)
+        touched = Touched.of((source, copy.place.window) for source, copy in shareable)
         hello = _Hello(touched.encode(), own.address)
         hellos = [msgspec.msgpack.decode(data, type=_Hello) for data in group.exchange(msgspec.msgpack.encode(hello))]
         places = [i for i, other in enumerate(hellos) if other.address.machine == own.machine and own.machine]
@@ -84,7 +63,7 @@ class HostReading:
             return cls(None, 0, (), {}, list(copies), places)
         addresses, ranks = [hellos[i].address for i in places], [group.ranks[i] for i in places]
         try:
-            host = Host(own, addresses, ranks, places.index(group.rank), group)
+            host = Host(own, addresses, ranks, places.index(group.rank), group, SLOT_BYTES)
         except OSError:  # a sandbox that does not let one process open what belongs to another
             return cls(None, 0, (), {}, list(copies), places)
         return cls._of(host, copies, {source.label: source for source, _ in shareable}, lists, places)
@@ -105,16 +84,20 @@ class HostReading:
     ) -> HostReading:
         by_file: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         for reader, segments in enumerate(lists):
-            for number, segment in enumerate(segments):
-                by_file[segment.label][segment.start // SEGMENT_BYTES] = (reader, number)
+            for turn, segment in enumerate(segments):
+                by_file[segment.label][segment.start // SEGMENT_BYTES] = (reader, turn)
         takes: dict[tuple[int, int], list[Copy]] = defaultdict(list)
         rest: list[Copy] = []
         for copy in copies:
             shared = by_file.get(copy.place.source.label) if isinstance(copy.place.source, FileSource) else None
             if shared is None or not copy.place.window.numel:
                 rest.append(copy)
-            else:
-                _split(copy, shared, takes, rest)
+                continue
+            for number, parts in cut(copy):
+                if number in shared:
+                    takes[shared[number]] += parts
+                else:
+                    rest += [in_file(part, number) for part in parts]
         mine = tuple((files[segment.label], segment) for segment in lists[host.place])
         return cls(host, max(map(len, lists)), mine, dict(takes), rest, places)
 
@@ -128,94 +111,82 @@ class HostReading:
                 spans.setdefault(source, []).append((segment.start, segment.stop))
         return {source: merged(ranges) for source, ranges in spans.items()}
 
-    def run(self, *, piece_bytes: int, check: Check | None, on_bytes: Callable[[int], None]) -> HostBytes:
+    def run(self, *, piece_bytes: int, check: Check | None, on_bytes: Callable[[int], None]) -> Done:
         """Read and take everything that is shared.
 
         Args:
             piece_bytes: for what is staged on its way to another dtype or device.
-            check: called with a file, a position and the bytes there of each segment that this rank reads; returns how
-                many bytes it could compare with checksums.
+            check: for each segment that this rank reads.
+            on_bytes: called with the bytes of each piece; raises if another rank has failed.
 
         Raises DamagedCheckpointError if a segment is damaged: targets may be partly written then.
         """
-        done = HostBytes()
+        done = Done()
         if self.host is None:
             return done
         host, ranks = self.host, len(self.host.memory)
-        for number in range(self.rounds):
-            if number < len(self.mine):
-                host.wait_taken(number - DEPTH + 1)
-                self._fill(self._slot(host, host.place, number), number, check, done)
-                host.call(FILLED)
-            for reader in ((host.place + i) % ranks for i in range(ranks)):
-                pieces = self.takes.get((reader, number))
-                if pieces:
-                    host.wait_filled(reader, number + 1)
-                    source = BytesSource(self._slot(host, reader, number), f"what rank {reader} of this machine read")
-                    nbytes = _take(source, pieces, piece_bytes)
-                    done.received += nbytes if reader != host.place else 0
-                    on_bytes(nbytes)
-            host.call(TAKEN)
-        host.wait_taken(self.rounds)
+        with _Filler(self, host, check, done, on_bytes) as filler:
+            for turn in range(self.rounds):
+                if turn < len(self.mine):
+                    filler.fill(turn)
+                    host.call(FILLED)
+                for reader in ((host.place + i) % ranks for i in range(ranks)):
+                    parts = self.takes.get((reader, turn))
+                    if parts:
+                        host.wait_filled(reader, turn + 1)
+                        nbytes = take(host.slot(reader, turn), parts, piece_bytes)
+                        done.received += nbytes if reader != host.place else 0
+                        on_bytes(nbytes)
+                host.call(TAKEN)
+            host.wait_taken(self.rounds)
         return done
 
-    def _fill(self, slot: memoryview, number: int, check: Check | None, done: HostBytes) -> None:
-        source, segment = self.mine[number]
-        source.read_directly(segment.start, slot[: min(segment.stop + _TAIL_BYTES, source.nbytes) - segment.start])
-        done.read += segment.stop - segment.start
-        if check is not None:
-            try:
-                done.checked += check(source, segment.start, slot[: segment.stop - segment.start])
-            except DamagedCheckpointError as error:
-                raise DamagedCheckpointError(f"{error}. Part of what was to be loaded is overwritten") from None
 
-    @staticmethod
-    def _slot(host: Host, reader: int, number: int) -> memoryview:
-        start = number % DEPTH * _SLOT_BYTES
-        return host.memory[reader][start : start + _SLOT_BYTES]
+class _Filler:
+    """Fills this rank's slots: at once where the storage answers at once, else ahead, on threads."""
 
+    def __init__(
+        self, reading: HostReading, host: Host, check: Check | None, done: Done, watch: Callable[[int], None]
+    ) -> None:
+        self._mine, self._host, self._check, self._done, self._watch = reading.mine, host, check, done, watch
+        ahead = host.slots > LOCAL_SLOTS and len(self._mine) > 1
+        self._pool = ThreadPoolExecutor(host.slots, thread_name_prefix="reshard-read") if ahead else None
+        self._under_way: deque[Future[Done]] = deque()
+        self._next = 0
 
-def _take(source: BytesSource, pieces: Iterable[Copy], piece_bytes: int) -> int:
-    taken = 0
-    for piece in pieces:
-        if isinstance(piece.out, Staged):
-            piece.out.fill(Place(source, piece.place.window, piece.place.conjugate), piece_bytes)
-        else:
-            copy_view(source.view(), piece.place, piece.out)
-        taken += piece.place.window.nbytes
-    return taken
+    def __enter__(self) -> _Filler:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
-def _split(
-    copy: Copy,
-    shared: Mapping[int, tuple[int, int]],
-    takes: dict[tuple[int, int], list[Copy]],
-    rest: list[Copy],
-) -> None:
-    """Cut a copy by who reads it."""
-    window = copy.place.window
-    first, offset = divmod(window.offset, SEGMENT_BYTES)
-    mine: list[tuple[Box, Window]] = []
-    for number, pieces in _cuts(replace(window, offset=offset)):
-        reader = shared.get(first + number)
-        for box, part in pieces:
-            if reader is not None:
-                takes[reader].append(_part(copy, part, box))
-            else:
-                mine.append((box, replace(part, offset=part.offset + (first + number) * SEGMENT_BYTES)))
-    rest += [_part(copy, part, box) for box, part in mine]
+    def fill(self, turn: int) -> None:
+        """Until the slot of this turn is filled."""
+        self._host.wait_taken(turn + 1 - self._host.slots)
+        if self._pool is None:
+            self._add(self._read(turn))
+            return
+        while self._next < min(len(self._mine), self._host.taken() + self._host.slots):
+            self._under_way.append(self._pool.submit(self._read, self._next))
+            self._next += 1
+        future = self._under_way.popleft()
+        while not wait([future], timeout=0.05).done:
+            self._watch(0)
+        self._add(future.result())
+
+    def _read(self, turn: int) -> Done:
+        source, segment = self._mine[turn]
+        done = Done()
+        fetch(source, segment.start, segment.stop, self._host.slot(self._host.place, turn), self._check, done)
+        return done
+
+    def _add(self, one: Done) -> None:
+        self._done.read += one.read
+        self._done.checked += one.checked
 
 
-@lru_cache(maxsize=1024)  # tensors of the same shape that lie alike in their segments are cut alike
-def _cuts(window: Window) -> list[tuple[int, list[tuple[Box, Window]]]]:
-    """By segment: the boxes of a window that begin in it, and where they lie, counted from its start."""
-    out = []
-    for number in range(-(-window.stop // SEGMENT_BYTES)):
-        start = number * SEGMENT_BYTES
-        parts = [(box, window.crop(box)) for box in window.within(start, start + SEGMENT_BYTES)]
-        out.append((number, [(box, replace(part, offset=part.offset - start)) for box, part in parts]))
-    return out
-
-
-def _part(copy: Copy, window: Window, box: Box) -> Copy:
-    return Copy(copy.item, copy.place.with_window(window), copy.out[(*box.slices, ...)])
+def own_bytes(copies: Iterable[Copy]) -> int:
+    """Memory that this rank shares with the others of its machine."""
+    sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
+    return SLOT_BYTES * (REMOTE_SLOTS if any(source.view() is None for source in sources) else LOCAL_SLOTS)

@@ -103,22 +103,24 @@ def check_blocks(
 
 
 def segment_check(facts: NativeFacts) -> Callable[[FileSource, int, memoryview], int]:
-    """A function that compares the blocks of a part of a file, which begins at one and ends at one or with the file,
-    with their checksums, and returns how many bytes those are. It raises DamagedCheckpointError."""
+    """A function that compares the blocks that lie wholly within some bytes of a file, which begin at a position, with
+    their checksums, and returns how many bytes those are. It raises DamagedCheckpointError."""
     by_name = {record.name: record for record in facts.manifest.files.values()}
     size = facts.manifest.block_bytes
 
     def check(source: FileSource, start: int, data: memoryview) -> int:
         record = by_name.get(source.name)
-        if record is None or start % size or (len(data) % size and start + len(data) != record.nbytes):
+        if record is None:
             return 0
         sums = np.frombuffer(facts.sums[record.name], dtype="<u8")
-        raise_damaged(
-            (source.label, start + at, start + min(at + size, len(data)), xxhash.xxh3_64_intdigest(block) == expected)
-            for at in range(0, len(data), size)
-            for block, expected in [(data[at : at + size], int(sums[(start + at) // size]))]
-        )
-        return len(data)
+        rows, checked = [], 0
+        for block in whole_blocks([(start, start + len(data))], record.nbytes, size):
+            begin, end = block * size, min((block + 1) * size, record.nbytes)
+            digest = xxhash.xxh3_64_intdigest(data[begin - start : end - start])
+            rows.append((source.label, begin, end, digest == int(sums[block])))
+            checked += end - begin
+        raise_damaged(rows)
+        return checked
 
     return check
 

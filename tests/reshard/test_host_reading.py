@@ -17,7 +17,7 @@ import reshard
 from planners.byteruns import Window
 from reshard.errors import DamagedCheckpointError, RankFailedError
 from reshard.execute import host, segments
-from reshard.execute.host_reading import _cuts
+from reshard.execute.pieces import _cuts
 from reshard.execute.segments import SEGMENT_BYTES as SIZE
 from reshard.execute.segments import Segment, Touched, share_out, touch
 from reshard.formats.source import FileSource
@@ -92,7 +92,7 @@ def test_what_a_rank_says_survives_the_wire():
 def test_the_cuts_of_a_window_are_its_elements_by_segment():
     window = Window(SIZE - 3, (5, 40), (SIZE // 2 + 7, 8), 8)  # an element lies across the end of the first segment
     seen = np.zeros((5, 40), int)
-    for number, pieces in _cuts(window):
+    for number, pieces in enumerate(_cuts(window)):
         for box, part in pieces:
             seen[box.slices] += 1
             assert 0 <= part.offset < SIZE
@@ -252,4 +252,4 @@ def test_a_rank_that_dies_while_others_wait_for_its_share_ends_the_load(tmp_path
     reshard.save({"wide": tensors()["wide"]}, tmp_path / "ckpt")
     ends = gloo.outcomes(dying_job, 3, str(tmp_path / "ckpt"))
     assert ends[2].exitcode == 9
-    assert all("rank 2" in str(end.value) and end.seconds < 20 for end in ends[:2]), ends
+    assert all("rank 2" in str(end.value) and end.seconds < ends[2].seconds + 10 for end in ends[:2]), ends
