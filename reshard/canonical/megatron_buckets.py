@@ -8,6 +8,9 @@ reverse order of registration, each from a multiple of 64 elements on; no names 
 
 So the order is rebuilt from the model: its keys in the order in which they were saved, or the order of Megatron's own
 layers. An order is taken only if every parameter fits and the buckets come out full; the hint "param_order" helps.
+
+Older versions (`dp_zero_gather_scatter`) joined the buckets of a buffer, without the padding at their ends, into one
+flat tensor inside an object; see `megatron_gathered`.
 """
 
 from __future__ import annotations
@@ -19,31 +22,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.canonical.hints import Hints
+from reshard.canonical.megatron_gathered import Place, gathered_buffers
+from reshard.canonical.megatron_names import is_expert
 from reshard.canonical.megatron_order import Grid, chunk_names, orders
+from reshard.canonical.megatron_slots import Slot, bucket_limit, place_joined, place_params
 from reshard.canonical.megatron_tp import is_gated, join_shards, local_shape, tp_dim
 from reshard.canonical.result import Value
 from reshard.canonical.views import narrow, unflatten
 from reshard.errors import DamagedCheckpointError, NormalizationError
 from reshard.formats.base import Contents, StoredTensor
 
-__all__ = ["ALIGNMENT", "Slot", "cut_buckets", "place_params"]
+__all__ = ["cut_buckets"]
 
-ALIGNMENT = 64
-"""Every parameter begins at a multiple of this many elements."""
 _KEY = re.compile(
     r"(?:chained_(?P<chained>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\."
     r"dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
 )
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where a parameter's local part lies: its bucket, and the elements in it."""
-
-    name: str
-    bucket: int
-    start: int
-    stop: int
 
 
 @dataclass
@@ -51,6 +45,8 @@ class _Buffer:
     """The buckets of one flat buffer, by state."""
 
     buckets: dict[int, dict[str, StoredTensor]] = field(default_factory=dict)
+    limit: int | None = None
+    """Elements that filled a bucket, where the buckets of the buffer were joined to one."""
 
     def lengths(self) -> list[int]:
         if sorted(self.buckets) != list(range(len(self.buckets))):
@@ -62,8 +58,7 @@ class _Buffer:
         return {chunk.box.offsets[0] for chunk in next(iter(self.buckets[bucket].values())).chunks}
 
 
-_Buffers = dict[tuple[str, int, int, str], _Buffer]
-"""By chained optimizer, group of ranks, number of the buffer and dtype of its parameters."""
+_Buffers = dict[Place, _Buffer]
 
 
 def cut_buckets(
@@ -73,7 +68,7 @@ def cut_buckets(
 
     Raises NormalizationError if no known order fits, and DamagedCheckpointError if ranks are missing.
     """
-    buffers = _buffers(contents)
+    buffers = _buffers(contents, args)
     if not buffers:
         return {}
     keys = list(model)
@@ -86,7 +81,7 @@ def cut_buckets(
     return _join(locals_, model, hints)
 
 
-def _buffers(contents: Contents) -> _Buffers:
+def _buffers(contents: Contents, args: Mapping[str, Any]) -> _Buffers:
     out: _Buffers = {}
     for key in contents.tensors:
         match = _KEY.fullmatch(key)
@@ -96,6 +91,9 @@ def _buffers(contents: Contents) -> _Buffers:
         out.setdefault(at, _Buffer()).buckets.setdefault(int(match["bucket"]), {})[match["state"]] = contents.tensors[
             key
         ]
+    for place, flats in gathered_buffers(contents):
+        if flats:
+            out[place] = _Buffer({0: flats}, bucket_limit(args))
     return out
 
 
@@ -151,66 +149,53 @@ def _find_slots(
 ) -> list[Slot]:
     """Where the parameters `names` lie, by the first order in which they fill the buckets exactly."""
     numels = {n: math.prod(local_shape(shapes[n], _dim(n, hints, grid), grid.tp, n)) for n in names}
-    lengths = buffer.lengths()
-    fitting: list[list[Slot]] = []
-    candidates = list(orders(names, hints))
-    for order in candidates:
-        slots = _place(order, numels, lengths)
-        if slots is not None and slots not in fitting:
-            fitting.append(slots)
+    candidates = list(orders(names, hints, grid.grouped))
+    fitting = _fitting(candidates, numels, buffer)
+    if not fitting and grid.grouped is not None:  # the experts are not what the program was told
+        candidates = list(orders(names, hints))
+        fitting = _fitting(candidates, numels, buffer)
     if not fitting:
         hints.missing(
             "param_order",
-            f"the optimizer states are in buckets of {lengths} elements without names, and the {len(names)} parameters "
-            "of the model do not fill them in any order that is known",
+            f"the optimizer states are in buckets of {buffer.lengths()} elements without names, and the {len(names)} "
+            "parameters of the model do not fill them in any order that is known",
             '["embedding.word_embeddings.weight", ...]',
         )
     # chunks were cut at the parameters' borders: the order whose parameters begin where chunks do is the right one
-    exact = [slots for slots in fitting if all(slot.start in buffer.starts(slot.bucket) for slot in slots)]
-    if len(exact or fitting) > 1 and "param_order" not in hints:
-        first, second = (exact or fitting)[:2]
-        differing = next(a.name for a, b in zip(first, second) if a != b)
-        if {(s.bucket, s.start, s.stop) for s in first} == {(s.bucket, s.start, s.stop) for s in second}:
+    exact = [s for s in fitting if all(slot.start in buffer.starts(slot.bucket) for slot in s)] or fitting
+    if len(exact) == 1 or "param_order" in hints:
+        return exact[0]
+    first, *others = exact
+    differing = [a.name for other in others for a, b in zip(first, other) if a != b]
+    if grid.grouped is not None or not any(map(is_expert, differing)):  # stacks do not say how experts were registered
+        if all(
+            {(s.bucket, s.start, s.stop) for s in first} == {(s.bucket, s.start, s.stop) for s in o} for o in others
+        ):
             return first  # parameters of one size: the order of the file decides, which comes first
-        if candidates[0] in candidates[1:] and first == fitting[0] == _place(candidates[0], numels, lengths):
+        if candidates[0] in candidates[1:] and first == fitting[0] and first in _place(candidates[0], numels, buffer):
             return first  # the file has its keys in the very order in which one kind of Megatron's layers has them
-        raise NormalizationError(
-            f"two orders of the parameters fill the optimizer's buckets, and differ from {differing!r} on: give the "
-            "right one by the hint 'param_order'"
-        )
-    return (exact or fitting)[0]
+    raise NormalizationError(
+        f"two orders of the parameters fill the optimizer's buckets, and differ from {differing[0]!r} on: give the "
+        "right one by the hint 'param_order'"
+    )
 
 
-def _place(order: Sequence[str], numels: Mapping[str, int], lengths: Sequence[int]) -> list[Slot] | None:
-    return place_params([(name, numels[name]) for name in reversed(order)], lengths)
+def _fitting(orders: Sequence[Sequence[str]], numels: Mapping[str, int], buffer: _Buffer) -> list[list[Slot]]:
+    """The different ways in which parameters in any of these orders fill the buffer."""
+    found: list[list[Slot]] = []
+    for order in orders:
+        found += [slots for slots in _place(order, numels, buffer) if slots not in found]
+    return found
 
 
-def place_params(params: Sequence[tuple[str, int]], lengths: Sequence[int]) -> list[Slot] | None:
-    """Where parameters of these numbers of elements lie in buckets of these lengths; None if they do not fill them.
-
-    Every parameter begins at a multiple of `ALIGNMENT`, and a bucket ends where its last parameter does.
-
-        >>> place_params([("b", 24), ("a", 100)], [164])
-        [Slot(name='b', bucket=0, start=0, stop=24), Slot(name='a', bucket=0, start=64, stop=164)]
-    """
-    slots: list[Slot] = []
-    bucket, end = 0, 0
-    for name, numel in params:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        if bucket < len(lengths) and start + numel > lengths[bucket]:
-            if not _is_full(end, lengths[bucket]):
-                return None
-            bucket, start = bucket + 1, 0
-        if bucket >= len(lengths) or start + numel > lengths[bucket]:
-            return None
-        end = start + numel
-        slots.append(Slot(name, bucket, start, end))
-    return slots if bucket == len(lengths) - 1 and _is_full(end, lengths[bucket]) else None
-
-
-def _is_full(end: int, length: int) -> bool:
-    """Whether a bucket of `length` may end with a parameter that ends at `end`: there, or after padding."""
-    return end == length or (length % 128 == 0 and 0 < length - end < 128)
+def _place(order: Sequence[str], numels: Mapping[str, int], buffer: _Buffer) -> list[list[Slot]]:
+    """Every way in which parameters in this order fill the buffer."""
+    params = [(name, numels[name]) for name in reversed(order)]
+    lengths = buffer.lengths()
+    if buffer.limit is not None:
+        return list(place_joined(params, lengths[0], buffer.limit))
+    slots = place_params(params, lengths)
+    return [] if slots is None else [slots]
 
 
 def _join(

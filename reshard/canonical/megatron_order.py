@@ -47,6 +47,8 @@ class Grid:
     first_layers: int | None = None
     """Layers of the first stage, where it has another number."""
     last_layers: int | None = None
+    grouped: bool | None = None
+    """Whether the experts of a layer are registered as two groups of matrices, and not one after the other."""
 
     @classmethod
     def of(cls, args: Mapping[str, Any], *, groups: int, experts: bool | None) -> Grid:
@@ -58,7 +60,10 @@ class Grid:
             tp = int(args.get("expert_tensor_parallel_size") or tp)
         first = args.get("decoder_first_pipeline_num_layers", args.get("num_layers_in_first_pipeline_stage"))
         last = args.get("decoder_last_pipeline_num_layers", args.get("num_layers_in_last_pipeline_stage"))
-        return cls(tp or max(groups // (pp * ep), 1), ep, pp, experts, first, last)
+        grouped = args.get("moe_grouped_gemm")
+        return cls(
+            tp or max(groups // (pp * ep), 1), ep, pp, experts, first, last, grouped if type(grouped) is bool else None
+        )
 
     @property
     def size(self) -> int:
@@ -117,7 +122,7 @@ def chunk_names(
         if match is not None:
             if int(match["layer"]) in held:
                 layers.append(name)
-        elif "embedding" in name.partition(".")[0]:
+        elif _is_embedding(name):
             # a last stage of its own has a copy of embeddings that are the output layer, too
             if first:
                 begin.append(name)
@@ -136,28 +141,41 @@ def is_buffer(name: str) -> bool:
     return name.endswith(("expert_bias", "local_tokens_per_expert", "inv_freq"))
 
 
-def orders(names: Sequence[str], hints: Hints) -> Iterator[list[str]]:
-    """Orders of registration to try: the hint's, that of the file, then those of Megatron's two kinds of layers."""
+def orders(names: Sequence[str], hints: Hints, grouped: bool | None = None) -> Iterator[list[str]]:
+    """Orders of registration to try: the hint's, that of the file, then those of Megatron's two kinds of layers.
+
+    Where `grouped` says how the layers' experts are registered, only orders that agree; stacks in a file do not say it.
+    """
     given = hints.get("param_order")
     if given is not None:
         place = {str(name): i for i, name in enumerate(given)}
         if all(name in place for name in names):
             yield sorted(names, key=place.__getitem__)
         return
-    yield list(names)
+    if grouped is None or not any(map(is_expert, names)):
+        yield list(names)
+    # a last stage has its copy of the embedding as the output layer
+    late = names and not _is_embedding(names[0])
     for fused in (False, True):
-        yield sorted(names, key=lambda name: _rank(name, fused))
-        yield sorted(names, key=lambda name: _rank(name, fused, by_expert=True))
+        for by_expert in (False, True) if grouped is None else (not grouped,):
+            for copy_last in dict.fromkeys((bool(late), False)):
+                yield sorted(names, key=lambda n: _rank(n, fused, by_expert, copy_last))  # used at once
 
 
-def _rank(name: str, fused: bool, by_expert: bool = False) -> tuple[int, ...]:
+def _is_embedding(name: str) -> bool:
+    return "embedding" in name.partition(".")[0]
+
+
+def _rank(name: str, fused: bool, by_expert: bool, copy_last: bool) -> tuple[int, ...]:
     """Where a parameter stands. With `fused` norms, a norm is a part of the linear layer that follows it.
 
     Experts are registered one after the other, or (`by_expert` False) all first and then all second matrices.
     """
     match = _LAYER.fullmatch(name)
+    if match is None and _is_embedding(name):
+        return (4,) if copy_last else (0,)
     if match is None:
-        return (0,) if "embedding" in name else (3, "output" in name, name.endswith("bias"))
+        return (3, "output" in name, name.endswith("bias"))
     tail = match["tail"]
     if fused:
         tail = re.sub(r"^input_layernorm\.", "self_attention.linear_qkv.0", tail)

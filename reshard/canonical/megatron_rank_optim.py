@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard.canonical.hints import Hints
-from reshard.canonical.megatron_buckets import ALIGNMENT, Slot, place_params
 from reshard.canonical.megatron_groups import decays
 from reshard.canonical.megatron_names import canonical_key, is_expert, is_vocabulary
 from reshard.canonical.megatron_order import is_buffer
+from reshard.canonical.megatron_slots import bucket_limit, place_joined, place_params
 from reshard.canonical.result import Value, elementwise
 from reshard.canonical.views import narrow, unflatten
 from reshard.dtypes import dtype_name
@@ -179,7 +179,7 @@ def _from_flat(
             refs = {str(k): v for k, v in flats.items() if isinstance(v, TensorRef) and len(v.size) == 1}
             total = int(flats.get("numel_unpadded") or min((math.prod(r.size) for r in refs.values()), default=0))
             sizes = [(name, tensors[name].spec.numel) for name in reversed(held)]
-            slots = place_params(sizes, [total]) or _coalesced(sizes, total, args)
+            slots = place_params(sizes, [total]) or next(place_joined(sizes, total, bucket_limit(args)), None)
             if slots is None:
                 hints.missing(
                     "param_order",
@@ -194,21 +194,3 @@ def _from_flat(
                     flat = narrow(stored_tensor(f"{chunk}.{key}", file, ref, rank.files.tp), 0, slot.start, slot.stop)
                     values["fp32_param" if key == "param" else key] = unflatten(flat, shape, f"{slot.name}.{key}")
                 yield (chunk, slot.name), values
-
-
-def _coalesced(params: Sequence[tuple[str, int]], total: int, args: Mapping[str, Any]) -> list[Slot] | None:
-    """The same for several buckets that were joined without the padding at their ends; None if they do not fit.
-
-    A bucket is full when it has as many elements as the program's setting says.
-    """
-    data_parallel = int(args.get("data_parallel_size") or 1)
-    limit = int(args.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * data_parallel))
-    slots: list[Slot] = []
-    begin = end = 0  # of the bucket in the joined buffer, and of what it holds
-    for name, numel in params:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        end = start + numel
-        slots.append(Slot(name, 0, begin + start, begin + end))
-        if end >= limit:
-            begin, end = begin + end, 0
-    return slots if begin + end == total else None

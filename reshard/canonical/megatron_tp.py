@@ -22,7 +22,7 @@ __all__ = ["is_gated", "join_shards", "local_shape", "tp_dim"]
 _RULES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
     (re.compile(pattern), dim)
     for pattern, dim in (
-        (r".*layer_?norm.*|.*\bnorm(\d|\b).*|.*_norm\..*", None),
+        (r".*layer_?norm.*|.*\b[eh]?norm(\d|\b).*|.*_norm\..*", None),
         (r".*router\..*|.*gate_weight|.*position_embeddings.*|.*tokentype_embeddings.*|.*rotary.*|.*inv_freq", None),
         (r".*word_embeddings\.weight|.*output_layer\.(weight|bias)", 0),
         (r".*(linear_qkv|query_key_value|linear_q|linear_kv|linear_q_proj)\.(weight|bias)", 0),
@@ -31,6 +31,7 @@ _RULES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
         (r".*(linear_fc1|dense_h_to_4h)\.(weight|bias)\d*", 0),
         (r".*(linear_fc2|dense_4h_to_h|linear_proj|dense)\.weight\d*", 1),
         (r".*(linear_fc2|dense_4h_to_h|linear_proj|dense)\.bias\d*", None),
+        (r".*eh_proj\.(weight|bias)", 0),
         (r".*softmax_offset|.*mixer\.(A_log|D|dt_bias)", 0),
         (r".*mixer\.out_proj\.weight", 1),
         (r".*pooler.*|.*binary_head.*|.*lm_head\.dense.*", None),

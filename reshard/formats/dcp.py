@@ -90,7 +90,11 @@ def open_folder(storage: Storage, names: Mapping[str, int], folder: str) -> Cont
         key: lambda key=key: items.object(key, index.items.get(key, {}).get(None))  # type: ignore[misc]
         for key in index.objects
     }
-    facts = {**index.facts, "per_rank_metadata": not found}
+    facts = {
+        **index.facts,
+        "per_rank_metadata": not found,
+        "object_file": lambda key: items.file(key, index.items.get(key, {}).get(None)),
+    }
     return Contents(name, LazyMapping(tensors), LazyMapping(objects), paths=index.paths, facts=facts)
 
 

@@ -14,6 +14,7 @@ from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
 from reshard.formats.base import Place
 from reshard.formats.safetensors_header import Header, looks_like_header, read_header
 from reshard.formats.source import DecodedSource, Files, FileSource, Source
+from reshard.formats.torch_file import TorchFile
 from reshard.formats.torch_zip import ZIP_MAGIC, TorchArchive, locate_item, read_head
 from reshard.records import plain
 from reshard.unpickle import load_pickle
@@ -82,6 +83,14 @@ class Items:
             return plain(load_pickle(source.read(start, length), where=source.label))
         except ReshardError as error:
             raise type(error)(f"object {key!r}: {error}") from None
+
+    def file(self, key: str, item: Item | None) -> TorchFile:
+        """A non-tensor item as a file of `torch.save`, whose tensors are not read. Raises DamagedCheckpointError."""
+        if item is None:
+            raise DamagedCheckpointError(f"the object {key!r} is in no file of the checkpoint")
+        source, start, length = self._payload(item, _MOST_BYTES)
+        archive = TorchArchive(source, start, length)
+        return TorchFile(source, archive.value(), archive.place)
 
     def _payload(self, item: Item, most_bytes: int) -> tuple[Source, int, int]:
         """The bytes of an item, with transforms undone; damage if these are more than `most_bytes`."""

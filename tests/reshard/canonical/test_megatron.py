@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from reshard.canonical import Canonical, normalize
-from reshard.canonical.megatron_buckets import place_params
+from reshard.canonical.hints import Hints
+from reshard.canonical.megatron_slots import place_joined, place_params
+from reshard.canonical.megatron_tp import tp_dim
 from reshard.checkpoint import LazyTensor
 from reshard.errors import DamagedCheckpointError, NormalizationError
-from reshard.formats.base import StoredTensor
+from reshard.formats.base import Contents, StoredTensor
+from reshard.formats.source import Files
+from reshard.formats.torch_file import read_torch_file
+from reshard.storage.opening import open_storage
 from tests.reshard.canonical import megatron_maker as make
 from tests.reshard.canonical.megatron_maker import Shape
 
@@ -156,6 +163,57 @@ def test_buckets_of_tied_embeddings(pp: int) -> None:
     check_state(normalize(made), {"exp_avg": make.cropped(states["exp_avg"])})
 
 
+def gathered(made: Contents, folder: Path) -> Contents:
+    """The same checkpoint as older versions wrote it: the buckets of a buffer joined, as tensors inside objects."""
+    rest, objects = dict(made.tensors), {}
+    inside: dict[str, Any] = {}
+    for key in [key for key in made.tensors if ".gbuf_idx_" in key]:
+        front, number, state = re.fullmatch(r"(.*)\.gbuf_idx_(\d+)\..*\.(\w+)", key).groups()  # type: ignore[union-attr]
+        flats = inside.setdefault(f"{front}.param_state/shard_0_1", {"buckets_coalesced": True}).setdefault(
+            int(number), {(torch.float32, torch.float32): {}}
+        )
+        flat = LazyTensor(rest.pop(key))[...]
+        known = flats[torch.float32, torch.float32].get(state, flat[:0])
+        flats[torch.float32, torch.float32][state] = torch.cat([known, flat])
+    for i, (key, value) in enumerate(inside.items()):
+        torch.save([value], folder / f"{i}.pt")
+        objects[key] = folder / f"{i}.pt"
+    files = Files(open_storage(str(folder)))
+    facts = {**made.facts, "object_file": lambda key: read_torch_file(files[objects[key].name])}
+    return replace(made, tensors=rest, objects=objects, facts=facts)
+
+
+@pytest.mark.parametrize("grid", [*GRIDS[:2], {"pp": 2, "tied": True}, {"tp": 2, "pp": 2, "vpp": 2}], ids=str)
+def test_gathered_buffers(grid: dict[str, Any], tmp_path: Path) -> None:
+    alone = {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "ep": 1, "bucket_size": None}
+    tied = grid.get("tied", False)
+    given = {**alone, **{key: n for key, n in grid.items() if key != "tied"}}
+    made, values, states = bucketed(Shape(tied=tied, hidden=32), **given)
+    result = normalize(gathered(made, tmp_path))
+    check(result.model, make.cropped(values))
+    check_state(result, {"exp_avg": make.cropped(states["exp_avg"]), "fp32_param": make.cropped(states["param"])})
+
+
+def test_gathered_experts_need_to_be_told_apart(tmp_path: Path) -> None:
+    """Whether experts were registered one by one is not in the stacks, but in the program's arguments."""
+    made, _, states = bucketed(Shape(layers=1, experts=4, ffn=20), tp=1, pp=1, vpp=1, dp=1, ep=2, bucket_size=None)
+    made = gathered(made, tmp_path)
+    with pytest.raises(NormalizationError, match="param_order"):
+        normalize(made)
+    made.facts["common"]["args"]["moe_grouped_gemm"] = False
+    check_state(normalize(made), {"exp_avg": make.cropped(states["exp_avg"])})
+
+
+def test_buckets_that_were_joined() -> None:
+    """A shared embedding comes first in the last stage, and has a bucket of its own; a bucket's padding is left out."""
+    params = [("shared", 70), ("b", 24), ("a", 100)]
+    places = [[(s.start, s.stop) for s in slots] for slots in place_joined(params, 234, 1000)]
+    assert places == [[(0, 70), (70, 94), (134, 234)]]
+    places = [[(s.start, s.stop) for s in slots] for slots in place_joined(params, 194, 20)]
+    assert places == [[(0, 70), (70, 94), (94, 194)]]
+    assert not list(place_joined(params, 200, 20))
+
+
 def test_a_gate_is_not_assumed() -> None:
     made, values, states = bucketed(Shape(gated=False), tp=2, pp=1, vpp=1, dp=1, ep=1, bucket_size=None)
     result = normalize(made)
@@ -208,6 +266,16 @@ def test_a_vocabulary_of_unknown_size_stays_and_is_told() -> None:
     assert result.model["output_layer.weight"].spec.shape == (make.PADDED, 24)
     assert "vocab_size" in result.notes[0]
     check(normalize(made, {"vocab_size": make.VOCAB}).model, make.cropped(values))
+
+
+def test_layers_that_predict_several_tokens() -> None:
+    """Their norms are whole on every rank, and the projection of embedding and state is cut by rows."""
+    hints = Hints(None)
+    assert tp_dim("mtp.layers.0.enorm.weight", hints, 2) is None
+    assert tp_dim("mtp.layers.0.hnorm.weight", hints, 2) is None
+    assert tp_dim("mtp.layers.0.final_layernorm.weight", hints, 2) is None
+    assert tp_dim("mtp.layers.0.eh_proj.weight", hints, 2) == 0
+    assert tp_dim("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight", hints, 2) == 1
 
 
 def test_places_in_buckets() -> None:
