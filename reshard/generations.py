@@ -17,7 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from reshard.errors import CheckpointError, CheckpointNotFoundError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from reshard.formats import dcp, native
 from reshard.formats.native import HF_INDEX, MANIFEST, is_generation, read_manifest
 from reshard.storage import Storage, is_temporary, open_storage
 
@@ -31,6 +32,7 @@ __all__ = [
     "new_save_id",
     "prune",
     "published",
+    "refuse_foreign",
     "release",
     "remove",
     "remove_dead",
@@ -61,6 +63,23 @@ def new_save_id() -> str:
 def folder_of(save_id: str) -> str:
     """The generation's folder, within the checkpoint's."""
     return f"data-{save_id}"
+
+
+def refuse_foreign(storage: Storage) -> None:
+    """Make sure that a save here would neither replace somebody else's files nor be lost among them.
+
+    Raises StorageError if the folder holds an index or manifest that we did not write, or a DCP checkpoint, beside
+    which ours could not be told apart.
+    """
+    names = storage.list()
+    ours = native.detect(storage, names)
+    foreign = [name for name in (MANIFEST, HF_INDEX) if name in names and not ours]
+    foreign += [".metadata"] if dcp.detect(storage, names) else []
+    if foreign:
+        raise StorageError(
+            f"{storage.url} holds {foreign[0]}, which is of something else than our checkpoints: nothing was saved. "
+            "Save into a folder of its own"
+        )
 
 
 _running: set[str] = set()

@@ -20,6 +20,7 @@ from reshard.dtypes import dtype_from_name, dtype_name
 from reshard.errors import KeyMismatchError
 from reshard.group import Group
 from reshard.records import unknown_class
+from reshard.retyping import retyped
 from reshard.targets import Targets
 from reshard.tensors import global_shape
 from reshard.tree import KeyPath, key_of, unflatten
@@ -218,7 +219,7 @@ class _Work:
         """An object that was saved; but not the record of one that is of an unknown class, in place of a live one."""
         kind = unknown_class(value)
         if kind is None:
-            self.objects[key] = value
+            self.objects[key] = retyped(value, self.targets.live(key))
         else:
             self.mismatched.append(f"{key}: {needs_code(kind)}")
 
@@ -276,7 +277,7 @@ def refuse(
         return truth
     known, wanted = [*checkpoint, *checkpoint.aliases, *checkpoint.objects], [*targets.paths]
     lines = [f"{checkpoint.url} does not fit what is to be loaded:"]
-    kinds = _kinds(match.names, checkpoint)
+    kinds = {k: v for k, v in _kinds(match.names, checkpoint).items() if (v == "a tensor") != (k in targets.tensors)}
     lines += _section("missing in the checkpoint", missing, known, kinds)
     lines += _section("unexpected, since the target does not have them", unexpected, wanted)
     lines += _section("mismatched", match.mismatched, ())

@@ -197,7 +197,10 @@ class _Options:
 def _globs(select: Iterable[str] | None) -> tuple[str, ...] | None:
     if isinstance(select, str):
         raise CheckpointError(f"select must be a list of globs, got the text {select!r}")
-    return None if select is None else tuple(select)
+    globs = None if select is None else tuple(select)
+    if globs == ():
+        raise CheckpointError("select is empty: nothing would be saved; leave it out to save everything")
+    return globs
 
 
 @dataclass(frozen=True)
@@ -234,6 +237,8 @@ def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: _O
             "All ranks that hold a part of a tensor must save together"
         )
     planned = time.perf_counter()
+    if group.rank == 0:
+        generations.refuse_foreign(storage)
     mine = msgspec.msgpack.encode((generations.new_save_id(), options.select))
     save_id, select = msgspec.msgpack.decode(
         group.share(mine if group.rank == 0 else None), type=tuple[str, tuple[str, ...] | None]

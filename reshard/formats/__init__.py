@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from reshard.errors import CheckpointNotFoundError, FormatError
+from reshard.errors import CheckpointNotFoundError, FormatError, StorageError
 from reshard.formats import (
     accelerate,
     dcp,
@@ -93,7 +93,10 @@ def _is_local_file(text: str) -> bool:
     scheme, separator, rest = text.partition("://")
     if separator and scheme != "file":
         return False
-    return Path(unquote(rest) if separator else text).is_file()
+    try:
+        return Path(unquote(rest) if separator else text).is_file()
+    except OSError as error:
+        raise StorageError(f"cannot look at {text}: {error.strerror or error}") from error
 
 
 def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Format:

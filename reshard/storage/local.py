@@ -49,10 +49,10 @@ class LocalStorage(Storage):
         if folder:
             check_name(folder, self.url)
         top = self.root / folder
-        if self.root.exists() and not self.root.is_dir():
-            raise StorageError(f"{self.url} is a file, wanted a folder")
         found: dict[str, int] = {}
         with self._errors("list", folder or "."):
+            if self.root.exists() and not self.root.is_dir():
+                raise StorageError(f"{self.url} is a file, wanted a folder")
             for where, _, files in os.walk(top, onerror=_unless_absent):
                 inside = os.path.relpath(where, self.root)
                 for file in files:
@@ -179,6 +179,8 @@ class LocalStorage(Storage):
         for folder in reversed(missing):
             with suppress(FileExistsError):
                 folder.mkdir()
+            if folder.is_symlink() and not folder.exists():
+                raise NotADirectoryError(errno.ENOTDIR, "the link leads nowhere", str(folder))
             _sync_folder(folder.parent)
 
     def _open(self, name: str) -> int:

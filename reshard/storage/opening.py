@@ -34,6 +34,8 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
     text = os.fspath(path)
     if not isinstance(text, str):
         raise StorageError(f"a path must be text, but is {type(text).__name__}: {text!r}")
+    if "\0" in text:
+        raise StorageError(f"the path {text!r} has a NUL in it")
     scheme, separator, rest = text.partition("://")
     if not separator:
         if not text:

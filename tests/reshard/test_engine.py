@@ -21,6 +21,8 @@ from reshard.errors import (
     StorageError,
 )
 from reshard.formats.native import MANIFEST
+from reshard.storage import open_storage
+from tests.faulty import Faulty
 
 
 def state():
@@ -198,10 +200,12 @@ class TestAsync:
         assert reshard.async_save({"w": torch.zeros(3)}, tmp_path / "fine").result().tensors == 1
 
     def test_what_went_wrong_unseen_is_raised_by_the_next(self, tmp_path):
-        (tmp_path / "file").write_text("not a folder")
+        def fault(verb: str, name: str) -> None:
+            if verb == "write":
+                raise StorageError("the disk burns")
 
-        reshard.async_save({"w": torch.zeros(3)}, tmp_path / "file")
-        with pytest.raises(StorageError):
+        reshard.async_save({"w": torch.zeros(3)}, Faulty(open_storage(tmp_path / "burning"), fault))
+        with pytest.raises(StorageError, match="the disk burns"):
             reshard.async_save({"w": torch.zeros(3)}, tmp_path / "fine")
         assert reshard.async_save({"w": torch.zeros(3)}, tmp_path / "fine").result().tensors == 1
 

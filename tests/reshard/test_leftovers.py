@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -60,7 +61,9 @@ def test_a_save_whose_empty_folder_is_taken_away_makes_it_again(tmp_path):
 
 @pytest.mark.parametrize("text", ["{", json.dumps({"reshard": "checkpoint", "version": 99})])
 def test_a_failed_save_over_an_unreadable_manifest_tells_why_it_failed(text, tmp_path):
+    reshard.save(STATE, tmp_path)
     (tmp_path / "manifest.json").write_text(text)
+    before = sorted(path.name for path in tmp_path.iterdir())
 
     def fault(verb: str, name: str) -> None:
         if verb == "write" and name.endswith(".safetensors"):
@@ -68,6 +71,49 @@ def test_a_failed_save_over_an_unreadable_manifest_tells_why_it_failed(text, tmp
 
     with pytest.raises(StorageError, match="no space left"):
         reshard.save(STATE, Faulty(open_storage(tmp_path), fault))
-    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
     reshard.save(STATE, tmp_path)
     assert reshard.verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors.index.json", ".metadata"])
+def test_somebody_else_s_files_are_never_replaced(name, tmp_path):
+    (tmp_path / name).write_text('{"name": "my web application"}')
+    for attempt in (reshard.save, lambda state, path: reshard.async_save(state, path).result()):
+        with pytest.raises(StorageError, match=f"holds {name}, which is of something else"):
+            attempt(STATE, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert "web" in (tmp_path / name).read_text()
+
+
+def test_other_files_beside_a_checkpoint_stay(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for _ in range(2):
+        reshard.save(STATE, tmp_path)
+    assert reshard.open(tmp_path).format == "native"
+    assert (tmp_path / "config.json").exists()
+
+
+def test_links_that_lead_nowhere_and_paths_that_are_none(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match="wanted a folder"):
+        reshard.save(STATE, tmp_path / "link")
+    for attempt in (reshard.save, reshard.load):
+        with pytest.raises(StorageError, match="NUL"):
+            attempt(dict(STATE), f"{tmp_path}/a\0b")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody who may not")
+def test_a_folder_that_may_not_be_looked_into(tmp_path):
+    reshard.save(STATE, tmp_path / "locked" / "c")
+    (tmp_path / "locked").chmod(0o700)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        for attempt in (reshard.open, lambda path: reshard.save(STATE, path), reshard.verify):
+            with pytest.raises(StorageError, match=r"(?i)permission denied"):
+                attempt(tmp_path / "locked" / "c")
+    finally:
+        os.seteuid(0)
+    assert reshard.verify(tmp_path / "locked" / "c").ok

@@ -57,6 +57,10 @@ class TestSaving:
         with pytest.raises(FormatError, match=r"ud800' is not valid Unicode"):
             reshard.save(state, tmp_path / "c")
 
+    def test_a_selection_of_nothing(self, tmp_path):
+        with pytest.raises(CheckpointError, match="select is empty"):
+            reshard.save({"a": 1}, tmp_path / "c", select=[])
+
     def test_the_one_name_that_safetensors_has_taken(self, tmp_path):
         with pytest.raises(FormatError, match="__metadata__"):
             reshard.save({"__metadata__": torch.ones(1)}, tmp_path / "c")
@@ -105,6 +109,12 @@ class TestLoading:
         saved = {"a": None, "b": {"x": 1}, "c": 5, "d": [1, {"y": (2, 3)}]}
         reshard.save(saved, tmp_path / "c")
         assert load(target, tmp_path / "c") == saved
+
+    def test_no_kind_is_blamed_for_a_mapping_that_leads_nowhere(self, tmp_path):
+        reshard.save({"w": torch.ones(2)}, tmp_path / "c")
+        with pytest.raises(KeyMismatchError) as caught:
+            reshard.load({"w": torch.zeros(2)}, tmp_path / "c", mapping={"w": "v"})
+        assert "there it is" not in str(caught.value)
 
     def test_a_tensor_is_never_put_where_there_was_none(self, tmp_path):
         reshard.save({"a": torch.ones(2), "n": {"t": torch.ones(1)}}, tmp_path / "c")
