@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import reshard
-from reshard.mapping import Mapping, Rename
+from reshard.mapping import Mapping, Mxfp4, Rename
 from reshard.mapping.families import ready
 from tests import gloo
 from tests.tiny_models import DECODERS, MODELS, fresh, logits, model
@@ -214,3 +214,19 @@ def test_what_accelerate_saves_and_loads(tmp_path: Path) -> None:
     empty.tie_weights()
     filled = accelerate.load_checkpoint_and_dispatch(empty, str(tmp_path / "ours"), device_map={"": "cpu"})
     assert all(torch.equal(t, made.state_dict()[n]) for n, t in filled.state_dict().items())
+
+
+def test_weights_of_four_bits_as_transformers_makes_them_plain(tmp_path: Path) -> None:
+    """gpt-oss as it is published, on the way to a file that is not quantized."""
+    fresh("gpt_oss")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    torch.manual_seed(0)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    blocks = torch.randint(0, 256, (4, 20, 3, 16), dtype=torch.uint8)
+    scales = torch.randint(115, 135, (4, 20, 3), dtype=torch.uint8)
+    reshard.save({f"{name}_blocks": blocks, f"{name}_scales": scales}, tmp_path / "c")
+
+    made = reshard.open(tmp_path / "c").mapped(Mapping([Mxfp4()]))
+
+    assert torch.equal(made[name][...], convert_moe_packed_tensors(blocks, scales))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.names import Config, Naming, mapping_of, stored_hints, untaken
+from reshard.cli.names import Config, Naming, dequantized, mapping_of, stored_hints, untaken
 from reshard.cli.normalize import read_hints
 from reshard.cli.show import console, print_json, size
 from reshard.cli.sides import side
@@ -43,6 +43,10 @@ def convert(
         list[str] | None, typer.Option(metavar="GLOB", help="Take only these; '!GLOB' leaves out. Repeat it.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Convert floating-point tensors, such as to bfloat16.")] = None,
+    dequantize: Annotated[
+        bool,
+        typer.Option("--dequantize", help="fp8 of DeepSeek and mxfp4 of gpt-oss become --dtype, or bfloat16."),
+    ] = False,
     max_shard: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of a file, such as 5GB.")] = "5GB",
     onto: Annotated[
         str | None,
@@ -57,18 +61,19 @@ def convert(
     """Write SOURCE in another format, in little memory. What is interrupted goes on when it is started again."""
     import reshard
 
-    mapping = mapping_of(names, config, naming)
+    mapping, plain = mapping_of(names, config, naming), dequantized(dequantize, dtype)
     hints = stored_hints((names or "").partition(":")[0], read_hints(hint or []))
     kept: list[str] = []
     if names is not None and mapping is not None:
         state = reshard.open(source)
         state = state.canonical(hints, model_only=model) if model or normalized else state
+        state = plain.apply(state)
         kept = untaken(names, mapping, state)
     report = reshard.convert(
         source,
         target,
         format=format,
-        mapping=mapping,
+        mapping=mapping if not plain.stages else plain if mapping is None else plain | mapping,
         onto=None if onto is None else side(onto, _rules(rule or [])),
         select=select,
         dtype=dtype,

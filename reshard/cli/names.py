@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.mapping import Mapping
 
-__all__ = ["Config", "Naming", "mapping_of", "stored_hints", "untaken"]
+__all__ = ["Config", "Naming", "dequantized", "mapping_of", "stored_hints", "untaken"]
 
 Config = Annotated[
     str | None, typer.Option("--config", help="The model's Hugging Face config.json, or its folder: for --names.")
@@ -45,6 +45,14 @@ def mapping_of(names: str | None, config: str | None, naming: list[str] | None) 
     if not colon or config is None:
         raise ReshardError("write --names FROM:TO --config config.json, such as --names torchtitan:huggingface")
     return ready(config, source, target, **_options(naming or [], ready))
+
+
+def dequantized(wanted: bool, dtype: str | None) -> Mapping:
+    """What makes quantized weights plain ones; nothing where that is not wanted."""
+    from reshard.mapping import Dequantize, Mapping, Mxfp4
+
+    to = (dtype or "bfloat16").removeprefix("torch.")
+    return Mapping([Dequantize(dtype=to), Mxfp4(dtype=to)] if wanted else [])
 
 
 def stored_hints(naming: str | None, hints: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@
 
 from reshard.mapping.computing import Cast as Cast
 from reshard.mapping.computing import Dequantize as Dequantize
+from reshard.mapping.computing import Mxfp4 as Mxfp4
 from reshard.mapping.computing import Offset as Offset
 from reshard.mapping.mapping import Mapping as Mapping
 from reshard.mapping.mapping import apply_dict as apply_dict

@@ -21,7 +21,7 @@ from reshard.errors import NormalizationError
 from reshard.formats.base import Place, StoredChunk, StoredTensor
 from reshard.formats.source import Source
 
-__all__ = ["cast", "computed", "dequantized", "is_floating", "offset"]
+__all__ = ["cast", "computed", "dequantized", "is_floating", "mxfp4", "offset"]
 
 _PIECE_BYTES = 8 << 20
 _GAP_BYTES = 64 << 10
@@ -146,3 +146,38 @@ def dequantized(
         return (values[box.slices].to(torch.float32) * factors).to(to)
 
     return computed(TensorSpec(fqn, shape, dtype), compute, f"{weight.fqn} dequantized")
+
+
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+"""What four bits stand for: a sign, two bits of exponent, one of mantissa."""
+
+
+def mxfp4(blocks: StoredTensor, scales: StoredTensor, fqn: str, *, dtype: str) -> StoredTensor:
+    """Numbers of four bits, two in a byte, the lower half first, times a power of two for each block.
+
+        blocks uint8 [..., rows, groups, bytes], scales uint8 [..., rows, groups]  ->  [..., groups * bytes * 2, rows]
+
+    Raises NormalizationError for other dtypes, or scales that are not one for each block.
+    """
+    shape = blocks.spec.shape
+    is_right = (blocks.spec.dtype, scales.spec.dtype) == ("uint8", "uint8") and len(shape) >= 3
+    if not is_right or scales.spec.shape != shape[:-1]:
+        raise NormalizationError(
+            f"{blocks.fqn!r}, {blocks.spec.dtype} {list(shape)}, needs scales of uint8 {list(shape[:-1])}, but "
+            f"{scales.fqn!r} is {scales.spec.dtype} {list(scales.spec.shape)}"
+        )
+    rows, groups, width = shape[-3], shape[-2], shape[-1] * 2
+    values, exponents, to = LazyTensor(blocks), LazyTensor(scales), dtype_from_name(dtype)
+
+    def compute(box: Box) -> torch.Tensor:
+        *outer, column, row = box.slices
+        first, stop = column.start // width, -(-column.stop // width)
+        part = (*outer, row, slice(first, stop))
+        packed = values[part].long()
+        numbers = torch.stack([_FP4[packed & 15], _FP4[packed >> 4]], dim=-1).flatten(-2)
+        exponent = exponents[part].int().unsqueeze(-1) - 127
+        whole = torch.ldexp(numbers, exponent).flatten(-2)
+        return whole[..., column.start - first * width : column.stop - first * width].transpose(-1, -2).to(to)
+
+    spec = TensorSpec(fqn, (*shape[:-3], groups * width, rows), dtype)
+    return computed(spec, compute, f"{blocks.fqn} dequantized")

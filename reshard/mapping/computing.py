@@ -10,11 +10,11 @@ from typing import ClassVar
 from planners.view import View
 from reshard.errors import NormalizationError
 from reshard.formats.base import StoredTensor
-from reshard.mapping.computed import cast, dequantized, is_floating, offset
+from reshard.mapping.computed import cast, dequantized, is_floating, mxfp4, offset
 from reshard.mapping.patterns import Pattern
 from reshard.mapping.rules import Rule
 
-__all__ = ["Cast", "Computing", "Dequantize", "Offset"]
+__all__ = ["Cast", "Computing", "Dequantize", "Mxfp4", "Offset"]
 
 _MASTERS = ("fp32_param", "master_param", "fp32", "param")
 """States that are the parameter in a wider dtype, as Megatron, TransformerEngine and DeepSpeed call them."""
@@ -123,6 +123,38 @@ class Dequantize(Computing):
     def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
         weight, scale = sources
         return dequantized(weight, scale, name, block=self.block, dtype=self.dtype)
+
+    def inverse(self) -> Rule:
+        raise NormalizationError("dequantization cannot be undone")
+
+
+@dataclass(frozen=True, init=False)
+class Mxfp4(Computing):
+    """Weights of four bits in blocks with scales, as gpt-oss stores them, as `dtype`, computed while they are read.
+
+    They come out transposed, as the same weights are stored where they are not quantized. Not reversible.
+    """
+
+    optional: ClassVar[bool] = True
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    dtype: str
+
+    def __init__(
+        self,
+        blocks: str = "{name+}_blocks",
+        scales: str = "{name+}_scales",
+        target: str = "{name+}",
+        dtype: str = "bfloat16",
+    ) -> None:
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "sources", (Pattern(blocks), Pattern(scales)))
+        object.__setattr__(self, "targets", (Pattern(target),))
+        Rule.__post_init__(self)
+
+    def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
+        blocks, scales = sources
+        return mxfp4(blocks, scales, name, dtype=self.dtype)
 
     def inverse(self) -> Rule:
         raise NormalizationError("dequantization cannot be undone")

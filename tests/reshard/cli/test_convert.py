@@ -142,3 +142,20 @@ def test_a_second_time_is_refused(say, checkpoint: Path, tmp_path: Path) -> None
 
     assert "overwrite=True" in say("convert", checkpoint, tmp_path / "c").err
     assert say("convert", checkpoint, tmp_path / "c", "--overwrite").code == 0
+
+
+def test_quantized_weights_become_plain(say, tmp_path: Path) -> None:
+    """Before they get other names."""
+    config = {"model_type": "deepseek_v3", "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    values, name = torch.randn(130, 4).to(torch.float8_e4m3fn), "model.layers.0.self_attn.o_proj.weight"
+    scales = torch.tensor([[2.0], [0.5]])
+    reshard.save({name: values, f"{name}_scale_inv": scales}, tmp_path / "hf")
+
+    words = ["--names", "huggingface:torchtitan", "--config", tmp_path, "--dequantize", "--dtype", "float32"]
+    assert say("convert", tmp_path / "hf", tmp_path / "out", *words).code == 0
+
+    made = reshard.open(tmp_path / "out")
+    assert set(made) == {"layers.0.attention.wo.weight"}
+    wanted = values.float() * torch.cat([torch.full((128, 1), 2.0), torch.full((2, 1), 0.5)])
+    assert torch.equal(made["layers.0.attention.wo.weight"][...], wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from reshard.mapping import (
     Dequantize,
     Drop,
     Mapping,
+    Mxfp4,
     Offset,
     Rename,
     Resize,
@@ -239,7 +241,9 @@ def test_shapes_that_do_not_fit_name_the_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [Drop("a"), Cast("a", "bfloat16"), Dequantize(), Concat(["a", "b"], "c")], ids=lambda r: type(r).__name__
+    "rule",
+    [Drop("a"), Cast("a", "bfloat16"), Dequantize(), Mxfp4(), Concat(["a", "b"], "c")],
+    ids=lambda r: type(r).__name__,
 )
 def test_what_cannot_be_undone_says_so(rule: Rule) -> None:
     with pytest.raises(NormalizationError):
@@ -407,3 +411,28 @@ def test_an_offset_is_exact_or_refused(dtype: torch.dtype, tmp_path: Path) -> No
     small = opened({"n": torch.tensor([1.0, 1e-7], dtype=dtype)}, tmp_path / "d").mapped(mapping)
     with pytest.raises(NormalizationError, match=r"'n' plus -1.0 would lose digits in .* element \[1\]"):
         small["new.n"]
+
+
+def test_weights_of_four_bits(tmp_path: Path) -> None:
+    """Element by element: the lower half of a byte is the first of two numbers."""
+    torch.manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 3, 4, 16), dtype=torch.uint8)
+    scales = torch.randint(110, 140, (2, 3, 4), dtype=torch.uint8)
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    wanted = torch.zeros(2, 4 * 32, 3)
+    for e, r, g, b in itertools.product(range(2), range(3), range(4), range(16)):
+        byte, power = int(blocks[e, r, g, b]), 2.0 ** (int(scales[e, r, g]) - 127)
+        for half, bits in enumerate((byte & 15, byte >> 4)):
+            wanted[e, 32 * g + 2 * b + half, r] = table[bits & 7] * (-1 if bits & 8 else 1) * power
+    state = {"x.w_blocks": blocks, "x.w_scales": scales, "lonely_blocks": blocks}
+
+    made = opened(state, tmp_path / "c").mapped(Mapping([Mxfp4(dtype="float32")]))
+
+    assert set(made) == {"x.w", "lonely_blocks"}
+    assert torch.equal(made["x.w"][...], wanted)
+    assert torch.equal(made["x.w"][1, 5:100:7, 1:], wanted[1, 5:100:7, 1:])
+    bad = opened({"x.w_blocks": blocks, "x.w_scales": scales[:1]}, tmp_path / "d").mapped(Mapping([Mxfp4()]))
+    with pytest.raises(
+        NormalizationError, match=r"needs scales of uint8 \[2, 3, 4\], but 'x.w_scales' is uint8 \[1, 3, 4\]"
+    ):
+        bad["x.w"]
