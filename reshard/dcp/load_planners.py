@@ -26,6 +26,7 @@ from reshard.dcp.state import chunk_of, flat_state, put_at, regions_of
 from reshard.errors import DamagedCheckpointError, KeyMismatchError, UnsafeDataError
 from reshard.matching import needs_code
 from reshard.records import unknown_class
+from reshard.retyping import retyped
 from reshard.tensors import global_shape, is_tensor
 
 __all__ = ["DefaultLoadPlanner", "DynamicMetaLoadPlanner"]
@@ -135,6 +136,7 @@ class DefaultLoadPlanner(LoadPlanner):
         kind = unknown_class(found)
         if kind is not None:
             raise UnsafeDataError(f"{fqn}: {needs_code(kind)}")
+        found = retyped(found, self.state_dict[fqn])
         self.state_dict[fqn] = found
         if self.flatten_state_dict:
             put_at(self.original_state_dict, self.mappings[fqn], found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -48,21 +48,31 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
 
 
 def unwrapped(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict with every `Stateful` replaced by what its `state_dict()` gives."""
-    return {
-        key: value.state_dict() if isinstance(value, Stateful) and not is_tensor(value) else value
-        for key, value in state_dict.items()
-    }
+    """The state dict with every `Stateful` replaced by what its `state_dict()` gives.
+
+    They are asked in the order of their keys: they may call collectives, and ranks may have put them in another order.
+    """
+    given = {key: value.state_dict() for key, value in sorted(state_dict.items(), key=_by_key) if _is_stateful(value)}
+    return {key: given.get(key, value) for key, value in state_dict.items()}
+
+
+def _by_key(entry: tuple[Any, Any]) -> str:
+    return str(entry[0])
+
+
+def _is_stateful(value: Any) -> TypeGuard[Stateful]:
+    return isinstance(value, Stateful) and not is_tensor(value)
 
 
 def put_state_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
     """Give what was loaded to the `Stateful`s, and put everything else in its place in `state_dict`.
 
-    Keys that only `loaded` has were made by a planner, for a target that is to become what is saved.
+    Keys that only `loaded` has were made by a planner, for a target that is to become what is saved. The order is
+    that of `unwrapped`.
     """
-    for key, value in loaded.items():
+    for key, value in sorted(loaded.items(), key=_by_key):
         original = state_dict.get(key)
-        if isinstance(original, Stateful) and not is_tensor(original):
+        if _is_stateful(original):
             original.load_state_dict(value)
         else:
             state_dict[key] = value

@@ -196,3 +196,32 @@ def sharded_async(folder: str) -> bool:
     target = {"w": torch.ones(4, 3)}
     ours.load(target, checkpoint_id=folder)
     return target["w"][:, 0].tolist() == [0, 0, 1, 1]
+
+
+class _Collective:
+    """A Stateful that talks to the other ranks while it is asked, in a way of its own."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor, self.seen = factor, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sum": self._sum()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["sum"] if self._sum() == state["sum"] else -1
+
+    def _sum(self) -> int:
+        total = torch.ones(self.factor, dtype=torch.int64)
+        dist.all_reduce(total)
+        return int(total.sum())
+
+
+def statefuls_in_another_order(folder: str) -> bool:
+    """Ranks whose dicts have another order ask in the same one, or their collectives would not fit together."""
+    names = {"a": _Collective(1), "b": _Collective(2)}
+    state = dict(reversed(names.items())) if dist.get_rank() else names
+    ours.save(state, checkpoint_id=folder)
+    ours.load(state, checkpoint_id=folder)
+    world = dist.get_world_size()
+    kept = list(state) == (["b", "a"] if dist.get_rank() else ["a", "b"])
+    return kept and [names[key].seen for key in "ab"] == [world, 2 * world]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import inspect
@@ -410,3 +411,48 @@ def test_metadata_names_the_save_and_the_load(tmp_path):
     meta = reader.read_metadata().storage_meta
 
     assert (str(meta.checkpoint_id), meta.save_id, meta.load_id) == (str(tmp_path), writer.save_id, reader.load_id)
+
+
+class Log:
+    """A Stateful as training programs write them, with bytes in a file object."""
+
+    def __init__(self, losses):
+        self.losses = losses
+
+    def state_dict(self):
+        file = io.BytesIO()
+        torch.save(self.losses, file)
+        return {"losses": file, "device": torch.device("cpu"), "where": [Path("a/b")], "flags": argparse.Namespace(x=1)}
+
+    def load_state_dict(self, state):
+        state["losses"].seek(0)
+        self.losses = torch.load(state["losses"])
+        self.rest = (state["device"], state["where"], state["flags"])
+
+
+@pytest.mark.parametrize("planner", [None, ours.DefaultLoadPlanner, theirs.DefaultLoadPlanner])
+def test_objects_come_back_in_the_type_that_is_live(tmp_path, planner):
+    ours.save({"log": Log([1.0, 2.0])}, checkpoint_id=tmp_path)
+    reader = ours.FileSystemReader(tmp_path) if planner is None else theirs.FileSystemReader(tmp_path)
+    log = Log([])
+
+    ours.load({"log": log}, storage_reader=reader, planner=planner and planner())
+
+    assert log.losses == [1.0, 2.0]
+    assert log.rest == (torch.device("cpu"), [Path("a/b")], argparse.Namespace(x=1))
+
+
+def test_objects_come_back_in_the_live_type_from_our_load_too(tmp_path):
+    ours.save({"log": Log([1.0]).state_dict()}, checkpoint_id=tmp_path)
+    target = {"log": Log([]).state_dict()}
+
+    reshard.load(target, tmp_path)
+
+    target["log"]["losses"].seek(0)
+    assert torch.load(target["log"]["losses"]) == [1.0]
+    assert target["log"]["device"] == torch.device("cpu")
+
+
+@pytest.mark.gloo
+def test_statefuls_are_asked_in_the_same_order(tmp_path):
+    assert all(gloo.run(jobs.statefuls_in_another_order, 2, str(tmp_path), timeout_s=60))
