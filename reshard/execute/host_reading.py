@@ -53,7 +53,7 @@ class HostReading:
 
         `own`: this rank's memory; open for as long as what is returned is used.
         """
-        shareable = [(copy.place.source, copy) for copy in copies if isinstance(copy.place.source, FileSource)]
+        shareable = [(source, copy) for copy in copies if (source := _common(copy)) is not None]
         touched = Touched.of((source, copy.place.window) for source, copy in shareable)
         hello = _Hello(touched.encode(), own.address)
         hellos = [msgspec.msgpack.decode(data, type=_Hello) for data in group.exchange(msgspec.msgpack.encode(hello))]
@@ -89,7 +89,8 @@ class HostReading:
         takes: dict[tuple[int, int], list[Copy]] = defaultdict(list)
         rest: list[Copy] = []
         for copy in copies:
-            shared = by_file.get(copy.place.source.label) if isinstance(copy.place.source, FileSource) else None
+            source = _common(copy)
+            shared = by_file.get(source.label) if source is not None else None
             if shared is None or not copy.place.window.numel:
                 rest.append(copy)
                 continue
@@ -140,6 +141,12 @@ class HostReading:
                 host.call(TAKEN)
             host.wait_taken(self.rounds)
         return done
+
+
+def _common(copy: Copy) -> FileSource | None:
+    """The file of a copy, if the other ranks of the machine see the same one under its name."""
+    source = copy.place.source
+    return source if isinstance(source, FileSource) and source.storage.is_common else None
 
 
 class _Filler:

@@ -32,10 +32,13 @@ class Storage(ABC):
     Attributes:
         url: where it is, for messages.
         max_gap_bytes: reading up to this many bytes that nobody asked for is cheaper than one more request.
+        is_common: whether all processes of a machine that open this URL see the same objects, so that one may read for
+            another.
     """
 
     url: str
     max_gap_bytes: int
+    is_common: bool = False
 
     @abstractmethod
     def list(self, prefix: str = "") -> dict[str, int]:

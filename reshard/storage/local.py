@@ -39,6 +39,7 @@ class LocalStorage(Storage):
     """
 
     max_gap_bytes = _PAGE_BYTES
+    is_common = True
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))

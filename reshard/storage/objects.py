@@ -77,6 +77,8 @@ class ObjectStorage(Storage):
         parallel: how many parts one read or one writer has in flight; its memory is parallel x part_bytes.
     """
 
+    is_common = True
+
     def __init__(self, store: Any, url: str, *, part_bytes: int = _PART_BYTES, parallel: int = _PARALLEL) -> None:
         if part_bytes < 5 << 20 or parallel < 1:
             raise StorageError(

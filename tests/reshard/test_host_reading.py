@@ -216,6 +216,21 @@ def test_a_flipped_bit_is_found_by_the_rank_that_reads_it_for_all(tmp_path):
     assert "untouched=True" in here[0] or "untouched=True" in here[1]  # what is read whole is checked before
 
 
+def private_job() -> tuple[int, bool]:
+    """Each process has a memory of its own under one name, and different tensors in it."""
+    mine = torch.full((ROWS, COLUMNS), float(dist.get_rank() + 1))
+    storage = MemoryStorage("own")
+    reshard.save({"wide": mine}, storage, alone=True)
+    target = torch.zeros(ROWS, COLUMNS)
+    report = reshard.load({"wide": target}, storage)
+    return report.bytes_received, torch.equal(target, mine)
+
+
+@pytest.mark.gloo
+def test_what_each_process_has_for_itself_is_not_read_for_others():
+    assert gloo.run(private_job, 2) == [(0, True)] * 2
+
+
 def unlucky_job(path: str) -> tuple[bool, int]:
     """One rank may not open what belongs to the others."""
     if dist.get_rank() == 1:
