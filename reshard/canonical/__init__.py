@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from planners.errors import PlanError
@@ -19,7 +20,7 @@ from reshard.canonical.megatron import normalize_megatron
 from reshard.canonical.megatron_legacy import normalize_megatron_legacy
 from reshard.canonical.orbax import normalize_orbax
 from reshard.canonical.result import Canonical
-from reshard.canonical.stages import normalize_stages
+from reshard.canonical.stages import normalize_stages, stages_by_key
 from reshard.errors import DamagedCheckpointError, NormalizationError, ReshardError
 from reshard.formats.base import Contents
 
@@ -46,9 +47,12 @@ def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: 
         NormalizationError: a hint is missing or wrong, or two tensors would have one name.
         DamagedCheckpointError: parts of a tensor are missing or do not fit together.
     """
-    normalizer = _BY_FORMAT.get(contents.format, normalize_generic)
     given = Hints(hints)
     try:
+        normalizer = _BY_FORMAT.get(contents.format, normalize_generic)
+        stages = stages_by_key(contents) if contents.format not in _BY_FORMAT else None
+        if stages is not None:
+            normalizer, contents = normalize_stages, replace(contents, facts={**contents.facts, "stages": stages})
         return _tie(normalizer(contents, given, what), given).rename()
     except ReshardError:
         raise

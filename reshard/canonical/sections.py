@@ -17,7 +17,7 @@ from reshard.errors import NormalizationError
 from reshard.formats.base import Contents
 from reshard.tree import IntKey
 
-__all__ = ["Leaf", "Sections", "Tree", "find_sections", "nest", "resolve", "walk"]
+__all__ = ["Leaf", "Sections", "Tree", "find_sections", "is_beside", "nest", "resolve", "walk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +122,16 @@ def find_sections(contents: Contents) -> Sections:
         return Sections({}, [("", tree)])
     found = sorted((key for key in tree if _is_optimizer(key, tree[key])), key=_natural)
     optimizers = [(key, one) for key in found for one in _as_trees(_inside(tree[key]))]
-    first = next((key for key in _MODEL if isinstance(tree.get(key), dict) and _has_tensor(tree[key])), None)
+    models_in = [key for key in tree if isinstance(tree[key], dict) and _has_tensor(tree[key])]
+    first = next((key for key in _MODEL if key in models_in), None)
     if first is None:
-        names = _names({k: v for k, v in tree.items() if not (_is_optimizer(k, v) or _is_other(k, v))})
-        return Sections({"": names}, [("", one) for _, one in optimizers])
-    others = [key for key in tree if _NUMBER.sub("", str(key)) == first and key != first and _has_tensor(tree[key])]
+        numbered = [key for key in models_in if _NUMBER.search(str(key)) and _NUMBER.sub("", str(key)) in _MODEL]
+        if len(numbered) < 2 or len({_NUMBER.sub("", str(key)) for key in numbered}) > 1:
+            names = _names({k: v for k, v in tree.items() if not (_is_optimizer(k, v) or _is_other(k, v))})
+            return Sections({"": names}, [("", one) for _, one in optimizers])
+        first = min(numbered, key=_natural)
+    base = _NUMBER.sub("", first)
+    others = [key for key in models_in if key != first and _NUMBER.sub("", str(key)) == base]
     if not others:
         return Sections({"": _names(tree[first])}, [("", one) for _, one in optimizers])
     models = {f"{key}.": _names(_inside(tree[key])) for key in (first, *sorted(others, key=_natural))}
@@ -146,7 +151,7 @@ def _inside(section: Tree) -> Tree:
 def _model_of(optimizer: str, first: str, models: Mapping[str, Any]) -> str:
     """The one of several models that has the optimizer's number; optimizers of no such number are the first's."""
     number = _NUMBER.search(optimizer)
-    mine = f"{first}{number[0] if number else ''}."
+    mine = f"{_NUMBER.sub('', first)}{number[0] if number else ''}."
     return mine if mine in models else f"{first}."
 
 
@@ -215,11 +220,16 @@ def _lists(tree: Tree) -> bool:
     return isinstance(groups, dict) and all(isinstance(group, dict) and "params" in group for group in groups.values())
 
 
+def is_beside(key: str) -> bool:
+    """Whether a section of this name is neither a model nor an optimizer."""
+    return _OTHER.fullmatch(key) is not None
+
+
 def _is_other(key: Any, value: Any) -> bool:
     # a parameter of the model may be called like this, too: then it is no section but a tensor at the top
     if isinstance(value, Leaf):
         return not value.is_tensor
-    return _OTHER.fullmatch(str(key)) is not None
+    return is_beside(str(key))
 
 
 def _is_bare_optimizer(tree: Tree) -> bool:

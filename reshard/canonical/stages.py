@@ -1,7 +1,8 @@
-"""Normalizes the files of pipeline stages: layers and ids that count from 0 in each stage are numbered through.
+"""Normalizes pipeline stages that were saved apart: layers and ids that count from 0 in each are numbered through.
 
 stage 0: layers.0, layers.1          stage 1: layers.0, layers.1   ->   layers.2, layers.3
-What several stages have under one name, such as a shared buffer, is taken from the first.
+What several stages have under one name, such as a shared buffer, is taken from the first. Stages are files of their
+own, or have keys of their own in one checkpoint: {"stage_0": {"model": ...}, ...} or {"model": {"stage_0": ...}, ...}.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from reshard.canonical.generic import take_optimizer
@@ -16,13 +18,50 @@ from reshard.canonical.hints import Hints, find_scope
 from reshard.canonical.names import NameMap
 from reshard.canonical.optim import SavedOptimizer, name_ids, read_optimizer
 from reshard.canonical.result import Canonical, check_shapes
-from reshard.canonical.sections import find_sections
+from reshard.canonical.sections import find_sections, is_beside
 from reshard.errors import DamagedCheckpointError, NormalizationError
-from reshard.formats.base import Contents, StoredTensor
+from reshard.formats.base import Contents, LazyMapping, StoredTensor
+from reshard.tree import KeyPath
 
-__all__ = ["normalize_stages"]
+__all__ = ["normalize_stages", "stages_by_key"]
 
 _LAYER = re.compile(r"(?P<head>.*?)\b(?P<number>\d+)(?P<tail>\..+)", re.DOTALL)
+
+
+_STAGE = re.compile(r"(?:stage|pp|pipe|pipeline)(?:_?(?:rank|stage))?[_.-]?(\d+)")
+
+
+def stages_by_key(contents: Contents) -> dict[int, Contents] | None:
+    """The stages of a checkpoint in which each has a key of its own, by number; None if there are not several of them,
+    or tensors of a model or optimizer outside.
+
+    Raises DamagedCheckpointError if one between them is missing.
+    """
+    for at in (0, 1):
+        found: dict[int, dict[str, KeyPath]] = {}
+        outside = False
+        for key in (*contents.tensors, *contents.aliases, *contents.objects):
+            path = contents.paths.get(key, (key,))
+            match = _STAGE.fullmatch(str(path[at])) if len(path) > at + 1 else None
+            if match is not None:
+                found.setdefault(int(match[1]), {})[key] = (*path[:at], *path[at + 1 :])
+            outside |= match is None and key in contents.tensors and not is_beside(str(path[0]))
+        if len(found) > 1 and not outside:
+            missing = sorted(set(range(min(found), max(found))) - set(found))
+            if missing:
+                raise DamagedCheckpointError(
+                    f"stage {missing[0]} is missing: there are the stages {', '.join(map(str, sorted(found)))}"
+                )
+            return {number: _part(contents, found[number]) for number in sorted(found)}
+    return None
+
+
+def _part(contents: Contents, paths: Mapping[str, KeyPath]) -> Contents:
+    def of(whole: Mapping[str, Any]) -> LazyMapping[Any]:
+        return LazyMapping({key: partial(whole.__getitem__, key) for key in whole if key in paths})
+
+    aliases = {key: target for key, target in contents.aliases.items() if key in paths}
+    return Contents(contents.format, of(contents.tensors), of(contents.objects), aliases, paths)
 
 
 @dataclass

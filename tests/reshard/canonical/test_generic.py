@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+import reshard
 from reshard import checkpoint
 from reshard.canonical import HINTS
 from reshard.errors import DamagedCheckpointError, NormalizationError
@@ -207,6 +208,55 @@ def test_an_optimizer_is_known_by_its_inside(tmp_path: Path) -> None:
     assert set(found["model"]) == {f"net{which}.{name}" for which in "GD" for name in weights()}
     assert found["optim"]["state"]["netG.lin.weight"]["step"] == 3
     assert [group["lr"] for group in found["optim"]["param_groups"]] == [0.2, 0.1]
+
+
+def staged(local: bool, nest: str) -> dict[str, Any]:
+    """Two stages of two layers each, which count from 0 or through."""
+    parts: dict[str, Any] = {}
+    for stage in range(2):
+        names = [f"layers.{i if local else 2 * stage + i}.weight" for i in range(2)]
+        model = {name: W + 2 * stage + i for i, name in enumerate(names)} | {"freqs": B}
+        optim = {
+            "state": {name: {"exp_avg": model[name] * 2} for name in names},
+            "param_groups": [{"lr": 0.1, "params": names}],
+        }
+        if nest == "outside":
+            parts[f"stage_{stage}"] = {"model": model, "optimizer": optim}
+        elif nest == "inside":
+            parts.setdefault("model", {})[f"pp_rank_{stage}"] = model
+            parts.setdefault("optim", {})[f"pp_rank_{stage}"] = optim
+        else:
+            parts |= {f"model_{stage}": model, f"optim_{stage}": optim}
+    return {**parts, "epoch": 3, "rng": {"state": torch.ones(3)}}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("nest", ["outside", "inside"])
+def test_stages_with_keys_of_their_own(tmp_path: Path, nest: str, local: bool) -> None:
+    """As pipeline stages save that must not overwrite each other's lists: one model, its layers numbered through."""
+    state = staged(local, nest)
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    reshard.convert(tmp_path / "dcp", tmp_path / "native")
+    opened = [checkpoint.open(tmp_path / kind).normalized() for kind in ("dcp", "native")]
+    names = [f"layers.{i}.weight" for i in range(4)]
+    for found in (normalized(tmp_path, state), *opened):
+        assert set(found["model"]) == {*names, "freqs"}
+        assert all(found["model"][name][...].equal(W + i) for i, name in enumerate(names))
+        assert all(found["optim"]["state"][name]["exp_avg"][1:].equal((W + i)[1:] * 2) for i, name in enumerate(names))
+        assert [group["params"] for group in found["optim"]["param_groups"]] == [names]
+
+
+def test_stages_that_cannot_be_put_together(tmp_path: Path) -> None:
+    state = staged(True, "outside")
+    state["stage_3"] = state.pop("stage_1")
+    with pytest.raises(DamagedCheckpointError, match="stage 1 is missing: there are the stages 0, 3"):
+        normalized(tmp_path, state)
+    # a number alone does not say that these are parts of one model
+    found = normalized(tmp_path, staged(True, "numbers"))
+    assert found["model"]["model_1.layers.0.weight"][...].equal(W + 2)
+    assert found["optim"]["state"]["model_1.layers.0.weight"]["exp_avg"][...].equal((W + 2) * 2)
+    assert len(found["model"]) == 6
 
 
 def test_unknown_hints_are_listed(tmp_path: Path) -> None:
