@@ -20,6 +20,7 @@ from reshard.dtypes import dtype_from_name
 from reshard.errors import DamagedCheckpointError, KeyMismatchError
 from reshard.execute.arrays import as_array
 from reshard.execute.fetching import Fetch
+from reshard.execute.devices import settle_streams
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
 from reshard.formats.base import StoredTensor
 from reshard.group import Group
@@ -28,7 +29,7 @@ from reshard.matching import Match, Truth, match_keys, refuse, used_by_all
 from reshard.passing import SharedReading
 from reshard.progress import Progress
 from reshard.targets import Targets
-from reshard.tensors import form_of, spec_of
+from reshard.tensors import device_of, form_of, spec_of
 from reshard.ties import filled_once, refuse_overlaps
 
 __all__ = ["LoadReport", "load"]
@@ -207,6 +208,7 @@ def load_with(
                 fetch.bytes_received += shared.pass_on(targets.writable, group, process_group)
             targets.assign(match.objects)
             targets.assign(per_rank)
+    settle_streams(device_of(targets.tensors[key]) for key in names)
     seconds = {"plan": planned - clock, "check": verified - planned, "read": time.perf_counter() - verified}
     return LoadReport(
         **_findings(checkpoint, match, truth),

@@ -19,6 +19,7 @@ from reshard import generations
 from reshard.agreement import format_some_ranks
 from reshard.census import Holdings, check_globs, holdings_of, per_rank_name, take_census
 from reshard.errors import CheckpointError, LayoutError, ReshardError
+from reshard.execute.devices import settle_streams
 from reshard.execute.writing import STAGE_BYTES, Entry, sum_up, write_file
 from reshard.formats.native import FileRecord
 from reshard.group import Group
@@ -263,6 +264,7 @@ def _entries(job: _Job) -> list[Entry]:
         part = views[item.fqn][item.part]
         piece = part[item.source.slices] if part.ndim else part
         out.append(Entry(layout.spec, item.box, piece))
+    settle_streams(entry.tensor.device for entry in out)
     return out
 
 
