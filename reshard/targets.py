@@ -89,6 +89,13 @@ class Targets:
         out.paths.update(out.units)
         return out
 
+    def live(self, key: str) -> Any:
+        """What is under `key` now."""
+        here: Any = self.root
+        for part in self.paths[key]:
+            here = getattr(here, str(part)) if isinstance(here, torch.Tensor) else here[_index(part)]
+        return here
+
     def writable(self, key: str) -> tuple[torch.Tensor, ...]:
         """The local tensors to write into: the live ones, or new ones in place of meta tensors and changed dtypes."""
         tensor = self.tensors[key]
