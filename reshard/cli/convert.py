@@ -60,20 +60,20 @@ def convert(
 ) -> None:
     """Write SOURCE in another format, in little memory. What is interrupted goes on when it is started again."""
     import reshard
+    from reshard.mapping import Mapping
 
-    mapping, plain = mapping_of(names, config, naming), dequantized(dequantize, dtype)
     hints = stored_hints((names or "").partition(":")[0], read_hints(hint or []))
+    mapping, plain = mapping_of(names, config, naming), dequantized(dequantize, dtype)
     kept: list[str] = []
     if names is not None and mapping is not None:
         state = reshard.open(source)
         state = state.canonical(hints, model_only=model) if model or normalized else state
-        state = plain.apply(state)
-        kept = untaken(names, mapping, state)
+        kept = untaken(names, mapping, plain.apply(state))
     report = reshard.convert(
         source,
         target,
         format=format,
-        mapping=mapping if not plain.stages else plain if mapping is None else plain | mapping,
+        mapping=mapping if not plain.stages else plain | (mapping or Mapping()),
         onto=None if onto is None else side(onto, _rules(rule or [])),
         select=select,
         dtype=dtype,
@@ -85,10 +85,7 @@ def convert(
         overwrite=overwrite,
         progress=not as_json,
     )
-    if as_json:
-        print_json({**{name: getattr(report, name) for name in report.__dataclass_fields__}, "names_kept": kept})
-    else:
-        _print(report, kept)
+    _print(report, kept, as_json)
 
 
 def _rules(given: list[str]) -> dict[str, str]:
@@ -103,7 +100,10 @@ def _bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[unit])
 
 
-def _print(report: ConvertReport, kept: list[str]) -> None:
+def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
+    if as_json:
+        print_json({**{name: getattr(report, name) for name in report.__dataclass_fields__}, "names_kept": kept})
+        return
     from rich.markup import escape
 
     screen = console()

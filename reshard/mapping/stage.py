@@ -185,6 +185,8 @@ class Stage:
                 self._put(self.objects, f"{stem}.{at}", f"{stem}.{at}", partial(str, name))
                 self.paths[f"{stem}.{at}"] = (*path[:-1], at)
         for group in groups:
+            if group.missing:
+                self.warnings.append(_filled_note(group))
             number = counts.get(group.identity)
             if group.rule.targets and group.rule.targets[0].number is not None and number is None:
                 number = self._count_at_parameter(group)

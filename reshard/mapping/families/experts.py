@@ -47,7 +47,7 @@ def titan_name(name: str, generation: str) -> str:
 def experts_to_megatron(model: Decoder, *, transformer_engine: bool) -> list[Rule]:
     """gate and up of each expert as one; grouped by TransformerEngine, the expert's number ends the name."""
     rules: list[Rule] = []
-    for kind in ("weight", "bias"):
+    for kind in ("weight", "bias") if model.family == "gpt_oss" else ("weight",):
         block = f"{MEGATRON}mlp.experts."
         names = [f"{block}local_experts.{{e}}.linear_fc{n}.{kind}" for n in (1, 2)]
         if transformer_engine:
