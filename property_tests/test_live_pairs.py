@@ -56,7 +56,7 @@ def held(layout: StateLayout, rank: int, whole: dict[str, torch.Tensor] | None) 
 
 
 def ranks_of(*layouts: StateLayout) -> tuple[int, ...]:
-    return tuple(sorted({r for layout in layouts for t in layout.values() for r in t.form.ranks()}))
+    return tuple(sorted({r for layout in layouts for t in layout.values() for r in t.form.ranks() if t.parts(r)}))
 
 
 def job(cases: list[tuple[StateLayout, StateLayout, int]]) -> list[list[tuple[int, str]]]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from planners.codec import form_from_json, form_to_json
-from planners.forms import BoxesForm, Form, ProductForm
+from planners.forms import BoxesForm, FlatForm, Form, ProductForm
 from planners.layout import StateLayout, TensorLayout, TensorSpec
 from planners.mesh import Mesh
 from planners.placement import Replicate
@@ -161,6 +161,8 @@ def _only(form: Form, spec: TensorSpec, everyone: list[int]) -> Form:
         return form
     if not isinstance(form, ProductForm) and form.world_size <= len(everyone) == max(everyone) + 1:
         return form
+    if isinstance(form, FlatForm):  # its local tensors are flat, which boxes would not say
+        return FlatForm.make({r: (start, stop) for r, start, stop in form.ranges if r in everyone}, max(everyone) + 1)
     layout = TensorLayout.of(spec, form)
     return BoxesForm.make(
         {rank: layout.boxes(rank) for rank in everyone if rank < layout.world_size}, max(everyone) + 1

@@ -7,6 +7,7 @@ import torch
 
 import reshard
 from planners import Box, TensorLayout, TensorSpec
+from reshard.agreement import describe, join_layouts
 from reshard.errors import LayoutError
 from reshard.live.memory import part_tensors
 
@@ -85,3 +86,13 @@ def test_a_target_whose_value_cannot_be_replaced_is_refused_before_anything_move
         reshard.redistribute({"w": WHOLE, "fixed": {"step": 3, "lr": torch.ones(())}}, target)
 
     assert not target["w"].any()
+
+
+def test_flat_tensors_stay_flat_in_a_group_of_some_of_the_ranks():
+    """Of ranks 0 to 3, 1 and 3 take part, and hold all that there is."""
+    layout = TensorLayout.from_flat_ranges(SPEC, {0: (0, 0), 1: (0, 7), 2: (7, 7), 3: (7, 24)})
+    described = [(describe({"w": torch.zeros(size)}, {"w": layout}), [rank]) for rank, size in ((1, 7), (3, 17))]
+
+    joined = join_layouts(described)
+
+    assert joined["w"] == TensorLayout.from_flat_ranges(SPEC, {1: (0, 7), 3: (7, 24)}, 4)
