@@ -19,6 +19,7 @@ from reshard.errors import KeyMismatchError
 from reshard.normalization.api import get_model_state_dict, get_optimizer_state_dict
 from reshard.normalization.names import Models
 from reshard.tensors import global_shape
+from reshard.tree import KeyPath, unflatten
 
 __all__ = ["optimizer_destinations"]
 
@@ -45,7 +46,7 @@ def optimizer_destinations(
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     place = tuple(prefix.split(".")) if prefix else ()
     parameters = get_model_state_dict(model)
-    state: dict[str, dict[str, Any]] = {}
+    leaves: dict[str, dict[KeyPath, Any]] = {}
     found = False
     for key in [*checkpoint, *checkpoint.objects]:
         path = checkpoint.contents.paths.get(key, (key,))
@@ -53,11 +54,9 @@ def optimizer_destinations(
             continue
         found = True
         rest = path[len(place) :]
-        if len(rest) == 3 and rest[0] == "state" and rest[1] in parameters:
-            values = state.setdefault(rest[1], {})
-            values[rest[2]] = _place(
-                checkpoint[key] if key in checkpoint else checkpoint.objects[key], parameters[rest[1]]
-            )
+        if len(rest) >= 3 and rest[0] == "state" and rest[1] in parameters:
+            saved = checkpoint[key] if key in checkpoint else checkpoint.objects[key]
+            leaves.setdefault(rest[1], {})[rest[2:]] = _place(saved, parameters[rest[1]])
         elif rest and str(rest[0]).startswith(("state.", "param_groups.")):
             return _flat(checkpoint, place, parameters)
     if not found:
@@ -66,8 +65,15 @@ def optimizer_destinations(
             f"{checkpoint.url} has nothing under {prefix!r}; its keys begin with {', '.join(names)}. "
             "Give the key that the optimizer's state dict was saved under as prefix="
         )
+    state = {fqn: unflatten(values, _containers(checkpoint, (*place, "state", fqn))) for fqn, values in leaves.items()}
     live = get_optimizer_state_dict(model, optimizers)
     return {"state": state, "param_groups": live.get("param_groups", [])}
+
+def _containers(checkpoint: Checkpoint, above: KeyPath) -> dict[KeyPath, str]:
+    """The kinds of the containers below a path, such as LBFGS's lists, by the rest of theirs."""
+    known = checkpoint.contents.containers.items()
+    return {path[len(above) :]: kind for path, kind in known if path[: len(above)] == above and len(path) > len(above)}
+
 
 
 def _flat(checkpoint: Checkpoint, place: tuple[str, ...], parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class LoadReport:
     seconds: Mapping[str, float] = field(compare=False)
     """Time by phase."""
     bytes_received: int = 0
+    resized: tuple[str, ...] = ()
+    """Extra state of modules that had another shape or dtype than was saved, and was replaced by what was saved."""
     """Under `read_once`: bytes that other ranks read and passed on to this one."""
 
     @property
@@ -238,9 +240,12 @@ def _findings(checkpoint: Checkpoint, match: Match, truth: Truth) -> dict[str, A
 
 
 def _share(targets: Targets, match: Match, group: Group) -> SharedReading:
-    if targets.replaced:
+        resized=tuple(targets.resized),
+    if set(targets.replaced) - set(targets.resized):
         raise KeyMismatchError('read_once does not go with dtype_policy="saved": use "cast", or read everything')
-    return SharedReading.agree({key: targets.tensors[key] for key in match.tensors}, group)
+    return SharedReading.agree(
+        {key: targets.tensors[key] for key in match.tensors if key not in targets.resized}, group
+    )
 
 
 def _watched(group: Group, advance: Callable[[int], None]) -> Callable[[int], None]:
@@ -281,7 +286,8 @@ def _plan(
         saved[key] = TensorLayout.of(spec, stored_layout(tensor).form)
         target = targets.tensors[key]
         form = (shared.form(key) if shared is not None else None) or form_of(target, key)
-        wanted[key] = TensorLayout.of(TensorSpec(key, spec_of(key, target).shape, spec.dtype), form)
+        shape = targets.resized.get(key, spec_of(key, target).shape)
+        wanted[key] = TensorLayout.of(TensorSpec(key, shape, spec.dtype), form)
     world = max([rank + 1, *(layout.world_size for layout in wanted.values())])
     plan = plan_reads(StateLayout(saved), StateLayout(wanted, world))
     try:

@@ -155,6 +155,10 @@ class _Work:
     def _fits(self, key: str, name: str, tensor: Any) -> bool:
         spec = self.checkpoint[name].stored.spec
         shape, dtype = global_shape(tensor), dtype_name(tensor.dtype)
+        if (shape, dtype) != (spec.shape, spec.dtype) and self.targets.is_opaque(key):
+            self.targets.replaced[key] = dtype_from_name(spec.dtype)
+            self.targets.resized[key] = spec.shape
+            return True
         if shape != spec.shape:
             self.mismatched.append(f"{key}: saved with shape {list(spec.shape)}, wanted with {list(shape)}")
             return False

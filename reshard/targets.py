@@ -13,10 +13,13 @@ from reshard.census import identity_of
 from reshard.errors import FormatError, LayoutError
 from reshard.per_rank import PerRank
 from reshard.subclasses import expanded, holder
-from reshard.tensors import device_of, is_tensor, local_tensors, spec_of
+from reshard.tensors import device_of, is_sharded, is_tensor, local_tensors, spec_of
 from reshard.tree import IntKey, KeyPath, flatten, key_of
 
 __all__ = ["Targets"]
+
+_EXTRA_STATE = "_extra_state"
+"""The key under which torch puts what `Module.get_extra_state` gives."""
 
 
 @dataclass
@@ -36,6 +39,8 @@ class Targets:
     """key -> an earlier key of the very same memory."""
     replaced: dict[str, torch.dtype] = field(default_factory=dict)
     """Tensors that are to be replaced by ones of another dtype."""
+    resized: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of these, the extra state of modules that was saved with another shape: it takes that."""
     _made: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -106,11 +111,17 @@ class Targets:
         if key not in self._made:
             device = torch.device("cpu") if device.type == "meta" else device
             fresh = tuple(
-                torch.empty(local.shape, dtype=dtype or local.dtype, device=device) for local in local_tensors(tensor)
+                torch.empty(self.resized.get(key, local.shape), dtype=dtype or local.dtype, device=device)
+                for local in local_tensors(tensor)
             )
             self._made[key] = fresh
             self.assign({key: _like(tensor, fresh, key)})
         return self._made[key]
+
+    def is_opaque(self, key: str) -> bool:
+        """Whether a tensor is of the extra state of a module, whose shape is nobody's business but the module's."""
+        parts = [str(part) for part in self.paths[key]]
+        return not is_sharded(self.tensors[key]) and any(part.rpartition(".")[2] == _EXTRA_STATE for part in parts)
 
     @property
     def tied_in_place(self) -> dict[str, str]:

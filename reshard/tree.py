@@ -9,6 +9,7 @@ in a list or tuple. That, and which containers are tuples or empty, is all it ta
 from __future__ import annotations
 
 import base64
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -201,7 +202,7 @@ def path_from_json(data: Sequence[Any]) -> KeyPath:
 
 def encode_plain(value: Any) -> Any:
     """Plain Python data as JSON data, losslessly: None, bool, int, float (also nan, inf, -0.0), complex, text, bytes,
-    list, tuple, set, frozenset, dict (any plain keys), torch.Size, torch.dtype, numpy numbers and arrays of numbers.
+    io.BytesIO, list, tuple, set, frozenset, dict (any plain keys), torch.Size, torch.dtype, numpy numbers and arrays.
 
     Inverse of `decode_plain`.
 
@@ -258,6 +259,8 @@ def _encode_simple(value: Any) -> dict[str, Any] | None:
         return {"$complex": [_encode(value.real, set()), _encode(value.imag, set())]}
     if type(value) in (bytes, bytearray):
         return {f"${type(value).__name__}": base64.b64encode(value).decode()}
+    if type(value) is io.BytesIO:  # what older modules give as their extra state
+        return {"$bytesio": base64.b64encode(value.getvalue()).decode()}
     if isinstance(value, torch.Size):
         return {"$size": list(value)}
     if isinstance(value, torch.dtype):
@@ -273,6 +276,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$complex": lambda v: complex(decode_plain(v[0]), decode_plain(v[1])),
     "$bytes": lambda v: base64.b64decode(v, validate=True),
     "$bytearray": lambda v: bytearray(base64.b64decode(v, validate=True)),
+    "$bytesio": lambda v: io.BytesIO(base64.b64decode(v, validate=True)),
     "$size": torch.Size,
     "$dtype": dtype_from_name,
     "$number": lambda v: np.frombuffer(base64.b64decode(v[1], validate=True), _plain_dtype(v[0]))[0],

@@ -164,3 +164,36 @@ def test_a_part_of_the_model_gets_places_for_its_part_of_the_flat_form(tmp_path)
     assert {".".join(key.split(".")[1:3]) for key in places} == {"0.weight", "0.bias"}
     assert places["state.0.weight.exp_avg"].shape == (4, 3)
     assert places["param_groups.0.bias.lr"] == 1e-3
+
+
+def test_state_in_lists_gets_places_in_lists(tmp_path):
+    def trained(steps):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+        for _ in range(steps):
+            step(model, optimizer)
+        return model, optimizer
+
+    def step(model, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.arange(12.0).reshape(4, 3)).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    model, optimizer = trained(2)
+    saved = dict(zip(("model", "optim"), reshard.get_state_dict(model, optimizer), strict=True))
+    reshard.save(saved, tmp_path)
+    fresh, other = trained(0)
+    target = {
+        "model": reshard.get_model_state_dict(fresh),
+        "optim": reshard.optimizer_destinations(fresh, other, tmp_path),
+    }
+    reshard.load(target, tmp_path)
+    reshard.set_state_dict(fresh, other, model_state_dict=target["model"], optim_state_dict=target["optim"])
+    for pair in ((model, optimizer), (fresh, other)):
+        step(*pair)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
