@@ -43,6 +43,7 @@ def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
             result.add_model(renames[prefix](name), tensor, prefix + name)
     for prefix, saved in named:
         take_optimizer(result, saved, renames[prefix])
+    result.notes += _half_of_lightning(contents, result, hints)
     _override_groups(result, hints)
     if by_id:
         check_shapes(result, "so the names that were given are in another order than the ids")
@@ -82,6 +83,18 @@ def _attribute(contents: Contents, names: list[str]) -> str:
     return common_attribute(names) if "pytorch-lightning_version" in contents.objects else ""
 
 
+def _half_of_lightning(contents: Contents, result: Canonical, hints: Hints) -> list[str]:
+    """What to know of a checkpoint that may have lost its `meta.pt`, by which it is known that names have a prefix."""
+    front = common_attribute(result.model)
+    numbered = any(key.startswith("optimizer_0.state.") for key in contents.tensors)
+    if contents.format != "dcp" or not numbered or not front or "prefix" in hints:
+        return []
+    return [
+        f"all names begin with {front!r}, and the keys are those of Lightning, but without its meta.pt: if that was lost, "
+        "this is the training module's attribute, and the hint 'prefix' takes it away"
+    ]
+
+
 def take_optimizer(result: Canonical, saved: SavedOptimizer, rename: Any) -> None:
     """Add an optimizer's states and groups under canonical names."""
     for name, states in saved.state.items():
@@ -110,7 +123,7 @@ def _override_groups(result: Canonical, hints: Hints) -> None:
         )
     settings = result.groups or [{} for _ in given]
     result.groups = [{**group, "params": list(names)} for group, names in zip(settings, given)]
-    result.notes.clear()
+    result.notes[:] = [note for note in result.notes if "param group" not in note]
 
 
 _FUSED = re.compile(r"(.*)\bwqkv\.(weight|bias)", re.DOTALL)

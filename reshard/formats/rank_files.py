@@ -27,6 +27,7 @@ from reshard.formats.torch_file import TorchFile, flat_leaves, read_torch_file, 
 from reshard.records import TensorRef
 from reshard.storage.base import Storage
 from reshard.tree import KeyPath, key_of
+from reshard.unpickle import load_pickle
 
 __all__ = ["Section", "detect", "looks_for", "name", "open", "open_sections", "sections_of"]
 
@@ -90,12 +91,30 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         FormatError: several sections of one name, or DTensors that cannot be understood.
     """
     sections = list(sections_of(names).values())
-    kind = "torch_checkpointing" if "metadata.pkl" in names else name
+    kind = name
+    if "metadata.pkl" in names:
+        kind = "torch_checkpointing"
+        _check_items(storage, sections)
     contents = open_sections(kind, storage, sections)
     opened = {file for section in sections for file in section.files.values()} | {"metadata.pkl"}
     others = [n for n in names if n not in opened and n.endswith((".pt", ".pth", ".bin", ".pkl", ".safetensors"))]
     warnings = (f"not opened: {', '.join(sorted(others)[:5])}",) if others else ()
     return replace(contents, warnings=warnings)
+
+
+def _check_items(storage: Storage, sections: list[Section]) -> None:
+    """Let sections know how many ranks saved them. Raises DamagedCheckpointError if an item of tensors has no files."""
+    source = Files(storage)["metadata.pkl"]
+    found = load_pickle(source.read(0, source.nbytes), where=source.label)
+    items = found.get("metadata") if isinstance(found, dict) else None
+    world = found.get("world_size") if isinstance(found, dict) else None
+    if not isinstance(items, dict) or type(world) is not int:
+        raise DamagedCheckpointError(f"{source.label}: it says neither what was saved nor by how many ranks")
+    known = {section.name: section for section in sections}
+    for item in map(str, items):
+        if item not in known:
+            raise DamagedCheckpointError(f"{source.label} names {item!r}, but there is no file {item}_0.pt")
+        known[item].world_size = world
 
 
 def open_sections(kind: str, storage: Storage, sections: list[Section]) -> Contents:

@@ -57,7 +57,22 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         warning = f"{found[0]} is one of several files, and the others were not opened"
         return replace(open_files(storage, names, found), warnings=(warning,))
     _check_numbers(storage.url, found)
-    return open_files(storage, names, found)
+    opened = open_files(storage, names, found)
+    return replace(opened, warnings=(*opened.warnings, *_shards_not_there(found)))
+
+
+def _shards_not_there(files: list[str]) -> tuple[str, ...]:
+    """A warning about shards that a writer may have had nothing for, so that it can be known which file is missing."""
+    shards = [match for file in files if (match := _SHARD.fullmatch(file))]
+    have = {(int(m[1]), int(m[3])) for m in shards}
+    writers, parts = sorted({r for r, _ in have}), sorted({p for _, p in have})
+    gone = [(r, p) for r in writers for p in parts if (r, p) not in have]
+    if not gone:
+        return ()
+    rank, part = gone[0]
+    first = f"shard-{rank:05d}-{shards[0][2]}-{part:05d}-of-{shards[0][4]}.safetensors"
+    more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+    return (f"there is no {first}{more}: its writer had nothing for it, or it was lost",)
 
 
 def _open_indexed(storage: Storage, names: Mapping[str, int], index: str) -> Contents:
@@ -149,10 +164,16 @@ def open_files(storage: Storage, names: Mapping[str, int], found: list[str]) -> 
     metadata: dict[str, str] = {}
     for header in headers.values():
         metadata.update({k: v for k, v in header.metadata.items() if k != "DCP_SHARDING_INFO"})
-    warnings = ("global shapes are inferred from the chunks: the files do not say them",) if inferred else ()
+    warnings = ["global shapes are inferred from the chunks: the files do not say them"] if inferred else []
+    small = [key for key, tensor in tensors.items() if not tensor.spec.shape]
+    if small and any(n.startswith("sharded/") and _SHARD.fullmatch(n.rpartition("/")[2]) for n in names):
+        warnings.append(
+            f"torch writes zeros for tensors without dims, such as {small[0]!r}, where it consolidates shards: their "
+            "values are in sharded/"
+        )
     config = _config(storage, names)
     facts = {"metadata": metadata, "config": config, "inferred_shapes": inferred}
-    return Contents(name, tensors, aliases=tied_names(tensors, config), facts=facts, warnings=warnings)
+    return Contents(name, tensors, aliases=tied_names(tensors, config), facts=facts, warnings=tuple(warnings))
 
 
 def _tensor(key: str, parts: list[tuple[str, Header, tuple[int, ...]]]) -> StoredTensor:

@@ -73,5 +73,9 @@ def _open_indexed(storage: Storage, names: Mapping[str, int], index: str) -> Con
             raise DamagedCheckpointError(
                 f"{label}: it says that {file} holds {lost[0]!r}, but it does not; the index lies"
             )
-        merged.update({key: part.tensors[key] for key in part.tensors})
+        extra = [key for key in part.tensors if weight_map.get(key) != file]
+        if extra:
+            where = f"says that it is in {weight_map[extra[0]]}" if extra[0] in weight_map else "does not have it"
+            raise DamagedCheckpointError(f"{label}: {extra[0]!r} is in {file}, but the index {where}; the index lies")
+        merged.update(part.tensors)
     return Contents(name, merged)

@@ -210,6 +210,17 @@ def test_an_optimizer_is_known_by_its_inside(tmp_path: Path) -> None:
     assert [group["lr"] for group in found["optim"]["param_groups"]] == [0.2, 0.1]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_lightning_without_its_meta_file_is_noted(tmp_path: Path) -> None:
+    dcp.save({"state_dict": weights("net."), "optimizer_0": by_name("net.")}, checkpoint_id=tmp_path, no_dist=True)
+    found = checkpoint.open(tmp_path).normalized()
+    assert set(found["model"]) == {f"net.{name}" for name in weights()}
+    assert any("without its meta.pt" in note for note in found.notes)
+    whole = checkpoint.open(tmp_path).normalized({"prefix": "net."})
+    check(whole)
+    assert whole.notes == ()
+
+
 def staged(local: bool, nest: str) -> dict[str, Any]:
     """Two stages of two layers each, which count from 0 or through."""
     parts: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,28 @@ def test_a_missing_last_rank_is_known_by_the_mesh(tmp_path: Path) -> None:
         shutil.copy(VERL / "ckpt" / f"model_world_size_4_rank_{rank}.pt", tmp_path / f"model_rank_{rank}.pt")
     with pytest.raises(DamagedCheckpointError, match=r"rank 3 of 4 is missing: model_rank_3\.pt"):
         open_checkpoint(tmp_path)
+
+
+def test_torch_checkpointing_says_who_saved(tmp_path: Path) -> None:
+    """Its metadata has the items of tensors and the number of ranks, and is believed in no more than that."""
+    metadata = {"metadata": {"model": {}}, "world_size": 2, "version": "2.0"}
+    (tmp_path / "metadata.pkl").write_bytes(pickle.dumps(metadata))
+    for rank in range(2):
+        torch.save({"w": A}, tmp_path / f"model_{rank}.pt")
+    torch.save({"x": 1}, tmp_path / "extra_0.pt")
+    opened = open_checkpoint(tmp_path)
+    assert opened.format == "torch_checkpointing"
+    check_all(opened, {"model.w": A})
+    (tmp_path / "model_1.pt").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"rank 1 of 2 is missing: model_1\.pt"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model_0.pt").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"metadata\.pkl names 'model', but there is no file model_0\.pt"):
+        open_checkpoint(tmp_path)
+    for text in (b"", pickle.dumps(metadata)[:-5], pickle.dumps([1])):
+        (tmp_path / "metadata.pkl").write_bytes(text)
+        with pytest.raises(DamagedCheckpointError, match=r"metadata\.pkl"):
+            open_checkpoint(tmp_path)
 
 
 def test_parts_of_the_wrong_rank_are_seen(tmp_path: Path) -> None:

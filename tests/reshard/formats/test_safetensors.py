@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from reshard.checkpoint import open as open_checkpoint
@@ -128,6 +129,35 @@ def test_shards_of_dcp(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)["w"][...]
     shard(tmp_path, 1, [0, 0], A[:2, :3])
     assert "stored twice" in open_checkpoint(tmp_path).problems()[0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_torch_loses_when_it_consolidates_is_told(tmp_path: Path) -> None:
+    """Its zeros in the place of tensors without dims cannot be told from values; the shards beside them are whole."""
+    state = {"w": A, "scale": torch.tensor(3.5)}
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True, enable_consolidation=True)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    consolidated = open_checkpoint(tmp_path)
+    check_all(consolidated, {"w": A}, complete=False)
+    assert any("without dims, such as 'scale'" in warning for warning in consolidated.warnings)
+    check_all(open_checkpoint(tmp_path / "sharded"), state)
+    assert not any("without dims" in warning for warning in open_checkpoint(tmp_path / "sharded").warnings)
+
+
+def test_a_shard_that_may_be_lost_is_named(tmp_path: Path) -> None:
+    """A writer without anything for a part writes no shard of it: only the tensor can tell."""
+    for rank in (1, 2):
+        shard(tmp_path, rank, [2 * rank - 2, 0], A[2 * rank - 2 : 2 * rank])
+        info = json.dumps({"b": {"saved_offsets": [0]}})
+        file = tmp_path / f"shard-{rank:05d}-model-00002-of-00002.safetensors"
+        (tmp_path / f"shard-{rank:05d}-model-00001-of-00001.safetensors").rename(
+            tmp_path / f"shard-{rank:05d}-model-00001-of-00002.safetensors"
+        )
+        if rank == 2:
+            save_file({"b": B}, file, metadata={"DCP_SHARDING_INFO": info})
+    opened = open_checkpoint(tmp_path)
+    check_all(opened, {"w": A, "b": B})
+    assert "there is no shard-00001-model-00002-of-00002.safetensors: its writer had nothing" in opened.warnings[-1]
 
 
 def test_shards_that_contradict_each_other(tmp_path: Path) -> None:
