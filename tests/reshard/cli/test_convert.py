@@ -109,6 +109,9 @@ def test_names_on_disk_and_in_memory(say, tmp_path: Path) -> None:
             f"layers.0.moe.routed_experts.inner_experts.{w}" for w in ("w1_EFD", "w2_EDF", "w3_EFD")
         }
         assert say("diff", tmp_path / "hf", tmp_path / "titan", *words).code == 0
+        round_the_wrong_way = ["--names", "torchtitan:huggingface", "--config", tmp_path, *flag]
+        wrong = say("convert", tmp_path / "hf", tmp_path / "no", *round_the_wrong_way)
+        assert (wrong.code, "has no names of torchtitan" in wrong.err) == (3, True)
         back = ["--names", "torchtitan:huggingface", "--config", tmp_path, *flag]
         assert say("diff", tmp_path / "titan", tmp_path / "hf", *back).code == 0
 
