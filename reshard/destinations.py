@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
+from reshard.awaiting import owner_of, place_like
 from reshard.checkpoint import Checkpoint, LazyTensor
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import KeyMismatchError
 from reshard.normalization.api import get_model_state_dict, get_optimizer_state_dict
 from reshard.normalization.names import Models
-from reshard.tensors import global_shape
 from reshard.tree import KeyPath, unflatten
 
 __all__ = ["optimizer_destinations"]
@@ -81,24 +80,12 @@ def _flat(checkpoint: Checkpoint, place: tuple[str, ...], parameters: Mapping[st
     saved = checkpoint.nested()
     for part in place:
         saved = saved[part]
-    owners = {key: _owner(key.partition(".")[2], parameters) for key in saved}
+    owners = {key: owner_of(key.partition(".")[2], parameters) for key in saved}
     return {key: _place(saved[key], parameters[owner]) for key, owner in owners.items() if owner is not None}
-
-
-def _owner(name: str, parameters: Mapping[str, Any]) -> str | None:
-    """The parameter whose name, and a dot, `name` begins with; the longest if there are several."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        if name in parameters:
-            return name
-    return None
 
 
 def _place(saved: Any, parameter: Any) -> Any:
     """For a tensor, unfilled memory, placed like its parameter where the shapes are the same; all else as saved."""
     if not isinstance(saved, LazyTensor):
         return saved
-    if tuple(saved.shape) == global_shape(parameter):
-        like: torch.Tensor = torch.empty_like(parameter, dtype=saved.dtype)
-        return like
-    return torch.empty(saved.shape, dtype=saved.dtype)
+    return place_like(parameter, tuple(saved.shape), saved.dtype)

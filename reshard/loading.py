@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from planners.errors import CoverageError
 from planners.layout import StateLayout, TensorLayout, TensorSpec
 from planners.load_plan import ReadItem, plan_reads
 from planners.proof import verify
+from reshard.awaiting import Saved, places
 from reshard.checkpoint import Checkpoint, LazyTensor, stored_layout
 from reshard.checkpoint import open as open_checkpoint
 from reshard.dtypes import dtype_from_name
@@ -166,13 +167,32 @@ def load_with(
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """`load` among the ranks of `group`, within a phase of theirs."""
-    clock = time.perf_counter()
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    keys: Mapping[str, str] = {}
     if isinstance(options.mapping, StateMapping):
         checkpoint = options.mapping.apply(checkpoint)
-    else:
-        keys = options.mapping or {}
+    with places(state_dict, saved_in(checkpoint), keep=not options.dry_run):
+        return _load_into(group, state_dict, checkpoint, options, process_group)
+
+
+def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
+    """What a checkpoint has, tensor by tensor and object by object."""
+    paths = checkpoint.contents.paths
+    for key, tensor in checkpoint.items():
+        spec = tensor.stored.spec
+        yield Saved(paths.get(key, (key,)), spec.shape, spec.dtype)
+    for key in checkpoint.objects:
+        yield Saved(paths.get(key, (key,)), None)
+
+
+def _load_into(
+    group: Group,
+    state_dict: dict[str, Any],
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    process_group: dist.ProcessGroup | None,
+) -> LoadReport:
+    clock = time.perf_counter()
+    keys: Mapping[str, str] = {} if isinstance(options.mapping, StateMapping) else options.mapping or {}
     targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
     match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=keys)
     used, sharers = used_by_all(match, group)

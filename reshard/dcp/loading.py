@@ -10,14 +10,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
+from reshard.awaiting import places
 from reshard.dcp.errors import also_as_torch_raises
 from reshard.dcp.load_planners import DefaultLoadPlanner
 from reshard.dcp.places import reader_for, storage_by_position
-from reshard.dcp.protocol import run_load
+from reshard.dcp.protocol import refuse_lost_state, run_load
 from reshard.dcp.reader import FileSystemReader
 from reshard.dcp.state import put_state_back, unwrapped
 from reshard.group import Group
-from reshard.loading import LoadOptions, load_with
+from reshard.loading import LoadOptions, load_with, saved_in
 
 __all__ = ["load", "load_state_dict"]
 
@@ -73,6 +74,9 @@ def _load(
         with group.together("load"):
             strict = {"*": "partial" if partial else "subset"}
             options = LoadOptions(strict=strict, dtype_policy="cast", entry_by_entry=True)
+            if not partial:
+                with places(state, saved_in(reader.checkpoint), keep=False):
+                    refuse_lost_state(state, saved_in(reader.checkpoint))
             load_with(group, state, reader.checkpoint, options)
     else:
         with group.together("load"):

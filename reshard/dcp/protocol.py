@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from reshard.awaiting import Saved, lost_state, places
+from reshard.dtypes import dtype_name
+from reshard.errors import KeyMismatchError
 from reshard.group import Group
 
-__all__ = ["run_load", "run_save"]
+__all__ = ["refuse_lost_state", "run_load", "run_save"]
 
 
 def run_save(
@@ -54,24 +58,50 @@ def run_load(
     """
     is_coordinator = group.rank == coordinator
     metadata, for_all = _read_metadata(reader, group.rank)
-    planner.set_up_planner(state_dict, metadata, is_coordinator)
-    _set_up_storage(
-        lambda first, **more: reader.set_up_storage_reader(metadata, first, **more), is_coordinator, group, for_all
-    )
+    with places(state_dict, saved_in(metadata)):
+        if not getattr(planner, "allow_partial_load", False):
+            refuse_lost_state(state_dict, saved_in(metadata))
+        planner.set_up_planner(state_dict, metadata, is_coordinator)
+        _set_up_storage(
+            lambda first, **more: reader.set_up_storage_reader(metadata, first, **more), is_coordinator, group, for_all
+        )
+        final = planner.finish_plan(_central_plan(reader, planner, group, coordinator, for_all))
+        with group.together("read"):
+            reader.read_data(final, planner).wait()
+
+
+def _central_plan(reader: StorageReader, planner: LoadPlanner, group: Group, coordinator: int, for_all: bool) -> Any:
     local = reader.prepare_local_plan(planner.create_local_plan())
     if for_all:
+        is_coordinator = group.rank == coordinator
         gathered = group.exchange(pickle.dumps(local))
         both = b""
         with group.together("plan"):
             if is_coordinator:
                 plans = planner.create_global_plan([pickle.loads(data) for data in gathered])
                 both = pickle.dumps(reader.prepare_global_plan(plans))
-        central = pickle.loads(group.share(both if is_coordinator else None, coordinator))[group.rank]
-    else:
-        central = reader.prepare_global_plan(planner.create_global_plan([local]))[0]
-    final = planner.finish_plan(central)
-    with group.together("read"):
-        reader.read_data(final, planner).wait()
+        return pickle.loads(group.share(both if is_coordinator else None, coordinator))[group.rank]
+    return reader.prepare_global_plan(planner.create_global_plan([local]))[0]
+
+
+def saved_in(metadata: Metadata) -> Iterator[Saved]:
+    """What torch's metadata says that there is."""
+    paths = metadata.planner_data or {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            yield Saved(paths.get(key, (key,)), tuple(entry.size), dtype_name(entry.properties.dtype))
+        else:
+            yield Saved(paths.get(key, (key,)), None)
+
+
+def refuse_lost_state(state_dict: dict[str, Any], saved: Iterable[Saved]) -> None:
+    """Raises KeyMismatchError where a whole optimizer's state would stay behind, since there is no place for it."""
+    for key in lost_state(state_dict, saved):
+        raise KeyMismatchError(
+            f"{key!r} is empty, and the checkpoint has state there, which would be lost: a load fills what is there. "
+            "Get the dict by reshard.get_optimizer_state_dict(model, optimizer), which knows where state is to go; or "
+            "load without it by DefaultLoadPlanner(allow_partial_load=True)"
+        )
 
 
 def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from reshard.awaiting import Awaiting
 from reshard.normalization.broadcast import together
 from reshard.normalization.collect import collect_model, collect_optimizer
 from reshard.normalization.model import ModelWrites, apply_model, plan_model, read_model
@@ -82,7 +83,8 @@ def get_optimizer_state_dict(
     Returns:
         `{"state": {fqn: {name: value}}, "param_groups": [{field: value, "params": [fqn]}]}`, or the flat form. A
         parameter that never had a gradient is in its group and not in `state`. Parameters outside the model are
-        called `outside_model.<optimizer>.<group>.<position>`.
+        called `outside_model.<optimizer>.<group>.<position>`. Where there is no state at all, the dict knows where it
+        is to go: a load into it takes what the checkpoint has.
 
     Raises:
         NormalizationError: a parameter is in two optimizers, or two places of the model have one canonical name.
@@ -238,7 +240,22 @@ def _optimizer_state(
             ],
         }
     whole = collect_optimizer(whole, live, options)
-    return flatten(whole) if whole and options.flatten_optimizer_state_dict else whole
+    fresh = bool(whole) and not whole["state"] and not submodules
+    out = flatten(whole) if whole and options.flatten_optimizer_state_dict else whole
+    return _awaiting(out, live, options) if fresh else out
+
+
+def _awaiting(state: dict[str, Any], live: LiveOptimizers, options: StateDictOptions) -> dict[str, Any]:
+    """The state dict of a fresh optimizer, in which a load sees where state is to go."""
+    parameters: dict[str, Any] = {}
+    for one in live.by_name.values():
+        if options.full_state_dict:
+            parameters[one.name] = torch.empty(one.shape, dtype=one.parameter.dtype, device="meta")
+        else:
+            parameters[one.name] = one.parameter.detach() if one.piece is None else one.piece.value()
+    if options.flatten_optimizer_state_dict:
+        return Awaiting(state, parameters)
+    return {**state, "state": Awaiting({}, parameters)}
 
 
 def _short(name: str, prefix: str, options: StateDictOptions) -> str:

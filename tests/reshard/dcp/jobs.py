@@ -11,9 +11,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as theirs
 from torch.distributed._shard import sharded_tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import reshard
 import reshard.dcp as ours
 
 A = torch.arange(13 * 6, dtype=torch.float32).reshape(13, 6)
@@ -225,3 +227,39 @@ def statefuls_in_another_order(folder: str) -> bool:
     world = dist.get_world_size()
     kept = list(state) == (["b", "a"] if dist.get_rank() else ["a", "b"])
     return kept and [names[key].seen for key in "ab"] == [world, 2 * world]
+
+
+def fresh_sharded_optimizer(folder: str, kind: str) -> bool:
+    """Saved by two ranks under FSDP, loaded by a fresh optimizer, whose state nobody made by stepping."""
+    warnings.simplefilter("ignore")
+
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        if kind == "fsdp2":
+            model = fully_shard(model, mesh=mesh)
+        else:
+            model = FullyShardedDataParallel(
+                model, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=kind == "fsdp1 original"
+            )
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def whole(model: Any, optimizer: Any) -> Any:
+        options = reshard.StateDictOptions(full_state_dict=True)
+        return reshard.get_state_dict(model, optimizer, options=options)
+
+    model, optimizer = build()
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    ours.save({"app": dict(zip(("m", "o"), reshard.get_state_dict(model, optimizer)))}, checkpoint_id=folder)
+    again, fresh = build()
+    state = {"app": dict(zip(("m", "o"), reshard.get_state_dict(again, fresh)))}
+    ours.load(state, checkpoint_id=folder)
+    reshard.set_state_dict(again, fresh, model_state_dict=state["app"]["m"], optim_state_dict=state["app"]["o"])
+    (weights, states), (weights_again, states_again) = whole(model, optimizer), whole(again, fresh)
+    return all(torch.equal(weights[k], weights_again[k]) for k in weights) and all(
+        torch.equal(value, states_again["state"][k][name])
+        for k, values in states["state"].items()
+        for name, value in values.items()
+    )
