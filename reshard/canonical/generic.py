@@ -89,10 +89,11 @@ def _half_of_lightning(contents: Contents, result: Canonical, hints: Hints) -> l
     numbered = any(key.startswith("optimizer_0.state.") for key in contents.tensors)
     if contents.format != "dcp" or not numbered or not front or "prefix" in hints:
         return []
-    return [
-        f"all names begin with {front!r}, and the keys are those of Lightning, but without its meta.pt: if that was lost, "
-        "this is the training module's attribute, and the hint 'prefix' takes it away"
-    ]
+    note = (
+        f"all names begin with {front!r}, and the keys are those of Lightning, but without its meta.pt: if that was "
+        "lost, this is the training module's attribute, and the hint 'prefix' takes it away"
+    )
+    return [note]
 
 
 def take_optimizer(result: Canonical, saved: SavedOptimizer, rename: Any) -> None:
