@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from planners.schedule import Message, Schedule
 from planners.transfer_plan import TransferItem, TransferItems
-from reshard.execute.arrays import raw_elements
+from reshard.execute.arrays import raw_bytes, raw_elements
 from reshard.execute.waiting import Waiter, settle
 from reshard.group import Group
 
@@ -238,7 +238,7 @@ class Exchange:
             return None
         if elements.dtype != self._wires.get(item.fqn, elements.dtype):
             return None
-        return elements.reshape(-1).view(torch.uint8)
+        return raw_bytes(elements)
 
     def _round(self, legs: list[tuple[Leg, list[torch.Tensor | _Packed]]], buffer: torch.Tensor) -> _Round:
         step = _Round([], [], [])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import reshard
 from planners import BlockShard, Box, Mesh, TensorLayout, TensorSpec, View, concat
@@ -226,6 +226,15 @@ def kinds_job() -> dict[str, Any]:
     new = {"seed": reshard.PerRank(-1), "w": torch.zeros(3)}
     reshard.redistribute(old, new)
     out["per rank"] = new["seed"].value == rank
+
+    one, strided = torch.zeros(world * 2, 2), torch.zeros(8, 2)  # one element, of a stride that is not 1
+    ours = live_layouts.mesh(every, (world,))
+    of_one = {"shape": torch.Size([world, 1]), "stride": (1, 1), "run_check": False}
+    lone = DTensor.from_local(one[:1, :1] + rank, ours, [Shard(0)], **of_one)
+    lone._local_tensor = torch.as_strided(one.fill_(rank), (1, 1), (3, 2))
+    gathered = torch.as_strided(strided, (world, 1), (1, 2))
+    reshard.redistribute({"w": lone}, {"w": gathered}, check=True)
+    out["odd strides"] = gathered.reshape(-1).tolist() == list(range(world))
 
     some = {"w": torch.zeros(9, 4), "other": torch.ones(2)}
     partial = reshard.redistribute({"w": rows(w), "more": rows(w)}, some, strict=False)

@@ -91,6 +91,7 @@ def test_casts_names_ties_and_all_kinds_of_tensors():
         assert found["meta"]
         assert found["conjugate"]
         assert found["per rank"]
+        assert found["odd strides"]
         assert found["partial"] == (True, [1.0, 1.0], ("other",), ("more",))
 
 
