@@ -24,6 +24,7 @@ from reshard.execute.streaming import windows
 from reshard.fingerprints import Fingerprinter, comparable
 from reshard.formats.native import NativeFacts
 from reshard.formats.source import Files
+from reshard.formats.zip_sums import changed_records
 from reshard.progress import Progress
 from reshard.storage.base import Storage
 from reshard.tensors import is_sharded, is_tensor
@@ -40,7 +41,8 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
 
     Always: all files are there with their lengths, the chunks of every tensor tile it exactly once, and the plan by
     which the native format finds its bytes is proved. With `deep`: every byte is read; blocks are compared with their
-    checksums and tensors with their fingerprints where the format has them.
+    checksums and tensors with their fingerprints where the format has them; what torch.save wrote, in DCP's files too,
+    with the checksums of its zip archives.
 
     Args:
         path: a folder, file, URL, `Storage` or open `Checkpoint`.
@@ -67,6 +69,8 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
         ):
             if isinstance(native, NativeFacts):
                 findings += _block_findings(checkpoint, native)
+            else:
+                findings += map(Finding, changed_records(checkpoint.contents.files))
             if not findings:
                 findings += _read_findings(checkpoint, step)
     if against is not None and not findings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -25,6 +26,7 @@ from reshard.formats import (
     torch_save,
 )
 from reshard.formats.base import Contents, Format
+from reshard.formats.source import Files
 from reshard.storage import Storage, is_temporary, open_storage
 
 __all__ = ["COMPOSITE_FORMATS", "PLAIN_FORMATS", "open_contents"]
@@ -65,7 +67,9 @@ def open_contents(path: str | os.PathLike[str] | Storage, *, preferred: Format |
         killed = any(map(native.is_generation, storage.empty_folders()))
         why = ": a save was killed before it wrote anything, or is just beginning" if killed else ""
         raise CheckpointNotFoundError(f"there is nothing at {url}{why}")
-    return _pick(storage, names, url, preferred).open(storage, names), url
+    contents = _pick(storage, names, url, preferred).open(storage, names)
+    files = Files(storage)
+    return replace(contents, files=tuple(files[name] for name in names)), url
 
 
 def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, int]]:

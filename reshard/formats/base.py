@@ -24,7 +24,7 @@ from planners.dtypes import itemsize
 from planners.layout import TensorLayout, TensorSpec
 from planners.overlap import Sweep
 from reshard.errors import DamagedCheckpointError
-from reshard.formats.source import Source
+from reshard.formats.source import FileSource, Source
 from reshard.storage.base import Storage
 
 __all__ = ["Contents", "Format", "LazyChunks", "LazyMapping", "Place", "StoredChunk", "StoredTensor"]
@@ -267,6 +267,8 @@ class Contents:
     """Kinds of containers on those paths that are tuples or empty (see `reshard.tree.Flat`)."""
     subset: tuple[str, ...] | None = None
     """The globs that chose what was saved, where a checkpoint is declared to be a part of something."""
+    files: tuple[FileSource, ...] = ()
+    """The files that were looked at, if it was opened from a folder."""
 
 
 class Format(Protocol):

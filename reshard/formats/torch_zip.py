@@ -41,6 +41,8 @@ class TorchArchive:
         self.start = start
         self.length = source.nbytes - start if length is None else length
         self.label = source.label if length is None else f"{source.label}, item at byte {start}"
+        self.sums: dict[str, int] = {}
+        """CRC-32 of each record's data, by name."""
         self.records = self._directory()
         """Name of each record without the folder: offset of its header within the archive, and its size."""
         if "data.pkl" not in self.records:
@@ -76,6 +78,7 @@ class TorchArchive:
             full, header = _zip64_sizes(bytes(data[extra_at : extra_at + extra_length]), entry[9], entry[16])
             name = bytes(data[name_at:extra_at]).decode("utf-8", "replace")
             records[name.partition("/")[2]] = (header, full)
+            self.sums[name.partition("/")[2]] = entry[7]
         return records
 
     def _find_directory(self) -> tuple[int, int, int]:
