@@ -163,6 +163,8 @@ def _only(form: Form, spec: TensorSpec, everyone: list[int]) -> Form:
         return form
     if isinstance(form, FlatForm):  # its local tensors are flat, which boxes would not say
         return FlatForm.make({r: (start, stop) for r, start, stop in form.ranges if r in everyone}, max(everyone) + 1)
+    if isinstance(form, BoxesForm):  # empty ones included: each is a local tensor
+        return BoxesForm.make({rank: boxes for rank, boxes in form.boxes if rank in everyone}, max(everyone) + 1)
     layout = TensorLayout.of(spec, form)
     return BoxesForm.make(
         {rank: layout.boxes(rank) for rank in everyone if rank < layout.world_size}, max(everyone) + 1

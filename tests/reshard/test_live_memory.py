@@ -96,3 +96,14 @@ def test_flat_tensors_stay_flat_in_a_group_of_some_of_the_ranks():
     joined = join_layouts(described)
 
     assert joined["w"] == TensorLayout.from_flat_ranges(SPEC, {1: (0, 7), 3: (7, 24)}, 4)
+
+
+def test_empty_boxes_are_local_tensors_in_a_group_of_some_of_the_ranks_too():
+    boxes = [Box((0, 0), (4, 4)), Box((4, 2), (0, 2)), Box((4, 0), (2, 4))]
+    layout = TensorLayout.from_boxes(SPEC, {0: [], 1: boxes})
+    described = describe({"w": WHOLE.reshape(-1)}, {"w": layout})
+
+    joined = join_layouts([(described, [1])])
+
+    assert joined["w"].parts(1) == layout.parts(1)
+    assert [tuple(t.shape) for t in part_tensors("w", [WHOLE.reshape(-1)], joined["w"], 1)] == [(4, 4), (0, 2), (2, 4)]
