@@ -173,7 +173,7 @@ def open_files(storage: Storage, names: Mapping[str, int], found: list[str]) -> 
         )
     config = _config(storage, names)
     facts = {"metadata": metadata, "config": config, "inferred_shapes": inferred}
-    return Contents(name, tensors, aliases=tied_names(tensors, config), facts=facts, warnings=tuple(warnings))
+    return Contents(name, tensors, aliases=tied_names(tensors, config, metadata), facts=facts, warnings=tuple(warnings))
 
 
 def _tensor(key: str, parts: list[tuple[str, Header, tuple[int, ...]]]) -> StoredTensor:

@@ -5,7 +5,8 @@ cls.predictions.decoder.weight, .bias           BERT and its kin: the embedding 
 lm_head.decoder.weight, .bias                   RoBERTa and its kin: the same, and lm_head.bias
 encoder.embed_tokens.weight, decoder. ...       T5, BART and their kin: shared.weight
 
-Files say nothing of this: it follows from the names that are there, and from config.json where there is one.
+Files of transformers say nothing of this: it follows from the names that are there, and from config.json where there is
+one. Ours, and those of `safetensors.torch.save_model`, have each such name in their metadata, with the name that is stored.
 """
 
 from __future__ import annotations
@@ -22,9 +23,15 @@ _HEADS_WITH_BIAS = re.compile(r"((?:.*\.)?(?:cls\.predictions|lm_head|prediction
 _WORDS = ("embeddings.word_embeddings.weight",)
 
 
-def tied_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
+def tied_names(names: Iterable[str], config: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, str]:
     """The names that are left out, each with the stored tensor that it is tied to."""
     known = set(names)
+    told = {a: b for a, b in metadata.items() if a != "format" and a not in known and b in known}
+    return {**_inferred({*known, *told}, config), **told}
+
+
+def _inferred(known: set[str], config: Mapping[str, Any]) -> dict[str, str]:
+    """By the names that there are, and the config."""
     if not _is_tied(config):
         return {}
     found = {**_shared(known), **_heads_with_bias(known)}

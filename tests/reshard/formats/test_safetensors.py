@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 
+import reshard
 from reshard.checkpoint import open as open_checkpoint
 from reshard.dtypes import SAFETENSORS_CODES, dtype_from_name
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
@@ -275,3 +276,19 @@ def test_the_sample_of_the_repository() -> None:
     checkpoint = open_checkpoint(DATA / "hf_dcp_writer_2x2" / "sharded_1file")
     check_all(checkpoint, {key: value for key, value in wanted.items() if key in checkpoint})
     assert len(checkpoint) == 25
+
+
+def test_tied_names_that_the_files_tell(tmp_path: Path) -> None:
+    """As `safetensors.torch.save_model` and our own writer leave them, with no config beside."""
+    module = torch.nn.ModuleDict(
+        {"embed": torch.nn.Linear(3, 4, bias=False), "head": torch.nn.Linear(3, 4, bias=False)}
+    )
+    module["head"].weight = module["embed"].weight
+    save_model(module, str(tmp_path / "theirs.safetensors"), metadata={"author": "somebody"})
+    theirs = open_checkpoint(tmp_path / "theirs.safetensors")
+    assert {*theirs, *theirs.aliases} == {"embed.weight", "head.weight"}
+
+    reshard.convert(theirs, tmp_path / "ours", format="safetensors")
+    ours = open_checkpoint(tmp_path / "ours")
+    assert dict(ours.aliases) == dict(theirs.aliases)
+    assert all(torch.equal(ours[name][...], module["embed"].weight) for name in ("embed.weight", "head.weight"))
