@@ -6,7 +6,7 @@ lm_head.decoder.weight, .bias                   RoBERTa and its kin: the same, a
 encoder.embed_tokens.weight, decoder. ...       T5, BART and their kin: shared.weight
 
 Files of transformers say nothing of this: it follows from the names that are there, and from config.json where there is
-one. Ours, and those of `safetensors.torch.save_model`, have each such name in their metadata, with the name that is stored.
+one. Ours, and those of `safetensors.torch.save_model`, have each name in their metadata, with the one that is stored.
 """
 
 from __future__ import annotations
