@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from planners.box import Box
-from reshard.canonical.deepspeed_zero import MASTER, Rank, Shapes, cut_stage3, cut_stage12, read_rank
+from reshard.canonical.deepspeed_mixed import is_mixed, read_mixed
+from reshard.canonical.deepspeed_zero import (
+    MASTER,
+    Rank,
+    Shapes,
+    cut_stage3,
+    cut_stage12,
+    experts_shifts,
+    read_rank,
+    shifted,
+)
 from reshard.canonical.generic import take_optimizer
 from reshard.canonical.hints import Hints
 from reshard.canonical.names import NameMap
 from reshard.canonical.optim import SavedOptimizer, name_ids
 from reshard.canonical.result import Canonical, Value, check_shapes
 from reshard.canonical.views import assemble, narrow, unflatten
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
 from reshard.formats.base import Contents, StoredTensor
 from reshard.formats.torch_file import TorchFile, stored_tensor
 from reshard.records import TensorRef
@@ -64,6 +74,10 @@ class _Parts:
     groups: list[dict[str, Any]] = field(default_factory=list)
     by_id: SavedOptimizer | None = None
     """ZeRO stage 0: the optimizer as torch saves it."""
+    tied: dict[str, str] = field(default_factory=dict)
+    """Second names of parameters, and the first ones."""
+    unread: list[str] = field(default_factory=list)
+    """Files of experts' optimizer states without ZeRO."""
 
 
 def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonical:
@@ -78,20 +92,40 @@ def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonica
     parts = _Parts()
     _add_universal(parts, files, stages, hints)
     for mp, stage in sorted(stages.items()):
-        _add_stage(parts, stage, mp)
+        _add_stage(parts, stage, mp, hints)
     for stem, file in files.items():
         _add_layer(parts, stem, file)
+        parts.unread += [stem] if stem.startswith("expp_rank_") else []
     if not parts.model:
         raise FormatError(f"{what}: no file of DeepSpeed in it holds a parameter")
     rename = NameMap(parts.model, hints)
     result = Canonical()
+    named = None if parts.by_id is None else name_ids(parts.by_id, hints, None, what)
+    masters = {} if named is None else {rename(n): of.pop(MASTER) for n, of in named.state.items() if MASTER in of}
+    for alias, source in parts.tied.items():
+        if rename(source) in masters:
+            masters.setdefault(rename(alias), masters[rename(source)])
     for fqn, tensor in parts.model.items():
-        result.add_model(rename(fqn), tensor, fqn)
-    if parts.by_id is not None:
-        take_optimizer(result, name_ids(parts.by_id, hints, None, what), rename)
+        result.add_model(rename(fqn), _master(fqn, tensor, masters.get(rename(fqn))), fqn)
+    if parts.unread:
+        result.notes.append(f"the optimizer states of experts, such as those in {parts.unread[0]}.pt, are not read")
+    if named is not None:
+        take_optimizer(result, named, rename)
         check_shapes(result, "so the names that were given are in another order than the ids")
     take_optimizer(result, SavedOptimizer(parts.state, parts.groups), rename)
     return result
+
+
+def _master(fqn: str, tensor: StoredTensor, master: Value) -> StoredTensor:
+    """The fp32 master of a parameter, if it has one."""
+    if not isinstance(master, StoredTensor):
+        return tensor
+    if master.spec.shape != tensor.spec.shape:
+        raise NormalizationError(
+            f"the fp32 master of {fqn!r} has shape {list(master.spec.shape)}, but the parameter has "
+            f"{list(tensor.spec.shape)}; so the names that were given are in another order than the ids"
+        )
+    return master.renamed(fqn)
 
 
 def _stages(files: Mapping[str, TorchFile]) -> dict[int, _Stage]:
@@ -112,7 +146,7 @@ def _stages(files: Mapping[str, TorchFile]) -> dict[int, _Stage]:
     return stages
 
 
-def _add_stage(parts: _Parts, stage: _Stage, mp: int) -> None:
+def _add_stage(parts: _Parts, stage: _Stage, mp: int, hints: Hints) -> None:
     head, shapes = stage.head, stage.shapes()
     if not stage.models:
         raise DamagedCheckpointError(f"mp_rank_{mp:02d}_model_states.pt is missing, which says what the parameters are")
@@ -126,9 +160,24 @@ def _add_stage(parts: _Parts, stage: _Stage, mp: int) -> None:
             str(i): {k: _stored(f"{i}.{k}", v, file) for k, v in of.items()} for i, of in optimizer["state"].items()
         }
         parts.by_id = SavedOptimizer(state, [dict(file.plain(g)) for g in optimizer.get("param_groups", ())])
+    elif isinstance(optimizer, dict) and is_mixed(optimizer):
+        file = stage.models[min(stage.models)]
+        shapes_of = {str(k): v.size for k, v in (head.get("module") or {}).items() if isinstance(v, TensorRef)}
+        parts.by_id = read_mixed(optimizer, file, shapes_of, hints)
+        parts.tied.update(_same_storage(head["module"]))
     for alias, source in (head.get("shared_params") or {}).items():
+        parts.tied[str(alias)] = str(source)
         if source in parts.model:
             parts.model[str(alias)] = parts.model[source]
+
+
+def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
+    """Names of tensors that share one storage, each with those of the others: parameters that are tied."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for name, ref in module.items():
+        if isinstance(ref, TensorRef) and 0 not in ref.size:
+            found.setdefault((ref.storage.key, ref.offset, ref.size), []).append(str(name))
+    return {a: b for names in found.values() for a in names for b in names if a != b}
 
 
 def _stored(key: str, value: Any, file: TorchFile) -> Value:
@@ -153,13 +202,14 @@ def _add_zero(parts: _Parts, stage: _Stage, shapes: list[Shapes]) -> None:
         if isinstance(master, StoredTensor):
             parts.model[fqn] = master
         parts.state[fqn] = states
-    _add_groups(parts, ranks[0], shapes)
+    _add_groups(parts, ranks, shapes)
 
 
-def _add_groups(parts: _Parts, rank: Rank, shapes: list[Shapes]) -> None:
+def _add_groups(parts: _Parts, ranks: Sequence[Rank], shapes: list[Shapes]) -> None:
     """The groups of a stage; those of further stages have the same settings and parameters of their own."""
-    before = len(parts.groups)
-    for g, names in enumerate(shapes):
+    before, rank = len(parts.groups), ranks[0]
+    for g, group in enumerate(shapes):
+        names = [shifted(name, by) for by in experts_shifts(ranks, g, group) for name in group]
         settings = rank.groups[g] if g < len(rank.groups) else {}
         bare = {k: v for k, v in settings.items() if k not in ("params", "param_names")}
         if g < before and bare == {k: v for k, v in parts.groups[g].items() if k != "params"}:
@@ -263,4 +313,4 @@ def _add_universal(parts: _Parts, files: Mapping[str, TorchFile], stages: Mappin
     if found and common is not None and isinstance(common.value, dict) and not parts.groups:
         rank = Rank(common.source.label, groups=[dict(common.plain(g)) for g in common.value.get("param_groups", ())])
         for stage in stages.values():
-            _add_groups(parts, rank, stage.shapes())
+            _add_groups(parts, [rank], stage.shapes())

@@ -8,6 +8,7 @@ cut evenly into one piece a rank ("-" is padding)            slices in one row
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from reshard.formats.base import StoredTensor
 from reshard.formats.torch_file import TorchFile, stored_tensor
 from reshard.records import Record, TensorRef
 
-__all__ = ["Rank", "Shapes", "cut_stage3", "cut_stage12", "read_rank"]
+__all__ = ["Rank", "Shapes", "cut_stage3", "cut_stage12", "experts_shifts", "read_rank", "shifted"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of the parameters of a group, in order."""
@@ -40,6 +41,11 @@ class Rank:
     partition_counts: list[int] = field(default_factory=list)
     mappings: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     """Stages 1 and 2, newer versions: start and length of each parameter's part in the piece."""
+    round_robin: bool = False
+    """Stages 1 and 2: parameters were dealt out to the ranks in turn. The shapes of the model are in that order, too,
+    but `mappings` say where the parameters would be without it."""
+    paddings: list[list[int]] = field(default_factory=list)
+    """Stages 1 and 2: elements between a parameter of each group and the next."""
     stage: int = 0
 
 
@@ -66,6 +72,10 @@ def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
     out.partition_counts = (
         [int(c) for c in counts] if isinstance(counts, (list, tuple)) else [int(counts)] * len(masters)
     )
+    config = file.value.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    out.round_robin = isinstance(zero, dict) and zero.get("round_robin_gradients") is True
+    out.paddings = [list(map(int, of)) for of in value.get("param_alignment_paddings") or ()]
     mappings = value.get("param_slice_mappings")
     if isinstance(mappings, (list, tuple)):
         out.mappings = [{str(k): _fragment(v, label) for k, v in of.items()} for of in mappings]
@@ -123,20 +133,48 @@ def cut_stage12(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> dict[str, di
     """
     out: dict[str, dict[str, Value]] = {}
     for g, group in enumerate(shapes):
-        _check_ranks(ranks, g)
         if any(g >= len(rank.flats) for rank in ranks):
             raise DamagedCheckpointError(f"{ranks[0].label}: it has no group {g}, which the model's parameters need")
-        mapped = all(g < len(rank.mappings) for rank in ranks)
-        parts = _mapped_parts(ranks, g, group) if mapped else _even_parts(ranks, g, group)
-        for fqn, shape in group.items():
-            states, held = ranks[0].flats[g], parts[fqn]
-            out[fqn] = {
-                name: _gather(f"{fqn}.{name}", shape, [(at, ranks[r].flats[g].get(name), s, n) for r, s, n, at in held])
-                if _is_flat(value, states[MASTER])
-                else value
-                for name, value in states.items()
-            }
+        for mine, shift in _sharers(ranks, g, group):
+            _check_ranks(mine, g)
+            mapped = all(g < len(rank.mappings) for rank in mine) and not mine[0].round_robin
+            parts = _mapped_parts(mine, g, group) if mapped else _even_parts(mine, g, group)
+            for fqn, shape in group.items():
+                states, held = mine[0].flats[g], parts[fqn]
+                out[shifted(fqn, shift)] = {
+                    name: _gather(
+                        f"{fqn}.{name}", shape, [(at, mine[r].flats[g].get(name), s, n) for r, s, n, at in held]
+                    )
+                    if _is_flat(value, states[MASTER])
+                    else value
+                    for name, value in states.items()
+                }
     return out
+
+
+_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)", re.DOTALL)
+
+
+def shifted(fqn: str, by: int) -> str:
+    """The name of an expert's parameter in the whole model, whose experts before those of its rank are `by`."""
+    match = _EXPERT.fullmatch(fqn)
+    return fqn if match is None else f"{match[1]}{int(match[2]) + by}{match[3]}"
+
+
+def experts_shifts(ranks: Sequence[Rank], g: int, group: Shapes) -> list[int]:
+    """How many experts come before those of each expert parallel rank; [0] for a group that all ranks share."""
+    numbers = {int(m[2]) for m in map(_EXPERT.fullmatch, group) if m is not None}
+    count = ranks[0].partition_counts[g] if g < len(ranks[0].partition_counts) else len(ranks)
+    if not numbers or not 0 < count < len(ranks) or len(ranks) % count:
+        return [0]
+    return [e * (max(numbers) + 1) for e in range(len(ranks) // count)]
+
+
+def _sharers(ranks: Sequence[Rank], g: int, group: Shapes) -> list[tuple[Sequence[Rank], int]]:
+    """The ranks that share the parameters of a group: all, or those with the same experts, which are spread over
+    neighbours: with two expert parallel ranks, 0, 2, 4 ... have the first ones."""
+    shifts = experts_shifts(ranks, g, group)
+    return [(ranks[e :: len(shifts)], shift) for e, shift in enumerate(shifts)]
 
 
 _Parts = dict[str, list[tuple[int, int, int, int]]]
@@ -162,22 +200,23 @@ def _mapped_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
 
 
 def _even_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
-    """All pieces but the last have the length of the first."""
+    """All pieces but the last have the length of the first; the parameters follow one another."""
     first = ranks[0].flats[g][MASTER]
     piece = first.spec.numel if isinstance(first, StoredTensor) else 0
     parts: _Parts = {}
-    start = 0
-    for fqn, shape in group.items():
+    start = stop = 0
+    paddings = ranks[0].paddings[g] if g < len(ranks[0].paddings) else []
+    for at, (fqn, shape) in enumerate(group.items()):
         stop = start + math.prod(shape)
         parts[fqn] = []
         for r in range(len(ranks)):
             low, high = max(start, r * piece), min(stop, (r + 1) * piece)
             if low < high:
                 parts[fqn].append((r, low - r * piece, high - low, low - start))
-        start = stop
-    if start > piece * len(ranks):
+        start = stop + (paddings[at] if at < len(paddings) else 0)
+    if stop > piece * len(ranks):
         raise DamagedCheckpointError(
-            f"{ranks[0].label}: the parameters of group {g} have {start} elements, but its {len(ranks)} pieces hold "
+            f"{ranks[0].label}: the parameters of group {g} have {stop} elements, but its {len(ranks)} pieces hold "
             f"{piece * len(ranks)}: the file of a rank is missing"
         )
     return parts

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planners.box import Box
-from reshard.canonical.fsdp1_flat import FLAT, FlatLayout, cut_flat, hinted_params, layout_of
+from reshard.canonical.fsdp1_flat import FLAT, FlatLayout, ask_copies, cut_flat, hinted_params, layout_of
 from reshard.canonical.generic import take_optimizer
 from reshard.canonical.hints import Hints
 from reshard.canonical.names import NameMap
@@ -50,7 +50,7 @@ def normalize_fsdp1(contents: Contents, hints: Hints, what: str) -> Canonical:
         DamagedCheckpointError: the pieces of the ranks do not make up what the hint says.
     """
     sections: Mapping[str, Mapping[int, TorchFile]] = contents.facts["sections"]
-    found = [_find(dict(files)) for files in sections.values()]
+    found = [_find(_first_copy(name, files, hints)) for name, files in sections.items()]
     models = [one for one in found if one.model]
     flat_names = [name for one in models for name in one.model[0] if name.endswith(FLAT)]
     model: dict[str, StoredTensor] = {}
@@ -65,6 +65,18 @@ def normalize_fsdp1(contents: Contents, hints: Hints, what: str) -> Canonical:
     for optimizer in saved:
         take_optimizer(result, optimizer, rename)
     return result
+
+
+def _first_copy(section: str, files: Mapping[int, TorchFile], hints: Hints) -> dict[int, TorchFile]:
+    """The files of the ranks that hold the first copy of the parameters: all, unless a hint says less."""
+    ranks = hints.get("shard_ranks")
+    if ranks is None:
+        return dict(files)
+    if type(ranks) is not int or ranks < 1 or len(files) % ranks:
+        raise NormalizationError(
+            f"the hint 'shard_ranks' must be a divisor of the {len(files)} ranks that saved {section!r}, got {ranks!r}"
+        )
+    return {rank: file for rank, file in files.items() if rank < ranks}
 
 
 def _find(files: dict[int, TorchFile]) -> _Found:
@@ -99,7 +111,7 @@ def _model(found: _Found, flat_names: Sequence[str], hints: Hints) -> dict[str, 
         elif (
             isinstance(value, TensorRef) and name in shapes and (value.size != shapes[name] or _differs(value, values))
         ):
-            out[name] = _pieces(name, shapes[name], values, found.files)
+            out[name] = _pieces(name, shapes[name], values, found.files, hints)
         elif len(value.size) == 1 and (not shapes or _differs(value, values)):
             _ask_shapes(hints, name)
         else:
@@ -131,7 +143,7 @@ def _ask_shapes(hints: Hints, name: str) -> None:
 
 
 def _pieces(
-    name: str, shape: tuple[int, ...], values: Mapping[int, Any], files: Mapping[int, TorchFile]
+    name: str, shape: tuple[int, ...], values: Mapping[int, Any], files: Mapping[int, TorchFile], hints: Hints
 ) -> StoredTensor:
     """A tensor from the 1-D pieces of all ranks, in order."""
     at, parts = 0, []
@@ -144,7 +156,12 @@ def _pieces(
                 )
             parts.append((Box((at,), (length,)), stored_tensor(f"{name} of rank {rank}", files[rank], ref, rank)))
             at += length
-    if at != math.prod(shape):
+    numel = math.prod(shape)
+    if at != numel and at % max(numel, 1) == 0 and at > numel:
+        ask_copies(
+            f"the pieces of {name!r} have {at} elements on all ranks, but its shape {list(shape)} would", numel, hints
+        )
+    if at != numel:
         raise DamagedCheckpointError(
             f"{name!r}: the pieces of {len(values)} ranks have {at} elements, but the hint gives the shape "
             f"{list(shape)} of {math.prod(shape)}: the file of a rank is missing, or the hint is wrong"
@@ -280,7 +297,9 @@ def _by_pieces(
                 if name not in shapes:
                     _ask_shapes(hints, name)
                 values = {rank: of.get(key, {}).get(state) for rank, of in states.items()}
-                saved.state.setdefault(name, {})[str(state)] = _pieces(f"{name}.{state}", shapes[name], values, files)
+                saved.state.setdefault(name, {})[str(state)] = _pieces(
+                    f"{name}.{state}", shapes[name], values, files, hints
+                )
             else:
                 same = stored_tensor(str(state), files[first], value) if isinstance(value, TensorRef) else value
                 saved.state.setdefault(name, {})[str(state)] = same

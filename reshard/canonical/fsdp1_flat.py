@@ -71,7 +71,17 @@ def layout_of(
         if 0 <= numel - -(-at // alignment) * alignment < max(slack, 1) or at == numel:
             return FlatLayout(inside)
     held = sum(math.prod(shape) for _, shape in params)
+    if numel >= 2 * held > 0:
+        ask_copies(
+            f"{what} has {numel} elements on all ranks, but the parameters that the hint puts into it", held, hints
+        )
     raise NormalizationError(f"{what} has {numel} elements, but the parameters that the hint puts into it have {held}")
+
+
+def ask_copies(what: str, held: int, hints: Hints) -> None:
+    """Raise the NormalizationError that asks how many ranks hold a copy, unless it was said already."""
+    if "shard_ranks" not in hints:
+        hints.missing("shard_ranks", f"{what} have {held}: with HYBRID_SHARD or NO_SHARD, ranks hold copies", "1")
 
 
 def hinted_params(scope: str | int, hints: Hints) -> list[tuple[str, tuple[int, ...]]] | None:

@@ -18,6 +18,8 @@ HINTS: dict[str, str] = {
     "param_groups": "names of the parameters of each group, a list of lists, where the file's own lists are wrong",
     "param_shapes": "{name: shape} of the parameters, in the order in which the model registers them",
     "flat_params": "the parameters inside each flat parameter: {its id or name: [(name, shape), ...]}",
+    "shard_ranks": "how many neighbouring ranks of FSDP1 hold one copy of the parameters: fewer than all with "
+    "HYBRID_SHARD, 1 with NO_SHARD",
     "names": "{name in the checkpoint: canonical name}, for single parameters or for leading parts of names",
     "tied": "{further name: name} of parameters that several names share and that are stored under one",
     "prefix": "leading part of all names to take away, such as 'net.'; '' takes none away",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,24 @@ def test_pieces_of_parameters(tmp_path: Path, world: int) -> None:
         opened.normalized({"param_names": list(SHAPES)})
     with pytest.raises(DamagedCheckpointError, match=r"'embed\.weight\.exp_avg'.* 35 elements.*\[9, 5\]"):
         opened.normalized({"param_names": list(SHAPES), "param_shapes": {**SHAPES, "embed.weight": (9, 5)}})
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_copies_of_hybrid_sharding(tmp_path: Path, pieces: bool) -> None:
+    """Ranks that hold copies are not told from ranks that hold parts: how many share a copy is asked for."""
+    world, copies = 2, 3
+    states = save_pieces(tmp_path, world) if pieces else save_flat(tmp_path, world)
+    mark = "_" if pieces else "-"
+    for rank in range(world, world * copies):
+        shutil.copy(tmp_path / f"raw{mark}{rank % world}.pt", tmp_path / f"raw{mark}{rank}.pt")
+    flat = {i: [(name, SHAPES[name]) for name in names] for i, names in enumerate(UNITS)}
+    hints: dict[str, Any] = {"param_names": list(SHAPES), "param_shapes": SHAPES} if pieces else {"flat_params": flat}
+    opened = checkpoint.open(tmp_path)
+    with pytest.raises(NormalizationError, match=r"hints=\{'shard_ranks'"):
+        opened.normalized(hints)
+    check(opened.normalized({**hints, "shard_ranks": world}), states)
+    with pytest.raises(NormalizationError, match="a divisor of the 6 ranks"):
+        opened.normalized({**hints, "shard_ranks": 4})
 
 
 def test_a_missing_rank(tmp_path: Path) -> None:
