@@ -51,7 +51,8 @@ class DcpExporter(Exporter):
                 f"such as {unknown[0]!r}; leave them out: select=['*', '!{unknown[0]}']"
             )
         self.plan = spread([self.stored(name).spec for name in self.names], onto, max_shard_bytes)
-        self.left_out = tuple(state.contents.facts.get("per_rank", ()))
+        per_rank = state.contents.facts.get("per_rank")
+        self.left_out = tuple(per_rank) if isinstance(per_rank, Mapping) else ()  # others are stored under their ranks
         specs, files = self.plan.layout.specs, []
         written: set[str] = set()
         for rank in range(self.plan.world_size):

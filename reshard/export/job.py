@@ -69,15 +69,18 @@ class Job:
         state = self.source if isinstance(self.source, Checkpoint) else open_checkpoint(self.source)
         if self.normalized or self.model_only:
             state = state.canonical(self.hints, model_only=self.model_only)
+        own = state.contents.facts.get("per_rank")  # values that are each rank's own keep their names
         if isinstance(self.mapping, StateMapping):
             _check_taken(self.mapping, state)
             state = self.mapping.apply(state)
         elif self.mapping is not None:
             state = apply_dict(self.mapping, state)
+        state = _with_own(state, own)
         if self.select:
             state = selected(state, self.select)
         if self.dtype is not None:
-            state = StateMapping([Cast("{name+}", self.dtype)]).apply(state)
+            own = state.contents.facts.get("per_rank")
+            state = _with_own(StateMapping([Cast("{name+}", self.dtype)]).apply(state), own)
         return state
 
     def exporter(self, state: Checkpoint, job_id: str) -> Exporter:
@@ -106,6 +109,13 @@ class Job:
         for name in state:
             seen.update(repr(state[name].stored.spec).encode())
         return str(seen.hexdigest())
+
+
+def _with_own(state: Checkpoint, own: Any) -> Checkpoint:
+    """The checkpoint with values that are each rank's own, which mappings do not know."""
+    if not isinstance(own, Mapping) or state.contents.facts.get("per_rank") is own:
+        return state
+    return Checkpoint(replace(state.contents, facts={**state.contents.facts, "per_rank": own}), state.url)
 
 
 def _check_taken(mapping: StateMapping, state: Checkpoint) -> None:
@@ -145,7 +155,9 @@ def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
     wanted = [glob for glob in globs if not glob.startswith("!")] or ["*"]
     unwanted = [glob[1:] for glob in globs if glob.startswith("!")]
     contents = state.contents
-    names = [*state, *(alias for alias in state.aliases if alias not in contents.tensors), *state.objects]
+    per_rank = contents.facts.get("per_rank")
+    own = dict(per_rank) if isinstance(per_rank, Mapping) else {}
+    names = [*state, *(alias for alias in state.aliases if alias not in contents.tensors), *state.objects, *own]
 
     def kept(name: str) -> bool:
         return any(fnmatchcase(name, g) for g in wanted) and not any(fnmatchcase(name, g) for g in unwanted)
@@ -158,7 +170,7 @@ def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
     aliases: dict[str, str] = {}
     heir: dict[str, str] = {}
     for name in names:
-        if name in state.objects or not kept(name):
+        if name in state.objects or name in own or not kept(name):
             continue
         first = state.aliases.get(name, name)
         if first != name and kept(first):
@@ -169,14 +181,18 @@ def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
             heir[first] = name
             tensors[name] = state[name].stored
     objects = {key: value for key, value in state.objects.items() if kept(key)}
-    paths = {key: path for key, path in contents.paths.items() if key in tensors or key in aliases or key in objects}
-    whole = len(tensors) + len(aliases) + len(objects) == len(names)
+    own = {key: values for key, values in own.items() if kept(key)}
+    facts = {**contents.facts, "per_rank": own} if isinstance(per_rank, Mapping) else contents.facts
+    here = {*tensors, *aliases, *objects, *own}
+    paths = {key: path for key, path in contents.paths.items() if key in here}
+    whole = len(here) == len(names)
     made = replace(
         contents,
         tensors={**tensors, **{alias: state[alias].stored for alias in aliases if alias in contents.tensors}},
         objects=objects,
         aliases=aliases,
         paths=paths,
+        facts=facts,
         containers=contents.containers if whole else _containers(contents.containers, paths.values()),
     )
     return Checkpoint(made, state.url)

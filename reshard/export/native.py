@@ -9,15 +9,19 @@ from typing import Any
 import msgspec
 
 from planners.codec import to_json
-from planners.layout import StateLayout
+from planners.layout import StateLayout, TensorLayout
+from planners.mesh import Mesh
+from planners.placement import Replicate
 from planners.save_plan import DIVIDE_ABOVE_BYTES
 from reshard import generations
+from reshard.census import per_rank_name
 from reshard.checkpoint import Checkpoint
 from reshard.errors import FormatError
 from reshard.execute.streaming import stream
 from reshard.execute.writing import BlockSums, digest128, header_of
 from reshard.export.base import Done, Exporter, FilePlan, HashingWriter, Part, spread
 from reshard.fingerprints import Partial, partial
+from reshard.formats.base import StoredTensor
 from reshard.formats.native import MANIFEST, FileRecord, Manifest, encode_manifest
 from reshard.storage.base import Storage
 from reshard.tree import encode_plain, path_to_json
@@ -36,7 +40,10 @@ class NativeExporter(Exporter):
     def __init__(self, state: Checkpoint, job_id: str, *, onto: StateLayout | None, max_shard_bytes: int) -> None:
         """Raises FormatError for objects that are no plain data, naming the key."""
         super().__init__(state, job_id)
-        self.plan = spread([self.stored(name).spec for name in self.names], onto, max_shard_bytes)
+        self.per_rank, self._own = _per_rank(state)
+        self.plan = spread(
+            [self.stored(name).spec for name in (*self.names, *self._own)], _with(onto, self._own), max_shard_bytes
+        )
         self.save_id = f"{job_id[:12]}-{job_id[12:24]}"
         folder = generations.folder_of(self.save_id)
         files = []
@@ -48,7 +55,10 @@ class NativeExporter(Exporter):
                 files.append(FilePlan(f"{folder}/{rank:05d}.safetensors", tuple(parts), rank))
         self.files = tuple(files)
         self.objects = {key: _encoded(key, value) for key, value in state.objects.items()}
-        self.left_out = tuple(state.contents.facts.get("per_rank", ()))
+
+    def stored(self, name: str) -> StoredTensor:
+        """The stored tensor of a name or alias, or one rank's own."""
+        return self._own[name] if name in self._own else super().stored(name)
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
         """Stream one rank's file and its checksums."""
@@ -101,6 +111,7 @@ class NativeExporter(Exporter):
             paths={key: path_to_json(path) for key, path in contents.paths.items() if path != (key,)},
             containers=[(path_to_json(path), kind) for path, kind in contents.containers.items()],
             objects=self.objects,
+            per_rank=self.per_rank,
             aliases=dict(contents.aliases),
             fingerprints={fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()},
         )
@@ -117,6 +128,35 @@ class NativeExporter(Exporter):
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """A manifest."""
         return MANIFEST if MANIFEST in names else None
+
+
+def _per_rank(state: Checkpoint) -> tuple[dict[str, dict[str, dict[str, Any]]], dict[str, StoredTensor]]:
+    """The manifest's table of values that are each rank's own, and those that are tensors, by their hidden names."""
+    table: dict[str, dict[str, dict[str, Any]]] = {}
+    tensors: dict[str, StoredTensor] = {}
+    found = state.contents.facts.get("per_rank")
+    for key, values in found.items() if isinstance(found, Mapping) else ():
+        for rank, value in values.items():
+            if isinstance(value, StoredTensor):
+                name = per_rank_name(key, rank)
+                tensors[name] = value.renamed(name)
+                row = {"tensor": name}
+            else:
+                row = {"object": _encoded(key, value)}
+            table.setdefault(key, {})[str(rank)] = row
+    return table, tensors
+
+
+def _with(onto: StateLayout | None, own: Mapping[str, StoredTensor]) -> StateLayout | None:
+    """The layout with each rank's own tensors, written by it if it is there, and by the first otherwise."""
+    if onto is None or not own:
+        return onto
+    more = {}
+    for name, tensor in own.items():
+        rank = int(name.rpartition("@rank")[2])
+        mesh = Mesh({"rank": 1}, ranks=[rank if rank < onto.world_size else 0])
+        more[name] = TensorLayout(tensor.spec, mesh, [Replicate()])
+    return StateLayout({**onto, **more}, onto.world_size)
 
 
 def _encoded(key: str, value: Any) -> Any:

@@ -68,6 +68,37 @@ def equal(a: Any, b: Any) -> bool:
     )
 
 
+def test_values_of_each_rank_go_along(tmp_path: Path) -> None:
+    """Tensors and plain data, also under another layout, another dtype or a selection; DCP cannot hold them."""
+    rng, position = torch.arange(5, dtype=torch.uint8), {"shard": 3, "ids": (1, 2)}
+    state = {"w": torch.ones(6, 2), "data": {"rng": reshard.PerRank(rng), "position": reshard.PerRank(position)}}
+    reshard.save(state, tmp_path / "saved")
+
+    def own(folder: Path) -> Any:
+        target = {"data": {"rng": reshard.PerRank(), "position": reshard.PerRank()}}
+        report = reshard.load(target, folder, strict=False)
+        assert report.unexpected == ("w",)
+        return target["data"]
+
+    ways: list[dict[str, Any]] = [
+        {}, {"onto": Topology.parse("dp=2", {"*": "S(0)"})}, {"dtype": torch.bfloat16}, {"mapping": {"v": "w"}},
+        {"select": ["w", "data.*"]},
+    ]  # fmt: skip
+    for i, way in enumerate(ways):
+        report = reshard.convert(tmp_path / "saved", tmp_path / str(i), **way)
+        assert not report.left_out
+        assert reshard.verify(tmp_path / str(i)).ok
+        if "mapping" not in way:
+            found = own(tmp_path / str(i))
+            assert torch.equal(found["rng"].value, rng)
+            assert found["position"].value == position
+            assert list(reshard.open(tmp_path / str(i))) == ["w"]
+    reshard.convert(tmp_path / "saved", tmp_path / "less", select=["w", "data.rng"])
+    assert list(reshard.open(tmp_path / "less").contents.facts["per_rank"]) == ["data.rng"]
+    report = reshard.convert(tmp_path / "saved", tmp_path / "dcp", format="dcp")
+    assert set(report.left_out) == {"data.rng", "data.position"}
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_there_and_back(format: str, saved: Path, tmp_path: Path) -> None:
     """Bit by bit, with everything that the format can hold."""
