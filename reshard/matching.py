@@ -7,8 +7,9 @@ import fnmatch
 import socket
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -121,7 +122,6 @@ class _Work:
         self.dtype_policy = dtype_policy
         facts = checkpoint.contents.facts
         self.saved_per_rank: Mapping[str, Any] = facts.get("per_rank", {})
-        self.saved_containers: Mapping[KeyPath, str] = checkpoint.contents.containers
         self.names = [*checkpoint, *checkpoint.objects, *self.saved_per_rank]
         self.used: set[str] = set()
         self.tensors: dict[str, str] = {}
@@ -194,8 +194,8 @@ class _Work:
     def match_units(self) -> None:
         """Containers of plain values, replaced whole by what was saved at their place."""
         for key in self.targets.units:
-            below = f"{self.mapping.get(key, key)}."
-            if any(n.startswith(below) and n not in self.checkpoint.objects for n in self.names):
+            name = self.mapping.get(key, key)
+            if any(n != name and n not in self.checkpoint.objects for n in self.below.names.get(name, ())):
                 continue  # there are tensors where the target has none: these stay unexpected
             if not self._replace_whole(key):
                 self.missing.append(key)
@@ -203,18 +203,12 @@ class _Work:
     def _replace_whole(self, key: str) -> bool:
         """Fill a key with the nest of plain values that was saved at its place, if there is one."""
         name, paths = self.mapping.get(key, key), self.checkpoint.contents.paths
-        below = [n for n in self.names if n == name or n.startswith(f"{name}.")]
-        if any(n not in self.checkpoint.objects for n in below):
+        names, kinds = self.below.names.get(name, []), self.below.kinds.get(name, {})
+        if any(n not in self.checkpoint.objects for n in names) or not (names or kinds):
             return False
-        leaves = {paths.get(n, (n,)): self.checkpoint.objects[n] for n in below}
-        kinds = {
-            p: k for p, k in self.saved_containers.items() if key_of(p) == name or key_of(p).startswith(f"{name}.")
-        }
-        if not leaves and not kinds:
-            return False
-        self.used.update(below)
-        nest: Any = unflatten(leaves, kinds)
-        for part in _path_of(name, paths, kinds):
+        self.used.update(names)
+        nest: Any = unflatten({paths.get(n, (n,)): self.checkpoint.objects[n] for n in names}, kinds)
+        for part in self.below.places.get(name, (name,)):
             nest = nest[getattr(part, "value", part)] if not isinstance(nest, (list, tuple)) else nest[0]
         self._give(key, nest)
         return True
@@ -226,6 +220,11 @@ class _Work:
             self.objects[key] = retyped(value, self.targets.live(key))
         else:
             self.mismatched.append(f"{key}: {needs_code(kind)}")
+
+    @cached_property
+    def below(self) -> _Below:
+        """What the checkpoint has at and below each place."""
+        return _Below.of(self.names, self.checkpoint)
 
     def take_per_rank(self, key: str) -> bool:
         name = self.mapping.get(key, key)
@@ -244,13 +243,39 @@ def needs_code(kind: str) -> str:
     )
 
 
-def _path_of(name: str, paths: Mapping[str, KeyPath], kinds: Mapping[KeyPath, str]) -> KeyPath:
-    """The path whose dotted key is `name`, out of the paths that lead there or beyond."""
-    for path in (*paths.values(), *kinds):
-        for i in range(1, len(path) + 1):
-            if key_of(path[:i]) == name:
-                return path[:i]
-    return (name,)
+class _Below(NamedTuple):
+    """By dotted key, of leaves and of all containers around them."""
+
+    names: dict[str, list[str]]
+    """The names at or below it."""
+    kinds: dict[str, dict[KeyPath, str]]
+    """The containers at or below it that are tuples or empty, by path."""
+    places: dict[str, KeyPath]
+    """Its path."""
+
+    @classmethod
+    def of(cls, names: Iterable[str], checkpoint: Checkpoint) -> _Below:
+        out = cls({}, {}, {})
+        paths, containers = checkpoint.contents.paths, checkpoint.contents.containers
+        for name in names:
+            for above in _prefixes(name):
+                out.names.setdefault(above, []).append(name)
+        for path, kind in containers.items():
+            for above in _prefixes(key_of(path)):
+                out.kinds.setdefault(above, {})[path] = kind
+        for path in (*paths.values(), *containers):
+            for i in range(1, len(path) + 1):
+                out.places.setdefault(key_of(path[:i]), path[:i])
+        return out
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    """The dotted key, and those above it."""
+    at = key.find(".")
+    while at >= 0:
+        yield key[:at]
+        at = key.find(".", at + 1)
+    yield key
 
 
 def _is_number(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,7 @@ from reshard.tensors import form_of, is_sharded, is_tensor, local_tensors, spec_
 __all__ = ["PendingSave", "SaveReport", "async_save", "save"]
 
 _WRITER = "reshard 0.1"
+_log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,19 @@ class PendingSave:
 _in_flight: list[Future[SaveReport]] = []
 
 
+def _await_in_flight() -> None:
+    """Before the interpreter goes: let saves end that were begun, and tell of failures that nobody will ask for."""
+    for future in _in_flight:
+        error = future.exception()
+        if error is not None:
+            _log.error("a save in the background failed, and nobody asked for its result", exc_info=error)
+
+
+# Joining its thread at exit comes too late: by then no pool of threads takes work any more, those that a save needs
+# included. What is registered here runs before they close, as the pools' own closing does, by the same private name.
+threading._register_atexit(_await_in_flight)  # type: ignore[attr-defined]
+
+
 def async_save(
     state_dict: Mapping[str, Any],
     path: Any,
@@ -170,7 +185,6 @@ def async_save(
         else:
             future.set_result(report)
 
-    # not a daemon: the interpreter waits for it at exit, so that a save that was begun is not cut off
     threading.Thread(target=work, name=f"reshard-save-{job.generation.save_id}").start()
     _in_flight.append(future)
     return PendingSave(future)

@@ -261,6 +261,22 @@ class TestAsync:
 
 
 class TestScale:
+    def test_thousands_of_nests_of_plain_values_are_matched_in_one_pass(self, tmp_path):
+        def nest(count, full):
+            rows = {str(i): {"a": i * full, "t": torch.full((1,), float(full)), "u": {}} for i in range(count)}
+            return rows | ({k: v | {"u": {"x": {"y": int(k)}}, "l": (1, [])} for k, v in rows.items()} if full else {})
+
+        seconds = []
+        for count in (500, 4000):
+            reshard.save(nest(count, 1), tmp_path / str(count))
+            target = {key: row | {"l": ()} for key, row in nest(count, 0).items()}
+            begin = time.process_time()
+            reshard.load(target, tmp_path / str(count), threads=1)
+            seconds.append(time.process_time() - begin)
+            assert target[str(count - 1)]["u"] == {"x": {"y": count - 1}}
+            assert target["7"]["l"] == (1, [])
+        assert seconds[1] < 8 * 4 * seconds[0], "eight times as many take about eight times as long"
+
     def test_a_manifest_of_a_million_chunks_opens_at_once_and_lists_none_of_them(self):
         ranks, tensors = 1024, 1000
         mesh = Mesh({"dp": ranks}, None)

@@ -1,0 +1,51 @@
+"""Saves in the background when the program ends: they are finished, or their failure is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import reshard
+
+PROGRAM = """
+import sys, time
+import torch, reshard
+from reshard.errors import StorageError
+from reshard.storage import open_storage
+from tests.faulty import Faulty
+
+def fault(verb, name):
+    if verb == "write":
+        time.sleep(0.05)
+        if sys.argv[2] == "fail":
+            raise StorageError("the disk burns")
+
+reshard.async_save({"w": torch.ones(1000)}, Faulty(open_storage(sys.argv[1]), fault))
+{end}
+"""
+
+
+def run(path: Path, end: str, how: str = "work") -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.replace("{end}", end)
+    root = Path(reshard.__file__).parents[1]
+    return subprocess.run([sys.executable, "-c", program, path, how], capture_output=True, text=True, cwd=root)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("pass", 0), ("raise SystemExit(3)", 3), ("raise ValueError('training went wrong')", 1)]
+)
+def test_a_save_that_was_begun_is_finished(end: str, code: int, tmp_path: Path) -> None:
+    done = run(tmp_path / "c", end)
+    assert done.returncode == code, done.stderr
+    assert reshard.verify(tmp_path / "c").ok
+    assert ("training went wrong" in done.stderr) == (code == 1)
+
+
+def test_a_failure_that_nobody_asks_for_is_told(tmp_path: Path) -> None:
+    done = run(tmp_path / "c", "pass", "fail")
+    assert "a save in the background failed, and nobody asked" in done.stderr
+    assert "the disk burns" in done.stderr
+    assert not list((tmp_path / "c").glob("*"))
