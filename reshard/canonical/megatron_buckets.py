@@ -75,7 +75,9 @@ def cut_buckets(
     locals_: dict[str, dict[tuple[int, int], dict[str, StoredTensor]]] = {}
     for chained in sorted({key[0] for key in buffers}):
         mine = {key: buffer for key, buffer in buffers.items() if key[0] == chained}
-        grid = Grid.of(args, groups=len({key[1] for key in mine}), experts=_is_expert_part(chained, buffers, args))
+        grid = Grid.of(
+            args, groups=len({key[1] for key in mine}), experts=_is_expert_part(chained, buffers, args), hints=hints
+        )
         _check_groups(mine, grid)
         _cut_part(mine, grid, keys, model, hints, locals_)
     return _join(locals_, model, hints)
@@ -158,7 +160,8 @@ def _find_slots(
         hints.missing(
             "param_order",
             f"the optimizer states are in buckets of {buffer.lengths()} elements without names, and the {len(names)} "
-            "parameters of the model do not fill them in any order that is known",
+            "parameters of the model do not fill them in any order that is known"
+            + (" (if stages have other layers than these, the hint 'layer_offsets' says it)" if grid.pp > 1 else ""),
             '["embedding.word_embeddings.weight", ...]',
         )
     # chunks were cut at the parameters' borders: the order whose parameters begin where chunks do is the right one

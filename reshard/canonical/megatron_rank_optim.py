@@ -55,8 +55,8 @@ def read_rank_optimizers(rank: RankModel, args: Mapping[str, Any], hints: Hints)
 
 
 def _as_list(saved: Any) -> list[dict[str, Any]]:
-    if isinstance(saved, (list, tuple)):
-        return [one for one in saved if isinstance(one, dict)]
+    if isinstance(saved, (list, tuple)):  # None stands for an optimizer whose states are in another rank's file
+        return [one if isinstance(one, dict) else {} for one in saved]
     if not isinstance(saved, dict):
         return []
     if saved and all(type(k) is int for k in saved) and all(_is_optimizer(v) for v in saved.values()):

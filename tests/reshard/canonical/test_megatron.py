@@ -14,6 +14,7 @@ import torch
 
 from reshard.canonical import Canonical, normalize
 from reshard.canonical.hints import Hints
+from reshard.canonical.megatron_order import Grid, chunk_names, orders
 from reshard.canonical.megatron_slots import place_joined, place_params
 from reshard.canonical.megatron_tp import tp_dim
 from reshard.checkpoint import LazyTensor
@@ -148,6 +149,25 @@ def test_buckets_without_names(grid: dict[str, Any], fused: bool, in_order: bool
     check_state(result, {"exp_avg": make.cropped(states["exp_avg"]), "fp32_param": make.cropped(states["param"])})
 
 
+def test_buckets_of_uneven_stages() -> None:
+    """Without the program's arguments, which layers a stage has is asked for."""
+    shape = Shape(layers=3, fused_norms=False)
+    values, moments = make.tensors(shape, 0), make.tensors(shape, 1, torch.float32)
+    saved = {key: make.stored(key, t) for key, t in make.stacked(shape, values).items()}
+    for stage, layers in enumerate([(0,), (1, 2)]):
+        names = [n for n, _ in shape.params() if any(n.startswith(f"decoder.layers.{layer}.") for layer in layers)]
+        ends = ["decoder.final_layernorm.weight", "output_layer.weight"]
+        names = [*names, *ends] if stage else ["embedding.word_embeddings.weight", *names]
+        front = f"optimizer.distributed.dp_group_idx_{stage}.gbuf_idx_0.dtype_({shape.dtype}, torch.float32)"
+        saved.update(make.buckets(front, names, {n: {"exp_avg": moments[n]} for n in names}, None, 1))
+    made = make.contents(saved, {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2})
+    with pytest.raises(NormalizationError, match=r"3 layers cannot be divided evenly among 2 stages.*layer_offsets"):
+        normalize(made)
+    with pytest.raises(NormalizationError, match="layer_offsets"):
+        normalize(made, {"layer_offsets": {1: 2}})
+    check_state(normalize(made, {"layer_offsets": {1: 1}}), {"exp_avg": make.cropped(moments)})
+
+
 @pytest.mark.parametrize("ep", [1, 2])
 def test_buckets_of_experts(ep: int) -> None:
     shape = Shape(layers=2, experts=4, ffn=20)
@@ -276,6 +296,30 @@ def test_layers_that_predict_several_tokens() -> None:
     assert tp_dim("mtp.layers.0.final_layernorm.weight", hints, 2) is None
     assert tp_dim("mtp.layers.0.eh_proj.weight", hints, 2) == 0
     assert tp_dim("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight", hints, 2) == 1
+
+
+def test_where_layers_that_predict_several_tokens_are_registered() -> None:
+    """Behind the decoder of the last stage, which has a copy of the embedding for them."""
+    order = [
+        "embedding.word_embeddings.weight",
+        "decoder.layers.1.input_layernorm.weight",
+        "decoder.layers.1.mlp.linear_fc2.weight",
+        "decoder.final_layernorm.weight",
+        "mtp.layers.0.enorm.weight",
+        "mtp.layers.0.hnorm.weight",
+        "mtp.layers.0.eh_proj.weight",
+        "mtp.layers.0.transformer_layer.input_layernorm.weight",
+        "mtp.layers.0.transformer_layer.mlp.linear_fc2.weight",
+        "mtp.layers.0.final_layernorm.weight",
+        "output_layer.weight",
+    ]
+    keys = sorted([*order, *(n.replace("layers.1", "layers.0") for n in order if "layers.1" in n)])
+    grid = Grid.of({"pipeline_model_parallel_size": 2}, groups=2, experts=None, hints=Hints(None))
+    last = chunk_names(keys, {}, grid, 1, 0, 1, 0)
+    assert set(last) == set(order)
+    assert order in list(orders(last, Hints(None)))
+    first = chunk_names(keys, {}, grid, 0, 0, 1, 0)
+    assert set(first) == {"embedding.word_embeddings.weight"} | {k for k in keys if "decoder.layers.0" in k}
 
 
 def test_places_in_buckets() -> None:

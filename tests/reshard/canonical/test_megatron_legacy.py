@@ -50,7 +50,9 @@ def save(root: Path, shape: Shape, *, tp: int, pp: int, vpp: int, ep: int, flat:
         (root / folder).mkdir(parents=True)
         torch.save(file, root / folder / "model_optim_rng.pt")
         if flat:
-            buffers = [_buffers(shape, part, states, tp, t) for part in parts]
+            buffers: list[Any] = [_buffers(shape, part, states, tp, t) for part in parts]
+            if e:
+                buffers[0] = None  # the states of what all expert ranks share are in the first one's file
             torch.save(buffers[0] if ep == 1 else buffers, root / folder / "distrib_optim.pt")
     return values, states
 
