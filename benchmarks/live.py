@@ -28,13 +28,16 @@ from planners import (
     StateLayout,
     TensorLayout,
     TensorSpec,
+    TransferPlan,
     estimate,
+    plan_relay,
     plan_transfers,
     schedule,
     verify,
 )
 from planners import Replicate as R
 from planners import Shard as S
+from planners.relay import bytes_between, rank_groups
 
 WORLD = 8
 BUDGET_BYTES = 4 << 20
@@ -68,7 +71,7 @@ def make(place: Place, count: int, rows: int, *, fill: bool) -> dict[str, DTenso
             local += i * 7919
         bits = local.view(torch.bfloat16)
         out[whole.fqn] = DTensor.from_local(
-            bits, mesh, placements, run_check=False, shape=(rows, rows), stride=(rows, 1)
+            bits, mesh, placements, run_check=False, shape=torch.Size((rows, rows)), stride=(rows, 1)
         )
     return out
 
@@ -205,31 +208,44 @@ def simulate() -> None:
     specs = trillion()
     parameters = sum(spec.numel for spec in specs.values())
     print(f"\n{parameters / 1e12:.2f}T parameters in {len(specs)} bf16 tensors, 256 trainers -> 128 inference ranks")
-    start = time.perf_counter()
     before = StateLayout({fqn: trainer(spec) for fqn, spec in specs.items()}, 384)
     after = StateLayout({fqn: engine(spec) for fqn, spec in specs.items()}, 384)
-    plan = plan_transfers(before, after, ranks_per_host=8)
-    sent, received = plan.sent_bytes(), plan.received_bytes()
+    hosts, sides = rank_groups(plan_transfers(before, after, ranks_per_host=8))
+    print("  4 replicas fed one by one")
+    simulate_steps(lambda: (plan_transfers(before, after, ranks_per_host=8),), hosts, sides)
+    print("  4 replicas fed in stripes that they pass on")
+    simulate_steps(lambda: plan_relay(before, after, ranks_per_host=8), hosts, sides)
+
+
+def simulate_steps(make_steps: Callable[[], tuple[TransferPlan, ...]], hosts: Any, sides: Any) -> None:
+    """Print what steps that run one after another cost. `hosts`, `sides`: which of them each rank is on."""
+    start = time.perf_counter()
+    steps = make_steps()
+    sent, received = (sum(columns) for columns in zip(*((p.sent_bytes(), p.received_bytes()) for p in steps)))
     planned = time.perf_counter()
-    rounds = schedule(plan, max_inflight_bytes=512 << 20)
+    rounds = [schedule(plan, max_inflight_bytes=(512 << 20) // len(steps)) for plan in steps]
     scheduled = time.perf_counter()
-    proof = verify(rounds)
+    right = all(verify(step).ok for step in rounds)
     proved = time.perf_counter()
-    messages = len(rounds.messages(300))
+    messages = sum(len(step.messages(300)) for step in rounds)
     listed = time.perf_counter()
-    traffic = plan.traffic().nbytes
-    print(f"  seconds: plan {planned - start:.2f}, rounds {scheduled - planned:.2f}, proof {proved - scheduled:.2f}")
-    print(f"  right: {proof.ok}; rank 300 lists its {messages} messages in {listed - proved:.2f} s")
-    print(f"  {plan.bytes_moved / 1e12:.2f} TB cross, every byte once to each of 4 replicas")
-    print(f"  a trainer sends {sent[:256].mean() / 1e9:.1f} GB, at most {sent.max() / 1e9:.1f}")
-    print(f"  an inference rank gets {received[256:].mean() / 1e9:.1f} GB, at most {received.max() / 1e9:.1f}")
-    print(f"  {len(traffic)} links of {traffic.min() / 1e6:.1f} MB to {traffic.max() / 1e9:.2f} GB")
-    print(f"  {rounds.rounds} rounds, {len(rounds)} messages of at most {rounds.round_bytes().max() / 1e6:.0f} MB")
-    busiest, waiting = max(sent.max(), received.max()) / NIC_BYTES_PER_S, rounds.round_bytes().sum() / NIC_BYTES_PER_S
-    print(f"  at {NIC_BYTES_PER_S / 1e9:.0f} GB/s per rank: {busiest:.2f} s for the busiest rank alone,")
-    print(f"  {waiting:.2f} s if every round waits for its largest message; and by host:")
+    print(f"    seconds: plan {planned - start:.2f}, rounds {scheduled - planned:.2f}, proof {proved - scheduled:.2f}")
+    print(f"    right: {right}; rank 300 lists its {messages} messages in {listed - proved:.2f} s")
+    for name, groups in (("from side to side", sides), ("between hosts", hosts)):
+        print(f"    {sum(bytes_between(plan, groups) for plan in steps) / 1e12:.2f} TB {name}")
+    print(f"    a trainer sends at most {sent[:256].max() / 1e9:.1f} GB,", end=" ")
+    print(f"an inference rank {sent[256:].max() / 1e9:.1f} GB, and gets {received[256:].max() / 1e9:.1f} GB")
+    for plan, step in zip(steps, rounds):
+        links, largest = plan.traffic().nbytes, step.round_bytes().max()
+        print(f"    {len(links)} links of {links.min() / 1e6:.3f} MB to {links.max() / 1e9:.2f} GB,", end=" ")
+        print(f"{step.rounds} rounds, {len(step)} messages of at most {largest / 1e6:.0f} MB")
+    busiest = sum(max(p.sent_bytes().max(), p.received_bytes().max()) for p in steps) / NIC_BYTES_PER_S
+    waiting = sum(step.round_bytes().sum() for step in rounds) / NIC_BYTES_PER_S
+    print(f"    at {NIC_BYTES_PER_S / 1e9:.0f} GB/s per rank: {busiest:.2f} s for the busiest rank alone,")
+    print(f"    {waiting:.2f} s if every round waits for its largest message; and by host:")
     cluster = Cluster(ranks_per_host=8, network_bytes_per_s=8 * NIC_BYTES_PER_S, local_bytes_per_s=8 * 450e9)
-    print("  " + str(estimate(plan, cluster)).replace("\n", "\n  "))
+    for plan in steps:
+        print("    " + str(estimate(plan, cluster)).replace("\n", "\n    "))
 
 
 def main() -> None:

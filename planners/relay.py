@@ -13,7 +13,7 @@ stripes between them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -70,9 +70,7 @@ def rank_groups(plan: TransferPlan) -> tuple[Ints, ...]:
     out = []
     if plan.ranks_per_host is not None and plan.ranks_per_host < plan.world_size:
         out.append(np.arange(plan.world_size, dtype=np.int64) // plan.ranks_per_host)
-    givers, takers = (
-        {rank for fqn in plan.names for rank in _ranks(state[fqn])} for state in (plan.before, plan.after)
-    )
+    givers, takers = (_ranks(state[fqn] for fqn in plan.names) for state in (plan.before, plan.after))
     if takers and givers.isdisjoint(takers):
         sides = np.zeros(plan.world_size, dtype=np.int64)
         sides[sorted(takers)] = 1
@@ -93,8 +91,10 @@ def bytes_between_hosts(plan: TransferPlan, ranks_per_host: int) -> int:
     return bytes_between(plan, np.arange(plan.world_size, dtype=np.int64) // ranks_per_host)
 
 
-def _ranks(layout: TensorLayout) -> Sequence[int]:
-    return layout.form.ranks()
+def _ranks(layouts: Iterable[TensorLayout]) -> set[int]:
+    """All ranks that may hold something."""
+    forms = {id(layout.form): layout.form for layout in layouts}  # mostly shared objects
+    return {rank for form in forms.values() for rank in form.ranks()}
 
 
 def _best_form(

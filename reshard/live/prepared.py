@@ -310,6 +310,7 @@ def redistribute(
     Raises UndefinedTargetsError if a rank fails while bytes move.
     """
     prepared = prepare(source, target, process_group, **options)
+    prepared._first = False  # all ranks were ready a moment ago
     report = prepared.run()
     if check:
         from reshard.live.flight import verify_live  # it needs what this module builds on, too
