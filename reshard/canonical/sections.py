@@ -127,8 +127,8 @@ def find_sections(contents: Contents) -> Sections:
     if first is None:
         numbered = [key for key in models_in if _NUMBER.search(str(key)) and _NUMBER.sub("", str(key)) in _MODEL]
         if len(numbered) < 2 or len({_NUMBER.sub("", str(key)) for key in numbered}) > 1:
-            names = _names({k: v for k, v in tree.items() if not (_is_optimizer(k, v) or _is_other(k, v))})
-            return Sections({"": names}, [("", one) for _, one in optimizers])
+            rest = {k: v for k, v in tree.items() if not (_is_optimizer(k, v) or _is_other(k, v))}
+            return Sections({"": _names(_only_state(rest))}, [("", one) for _, one in optimizers])
         first = min(numbered, key=_natural)
     base = _NUMBER.sub("", first)
     others = [key for key in models_in if key != first and _NUMBER.sub("", str(key)) == base]
@@ -146,6 +146,14 @@ def _inside(section: Tree) -> Tree:
     ((key, inner), *rest) = section.items()
     same = key in _MODEL or _OPTIMIZER.fullmatch(str(key)) is not None
     return inner if same and not rest and isinstance(inner, dict) else section
+
+
+def _only_state(tree: Tree) -> Tree:
+    """The one state dict in it, whatever it is called, such as `net`: its own keys have dots. Else the tree itself."""
+    with_tensors = [v for v in tree.values() if (v.is_tensor if isinstance(v, Leaf) else _has_tensor(v))]
+    if len(with_tensors) == 1 and isinstance(with_tensors[0], dict) and any("." in str(key) for key in with_tensors[0]):
+        return with_tensors[0]
+    return tree
 
 
 def _model_of(optimizer: str, first: str, models: Mapping[str, Any]) -> str:

@@ -67,6 +67,7 @@ STATES = [
         {"state_dict": weights("net."), "optimizer_states": [by_name("net.")], "pytorch-lightning_version": "2"},
         "Lightning",
     ),
+    ({"net": weights(), "optimizer": by_name(), "acc": 93.5, "epoch": 3}, "a state dict under a name of its own"),
     ({"model": [{"lin.weight": W}, {"lin.bias": B}], "optimizer": by_name()}, "the parts of a pipeline"),
     ({"model": weights(), "optimizers": [by_name()]}, "a list of optimizers"),
     ({"model": weights(), "optimizer": by_id(param_names=["lin.bias", "lin.weight"])}, "ids with stored names"),
