@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from planners.proof import verify
 from planners.save_plan import DIVIDE_ABOVE_BYTES, plan_writes
 from reshard import generations
 from reshard.agreement import format_some_ranks
+from reshard.at_exit import before_exit, tell
 from reshard.census import Holdings, check_globs, holdings_of, per_rank_name, take_census
 from reshard.errors import CheckpointError, LayoutError, ReshardError
 from reshard.execute.devices import settle_streams
@@ -32,7 +32,6 @@ from reshard.tensors import form_of, is_sharded, is_tensor, local_tensors, spec_
 __all__ = ["PendingSave", "SaveReport", "async_save", "save"]
 
 _WRITER = "reshard 0.1"
-_log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True)
@@ -130,16 +129,11 @@ _in_flight: list[Future[SaveReport]] = []
 
 
 def _await_in_flight() -> None:
-    """Before the interpreter goes: let saves end that were begun, and tell of failures that nobody will ask for."""
     for future in _in_flight:
-        error = future.exception()
-        if error is not None:
-            _log.error("a save in the background failed, and nobody asked for its result", exc_info=error)
+        tell(future)
 
 
-# Joining its thread at exit comes too late: by then no pool of threads takes work any more, those that a save needs
-# included. What is registered here runs before they close, as the pools' own closing does, by the same private name.
-threading._register_atexit(_await_in_flight)  # type: ignore[attr-defined]
+before_exit(_await_in_flight)
 
 
 def async_save(

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 
+from reshard.at_exit import await_at_exit
 from reshard.dcp.errors import also_as_torch_raises
 from reshard.dcp.places import storage_by_position, writer_for
 from reshard.dcp.protocol import run_save
@@ -127,6 +128,7 @@ def _in_background(save: Callable[[], Metadata], group: Group) -> Future[Metadat
         else:
             future.set_result(metadata)
 
+    await_at_exit(future)
     threading.Thread(target=work, name="reshard-dcp-save").start()
     return future
 

@@ -49,3 +49,15 @@ def test_a_failure_that_nobody_asks_for_is_told(tmp_path: Path) -> None:
     assert "a save in the background failed, and nobody asked" in done.stderr
     assert "the disk burns" in done.stderr
     assert not list((tmp_path / "c").glob("*"))
+
+
+def test_so_is_one_of_dcp(tmp_path: Path) -> None:
+    program = """
+import sys
+import torch, reshard.dcp as dcp
+dcp.async_save({"w": torch.ones(1000)}, checkpoint_id=sys.argv[1])
+"""
+    root = Path(reshard.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "c"], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert reshard.open(tmp_path / "c")["w"][...].sum() == 1000
