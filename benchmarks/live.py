@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import reshard
 import reshard.live.prepared as prepared
-from benchmarks.processes import run, timed
+from benchmarks.processes import measured, run, timed
 from planners import (
     BlockShard,
     Cluster,
@@ -123,16 +123,18 @@ def case(name: str, count: int, rows: int, repeats: int) -> dict[str, Any]:
     out["equal"] = all(
         torch.equal(target[k].to_local().view(torch.int16), known[k].to_local().view(torch.int16)) for k in known
     )
-    out["replay_s"] = min(timed(plan.run)[0] for _ in range(repeats))
-    del plan
+    ways: dict[str, Callable[[], Any]] = {"replay": plan.run, "gather": lambda: gather_and_slice(source, target)}
+    if before[0] == after[0]:
+        ways["torch"] = lambda: torch_redistribute(source, target)
+    for way in ways.values():
+        way()
+    runs = [{name: measured(way)[:2] for name, way in ways.items()} for _ in range(repeats)]  # in turns
+    for name in ways:
+        out[f"{name}_s"], out[f"{name}_cpu_s"] = (min(run[name][i] for run in runs) for i in range(2))
+    del plan, ways
     rise = peak_bytes(lambda: timed(lambda: reshard.redistribute(source, target, **options)))
     out["our_peak"] = max(rise, report.buffer_bytes)  # buffers may lie in memory that was there before
-    gather_and_slice(source, target)
-    out["gather_s"] = min(timed(lambda: gather_and_slice(source, target))[0] for _ in range(repeats))
     out["gather_peak"] = peak_bytes(lambda: timed(lambda: gather_and_slice(source, target)))
-    if before[0] == after[0]:
-        torch_redistribute(source, target)
-        out["torch_s"] = min(timed(lambda: torch_redistribute(source, target))[0] for _ in range(repeats))
     return out
 
 
@@ -162,7 +164,10 @@ def measure(count: int, rows: int, repeats: int, names: list[str]) -> None:
         times = "".join(f"{worst[key]:8.3f}" for key in ("gather_s", "torch_s", "first_s", "replay_s"))
         ratio = f"{worst['gather_s'] / worst['replay_s']:.1f}x gather"
         if not math.isnan(worst["torch_s"]):
-            ratio += f", {worst['torch_s'] / worst['replay_s']:.2f}x DTensor"
+            spent = [sum(row[f"{way}_cpu_s"] for row in ranks) for way in ("torch", "replay")]
+            ratio += (
+                f", {worst['torch_s'] / worst['replay_s']:.2f}x DTensor ({spent[0] / spent[1]:.2f}x by processor time)"
+            )
         print(f"{name:44}{times}   {peaks['gather_peak']:9d}{peaks['our_peak']:9d}   {moved >> 20:9d}   {ratio}")
 
 
