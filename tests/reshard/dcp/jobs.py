@@ -230,7 +230,8 @@ def statefuls_in_another_order(folder: str) -> bool:
 
 
 def fresh_sharded_optimizer(folder: str, kind: str) -> bool:
-    """Saved by two ranks under FSDP, loaded by a fresh optimizer, whose state nobody made by stepping."""
+    """Saved by two ranks under FSDP, loaded by a fresh optimizer, whose state nobody made by stepping; then one more
+    step. A rank has no count of steps for a parameter of which it has no elements, and which it never updates."""
     warnings.simplefilter("ignore")
 
     def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -257,9 +258,18 @@ def fresh_sharded_optimizer(folder: str, kind: str) -> bool:
     state = {"app": dict(zip(("m", "o"), reshard.get_state_dict(again, fresh)))}
     ours.load(state, checkpoint_id=folder)
     reshard.set_state_dict(again, fresh, model_state_dict=state["app"]["m"], optim_state_dict=state["app"]["o"])
+    for one, by in ((model, optimizer), (again, fresh)):
+        by.zero_grad()
+        one(torch.ones(2, 5)).sum().backward()
+        by.step()
+    steps = [int(value["step"]) for by in (optimizer, fresh) for value in by.state.values()]
     (weights, states), (weights_again, states_again) = whole(model, optimizer), whole(again, fresh)
-    return all(torch.equal(weights[k], weights_again[k]) for k in weights) and all(
-        torch.equal(value, states_again["state"][k][name])
-        for k, values in states["state"].items()
-        for name, value in values.items()
+    return (
+        set(steps) == {2}
+        and all(torch.equal(weights[k], weights_again[k]) for k in weights)
+        and all(
+            torch.equal(value, states_again["state"][k][name])
+            for k, values in states["state"].items()
+            for name, value in values.items()
+        )
     )
