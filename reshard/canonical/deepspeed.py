@@ -310,7 +310,21 @@ def _add_universal(parts: _Parts, files: Mapping[str, TorchFile], stages: Mappin
             parts.state.setdefault(fqn, {})[state] = stored
         found = True
     common = files.get("zero/optimizer_state")
+    if found and common is not None:
+        _add_common_step(parts, common)
     if found and common is not None and isinstance(common.value, dict) and not parts.groups:
         rank = Rank(common.source.label, groups=[dict(common.plain(g)) for g in common.value.get("param_groups", ())])
         for stage in stages.values():
             _add_groups(parts, [rank], stage.shapes())
+
+
+def _add_common_step(parts: _Parts, common: TorchFile) -> None:
+    """The number of steps for parameters that have no file of it, as those of stage 3; its groups have one each."""
+    inner = common.value.get("optimizer_state_dict") if isinstance(common.value, dict) else None
+    states = inner.get("state") if isinstance(inner, dict) else None
+    steps = [of["step"] for of in states.values() if "step" in of] if isinstance(states, dict) else []
+    if not steps or any(common.plain(step) != common.plain(steps[0]) for step in steps):
+        return
+    for fqn, states in parts.state.items():
+        if states and "step" not in states:
+            states["step"] = _stored(f"{fqn}.step", steps[0], common)

@@ -89,7 +89,7 @@ def finish(
         for fqn, states in state.items():
             if name in states and fqn not in tensors:
                 result.add_state(fqn, STATE_NAMES.get(name, name), states[name])
-    assign_groups(result, settings)
+    assign_groups(result, settings, args.get("decoupled_lr"))
     if step is not None:
         for fqn, states in result.state.items():
             if "step" not in states:

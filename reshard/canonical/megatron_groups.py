@@ -47,20 +47,35 @@ def _search(value: Any) -> Iterator[dict[str, Any]]:
             yield from _search(inner)
 
 
-def assign_groups(result: Canonical, settings: list[dict[str, Any]]) -> None:
-    """Put the groups into the result, each with the parameters that belong to it, and its `step` into their states."""
+def assign_groups(result: Canonical, settings: list[dict[str, Any]], own_rate: Any = None) -> None:
+    """Put the groups into the result, each with the parameters that belong to it, and its `step` into their states.
+
+    Args:
+        own_rate: the learning rate that the program was told for embeddings and the output layer.
+    """
     known = all("params" in group for group in settings)
     result.groups = [{**group, "params": list(group.get("params", ()))} for group in settings]
     if not known:
-        _by_rule(result)
+        _by_rule(result, own_rate)
+    steps = [group.get("step") for group in result.groups]
     for group in result.groups:
         step = group.pop("step", None)
         for fqn in group["params"] if step is not None else ():
             if "step" not in result.state.get(fqn, {"step": 0}):
                 result.add_state(fqn, "step", step)
+    if steps and steps[0] is not None and all(step == steps[0] for step in steps):
+        for fqn, states in result.state.items():  # those of no known group, too
+            if "step" not in states:
+                result.add_state(fqn, "step", steps[0])
 
 
-def _by_rule(result: Canonical) -> None:
+def _has_own_rate(group: Mapping[str, Any], own_rate: Any) -> bool:
+    """Whether a group is that of embeddings and the output layer; newer versions only say that it is no default."""
+    told = own_rate is not None and group.get("default_config") is False and group.get("max_lr") == own_rate
+    return bool(group.get("is_decoupled_lr")) or told
+
+
+def _by_rule(result: Canonical, own_rate: Any) -> None:
     separate = any(group.get("is_expert_parallel") for group in result.groups)
     lost = []
     for fqn, states in result.state.items():
@@ -74,8 +89,8 @@ def _by_rule(result: Canonical) -> None:
             if bool(group.get("wd_mult", 1.0)) == wanted
             and bool(group.get("is_expert_parallel")) == (separate and is_expert(fqn))
         ]
-        if len(fitting) > 1 and any(group.get("is_decoupled_lr") for group in fitting):
-            fitting = [group for group in fitting if bool(group.get("is_decoupled_lr")) == is_vocabulary(fqn)]
+        if len(fitting) > 1 and any(_has_own_rate(group, own_rate) for group in fitting):
+            fitting = [group for group in fitting if _has_own_rate(group, own_rate) == is_vocabulary(fqn)]
         if len(fitting) == 1:
             fitting[0]["params"].append(fqn)
         else:

@@ -184,3 +184,25 @@ def test_experts_spread_over_ranks(tmp_path: Path, copies: int) -> None:
     (tmp_path / f"bf16_zero_pp_rank_{world - 1}_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(DamagedCheckpointError, match=r"the file of a rank is missing"):
         checkpoint.open(tmp_path).normalized()
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_the_steps_of_a_universal_checkpoint_of_stage_3(tmp_path: Path, equal: bool) -> None:
+    """They are those of the groups; where these differ, whose they are is not stored, and none is made up."""
+    values = values_of()
+    module = {name: torch.empty(0) for name in SHAPES}
+    shapes = [{name: torch.Size(SHAPES[name]) for name in names} for names in GROUPS]
+    torch.save({"module": module, "param_shapes": shapes}, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    for kind in KINDS:
+        for name, tensor in values[kind].items():
+            (tmp_path / "zero" / name).mkdir(parents=True, exist_ok=True)
+            torch.save(tensor.reshape(-1), tmp_path / "zero" / name / f"{kind}.pt")
+    state = {g: {"step": torch.tensor(4.0 if equal else 4.0 + g)} for g in range(2)}
+    groups = [{"lr": 0.1}, {"lr": 0.2}]
+    common = {"optimizer_state_dict": {"state": state, "param_groups": groups}, "param_groups": groups}
+    torch.save(common, tmp_path / "zero" / "optimizer_state.pt")
+    found = checkpoint.open(tmp_path).normalized()
+    check(found, values)
+    for states in found["optim"]["state"].values():
+        assert ("step" in states) == equal
+        assert not equal or states["step"][...] == 4

@@ -348,3 +348,27 @@ def test_groups_get_their_parameters_by_the_default_rules() -> None:
     assert "output_layer.weight" in decay
     assert rest == {name for name in values if values[name].ndim == 1}
     assert {states["step"] for states in result.state.values()} == {5}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_learning_rate_of_embeddings_and_output_layer(told: bool) -> None:
+    """Newer versions mark its group only as no default: the program's arguments tell which it is, or nothing does."""
+    shape = Shape(layers=1)
+    values, moments = make.tensors(shape, 0), make.tensors(shape, 1)
+    saved = {key: make.stored(key, t) for key, t in make.stacked(shape, values).items()}
+    states = {f"optimizer.state.exp_avg.{name}": t for name, t in make.stacked(shape, moments).items()}
+    saved.update({key: make.stored(key, t) for key, t in states.items()})
+    made = make.contents(saved, {"decoupled_lr": 0.5} if told else {})
+    common = {"is_decoupled_lr": False, "step": 5}
+    made.facts["common"]["optimizer"] = {
+        "param_groups": [
+            {"wd_mult": 1.0, "max_lr": 0.1, "default_config": True, **common},
+            {"wd_mult": 1.0, "max_lr": 0.5, "default_config": False, **common},
+            {"wd_mult": 0.0, "max_lr": 0.1, "default_config": True, **common},
+        ]
+    }
+    result = normalize(made)
+    own = {"embedding.word_embeddings.weight", "output_layer.weight"}
+    assert set(result.groups[1]["params"]) == (own if told else set())
+    assert bool(result.notes) != told
+    assert {of["step"] for of in result.state.values()} == {5}
