@@ -81,6 +81,10 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
     facts: dict[str, Any] = {**sharded.facts, "backend": backend}
     parts = [("", sharded)]
     common = folder + "common.pt"
+    if common not in names and described.get("common_backend") == "torch" and backend != "fsdp_dtensor":
+        raise DamagedCheckpointError(
+            f"{storage.url}/{common} is missing, which holds the program's arguments and the optimizer's settings"
+        )
     if common in names:
         file = read_torch_file(Files(storage)[common])
         if isinstance(file.value, dict):

@@ -73,6 +73,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         opened[(path,) if kind == "model" else (path, match["file"])] = read
     grid = [_place(at, of, storage.url) for at, of in sorted(ranks.items())]
     _check_grid(grid, storage.url)
+    _check_optimizers(grid, storage.url)
     return contents_of(name, opened, {"ranks": grid})
 
 
@@ -99,6 +100,27 @@ def arguments(file: TorchFile) -> dict[str, Any]:
     """The program's arguments that a file holds, as far as they are plain."""
     args = file.plain(file.value.get("args")) if isinstance(file.value, dict) else None
     return args if isinstance(args, dict) else {}
+
+
+def _check_optimizers(ranks: list[RankFiles], url: str) -> None:
+    """Raises DamagedCheckpointError if some ranks have files of the distributed optimizer, and others lack theirs.
+
+    Of further expert ranks, only those with experts have one.
+    """
+    having = next((rank for rank in ranks if rank.optimizer is not None), None)
+    if having is None:
+        return
+    for rank in ranks:
+        if rank.optimizer is None and (rank.ep == 0 or _has_experts(rank.model.value)):
+            raise DamagedCheckpointError(
+                f"{url}: {rank.folder} has no file of the distributed optimizer (distrib_optim.pt), but "
+                f"{having.folder} has one"
+            )
+
+
+def _has_experts(value: Any) -> bool:
+    models = [part for key, part in value.items() if str(key).startswith("model") and isinstance(part, dict)]
+    return any(".experts." in str(name) for model in models for name in model)
 
 
 def _check_grid(ranks: list[RankFiles], url: str) -> None:

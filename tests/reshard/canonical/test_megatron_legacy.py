@@ -202,3 +202,13 @@ def test_groups_that_follow_no_rule(tmp_path: Path) -> None:
     wanted = make.cropped(states["exp_avg"])
     assert all(found["optim"]["state"][n]["exp_avg"][...].equal(wanted[n]) for n in names)
     assert "decoder.final_layernorm.weight" in found["optim"]["param_groups"][0]["params"]
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_rank_without_its_distributed_optimizer(tmp_path: Path, ep: int) -> None:
+    """The states of its shards would be missing in silence."""
+    save(tmp_path, Shape(layers=2, experts=4 if ep > 1 else 0), tp=2, pp=1, vpp=1, ep=ep, flat=True)
+    lost = sorted(tmp_path.glob("mp_rank_01*"))[-1]
+    (lost / "distrib_optim.pt").unlink()
+    with pytest.raises(DamagedCheckpointError, match=rf"{lost.name} has no file of the distributed optimizer"):
+        checkpoint.open(tmp_path)

@@ -210,3 +210,14 @@ def test_a_local_model_tells_which_flat_parameter_an_id_is(tmp_path: Path) -> No
     (tmp_path / "raw_optim_1.pt").unlink()
     with pytest.raises(DamagedCheckpointError, match="file of rank 1 is missing"):
         checkpoint.open(tmp_path)
+
+
+@pytest.mark.samples
+def test_megatron_without_the_settings_that_it_says_to_have(tmp_path: Path) -> None:
+    sample = find_sample("mcore_tp2_dp2_dpreshardable")
+    if sample is None:
+        pytest.skip("the sample mcore_tp2_dp2_dpreshardable is not beside this checkout")
+    shutil.copytree(sample / "ckpt", tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "iter_0000002" / "common.pt").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"common\.pt is missing"):
+        checkpoint.open(tmp_path / "ckpt")
