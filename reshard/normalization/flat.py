@@ -6,7 +6,6 @@ of them share.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +73,7 @@ def _join(parameter: torch.Tensor, together: Sequence[Entry]) -> dict[Any, Any] 
                     f"{one.name!r} was saved with {key!r} = {value}, but shares an FSDP1 flat parameter with "
                     f"{together[0][0].name!r}, which has {out[key]}: use_orig_params=True keeps them apart"
                 )
-    if not parameter.numel() and math.prod(together[0][0].shape):
+    if not parameter.numel() and 0 not in together[0][0].shape:
         return None  # without elements here it gets no gradient here, so that a step count would stay behind
     return out or None
 
