@@ -17,7 +17,7 @@ from reshard.canonical.megatron_names import canonical_key, skipped
 from reshard.canonical.megatron_rank_optim import read_rank_optimizers
 from reshard.canonical.megatron_tp import is_gated, join_shards, tp_dim
 from reshard.canonical.result import Canonical, Value, elementwise
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.base import Contents, StoredTensor
 from reshard.formats.megatron_legacy import RankFiles, arguments
 from reshard.formats.torch_file import TorchFile, stored_tensor
@@ -43,6 +43,7 @@ def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Ca
 
     Raises:
         DamagedCheckpointError: shards do not fit together.
+        FormatError: experts that are one matrix, spread over ranks.
         NormalizationError: a parameter of an unknown name, or ids that cannot be named; the hint is named.
     """
     ranks = [RankModel(files, _chunks(files.model)) for files in contents.facts["ranks"]]
@@ -97,6 +98,7 @@ class _Naming:
         self._offsets: dict[tuple[str, int, int], int] = {}
         """By container of layers, stage and chunk: the number of its layer 0."""
         self._hints = hints
+        self._spread = any(rank.files.ep for rank in ranks)
         self._experts = max((self._count_experts(rank) for rank in ranks), default=0)
         first = {rank.files.pp: rank for rank in reversed(ranks)}
         done: dict[str, int] = {}
@@ -119,6 +121,11 @@ class _Naming:
             layer = int(match["layer"]) + self._offset(rank, chunk, match["head"])
             name = f"{match['head']}.{layer}.{match['tail']}"
         match = _EXPERT.fullmatch(name)
+        if match is None and ".experts." in name and self._spread:
+            raise FormatError(
+                f"{rank.files.model.source.label}: {name!r} holds all experts of an expert parallel rank in one, which "
+                "is not supported; let Megatron-core save the checkpoint as torch_dist"
+            )
         if match is not None:
             expert = int(match["expert"]) + rank.files.ep * self._experts
             name = f"{match['head']}.{expert}.{match['tail']}"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from reshard import checkpoint
-from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
 from tests.reshard.canonical import megatron_maker as make
 from tests.reshard.canonical.megatron_maker import Shape
 
@@ -212,3 +212,15 @@ def test_a_rank_without_its_distributed_optimizer(tmp_path: Path, ep: int) -> No
     (lost / "distrib_optim.pt").unlink()
     with pytest.raises(DamagedCheckpointError, match=rf"{lost.name} has no file of the distributed optimizer"):
         checkpoint.open(tmp_path)
+
+
+def test_experts_in_one_matrix_are_not_lost(tmp_path: Path) -> None:
+    """Each expert rank has other ones under the same name: to take those of the first would lose the rest."""
+    for e in range(2):
+        folder = tmp_path / f"mp_rank_00_{e:03d}"
+        folder.mkdir()
+        model = {"decoder.layers.0.mlp.experts.weight1": torch.full((4, 6), float(e))}
+        args = argparse.Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+        torch.save({"args": args, "checkpoint_version": 3.0, "model": model}, folder / "model_optim_rng.pt")
+    with pytest.raises(FormatError, match="all experts of an expert parallel rank in one"):
+        checkpoint.open(tmp_path).normalized()
