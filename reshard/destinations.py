@@ -64,15 +64,15 @@ def optimizer_destinations(
             f"{checkpoint.url} has nothing under {prefix!r}; its keys begin with {', '.join(names)}. "
             "Give the key that the optimizer's state dict was saved under as prefix="
         )
-    state = {fqn: unflatten(values, _containers(checkpoint, (*place, "state", fqn))) for fqn, values in leaves.items()}
     live = get_optimizer_state_dict(model, optimizers)
+    state = {fqn: unflatten(values, _containers(checkpoint, (*place, "state", fqn))) for fqn, values in leaves.items()}
     return {"state": state, "param_groups": live.get("param_groups", [])}
+
 
 def _containers(checkpoint: Checkpoint, above: KeyPath) -> dict[KeyPath, str]:
     """The kinds of the containers below a path, such as LBFGS's lists, by the rest of theirs."""
     known = checkpoint.contents.containers.items()
     return {path[len(above) :]: kind for path, kind in known if path[: len(above)] == above and len(path) > len(above)}
-
 
 
 def _flat(checkpoint: Checkpoint, place: tuple[str, ...], parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from reshard.checkpoint import open as open_checkpoint
 from reshard.dtypes import dtype_from_name
 from reshard.errors import DamagedCheckpointError, KeyMismatchError
 from reshard.execute.arrays import as_array
-from reshard.execute.fetching import Fetch
 from reshard.execute.devices import settle_streams
+from reshard.execute.fetching import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
 from reshard.formats.base import StoredTensor
 from reshard.group import Group
@@ -69,9 +69,9 @@ class LoadReport:
     dry_run: bool
     seconds: Mapping[str, float] = field(compare=False)
     """Time by phase."""
-    bytes_received: int = 0
     resized: tuple[str, ...] = ()
     """Extra state of modules that had another shape or dtype than was saved, and was replaced by what was saved."""
+    bytes_received: int = 0
     """Under `read_once`: bytes that other ranks read and passed on to this one."""
 
     @property
@@ -210,6 +210,7 @@ def _load_into(
     # ranks without elements of a tensor do not see that it is tied: to share the reading, all must plan the same
     names = once if shared is None else match.tensors
     job = _plan(targets, checkpoint, names, rank, materialize=not options.dry_run, shared=shared)
+    settle_streams(device_of(targets.tensors[key]) for key in names)
     planned = time.perf_counter()
     together = options.read_once is None and group.world_size > 1 and not options.dry_run
     native = checkpoint.contents.facts.get("native") if options.check else None
@@ -230,7 +231,6 @@ def _load_into(
                 fetch.bytes_received += shared.pass_on(targets.writable, group, process_group)
             targets.assign(match.objects)
             targets.assign(per_rank)
-    settle_streams(device_of(targets.tensors[key]) for key in names)
     seconds = {"plan": planned - clock, "check": verified - planned, "read": time.perf_counter() - verified}
     return LoadReport(
         **_findings(checkpoint, match, truth),
@@ -240,6 +240,7 @@ def _load_into(
         bytes_read_to_check=fetch.bytes_read_to_check,
         bytes_checked=fetch.bytes_checked,
         dry_run=options.dry_run,
+        resized=tuple(targets.resized),
         seconds=seconds,
         bytes_received=fetch.bytes_received,
     )
@@ -260,7 +261,6 @@ def _findings(checkpoint: Checkpoint, match: Match, truth: Truth) -> dict[str, A
 
 
 def _share(targets: Targets, match: Match, group: Group) -> SharedReading:
-        resized=tuple(targets.resized),
     if set(targets.replaced) - set(targets.resized):
         raise KeyMismatchError('read_once does not go with dtype_policy="saved": use "cast", or read everything')
     return SharedReading.agree(
