@@ -27,7 +27,7 @@ from reshard.formats.source import Files
 from reshard.formats.zip_sums import changed_records
 from reshard.progress import Progress
 from reshard.storage.base import Storage
-from reshard.tensors import is_sharded, is_tensor
+from reshard.tensors import is_sharded, is_tensor, raw_bytes
 from reshard.tree import flatten, key_of
 
 __all__ = ["compare", "verify"]
@@ -241,7 +241,7 @@ def _differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> to
         wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
         return ~torch.isclose(x.to(wide), y.to(wide), rtol=rtol, atol=atol, equal_nan=True)
     size = x.dtype.itemsize
-    raw = x.contiguous().reshape(-1).view(torch.uint8) != y.contiguous().reshape(-1).view(torch.uint8)
+    raw = raw_bytes(x.contiguous()) != raw_bytes(y.contiguous())
     return raw.reshape(*x.shape, size).any(dim=-1)
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "layout_of",
     "local_tensors",
     "mesh_of",
+    "raw_bytes",
     "spec_of",
 ]
 
@@ -255,3 +256,11 @@ def layout_of(state: Any, fqn: str = "") -> Any:
     layouts = {key_of(path): value for path, value in flat.leaves.items() if is_tensor(value)}
     tensors = {key: TensorLayout.of(spec_of(key, value), form_of(value, key)) for key, value in layouts.items()}
     return StateLayout(tensors, max([world, *(layout.world_size for layout in tensors.values())]))
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, sharing memory on any device.
+
+    A dim of size 1 may have any stride and be contiguous all the same, but torch refuses to see it as bytes then.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

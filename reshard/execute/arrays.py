@@ -10,7 +10,7 @@ import torch
 
 from reshard.formats.copying import item_dtype
 
-__all__ = ["as_array", "raw_bytes", "raw_elements", "row_major_bytes"]
+__all__ = ["as_array", "raw_elements", "row_major_bytes"]
 
 Array = npt.NDArray[Any]
 
@@ -42,11 +42,3 @@ def raw_elements(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.element_size() not in _INTS or tensor.is_conj() or tensor.is_neg():
         return tensor
     return tensor.view(_INTS[tensor.element_size()])
-
-
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, sharing memory on any device.
-
-    A dim of size 1 may have any stride and be contiguous all the same, but torch refuses to see it as bytes then.
-    """
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 from planners.schedule import Message, Schedule
 from planners.transfer_plan import TransferItem, TransferItems
-from reshard.execute.arrays import raw_bytes, raw_elements
+from reshard.execute.arrays import raw_elements
 from reshard.execute.waiting import Waiter, settle
 from reshard.group import Group
+from reshard.tensors import raw_bytes
 
 __all__ = ["DEPTH", "LARGE_BYTES", "Exchange", "Leg", "Parts", "RankWork", "round_bytes"]
 

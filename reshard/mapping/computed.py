@@ -20,6 +20,7 @@ from reshard.dtypes import dtype_from_name
 from reshard.errors import NormalizationError
 from reshard.formats.base import Place, StoredChunk, StoredTensor
 from reshard.formats.source import Source
+from reshard.tensors import raw_bytes
 
 __all__ = ["cast", "computed", "dequantized", "is_floating", "mxfp4", "offset"]
 
@@ -50,7 +51,7 @@ class _Computed(Source):
         at = start
         for begin in range(first, last, step):
             for box in flat_boxes(self.spec.shape, begin, min(begin + step, last)):
-                values = self._compute(box).contiguous().reshape(-1).view(torch.uint8)
+                values = raw_bytes(self._compute(box).contiguous())
                 skip = max(0, start - begin * size) if at == start else 0  # the range may begin within an element
                 take = min(values.numel() - skip, start + buffer.nbytes - at)
                 buffer[at - start : at - start + take] = values.numpy().data[skip : skip + take]

@@ -17,7 +17,7 @@ from planners.box import Box
 from reshard.errors import KeyMismatchError, NormalizationError, RankFailedError
 from reshard.group import Group
 from reshard.normalization.full import parts_of
-from reshard.tensors import is_sharded
+from reshard.tensors import is_sharded, raw_bytes
 
 __all__ = ["Outline", "fill", "outline_of", "revive", "share_outline", "together"]
 
@@ -188,7 +188,7 @@ def _pieces(data: torch.Tensor, sizes: list[int]) -> Iterator[torch.Tensor]:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return raw_bytes(tensor.contiguous())
 
 
 def _wire() -> torch.device:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from planners.forms import Form, Part
 from reshard.errors import NormalizationError
 from reshard.fsdp1 import group_of
-from reshard.tensors import dtype_of, form_of, global_shape, is_sharded, local_tensors
+from reshard.tensors import dtype_of, form_of, global_shape, is_sharded, local_tensors, raw_bytes
 
 __all__ = ["gather", "member_ranks", "parts_of", "scatter"]
 
@@ -110,7 +110,7 @@ def _sizes(tensor: Any, form: Form, shape: tuple[int, ...], ranks: Sequence[Sequ
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return raw_bytes(tensor.detach().contiguous())
 
 
 def _exchange(data: torch.Tensor, sizes: Sequence[int], group: Any, to_rank: int | None) -> list[torch.Tensor] | None:
