@@ -98,7 +98,7 @@ class Targets:
         """What is under `key` now."""
         here: Any = self.root
         for part in self.paths[key]:
-            here = getattr(here, str(part)) if isinstance(here, torch.Tensor) else here[_index(part)]
+            here = _inside(here, part)
         return here
 
     def writable(self, key: str) -> tuple[torch.Tensor, ...]:
@@ -139,7 +139,7 @@ class Targets:
             for part in self.paths[key][:-1]:
                 if isinstance(here, Mapping) and not isinstance(here, MutableMapping):
                     break
-                here = getattr(holder(here), str(part)) if isinstance(here, torch.Tensor) else here[_index(part)]
+                here = _inside(here, part)
             if isinstance(here, Mapping) and not isinstance(here, MutableMapping):
                 raise FormatError(
                     f"the value under {key!r} cannot be replaced: a {type(here).__name__} cannot be changed"
@@ -201,8 +201,7 @@ def _put(root: Any, path: KeyPath, value: Any) -> None:
     """Replace what is at `path`. Tuples on the way are made anew in their own containers."""
     chain = [root]
     for part in path[:-1]:
-        here = chain[-1]
-        chain.append(getattr(holder(here), str(part)) if isinstance(here, torch.Tensor) else here[_index(part)])
+        chain.append(_inside(chain[-1], part))
     for container, part in zip(reversed(chain), reversed(path)):
         if isinstance(container, torch.Tensor):  # a subclass, of which this is an inner tensor
             setattr(holder(container), str(part), holder(value))
@@ -213,6 +212,11 @@ def _put(root: Any, path: KeyPath, value: Any) -> None:
         items = list(container)
         items[_index(part)] = value
         value = tuple(items)
+
+
+def _inside(here: Any, part: str | int | IntKey) -> Any:
+    """What a container, or a tensor that is made of others, has at one part of a path."""
+    return getattr(holder(here), str(part)) if isinstance(here, torch.Tensor) else here[_index(part)]
 
 
 def _index(part: str | int | IntKey) -> Any:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import reshard
 from reshard.errors import KeyMismatchError, LayoutError
+from reshard.targets import Targets
 from tests import gloo
 
 
@@ -99,6 +100,7 @@ def save_and_load_cut(path: str) -> list[torch.Tensor]:
     rows = WHOLE.chunk(dist.get_world_size())[dist.get_rank()]
     reshard.save({"w": cut(rows.clone(), rows.float() / 2)}, path)
     target = {"w": cut(torch.zeros_like(rows), torch.zeros(rows.shape))}
+    assert Targets.of(target).live("w.data_") is target["w"]._local_tensor.data_
     reshard.load(target, path)
     wide = {"w": cut(torch.zeros_like(rows, dtype=torch.int32), torch.zeros(rows.shape))}
     reshard.load(wide, path, dtype_policy="saved")
