@@ -200,7 +200,7 @@ class Rounds:
             return self._close(combine)
         until = max(deadline, time.monotonic() + _LAST_CALL_S)
         for _ in self._naps(until):
-            outcome = self._read() or self._watch(label)
+            outcome = self._read() or self._watch(label, combine)
             if outcome is not None:
                 return outcome
         return self._settle(self._overdue(label, allowed_s))
@@ -213,15 +213,19 @@ class Rounds:
                 self.failure = outcome
                 self.seen()
 
-    def _watch(self, label: str) -> _Outcome | None:
-        """If the watched rank died before it posted this round, the end of the session."""
+    def _watch(self, label: str, combine: Callable[[list[bytes]], bytes] | None = None) -> _Outcome | None:
+        """If the watched rank died before it posted this round, the end of the session. If it had posted, and all
+        others have, it may have died as the one that was to close the round: then this rank closes it, by `combine`."""
         now = time.monotonic()
         if self._ring is None or now < self._next_watch:
             return None
         self._next_watch = now + _WATCH_GAP_S
         gone: Gone | None = self._call(self._ring.look)
-        if gone is None or gone.place in self._frames():
+        if gone is None:
             return None
+        posted = self._frames()
+        if gone.place in posted:
+            return self._close(combine) if combine is not None and len(posted) == len(self._ranks) else None
         rank = self._ranks[gone.place]
         why = f"it exited or was killed before it reached {label}. Look at its log, and at the system's for memory"
         return self._settle(Failure("error", rank, f"rank {rank} ({gone.where}) is gone: {why}", [rank]))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from reshard.errors import DeadlineError
+from reshard.errors import DeadlineError, RankFailedError
+from reshard.liveness import Gone
 from reshard.rounds import Rounds, format_ranks
 
 
@@ -84,3 +85,24 @@ def test_ranks_are_named_in_ranges() -> None:
     assert format_ranks([3]) == "3"
     assert format_ranks([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     assert format_ranks(range(0, 100, 2), limit=3) == "0, 2, 4 and more, 50 in all"
+
+
+class _SeesTheFirstDead:
+    """The ring of a rank that watches the first one, which is no more."""
+
+    def look(self) -> Gone:
+        return Gone(0, "process 1 on here")
+
+
+def test_a_rank_that_dies_while_it_closes_a_round_leaves_it_to_those_who_watch() -> None:
+    """It had posted, and was killed before it counted itself: nobody else would ever find that all are there."""
+    store: Any = dist.HashStore()
+    dying = Rounds(store, 0, range(2))
+    living = Rounds(store, 1, range(2), _SeesTheFirstDead())  # type: ignore[arg-type]
+    dying._post("x", b"a")
+
+    began = time.monotonic()
+    assert living.take("x", b"b", b"".join, began + 30, 30.0) == b"ab"
+    with pytest.raises(RankFailedError, match="rank 0"):
+        living.take("y", b"b", b"".join, time.monotonic() + 30, 30.0)
+    assert time.monotonic() - began < 15.0
