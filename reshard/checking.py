@@ -25,6 +25,7 @@ from reshard.fingerprints import Fingerprinter, comparable
 from reshard.formats.native import NativeFacts
 from reshard.formats.source import Files
 from reshard.formats.zip_sums import changed_records
+from reshard.hf_index import index_problem
 from reshard.progress import Progress
 from reshard.storage.base import Storage
 from reshard.tensors import is_sharded, is_tensor, raw_bytes
@@ -40,7 +41,8 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
     """Is the checkpoint at `path` whole, consistent and undamaged?
 
     Always: all files are there with their lengths, the chunks of every tensor tile it exactly once, and the plan by
-    which the native format finds its bytes is proved. With `deep`: every byte is read; blocks are compared with their
+    which the native format finds its bytes is proved; an index for Hugging Face tools beside it must say the same. With
+    `deep`: every byte is read; blocks are compared with their
     checksums and tensors with their fingerprints where the format has them; what torch.save wrote, in DCP's files too,
     with the checksums of its zip archives.
 
@@ -62,6 +64,7 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
     native = checkpoint.contents.facts.get("native")
     if isinstance(native, NativeFacts):
         findings += _plan_findings(native.plan)
+        findings += map(Finding, filter(None, [index_problem(native)]))
     if deep and not findings:
         with (
             Progress(show=progress) as bar,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from planners.codec import to_json
-from planners.save_plan import SavePlan, WriteItem
+from planners.save_plan import SavePlan
 from reshard import generations
 from reshard.census import Census
 from reshard.errors import StorageError
 from reshard.fingerprints import Partial
-from reshard.formats.native import HF_INDEX, MANIFEST, FileRecord, Manifest, encode_manifest
+from reshard.formats.native import MANIFEST, FileRecord, Manifest, encode_manifest
+from reshard.hf_index import publish_index
 from reshard.storage import Storage
 
 __all__ = ["Generation"]
@@ -65,7 +65,7 @@ class Generation:
         for name in prints:
             self.storage.delete(name)
         generations.release(self.storage, self.save_id)
-        self._publish_hf_index(records)
+        publish_index(self.storage, self.plan, {rank: record.name for rank, record in records.items()})
 
     def _manifest(self, records: Mapping[int, FileRecord], prints: dict[str, str], writer: str) -> Manifest:
         census = self.census
@@ -94,20 +94,3 @@ class Generation:
                 totals[fqn] = totals[fqn] + Partial.from_bytes(part)
         specs = self.census.layout.specs
         return {fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()}
-
-    def _publish_hf_index(self, records: Mapping[int, FileRecord]) -> None:
-        """Where one rank holds every tensor whole, say so as Hugging Face tools expect; else remove an older index."""
-        layout = self.census.layout
-        whole = len(records) == 1 and all(item.box.sizes == layout[item.fqn].spec.shape for item in self._all_items())
-        if not whole:
-            self.storage.delete(HF_INDEX)
-            return
-        (record,) = records.values()
-        index: dict[str, Any] = {
-            "metadata": {"total_size": self.plan.total_bytes},
-            "weight_map": dict.fromkeys(layout, record.name),
-        }
-        self.storage.publish(HF_INDEX, msgspec.json.encode(index))
-
-    def _all_items(self) -> Iterator[WriteItem]:
-        return (item for rank in range(self.plan.world_size) for item in self.plan.items(rank))

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
 from planners.codec import to_json
 from planners.layout import StateLayout, TensorLayout
 from planners.mesh import Mesh
@@ -23,13 +21,13 @@ from reshard.export.base import Done, Exporter, FilePlan, HashingWriter, Part, s
 from reshard.fingerprints import Partial, partial
 from reshard.formats.base import StoredTensor
 from reshard.formats.native import MANIFEST, FileRecord, Manifest, encode_manifest
+from reshard.hf_index import publish_index
 from reshard.storage.base import Storage
 from reshard.tree import encode_plain, path_to_json
 
 __all__ = ["NativeExporter"]
 
 _WRITER = "reshard 0.1"
-_HF_INDEX = "model.safetensors.index.json"
 
 
 class NativeExporter(Exporter):
@@ -117,12 +115,7 @@ class NativeExporter(Exporter):
         )
         storage.publish(MANIFEST, encode_manifest(manifest))
         generations.release(storage, self.save_id)
-        if len(self.files) == 1 and all(part.box.sizes == part.spec.shape for part in self.files[0].parts):
-            index = {
-                "metadata": {"total_size": self.total_bytes},
-                "weight_map": dict.fromkeys(specs, self.files[0].name),
-            }
-            storage.publish(_HF_INDEX, msgspec.json.encode(index))
+        publish_index(storage, self.plan, {rank_of[name]: name for name in done})
         generations.remove_dead(storage)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:

@@ -226,3 +226,38 @@ def test_a_header_with_bytes_replaced(data, at, which):
     file = data_files(SOURCE)[which]
     whole = file.read_bytes()
     survives(in_memory({str(file.relative_to(SOURCE)): (whole[:at] + data + whole[at + len(data) :])[: len(whole)]}))
+
+
+def test_an_index_for_hugging_face_tools_that_says_other_than_the_manifest(tmp_path):
+    reshard.save({"w": torch.ones(3), "b": torch.zeros(0)}, tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    good = json.loads(index.read_text())
+    assert reshard.verify(tmp_path).ok
+    for wrong, words in (
+        ({"w": "other.safetensors", "b": good["weight_map"]["b"]}, "'w' is in other.safetensors, but"),
+        ({"b": good["weight_map"]["b"]}, "'w' is nowhere, but"),
+        ({**good["weight_map"], "v": "x"}, "'v' is in x, but by the manifest it is nowhere"),
+    ):
+        index.write_text(json.dumps({**good, "weight_map": wrong}))
+        for deep in (False, True):
+            (finding,) = reshard.verify(tmp_path, deep=deep).findings
+            assert f"{index.name}: it says that {words}" in finding.message
+    index.write_bytes(b"\xff{")
+    assert f"{index.name}: it is no index" in reshard.verify(tmp_path).findings[0].message
+    index.unlink()
+    assert reshard.verify(tmp_path).ok
+
+
+def test_an_index_beside_tensors_in_several_files(path):
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+
+    assert "no index belongs here" in reshard.verify(path).findings[0].message
+
+
+def test_converting_over_an_older_checkpoint_leaves_no_index_of_it(tmp_path):
+    reshard.save({"w": torch.ones(3), "v": torch.ones(3)}, tmp_path / "from")
+    reshard.convert(tmp_path / "from", tmp_path / "to")
+    reshard.convert(tmp_path / "from", tmp_path / "to", overwrite=True, max_shard_bytes=12)
+
+    assert not (tmp_path / "to" / "model.safetensors.index.json").exists()
+    assert reshard.verify(tmp_path / "to").ok
