@@ -121,10 +121,17 @@ class Host:
         self._calls[what][self.place] += 1
         for place, end in enumerate(self._ends):
             if place != self.place:
-                try:
-                    os.write(end, message)
-                except (BrokenPipeError, BlockingIOError) as error:
-                    self._lost(error)
+                self._send(place, end, message)
+
+    def _send(self, place: int, end: int, message: bytes) -> None:
+        while True:
+            try:
+                os.write(end, message)
+                return
+            except BlockingIOError:  # far ahead of a rank that has much to read: it will listen, and so must we
+                self._hear([place])
+            except BrokenPipeError as error:
+                self._lost(error)
 
     def slot(self, place: int, turn: int) -> memoryview:
         """The memory that a rank fills in its turn, again and again one of its few slots."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,11 @@ import reshard
 from planners.byteruns import Window
 from reshard.errors import DamagedCheckpointError, RankFailedError
 from reshard.execute import host, segments
-from reshard.execute.pieces import _cuts
+from reshard.execute.pieces import SLOT_BYTES, _cuts
 from reshard.execute.segments import SEGMENT_BYTES as SIZE
 from reshard.execute.segments import Segment, Touched, share_out, touch
 from reshard.formats.source import FileSource
+from reshard.group import Group
 from reshard.storage import MemoryStorage
 from tests import gloo
 
@@ -269,3 +273,25 @@ def test_a_rank_that_dies_while_others_wait_for_its_share_ends_the_load(tmp_path
     ends = gloo.outcomes(dying_job, 3, str(tmp_path / "ckpt"))
     assert ends[2].exitcode == 9
     assert all("rank 2" in str(end.value) and end.seconds < ends[2].seconds + 10 for end in ends[:2]), ends
+
+
+def hasty_job(rounds: int) -> int:
+    """Ranks that take nothing are through all rounds long before the one that is busy listens."""
+    group = Group()
+    with group.together("rounds", deadline_s=60), host.Own(SLOT_BYTES) as own:
+        fcntl.fcntl(own.pipe, fcntl.F_SETPIPE_SZ, 4096)
+        addresses = [pickle.loads(data) for data in group.exchange(pickle.dumps(own.address))]
+        all_of_us = host.Host(own, addresses, group.ranks, group.rank, group, SLOT_BYTES)
+        group.barrier()
+        if group.rank == 0:
+            time.sleep(0.3)
+        for _ in range(rounds):
+            all_of_us.call(host.TAKEN)
+        all_of_us.wait_taken(rounds)
+        return all_of_us.taken()
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="ranks share memory through Linux's memfd")
+def test_ranks_may_be_more_rounds_ahead_than_a_pipe_has_room_for():
+    assert gloo.run(hasty_job, 3, 5000) == [5000] * 3
