@@ -10,7 +10,7 @@ from typing import Any
 from planners.box import Box
 from planners.byteruns import Window
 from reshard.errors import DamagedCheckpointError
-from reshard.execute.reading import Copy, Staged
+from reshard.execute.reading import Copy, Staged, in_pieces
 from reshard.execute.segments import SEGMENT_BYTES
 from reshard.formats.base import Place
 from reshard.formats.copying import copy_view
@@ -87,9 +87,10 @@ def take(view: memoryview, parts: Iterable[Copy], piece_bytes: int) -> int:
     """Copy what was fetched into its targets; returns the bytes. `piece_bytes`: for what is staged on its way."""
     taken = 0
     for part in parts:
-        if isinstance(part.out, Staged):
-            part.out.fill(Place(BytesSource(view), part.place.window, part.place.conjugate), piece_bytes)
-        else:
-            copy_view(view, part.place, part.out)
+        for place, out in in_pieces(part, piece_bytes):
+            if isinstance(out, Staged):
+                out.fill(Place(BytesSource(view), place.window, place.conjugate), piece_bytes)
+            else:
+                copy_view(view, place, out)
         taken += part.place.window.nbytes
     return taken

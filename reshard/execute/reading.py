@@ -20,7 +20,7 @@ from reshard.formats.base import Place, StoredTensor
 from reshard.formats.copying import MAX_BUFFER_BYTES, copy_place, empty
 from reshard.formats.source import FileSource, Source
 
-__all__ = ["Copy", "Staged", "Workspace", "find_copies", "merged", "run_copies", "spans_by_file"]
+__all__ = ["Copy", "Staged", "Workspace", "find_copies", "in_pieces", "merged", "run_copies", "spans_by_file"]
 
 Array = npt.NDArray[Any]
 
@@ -142,7 +142,7 @@ def run_copies(
         space: threads and memory.
         on_bytes: called with the bytes of each piece that is done, on any thread.
     """
-    pieces = [piece for copy in _in_file_order(copies) for piece in _pieces(copy, space.piece_bytes)]
+    pieces = [piece for copy in _in_file_order(copies) for piece in in_pieces(copy, space.piece_bytes)]
 
     def work(piece: tuple[Place, Array | Staged]) -> int:
         place, out = piece
@@ -165,7 +165,7 @@ def _in_file_order(copies: Sequence[Copy]) -> list[Copy]:
     return sorted(copies, key=lambda copy: (copy.place.source.label, copy.place.window.offset))
 
 
-def _pieces(copy: Copy, piece_bytes: int) -> Iterator[tuple[Place, Array | Staged]]:
+def in_pieces(copy: Copy, piece_bytes: int) -> Iterator[tuple[Place, Array | Staged]]:
     """The copy, cut along its longest dim, again and again, until its pieces are small enough.
 
     What needs no memory beside its target is cut only so that threads share it.

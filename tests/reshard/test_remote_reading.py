@@ -14,7 +14,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import reshard
 from reshard.errors import DamagedCheckpointError
+from reshard.execute.reading import Staged
 from reshard.execute.segments import SEGMENT_BYTES as SIZE
+from reshard.formats.base import Place
 from reshard.storage import LocalStorage
 from tests import gloo
 
@@ -139,3 +141,21 @@ def test_ranks_of_a_machine_ask_for_each_byte_once_between_them(tmp_path):
         assert all(row["right"] for row in rows)
         assert sum(row["asked"] for row in rows) <= 1.02 * whole.nbytes + 3 * 64 * 1024
         assert sum(row["checked"] for row in rows) >= 0.8 * whole.nbytes
+
+
+def test_what_is_staged_stays_within_its_pieces(tmp_path, monkeypatch):
+    known = {"big": torch.randn(600, 1000)}
+    reshard.save(known, tmp_path / "ckpt")
+    sizes = []
+    fill = Staged.fill
+
+    def counted(self: Staged, place: Place, buffer_bytes: int) -> None:
+        sizes.append(place.window.nbytes)
+        fill(self, place, buffer_bytes)
+
+    monkeypatch.setattr(Staged, "fill", counted)
+    target = {"big": torch.zeros(600, 1000, dtype=torch.float64)}
+    reshard.load(target, Remote(tmp_path / "ckpt"), dtype_policy="cast", memory_budget_bytes=128 << 10)
+
+    assert torch.equal(target["big"], known["big"].double())
+    assert max(sizes) <= 64 << 10
