@@ -44,7 +44,8 @@ class ConvertReport:
     aliases: Mapping[str, str]
     """Tied tensors that are stored once: name -> the name that holds them."""
     left_out: tuple[str, ...]
-    """Keys of the source that the format cannot hold."""
+    """Keys of the source that the format cannot hold; with `normalized`, also values of each rank, which have no
+    canonical name."""
     warnings: tuple[str, ...]
     """What a reader of the source should know."""
     seconds: float = field(compare=False)

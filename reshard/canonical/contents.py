@@ -47,4 +47,8 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
     for number, group in enumerate(found.groups if not model_only else ()):
         for name, value in group.items():
             add(("optim", "param_groups", number, name), value)
-    return Contents("normalized", tensors, objects, aliases, paths, warnings=(*contents.warnings, *found.notes))
+    own = contents.facts.get("per_rank")
+    # values that are each rank's own have no canonical name
+    facts = {"left_out": tuple(own)} if isinstance(own, Mapping) and not model_only else {}
+    warnings = (*contents.warnings, *found.notes)
+    return Contents("normalized", tensors, objects, aliases, paths, facts, warnings=warnings)

@@ -118,7 +118,7 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
         screen.print(f"  {_counted(len(report.resumed), 'file')} of an interrupted try checked and kept")
     for text, keys in (
         ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
-        (f"left out, since {report.format} cannot hold them", list(report.left_out)),
+        (f"left out, without a place in {report.format} or a canonical name", list(report.left_out)),
         ("under their old names, since --names says nothing of them", kept),
         ("note", list(report.warnings)),
     ):

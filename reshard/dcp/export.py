@@ -23,7 +23,6 @@ from reshard.checkpoint import Checkpoint
 from reshard.dcp.objects import object_to_bytes
 from reshard.dcp.state import chunk_of
 from reshard.dtypes import dtype_from_name
-from reshard.errors import FormatError
 from reshard.execute.streaming import stream
 from reshard.export.base import Done, Exporter, FilePlan, HashingWriter, Part, spread
 from reshard.export.torch_save import tensor_record
@@ -42,17 +41,10 @@ class DcpExporter(Exporter):
     format = "dcp"
 
     def __init__(self, state: Checkpoint, job_id: str, *, onto: StateLayout | None, max_shard_bytes: int) -> None:
-        """Raises FormatError for objects of classes that are not known here."""
         super().__init__(state, job_id)
-        unknown = unknown_objects(state.objects)
-        if unknown:
-            raise FormatError(
-                f"{len(unknown)} objects of {state.url} are of classes that are not known here and cannot be written, "
-                f"such as {unknown[0]!r}; leave them out: select=['*', '!{unknown[0]}']"
-            )
+        self.left_out += tuple(self.per_rank)
+        self.refused = dict.fromkeys(unknown_objects(state.objects), "its class is not known here")
         self.plan = spread([self.stored(name).spec for name in self.names], onto, max_shard_bytes)
-        per_rank = state.contents.facts.get("per_rank")
-        self.left_out = tuple(per_rank) if isinstance(per_rank, Mapping) else ()  # others are stored under their ranks
         specs, files = self.plan.layout.specs, []
         written: set[str] = set()
         for rank in range(self.plan.world_size):

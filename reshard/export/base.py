@@ -77,12 +77,16 @@ class Exporter(ABC):
 
     format: str
     files: tuple[FilePlan, ...]
-    left_out: tuple[str, ...] = ()
-    """Keys that the format cannot hold."""
+    left_out: tuple[str, ...]
+    """Keys that the format cannot hold, or that have no canonical name."""
+    refused: Mapping[str, str]
+    """Objects that cannot be written, by key, and why: they must be left out on purpose."""
 
     def __init__(self, state: Checkpoint, job_id: str) -> None:
         self.state = state
         self.job_id = job_id
+        self.left_out = tuple(state.contents.facts.get("left_out", ()))
+        self.refused = {}
 
     @abstractmethod
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
@@ -103,6 +107,12 @@ class Exporter(ABC):
     def stored(self, name: str) -> StoredTensor:
         """The stored tensor of a name or alias."""
         return self.state[name].stored
+
+    @property
+    def per_rank(self) -> Mapping[str, Any]:
+        """Values that are each rank's own, by key and rank; formats of others have them under their ranks' names."""
+        found = self.state.contents.facts.get("per_rank")
+        return found if isinstance(found, Mapping) else {}
 
     @property
     def names(self) -> list[str]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -69,22 +70,31 @@ class Job:
         state = self.source if isinstance(self.source, Checkpoint) else open_checkpoint(self.source)
         if self.normalized or self.model_only:
             state = state.canonical(self.hints, model_only=self.model_only)
-        own = state.contents.facts.get("per_rank")  # values that are each rank's own keep their names
+        facts = _lasting(state)
         if isinstance(self.mapping, StateMapping):
             _check_taken(self.mapping, state)
             state = self.mapping.apply(state)
         elif self.mapping is not None:
             state = apply_dict(self.mapping, state)
-        state = _with_own(state, own)
+        state = _with(state, facts)
         if self.select:
             state = selected(state, self.select)
         if self.dtype is not None:
-            own = state.contents.facts.get("per_rank")
-            state = _with_own(StateMapping([Cast("{name+}", self.dtype)]).apply(state), own)
+            state = _with(StateMapping([Cast("{name+}", self.dtype)]).apply(state), _lasting(state))
         return state
 
     def exporter(self, state: Checkpoint, job_id: str) -> Exporter:
         """What writes the state. Raises FormatError where the format cannot hold it."""
+        exporter = self._exporter(state, job_id)
+        for key, why in exporter.refused.items():
+            globs = [*(self.select or ("*",)), *("!" + escape(key) for key in exporter.refused)]
+            raise FormatError(
+                f"{len(exporter.refused)} objects of {state.url} cannot be written, such as {key!r}: {why}. To leave "
+                f"them out: select={globs}"
+            )
+        return exporter
+
+    def _exporter(self, state: Checkpoint, job_id: str) -> Exporter:
         if self.format == "torch_save":
             return TorchSaveExporter(state, job_id, file=os.fspath(self.target).rstrip("/").rpartition("/")[2])
         if self.format == "safetensors":
@@ -111,11 +121,14 @@ class Job:
         return str(seen.hexdigest())
 
 
-def _with_own(state: Checkpoint, own: Any) -> Checkpoint:
-    """The checkpoint with values that are each rank's own, which mappings do not know."""
-    if not isinstance(own, Mapping) or state.contents.facts.get("per_rank") is own:
-        return state
-    return Checkpoint(replace(state.contents, facts={**state.contents.facts, "per_rank": own}), state.url)
+def _lasting(state: Checkpoint) -> dict[str, Any]:
+    """What mappings do not know: values that are each rank's own, which keep their names, and what was left out."""
+    facts = state.contents.facts
+    return {name: facts[name] for name in ("per_rank", "left_out") if name in facts}
+
+
+def _with(state: Checkpoint, facts: Mapping[str, Any]) -> Checkpoint:
+    return Checkpoint(replace(state.contents, facts={**state.contents.facts, **facts}), state.url)
 
 
 def _check_taken(mapping: StateMapping, state: Checkpoint) -> None:

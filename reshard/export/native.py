@@ -34,11 +34,12 @@ class NativeExporter(Exporter):
     """Whole tensors in files of limited size, or the files that the ranks of `onto` would have written."""
 
     format = "native"
+    refused: dict[str, str]
 
     def __init__(self, state: Checkpoint, job_id: str, *, onto: StateLayout | None, max_shard_bytes: int) -> None:
-        """Raises FormatError for objects that are no plain data, naming the key."""
         super().__init__(state, job_id)
-        self.per_rank, self._own = _per_rank(state)
+        self.refused = {}
+        self._table, self._own = self._values_of_ranks()
         self.plan = spread(
             [self.stored(name).spec for name in (*self.names, *self._own)], _with(onto, self._own), max_shard_bytes
         )
@@ -52,7 +53,30 @@ class NativeExporter(Exporter):
                 parts.sort(key=lambda part: -part.spec.itemsize)
                 files.append(FilePlan(f"{folder}/{rank:05d}.safetensors", tuple(parts), rank))
         self.files = tuple(files)
-        self.objects = {key: _encoded(key, value) for key, value in state.objects.items()}
+        self.objects = {key: self._encoded(key, value) for key, value in state.objects.items()}
+
+    def _values_of_ranks(self) -> tuple[dict[str, dict[str, dict[str, Any]]], dict[str, StoredTensor]]:
+        """The manifest's table of values that are each rank's own, and the tensors among these, by hidden names."""
+        table: dict[str, dict[str, dict[str, Any]]] = {}
+        tensors: dict[str, StoredTensor] = {}
+        for key, values in self.per_rank.items():
+            for rank, value in values.items():
+                if isinstance(value, StoredTensor):
+                    name = per_rank_name(key, rank)
+                    tensors[name] = value.renamed(name)
+                    row = {"tensor": name}
+                else:
+                    row = {"object": self._encoded(key, value)}
+                table.setdefault(key, {})[str(rank)] = row
+        return table, tensors
+
+    def _encoded(self, key: str, value: Any) -> Any:
+        """Plain data for the manifest; what is none is refused."""
+        try:
+            return encode_plain(value)
+        except FormatError as error:
+            self.refused[key] = str(error)
+            return None
 
     def stored(self, name: str) -> StoredTensor:
         """The stored tensor of a name or alias, or one rank's own."""
@@ -109,7 +133,7 @@ class NativeExporter(Exporter):
             paths={key: path_to_json(path) for key, path in contents.paths.items() if path != (key,)},
             containers=[(path_to_json(path), kind) for path, kind in contents.containers.items()],
             objects=self.objects,
-            per_rank=self.per_rank,
+            per_rank=self._table,
             aliases=dict(contents.aliases),
             fingerprints={fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()},
         )
@@ -123,23 +147,6 @@ class NativeExporter(Exporter):
         return MANIFEST if MANIFEST in names else None
 
 
-def _per_rank(state: Checkpoint) -> tuple[dict[str, dict[str, dict[str, Any]]], dict[str, StoredTensor]]:
-    """The manifest's table of values that are each rank's own, and those that are tensors, by their hidden names."""
-    table: dict[str, dict[str, dict[str, Any]]] = {}
-    tensors: dict[str, StoredTensor] = {}
-    found = state.contents.facts.get("per_rank")
-    for key, values in found.items() if isinstance(found, Mapping) else ():
-        for rank, value in values.items():
-            if isinstance(value, StoredTensor):
-                name = per_rank_name(key, rank)
-                tensors[name] = value.renamed(name)
-                row = {"tensor": name}
-            else:
-                row = {"object": _encoded(key, value)}
-            table.setdefault(key, {})[str(rank)] = row
-    return table, tensors
-
-
 def _with(onto: StateLayout | None, own: Mapping[str, StoredTensor]) -> StateLayout | None:
     """The layout with each rank's own tensors, written by it if it is there, and by the first otherwise."""
     if onto is None or not own:
@@ -150,10 +157,3 @@ def _with(onto: StateLayout | None, own: Mapping[str, StoredTensor]) -> StateLay
         mesh = Mesh({"rank": 1}, ranks=[rank if rank < onto.world_size else 0])
         more[name] = TensorLayout(tensor.spec, mesh, [Replicate()])
     return StateLayout({**onto, **more}, onto.world_size)
-
-
-def _encoded(key: str, value: Any) -> Any:
-    try:
-        return encode_plain(value)
-    except FormatError as error:
-        raise FormatError(f"the object {key!r}: {error}; or leave it out: select=['*', '!{key}']") from None

@@ -43,7 +43,7 @@ class SafetensorsExporter(Exporter):
             )
             for number, group in enumerate(groups, 1)
         )
-        self.left_out = tuple(state.objects)
+        self.left_out += (*self.per_rank, *state.objects)
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
         """Stream one file."""

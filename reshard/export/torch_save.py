@@ -7,7 +7,6 @@ from typing import Any
 
 from planners.box import Box
 from reshard.checkpoint import Checkpoint
-from reshard.errors import FormatError
 from reshard.execute.streaming import Feed, Region, stream
 from reshard.export.base import Done, Exporter, FilePlan, HashingWriter, Part
 from reshard.export.staging import move, stage_name
@@ -31,14 +30,10 @@ class TorchSaveExporter(Exporter):
     format = "torch_save"
 
     def __init__(self, state: Checkpoint, job_id: str, *, file: str) -> None:
-        """`file` is the name of the file. Raises FormatError for objects of classes that are not known here."""
+        """`file` is the name of the file."""
         super().__init__(state, job_id)
-        unknown = unknown_objects(state.objects)
-        if unknown:
-            raise FormatError(
-                f"{len(unknown)} objects of {state.url} are of classes that are not known here and cannot be written, "
-                f"such as {unknown[0]!r}; leave them out: select=['*', '!{unknown[0]}']"
-            )
+        self.left_out += tuple(self.per_rank)
+        self.refused = dict.fromkeys(unknown_objects(state.objects), "its class is not known here")
         specs = [self.stored(name).spec for name in self.names]
         self.files = (FilePlan(file, tuple(Part(spec, Box.full(spec.shape)) for spec in specs)),)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -95,8 +96,41 @@ def test_values_of_each_rank_go_along(tmp_path: Path) -> None:
             assert list(reshard.open(tmp_path / str(i))) == ["w"]
     reshard.convert(tmp_path / "saved", tmp_path / "less", select=["w", "data.rng"])
     assert list(reshard.open(tmp_path / "less").contents.facts["per_rank"]) == ["data.rng"]
-    report = reshard.convert(tmp_path / "saved", tmp_path / "dcp", format="dcp")
-    assert set(report.left_out) == {"data.rng", "data.position"}
+    for format in ("dcp", "safetensors", "torch_save"):
+        report = reshard.convert(tmp_path / "saved", place(tmp_path, format), format=format)
+        assert set(report.left_out) == {"data.rng", "data.position"}
+
+
+def test_values_of_each_rank_have_no_canonical_names(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(6, 2)}, "rng": reshard.PerRank(torch.arange(5)), "at": reshard.PerRank(3)}
+    reshard.save(state, tmp_path / "saved")
+
+    report = reshard.convert(tmp_path / "saved", tmp_path / "all", normalized=True)
+    assert set(report.left_out) == {"rng", "at"}
+    report = reshard.convert(tmp_path / "saved", tmp_path / "cast", normalized=True, dtype="bfloat16")
+    assert set(report.left_out) == {"rng", "at"}
+    report = reshard.convert(tmp_path / "saved", tmp_path / "model", model_only=True)
+    assert not report.left_out, "only the model was asked for"
+
+
+@pytest.mark.parametrize("format", ["native", "dcp", "torch_save"])
+def test_objects_of_unknown_classes_are_left_out_as_the_refusal_says(format: str, tmp_path: Path) -> None:
+    """Such as the training arguments of the Hugging Face trainer."""
+    trainer = tmp_path / "trainer"
+    trainer.mkdir()
+    safetensors.torch.save_file({"w": torch.ones(3)}, trainer / "model.safetensors")
+    torch.save({"last_epoch": 2, "odd[1]": torch.nn.Linear(1, 1)}, trainer / "scheduler.pt")
+    torch.save(torch.nn.Linear(1, 1), trainer / "training_args.bin")
+    target = place(tmp_path, format)
+    for given in (None, ["model.*", "scheduler.*", "training_args"]):
+        with pytest.raises(FormatError, match=r"2 objects of .* cannot be written") as refused:
+            reshard.convert(trainer, target, format=format, select=given)
+    globs = ast.literal_eval(str(refused.value).rpartition("select=")[2])
+    assert globs[:3] == given
+    reshard.convert(trainer, target, format=format, select=globs)
+    opened = reshard.open(target)
+    assert list(opened) == ["model.w"]
+    assert dict(opened.objects) == {"scheduler.last_epoch": 2}
 
 
 @pytest.mark.parametrize("format", FORMATS)
