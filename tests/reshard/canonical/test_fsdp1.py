@@ -127,10 +127,14 @@ def test_one_file_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
 
 
 def test_whole_states_in_numbered_files_are_no_pieces(tmp_path: Path) -> None:
+    """With NO_SHARD and use_orig_params, every rank saves the whole: one of the files is enough."""
     for rank in range(2):
-        torch.save({"state": {0: {"exp_avg": torch.ones(2, 3)}}, "param_groups": []}, tmp_path / f"optim_{rank}.pt")
-    with pytest.raises(FormatError, match="nothing says belong together"):
+        saved = {"state": {0: {"exp_avg": torch.ones(2, 3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        torch.save(saved, tmp_path / f"optim_{rank}.pt")
+    with pytest.raises(FormatError, match=r"nothing says belong together: .*optim_1\.pt; open one by its path"):
         checkpoint.open(tmp_path)
+    found = checkpoint.open(tmp_path / "optim_1.pt").normalized({"param_names": ["w"]})
+    assert found["optim"]["state"]["w"]["exp_avg"][...].equal(torch.ones(2, 3))
 
 
 class Attack:
