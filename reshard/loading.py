@@ -61,18 +61,19 @@ class LoadReport:
     bytes_needed: int
     """Bytes of this rank's own elements, as saved; under `read_once`, of those that it reads."""
     bytes_read: int
-    """Bytes of elements that were read of the data files."""
+    """Bytes that this rank read of the data files for their elements, its own or those of others of its machine."""
     bytes_read_to_check: int
     """Bytes that were read beside, for nothing but to check those: headers, the rest of a block."""
     bytes_checked: int
-    """Bytes that were checked against saved checksums before anything was written, headers included."""
+    """Bytes that this rank checked against saved checksums, headers included. Of what ranks of a machine read for one
+    another, who reads a byte checks it."""
     dry_run: bool
     seconds: Mapping[str, float] = field(compare=False)
     """Time by phase."""
     resized: tuple[str, ...] = ()
     """Extra state of modules that had another shape or dtype than was saved, and was replaced by what was saved."""
     bytes_received: int = 0
-    """Under `read_once`: bytes that other ranks read and passed on to this one."""
+    """Bytes of elements that other ranks read for this one: of its machine, or under `read_once` of the whole job."""
 
     @property
     def ok(self) -> bool:

@@ -5,16 +5,18 @@ For itself, or together with the other ranks of the machine where that touches m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from reshard.execute.host import Own
 from reshard.execute.host_reading import HostReading, own_bytes
 from reshard.execute.integrity import check_blocks, segment_check
-from reshard.execute.pieces import SLOT_BYTES, Done
+from reshard.execute.pieces import SLOT_BYTES, Check, Done
 from reshard.execute.reading import Copy, Workspace, run_copies, spans_by_file
 from reshard.execute.solo_reading import SoloReading
 from reshard.formats.native import NativeFacts
+from reshard.formats.source import FileSource
 from reshard.group import Group
 
 __all__ = ["Fetch"]
@@ -49,6 +51,9 @@ class Fetch:
     bytes_received: int = 0
     """That other ranks of the machine read for this one."""
 
+    _checked: Mapping[FileSource, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    """What was compared with checksums before anything was read into a target: ranges in order."""
+
     def __post_init__(self) -> None:
         nbytes = own_bytes(self.copies) if self.together else 0
         room = self.room_bytes is None or self.room_bytes >= 2 * nbytes
@@ -70,24 +75,32 @@ class Fetch:
         """
         if self.together:
             self._host = HostReading.offer(self.copies, self._own, self.group)
+        self._check(on_bytes)
+
+    def _check(self, on_bytes: Callable[[int], None]) -> None:
         if self.native is None:
             return
         spans = spans_by_file(self.copies) if self._host is None else self._host.spans_to_check(self.copies)
-        spans = {source: ranges for source, ranges in spans.items() if source.view() is not None}
+        self._checked = spans = {source: ranges for source, ranges in spans.items() if source.view() is not None}
         self.bytes_checked, self.bytes_read_to_check = check_blocks(
             self.native, spans, threads=self.space.threads, on_bytes=on_bytes
         )
 
     def settle(self) -> None:
         """Collective: nobody writes before everybody is sure."""
-        if self._host is not None:
-            self._host = self._host.confirmed(self.copies, self.group)
-        else:
+        if self._host is None:
+            self.group.barrier()
+            return
+        offered = self._host
+        self._host, refused = offered.confirmed(self.copies, self.group)
+        if refused:
+            if self._host is not offered:  # what another rank was to check while reading it for this one
+                self._check(lambda _: self.group.check())
             self.group.barrier()
 
     def read(self, on_bytes: Callable[[int], None]) -> None:
         """Copy everything into the targets. Raises DamagedCheckpointError for bytes that `check` did not see."""
-        check = segment_check(self.native) if self.native is not None else None
+        check = self._check_rest(segment_check(self.native)) if self.native is not None else None
         alone = self.copies
         if self._host is not None:
             self._add(self._host.run(piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
@@ -97,8 +110,18 @@ class Fetch:
         self._add(solo.run(requests=requests, piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
         self.bytes_read += run_copies(solo.rest, space=self.space, on_bytes=on_bytes)
 
+    def _check_rest(self, check: Check) -> Check:
+        """`check` of what was not checked before."""
+
+        def check_once(source: FileSource, start: int, data: memoryview) -> int:
+            ranges = self._checked.get(source, ())
+            i = bisect_right(ranges, start, key=lambda bounds: bounds[0]) - 1
+            return 0 if i >= 0 and start + len(data) <= ranges[i][1] else check(source, start, data)
+
+        return check_once
+
     def _add(self, done: Done) -> None:
         self.bytes_read += done.read
         self.bytes_read_to_check += done.extra
-        self.bytes_checked = max(self.bytes_checked, done.checked)  # what was checked before is checked again
+        self.bytes_checked += done.checked
         self.bytes_received += done.received

@@ -46,6 +46,8 @@ class HostReading:
     rest: list[Copy]
     places: list[int]
     """Of the ranks of this machine in the group."""
+    refused: bool = False
+    """Whether there is something to share, but this process may not open what belongs to the others."""
 
     @classmethod
     def offer(cls, copies: Sequence[Copy], own: Own, group: Group) -> HostReading:
@@ -65,13 +67,15 @@ class HostReading:
         try:
             host = Host(own, addresses, ranks, places.index(group.rank), group, SLOT_BYTES)
         except OSError:  # a sandbox that does not let one process open what belongs to another
-            return cls(None, 0, (), {}, list(copies), places)
+            return cls(None, 0, (), {}, list(copies), places, refused=True)
         return cls._of(host, copies, {source.label: source for source, _ in shareable}, lists, places)
 
-    def confirmed(self, copies: Sequence[Copy], group: Group) -> HostReading:
-        """Collective, and a barrier: itself if all ranks of this machine can take part, else each reads for itself."""
-        able = group.exchange(b"1" if self.host is not None else b"")
-        return self if all(able[i] for i in self.places) else HostReading(None, 0, (), {}, list(copies), self.places)
+    def confirmed(self, copies: Sequence[Copy], group: Group) -> tuple[HostReading, bool]:
+        """Collective, and a barrier: itself if all ranks of this machine can take part, else each reads for itself;
+        and whether a rank of any machine cannot, which all ranks are told alike."""
+        refusals = group.exchange(b"refused" if self.refused else b"")
+        mine = any(refusals[i] for i in self.places)
+        return HostReading(None, 0, (), {}, list(copies), self.places) if mine else self, any(refusals)
 
     @classmethod
     def _of(

@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import reshard
@@ -295,3 +295,39 @@ def hasty_job(rounds: int) -> int:
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="ranks share memory through Linux's memfd")
 def test_ranks_may_be_more_rounds_ahead_than_a_pipe_has_room_for():
     assert gloo.run(hasty_job, 3, 5000) == [5000] * 3
+
+
+def unlucky_damaged_job(paths: list[str]) -> list[str]:
+    """One rank wants all, the others columns; one of these may not open what belongs to the others."""
+    mesh = DeviceMesh("cpu", [1, 2])
+    if dist.get_rank() == 1:
+        host.Own.open = refuse
+    out = []
+    for path in paths:
+        target: Any = torch.zeros(ROWS, COLUMNS)
+        if dist.get_rank():
+            target = distribute_tensor(target, mesh, [Shard(1)], src_data_rank=None)
+        try:
+            reshard.load({"wide": target}, path)
+            out.append("loaded")
+        except RankFailedError as error:
+            out.append(f"failed on {error.rank}")
+        except DamagedCheckpointError:
+            out.append("touched" if target.any() else "untouched")
+    return out
+
+
+@pytest.mark.gloo
+def test_who_reads_for_itself_after_all_checks_first(tmp_path):
+    paths = [tmp_path / str(segment) for segment in (5, 6, 7)]  # other ranks were to read these in turns
+    for segment, path in zip((5, 6, 7), paths, strict=True):
+        reshard.save({"wide": tensors()["wide"]}, path)
+        file = max(path.rglob("*.safetensors"), key=lambda f: f.stat().st_size)
+        data = bytearray(file.read_bytes())
+        data[segment * SIZE + 77] ^= 4
+        file.write_bytes(data)
+
+    ranks = gloo.run(unlucky_damaged_job, 3, [str(path) for path in paths])
+
+    assert ranks[0] == ["untouched"] * 3, ranks
+    assert ranks[1] == ranks[2] == ["failed on 0"] * 3
