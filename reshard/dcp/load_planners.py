@@ -96,7 +96,7 @@ class DefaultLoadPlanner(LoadPlanner):
                     break
 
     def _tensor_items(self, fqn: str, value: Any, entry: TensorStorageMetadata) -> list[TorchReadItem]:
-        sweep = Sweep(enumerate(Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks))
+        sweep = Sweep(enumerate(_chunks(fqn, entry)))
         out = []
         for region in regions_of(fqn, value):
             index = region.index(fqn)
@@ -111,7 +111,7 @@ class DefaultLoadPlanner(LoadPlanner):
                         type=LoadItemType.TENSOR,
                         dest_index=index,
                         dest_offsets=torch.Size(common.relative_to(region.box).offsets),
-                        storage_index=MetadataIndex(fqn, chunk.offsets, number),
+                        storage_index=MetadataIndex(fqn, entry.chunks[number].offsets, number),
                         storage_offsets=torch.Size(common.relative_to(chunk).offsets),
                         lengths=torch.Size(common.sizes),
                     )
@@ -175,6 +175,23 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
                 TensorProperties(dtype=value.dtype), torch.Size(shape), [chunk_of(Box.full(shape))]
             )
         self.metadata = Metadata(state_dict_metadata=table)
+
+
+def _chunks(fqn: str, entry: TensorStorageMetadata) -> list[Box]:
+    """Where each chunk is in the tensor.
+
+    Readers that dequantize give the shape after it, and may leave the one chunk of the tensor with that of its blocks.
+    Raises DamagedCheckpointError if there are several of another number of dims.
+    """
+    boxes = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    if all(box.ndim == len(entry.size) for box in boxes):
+        return boxes
+    if len(boxes) == 1 and not any(boxes[0].offsets):
+        return [Box.full(entry.size)]
+    raise DamagedCheckpointError(
+        f"tensor {fqn!r} has {len(entry.size)} dims and shape {list(entry.size)}, its saved chunks have "
+        f"{sorted({box.ndim for box in boxes})} dims"
+    )
 
 
 def _misfit(key: str, value: Any, entry: Any) -> str:

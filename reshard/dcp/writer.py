@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import uuid
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem as TorchWriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from reshard.errors import StorageError
+from reshard.errors import CheckpointNotFoundError, StorageError
 from reshard.storage import Storage, open_storage
 from reshard.storage.base import Writer
 
@@ -98,11 +99,13 @@ class FileSystemWriter(StorageWriter):
         # a name of its own for every attempt, also where nobody calls `reset` between them
         mark = f"{uuid.uuid4().hex[:12]}_" if any(name.endswith(".distcp") for name in names) else ""
         self._old = [name for name in names if name.endswith(".distcp")]
-        return [SavePlan(p.items, f"__{rank}_{mark}", p.planner_data) for rank, p in enumerate(plans)]
+        return [dataclasses.replace(p, storage_data=f"__{rank}_{mark}") for rank, p in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank."""
         storage, prefix = self.storage, plan.storage_data
+        if _is_there(storage, f"{prefix}0.distcp"):  # a plan that its planner kept from an earlier save
+            prefix = f"{prefix}{uuid.uuid4().hex[:12]}_"
         files = self._files(plan.items)
 
         def write(numbered: tuple[int, list[TorchWriteItem]]) -> list[WriteResult]:
@@ -126,7 +129,7 @@ class FileSystemWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         storage = self.storage
         storage.publish(_METADATA, pickle.dumps(metadata, protocol=4))
-        for name in self._old:
+        for name in set(self._old) - {place.relative_path for place in metadata.storage_data.values()}:
             storage.delete(name)
 
     def storage_meta(self) -> StorageMeta | None:
@@ -137,6 +140,14 @@ class FileSystemWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this could be a place to write to."""
         return bool(os.fspath(checkpoint_id))
+
+
+def _is_there(storage: Storage, name: str) -> bool:
+    try:
+        storage.size(name)
+    except CheckpointNotFoundError:
+        return False
+    return True
 
 
 class _Counted:

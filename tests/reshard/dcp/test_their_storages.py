@@ -1,0 +1,131 @@
+"""Planners that keep their plans, and readers and writers of Hugging Face's files, from torch, mixed with ours."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as theirs
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.planner import SavePlanner
+
+import reshard
+import reshard.dcp as ours
+from reshard.errors import DamagedCheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+BOTH = pytest.mark.parametrize("saver", [ours, theirs], ids=["ours", "theirs"])
+
+
+@pytest.fixture
+def keeping_planner():
+    """A planner of torch's that keeps its plans, in a table of the class."""
+    tables = [value for name, value in vars(SavePlanner).items() if name.startswith("_cached_")]
+    if not tables:
+        pytest.skip("this torch keeps no plans")
+    for table in tables:
+        table.clear()
+    yield lambda: theirs.DefaultSavePlanner(enable_plan_caching=True)
+    for table in tables:
+        table.clear()
+
+
+def loaded(path, like):
+    target = {"w": torch.zeros_like(like["w"]), "step": 0}
+    ours.load(target, checkpoint_id=path, no_dist=True)
+    again = {"w": torch.zeros_like(like["w"]), "step": 0}
+    theirs.load(again, checkpoint_id=path, no_dist=True)
+    assert torch.equal(target["w"], again["w"])
+    assert target["step"] == again["step"]
+    return target
+
+
+@BOTH
+@pytest.mark.parametrize("one_folder", [False, True])
+def test_a_planner_that_keeps_its_plans(tmp_path, saver, keeping_planner, one_folder):
+    for step in range(4):
+        path = tmp_path / ("here" if one_folder else str(step))
+        state = {"w": torch.full((4, 3), float(step)), "step": step}
+        saver.save(state, storage_writer=ours.FileSystemWriter(path), planner=keeping_planner(), no_dist=True)
+        found = loaded(path, state)
+        assert found["step"] == step
+        assert torch.equal(found["w"], state["w"])
+        assert len(list(path.glob("*.distcp"))) == 1
+
+
+def test_a_kept_plan_never_writes_into_files_of_the_checkpoint_before(tmp_path, keeping_planner):
+    def save(value, planner, at):
+        ours.save({"w": value, "step": 1}, storage_writer=ours.FileSystemWriter(at), planner=planner, no_dist=True)
+
+    class Stops(theirs.DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            if write_item.index.fqn == "w":
+                return super().resolve_data(write_item)
+            raise RuntimeError("killed here")
+
+    broken = Stops(enable_plan_caching=True)
+    broken._cached_plans_key = keeping_planner()._cached_plans_key
+    save(torch.ones(3), keeping_planner(), tmp_path)
+    with pytest.raises(RuntimeError, match="killed here"):
+        save(torch.zeros(3), broken, tmp_path)
+    assert loaded(tmp_path, {"w": torch.zeros(3)})["w"].tolist() == [1, 1, 1]
+    assert reshard.verify(tmp_path).ok
+
+
+@BOTH
+def test_hugging_face_files_by_torchs_writer_and_reader(tmp_path, saver):
+    hf = pytest.importorskip("torch.distributed.checkpoint.hf_storage")
+    state = {"a.weight": torch.randn(5, 8), "b": torch.randn(16).bfloat16()}
+    writer = hf.HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping={"a.weight": 1, "b": 2})
+    saver.save(state, storage_writer=writer, no_dist=True)
+    for load in (theirs.load, ours.load):
+        for planner in (None, theirs.DefaultLoadPlanner(), ours.DefaultLoadPlanner()):
+            target = {key: torch.zeros_like(value) for key, value in state.items()}
+            reader = hf.HuggingFaceStorageReader(str(tmp_path), thread_count=2)
+            load(target, storage_reader=reader, planner=planner, no_dist=True)
+            assert all(torch.equal(target[key], state[key]) for key in state)
+    assert torch.equal(reshard.open(tmp_path)["a.weight"][1:3], state["a.weight"][1:3])
+
+
+def quantized(folder, tensors):
+    save_file(tensors, folder / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    module = pytest.importorskip("torch.distributed.checkpoint.quantized_hf_storage")
+    return module.QuantizedHuggingFaceStorageReader(str(folder))
+
+
+def test_weights_dequantized_by_torchs_reader(tmp_path):
+    weight, scale = torch.randn(256, 200).to(torch.float8_e4m3fn), torch.rand(2, 2)
+    reader = quantized(tmp_path, {"l.weight": weight, "l.weight_scale_inv": scale})
+    target = {"l.weight": torch.zeros(256, 200)}
+    ours.load(target, storage_reader=reader, no_dist=True)
+    scales = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :200]
+    assert torch.equal(target["l.weight"], weight.float() * scales)
+
+
+def test_blocks_that_torchs_reader_joins_are_read_whole(tmp_path):
+    blocks = torch.randint(0, 256, (4, 6, 2, 16), dtype=torch.uint8)
+    scales = torch.randint(120, 130, (4, 6, 2), dtype=torch.uint8)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    pairs = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], dim=-1).reshape(4, 6, 2, 32)
+    wanted = (pairs * torch.exp2(scales.float() - 127)[..., None]).reshape(4, 6, 64)
+    reader = quantized(tmp_path, {"x_blocks": blocks, "x_scales": scales})
+    if not hasattr(reader, "_tensor_full_shapes"):
+        pytest.skip("this torch joins no blocks")
+    target = {"x_blocks": torch.zeros(4, 6, 64)}
+    ours.load(target, storage_reader=reader, no_dist=True)
+    assert torch.equal(target["x_blocks"], wanted)
+
+
+def test_chunks_of_another_number_of_dims_are_refused():
+    chunks = [torch_metadata.ChunkStorageMetadata(torch.Size([k, 0]), torch.Size([1, 4])) for k in range(2)]
+    properties = torch_metadata.TensorProperties(dtype=torch.float32)
+    entry = torch_metadata.TensorStorageMetadata(properties, torch.Size([8]), chunks)
+    planner = ours.DefaultLoadPlanner()
+    planner.set_up_planner({"w": torch.zeros(8)}, torch_metadata.Metadata({"w": entry}), True)
+    with pytest.raises(DamagedCheckpointError, match=r"'w' has 1 dims.*its saved chunks have \[2\] dims"):
+        planner.create_local_plan()
