@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,13 +67,13 @@ class Touched:
         return cls(files)
 
     def encode(self) -> bytes:
-        """For the other ranks; see `decode`."""
-        return msgspec.msgpack.encode(self.files)
+        """For the other ranks; see `decode`. Packed, since all ranks of the job get it, and most numbers are alike."""
+        return zlib.compress(msgspec.msgpack.encode(self.files), 1)
 
     @classmethod
     def decode(cls, data: bytes) -> Touched:
         """What another rank encoded."""
-        return cls(msgspec.msgpack.decode(data, type=dict[str, _File]))
+        return cls(msgspec.msgpack.decode(zlib.decompress(data), type=dict[str, _File]))
 
 
 @dataclass(frozen=True)
