@@ -64,6 +64,7 @@ class FileSystemWriter(StorageWriter):
         self.thread_count, self.overwrite = thread_count, overwrite
         self.extensions = tuple(_extensions or ())
         self.save_id = uuid.uuid4().hex
+        self.rank, self._each_for_itself = 0, False
 
     @property
     def storage(self) -> Storage:
@@ -86,20 +87,36 @@ class FileSystemWriter(StorageWriter):
         self.is_coordinator = is_coordinator
         rank = kwargs.get("rank")
         self.rank = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
+        self._each_for_itself = not kwargs.get("use_collectives", True)  # under torch's `save` alone
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank the prefix of its files. Raises StorageError if there is a checkpoint and no `overwrite`."""
+        """Give each rank the prefix of its files.
+
+        Raises StorageError if there is a checkpoint and no `overwrite`, or if there is one of all ranks, which would be
+        read instead, where each rank saves for itself.
+        """
         names = self.storage.list()
-        if _METADATA in names and not self.overwrite:
+        if self._metadata_name in names and not self.overwrite:
             raise StorageError(f"there is a checkpoint in {self.path} already, and overwrite is off")
+        if self._each_for_itself and _METADATA in names:
+            raise StorageError(
+                f"there is a checkpoint of all ranks in {self.path}, which would be read instead of what each rank "
+                "saves for itself (use_collectives=False): save elsewhere, or delete it first"
+            )
+        mine = f"__{self.rank}_" if self._each_for_itself else ""
+        self._old = [name for name in names if name.endswith(".distcp") and name.startswith(mine)]
         # a name of its own for every attempt, also where nobody calls `reset` between them
-        mark = f"{uuid.uuid4().hex[:12]}_" if any(name.endswith(".distcp") for name in names) else ""
-        self._old = [name for name in names if name.endswith(".distcp")]
-        return [dataclasses.replace(p, storage_data=f"__{rank}_{mark}") for rank, p in enumerate(plans)]
+        mark = f"{uuid.uuid4().hex[:12]}_" if self._old else ""
+        first = self.rank if self._each_for_itself else 0
+        return [dataclasses.replace(p, storage_data=f"__{rank}_{mark}") for rank, p in enumerate(plans, first)]
+
+    @property
+    def _metadata_name(self) -> str:
+        return f"__{self.rank}{_METADATA}" if self._each_for_itself else _METADATA
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank."""
@@ -128,7 +145,7 @@ class FileSystemWriter(StorageWriter):
         metadata.storage_data = {row.index: row.storage_data for rows in results for row in rows}
         metadata.storage_meta = self.storage_meta()
         storage = self.storage
-        storage.publish(_METADATA, pickle.dumps(metadata, protocol=4))
+        storage.publish(self._metadata_name, pickle.dumps(metadata, protocol=4))
         for name in set(self._old) - {place.relative_path for place in metadata.storage_data.values()}:
             storage.delete(name)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pickle
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 import reshard
 import reshard.dcp as ours
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import DamagedCheckpointError, StorageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 BOTH = pytest.mark.parametrize("saver", [ours, theirs], ids=["ours", "theirs"])
@@ -72,6 +74,48 @@ def test_a_kept_plan_never_writes_into_files_of_the_checkpoint_before(tmp_path, 
         save(torch.zeros(3), broken, tmp_path)
     assert loaded(tmp_path, {"w": torch.zeros(3)})["w"].tolist() == [1, 1, 1]
     assert reshard.verify(tmp_path).ok
+
+
+class Ranked(ours.FileSystemWriter):
+    """Is told another rank than the one process of the test has."""
+
+    def __init__(self, path, rank):
+        super().__init__(path)
+        self.told = rank
+
+    def set_up_storage_writer(self, is_coordinator, *args, **kwargs):
+        super().set_up_storage_writer(is_coordinator, *args, **{**kwargs, "rank": self.told})
+
+
+@pytest.mark.skipif("use_collectives" not in inspect.signature(theirs.save).parameters, reason="a newer torch can")
+def test_our_writer_where_each_rank_saves_for_itself(tmp_path):
+    def save(rank, value):
+        state = {"w": torch.full((3,), value), "step": 1}
+        theirs.save(state, storage_writer=Ranked(tmp_path, rank), no_dist=True, use_collectives=False)
+        return pickle.loads((tmp_path / f"__{rank}.metadata").read_bytes())
+
+    for value in (1.0, 2.0):
+        ranks = [save(rank, value + rank) for rank in range(2)]
+    assert not (tmp_path / ".metadata").exists()
+    files = [{place.relative_path for place in metadata.storage_data.values()} for metadata in ranks]
+    assert all(name.startswith(f"__{rank}_") for rank in range(2) for name in files[rank])
+    assert {path.name for path in tmp_path.glob("*.distcp")} == files[0] | files[1]
+    target = {"w": torch.zeros(3), "step": 0}
+    theirs.load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert target["w"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.skipif("use_collectives" not in inspect.signature(theirs.save).parameters, reason="a newer torch can")
+def test_ranks_for_themselves_never_save_beside_a_checkpoint_of_all(tmp_path):
+    ours.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(StorageError, match="would be read instead"):
+        theirs.save(
+            {"w": torch.zeros(3)},
+            storage_writer=ours.FileSystemWriter(tmp_path),
+            no_dist=True,
+            use_collectives=False,
+        )
+    assert reshard.open(tmp_path)["w"][...].tolist() == [1, 1, 1]
 
 
 @BOTH
