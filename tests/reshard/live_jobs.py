@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -408,19 +410,24 @@ def flight_job() -> dict[str, Any]:
 
 
 def hang_job(seconds: float) -> str:
-    """One rank never comes to its second transfer."""
+    """One rank comes to its second transfer only when the others have given it up, however long that takes them."""
     rank, world = dist.get_rank(), dist.get_world_size()
     every = tuple(range(world))
     torch.manual_seed(6)
     source = live_layouts.placed({"w": torch.randn(9, 9)}, every, (world,), [Shard(0)])
     target = live_layouts.placed({"w": torch.zeros(9, 9)}, every, (world,), [Shard(1)])
-    prepared = reshard.prepare(source, target, deadline_s=seconds)
+    prepared = reshard.prepare(source, target)
     prepared.run()
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(seconds + 4)
+        store.wait([f"gave up {other}" for other in every if other != rank], timedelta(seconds=100))
         return ""
+    # only now, so that a slow machine does not miss it where nobody hangs
+    prepared._options = replace(prepared._options, deadline_s=seconds)
+    end = ""
     try:
         prepared.run()
     except Exception as error:
-        return f"{type(error).__name__} from {type(error.__cause__).__name__}: {error}"
-    return ""
+        end = f"{type(error).__name__} from {type(error.__cause__).__name__}: {error}"
+    store.set(f"gave up {rank}", "")
+    return end
