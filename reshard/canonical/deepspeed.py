@@ -243,6 +243,10 @@ def _add_module(parts: _Parts, stage: _Stage, head: Mapping[str, Any]) -> None:
 
 def _frozen(stage: _Stage, fqn: str, shape: tuple[int, ...]) -> StoredTensor:
     """A frozen parameter of ZeRO-3 from the slices of all ranks."""
+    for rank in range(max([*stage.models, *stage.optims]) + 1):
+        if rank not in stage.models:
+            name = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", stage.models[min(stage.models)].source.label)
+            raise DamagedCheckpointError(f"{name} is missing, which holds a part of the frozen parameter {fqn!r}")
     pieces, at, numel = [], 0, math.prod(shape)
     for rank, file in sorted(stage.models.items()):
         ref = (file.value.get("frozen_param_fragments") or {}).get(fqn)

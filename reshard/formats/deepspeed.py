@@ -12,7 +12,8 @@ The keys are those of each file, behind the file's name. `reshard.canonical.deep
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.base import Contents
@@ -30,6 +31,9 @@ _STATES = re.compile(
     r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+(_model_states|_?optim_states)\.pt"
     r"|layer_\d+(-model_\d+)?-model_states\.pt"
     r"|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+)
+_OF_RANK = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?(?P<kind>model|optim)_states\.pt"
 )
 _UNIVERSAL = re.compile(r"zero/([^/]+)/([^/]+)\.pt")
 _UNIVERSAL_STATE = "zero/optimizer_state.pt"
@@ -66,7 +70,30 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         elif _STATES.fullmatch(inner) or inner == _UNIVERSAL_STATE:
             opened[tuple(inner.removesuffix(".pt").split("/"))] = read_torch_file(files[file])
     facts = {"files": {"/".join(map(str, path)): file for path, file in opened.items()}, "folder": folder}
-    return contents_of(name, opened, facts)
+    contents = contents_of(name, opened, facts)
+    lost = _lost_models([file.removeprefix(folder) for file in names if file.startswith(folder)])
+    told = (f"{folder}{file} is missing: other files of that rank, or of higher ones, are there" for file in lost)
+    return replace(contents, warnings=(*contents.warnings, *told))
+
+
+def _lost_models(files: Iterable[str]) -> list[str]:
+    """Files of ZeRO-3's models, of which every data parallel rank saves one, that are missing among those of ranks.
+
+    What they hold is in the files of others, too, but for frozen parameters, which are looked for in all of them.
+    """
+    models: dict[str, set[int]] = {}
+    known: dict[str, int] = {}
+    for match in filter(None, map(_OF_RANK.fullmatch, files)):
+        mp, rank = match["mp"], int(match["rank"])
+        known[mp] = max(known.get(mp, 0), rank)
+        if match["kind"] == "model":
+            models.setdefault(mp, set()).add(rank)
+    return [
+        f"zero_pp_rank_{rank}_mp_rank_{mp}_model_states.pt"
+        for mp, ranks in models.items()
+        for rank in range(known[mp] + 1)
+        if rank not in ranks
+    ]
 
 
 def _folder(storage: Storage, names: Mapping[str, int]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from reshard.errors import DamagedCheckpointError, FormatError
@@ -90,4 +91,8 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         if isinstance(file.value, dict):
             facts["common"] = {key: file.plain(value) for key, value in file.value.items() if key != "rng_state"}
         parts.append(("common", contents_of(name, {(): file})))
-    return merge(name, parts, facts)
+    merged = merge(name, parts, facts)
+    if folder + "metadata.json" in names:
+        return merged
+    lost = f"{folder}metadata.json is missing: taken for one of {backend}, and whether it had a common.pt is not known"
+    return replace(merged, warnings=(*merged.warnings, lost))

@@ -154,6 +154,32 @@ def test_a_missing_rank(tmp_path: Path, stage: int) -> None:
         checkpoint.open(tmp_path).normalized()
 
 
+@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_model_file_of_a_rank_of_stage_3_is_missing(tmp_path: Path, frozen: bool, rank: int) -> None:
+    """It holds a part of frozen parameters; else nothing that others do not, which is told all the same."""
+    world = 4
+    values = save_stage3(tmp_path, world, [list(group) for group in SHAPES])
+    if not frozen:
+        for file in tmp_path.glob("*model_states.pt"):
+            model = torch.load(file, weights_only=False)
+            del model["module"]["frozen.weight"], model["frozen_param_shapes"], model["frozen_param_fragments"]
+            torch.save(model, file)
+        del values["fp32"]["frozen.weight"]
+    name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+    assert checkpoint.open(tmp_path).warnings == ()
+    (tmp_path / name).unlink()
+
+    opened = checkpoint.open(tmp_path)
+
+    assert opened.warnings == (f"{name} is missing: other files of that rank, or of higher ones, are there",)
+    if frozen:
+        with pytest.raises(DamagedCheckpointError, match=f"{name} is missing, which holds a part of .*frozen.weight"):
+            opened.normalized()
+    else:
+        check(opened.normalized(), values)
+
+
 def test_stage_3_without_its_optimizer(tmp_path: Path) -> None:
     save_stage3(tmp_path, 2, [list(group) for group in SHAPES])
     for file in tmp_path.glob("*optim_states.pt"):

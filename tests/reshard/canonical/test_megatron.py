@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
+from reshard import checkpoint
 from reshard.canonical import Canonical, normalize
 from reshard.canonical.hints import Hints
 from reshard.canonical.megatron_order import Grid, chunk_names, orders
 from reshard.canonical.megatron_slots import place_joined, place_params
 from reshard.canonical.megatron_tp import tp_dim
 from reshard.checkpoint import LazyTensor
-from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
 from reshard.formats.base import Contents, StoredTensor
 from reshard.formats.source import Files
 from reshard.formats.torch_file import read_torch_file
@@ -372,3 +374,25 @@ def test_a_learning_rate_of_embeddings_and_output_layer(told: bool) -> None:
     assert set(result.groups[1]["params"]) == (own if told else set())
     assert bool(result.notes) != told
     assert {of["step"] for of in result.state.values()} == {5}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_description_is_missing(tmp_path: Path) -> None:
+    """All tensors are there without it, so that it is told, and no more."""
+    folder = tmp_path / "iter_0000002"
+    torch.distributed.checkpoint.save({"w": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    torch.save({"iteration": 2}, folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "common_backend": "torch"}')
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    assert checkpoint.open(tmp_path).warnings == ()
+    (folder / "metadata.json").unlink()
+
+    opened = checkpoint.open(tmp_path)
+
+    assert opened.format == "megatron"
+    assert opened["w"][...].tolist() == [1, 1, 1]
+    assert opened.objects["common.iteration"] == 2
+    (warning,) = opened.warnings
+    assert warning.startswith("iter_0000002/metadata.json is missing")
+    with pytest.raises(FormatError, match="mixture"):
+        checkpoint.open(folder)
