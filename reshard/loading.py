@@ -127,7 +127,7 @@ def load(
             own shards.
         threads: at most so many copy at once; default: this process's share of the machine's processors, up to 8.
         memory_budget_bytes: for what is staged on its way to another dtype or device, or read where the storage has no
-            view of its bytes; default: 32 MiB a thread.
+            view of its bytes, of which 2 MiB are read at once however small the budget; default: 32 MiB a thread.
         progress: the first rank shows bars where somebody looks on. Each phase logs one line in any case.
         deadline_s: how long the whole may take.
 
