@@ -18,7 +18,7 @@ import msgspec
 from reshard.execute.host import FILLED, TAKEN, Address, Host, Own
 from reshard.execute.pieces import SLOT_BYTES, Check, Done, cut, fetch, in_file, take
 from reshard.execute.reading import Copy, merged, spans_by_file
-from reshard.execute.segments import SEGMENT_BYTES, Segment, Touched, share_out
+from reshard.execute.segments import SEGMENT_BYTES, Segment, Touched, share_out, touch_us_per_mib
 from reshard.formats.source import FileSource
 from reshard.group import Group
 
@@ -30,6 +30,7 @@ LOCAL_SLOTS, REMOTE_SLOTS = 2, 8
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
     touched: bytes
+    touch_us: float
     address: Address
 
 
@@ -57,10 +58,12 @@ class HostReading:
         """
         shareable = [(source, copy) for copy in copies if (source := _common(copy)) is not None]
         touched = Touched.of((source, copy.place.window) for source, copy in shareable)
-        hello = _Hello(touched.encode(), own.address)
+        cost = touch_us_per_mib((source, copy.place.window) for source, copy in shareable)
+        hello = _Hello(touched.encode(), cost, own.address)
         hellos = [msgspec.msgpack.decode(data, type=_Hello) for data in group.exchange(msgspec.msgpack.encode(hello))]
         places = [i for i, other in enumerate(hellos) if other.address.machine == own.machine and own.machine]
-        lists = share_out([Touched.decode(hellos[i].touched) for i in places])
+        touch_us = min((hellos[i].touch_us for i in places if hellos[i].touch_us), default=0.0)
+        lists = share_out([Touched.decode(hellos[i].touched) for i in places], touch_us)
         if not any(lists):
             return cls(None, 0, (), {}, list(copies), places)
         addresses, ranks = [hellos[i].address for i in places], [group.ranks[i] for i in places]

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +26,16 @@ import numpy.typing as npt
 from planners.byteruns import Window
 from reshard.formats.source import FileSource
 
-__all__ = ["SEGMENT_BYTES", "Segment", "Touched", "share_out"]
+__all__ = ["SEGMENT_BYTES", "Segment", "Touched", "share_out", "touch_us_per_mib"]
 
 SEGMENT_BYTES = 2 << 20
 """A multiple of the block of checksums, so that whoever reads a segment can check it."""
 MIN_SAVED_BYTES = 16 << 20
 """Sharing takes a few milliseconds to set up; with less to save each rank reads for itself."""
+READ_US_PER_MIB = 150.0
+"""About what it takes to copy a MiB out of the page cache, and to wake those who wait for it."""
 _MIN_SHARERS = 2
+_SAMPLES = 3
 _MAX_SPANS = 4096
 
 Counts = npt.NDArray[np.uint32]
@@ -85,24 +90,28 @@ class Segment:
     stop: int
 
 
-def share_out(ranks: Sequence[Touched]) -> tuple[tuple[Segment, ...], ...]:
+def share_out(ranks: Sequence[Touched], touch_us: float = math.inf) -> tuple[tuple[Segment, ...], ...]:
     """The segments that each rank reads for all, in the order in which it does; all empty if sharing would not pay.
 
-    `ranks`: those of one machine, in an order that all of them know. A segment is shared if together they would touch
-    twice as many bytes as it has. Those that touch it take turns in reading.
+    A segment is shared if together the ranks would touch twice as many bytes as it has. Those that touch it take turns
+    in reading.
+
+    Args:
+        ranks: those of one machine, in an order that all of them know.
+        touch_us: what touching a MiB costs a rank that reads for itself, in microseconds; see `touch_us_per_mib`.
     """
     shared: list[tuple[str, int, npt.NDArray[np.bool_], npt.NDArray[np.intp]]] = []
-    saved = 0
+    touched = read = 0
     for label in sorted({label for rank in ranks for label in rank.files}):
         table = _table(label, ranks)
         nbytes = max(rank.files[label].nbytes for rank in ranks if label in rank.files)
         lengths = np.minimum(SEGMENT_BYTES, nbytes - np.arange(table.shape[1]) * SEGMENT_BYTES)
         total, sharers = table.sum(axis=0), (table > 0).sum(axis=0)
         chosen = np.flatnonzero((total >= _MIN_SHARERS * lengths) & (sharers >= _MIN_SHARERS))
-        saved += int((total - lengths)[chosen].sum())
+        touched, read = touched + int(total[chosen].sum()), read + int(lengths[chosen].sum())
         shared.append((label, nbytes, table > 0, chosen))
     out: list[list[Segment]] = [[] for _ in ranks]
-    if saved >= MIN_SAVED_BYTES:
+    if touched - read >= MIN_SAVED_BYTES and touched * touch_us >= read * READ_US_PER_MIB:
         for label, nbytes, touches, chosen in shared:
             groups: dict[bytes, Iterator[int]] = {}  # the ranks that touch the same segments take turns
             for i, who in zip(chosen.tolist(), touches.T[chosen]):
@@ -112,6 +121,25 @@ def share_out(ranks: Sequence[Touched]) -> tuple[tuple[Segment, ...], ...]:
                 reader = next(groups[key])
                 out[reader].append(Segment(label, i * SEGMENT_BYTES, min((i + 1) * SEGMENT_BYTES, nbytes)))
     return tuple(map(tuple, out))
+
+
+def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:
+    """What it costs to touch a MiB of these files, in microseconds of processor time: nothing if there are none, very
+    much where the storage has no view of its bytes.
+
+    Tried on a few segments. It depends on the size of the pages: tmpfs has small ones, a disk's file system with large
+    folios is ten times cheaper. What else the machine does is not counted, but may slow it down: the least counts.
+    """
+    found: list[float] = []
+    for source, window in itertools.islice(windows, _SAMPLES):
+        start = window.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        length = min(SEGMENT_BYTES, source.nbytes - start)
+        if source.view() is None:
+            return math.inf
+        began = time.thread_time()
+        if length and source.mapped(start, length) is not None:
+            found.append((time.thread_time() - began) * 1e6 / length * (1 << 20))
+    return min(found, default=0.0)
 
 
 def _table(label: str, ranks: Sequence[Touched]) -> npt.NDArray[np.int64]:

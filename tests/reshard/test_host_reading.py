@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import reshard
 from planners.byteruns import Window
 from reshard.errors import DamagedCheckpointError, RankFailedError
-from reshard.execute import host, segments
+from reshard.execute import host, host_reading, segments
 from reshard.execute.pieces import SLOT_BYTES, _cuts
 from reshard.execute.segments import SEGMENT_BYTES as SIZE
 from reshard.execute.segments import Segment, Touched, share_out, touch
 from reshard.formats.source import FileSource
 from reshard.group import Group
-from reshard.storage import MemoryStorage
+from reshard.storage import LocalStorage, MemoryStorage
 from tests import gloo
 
 
@@ -77,6 +77,19 @@ def test_little_is_not_worth_sharing():
     assert share_out([said(a=[SIZE] * 2)] * 2) == ((), ())
     assert share_out([said(a=[SIZE // 4] * 40)] * 4) == ((),) * 4  # all together touch no more than there is
     assert share_out([]) == ()
+
+
+def test_where_touching_costs_next_to_nothing_each_reads_for_itself():
+    ranks = [said(a=[SIZE] * 24)] * 4
+    assert any(share_out(ranks, 110.0))  # small pages
+    assert not any(share_out(ranks, 11.0))  # large folios
+
+
+def test_touching_is_measured_where_it_can_be(tmp_path):
+    (tmp_path / "a").write_bytes(bytes(3 * SIZE))
+    window = Window.row_major(SIZE + 1, (SIZE,), 1)
+    assert 0 < segments.touch_us_per_mib([(FileSource(LocalStorage(tmp_path), "a"), window)]) < 1e6
+    assert segments.touch_us_per_mib([]) == 0
 
 
 def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
@@ -132,6 +145,11 @@ def same(found: dict[str, Any], known: dict[str, Any]) -> list[str]:
     return [name for name in known if not torch.equal(found[name].to_local(), known[name].to_local())]
 
 
+def always_share() -> None:
+    """Whatever it costs to touch a page where the tests run."""
+    host_reading.touch_us_per_mib = lambda windows: float("inf")
+
+
 def shared_files() -> int:
     """How many files of this process are memory that it shares."""
     links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
@@ -139,6 +157,7 @@ def shared_files() -> int:
 
 
 def load_job(path: str) -> list[dict[str, Any]]:
+    always_share()
     whole = tensors()
     reshard.save(place(whole, Shard(0)), path)
     out = []
@@ -187,6 +206,7 @@ def test_each_byte_comes_from_storage_once_for_all_ranks_of_a_machine(tmp_path):
 
 
 def damaged_job(path: str, at: int) -> list[str]:
+    always_share()
     whole = {"wide": tensors()["wide"]}
     out = []
     for placement in (Replicate(), Shard(1)):
@@ -223,6 +243,7 @@ def test_a_flipped_bit_is_found_by_the_rank_that_reads_it_for_all(tmp_path):
 
 def private_job() -> tuple[int, bool]:
     """Each process has a memory of its own under one name, and different tensors in it."""
+    always_share()
     mine = torch.full((ROWS, COLUMNS), float(dist.get_rank() + 1))
     storage = MemoryStorage("own")
     storage.publish("model.safetensors", safetensors.torch.save({"wide": mine}))
@@ -238,6 +259,7 @@ def test_what_each_process_has_for_itself_is_not_read_for_others():
 
 def unlucky_job(path: str) -> tuple[bool, int]:
     """One rank may not open what belongs to the others."""
+    always_share()
     if dist.get_rank() == 1:
         host.Own.open = refuse
     known = place({"wide": tensors()["wide"]}, Shard(1))
@@ -257,6 +279,7 @@ def test_where_one_rank_cannot_take_part_each_reads_for_itself(tmp_path):
 
 
 def dying_job(path: str) -> str:
+    always_share()
     if dist.get_rank() == 2:
         host.Host.call = lambda self, what: os._exit(9)
     target = place({"wide": torch.zeros(ROWS, COLUMNS)}, Shard(1))
@@ -299,6 +322,7 @@ def test_ranks_may_be_more_rounds_ahead_than_a_pipe_has_room_for():
 
 def unlucky_damaged_job(paths: list[str]) -> list[str]:
     """One rank wants all, the others columns; one of these may not open what belongs to the others."""
+    always_share()
     mesh = DeviceMesh("cpu", [1, 2])
     if dist.get_rank() == 1:
         host.Own.open = refuse
