@@ -118,9 +118,9 @@ def load(
         check: compare checksums of all blocks that are read whole, where the format has them.
         read_once: True: ranks that want the same elements share the reading of them, and pass them on to one another
             through the process group, so that no byte is read twice in the whole job; not with dtype_policy "saved".
-            None: the ranks of one machine do so through memory that they share, where each by itself would touch at
-            least half of what the others touch, too (see docs/reading.md). False: each rank reads for itself. All ranks
-            say the same.
+            None: the ranks of one machine read for one another through memory that they share, where together they
+            would touch bytes twice, and touching costs more than copying (see docs/reading.md). False: each rank reads
+            for itself. All ranks say the same.
         process_group: with torch.distributed initialized, the ranks that load together: all end alike. A key of the
             checkpoint is unexpected only if none of them wants it.
         alone: this process loads by itself, in a running job too, and waits for nobody; of sharded tensors it reads its
