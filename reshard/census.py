@@ -123,7 +123,8 @@ def identity_of(tensor: Any) -> tuple[Any, ...] | None:
         at = local.data_ptr()
     except RuntimeError:  # tensor subclasses may have no memory of their own
         return None
-    return at, local.dtype, tuple(local.shape), local.stride(), tuple(tensor.shape), is_sharded(tensor)
+    seen_as = local.dtype, tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
+    return at, *seen_as, tuple(tensor.shape), is_sharded(tensor)
 
 
 class _Description(msgspec.Struct, frozen=True):

@@ -110,3 +110,23 @@ def test_interleaved_views_of_one_memory_are_fine(tmp_path):
     reshard.load(target, tmp_path)
     for key, value in values.items():
         assert torch.equal(target[key], value), key
+
+
+def test_lazily_conjugated_and_negated_views_are_not_tied_to_what_they_are_views_of(tmp_path):
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    saved = {"z": z, "conj": z.conj(), "imag": z.imag, "neg": z.conj().imag}
+    assert not reshard.save(saved, tmp_path).aliases
+    into = {key: torch.zeros_like(value).resolve_conj().resolve_neg() for key, value in saved.items()}
+    reshard.load(into, tmp_path)
+    for key, value in saved.items():
+        assert torch.equal(into[key], value), key
+    assert reshard.verify(tmp_path).ok
+
+
+def test_a_target_and_its_lazily_conjugated_view_are_refused(tmp_path):
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    reshard.save({"a": values, "b": values.clone()}, tmp_path)  # equal: tied targets would be filled once
+    memory = torch.zeros(2, dtype=torch.complex64)
+    with pytest.raises(LayoutError, match=r"'a' and 'b' overlap"):
+        reshard.load({"a": memory, "b": memory.conj()}, tmp_path)
+    assert not memory.any()
