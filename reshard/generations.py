@@ -206,48 +206,50 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
 
     A folder without a whole manifest, or whose files are missing or short, does not count.
     """
+    found = _complete(folder)
+    return found[-1][1] if found else None
+
+
+def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
+    """Remove all but the `keep_last` newest complete checkpoints directly below `folder`; returns their paths.
+
+    Their manifests go first, so that a removal cut short leaves nothing that looks complete. Incomplete checkpoints
+    neither count nor go, since their saves may be running, unless they hold nothing at all.
+
+    Raises CheckpointError for `keep_last` < 1.
+    """
+    if not isinstance(keep_last, int) or keep_last < 1:
+        raise CheckpointError(
+            f"keep_last must be a whole number >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
+        )
+    found = [(place, path) for _, path, place in _complete(folder) if place]
+    storage = open_storage(folder)
+    _remove_empty(storage)
+    for place, _ in found[:-keep_last]:
+        storage.delete(f"{place}/{MANIFEST}")
+        for name in storage.list(f"{place}/"):
+            storage.delete(name)
+    return [path for _, path in found[:-keep_last]]
+
+
+def _complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, str]]:
+    """(when its save was begun, path, place within the folder) of each complete checkpoint, the oldest first."""
     from reshard.checkpoint import open as open_checkpoint
 
+    if isinstance(folder, Storage):
+        raise CheckpointError(f"a path or URL is wanted, got the storage {folder.url}: checkpoints are told by paths")
+    storage = open_storage(folder)
     base = os.fspath(folder).rstrip("/")
-    names = open_storage(folder).list()
-    places = {name.rpartition("/")[0] for name in names if name.rpartition("/")[2] == MANIFEST and name.count("/") <= 1}
-    newest: tuple[float, str] | None = None
-    for place in sorted(places):
+    found = []
+    for name in storage.list():
+        place, _, last = name.rpartition("/")
+        if last != MANIFEST or "/" in place:
+            continue
         path = f"{base}/{place}" if place else base
         try:
             created = read_manifest(open_storage(path)).created_unix_s
             open_checkpoint(path)
         except CheckpointError:
             continue
-        newest = max(newest or (created, path), (created, path))
-    return newest[1] if newest else None
-
-
-def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
-    """Remove all but the `keep_last` newest complete checkpoints directly below `folder`; returns their paths.
-
-    Their manifests go first, so that a removal cut short leaves nothing that looks complete. Incomplete checkpoints are
-    left alone, since their saves may be running, unless they hold nothing at all.
-
-    Raises CheckpointError for `keep_last` < 1.
-    """
-    if keep_last < 1:
-        raise CheckpointError(
-            f"keep_last must be >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
-        )
-    base, storage = os.fspath(folder).rstrip("/"), open_storage(folder)
-    found: list[tuple[float, str]] = []
-    for name in storage.list():
-        place, _, last = name.rpartition("/")
-        if last == MANIFEST and place and "/" not in place:
-            try:
-                found.append((read_manifest(open_storage(f"{base}/{place}")).created_unix_s, place))
-            except CheckpointError:
-                continue
-    _remove_empty(storage)
-    gone = [place for _, place in sorted(found)[:-keep_last]]
-    for place in gone:
-        storage.delete(f"{place}/{MANIFEST}")
-        for name in storage.list(f"{place}/"):
-            storage.delete(name)
-    return [f"{base}/{place}" for place in gone]
+        found.append((created, path, place))
+    return sorted(found)

@@ -31,7 +31,7 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
     """
     if isinstance(path, Storage):
         return path
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
         raise StorageError(f"a path must be text, but is {type(text).__name__}: {text!r}")
     if "\0" in text:

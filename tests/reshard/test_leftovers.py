@@ -10,8 +10,8 @@ import torch
 
 import reshard
 from reshard import generations
-from reshard.errors import CheckpointNotFoundError, StorageError
-from reshard.storage import open_storage
+from reshard.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from reshard.storage import MemoryStorage, open_storage
 from tests.faulty import Faulty
 
 STATE = {"w": torch.ones(3)}
@@ -46,6 +46,36 @@ def test_pruning_removes_what_holds_nothing(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plots", "step-1", "step-2"]
     assert not (tmp_path / "step-2" / EMPTY).exists()
     assert reshard.verify(tmp_path / "step-2").ok
+
+
+@pytest.mark.parametrize("harm", ["missing", "short"])
+def test_pruning_never_takes_the_last_whole_checkpoint_for_the_sake_of_a_broken_one(harm, tmp_path):
+    for step in range(3):
+        reshard.save(STATE, tmp_path / f"step-{step}")
+    (data,) = (tmp_path / "step-2").glob("data-*/*.safetensors")
+    if harm == "missing":
+        data.unlink()
+    else:
+        os.truncate(data, 10)
+
+    assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "step-0")]
+
+    assert reshard.latest_complete(tmp_path) == str(tmp_path / "step-1")
+    assert (tmp_path / "step-2").exists()  # a broken one is for its owner to look at
+
+
+@pytest.mark.parametrize("keep_last", [0, -1, 1.5, "2"])
+def test_numbers_that_prune_nothing_that_makes_sense(keep_last, tmp_path):
+    with pytest.raises(CheckpointError, match="keep_last must be a whole number"):
+        reshard.prune(tmp_path, keep_last=keep_last)
+
+
+def test_folders_that_are_no_paths():
+    for wrong in (None, 5):
+        with pytest.raises(StorageError, match=f"a path must be text, but is {type(wrong).__name__}"):
+            reshard.latest_complete(wrong)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="a path or URL is wanted, got the storage memory:"):
+        reshard.prune(MemoryStorage("some"), keep_last=1)  # type: ignore[arg-type]
 
 
 def test_a_save_whose_empty_folder_is_taken_away_makes_it_again(tmp_path):
