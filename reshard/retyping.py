@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import types
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
@@ -29,7 +30,18 @@ def retyped(value: Any, live: Any) -> Any:
     if isinstance(value, dict) and isinstance(live, argparse.Namespace | types.SimpleNamespace):
         return type(live)(**retyped(value, vars(live)))
     if isinstance(value, dict) and isinstance(live, Mapping):
-        return {key: retyped(item, live[key]) if key in live else item for key, item in value.items()}
+        return _like({key: retyped(item, live[key]) if key in live else item for key, item in value.items()}, live)
     if type(value) in (list, tuple) and isinstance(live, list | tuple) and len(value) == len(live):
         return type(value)(map(retyped, value, live))
     return value
+
+
+def _like(items: dict[Any, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
+    """As one of the standard library's dicts, if `live` is: they have methods that a scheduler calls after a load."""
+    if type(live) is OrderedDict:
+        return OrderedDict(items)
+    if type(live) is Counter:
+        return Counter(items)
+    if type(live) is defaultdict:
+        return defaultdict(live.default_factory, items)
+    return items

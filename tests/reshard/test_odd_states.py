@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 
 import pytest
@@ -109,6 +109,17 @@ class TestLoading:
         saved = {"a": None, "b": {"x": 1}, "c": 5, "d": [1, {"y": (2, 3)}]}
         reshard.save(saved, tmp_path / "c")
         assert load(target, tmp_path / "c") == saved
+
+    def test_the_standard_library_s_dicts_keep_their_type(self, tmp_path):
+        """MultiStepLR counts its milestones in a Counter, and asks it for more than a dict has."""
+        saved = {"c": Counter("aab"), "o": OrderedDict(b=1, a=2), "d": defaultdict(list, x=[1]), "in": [Counter("z")]}
+        reshard.save(saved, tmp_path / "c")
+        target = {"c": Counter(), "o": OrderedDict(), "d": defaultdict(list), "in": [Counter()]}
+        load(target, tmp_path / "c")
+        assert target == saved
+        assert [type(target[key]) for key in "cod"] == [Counter, OrderedDict, defaultdict]
+        assert type(target["in"][0]) is Counter
+        assert target["d"]["new"] == []
 
     def test_no_kind_is_blamed_for_a_mapping_that_leads_nowhere(self, tmp_path):
         reshard.save({"w": torch.ones(2)}, tmp_path / "c")
