@@ -6,7 +6,8 @@ exactly once and agree on global coordinates, so do their products. Everything e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from planners.box import Box
@@ -14,13 +15,6 @@ from planners.cover import tiling_fault
 from planners.errors import PlanError
 from planners.findings import Finding, Report
 from planners.layout import StateLayout, TensorLayout
-from planners.load_plan import LoadPlan
-from planners.load_proof import load_findings
-from planners.save_plan import SavePlan
-from planners.save_proof import save_findings
-from planners.schedule import Schedule
-from planners.transfer_plan import TransferPlan
-from planners.transfer_proof import schedule_findings, transfer_findings
 
 __all__ = ["Finding", "Report", "verify"]
 
@@ -39,9 +33,14 @@ def verify(subject: object) -> Report:
     """
     if isinstance(subject, TensorLayout):
         subject = StateLayout({subject.fqn: subject})
-    for kind, judge, tensors in _JUDGES:
-        if isinstance(subject, kind):
-            return Report(repr(subject), tuple(judge(subject)), tensors(subject))
+    if isinstance(subject, StateLayout):
+        return Report(repr(subject), tuple(_layout_findings(subject)), len(subject))
+    for kind in type(subject).__mro__:
+        judge = _JUDGES.get(f"{kind.__module__}.{kind.__qualname__}")
+        if judge is not None:
+            module, function, tensors = judge
+            findings = getattr(importlib.import_module(f"planners.{module}"), function)
+            return Report(repr(subject), tuple(findings(subject)), tensors(subject))
     raise PlanError(f"cannot verify a {type(subject).__name__}: give a layout or a plan")
 
 
@@ -69,11 +68,12 @@ def _product_fault(layout: TensorLayout) -> tuple[tuple[int, ...], str] | None:
     return None
 
 
-_JUDGES: list[tuple[type, Callable[[Any], Iterable[Finding]], Callable[[Any], int]]] = [
-    (StateLayout, _layout_findings, len),
-    (LoadPlan, load_findings, lambda plan: len(plan.wanted)),
-    (SavePlan, save_findings, lambda plan: len(plan.layout)),
-    (TransferPlan, transfer_findings, lambda plan: len(plan.names)),
-    (Schedule, schedule_findings, lambda rounds: len(rounds.plan.names)),
-]
-"""(kind of subject, its findings, how many tensors it has)"""
+_JUDGES: dict[str, tuple[str, str, Callable[[Any], int]]] = {
+    "planners.load_plan.LoadPlan": ("load_proof", "load_findings", lambda plan: len(plan.wanted)),
+    "planners.save_plan.SavePlan": ("save_proof", "save_findings", lambda plan: len(plan.layout)),
+    "planners.transfer_plan.TransferPlan": ("transfer_proof", "transfer_findings", lambda plan: len(plan.names)),
+    "planners.scheduling.Schedule": ("transfer_proof", "schedule_findings", lambda rounds: len(rounds.plan.names)),
+}
+"""Class of the subject -> where its findings come from, and how many tensors it has.
+
+By name, since a module is imported only when one of its plans is to be proved."""

@@ -11,7 +11,7 @@ from planners.layout import TensorLayout
 from planners.load_plan import LoadPlan, ReadItem
 from planners.ownership import Ints
 from planners.save_plan import SavePlan, WriteItem
-from planners.schedule import Schedule
+from planners.scheduling import Schedule
 from planners.transfer_plan import TransferItem, TransferPlan
 from planners.units import format_bytes
 

@@ -15,7 +15,7 @@ from planners.load_proof import global_box, segments_fault
 from planners.meeting import ProductMeeting
 from planners.ownership import Ints
 from planners.routes import Route
-from planners.schedule import Schedule, slack_bytes
+from planners.scheduling import Schedule, slack_bytes
 from planners.transfer_plan import TransferItem, TransferPlan
 
 __all__ = ["schedule_findings", "transfer_findings"]

@@ -16,7 +16,7 @@ from planners.byteruns import Window
 from planners.layout import StateLayout, TensorSpec
 from planners.load_plan import plan_reads
 from planners.proof import verify
-from planners.replay import replay
+from planners.replaying import replay
 from planners.testing import layouts
 from property_tests.test_stored_views import stored
 from reshard.checkpoint import Checkpoint

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from planners.codec import form_from_json, form_to_json
 from planners.forms import BoxesForm, FlatForm, Form, ProductForm
 from planners.layout import StateLayout, TensorLayout, TensorSpec
+from planners.layout_codec import form_from_json, form_to_json
 from planners.mesh import Mesh
 from planners.placement import Replicate
 from reshard.errors import LayoutError

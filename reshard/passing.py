@@ -12,7 +12,7 @@ import torch.distributed as dist
 from planners.forms import Form
 from planners.proof import verify
 from planners.read_once import ReadOncePlan, plan_read_once
-from planners.schedule import schedule
+from planners.scheduling import schedule
 from reshard.agreement import Described, describe, gather_distinct, join_layouts
 from reshard.execute.exchange import Exchange, RankWork, round_bytes
 from reshard.group import Group

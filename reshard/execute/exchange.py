@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from planners.schedule import Message, Schedule
+from planners.scheduling import Message, Schedule
 from planners.transfer_plan import TransferItem, TransferItems
 from reshard.execute.arrays import raw_elements
 from reshard.execute.waiting import Waiter, settle

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from planners.pullback import filled_slots
-from planners.schedule import Schedule
+from planners.scheduling import Schedule
 from planners.transfer_plan import TransferPlan
 from reshard.dtypes import dtype_from_name
 from reshard.errors import LayoutError, RankFailedError, UndefinedTargetsError

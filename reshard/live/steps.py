@@ -15,7 +15,7 @@ from planners.layout import StateLayout, TensorLayout
 from planners.proof import verify
 from planners.relay import bytes_between, plan_relay, rank_groups
 from planners.repeats import Place, Repeat, want_once
-from planners.schedule import Schedule, schedule
+from planners.scheduling import Schedule, schedule
 from planners.transfer_plan import TransferPlan
 from reshard.errors import LayoutError
 from reshard.execute.exchange import RankWork, round_bytes

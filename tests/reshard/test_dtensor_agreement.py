@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import planners
 from planners import TensorLayout, TensorSpec
-from planners.replay import element_ids
+from planners.replaying import element_ids
 from planners.testing import meshes, placements, shapes
 from reshard.tensors import form_of
 
