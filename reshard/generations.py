@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 
 from reshard.errors import CheckpointError, CheckpointNotFoundError, StorageError
-from reshard.formats import dcp, native
+from reshard.formats import native
+from reshard.formats.dcp_names import has_dcp
 from reshard.formats.native import HF_INDEX, MANIFEST, is_generation, read_manifest
 from reshard.storage import Storage, is_temporary, open_storage
 
@@ -74,7 +75,7 @@ def refuse_foreign(storage: Storage) -> None:
     names = storage.list()
     ours = native.detect(storage, names)
     foreign = [name for name in (MANIFEST, HF_INDEX) if name in names and not ours]
-    foreign += [".metadata"] if dcp.detect(storage, names) else []
+    foreign += [".metadata"] if has_dcp(names) else []
     if foreign:
         raise StorageError(
             f"{storage.url} holds {foreign[0]}, which is of something else than our checkpoints: nothing was saved. "

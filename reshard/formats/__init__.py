@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from reshard.errors import CheckpointNotFoundError, FormatError, StorageError
-from reshard.formats import (
-    accelerate,
-    dcp,
-    deepspeed,
-    fsdp1,
-    lightning,
-    megatron,
-    megatron_legacy,
-    native,
-    orbax,
-    pipeline_stages,
-    rank_files,
-    safetensors,
-    torch_save,
-)
+from reshard.formats import native
 from reshard.formats.base import Contents, Format
+from reshard.formats.dcp_names import has_dcp
 from reshard.formats.source import Files
 from reshard.storage import Storage, is_temporary, open_storage
 
 __all__ = ["COMPOSITE_FORMATS", "PLAIN_FORMATS", "open_contents"]
 
-COMPOSITE_FORMATS: tuple[Format, ...] = (
-    native,
-    megatron,
-    megatron_legacy,
-    deepspeed,
-    accelerate,
-    rank_files,
-    lightning,
-    pipeline_stages,
-    fsdp1,
-    orbax,
+COMPOSITE_FORMATS = (
+    "native",
+    "megatron",
+    "megatron_legacy",
+    "deepspeed",
+    "accelerate",
+    "rank_files",
+    "lightning",
+    "pipeline_stages",
+    "fsdp1",
+    "orbax",
 )
 """Formats made of files of other formats, plus something that tells them apart: the first that fits is taken."""
 
-PLAIN_FORMATS: tuple[Format, ...] = (dcp, safetensors, torch_save)
+PLAIN_FORMATS = ("dcp", "safetensors", "torch_save")
 """Formats of one kind of file: if two fit, the folder is a mixture and refused."""
 
-_OF_DCP: tuple[Format, ...] = (megatron, lightning)
+_OF_DCP = ("megatron", "lightning")
 """The composite formats that are made of a DCP checkpoint: any other beside one is a mixture."""
 
 _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
@@ -103,15 +92,22 @@ def _is_local_file(text: str) -> bool:
         raise StorageError(f"cannot look at {text}: {error.strerror or error}") from error
 
 
+def _modules(names: Iterable[str]) -> Iterator[Format]:
+    """The formats of these names, each imported when it is its turn: our own, the first, needs none of the others."""
+    for name in names:
+        module: Any = importlib.import_module(f"reshard.formats.{name}")
+        yield module
+
+
 def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Format:
     """The format that fits. Raises FormatError if none does, or more than one."""
-    fitting = [format for format in PLAIN_FORMATS if format.detect(storage, names)]
-    for format in COMPOSITE_FORMATS:
-        if format.detect(storage, names):
-            if dcp not in fitting or format in _OF_DCP:
-                return format
-            fitting = [format, dcp]
-            break
+    composite = next((format for format in _modules(COMPOSITE_FORMATS) if format.detect(storage, names)), None)
+    if composite is None:
+        fitting = [format for format in _modules(PLAIN_FORMATS) if format.detect(storage, names)]
+    elif has_dcp(names) and composite.name not in _OF_DCP:
+        fitting = [composite, *_modules(["dcp"])]
+    else:
+        return composite
     if len(fitting) == 1:
         return fitting[0]
     if preferred in fitting:
@@ -122,7 +118,8 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
             f"{url} is a mixture: its files look like {kinds}; open the one that you mean by the path of its file, or "
             "move the others elsewhere"
         )
-    known = "; ".join(f"{format.name} ({format.looks_for})" for format in (*COMPOSITE_FORMATS, *PLAIN_FORMATS))
+    every = _modules((*COMPOSITE_FORMATS, *PLAIN_FORMATS))
+    known = "; ".join(f"{format.name} ({format.looks_for})" for format in every)
     nested = _nested(storage, names)
     hint = f" Below it there seem to be checkpoints in {', '.join(nested)}: open one of these." if nested else ""
     some = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")

@@ -7,7 +7,6 @@ looked into, and what they really hold is compared with what `.metadata` promise
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.base import Contents, LazyMapping, StoredChunk, StoredTensor
 from reshard.formats.dcp_items import Item, Items
+from reshard.formats.dcp_names import DATA_FILE, RANK_METADATA, has_dcp
 from reshard.formats.source import Files
 from reshard.records import Record
 from reshard.storage.base import Storage
@@ -32,17 +32,10 @@ __all__ = ["detect", "looks_for", "name", "open", "open_folder"]
 name = "dcp"
 looks_for = ".metadata and *.distcp, or __<rank>.metadata"
 
-_RANK_METADATA = re.compile(r"__\d+\.metadata")
-_DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
-
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Whether the top folder is a DCP checkpoint."""
-    return ".metadata" in names or any(map(_RANK_METADATA.fullmatch, names)) or _is_torn(names)
-
-
-def _is_torn(names: Mapping[str, int]) -> bool:
-    return any(map(_DATA_FILE.fullmatch, names))
+    return has_dcp(names)
 
 
 def open(storage: Storage, names: Mapping[str, int]) -> Contents:
@@ -71,7 +64,7 @@ def open_folder(storage: Storage, names: Mapping[str, int], folder: str) -> Cont
     """
     files = Files(storage)
     found = [folder + ".metadata"] if folder + ".metadata" in names else []
-    by_rank = sorted(n for n in names if n.startswith(folder) and _RANK_METADATA.fullmatch(n[len(folder) :]))
+    by_rank = sorted(n for n in names if n.startswith(folder) and RANK_METADATA.fullmatch(n[len(folder) :]))
     if not found and not by_rank:
         raise DamagedCheckpointError(
             f"{storage.url}/{folder}: there are .distcp files, but no .metadata, which comes last: the save did not end"
@@ -184,7 +177,7 @@ def _tensor(key: str, metas: list[Record], stored: Mapping[tuple[int, ...] | Non
         item = stored.get(box.offsets)
         if item is None:
             raise DamagedCheckpointError(f"tensor {key!r}: .metadata does not say where its chunk {box} is stored")
-        match = _DATA_FILE.fullmatch(item.file.rpartition("/")[2])
+        match = DATA_FILE.fullmatch(item.file.rpartition("/")[2])
         owner = int(match[1]) if match else item.file
         chunks.append(StoredChunk(box, items.locator(spec, box, item), owner))
     return StoredTensor(spec, tuple(chunks))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from reshard.formats import dcp
 from reshard.formats.base import Contents
+from reshard.formats.dcp_names import has_dcp
 from reshard.formats.merging import merge
 from reshard.formats.source import Files
 from reshard.formats.torch_file import contents_of, read_torch_file
@@ -19,7 +20,7 @@ looks_for = ".metadata and meta.pt"
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Whether the top folder is a DCP checkpoint with a `meta.pt`."""
-    return "meta.pt" in names and dcp.detect(storage, names)
+    return "meta.pt" in names and has_dcp(names)
 
 
 def open(storage: Storage, names: Mapping[str, int]) -> Contents:
