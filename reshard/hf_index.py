@@ -16,7 +16,7 @@ from reshard.storage.base import Storage
 __all__ = ["index_problem", "publish_index"]
 
 
-class _Index(msgspec.Struct):
+class _Index(msgspec.Struct, forbid_unknown_fields=True):
     weight_map: dict[str, str]
     metadata: dict[str, int] = {}
 
@@ -43,10 +43,13 @@ def index_problem(native: NativeFacts) -> str | None:
     if expected is None:
         return f"{where}: no index belongs here, since the tensors are not whole in one file; remove it"
     try:
-        found = msgspec.json.decode(native.storage.read(HF_INDEX), type=_Index).weight_map
+        index = msgspec.json.decode(native.storage.read(HF_INDEX), type=_Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return f"{where}: it is no index: {error}"
+    found, metadata = index.weight_map, {"total_size": native.plan.total_bytes}
     wrong = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+    if not wrong and index.metadata != metadata:
+        return f"{where}: its metadata is {index.metadata}, but by the manifest it is {metadata}: it was changed"
     if not wrong:
         return None
     says, is_in = (f"in {of[wrong[0]]}" if wrong[0] in of else "nowhere" for of in (found, expected))

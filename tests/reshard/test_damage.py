@@ -248,6 +248,18 @@ def test_an_index_for_hugging_face_tools_that_says_other_than_the_manifest(tmp_p
     assert reshard.verify(tmp_path).ok
 
 
+def test_every_flipped_bit_of_an_index_for_hugging_face_tools_is_found(tmp_path):
+    reshard.save({"w": torch.ones(3)}, tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    whole = index.read_bytes()
+    for place in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        index.write_bytes(flipped)
+        findings = reshard.verify(tmp_path, deep=False).findings
+        assert [index.name in finding.message for finding in findings] == [True], place
+
+
 def test_an_index_beside_tensors_in_several_files(path):
     (path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
 
