@@ -25,6 +25,7 @@ from reshard.storage import Storage, is_temporary, open_storage
 
 __all__ = [
     "Claim",
+    "check_claimed",
     "claim",
     "counts",
     "ended",
@@ -44,6 +45,8 @@ _FOREIGN_AGE_S = 86_400.0
 _CLAIMING_S = 60.0
 """So long a save is taken to be about to make its claim."""
 _CLAIM = "claim.json"
+_VISIBLE_S = 2.0
+"""So long a network file system may take to show on one machine what was written on another."""
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -92,6 +95,26 @@ def claim(storage: Storage, save_id: str) -> None:
     _running.add(save_id)
     mine = Claim(socket.gethostname(), os.getpid(), _process_start(os.getpid()), time.time())
     storage.publish(f"{folder_of(save_id)}/{_CLAIM}", msgspec.json.encode(mine))
+
+
+def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
+    """Make sure that what the first rank claims is what this rank writes to, before it writes anything.
+
+    Raises StorageError if the claim of the rank `claimer` cannot be seen from here.
+    """
+    until = time.monotonic() + _VISIBLE_S
+    while True:
+        try:
+            storage.size(f"{folder_of(save_id)}/{_CLAIM}")
+        except CheckpointNotFoundError:
+            if time.monotonic() > until:
+                raise StorageError(
+                    f"what rank {claimer} wrote is not to be seen in {storage.url} from {socket.gethostname()}: the "
+                    "folder must be the same, shared one for all ranks, not one of each machine"
+                ) from None
+            time.sleep(0.1)
+        else:
+            return
 
 
 def ended(save_id: str) -> None:

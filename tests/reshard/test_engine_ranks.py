@@ -67,7 +67,7 @@ def test_fewer_ranks_leave_no_files_of_the_others_behind(tmp_path):
     [
         ("unsavable", "FormatError", "RankFailedError", "'bad'"),
         ("missing key", "KeyMismatchError", "RankFailedError", "mystery"),
-        ("other folder", "RankFailedError", "StorageError", "shared one for all ranks"),
+        ("other folder", "StorageError", "RankFailedError", "shared one for all ranks"),
     ],
 )
 def test_one_rank_s_trouble_reaches_all(how, mine, others, text, tmp_path):

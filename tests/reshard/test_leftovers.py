@@ -7,11 +7,13 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import reshard
 from reshard import generations
-from reshard.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, ReshardError, StorageError
 from reshard.storage import MemoryStorage, open_storage
+from tests import gloo
 from tests.faulty import Faulty
 
 STATE = {"w": torch.ones(3)}
@@ -147,3 +149,17 @@ def test_a_folder_that_may_not_be_looked_into(tmp_path):
     finally:
         os.seteuid(0)
     assert reshard.verify(tmp_path / "locked" / "c").ok
+
+
+def saved_each_to_its_own(folder: str) -> str:
+    with pytest.raises(ReshardError) as caught:
+        reshard.save({**STATE, f"r{dist.get_rank()}": torch.ones(2)}, f"{folder}/{dist.get_rank()}")
+    return str(caught.value)
+
+
+@pytest.mark.gloo
+def test_folders_of_each_machine_are_found_out_before_anything_is_written(tmp_path):
+    for said in gloo.run(saved_each_to_its_own, 3, str(tmp_path)):
+        assert "what rank 0 wrote is not to be seen in" in said
+        assert "the folder must be the same, shared one for all ranks" in said
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
