@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,16 +153,16 @@ def async_save(
 ) -> PendingSave:
     """Like `save`, but returns as soon as this rank's part is copied; the state saved is that of the call.
 
-    At most `max_in_flight` saves of this process go on at once: a further call first waits for the oldest, and
-    raises what went wrong with it.
+    At most `max_in_flight` saves of this process go on at once: a further call first waits for the oldest. It raises
+    what went wrong with an earlier one, on all ranks, unless all have asked for that one's `result()`.
     """
     if max_in_flight < 1:
         raise CheckpointError(f"max_in_flight must be >= 1, got {max_in_flight}")
-    _in_flight[:] = [future for future in _in_flight if not (future.done() and future.exception() is None)]
-    while len(_in_flight) >= max_in_flight:
-        _in_flight.pop(0).result()
+    earlier = _ended_for(max_in_flight)
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("stage"):
+        for save in earlier:  # told in the phase: a rank that has asked for the result itself must not go on alone
+            save.result()
         options = _Options(
             _globs(select), check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress
         )
@@ -182,6 +182,15 @@ def async_save(
     threading.Thread(target=work, name=f"reshard-save-{job.generation.save_id}").start()
     _in_flight.append(future)
     return PendingSave(future)
+
+
+def _ended_for(max_in_flight: int) -> list[Future[SaveReport]]:
+    """Wait until one more save may go on; those that have ended, and of which nobody knows yet how."""
+    while sum(not future.done() for future in _in_flight) >= max_in_flight:
+        wait([next(future for future in _in_flight if not future.done())])
+    ended = [future for future in _in_flight if future.done()]
+    _in_flight[:] = [future for future in _in_flight if future not in ended]
+    return ended
 
 
 def _staged(entry: Entry) -> Entry:
@@ -299,6 +308,8 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
         if group.rank == 0:
             generations.claim(job.storage, generation.save_id)
         group.barrier()  # nobody writes before there is a claim
+        if group.rank:
+            generations.check_claimed(job.storage, generation.save_id, group.ranks[0])
         with group.together("write"):
             record = _write(job, entries) if entries else None
             written = time.perf_counter()

@@ -110,3 +110,27 @@ def test_a_rank_struck_in_the_background(how, deadline_s, kind, words, tmp_path)
     checkpoint = reshard.open(folder)
     assert checkpoint.objects["step"] == 1
     assert all((checkpoint[f"w{rank}"][...] == 1).all() for rank in range(WORLD_SIZE))
+
+
+def asked_by_one(folder: str) -> list[str]:
+    """A save fails; only the first rank asks how it went; then all save again, twice."""
+    said = []
+    Path(folder, "file").touch()
+    dist.barrier()
+    failing = reshard.async_save(state(1), f"{folder}/file/in")
+    if dist.get_rank() == 0:
+        with pytest.raises(ReshardError):
+            failing.result(30.0)
+    for _ in range(2):
+        try:
+            reshard.async_save(state(2), f"{folder}/good", deadline_s=30.0).result(30.0)
+        except ReshardError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_failure_that_some_ranks_have_not_asked_for_is_told_to_all_by_the_next_save(tmp_path):
+    for said in gloo.run(asked_by_one, WORLD_SIZE, str(tmp_path), timeout_s=60.0):
+        (once,) = said
+        assert "a part of the path is a file" in once
+    assert reshard.open(tmp_path / "good").objects["step"] == 2
