@@ -108,11 +108,13 @@ class Rounds:
         self._longest_nap_s = 0.02 + len(ranks) * 50e-6
         self._next_look = 0.0
         self._litter: list[str] = []
+        self._missed = ""  # how a session ended to which this rank came too late
         while True:
             self._session = self._call(store.add, f"sessions/{rank}", 1)
             outcome = self._read()
             if not isinstance(outcome, Failure) or self._ranks[rank] not in outcome.missing:
                 break
+            self._missed = f". Before, the others had given this rank up: {outcome.message}"
 
     def take(
         self, label: str, data: bytes, combine: Callable[[list[bytes]], bytes], deadline: float, allowed_s: float
@@ -262,7 +264,8 @@ class Rounds:
             "deadline",
             missing[0],
             f"rank{'s' * (len(missing) > 1)} {format_ranks(missing)} did not reach {where}; "
-            f"there waited: {format_ranks(sorted(arrived))}. Look at what the missing hang in, or whether they died",
+            f"there waited: {format_ranks(sorted(arrived))}. Look at what the missing hang in, or whether they died"
+            f"{self._missed}",
             missing,
         )
 

@@ -308,6 +308,16 @@ def _missed_a_session() -> list[bytes]:
     return answer
 
 
+def _too_late() -> str:
+    """Rank 1 sleeps past the deadline of the others and then does what they gave up."""
+    late = dist.get_rank() == 1
+    if late:
+        time.sleep(1.0)
+    with pytest.raises(DeadlineError) as caught:
+        Group(deadline_s=0.5).exchange(b"")
+    return str(caught.value)
+
+
 def _raise_if(condition: bool) -> None:
     if condition:
         raise ValueError("once")
@@ -354,6 +364,12 @@ def test_of_two_failures_the_first_is_told_to_all() -> None:
 @pytest.mark.gloo
 def test_a_missed_session_does_not_spoil_the_next() -> None:
     assert gloo.run(_missed_a_session, 3) == [[b"0", b"1", b"2"]] * 3
+
+
+@pytest.mark.gloo
+def test_who_comes_too_late_is_told_why_nobody_is_there_any_more() -> None:
+    for said in gloo.run(_too_late, 3):
+        assert "rank 1 did not reach an exchange within 0.5 s; there waited: 0, 2" in said
 
 
 @pytest.mark.gloo
