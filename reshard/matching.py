@@ -304,7 +304,9 @@ def refuse(
     unexpected = [key for key in truth.unexpected if mode_of(key) == "strict"]
     if not (missing or unexpected or match.mismatched):
         return truth
-    known, wanted = [*checkpoint, *checkpoint.aliases, *checkpoint.objects], [*targets.paths]
+    # what has found its counterpart is no guess for another
+    known = [name for name in (*match.names, *checkpoint.aliases) if name not in match.used]
+    wanted = list(match.missing)
     lines = [f"{checkpoint.url} does not fit what is to be loaded:"]
     kinds = {k: v for k, v in _kinds(match.names, checkpoint).items() if (v == "a tensor") != (k in targets.tensors)}
     lines += _section("missing in the checkpoint", missing, known, kinds)

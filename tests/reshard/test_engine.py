@@ -454,3 +454,12 @@ class TestFolders:
         assert gone == [str(tmp_path / "step-0"), str(tmp_path / "step-1")]
         assert reshard.latest_complete(tmp_path) == str(tmp_path / "step-2")
         assert reshard.latest_complete(tmp_path / "step-0") is None
+
+
+def test_a_key_that_found_its_counterpart_is_no_guess_for_another(tmp_path):
+    reshard.save({"layer.w": torch.ones(1), "layer.wieght": torch.ones(1)}, tmp_path)
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load({name: torch.zeros(1) for name in ("layer.w", "layer.v", "layer.weight")}, tmp_path)
+    assert "layer.weight   (did you mean 'layer.wieght'?)" in str(caught.value)
+    assert "layer.wieght   (did you mean 'layer.weight'?)" in str(caught.value)
+    assert "did you mean 'layer.w'?" not in str(caught.value)
