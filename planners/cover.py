@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planners.box import Box
+from planners.distinct import distinct
 from planners.ownership import Ints
 
 __all__ = ["Fault", "tiling_fault"]
@@ -56,7 +57,7 @@ def tiling_fault(region: Sequence[Box], boxes: Sequence[Box]) -> Fault | None:
 
 def _fault(lows: Ints, highs: Ints, signs: Ints) -> Fault | None:
     ndim = lows.shape[1]
-    cuts = [np.unique(np.concatenate((lows[:, d], highs[:, d]))) for d in range(ndim)]
+    cuts = [distinct(np.concatenate((lows[:, d], highs[:, d]))) for d in range(ndim)]
     cells = 1
     for cut in cuts:
         cells *= len(cut)

@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from planners.box import Box
+from planners.distinct import distinct
 from planners.errors import PlanError
 from planners.forms import Part, ProductGeometry
 from planners.layout import TensorLayout
@@ -78,7 +79,7 @@ class ProductTable:
             self._sorted, self._product.dims, self.owners, box.offsets, box.sizes
         ):
             rows = order[np.searchsorted(stops, low, side="right") : np.searchsorted(starts, low + size)]
-            here = np.unique(np.searchsorted(owners, own.owner_of[rows]))
+            here = distinct(np.searchsorted(owners, own.owner_of[rows]))
             found = (found[:, None] * len(owners) + here).reshape(-1)
         yield from found.tolist()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,10 @@ from planners.layout import StateLayout, TensorSpec
 from planners.overlap import ProductOverlap, SweepOverlap, overlap_of
 from planners.ownership import Ints
 from planners.patches import Dims
-from planners.view import View
-from planners.view_overlap import ViewOverlap, view_overlap_of
+
+if TYPE_CHECKING:  # imported when there is a view: most plans have none
+    from planners.view import View
+    from planners.view_overlap import ViewOverlap
 
 __all__ = ["FillItem", "LoadPlan", "ReadItem", "ReadItems", "plan_reads"]
 
@@ -128,6 +130,8 @@ class LoadPlan:
         wanted, view = self.wanted[fqn], self.views.get(fqn)
         if view is None:
             return overlap_of(wanted.spec.shape, self.saved[fqn].form, wanted.form)
+        from planners.view_overlap import view_overlap_of
+
         return view_overlap_of(view.geometry, tuple(self.saved[s.fqn].form for s in view.sources), wanted.form)
 
     def geometry_key(self, fqn: str) -> tuple[object, ...]:
@@ -186,7 +190,7 @@ class LoadPlan:
         """What the layouts make `rank` read of one tensor, whatever was listed explicitly."""
         overlap, view, itemsize = self.overlap(fqn), self.views.get(fqn), self.saved_itemsize(fqn)
         try:
-            if not isinstance(overlap, ViewOverlap):
+            if isinstance(overlap, ProductOverlap | SweepOverlap):
                 return [
                     ReadItem(fqn, owner, chunk, source, target, source.numel * itemsize, part)
                     for owner, chunk, source, target, part in overlap.pieces(rank)
@@ -206,7 +210,7 @@ class LoadPlan:
         return tuple(
             FillItem(fqn, *filled)
             for fqn, overlap in overlaps
-            if isinstance(overlap, ViewOverlap)
+            if not isinstance(overlap, ProductOverlap | SweepOverlap)
             for filled in overlap.fills(rank)
         )
 
@@ -229,7 +233,7 @@ class LoadPlan:
         for names in groups.values():
             held, view = self.wanted[names[0]].numels(), self.views.get(names[0])
             overlap = self.overlap(names[0]) if view is not None and view.fills else None
-            if isinstance(overlap, ViewOverlap):
+            if overlap is not None and not isinstance(overlap, ProductOverlap | SweepOverlap):
                 held = held - overlap.filled()
             total[: len(held)] += held * (self.saved_itemsize(names[0]) * len(names))
         for rank, items in self.explicit.items():

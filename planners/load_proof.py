@@ -13,10 +13,9 @@ from planners.findings import Finding
 from planners.forms import Part
 from planners.layout import StateLayout
 from planners.load_plan import LoadPlan, ReadItem
-from planners.overlap import ProductOverlap
+from planners.overlap import ProductOverlap, SweepOverlap
 from planners.ownership import Segments
 from planners.patches import rearranged
-from planners.view_overlap import ViewOverlap
 
 __all__ = ["global_box", "load_findings", "segments_fault"]
 
@@ -66,7 +65,7 @@ def _geometry_findings(plan: LoadPlan, names: Sequence[str]) -> Iterator[Finding
                 rank = product.lowest_rank([owner if i == d else 0 for i in range(len(product.dims))])
                 yield from (Finding(f"index {at} of dim {d} {what}", name, rank, index) for name in names)
         return
-    if isinstance(overlap, ViewOverlap) and overlap.tables is not None and wanted.product is not None:
+    if not isinstance(overlap, SweepOverlap) and overlap.tables is not None and wanted.product is not None:
         for d, own in enumerate(wanted.product.dims):
             wrong_owner = own.uncovered()
             if wrong_owner is not None:
@@ -81,7 +80,7 @@ def _geometry_findings(plan: LoadPlan, names: Sequence[str]) -> Iterator[Finding
                 place = tuple(at if i == dim else o for i, o in enumerate(table.patch.target.offsets))
                 yield from (Finding(f"index {at} of dim {dim} {what}", name, None, place) for name in names)
         return
-    if isinstance(overlap, ViewOverlap):
+    if not isinstance(overlap, SweepOverlap):
         ranks = [alike.first for alike in overlap.distinct_ranks()]
     else:
         ranks = list(wanted.form.ranks())
@@ -154,7 +153,7 @@ def _tensor_findings(plan: LoadPlan, rank: int, fqn: str, items: Sequence[ReadIt
             yield Finding(message, fqn, rank, item.box.offsets)
         elif not item.source.is_empty:
             sound[item.part].append(item.target)
-    if isinstance(overlap, ViewOverlap):
+    if not isinstance(overlap, ProductOverlap | SweepOverlap):
         for filled in overlap.fills(rank):
             meant = global_box(parts[filled.part], filled.target)
             declared = [fill for fill in overlap.view.fills if fill.value == filled.value]
@@ -205,7 +204,7 @@ def _item_fault(item: ReadItem, plan: LoadPlan, parts: Sequence[Part]) -> str | 
 def _origin_fault(item: ReadItem, plan: LoadPlan, meant: Box) -> str | None:
     """What is wrong with where the elements of `meant`, in global coordinates of the target, come from; or None."""
     view, overlap = plan.views.get(item.fqn), plan.overlap(item.fqn)
-    if view is None or not isinstance(overlap, ViewOverlap):
+    if view is None or isinstance(overlap, ProductOverlap | SweepOverlap):
         if item.saved_fqn != item.fqn or item.dims not in (None, tuple(range(meant.ndim))):
             return f"writes to {meant} what is at {item.box} of {item.saved_fqn!r} with dims {item.dims}"
         return None if meant == item.box else f"writes to {meant} what is at {item.box}"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from planners.distinct import distinct
 from planners.errors import PlanError
 
 __all__ = ["Mesh"]
@@ -50,7 +51,7 @@ class Mesh:
             if len(given) != self.size:
                 raise PlanError(f"a mesh of axes {dict(self.axes)} has {self.size} ranks, but {len(given)} were given")
             if not np.array_equal(given, np.arange(self.size)):
-                if len(np.unique(given)) != len(given) or (len(given) and given.min() < 0):
+                if len(distinct(given)) != len(given) or (len(given) and given.min() < 0):
                     raise PlanError(f"the ranks of a mesh must be distinct and >= 0, got {given.tolist()}")
                 given.flags.writeable = False
                 self._ranks = given

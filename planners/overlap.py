@@ -15,6 +15,7 @@ import numpy as np
 
 from planners.box import Box
 from planners.cover import tiling_fault
+from planners.distinct import distinct
 from planners.errors import CoverageError
 from planners.forms import Form, Part, ProductForm, ProductGeometry
 from planners.ownership import Ints, Segments, overlap
@@ -116,7 +117,7 @@ class Sweep:
             return
         lows = np.array([box.offsets for _, box in table], dtype=np.int64)
         highs = np.array([box.stops for _, box in table], dtype=np.int64)
-        self.dim = max(range(lows.shape[1]), key=lambda d: len(np.unique(lows[:, d])))
+        self.dim = max(range(lows.shape[1]), key=lambda d: len(distinct(lows[:, d])))
         order = np.lexsort((*lows.T[::-1], lows[:, self.dim]))
         self.chunks = [table[i] for i in order.tolist()]
         self._lows, self._highs = lows[order], highs[order]

@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from planners.box import Box
+from planners.distinct import distinct
 from planners.forms import ProductGeometry
 from planners.overlap import Piece
 from planners.ownership import Ints, Ownership
@@ -34,7 +35,7 @@ class PatchDim:
         edges = [np.array([start, start + size]), wanted.starts, wanted.stops]
         if saved is not None:
             edges += [saved.starts - self.shift, saved.stops - self.shift]
-        cuts = np.unique(np.concatenate(edges))
+        cuts = distinct(np.concatenate(edges))
         cuts = cuts[(cuts >= start) & (cuts <= start + size)]
         starts, stops = cuts[:-1], cuts[1:]
         row, held = _row_of(wanted, starts, stops)

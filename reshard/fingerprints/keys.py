@@ -15,6 +15,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from planners.distinct import distinct
+
 __all__ = [
     "BLOCK",
     "LANES",
@@ -71,7 +73,7 @@ class Key:
         """The numbers of these blocks of `dim`, (LANES, len(blocks))."""
         pages = blocks // BLOCK
         numbers = np.empty((LANES, blocks.size), np.int64)
-        for page in np.unique(pages):
+        for page in distinct(pages):
             chosen = pages == page
             numbers[:, chosen] = _table(self.secret, b"outer", dim, int(page))[:, blocks[chosen] % BLOCK]
         return numbers
