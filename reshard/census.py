@@ -30,6 +30,7 @@ from reshard.tensors import device_of, form_of, is_sharded, is_tensor, local_ten
 from reshard.tree import Flat, KeyPath, check_text, encode_plain, flatten, key_of, path_to_json
 
 __all__ = [
+    "OWN_TENSOR_BYTES",
     "Census",
     "Holdings",
     "agree_on_values",
@@ -39,6 +40,9 @@ __all__ = [
     "per_rank_name",
     "take_census",
 ]
+
+OWN_TENSOR_BYTES = 1 << 20
+"""Of tensors within one rank's own value, such as random states: these go into the manifest."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +260,7 @@ def _own_values(holdings: Holdings, group: Group) -> tuple[dict[str, dict[int, A
             mine[key] = {"tensor": [list(spec.shape), spec.dtype]}
         else:
             try:
-                mine[key] = {"object": encode_plain(value)}
+                mine[key] = {"object": encode_plain(value, tensor_bytes=OWN_TENSOR_BYTES)}
             except FormatError as error:
                 raise FormatError(f"the value under {key!r} cannot be saved: {error}") from None
     table: dict[str, dict[int, Any]] = {}

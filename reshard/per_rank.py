@@ -20,7 +20,7 @@ class PerRank:
     """
 
     value: Any = None
-    """A tensor or plain data; when loading, what is there before."""
+    """A tensor; or plain data, with tensors among it of up to a MiB together. When loading, what is there before."""
     on_change: str | Callable[[dict[int, Any], int, int], Any] = "error"
     """`"error"`; `"keep"`: a rank beyond the saved ones keeps the value it has, others get theirs; `"drop"`: every rank
     keeps the value it has; or a function of (values by saved rank, this rank, world size) that gives the new value."""

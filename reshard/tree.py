@@ -200,18 +200,58 @@ def path_from_json(data: Sequence[Any]) -> KeyPath:
 # object with the single key "$type": a dict that has such a key itself is written as pairs.
 
 
-def encode_plain(value: Any) -> Any:
+def encode_plain(value: Any, *, tensor_bytes: int = 0) -> Any:
     """Plain Python data as JSON data, losslessly: None, bool, int, float (also nan, inf, -0.0), complex, text, bytes,
     io.BytesIO, list, tuple, set, frozenset, dict (any plain keys), torch.Size, torch.dtype, numpy numbers and arrays.
 
     Inverse of `decode_plain`.
 
+    Args:
+        tensor_bytes: plain tensors of together at most so many bytes are taken for plain data, too.
+
     Raises FormatError, naming the type, for anything else: only plain data is ever stored.
     """
-    return _encode(value, set())
+    return _encode(value, set(), _Tensors(tensor_bytes, tensor_bytes))
 
 
-def _encode(value: Any, above: set[int]) -> Any:
+@dataclass
+class _Tensors:
+    """How many bytes of tensors may be among plain data, and may yet come."""
+
+    limit_bytes: int
+    left_bytes: int
+
+    def encode(self, tensor: torch.Tensor) -> dict[str, Any]:
+        if not self.limit_bytes:
+            raise FormatError(
+                "a Tensor is where only plain data can be: in a set, or in a dict whose keys are neither text nor "
+                "ints; put it into a dict with text keys"
+            )
+        if hasattr(tensor, "__tensor_flatten__") or tensor.layout != torch.strided or tensor.device.type == "meta":
+            raise FormatError(f"a {type(tensor).__name__} on {tensor.device} is no plain tensor")
+        self.left_bytes -= tensor.numel() * tensor.element_size()
+        if self.left_bytes < 0:
+            raise FormatError(
+                f"a tensor of shape {list(tensor.shape)} is too large to go among plain data ({self.limit_bytes} bytes "
+                "in all); give it a key and a PerRank of its own"
+            )
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        return {"$tensor": [dtype_name(tensor.dtype), list(tensor.shape), base64.b64encode(data).decode()]}
+
+
+def _decode_tensor(dtype: str, shape: list[int], data: str) -> torch.Tensor:
+    kind, raw = dtype_from_name(dtype), base64.b64decode(data, validate=True)
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"{shape} is no shape")
+    if len(raw) != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"{len(raw)} bytes are no tensor of shape {shape} and dtype {dtype}")
+    if not raw:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(kind).reshape(shape)
+
+
+def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
     if value is None or type(value) in (bool, int):
         return value
     if type(value) is str:
@@ -225,20 +265,17 @@ def _encode(value: Any, above: set[int]) -> Any:
         raise FormatError("an object that contains itself cannot be stored as plain data")
     above = above | {id(value)}
     if type(value) is list:
-        return [_encode(v, above) for v in value]
+        return [_encode(v, above, tensors) for v in value]
     if type(value) is tuple:
-        return {"$tuple": [_encode(v, above) for v in value]}
+        return {"$tuple": [_encode(v, above, tensors) for v in value]}
     if type(value) in (set, frozenset):
-        return {f"${type(value).__name__}": sorted((_encode(v, above) for v in value), key=repr)}
+        return {f"${type(value).__name__}": sorted((_encode(v, above, tensors) for v in value), key=repr)}
     if isinstance(value, Mapping):
         if all(type(k) is str for k in value) and not any(k.startswith("$") for k in value):
-            return {check_text(k): _encode(v, above) for k, v in value.items()}
-        return {"$dict": [[_encode(k, above), _encode(v, above)] for k, v in value.items()]}
+            return {check_text(k): _encode(v, above, tensors) for k, v in value.items()}
+        return {"$dict": [[_encode(k, above, tensors), _encode(v, above, tensors)] for k, v in value.items()]}
     if isinstance(value, torch.Tensor):
-        raise FormatError(
-            "a Tensor is where only plain data can be: in a set, or in a dict whose keys are neither text nor ints; "
-            "put it into a dict with text keys"
-        )
+        return tensors.encode(value)
     raise FormatError(
         f"an object of type {type(value).__module__}.{type(value).__qualname__} is no plain data and cannot be stored; "
         "turn it into numbers, text, lists and dicts first"
@@ -256,7 +293,7 @@ def check_text(text: str) -> str:
 
 def _encode_simple(value: Any) -> dict[str, Any] | None:
     if type(value) is complex:
-        return {"$complex": [_encode(value.real, set()), _encode(value.imag, set())]}
+        return {"$complex": [encode_plain(value.real), encode_plain(value.imag)]}
     if type(value) in (bytes, bytearray):
         return {f"${type(value).__name__}": base64.b64encode(value).decode()}
     if type(value) is io.BytesIO:  # what older modules give as their extra state
@@ -283,6 +320,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$array": lambda v: np.frombuffer(bytearray(base64.b64decode(v[1], validate=True)), _plain_dtype(v[0])).reshape(
         v[2]
     ),
+    "$tensor": lambda v: _decode_tensor(*v),
     "$tuple": lambda v: tuple(map(decode_plain, v)),
     "$set": lambda v: set(map(decode_plain, v)),
     "$frozenset": lambda v: frozenset(map(decode_plain, v)),
@@ -310,5 +348,5 @@ def decode_plain(data: Any) -> Any:
         raise FormatError(f"{tag!r} marks no kind of plain data that is known here")
     try:
         return _DECODERS[tag](data[tag])
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise FormatError(f"the data under {tag!r} cannot be read: {error}") from error

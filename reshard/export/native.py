@@ -12,7 +12,7 @@ from planners.mesh import Mesh
 from planners.placement import Replicate
 from planners.save_plan import DIVIDE_ABOVE_BYTES
 from reshard import generations
-from reshard.census import per_rank_name
+from reshard.census import OWN_TENSOR_BYTES, per_rank_name
 from reshard.checkpoint import Checkpoint
 from reshard.errors import FormatError
 from reshard.execute.streaming import stream
@@ -66,14 +66,14 @@ class NativeExporter(Exporter):
                     tensors[name] = value.renamed(name)
                     row = {"tensor": name}
                 else:
-                    row = {"object": self._encoded(key, value)}
+                    row = {"object": self._encoded(key, value, tensor_bytes=OWN_TENSOR_BYTES)}
                 table.setdefault(key, {})[str(rank)] = row
         return table, tensors
 
-    def _encoded(self, key: str, value: Any) -> Any:
+    def _encoded(self, key: str, value: Any, tensor_bytes: int = 0) -> Any:
         """Plain data for the manifest; what is none is refused."""
         try:
-            return encode_plain(value)
+            return encode_plain(value, tensor_bytes=tensor_bytes)
         except FormatError as error:
             self.refused[key] = str(error)
             return None

@@ -71,7 +71,7 @@ def equal(a: Any, b: Any) -> bool:
 
 def test_values_of_each_rank_go_along(tmp_path: Path) -> None:
     """Tensors and plain data, also under another layout, another dtype or a selection; DCP cannot hold them."""
-    rng, position = torch.arange(5, dtype=torch.uint8), {"shard": 3, "ids": (1, 2)}
+    rng, position = torch.arange(5, dtype=torch.uint8), {"shard": 3, "ids": (1, 2), "state": torch.tensor(7)}
     state = {"w": torch.ones(6, 2), "data": {"rng": reshard.PerRank(rng), "position": reshard.PerRank(position)}}
     reshard.save(state, tmp_path / "saved")
 

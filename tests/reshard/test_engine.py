@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -172,6 +173,22 @@ class TestRoundTrip:
 
         assert torch.equal(target["rng"].value, rng)
         assert target["pos"].value == {"epoch": 3}
+
+    def test_a_rank_s_own_dict_of_random_states(self, tmp_path):
+        own = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+        reshard.save({"rng": reshard.PerRank(own)}, tmp_path / "c")
+        target = {"rng": reshard.PerRank()}
+
+        reshard.load(target, tmp_path / "c")
+
+        found = target["rng"].value
+        torch.set_rng_state(found["torch"])
+        random.setstate(found["python"])
+        np.random.set_state(found["numpy"])
+        assert torch.equal(found["torch"], own["torch"])
+        assert found["python"] == own["python"]
+        with pytest.raises(FormatError, match=r"'rng'.*too large.*a PerRank of its own"):
+            reshard.save({"rng": reshard.PerRank({"x": torch.zeros(1 << 19)})}, tmp_path / "c")
 
     def test_the_caller_s_state_is_not_edited(self, tmp_path):
         given = state()

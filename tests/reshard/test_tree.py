@@ -134,6 +134,45 @@ def test_plain_data_survives_json(value: Any) -> None:
     assert exact(decode_plain(json.loads(text))) == exact(value)
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.get_rng_state(),
+        torch.tensor(float("nan"), dtype=torch.bfloat16),
+        torch.empty(0, 3, dtype=torch.int16),
+        torch.arange(6.0).reshape(2, 3).T,
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]).conj(),
+        torch.nn.Parameter(torch.ones(2, dtype=torch.float8_e4m3fn), requires_grad=False),
+    ],
+)
+def test_small_tensors_among_plain_data_where_that_is_asked_for(tensor: torch.Tensor) -> None:
+    nest = {"torch": tensor, "numpy": (3, [tensor])}
+    with pytest.raises(FormatError, match="a Tensor is where only plain data can be"):
+        encode_plain(nest)
+    back = decode_plain(json.loads(json.dumps(encode_plain(nest, tensor_bytes=20_000))))
+    for found in (back["torch"], back["numpy"][1][0]):
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        assert found.tolist() == tensor.tolist() or tensor.isnan().all()
+    with pytest.raises(FormatError, match="too large to go among plain data"):
+        encode_plain([tensor, torch.zeros(1000)], tensor_bytes=3999)
+
+
+def test_tensors_that_are_never_plain_data() -> None:
+    for tensor in (torch.eye(2).to_sparse(), torch.ones(2, device="meta")):
+        with pytest.raises(FormatError, match="is no plain tensor"):
+            encode_plain({"x": tensor}, tensor_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [["float32", [2], "AAAA"], ["float32", [-1], ""], ["float32", [0, 2**70], ""], ["object", [0], ""], ["int8"], 5],
+)
+def test_damaged_tensors_among_plain_data(data: Any) -> None:
+    with pytest.raises(FormatError):
+        decode_plain({"$tensor": data})
+
+
 def exact(value: Any) -> Any:
     """The value with types and the bits of floats made visible to ==."""
     if isinstance(value, dict):
