@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-import torch
 import xxhash
 
 from planners.forms import ProductForm
@@ -26,7 +25,7 @@ from reshard.execute.arrays import as_array, row_major_bytes
 from reshard.group import Group
 from reshard.per_rank import PerRank
 from reshard.subclasses import expanded
-from reshard.tensors import device_of, form_of, is_sharded, is_tensor, local_tensors, spec_of
+from reshard.tensors import device_of, form_of, identity_of, is_sharded, is_tensor, local_tensors, spec_of
 from reshard.tree import Flat, KeyPath, check_text, encode_plain, flatten, key_of, path_to_json
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "agree_on_values",
     "check_globs",
     "holdings_of",
-    "identity_of",
     "per_rank_name",
     "take_census",
 ]
@@ -116,19 +114,6 @@ def check_globs(select: Iterable[str], census: Census) -> None:
     for glob in select:
         if not any(fnmatch.fnmatchcase(key, glob) for key in keys):
             raise KeyMismatchError(f"select names {glob!r}, which fits no key of any rank: nothing was saved")
-
-
-def identity_of(tensor: Any) -> tuple[Any, ...] | None:
-    """Equal for tied tensors: the same memory seen alike. None where nothing can be said."""
-    local = getattr(tensor, "_local_tensor", None if is_sharded(tensor) else tensor)
-    if not isinstance(local, torch.Tensor) or local.device.type == "meta" or local.is_nested or local.numel() == 0:
-        return None
-    try:
-        at = local.data_ptr()
-    except RuntimeError:  # tensor subclasses may have no memory of their own
-        return None
-    seen_as = local.dtype, tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
-    return at, *seen_as, tuple(tensor.shape), is_sharded(tensor)
 
 
 class _Description(msgspec.Struct, frozen=True):

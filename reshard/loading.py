@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
@@ -18,20 +18,23 @@ from reshard.awaiting import Saved, places
 from reshard.checkpoint import Checkpoint, LazyTensor, stored_layout
 from reshard.checkpoint import open as open_checkpoint
 from reshard.dtypes import dtype_from_name
-from reshard.errors import DamagedCheckpointError, KeyMismatchError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, KeyMismatchError
 from reshard.execute.arrays import as_array
 from reshard.execute.devices import settle_streams
 from reshard.execute.fetching import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
 from reshard.formats.base import StoredTensor
+from reshard.formats.native import is_replaced
 from reshard.group import Group
-from reshard.mapping import Mapping as StateMapping
 from reshard.matching import Match, Truth, match_keys, refuse, used_by_all
-from reshard.passing import SharedReading
 from reshard.progress import Progress
 from reshard.targets import Targets
 from reshard.tensors import device_of, form_of, spec_of
 from reshard.ties import filled_once, refuse_overlaps
+
+if TYPE_CHECKING:  # imported by loads that map or share: they are a third of what there is to import
+    from reshard.mapping import Mapping as StateMapping
+    from reshard.passing import SharedReading
 
 __all__ = ["LoadReport", "load"]
 
@@ -169,10 +172,28 @@ def load_with(
 ) -> LoadReport:
     """`load` among the ranks of `group`, within a phase of theirs."""
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    if isinstance(options.mapping, StateMapping):
-        checkpoint = options.mapping.apply(checkpoint)
-    with places(state_dict, saved_in(checkpoint), keep=not options.dry_run):
-        return _load_into(group, state_dict, checkpoint, options, process_group)
+    checkpoint = _mapped(checkpoint, options.mapping)
+    try:
+        with places(state_dict, saved_in(checkpoint), keep=not options.dry_run):
+            return _load_into(group, state_dict, checkpoint, options, process_group)
+    except (CheckpointNotFoundError, DamagedCheckpointError) as error:
+        native = checkpoint.contents.facts.get("native")
+        if native is None or not is_replaced(native):
+            raise
+        raise CheckpointError(
+            f"{checkpoint.url} was replaced by a later save, or removed, while it was read: load again ({error})"
+        ) from error
+
+
+def _mapped(checkpoint: Checkpoint, mapping: Mapping[str, str] | StateMapping | None) -> Checkpoint:
+    """As rules make it; names alone change nothing here."""
+    if mapping is None or isinstance(mapping, Mapping):
+        return checkpoint
+    from reshard.mapping import Mapping as StateMapping
+
+    if not isinstance(mapping, StateMapping):
+        raise KeyMismatchError(f"mapping must be a dict or a reshard.mapping.Mapping, got {mapping!r}")
+    return mapping.apply(checkpoint)
 
 
 def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
@@ -193,10 +214,10 @@ def _load_into(
     process_group: dist.ProcessGroup | None,
 ) -> LoadReport:
     clock = time.perf_counter()
-    keys: Mapping[str, str] = {} if isinstance(options.mapping, StateMapping) else options.mapping or {}
+    keys = options.mapping if isinstance(options.mapping, Mapping) else {}
     targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
     match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=keys)
-    used, sharers = used_by_all(match, group)
+    used, sharers = used_by_all(match, group, checkpoint)
     truth = refuse(match, used, options.strict, checkpoint, targets)
     targets.check_places([*match.objects, *match.per_rank])
     refuse_overlaps(
@@ -264,6 +285,8 @@ def _findings(checkpoint: Checkpoint, match: Match, truth: Truth) -> dict[str, A
 def _share(targets: Targets, match: Match, group: Group) -> SharedReading:
     if set(targets.replaced) - set(targets.resized):
         raise KeyMismatchError('read_once does not go with dtype_policy="saved": use "cast", or read everything')
+    from reshard.passing import SharedReading
+
     return SharedReading.agree(
         {key: targets.tensors[key] for key in match.tensors if key not in targets.resized}, group
     )

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from reshard.census import identity_of
 from reshard.errors import FormatError, LayoutError
 from reshard.per_rank import PerRank
 from reshard.subclasses import expanded, holder
-from reshard.tensors import device_of, is_sharded, is_tensor, local_tensors, spec_of
+from reshard.tensors import device_of, identity_of, is_sharded, is_tensor, local_tensors, spec_of
 from reshard.tree import IntKey, KeyPath, flatten, key_of
 
 __all__ = ["Targets"]

@@ -31,6 +31,7 @@ __all__ = [
     "dtype_of",
     "form_of",
     "global_shape",
+    "identity_of",
     "is_sharded",
     "is_tensor",
     "layout_of",
@@ -91,6 +92,19 @@ def spec_of(fqn: str, tensor: Any) -> TensorSpec:
             "indices and values as tensors of their own"
         )
     return TensorSpec(fqn, global_shape(tensor), dtype_name(dtype_of(tensor)))
+
+
+def identity_of(tensor: Any) -> tuple[Any, ...] | None:
+    """Equal for tied tensors: the same memory seen alike. None where nothing can be said."""
+    local = getattr(tensor, "_local_tensor", None if is_sharded(tensor) else tensor)
+    if not isinstance(local, torch.Tensor) or local.device.type == "meta" or local.is_nested or local.numel() == 0:
+        return None
+    try:
+        at = local.data_ptr()
+    except RuntimeError:  # tensor subclasses may have no memory of their own
+        return None
+    seen_as = local.dtype, tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
+    return at, *seen_as, tuple(tensor.shape), is_sharded(tensor)
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:

@@ -16,7 +16,6 @@ from planners.layout import TensorLayout
 from reshard.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError, LayoutError
 from reshard.execute.arrays import as_array
-from reshard.execute.streaming import windows
 from reshard.tensors import device_of, dtype_of, form_of, local_tensors, spec_of
 
 __all__ = ["filled_once", "refuse_overlaps"]
@@ -124,6 +123,8 @@ def _equal(checkpoint: Checkpoint, one: str, other: str, target: Any, rank: int)
     if a.dtype == b.dtype and one in prints and prints.get(one) == prints.get(other):
         return True
     dtype = dtype_of(target)
+    from reshard.execute.streaming import windows  # rarely needed: tied tensors have one name or one fingerprint
+
     for region in TensorLayout.of(spec_of(one, target), form_of(target, one)).boxes(rank):
         for window in windows(region.sizes, max(a.dtype.itemsize, dtype.itemsize)):
             place = (*window.shift(region.offsets).slices, ...)

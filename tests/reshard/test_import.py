@@ -1,0 +1,88 @@
+"""What is imported by the first call of a fresh interpreter: what it uses, and every name in any order."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pkgutil
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import KeyMismatchError
+from reshard.formats import COMPOSITE_FORMATS, PLAIN_FORMATS
+from reshard.formats.base import Format
+
+UNUSED = (
+    *("planners.cost", "planners.html", "planners.plan_codec", "planners.presets", "planners.scheduling"),
+    *("planners.transfer_plan", "planners.view", "planners.view_overlap", "numpy.ma"),
+    *("reshard.formats.dcp", "reshard.formats.deepspeed", "reshard.formats.torch_file", "reshard.unpickle"),
+    *("reshard.canonical", "reshard.execute.exchange", "reshard.execute.streaming", "reshard.export"),
+    *("reshard.live", "reshard.mapping", "reshard.passing", "rich"),
+)
+"""By no load or save of the native format."""
+
+
+def imported_by(code, folder, unused):
+    """Which of the modules a fresh interpreter has after `code`, beyond what torch imports by itself."""
+    before = "import sys, torch, torch.distributed.tensor, torch.distributed.checkpoint; had = set(sys.modules); "
+    after = f"; print([name for name in {unused!r} if name in sys.modules and name not in had])"
+    state = "import reshard; state = {'w': torch.ones(6, 4), 'b': [torch.ones(3), 1]}; "
+    done = subprocess.run(
+        [sys.executable, "-c", before + state + code + after],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return eval(done.stdout)
+
+
+def test_a_load_imports_what_it_uses(tmp_path):
+    reshard.save({"w": torch.ones(6, 4), "b": [torch.ones(3), 1]}, tmp_path / "ckpt")
+
+    unused = (*UNUSED, "reshard.census", "reshard.saving", "reshard.fingerprints")
+    assert imported_by("reshard.load(state, 'ckpt')", tmp_path, unused) == []
+
+
+def test_a_save_imports_what_it_uses(tmp_path):
+    unused = (*UNUSED, "planners.load_plan", "reshard.checkpoint", "reshard.loading", "reshard.matching")
+    assert imported_by("reshard.save(state, 'ckpt')", tmp_path, unused) == []
+
+
+def test_opening_imports_what_it_uses(tmp_path):
+    reshard.save({"w": torch.ones(6, 4)}, tmp_path / "ckpt")
+
+    unused = (*UNUSED, "planners.proof", "planners.load_plan", "reshard.tensors", "reshard.group")
+    assert imported_by("reshard.open('ckpt')['w'][1:2]", tmp_path, unused) == []
+
+
+def test_no_module_hides_a_name():
+    # importing reshard.x binds x of reshard to the module: then it could not be a function, too
+    modules = {module.name for module in pkgutil.iter_modules(reshard.__path__)}
+
+    assert modules & set(reshard.__all__) == set()
+
+
+@pytest.mark.parametrize("name", [*COMPOSITE_FORMATS, *PLAIN_FORMATS])
+def test_every_format_offers_what_a_format_does(name):
+    module = import_module(f"reshard.formats.{name}")
+
+    assert module.name == name
+    assert module.looks_for
+    for verb in ("detect", "open"):
+        wanted = [str(p) for p in inspect.signature(getattr(Format, verb)).parameters.values()][1:]
+        assert [str(p) for p in inspect.signature(getattr(module, verb)).parameters.values()] == wanted
+
+
+def test_a_mapping_that_is_none_is_refused(tmp_path):
+    reshard.save({"w": torch.ones(3)}, tmp_path)
+
+    with pytest.raises(KeyMismatchError, match=r"must be a dict or a reshard\.mapping\.Mapping, got "):
+        reshard.load({"w": torch.ones(3)}, tmp_path, mapping=["w"])
