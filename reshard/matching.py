@@ -18,7 +18,7 @@ import xxhash
 
 from reshard.checkpoint import Checkpoint
 from reshard.dtypes import dtype_from_name, dtype_name
-from reshard.errors import KeyMismatchError
+from reshard.errors import CheckpointError, KeyMismatchError
 from reshard.group import Group
 from reshard.records import unknown_class
 from reshard.retyping import retyped
@@ -92,21 +92,34 @@ def match_keys(
     )
 
 
-def used_by_all(match: Match, group: Group) -> tuple[frozenset[str], int]:
+def used_by_all(match: Match, group: Group, checkpoint: Checkpoint) -> tuple[frozenset[str], int]:
     """Collective: the names that the target of any rank has, and how many ranks are on this rank's machine.
 
     A bit for each name of the checkpoint travels, compressed; ranks that want the same send it once.
+
+    Raises CheckpointError, alike on every rank, if ranks have opened different saves at one path.
     """
     if group.world_size == 1:
         return match.used, 1
     bits = np.packbits([name in match.used for name in match.names]) if match.names else np.zeros(0, np.uint8)
     names = xxhash.xxh3_64_digest(msgspec.msgpack.encode(match.names))
-    mine = (socket.gethostname(), names, zlib.compress(bits.tobytes()))
+    native = checkpoint.contents.facts.get("native")
+    is_one = not checkpoint.url.startswith("memory:")  # each process has memory of its own
+    save = (checkpoint.url, native.manifest.save_id) if native is not None and is_one else ("", "")
+    mine = (socket.gethostname(), names, zlib.compress(bits.tobytes()), save)
     union, sharers = bits, 0
     rows = group.exchange(msgspec.msgpack.encode(mine))
     counts = Counter(rows)
+    saves: dict[str, str] = {}
     for row, count in counts.items():
-        host, theirs, packed = msgspec.msgpack.decode(row, type=tuple[str, bytes, bytes])
+        host, theirs, packed, (url, save_id) = msgspec.msgpack.decode(
+            row, type=tuple[str, bytes, bytes, tuple[str, str]]
+        )
+        if saves.setdefault(url, save_id) != save_id:
+            raise CheckpointError(
+                f"{url} is not the same checkpoint for all ranks: some have opened the save {saves[url]}, others "
+                f"{save_id}. It was replaced just then, or is a folder of each machine: load again, from one place"
+            )
         sharers += count if host == mine[0] else 0
         if theirs == names:  # ranks that load from something else have no say in what is here
             union = union | np.frombuffer(zlib.decompress(packed), np.uint8)

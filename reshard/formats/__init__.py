@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from reshard.errors import CheckpointNotFoundError, FormatError, StorageError
+from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, StorageError
 from reshard.formats import native
 from reshard.formats.base import Contents, Format
 from reshard.formats.dcp_names import has_dcp
@@ -40,6 +40,9 @@ PLAIN_FORMATS = ("dcp", "safetensors", "torch_save")
 _OF_DCP = ("megatron", "lightning")
 """The composite formats that are made of a DCP checkpoint: any other beside one is a mixture."""
 
+_ATTEMPTS = 5
+"""So often a checkpoint is looked at that is being replaced just then."""
+
 _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
 
 
@@ -52,13 +55,25 @@ def open_contents(path: str | os.PathLike[str] | Storage, *, preferred: Format |
     """
     storage, names = _find(path)
     url = storage.url if isinstance(path, Storage) else os.fspath(path)
+    for attempt in range(_ATTEMPTS):
+        try:
+            contents = _open(storage, names, url, preferred)
+            break
+        except (CheckpointNotFoundError, DamagedCheckpointError):
+            # a save may have taken the place of what was listed, which is gone then: the new one is whole
+            listed, (storage, names) = names, _find(path)
+            if names == listed or attempt + 1 == _ATTEMPTS:
+                raise
+    files = Files(storage)
+    return replace(contents, files=tuple(files[name] for name in names)), url
+
+
+def _open(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Contents:
     if not names:
         killed = any(map(native.is_generation, storage.empty_folders()))
         why = ": a save was killed before it wrote anything, or is just beginning" if killed else ""
         raise CheckpointNotFoundError(f"there is nothing at {url}{why}")
-    contents = _pick(storage, names, url, preferred).open(storage, names)
-    files = Files(storage)
-    return replace(contents, files=tuple(files[name] for name in names)), url
+    return _pick(storage, names, url, preferred).open(storage, names)
 
 
 def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, int]]:

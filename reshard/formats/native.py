@@ -27,7 +27,7 @@ from planners.dtypes import itemsize
 from planners.errors import PlanError
 from planners.layout import StateLayout
 from planners.save_plan import SavePlan, plan_writes
-from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, FormatError
 from reshard.formats.base import Contents, LazyChunks, LazyMapping, Place, StoredChunk, StoredTensor
 from reshard.formats.source import Files, FileSource
 from reshard.storage.base import Storage
@@ -208,6 +208,16 @@ def read_manifest(storage: Storage) -> Manifest:
         raise DamagedCheckpointError(f"{where} is no whole manifest: {error}") from None
     except RecursionError:
         raise DamagedCheckpointError(f"{where} is nested too deeply to be a manifest") from None
+
+
+def is_replaced(native: NativeFacts) -> bool:
+    """Whether a later save has taken the checkpoint's place since it was opened, or it was removed."""
+    try:
+        return read_manifest(native.storage).save_id != native.manifest.save_id
+    except CheckpointNotFoundError:
+        return True
+    except CheckpointError:
+        return False
 
 
 class _Version(msgspec.Struct):
