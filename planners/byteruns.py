@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from planners.box import Box
+from planners.dims import rearranged
 from planners.errors import PlanError
-from planners.patches import rearranged
 
 __all__ = ["ByteRuns", "Window"]
 

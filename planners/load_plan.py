@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from planners.box import Box
+from planners.dims import Dims
 from planners.errors import CoverageError, LayoutMismatchError, PlanError
 from planners.layout import StateLayout, TensorSpec
 from planners.overlap import ProductOverlap, SweepOverlap, overlap_of
 from planners.ownership import Ints
-from planners.patches import Dims
 
 if TYPE_CHECKING:  # imported when there is a view: most plans have none
     from planners.view import View

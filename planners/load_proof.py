@@ -8,6 +8,7 @@ import numpy as np
 
 from planners.box import Box
 from planners.cover import tiling_fault
+from planners.dims import rearranged
 from planners.errors import PlanError
 from planners.findings import Finding
 from planners.forms import Part
@@ -15,7 +16,6 @@ from planners.layout import StateLayout
 from planners.load_plan import LoadPlan, ReadItem
 from planners.overlap import ProductOverlap, SweepOverlap
 from planners.ownership import Segments
-from planners.patches import rearranged
 
 __all__ = ["global_box", "load_findings", "segments_fault"]
 

@@ -15,8 +15,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from planners.box import Box
+from planners.dims import Dims
 from planners.forms import BoxesForm, Form, ProductForm
-from planners.patches import Dims, Patch, ViewGeometry
+from planners.patches import Patch, ViewGeometry
 from planners.placement import Placement, Replicate
 from planners.view_overlap import ViewOverlap
 

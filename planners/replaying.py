@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from planners.box import Box
+from planners.dims import arrange
 from planners.layout import StateLayout
 from planners.load_plan import LoadPlan
 from planners.ownership import Ints
-from planners.patches import arrange
 from planners.transfer_plan import TransferPlan
 
 __all__ = ["element_ids", "local_ids", "replay"]

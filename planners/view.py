@@ -23,9 +23,10 @@ import numpy.typing as npt
 
 from planners.box import Box
 from planners.cover import tiling_fault
+from planners.dims import arrange, rearranged
 from planners.errors import PlanError
 from planners.layout import TensorSpec
-from planners.patches import Fill, Patch, ViewGeometry, arrange, merged, rearranged
+from planners.patches import Fill, Patch, ViewGeometry, merged
 
 __all__ = ["View", "concat", "inverse", "stack", "viewed"]
 

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from planners.box import Box
+from planners.dims import Dims
 from planners.forms import Form, ProductForm, ProductGeometry
 from planners.overlap import Piece, Sweep, cover
 from planners.ownership import Ints, Ownership
-from planners.patches import Dims, Fill, Patch, ViewGeometry
+from planners.patches import Fill, Patch, ViewGeometry
 from planners.view_tables import PatchOverlap
 
 __all__ = ["FilledBox", "ProductChunks", "ViewOverlap", "ViewPiece", "view_overlap_of"]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planners import StateLayout, TensorSpec, View, Window, plan_reads
-from planners.patches import arrange
+from planners.dims import arrange
 from planners.testing import boxes, product_layouts, shapes
 
 

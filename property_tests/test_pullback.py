@@ -9,7 +9,7 @@ from test_transfers import local_parts
 from test_views import views
 
 from planners import TensorLayout, TensorSpec
-from planners.patches import arrange
+from planners.dims import arrange
 from planners.pullback import filled_slots, pull_back
 from planners.testing import layouts
 

@@ -20,11 +20,11 @@ from reshard.checkpoint import Checkpoint
 from reshard.dtypes import dtype_from_name, dtype_name
 from reshard.errors import CheckpointError, KeyMismatchError
 from reshard.group import Group
-from reshard.records import unknown_class
 from reshard.retyping import retyped
 from reshard.targets import Targets
 from reshard.tensors import global_shape
 from reshard.tree import KeyPath, key_of, unflatten
+from reshard.unknown import unknown_class
 
 __all__ = ["Match", "Truth", "match_keys", "needs_code", "refuse", "used_by_all"]
 

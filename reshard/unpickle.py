@@ -21,7 +21,8 @@ import torch
 from reshard.dtypes import dtype_name
 from reshard.errors import DamagedCheckpointError, FormatError, UnsafeDataError
 from reshard.opcodes import check_opcodes
-from reshard.records import Record, StorageRef, StorageType, TensorRef, make_record_type
+from reshard.records import StorageRef, StorageType, TensorRef
+from reshard.unknown import Record, make_record_type
 
 __all__ = ["load_pickle", "load_pickle_at"]
 

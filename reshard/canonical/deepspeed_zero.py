@@ -20,7 +20,8 @@ from reshard.canonical.views import assemble, narrow, unflatten
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.base import StoredTensor
 from reshard.formats.torch_file import TorchFile, stored_tensor
-from reshard.records import Record, TensorRef
+from reshard.records import TensorRef
+from reshard.unknown import Record
 
 __all__ = ["Rank", "Shapes", "cut_stage3", "cut_stage12", "experts_shifts", "read_rank", "shifted"]
 

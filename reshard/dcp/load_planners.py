@@ -25,9 +25,9 @@ from reshard.dcp.objects import object_from_bytes
 from reshard.dcp.state import chunk_of, flat_state, put_at, regions_of
 from reshard.errors import DamagedCheckpointError, KeyMismatchError, UnsafeDataError
 from reshard.matching import needs_code
-from reshard.records import unknown_class
 from reshard.retyping import retyped
 from reshard.tensors import global_shape, is_tensor
+from reshard.unknown import unknown_class
 
 __all__ = ["DefaultLoadPlanner", "DynamicMetaLoadPlanner"]
 

@@ -22,9 +22,9 @@ from reshard.formats.base import Contents, LazyMapping, StoredChunk, StoredTenso
 from reshard.formats.dcp_items import Item, Items
 from reshard.formats.dcp_names import DATA_FILE, RANK_METADATA, has_dcp
 from reshard.formats.source import Files
-from reshard.records import Record
 from reshard.storage.base import Storage
 from reshard.tree import KeyPath
+from reshard.unknown import Record
 from reshard.unpickle import load_pickle
 
 __all__ = ["detect", "looks_for", "name", "open", "open_folder"]

@@ -19,7 +19,8 @@ from planners.mesh import Mesh
 from planners.placement import Placement, Replicate, Shard, StridedShard
 from reshard.dtypes import dtype_name
 from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.records import Record, TensorRef
+from reshard.records import TensorRef
+from reshard.unknown import Record
 
 __all__ = ["Shardlet", "is_dtensor", "read_dtensor"]
 

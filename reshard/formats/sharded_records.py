@@ -13,7 +13,8 @@ from reshard.dtypes import dtype_name
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.base import StoredChunk, StoredTensor
 from reshard.formats.torch_file import TorchFile, stored_tensor
-from reshard.records import Record, TensorRef
+from reshard.records import TensorRef
+from reshard.unknown import Record
 
 __all__ = ["is_sharded_tensor", "join_sharded", "sharded_ranks"]
 

@@ -20,8 +20,9 @@ from reshard.formats.base import Contents, LazyMapping, Place, StoredChunk, Stor
 from reshard.formats.copying import read_place
 from reshard.formats.source import Source
 from reshard.formats.torch_zip import ZIP_MAGIC, TorchArchive, make_place
-from reshard.records import Record, StorageRef, TensorRef, plain
+from reshard.records import StorageRef, TensorRef, plain
 from reshard.tree import Flat, KeyPath, flatten, key_of
+from reshard.unknown import Record
 from reshard.unpickle import load_pickle_at
 
 __all__ = ["TorchFile", "contents_of", "flat_leaves", "looks_like_torch_file", "read_torch_file", "stored_tensor"]

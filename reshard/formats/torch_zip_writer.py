@@ -26,7 +26,7 @@ import torch
 from planners.layout import TensorSpec
 from reshard.dtypes import dtype_from_name
 from reshard.errors import FormatError
-from reshard.records import Record
+from reshard.unknown import Record
 
 __all__ = ["ArchiveWriter", "TensorStub", "begin_archive", "end_archive", "pickled_state", "unknown_objects"]
 

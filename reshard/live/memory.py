@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from planners.dims import Dims
 from planners.forms import Part
 from planners.layout import TensorLayout
-from planners.patches import Dims
 from planners.stripes import stripe_places
 from reshard.errors import LayoutError
 from reshard.live.pairs import Lane, Pairing

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from planners.dims import Dims
 from planners.layout import StateLayout, TensorLayout, TensorSpec
-from planners.patches import Dims
 from planners.pullback import Slot, pull_back
 from planners.view import View
 from reshard.errors import KeyMismatchError

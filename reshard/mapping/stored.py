@@ -15,9 +15,10 @@ import torch
 
 from planners.box import Box
 from planners.byteruns import Window
+from planners.dims import Dims
 from planners.layout import TensorSpec
 from planners.overlap import Sweep
-from planners.patches import Dims, Fill, Patch, ViewGeometry
+from planners.patches import Fill, Patch, ViewGeometry
 from planners.view import View
 from reshard.dtypes import dtype_from_name
 from reshard.formats.base import Place, StoredChunk, StoredTensor

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from planners import Box, PlanError, TensorSpec, View, concat, dumps, inverse, loads, stack, viewed
-from planners.patches import Fill, Patch, arrange, merged, rearranged
+from planners.dims import arrange, rearranged
+from planners.patches import Fill, Patch, merged
 
 Q, K = TensorSpec("q", (4, 3), "float32"), TensorSpec("k", (2, 3), "float32")
 ARRAYS = {"q": np.arange(12).reshape(4, 3), "k": np.arange(12, 18).reshape(2, 3)}

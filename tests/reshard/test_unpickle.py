@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from reshard.errors import DamagedCheckpointError, ReshardError, UnsafeDataError
-from reshard.records import Record, StorageRef, StorageType, TensorRef, make_record_type, plain
+from reshard.records import StorageRef, StorageType, TensorRef, plain
+from reshard.unknown import Record, make_record_type
 from reshard.unpickle import PlainDict, load_pickle, load_pickle_at
 
 

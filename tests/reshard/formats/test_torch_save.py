@@ -18,7 +18,7 @@ import torch
 from reshard.checkpoint import LazyTensor
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
-from reshard.records import Record
+from reshard.unknown import Record
 from tests.reshard.formats.samples import check_all, flat_tensors, same
 from tests.reshard.formats.writers import CountingStorage
 
