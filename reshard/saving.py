@@ -97,6 +97,7 @@ def save(
         FormatError: a value that is no plain data.
         StorageError: the storage failed, or is not the same folder for all ranks.
     """
+    _await_saves_to(path)
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("save"):
         options = _Options(
@@ -117,15 +118,16 @@ class PendingSave:
         try:
             return self._future.result(timeout_s)
         finally:
-            if self._future.done() and self._future in _in_flight:
-                _in_flight.remove(self._future)  # whoever asked knows: the next save need not tell it again
+            if self._future.done():
+                _in_flight.pop(self._future, None)  # whoever asked knows: the next save need not tell it again
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return self._future.done()
 
 
-_in_flight: list[Future[SaveReport]] = []
+_in_flight: dict[Future[SaveReport], str] = {}
+"""Saves in the background, the oldest first, and where each goes."""
 
 
 def _await_in_flight() -> None:
@@ -154,10 +156,12 @@ def async_save(
     """Like `save`, but returns as soon as this rank's part is copied; the state saved is that of the call.
 
     At most `max_in_flight` saves of this process go on at once: a further call first waits for the oldest. It raises
-    what went wrong with an earlier one, on all ranks, unless all have asked for that one's `result()`.
+    what went wrong with an earlier one, on all ranks, unless all have asked for that one's `result()`. Saves to one
+    path go on one after another.
     """
     if max_in_flight < 1:
         raise CheckpointError(f"max_in_flight must be >= 1, got {max_in_flight}")
+    _await_saves_to(path)
     earlier = _ended_for(max_in_flight)
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("stage"):
@@ -180,8 +184,17 @@ def async_save(
             future.set_result(report)
 
     threading.Thread(target=work, name=f"reshard-save-{job.generation.save_id}").start()
-    _in_flight.append(future)
+    _in_flight[future] = job.storage.url
     return PendingSave(future)
+
+
+def _await_saves_to(path: Any) -> None:
+    """Wait for what is in flight to the same place: if it took longer, it would take the later save's place."""
+    try:
+        url = open_storage(path).url
+    except ReshardError:  # the save itself will say so, to all ranks
+        return
+    wait([future for future, where in _in_flight.items() if where == url])
 
 
 def _ended_for(max_in_flight: int) -> list[Future[SaveReport]]:
@@ -189,7 +202,8 @@ def _ended_for(max_in_flight: int) -> list[Future[SaveReport]]:
     while sum(not future.done() for future in _in_flight) >= max_in_flight:
         wait([next(future for future in _in_flight if not future.done())])
     ended = [future for future in _in_flight if future.done()]
-    _in_flight[:] = [future for future in _in_flight if future not in ended]
+    for future in ended:
+        del _in_flight[future]
     return ended
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +200,21 @@ class TestRoundTrip:
 
 
 class TestAsync:
+    def test_of_several_saves_to_one_path_the_last_counts(self, tmp_path):
+        def slow(verb: str, name: str) -> None:
+            if verb == "write":
+                time.sleep(0.3)
+
+        first = reshard.async_save({"step": 1, "w": torch.ones(3)}, Faulty(open_storage(tmp_path), slow))
+        second = reshard.async_save({"step": 2, "w": torch.ones(3)}, tmp_path, max_in_flight=5)
+        for save in (second, first):
+            save.result(30.0)
+        assert reshard.open(tmp_path).objects["step"] == 2
+        third = reshard.async_save({"step": 3, "w": torch.ones(3)}, Faulty(open_storage(tmp_path), slow))
+        reshard.save({"step": 4, "w": torch.ones(3)}, tmp_path)
+        third.result(30.0)
+        assert reshard.open(tmp_path).objects["step"] == 4
+
     def test_the_state_of_the_moment_is_saved(self, tmp_path):
         w = torch.zeros(1000)
 
