@@ -113,9 +113,20 @@ class Targets:
                 torch.empty(self.resized.get(key, local.shape), dtype=dtype or local.dtype, device=device)
                 for local in local_tensors(tensor)
             )
-            self._made[key] = fresh
-            self.assign({key: _like(tensor, fresh, key)})
+            self._replace(key, fresh)
         return self._made[key]
+
+    def _replace(self, key: str, fresh: tuple[torch.Tensor, ...]) -> None:
+        """Put new memory in the place of a tensor, and of those that are tied to it and not replaced for themselves."""
+        tied = self.tied_in_place
+        first = tied.get(key, key)
+        made: dict[int, Any] = {}
+        for other in (first, *(k for k, its in tied.items() if its == first)) if tied else (key,):
+            tensor = self.tensors[other]
+            if id(tensor) not in made:
+                made[id(tensor)] = _like(tensor, fresh, other)
+            self._made[other] = fresh
+            self.assign({other: made[id(tensor)]})
 
     def is_opaque(self, key: str) -> bool:
         """Whether a tensor is of the extra state of a module, whose shape is nobody's business but the module's."""

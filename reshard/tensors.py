@@ -95,16 +95,21 @@ def spec_of(fqn: str, tensor: Any) -> TensorSpec:
 
 
 def identity_of(tensor: Any) -> tuple[Any, ...] | None:
-    """Equal for tied tensors: the same memory seen alike. None where nothing can be said."""
+    """Equal for tied tensors: the same memory seen alike, also memory that is yet to be made. None where nothing can
+    be said."""
     local = getattr(tensor, "_local_tensor", None if is_sharded(tensor) else tensor)
-    if not isinstance(local, torch.Tensor) or local.device.type == "meta" or local.is_nested or local.numel() == 0:
+    if not isinstance(local, torch.Tensor) or local.is_nested or local.numel() == 0:
         return None
+    at: tuple[Any, ...]
     try:
-        at = local.data_ptr()
+        if local.device.type == "meta":
+            at = local.untyped_storage()._cdata, local.storage_offset()
+        else:
+            at = (local.data_ptr(),)
     except RuntimeError:  # tensor subclasses may have no memory of their own
         return None
     seen_as = local.dtype, tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
-    return at, *seen_as, tuple(tensor.shape), is_sharded(tensor)
+    return *at, *seen_as, tuple(tensor.shape), is_sharded(tensor)
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:

@@ -130,3 +130,40 @@ def test_a_target_and_its_lazily_conjugated_view_are_refused(tmp_path):
     with pytest.raises(LayoutError, match=r"'a' and 'b' overlap"):
         reshard.load({"a": memory, "b": memory.conj()}, tmp_path)
     assert not memory.any()
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(4, 3)
+        self.head = torch.nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype_policy": "cast"}, {"dtype_policy": "saved"}])
+@pytest.mark.parametrize("keys", [["embed.weight", "head.weight"], ["embed.weight"], ["head.weight"]])
+def test_ties_last_through_the_meta_device(keys, options, tmp_path):
+    weight = torch.arange(12.0).reshape(4, 3)
+    reshard.save(dict.fromkeys(keys, weight), tmp_path)
+    with torch.device("meta"):
+        model = Tied()
+    state = model.state_dict()
+
+    reshard.load(state, tmp_path, **options)
+
+    assert torch.equal(state["embed.weight"], weight)
+    assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
+    state["head.weight"].zero_()
+    assert not state["embed.weight"].any()
+
+
+def test_one_tensor_on_the_meta_device_under_two_keys_becomes_one(tmp_path):
+    reshard.save({"a": torch.ones(2), "b": torch.ones(2), "c": torch.zeros(2)}, tmp_path)
+    tensor = torch.nn.Parameter(torch.empty(2, device="meta"))
+    state = {"a": tensor, "b": tensor, "c": torch.empty(2, device="meta")}
+    reshard.load(state, tmp_path)
+    assert state["a"] is state["b"]
+    assert type(state["a"]) is torch.nn.Parameter
+    assert state["c"].data_ptr() != state["a"].data_ptr()
+    with pytest.raises(KeyMismatchError, match=r"'a' and 'c' are one tensor in memory.*different values"):
+        reshard.load(dict.fromkeys("abc", torch.empty(2, device="meta")), tmp_path)
