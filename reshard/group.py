@@ -16,14 +16,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch.distributed as dist
 
-from reshard._store import store_of
 from reshard.errors import LayoutError, ReshardError
-from reshard.rounds import Failure, Rounds, format_ranks
+
+if TYPE_CHECKING:  # imported where there is more than one rank
+    from reshard.rounds import Rounds
 
 __all__ = ["Group"]
 
@@ -75,6 +76,9 @@ class Group:
                 )
             self.ranks = tuple(dist.get_process_group_ranks(group))
             if len(self.ranks) > 1:
+                from reshard._store import store_of
+                from reshard.rounds import Rounds
+
                 store, ring = store_of(group)
                 self._rounds = Rounds(store, self.rank, self.ranks, ring)
         elif process_group is not None:
@@ -188,6 +192,8 @@ class Group:
         rounds = self._rounds
         if rounds is None or rounds.failure is not None or error is self._common:
             return
+        from reshard.rounds import Failure
+
         rank = self.ranks[self.rank]
         trace = "".join(traceback.format_exception(error))[-_MESSAGE_CHARS:]
         headline = f"rank {rank} failed in '{phase.name}': {type(error).__name__}: {error}"
@@ -231,6 +237,8 @@ def _differences(all_data: list[bytes], ranks: Sequence[int]) -> bytes:
         parties.setdefault(data, []).append(rank)
     if len(parties) == 1:
         return b""
+    from reshard.rounds import format_ranks
+
     largest_first = sorted(parties.values(), key=lambda party: (-len(party), party))
     words = [f"rank{'s' * (len(party) > 1)} {format_ranks(sorted(party))}" for party in largest_first[:10]]
     more = f", and {len(parties) - 10} more parties" if len(parties) > 10 else ""

@@ -8,16 +8,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from reshard.execute.host import Own
-from reshard.execute.host_reading import HostReading, own_bytes
 from reshard.execute.integrity import check_blocks, segment_check
-from reshard.execute.pieces import SLOT_BYTES, Check, Done
 from reshard.execute.reading import Copy, Workspace, run_copies, spans_by_file
-from reshard.execute.solo_reading import SoloReading
 from reshard.formats.native import NativeFacts
 from reshard.formats.source import FileSource
 from reshard.group import Group
+
+if TYPE_CHECKING:  # reading by segments is imported by those who do it: several ranks, or from far away
+    from reshard.execute.host import Own
+    from reshard.execute.host_reading import HostReading
+    from reshard.execute.pieces import Check, Done
 
 __all__ = ["Fetch"]
 
@@ -55,16 +57,22 @@ class Fetch:
     """What was compared with checksums before anything was read into a target: ranges in order."""
 
     def __post_init__(self) -> None:
-        nbytes = own_bytes(self.copies) if self.together else 0
-        room = self.room_bytes is None or self.room_bytes >= 2 * nbytes
-        self._own = Own(nbytes if room else 0)
+        self._own: Own | None = None
         self._host: HostReading | None = None
+        if self.together:
+            from reshard.execute.host import Own
+            from reshard.execute.host_reading import own_bytes
+
+            nbytes = own_bytes(self.copies)
+            room = self.room_bytes is None or self.room_bytes >= 2 * nbytes
+            self._own = Own(nbytes if room else 0)
 
     def __enter__(self) -> Fetch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._own.__exit__()
+        if self._own is not None:
+            self._own.__exit__()
 
     def check(self, on_bytes: Callable[[int], None]) -> None:
         """Compare checksums of all blocks that this rank reads whole, if it is the one of its machine to do it.
@@ -73,7 +81,9 @@ class Fetch:
 
         Raises DamagedCheckpointError.
         """
-        if self.together:
+        if self._own is not None:
+            from reshard.execute.host_reading import HostReading
+
             self._host = HostReading.offer(self.copies, self._own, self.group)
         self._check(on_bytes)
 
@@ -105,10 +115,23 @@ class Fetch:
         if self._host is not None:
             self._add(self._host.run(piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
             alone = self._host.rest
-        solo = SoloReading.of(alone)
+        rest = self._read_by_segments(alone, check, on_bytes)
+        self.bytes_read += run_copies(rest, space=self.space, on_bytes=on_bytes)
+
+    def _read_by_segments(
+        self, copies: Sequence[Copy], check: Check | None, on_bytes: Callable[[int], None]
+    ) -> Sequence[Copy]:
+        """Copy what lies in storages that have no view of their bytes, as far as it pays; gives what is left."""
+        sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
+        if all(source.view() is not None for source in sources):
+            return copies
+        from reshard.execute.pieces import SLOT_BYTES
+        from reshard.execute.solo_reading import SoloReading
+
+        solo = SoloReading.of(copies)
         requests = REQUESTS if self.room_bytes is None else max(1, min(REQUESTS, self.room_bytes // (2 * SLOT_BYTES)))
         self._add(solo.run(requests=requests, piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
-        self.bytes_read += run_copies(solo.rest, space=self.space, on_bytes=on_bytes)
+        return solo.rest
 
     def _check_rest(self, check: Check) -> Check:
         """`check` of what was not checked before."""
