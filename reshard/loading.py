@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from planners.layout import StateLayout, TensorLayout, TensorSpec
 from planners.load_plan import ReadItem, plan_reads
 from planners.proof import verify
 from reshard.awaiting import Saved, places
-from reshard.checkpoint import Checkpoint, LazyTensor, stored_layout
+from reshard.checkpoint import Checkpoint, stored_layout
 from reshard.checkpoint import open as open_checkpoint
 from reshard.dtypes import dtype_from_name
 from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, KeyMismatchError
@@ -27,6 +27,7 @@ from reshard.formats.base import StoredTensor
 from reshard.formats.native import is_replaced
 from reshard.group import Group
 from reshard.matching import Match, Truth, match_keys, refuse, used_by_all
+from reshard.own_values import own_values
 from reshard.progress import Progress
 from reshard.targets import Targets
 from reshard.tensors import device_of, form_of, spec_of
@@ -244,7 +245,7 @@ def _load_into(
             with bar.phase("check", job.bytes_needed) as step:
                 fetch.check(_watched(group, step.advance))
         verified = time.perf_counter()
-        per_rank = _per_rank_values(targets, checkpoint, match, group)
+        per_rank = own_values(targets.per_rank, match.per_rank, checkpoint, group)
         fetch.settle()
         if not options.dry_run:
             with bar.phase("read", job.bytes_needed) as step:
@@ -370,19 +371,3 @@ def _landings(
         if targets.tensors[key].device.type == "meta" or key in targets.replaced:
             made[key] = land(key)
     return target
-
-
-def _per_rank_values(targets: Targets, checkpoint: Checkpoint, match: Match, group: Group) -> dict[str, Any]:
-    saved = checkpoint.contents.facts.get("per_rank", {})
-    rank = group.ranks[group.rank]
-    job_size = dist.get_world_size() if dist.is_initialized() else 1
-    out = {}
-    for key in match.per_rank:
-        values = {
-            r: LazyTensor(value)[...] if isinstance(value, StoredTensor) else value for r, value in saved[key].items()
-        }
-        wrapper = targets.per_rank[key]
-        # who loads alone in a job of as many ranks as saved is still the rank that it was
-        world = job_size if group.world_size == 1 and len(values) == job_size else group.world_size
-        out[key] = replace(wrapper, value=wrapper.choose(key, values, rank, world))
-    return out

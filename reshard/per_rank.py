@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,22 +29,25 @@ class PerRank:
         if self.on_change not in ("error", "keep", "drop") and not callable(self.on_change):
             raise KeyMismatchError(f"on_change must be 'error', 'keep', 'drop' or a function, got {self.on_change!r}")
 
-    def choose(self, key: str, saved: dict[int, Any], rank: int, world_size: int) -> Any:
+    def choose(self, key: str, saved: Mapping[int, Any], rank: int, world_size: int, saved_world_size: int = 0) -> Any:
         """The value of `rank` of `world_size` out of the saved ones, by rank.
+
+        Args:
+            saved: values by the rank that saved them, each of which may be read only when it is asked for.
+            saved_world_size: how many ranks saved, of which some may have had no such value; 0 if that is not known.
 
         Raises KeyMismatchError where the numbers differ and nothing says what to do.
         """
+        if rank in saved and world_size in (len(saved), saved_world_size):
+            return saved[rank]
         if callable(self.on_change):
-            if len(saved) != world_size or rank not in saved:
-                return self.on_change(saved, rank, world_size)
-            return saved[rank]
-        if len(saved) == world_size and rank in saved:
-            return saved[rank]
+            return self.on_change(dict(saved), rank, world_size)
         if self.on_change == "keep":
             return saved.get(rank, self.value)
         if self.on_change == "drop":
             return self.value
+        of = f" of {saved_world_size}" if saved_world_size > len(saved) else ""
         raise KeyMismatchError(
-            f"{key!r} was saved per rank by {len(saved)} ranks, but {world_size} ranks load: say what to do with "
-            "PerRank(value, on_change='keep' or 'drop' or a function)"
+            f"{key!r} was saved per rank by {len(saved)}{of} ranks, but {world_size} ranks load, of which this is rank "
+            f"{rank}: say what to do with PerRank(value, on_change='keep' or 'drop' or a function)"
         )

@@ -271,12 +271,13 @@ def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: _O
     planned = time.perf_counter()
     if group.rank == 0:
         generations.refuse_foreign(storage)
-    mine = msgspec.msgpack.encode((generations.new_save_id(), options.select))
-    save_id, select = msgspec.msgpack.decode(
-        group.share(mine if group.rank == 0 else None), type=tuple[str, tuple[str, ...] | None]
+    mine = msgspec.msgpack.encode((generations.new_save_id(), options.select, options.divide_above_bytes))
+    save_id, *choices = msgspec.msgpack.decode(
+        group.share(mine if group.rank == 0 else None), type=tuple[str, tuple[str, ...] | None, int]
     )
-    if select != options.select:
-        raise LayoutError(f"rank {group.ranks[0]} saves select={select}, but this rank select={options.select}")
+    for name, theirs in zip(("select", "divide_above_bytes"), choices, strict=True):
+        if theirs != (own := getattr(options, name)):
+            raise LayoutError(f"rank {group.ranks[0]} saves {name}={theirs}, but this rank {name}={own}")
     generation = Generation(storage, save_id, time.time(), census, plan, options.select)
     return _Job(group, storage, str(path), holdings, generation, options, {"plan": planned - clock})
 

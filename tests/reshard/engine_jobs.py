@@ -68,6 +68,20 @@ def load_per_rank(path: str) -> dict[str, Any]:
     return out
 
 
+def rank_0_s_own(path: str) -> Any:
+    """A value that the first rank alone has, saved and loaded by the same ranks."""
+    rank = dist.get_rank()
+    reshard.save({"w": torch.ones(2), **({"name": reshard.PerRank("run 7")} if rank == 0 else {})}, path)
+    target = {"w": torch.zeros(2), **({"name": reshard.PerRank()} if rank == 0 else {})}
+    reshard.load(target, path)
+    refused = caught(lambda: reshard.load({"w": torch.zeros(2), "name": reshard.PerRank()}, path))
+    return target["name"].value if rank == 0 else refused
+
+
+def slabs_of_different_sizes(path: str) -> tuple[str, str]:
+    return caught(lambda: reshard.save({"w": torch.ones(2000)}, path, divide_above_bytes=10 ** (2 + dist.get_rank())))
+
+
 def stages(path: str) -> dict[str, Any]:
     """Each rank a pipeline stage of its own: other keys, one shared buffer; TP groups that hold the same twice."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 import reshard
+from reshard.checkpoint import LazyTensor
+from reshard.group import Group
+from reshard.own_values import own_values
 from tests import gloo
 from tests.reshard import engine_jobs as jobs
 
@@ -41,6 +44,30 @@ def test_per_rank_values_are_kept_and_follow_their_rule(tmp_path):
         assert result["rng"] == [result["rank"]] * 3
         assert result["position"] == [[0, 2], [1]][result["rank"]]
     assert "rng@rank0" not in reshard.open(path)
+
+
+def test_a_value_of_one_rank_alone_comes_back_to_it(tmp_path):
+    first, second, third = gloo.run(jobs.rank_0_s_own, 3, str(tmp_path / "c"))
+    assert first == "run 7"
+    for refused in (second, third):
+        assert "'name' was saved per rank by 1 of 3 ranks, but 3 ranks load" in refused[1]
+
+
+def test_own_values_are_read_by_their_owners_alone(tmp_path, monkeypatch):
+    path = str(tmp_path / "c")
+    gloo.run(jobs.per_rank_values, 3, path)
+    asked = []
+    read = LazyTensor.__getitem__
+    monkeypatch.setattr(LazyTensor, "__getitem__", lambda self, at: asked.append(1) or read(self, at))
+    own = own_values({"rng": reshard.PerRank(on_change="keep")}, ["rng"], reshard.open(path), Group())
+    assert own["rng"].value.tolist() == [0] * 3
+    assert len(asked) == 1
+
+
+def test_ranks_that_would_cut_their_slabs_differently_save_nothing(tmp_path):
+    kinds = {kind for kind, *_ in gloo.run(jobs.slabs_of_different_sizes, 2, str(tmp_path / "c"))}
+    assert kinds == {"LayoutError", "RankFailedError"}
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_ranks_may_hold_other_keys_and_groups_the_same_twice(tmp_path):
