@@ -73,10 +73,12 @@ def refuse_foreign(storage: Storage) -> None:
     """Make sure that a save here would neither replace somebody else's files nor be lost among them.
 
     Raises StorageError if the folder holds an index or manifest that we did not write, or a DCP checkpoint, beside
-    which ours could not be told apart.
+    which ours could not be told apart; FormatError for a checkpoint of a newer version.
     """
     names = storage.list()
     ours = native.detect(storage, names)
+    if ours and MANIFEST in names:
+        native.refuse_newer(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
     foreign = [name for name in (MANIFEST, HF_INDEX) if name in names and not ours]
     foreign += [".metadata"] if has_dcp(names) else []
     if foreign:

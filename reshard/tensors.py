@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import (
     _StridedShard,  # torch has no public name for what FSDP2 over TP uses
 )
+from torch.nn.parameter import is_lazy
 
 from planners.box import Box
 from planners.forms import BoxesForm, Form, ProductForm
@@ -85,6 +86,10 @@ def device_of(tensor: Any) -> torch.device:
 
 def spec_of(fqn: str, tensor: Any) -> TensorSpec:
     """Name, global shape and dtype. Raises LayoutError for a tensor whose elements are no plain array in memory."""
+    if is_lazy(tensor):
+        raise LayoutError(
+            f"tensor {fqn!r} is a parameter of a lazy module that has no shape yet: run the module once, then try again"
+        )
     if not _is_sharded_tensor(tensor) and (tensor.layout is not torch.strided or tensor.is_nested):
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").strip("_")
         raise LayoutError(
@@ -98,7 +103,7 @@ def identity_of(tensor: Any) -> tuple[Any, ...] | None:
     """Equal for tied tensors: the same memory seen alike, also memory that is yet to be made. None where nothing can
     be said."""
     local = getattr(tensor, "_local_tensor", None if is_sharded(tensor) else tensor)
-    if not isinstance(local, torch.Tensor) or local.is_nested or local.numel() == 0:
+    if not isinstance(local, torch.Tensor) or is_lazy(local) or local.is_nested or local.numel() == 0:
         return None
     at: tuple[Any, ...]
     try:

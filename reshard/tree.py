@@ -276,9 +276,14 @@ def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
         return {"$dict": [[_encode(k, above, tensors), _encode(v, above, tensors)] for k, v in value.items()]}
     if isinstance(value, torch.Tensor):
         return tensors.encode(value)
+    fix = (
+        "give its state_dict() instead, and what is loaded to its load_state_dict()"
+        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
+        else "turn it into numbers, text, lists and dicts first"
+    )
     raise FormatError(
         f"an object of type {type(value).__module__}.{type(value).__qualname__} is no plain data and cannot be stored; "
-        "turn it into numbers, text, lists and dicts first"
+        f"{fix}"
     )
 
 

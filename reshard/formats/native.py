@@ -200,14 +200,26 @@ def read_manifest(storage: Storage) -> Manifest:
     data = storage.read(MANIFEST)
     where = f"{storage.url.rstrip('/')}/{MANIFEST}"
     try:
-        version = msgspec.json.decode(data, type=_Version).version
-        if version > VERSION:
-            raise FormatError(f"{where} is of version {version}; this library reads up to {VERSION}: upgrade it")
+        _check_version(data, where)
         return msgspec.json.decode(_undigested(data, where), type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DamagedCheckpointError(f"{where} is no whole manifest: {error}") from None
     except RecursionError:
         raise DamagedCheckpointError(f"{where} is nested too deeply to be a manifest") from None
+
+
+def _check_version(data: bytes, where: str) -> None:
+    version = msgspec.json.decode(data, type=_Version).version
+    if version > VERSION:
+        raise FormatError(f"{where} is of version {version}; this library knows up to {VERSION}: upgrade it")
+
+
+def refuse_newer(data: bytes, where: str) -> None:
+    """Raises FormatError for a manifest of a newer version, which must not be replaced by what knows less than it."""
+    try:
+        _check_version(data, where)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return  # a damaged one may be replaced
 
 
 def is_replaced(native: NativeFacts) -> bool:

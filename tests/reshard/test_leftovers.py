@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import reshard
 from reshard import generations
-from reshard.errors import CheckpointError, CheckpointNotFoundError, ReshardError, StorageError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, ReshardError, StorageError
 from reshard.storage import MemoryStorage, open_storage
 from tests import gloo
 from tests.faulty import Faulty
@@ -91,7 +91,7 @@ def test_a_save_whose_empty_folder_is_taken_away_makes_it_again(tmp_path):
     assert reshard.verify(tmp_path / "c").ok
 
 
-@pytest.mark.parametrize("text", ["{", json.dumps({"reshard": "checkpoint", "version": 99})])
+@pytest.mark.parametrize("text", ["{", json.dumps({"reshard": "checkpoint", "version": 1})])
 def test_a_failed_save_over_an_unreadable_manifest_tells_why_it_failed(text, tmp_path):
     reshard.save(STATE, tmp_path)
     (tmp_path / "manifest.json").write_text(text)
@@ -163,3 +163,17 @@ def test_folders_of_each_machine_are_found_out_before_anything_is_written(tmp_pa
         assert "what rank 0 wrote is not to be seen in" in said
         assert "the folder must be the same, shared one for all ranks" in said
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_replaced(tmp_path):
+    reshard.save(STATE, tmp_path)
+    manifest = tmp_path / "manifest.json"
+    newer = {**json.loads(manifest.read_text()), "version": 2}
+    manifest.write_text(json.dumps(newer))
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(FormatError, match=r"manifest\.json is of version 2; this library knows up to 1: upgrade it"):
+        reshard.save(STATE, tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    manifest.write_text("{")  # a damaged one is nothing to keep
+    reshard.save(STATE, tmp_path)
+    assert reshard.verify(tmp_path).ok

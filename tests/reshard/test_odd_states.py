@@ -44,6 +44,19 @@ class TestSaving:
         with pytest.raises(LayoutError, match="only dense"):
             reshard.load({"t": tensor}, tmp_path / "dense")
 
+    def test_parameters_of_lazy_modules(self, tmp_path):
+        lazy = torch.nn.LazyLinear(3).state_dict(keep_vars=True)
+        with pytest.raises(LayoutError, match="'weight' is a parameter of a lazy module"):
+            reshard.save(lazy, tmp_path / "c")
+        reshard.save({"weight": torch.ones(3, 2), "bias": torch.ones(3)}, tmp_path / "c")
+        with pytest.raises(LayoutError, match="'weight' is a parameter of a lazy module"):
+            reshard.load(lazy, tmp_path / "c")
+
+    @pytest.mark.parametrize("thing", [torch.nn.Linear(1, 1), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])])
+    def test_what_has_a_state_dict_of_its_own(self, thing, tmp_path):
+        with pytest.raises(FormatError, match=rf"under 'x.0'.*{type(thing).__name__}.*give its state_dict\(\) instead"):
+            reshard.save({"x": [thing]}, tmp_path / "c")
+
     @pytest.mark.parametrize("key", [b"x", None, 1.5, True, (1, 2)])
     def test_tensors_under_keys_that_are_no_text(self, key, tmp_path):
         with pytest.raises(FormatError, match=r"'m'.*Tensor.*keys are neither text nor ints"):
