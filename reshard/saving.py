@@ -117,6 +117,10 @@ class PendingSave:
         """Wait for the end; raises what went wrong, as `save` does, or TimeoutError after `timeout_s` seconds."""
         try:
             return self._future.result(timeout_s)
+        except TimeoutError:
+            if self._future.done():  # it is the save's own
+                raise
+            raise TimeoutError(f"the save is still going on after {timeout_s} s") from None
         finally:
             if self._future.done():
                 _in_flight.pop(self._future, None)  # whoever asked knows: the next save need not tell it again

@@ -200,6 +200,16 @@ class TestRoundTrip:
 
 
 class TestAsync:
+    def test_waiting_has_an_end(self, tmp_path):
+        def slow(verb: str, name: str) -> None:
+            if verb == "write":
+                time.sleep(0.5)
+
+        save = reshard.async_save({"w": torch.ones(3)}, Faulty(open_storage(tmp_path), slow))
+        with pytest.raises(TimeoutError, match=r"still going on after 0\.01 s"):
+            save.result(0.01)
+        assert save.result(30.0).tensors == 1
+
     def test_of_several_saves_to_one_path_the_last_counts(self, tmp_path):
         def slow(verb: str, name: str) -> None:
             if verb == "write":
