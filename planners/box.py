@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from operator import add, le, sub
 from typing import Any
 
 from planners.errors import PlanError
@@ -69,21 +70,21 @@ class Box:
     @property
     def stops(self) -> tuple[int, ...]:
         """One past the last index in each dim."""
-        return tuple(o + s for o, s in zip(self.offsets, self.sizes))
+        return tuple(map(add, self.offsets, self.sizes))
 
     @property
     def slices(self) -> tuple[slice, ...]:
         """For indexing an array whose coordinates are the box's own."""
-        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes))
+        return tuple(map(slice, self.offsets, self.stops))
 
     def intersection(self, other: Box) -> Box | None:
         """The elements in both, in the coordinates of both; None where there is none. `b & b` is `b` or None."""
         self._same_ndim(other)
+        if self.offsets == other.offsets and self.sizes == other.sizes:
+            return None if self.is_empty else self
         offsets = tuple(map(max, self.offsets, other.offsets))
-        sizes = tuple(min(a, b) - o for a, b, o in zip(self.stops, other.stops, offsets))
-        if any(s <= 0 for s in sizes):
-            return None
-        return Box.of(offsets, sizes)
+        sizes = tuple(map(sub, map(min, self.stops, other.stops), offsets))
+        return Box.of(offsets, sizes) if min(sizes) > 0 else None
 
     __and__ = intersection
 
@@ -110,25 +111,28 @@ class Box:
         self._same_ndim(other)
         if other.is_empty:
             return True
-        return all(a <= b for a, b in zip(self.offsets, other.offsets)) and all(
-            a >= b for a, b in zip(self.stops, other.stops)
-        )
+        return all(map(le, self.offsets, other.offsets)) and all(map(le, other.stops, self.stops))
 
     def shift(self, by: Sequence[int]) -> Box:
         """The box moved by `by` in each dim. Raises PlanError if that leads below 0."""
         if len(by) != self.ndim:
             raise PlanError(f"cannot shift a box of {self.ndim} dims by {tuple(by)}")
-        return Box([o + b for o, b in zip(self.offsets, by)], self.sizes)
+        return self._at(tuple(map(int, map(add, self.offsets, by))))
 
     def relative_to(self, outer: Box) -> Box:
         """This box in the coordinates of `outer`, whose first element becomes the origin; `b.relative_to(b)` is
         `Box.full(b.sizes)`. Raises PlanError if `outer` does not contain it."""
         if not outer.contains(self):
             raise PlanError(f"{self} does not lie within {outer}")
-        return Box([o - b for o, b in zip(self.offsets, outer.offsets)], self.sizes)
+        return self._at(tuple(map(sub, self.offsets, outer.offsets)))
+
+    def _at(self, offsets: tuple[int, ...]) -> Box:
+        if min(offsets, default=0) < 0:
+            raise PlanError(f"{self} cannot begin at {offsets}, which is below 0")
+        return Box.of(offsets, self.sizes)
 
     def _same_ndim(self, other: Box) -> None:
-        if self.ndim != other.ndim:
+        if len(self.sizes) != len(other.sizes):
             raise PlanError(f"boxes of {self.ndim} and {other.ndim} dims have no common coordinates: {self}, {other}")
 
     def __setattr__(self, name: str, value: object) -> None:

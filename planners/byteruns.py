@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from planners.box import Box
 from planners.dims import rearranged
@@ -34,7 +35,7 @@ class Window:
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.strides):
             raise PlanError(f"a window needs one stride per dim, got sizes {self.sizes} and strides {self.strides}")
-        if self.offset < 0 or any(s < 0 for s in self.sizes) or any(s < 0 for s in self.strides) or self.itemsize < 1:
+        if self.offset < 0 or self.itemsize < 1 or min(self.sizes, default=0) < 0 or min(self.strides, default=0) < 0:
             raise PlanError(f"offset, sizes and strides of a window must be >= 0 and the item size >= 1, got {self}")
 
     @classmethod
@@ -74,7 +75,7 @@ class Window:
             raise PlanError(f"{box} lies outside a window of sizes {self.sizes}")
         if box.is_empty:
             return Window(self.offset, box.sizes, self.strides, self.itemsize)
-        start = self.offset + sum(o * s for o, s in zip(box.offsets, self.strides))
+        start = self.offset + sum(map(mul, box.offsets, self.strides))
         return Window(start, box.sizes, self.strides, self.itemsize)
 
     def permute(self, dims: Sequence[int]) -> Window:

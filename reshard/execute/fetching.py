@@ -61,11 +61,11 @@ class Fetch:
         self._host: HostReading | None = None
         if self.together:
             from reshard.execute.host import Own
-            from reshard.execute.host_reading import own_bytes
+            from reshard.execute.host_reading import own_slots
 
-            nbytes = own_bytes(self.copies)
-            room = self.room_bytes is None or self.room_bytes >= 2 * nbytes
-            self._own = Own(nbytes if room else 0)
+            slots, slot_bytes = own_slots(self.copies)
+            room = self.room_bytes is None or self.room_bytes >= 2 * slots * slot_bytes
+            self._own = Own(slots if room else 0, slot_bytes)
 
     def __enter__(self) -> Fetch:
         return self
@@ -125,11 +125,12 @@ class Fetch:
         sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
         if all(source.view() is not None for source in sources):
             return copies
-        from reshard.execute.pieces import SLOT_BYTES
+        from reshard.execute.segments import REMOTE_SEGMENT_BYTES
         from reshard.execute.solo_reading import SoloReading
 
         solo = SoloReading.of(copies)
-        requests = REQUESTS if self.room_bytes is None else max(1, min(REQUESTS, self.room_bytes // (2 * SLOT_BYTES)))
+        room = REQUESTS if self.room_bytes is None else self.room_bytes // (2 * REMOTE_SEGMENT_BYTES)
+        requests = max(1, min(REQUESTS, room))
         self._add(solo.run(requests=requests, piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
         return solo.rest
 

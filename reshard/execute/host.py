@@ -42,22 +42,23 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     pid: int
     memory: int
     pipe: int
-    nbytes: int
+    slots: int
+    slot_bytes: int
 
 
 class Own:
     """This rank's memory and the end of its pipe that it reads. A context: leaving it closes them."""
 
-    def __init__(self, nbytes: int) -> None:
-        """`nbytes` of memory, of which none is taken before it is written to; 0 is for a rank that wants no part."""
-        self.nbytes = nbytes
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        """Of the memory none is taken before it is written to; 0 slots are for a rank that wants no part."""
+        self.slots, self.slot_bytes = slots, slot_bytes
         self._files: list[int] = []
-        self.machine = machine() if nbytes and hasattr(os, "memfd_create") else ""
+        self.machine = machine() if slots and hasattr(os, "memfd_create") else ""
         self.memory = self.pipe = -1
         if self.machine:
             try:
                 self.memory = self._keep(os.memfd_create("reshard", os.MFD_CLOEXEC))
-                os.ftruncate(self.memory, nbytes)
+                os.ftruncate(self.memory, slots * slot_bytes)
                 self.pipe, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
                 self._files += [self.pipe, write_end]  # while one is open, the others' ends do not find it closed
             except OSError:
@@ -70,7 +71,7 @@ class Own:
     @property
     def address(self) -> Address:
         """For the other ranks."""
-        return Address(self.machine, os.getpid(), self.memory, self.pipe, self.nbytes)
+        return Address(self.machine, os.getpid(), self.memory, self.pipe, self.slots, self.slot_bytes)
 
     def open(self, address: Address, what: int, flags: int) -> int:
         """The file `what` of another process, closed with this."""
@@ -88,9 +89,7 @@ class Own:
 class Host:
     """The slots of all ranks of this machine, and what is known of who has filled and taken how many."""
 
-    def __init__(
-        self, own: Own, addresses: Sequence[Address], ranks: Sequence[int], place: int, group: Group, slot_bytes: int
-    ) -> None:
+    def __init__(self, own: Own, addresses: Sequence[Address], ranks: Sequence[int], place: int, group: Group) -> None:
         """`addresses`: of the ranks of this machine, in an order that all know; `ranks`: what messages call them;
         `place`: where among them this rank is.
 
@@ -107,18 +106,21 @@ class Host:
         self.memory: list[memoryview] = []
         for i, address in enumerate(addresses):
             file = own.memory if i == place else own.open(address, address.memory, os.O_RDWR)
-            self.memory.append(memoryview(mmap.mmap(file, address.nbytes)))
-        self.slots = own.nbytes // slot_bytes
-        """Of this rank; others may have more or fewer."""
-        self._slot_bytes = slot_bytes
+            self.memory.append(memoryview(mmap.mmap(file, address.slots * address.slot_bytes)))
+        self._sizes = [(address.slots, address.slot_bytes) for address in addresses]
+        self.slots = own.slots
+        """Of this rank; others may have more or fewer, or larger ones."""
         self._calls = ([0] * len(addresses), [0] * len(addresses))
         self._poll = select.poll()
         self._poll.register(self._pipe, select.POLLIN)
 
     def call(self, what: int) -> None:
-        """Tell all others that this rank has filled its next slot, or taken from all slots of the next round."""
+        """Tell all others that this rank has filled its next slot, or taken from all slots of the next round.
+
+        Who has filled slot n has taken from all slots of the rounds before n: that need not be told.
+        """
         message = _CALL.pack(what, self.place)
-        self._calls[what][self.place] += 1
+        self._heard(what, self.place)
         for place, end in enumerate(self._ends):
             if place != self.place:
                 self._send(place, end, message)
@@ -135,9 +137,9 @@ class Host:
 
     def slot(self, place: int, turn: int) -> memoryview:
         """The memory that a rank fills in its turn, again and again one of its few slots."""
-        memory = self.memory[place]
-        start = turn % (len(memory) // self._slot_bytes) * self._slot_bytes
-        return memory[start : start + self._slot_bytes]
+        slots, slot_bytes = self._sizes[place]
+        start = turn % slots * slot_bytes
+        return self.memory[place][start : start + slot_bytes]
 
     def taken(self) -> int:
         """How many rounds all ranks are known to be through."""
@@ -166,7 +168,12 @@ class Host:
                 )
             return
         for what, place in _CALL.iter_unpack(os.read(self._pipe, _CALL.size * 1024)):
-            self._calls[what][place] += 1
+            self._heard(what, place)
+
+    def _heard(self, what: int, place: int) -> None:
+        self._calls[what][place] += 1
+        if what == FILLED:
+            self._calls[TAKEN][place] = max(self._calls[TAKEN][place], self._calls[FILLED][place] - 1)
 
     def _lost(self, error: OSError) -> None:
         until = time.monotonic() + _VERDICT_S

@@ -8,6 +8,7 @@ So a byte that several ranks need, or a page of which each needs a part, comes f
 
 from __future__ import annotations
 
+import mmap
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -16,13 +17,13 @@ from dataclasses import dataclass
 import msgspec
 
 from reshard.execute.host import FILLED, TAKEN, Address, Host, Own
-from reshard.execute.pieces import SLOT_BYTES, Check, Done, cut, fetch, in_file, take
+from reshard.execute.pieces import Check, Done, cut, fetch, in_file, slot_bytes, take
 from reshard.execute.reading import Copy, merged, spans_by_file
-from reshard.execute.segments import SEGMENT_BYTES, Segment, Touched, share_out, touch_us_per_mib
+from reshard.execute.segments import Segment, Touched, share_out, touch_us_per_mib
 from reshard.formats.source import FileSource
 from reshard.group import Group
 
-__all__ = ["HostReading", "own_bytes"]
+__all__ = ["HostReading", "own_slots"]
 
 LOCAL_SLOTS, REMOTE_SLOTS = 2, 8
 """Slots of a rank: some are filled while the others still take from those before; more where requests take long."""
@@ -68,7 +69,7 @@ class HostReading:
             return cls(None, 0, (), {}, list(copies), places)
         addresses, ranks = [hellos[i].address for i in places], [group.ranks[i] for i in places]
         try:
-            host = Host(own, addresses, ranks, places.index(group.rank), group, SLOT_BYTES)
+            host = Host(own, addresses, ranks, places.index(group.rank), group)
         except OSError:  # a sandbox that does not let one process open what belongs to another
             return cls(None, 0, (), {}, list(copies), places, refused=True)
         return cls._of(host, copies, {source.label: source for source, _ in shareable}, lists, places)
@@ -92,20 +93,20 @@ class HostReading:
         by_file: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         for reader, segments in enumerate(lists):
             for turn, segment in enumerate(segments):
-                by_file[segment.label][segment.start // SEGMENT_BYTES] = (reader, turn)
+                by_file[segment.label][segment.number] = (reader, turn)
         takes: dict[tuple[int, int], list[Copy]] = defaultdict(list)
         rest: list[Copy] = []
         for copy in copies:
             source = _common(copy)
             shared = by_file.get(source.label) if source is not None else None
-            if shared is None or not copy.place.window.numel:
+            if source is None or shared is None or not copy.place.window.numel:
                 rest.append(copy)
                 continue
-            for number, parts in cut(copy):
+            for number, parts in cut(source, copy):
                 if number in shared:
                     takes[shared[number]] += parts
                 else:
-                    rest += [in_file(part, number) for part in parts]
+                    rest += [in_file(source, part, number) for part in parts]
         mine = tuple((files[segment.label], segment) for segment in lists[host.place])
         return cls(host, max(map(len, lists)), mine, dict(takes), rest, places)
 
@@ -145,7 +146,8 @@ class HostReading:
                         nbytes = take(host.slot(reader, turn), parts, piece_bytes)
                         done.received += nbytes if reader != host.place else 0
                         on_bytes(nbytes)
-                host.call(TAKEN)
+                if turn + 1 >= len(self.mine):  # else the call of the next slot says so
+                    host.call(TAKEN)
             host.wait_taken(self.rounds)
         return done
 
@@ -200,7 +202,8 @@ class _Filler:
         self._done.checked += one.checked
 
 
-def own_bytes(copies: Iterable[Copy]) -> int:
-    """Memory that this rank shares with the others of its machine."""
+def own_slots(copies: Iterable[Copy]) -> tuple[int, int]:
+    """How many slots this rank shares with the others of its machine, and of how many bytes."""
     sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
-    return SLOT_BYTES * (REMOTE_SLOTS if any(source.view() is None for source in sources) else LOCAL_SLOTS)
+    remote = any(source.view() is None for source in sources)
+    return REMOTE_SLOTS if remote else LOCAL_SLOTS, max(map(slot_bytes, sources), default=mmap.PAGESIZE)

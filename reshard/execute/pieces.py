@@ -11,17 +11,15 @@ from planners.box import Box
 from planners.byteruns import Window
 from reshard.errors import DamagedCheckpointError
 from reshard.execute.reading import Copy, Staged, in_pieces
-from reshard.execute.segments import SEGMENT_BYTES
+from reshard.execute.segments import segment_bytes
 from reshard.formats.base import Place
 from reshard.formats.copying import copy_view
 from reshard.formats.source import BytesSource, FileSource
 
-__all__ = ["SLOT_BYTES", "Check", "Done", "cut", "fetch", "in_file", "take"]
+__all__ = ["Check", "Done", "cut", "fetch", "in_file", "slot_bytes", "take"]
 
 _TAIL_BYTES = 64
 """Beyond its end a segment is read so much further: an element that begins in it may end there."""
-SLOT_BYTES = SEGMENT_BYTES + 4096
-"""Memory for a segment and its tail."""
 
 Check = Callable[[FileSource, int, memoryview], int]
 """Compares bytes of a file, from a position on, with checksums, as far as there are some of just such bytes; returns of
@@ -39,21 +37,27 @@ class Done:
     received: int = 0
 
 
-def cut(copy: Copy) -> Iterator[tuple[int, list[Copy]]]:
-    """By number of the segment: the parts of a copy that begin in it, their windows counted from its start."""
-    window = copy.place.window
-    first, offset = divmod(window.offset, SEGMENT_BYTES)
-    for number, parts in enumerate(_cuts(replace(window, offset=offset))):
+def slot_bytes(source: FileSource) -> int:
+    """Memory for a segment and its tail: whole pages."""
+    return segment_bytes(source) + 4096
+
+
+def cut(source: FileSource, copy: Copy) -> Iterator[tuple[int, list[Copy]]]:
+    """By number of the segment of `source`, the copy's file: the parts of the copy that begin in it, their windows
+    counted from its start."""
+    window, size = copy.place.window, segment_bytes(source)
+    first, offset = divmod(window.offset, size)
+    for number, parts in enumerate(_cuts(Window(offset, window.sizes, window.strides, window.itemsize), size)):
         if parts:
             yield first + number, [_part(copy, box, part) for box, part in parts]
 
 
 @lru_cache(maxsize=1024)  # tensors of the same shape that lie alike in their segments are cut alike
-def _cuts(window: Window) -> list[list[tuple[Box, Window]]]:
-    """By segment: the boxes of a window that begin in it, and where they lie, counted from its start."""
+def _cuts(window: Window, size: int) -> list[list[tuple[Box, Window]]]:
+    """By segment of `size` bytes: the boxes of a window that begin in it, and where they lie, from its start."""
     out = []
-    for start in range(0, window.stop, SEGMENT_BYTES):
-        parts = [(box, window.crop(box)) for box in window.within(start, start + SEGMENT_BYTES)]
+    for start in range(0, window.stop, size):
+        parts = [(box, window.crop(box)) for box in window.within(start, start + size)]
         out.append([(box, replace(part, offset=part.offset - start)) for box, part in parts])
     return out
 
@@ -63,10 +67,11 @@ def _part(copy: Copy, box: Box, window: Window) -> Copy:
     return Copy(copy.item, copy.place.with_window(window), copy.out[index])
 
 
-def in_file(part: Copy, number: int) -> Copy:
-    """A part whose window counts from the start of the file again."""
+def in_file(source: FileSource, part: Copy, number: int) -> Copy:
+    """A part of segment `number`, whose window counts from the start of the file again."""
     window = part.place.window
-    return replace(part, place=part.place.with_window(replace(window, offset=window.offset + number * SEGMENT_BYTES)))
+    start = number * segment_bytes(source)
+    return replace(part, place=part.place.with_window(replace(window, offset=window.offset + start)))
 
 
 def fetch(source: FileSource, start: int, stop: int, slot: memoryview, check: Check | None, done: Done) -> None:
@@ -87,10 +92,11 @@ def take(view: memoryview, parts: Iterable[Copy], piece_bytes: int) -> int:
     """Copy what was fetched into its targets; returns the bytes. `piece_bytes`: for what is staged on its way."""
     taken = 0
     for part in parts:
-        for place, out in in_pieces(part, piece_bytes):
-            if isinstance(out, Staged):
+        if isinstance(part.out, Staged):
+            for place, out in in_pieces(part, piece_bytes):
+                assert isinstance(out, Staged)
                 out.fill(Place(BytesSource(view), place.window, place.conjugate), piece_bytes)
-            else:
-                copy_view(view, place, out)
+        else:
+            copy_view(view, part.place, part.out)
         taken += part.place.window.nbytes
     return taken

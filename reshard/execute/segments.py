@@ -26,10 +26,12 @@ import numpy.typing as npt
 from planners.byteruns import Window
 from reshard.formats.source import FileSource
 
-__all__ = ["SEGMENT_BYTES", "Segment", "Touched", "share_out", "touch_us_per_mib"]
+__all__ = ["LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "Segment", "Touched", "segment_bytes", "share_out"]
+__all__ += ["touch_us_per_mib"]
 
-SEGMENT_BYTES = 2 << 20
-"""A multiple of the block of checksums, so that whoever reads a segment can check it."""
+LOCAL_SEGMENT_BYTES, REMOTE_SEGMENT_BYTES = 1 << 20, 2 << 20
+"""Multiples of the block of checksums, so that whoever reads a segment can check it. Memory for small ones stays in the
+caches; an object store is asked for more at once."""
 MIN_SAVED_BYTES = 16 << 20
 """Sharing takes a few milliseconds to set up; with less to save each rank reads for itself."""
 READ_US_PER_MIB = 150.0
@@ -38,11 +40,15 @@ _MIN_SHARERS = 2
 _SAMPLES = 3
 _MAX_SPANS = 4096
 
-Counts = npt.NDArray[np.uint32]
+
+def segment_bytes(source: FileSource) -> int:
+    """The size of the segments of a file; its last one may be shorter."""
+    return REMOTE_SEGMENT_BYTES if source.view() is None else LOCAL_SEGMENT_BYTES
 
 
 class _File(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
+    segment_bytes: int
     first: int
     """The first segment that is touched; of it and those behind it we have numbers."""
     touched: bytes
@@ -58,17 +64,19 @@ class Touched:
     @classmethod
     def of(cls, windows: Iterable[tuple[FileSource, Window]]) -> Touched:
         """By all that is read of each file."""
-        counts: dict[str, tuple[int, npt.NDArray[np.int64]]] = {}
+        counts: dict[str, tuple[int, int, npt.NDArray[np.int64]]] = {}
         for source, window in windows:
             if source.label not in counts:
-                counts[source.label] = source.nbytes, np.zeros(-(-source.nbytes // SEGMENT_BYTES), np.int64)
-            touch(counts[source.label][1], window, source.nbytes, max(source.max_gap_bytes, 1))
+                size = segment_bytes(source)
+                counts[source.label] = source.nbytes, size, np.zeros(-(-source.nbytes // size), np.int64)
+            nbytes, size, all_counts = counts[source.label]
+            touch(all_counts, size, window, nbytes, max(source.max_gap_bytes, 1))
         files = {}
-        for label, (nbytes, all_counts) in counts.items():
+        for label, (nbytes, size, all_counts) in counts.items():
             used = np.flatnonzero(all_counts)
             if len(used):
-                some = np.minimum(all_counts[used[0] : used[-1] + 1], SEGMENT_BYTES)
-                files[label] = _File(nbytes, int(used[0]), some.astype("<u4").tobytes())
+                some = np.minimum(all_counts[used[0] : used[-1] + 1], size)
+                files[label] = _File(nbytes, size, int(used[0]), some.astype("<u4").tobytes())
         return cls(files)
 
     def encode(self) -> bytes:
@@ -86,6 +94,7 @@ class Segment:
     """Bytes [start, stop) of a file, which one rank reads for all."""
 
     label: str
+    number: int
     start: int
     stop: int
 
@@ -100,26 +109,26 @@ def share_out(ranks: Sequence[Touched], touch_us: float = math.inf) -> tuple[tup
         ranks: those of one machine, in an order that all of them know.
         touch_us: what touching a MiB costs a rank that reads for itself, in microseconds; see `touch_us_per_mib`.
     """
-    shared: list[tuple[str, int, npt.NDArray[np.bool_], npt.NDArray[np.intp]]] = []
+    shared: list[tuple[str, _File, npt.NDArray[np.bool_], npt.NDArray[np.intp]]] = []
     touched = read = 0
     for label in sorted({label for rank in ranks for label in rank.files}):
         table = _table(label, ranks)
-        nbytes = max(rank.files[label].nbytes for rank in ranks if label in rank.files)
-        lengths = np.minimum(SEGMENT_BYTES, nbytes - np.arange(table.shape[1]) * SEGMENT_BYTES)
+        file = next(rank.files[label] for rank in ranks if label in rank.files)
+        lengths = np.minimum(file.segment_bytes, file.nbytes - np.arange(table.shape[1]) * file.segment_bytes)
         total, sharers = table.sum(axis=0), (table > 0).sum(axis=0)
         chosen = np.flatnonzero((total >= _MIN_SHARERS * lengths) & (sharers >= _MIN_SHARERS))
         touched, read = touched + int(total[chosen].sum()), read + int(lengths[chosen].sum())
-        shared.append((label, nbytes, table > 0, chosen))
+        shared.append((label, file, table > 0, chosen))
     out: list[list[Segment]] = [[] for _ in ranks]
     if touched - read >= MIN_SAVED_BYTES and touched * touch_us >= read * READ_US_PER_MIB:
-        for label, nbytes, touches, chosen in shared:
+        for label, file, touches, chosen in shared:
             groups: dict[bytes, Iterator[int]] = {}  # the ranks that touch the same segments take turns
             for i, who in zip(chosen.tolist(), touches.T[chosen]):
                 key = who.tobytes()
                 if key not in groups:
                     groups[key] = itertools.cycle(sorted(np.flatnonzero(who).tolist(), key=lambda r: len(out[r])))
-                reader = next(groups[key])
-                out[reader].append(Segment(label, i * SEGMENT_BYTES, min((i + 1) * SEGMENT_BYTES, nbytes)))
+                start, reader = i * file.segment_bytes, next(groups[key])
+                out[reader].append(Segment(label, i, start, min(start + file.segment_bytes, file.nbytes)))
     return tuple(map(tuple, out))
 
 
@@ -133,7 +142,7 @@ def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:
     found: list[float] = []
     for source, window in itertools.islice(windows, _SAMPLES):
         start = window.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        length = min(SEGMENT_BYTES, source.nbytes - start)
+        length = min(LOCAL_SEGMENT_BYTES, source.nbytes - start)
         if source.view() is None:
             return math.inf
         began = time.thread_time()
@@ -155,8 +164,8 @@ def _table(label: str, ranks: Sequence[Touched]) -> npt.NDArray[np.int64]:
     return table
 
 
-def touch(counts: npt.NDArray[np.int64], window: Window, nbytes: int, grain_bytes: int) -> None:
-    """Add what reading `window` of a file of `nbytes` touches to the counts of its segments.
+def touch(counts: npt.NDArray[np.int64], size: int, window: Window, nbytes: int, grain_bytes: int) -> None:
+    """Add what reading `window` of a file of `nbytes` touches to the counts of its segments of `size` bytes.
 
     Runs with gaps smaller than the grain touch everything between them; of those with larger ones, if they are close
     together for a segment, each segment is given its share.
@@ -166,7 +175,7 @@ def touch(counts: npt.NDArray[np.int64], window: Window, nbytes: int, grain_byte
         return
     dims = sorted(zip(runs.strides, runs.counts), reverse=True)
     reach, share = runs.run_bytes, 1.0
-    while dims and (dims[-1][0] < SEGMENT_BYTES or math.prod(count for _, count in dims) > _MAX_SPANS):
+    while dims and (dims[-1][0] < size or math.prod(count for _, count in dims) > _MAX_SPANS):
         stride, count = dims.pop()
         if stride - reach >= grain_bytes:
             share *= min(1.0, -(-reach // grain_bytes) * grain_bytes / stride)
@@ -174,10 +183,10 @@ def touch(counts: npt.NDArray[np.int64], window: Window, nbytes: int, grain_byte
     starts = [runs.offset]
     for stride, count in dims:
         starts = [start + i * stride for start in starts for i in range(count)]
-    full = int(SEGMENT_BYTES * share)
+    full = int(size * share)
     for start in starts:
         start, stop = start // grain_bytes * grain_bytes, min(-(-(start + reach) // grain_bytes) * grain_bytes, nbytes)
-        first, last = start // SEGMENT_BYTES, (stop - 1) // SEGMENT_BYTES
+        first, last = start // size, (stop - 1) // size
         counts[first : last + 1] += full
-        counts[first] -= int((start - first * SEGMENT_BYTES) * share)
-        counts[last] -= int(((last + 1) * SEGMENT_BYTES - stop) * share)
+        counts[first] -= int((start - first * size) * share)
+        counts[last] -= int(((last + 1) * size - stop) * share)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from threading import Lock
 
 from reshard.execute.integrity import MAX_EXTRA_SHARE, SMALL_FILE_BYTES
-from reshard.execute.pieces import SLOT_BYTES, Check, Done, cut, fetch, in_file, take
+from reshard.execute.pieces import Check, Done, cut, fetch, in_file, slot_bytes, take
 from reshard.execute.reading import Copy
-from reshard.execute.segments import SEGMENT_BYTES
+from reshard.execute.segments import segment_bytes
 from reshard.formats.source import FileSource
 
 __all__ = ["SoloReading"]
@@ -50,7 +50,7 @@ class SoloReading:
         for copy in copies:
             source = copy.place.source
             if isinstance(source, FileSource) and source.view() is None and copy.place.window.numel:
-                for number, parts in cut(copy):
+                for number, parts in cut(source, copy):
                     wanted[source, number] += parts
             else:
                 rest.append(copy)
@@ -60,19 +60,19 @@ class SoloReading:
             if stretch.stop - stretch.start <= _MAX_READ_SHARE * sum(part.place.window.nbytes for part in parts):
                 stretches.append(stretch)
             else:
-                rest += [in_file(part, number) for part in parts]
+                rest += [in_file(source, part, number) for part in parts]
         return cls(sorted(stretches, key=lambda s: (s.source.label, s.start)), rest)
 
     def run(self, *, requests: int, piece_bytes: int, check: Check | None, on_bytes: Callable[[int], None]) -> Done:
-        """Read, check and copy everything, with `requests` of SLOT_BYTES of memory each under way at a time.
+        """Read, check and copy everything, with `requests`, each with memory for a segment, under way at a time.
 
         Raises DamagedCheckpointError: targets may be partly written then.
         """
         lock, total = Lock(), Done()
 
         def work(stretch: _Stretch) -> None:
-            done, at = Done(), stretch.start - stretch.number * SEGMENT_BYTES
-            slot = memoryview(bytearray(SLOT_BYTES))
+            done, at = Done(), stretch.start - stretch.number * segment_bytes(stretch.source)
+            slot = memoryview(bytearray(slot_bytes(stretch.source)))
             fetch(stretch.source, stretch.start, stretch.stop, slot[at:], check, done)
             taken = take(slot, stretch.parts, piece_bytes)
             with lock:
@@ -94,8 +94,9 @@ class SoloReading:
 def _stretch(source: FileSource, number: int, parts: list[Copy]) -> _Stretch:
     """From the first byte that is wanted to the last; or all of the segment, so that it can be checked, where that is
     hardly more, or the file is small."""
-    base = number * SEGMENT_BYTES
-    end = min(base + SEGMENT_BYTES, source.nbytes)
+    size = segment_bytes(source)
+    base = number * size
+    end = min(base + size, source.nbytes)
     start = base + min(part.place.window.offset for part in parts)
     stop = min(base + max(part.place.window.stop for part in parts), end)
     room = source.nbytes if source.nbytes <= SMALL_FILE_BYTES else int((stop - start) * MAX_EXTRA_SHARE)

@@ -21,8 +21,8 @@ import reshard
 from planners.byteruns import Window
 from reshard.errors import DamagedCheckpointError, RankFailedError
 from reshard.execute import host, host_reading, segments
-from reshard.execute.pieces import SLOT_BYTES, _cuts
-from reshard.execute.segments import SEGMENT_BYTES as SIZE
+from reshard.execute.pieces import _cuts
+from reshard.execute.segments import LOCAL_SEGMENT_BYTES as SIZE
 from reshard.execute.segments import Segment, Touched, share_out, touch
 from reshard.formats.source import FileSource
 from reshard.group import Group
@@ -32,7 +32,7 @@ from tests import gloo
 
 def touched(window: Window, nbytes: int, grain: int = 4096) -> list[int]:
     counts = np.zeros(-(-nbytes // SIZE), np.int64)
-    touch(counts, window, nbytes, grain)
+    touch(counts, SIZE, window, nbytes, grain)
     return counts.tolist()
 
 
@@ -57,7 +57,9 @@ def test_far_apart_runs_touch_only_the_segments_they_are_in():
 
 
 def said(**files: list[int]) -> Touched:
-    return Touched({name: segments._File(len(c) * SIZE, 0, np.array(c, "<u4").tobytes()) for name, c in files.items()})
+    return Touched(
+        {name: segments._File(len(c) * SIZE, SIZE, 0, np.array(c, "<u4").tobytes()) for name, c in files.items()}
+    )
 
 
 def test_what_all_touch_is_read_in_turns_and_what_one_touches_by_itself():
@@ -68,7 +70,7 @@ def test_what_all_touch_is_read_in_turns_and_what_one_touches_by_itself():
 
     assert sorted(s.start // SIZE for its in lists for s in its) == list(range(n))
     assert [len(its) for its in lists] == [8, 8, 8]
-    assert all(s == Segment("a", s.start, s.start + SIZE) for its in lists for s in its)
+    assert all(s == Segment("a", s.start // SIZE, s.start, s.start + SIZE) for its in lists for s in its)
     assert share_out([said(a=[SIZE] * n), said(b=[SIZE] * n)]) == ((), ())
     assert share_out([said(a=[SIZE] * n)] * 2 + [said()])[2] == ()
 
@@ -93,8 +95,8 @@ def test_touching_is_measured_where_it_can_be(tmp_path):
 
 
 def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
-    rank = Touched({"a": segments._File(9 * SIZE + 5, 1, np.array([SIZE] * 8 + [5], "<u4").tobytes())})
-    lists = share_out([rank, rank])
+    rank = Touched({"a": segments._File(9 * SIZE + 5, SIZE, 1, np.array([SIZE] * 8 + [5], "<u4").tobytes())})
+    lists = share_out([rank] * 4)
     last = max((s for its in lists for s in its), key=lambda s: s.start)
     assert (last.start, last.stop) == (9 * SIZE, 9 * SIZE + 5)
 
@@ -110,7 +112,7 @@ def test_what_a_rank_says_survives_the_wire():
 def test_the_cuts_of_a_window_are_its_elements_by_segment():
     window = Window(SIZE - 3, (5, 40), (SIZE // 2 + 7, 8), 8)  # an element lies across the end of the first segment
     seen = np.zeros((5, 40), int)
-    for number, pieces in enumerate(_cuts(window)):
+    for number, pieces in enumerate(_cuts(window, SIZE)):
         for box, part in pieces:
             seen[box.slices] += 1
             assert 0 <= part.offset < SIZE
@@ -301,10 +303,10 @@ def test_a_rank_that_dies_while_others_wait_for_its_share_ends_the_load(tmp_path
 def hasty_job(rounds: int) -> int:
     """Ranks that take nothing are through all rounds long before the one that is busy listens."""
     group = Group()
-    with group.together("rounds", deadline_s=60), host.Own(SLOT_BYTES) as own:
+    with group.together("rounds", deadline_s=60), host.Own(1, 4096) as own:
         fcntl.fcntl(own.pipe, fcntl.F_SETPIPE_SZ, 4096)
         addresses = [pickle.loads(data) for data in group.exchange(pickle.dumps(own.address))]
-        all_of_us = host.Host(own, addresses, group.ranks, group.rank, group, SLOT_BYTES)
+        all_of_us = host.Host(own, addresses, group.ranks, group.rank, group)
         group.barrier()
         if group.rank == 0:
             time.sleep(0.3)

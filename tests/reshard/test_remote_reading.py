@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 import reshard
 from reshard.errors import DamagedCheckpointError
 from reshard.execute.reading import Staged
-from reshard.execute.segments import SEGMENT_BYTES as SIZE
+from reshard.execute.segments import REMOTE_SEGMENT_BYTES as SIZE
 from reshard.formats.base import Place
 from reshard.storage import LocalStorage
 from tests import gloo
