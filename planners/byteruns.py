@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import mul
+from operator import le, mul
 
 from planners.box import Box
 from planners.dims import rearranged
@@ -71,9 +71,10 @@ class Window:
 
     def crop(self, box: Box) -> Window:
         """The window of `box`, given in this window's own coordinates. Raises PlanError if it lies outside."""
-        if not Box.of((0,) * len(self.sizes), self.sizes).contains(box):
+        empty = box.is_empty
+        if len(box.sizes) != len(self.sizes) or not (empty or all(map(le, box.stops, self.sizes))):
             raise PlanError(f"{box} lies outside a window of sizes {self.sizes}")
-        if box.is_empty:
+        if empty:
             return Window(self.offset, box.sizes, self.strides, self.itemsize)
         start = self.offset + sum(map(mul, box.offsets, self.strides))
         return Window(start, box.sizes, self.strides, self.itemsize)

@@ -163,6 +163,9 @@ class Deal:
         counted from its first."""
         row = slice(int(self.chunks.indptr[chunk]), int(self.chunks.indptr[chunk + 1]))
         units = int(self.units[chunk])
+        if row.stop - row.start == 1:  # it has one holder
+            yield int(self.ranks[row.start]), 0, units
+            return
         ends, ranks, begin = self.ends[row], self.ranks[row], tensor * units
         entry = int(np.searchsorted(ends, begin, side="right"))
         at = begin

@@ -126,7 +126,7 @@ class HostReading:
         Args:
             piece_bytes: for what is staged on its way to another dtype or device.
             check: for each segment that this rank reads.
-            on_bytes: called with the bytes of each piece; raises if another rank has failed.
+            on_bytes: called with the bytes of each round; raises if another rank has failed.
 
         Raises DamagedCheckpointError if a segment is damaged: targets may be partly written then.
         """
@@ -139,13 +139,15 @@ class HostReading:
                 if turn < len(self.mine):
                     filler.fill(turn)
                     host.call(FILLED)
+                taken = 0
                 for reader in ((host.place + i) % ranks for i in range(ranks)):
                     parts = self.takes.get((reader, turn))
                     if parts:
                         host.wait_filled(reader, turn + 1)
                         nbytes = take(host.slot(reader, turn), parts, piece_bytes)
                         done.received += nbytes if reader != host.place else 0
-                        on_bytes(nbytes)
+                        taken += nbytes
+                on_bytes(taken)
                 if turn + 1 >= len(self.mine):  # else the call of the next slot says so
                     host.call(TAKEN)
             host.wait_taken(self.rounds)
