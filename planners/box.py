@@ -128,7 +128,7 @@ class Box:
 
     def _at(self, offsets: tuple[int, ...]) -> Box:
         if min(offsets, default=0) < 0:
-            raise PlanError(f"{self} cannot begin at {offsets}, which is below 0")
+            raise PlanError(f"offsets of a box must be >= 0, but {self} would begin at {offsets}")
         return Box.of(offsets, self.sizes)
 
     def _same_ndim(self, other: Box) -> None:
