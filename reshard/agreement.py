@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -128,14 +129,16 @@ def _join(key: str, rows: list[tuple[TensorSpec, Form | None, list[int]]], every
     if None in forms:
         if len(forms) > 1:
             raise LayoutError(f"tensor {key!r} is sharded on some ranks and plain on others")
-        return TensorLayout.of(spec, ProductForm.make(_line(holders), (Replicate(),)))
+        return TensorLayout.of(spec, _copies(tuple(holders)))
     sharded = [form for form in forms if form is not None]
     form = sharded[0] if len(sharded) == 1 else _stack(key, sharded)
     return TensorLayout.of(spec, _only(form, spec, everyone))
 
 
-def _line(ranks: list[int]) -> Mesh:
-    return Mesh({"world": len(ranks)}, ranks)
+@lru_cache(maxsize=256)
+def _copies(ranks: tuple[int, ...]) -> ProductForm:
+    """A copy on each of the ranks; the same for all plain tensors of a job."""
+    return ProductForm.make(Mesh({"world": len(ranks)}, ranks), (Replicate(),))
 
 
 def _stack(key: str, forms: list[Form]) -> Form:
