@@ -23,6 +23,7 @@ from reshard.agreement import Described, describe, format_some_ranks, gather_dis
 from reshard.errors import FormatError, KeyMismatchError, LayoutError
 from reshard.execute.arrays import as_array, row_major_bytes
 from reshard.group import Group
+from reshard.nests import check_nests
 from reshard.per_rank import PerRank
 from reshard.subclasses import expanded
 from reshard.tensors import device_of, form_of, identity_of, is_sharded, is_tensor, local_tensors, spec_of
@@ -277,6 +278,8 @@ def _merge(
                 raise KeyMismatchError(f"the key {key!r} stands for different places of the state on different ranks")
         for path, kind in description.containers:
             containers.setdefault(str(path), (path, kind))
+    if len(distinct) > 1:
+        check_nests((d.paths, d.containers, {*d.tensors.tensors, *d.per_rank}) for d, _ in distinct.values())
     world = max(of_rank) + 1
     aliases = join_aliases((d.tensors.tensors, d.aliases, d.empty) for d, _ in distinct.values())
     tensors = dict(join_layouts(((d.tensors, ranks) for d, ranks in distinct.values()), skip=aliases))
