@@ -102,7 +102,7 @@ class Fetch:
             self.group.barrier()
             return
         offered = self._host
-        self._host, refused = offered.confirmed(self.copies, self.group)
+        self._host, refused = offered.confirmed(self.group)
         if refused:
             if self._host is not offered:  # what another rank was to check while reading it for this one
                 self._check(lambda _: self.group.check())

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import mmap
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from reshard.execute.host import FILLED, TAKEN, Address, Host, Own
 from reshard.execute.pieces import Check, Done, cut, fetch, in_file, slot_bytes, take
-from reshard.execute.reading import Copy, merged, spans_by_file
+from reshard.execute.reading import Copy, merged, spans_by_file, without
 from reshard.execute.segments import Segment, Touched, share_out, touch_us_per_mib
 from reshard.formats.source import FileSource
 from reshard.group import Group
@@ -48,6 +48,12 @@ class HostReading:
     rest: list[Copy]
     places: list[int]
     """Of the ranks of this machine in the group."""
+    checks: tuple[tuple[FileSource, Segment], ...] = ()
+    """What every rank reads for itself, and this one checks for all."""
+    left: Mapping[FileSource, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    """What others check for this one, by file, in order."""
+    otherwise: HostReading | None = None
+    """Each for itself, if some rank cannot take part."""
     refused: bool = False
     """Whether there is something to share, but this process may not open what belongs to the others."""
 
@@ -64,22 +70,39 @@ class HostReading:
         hellos = [msgspec.msgpack.decode(data, type=_Hello) for data in group.exchange(msgspec.msgpack.encode(hello))]
         places = [i for i, other in enumerate(hellos) if other.address.machine == own.machine and own.machine]
         touch_us = min((hellos[i].touch_us for i in places if hellos[i].touch_us), default=0.0)
-        lists = share_out([Touched.decode(hellos[i].touched) for i in places], touch_us)
-        if not any(lists):
-            return cls(None, 0, (), {}, list(copies), places)
+        duties = share_out([Touched.decode(hellos[i].touched) for i in places], touch_us)
+        files = {source.label: source for source, _ in shareable}
+        place = places.index(group.rank) if places else 0
+        alone = cls(None, 0, (), {}, list(copies), places)._checking(
+            place, files, [(*one.reads, *one.checks) for one in duties]
+        )
+        if not any(one.reads for one in duties):
+            return alone
         addresses, ranks = [hellos[i].address for i in places], [group.ranks[i] for i in places]
         try:
-            host = Host(own, addresses, ranks, places.index(group.rank), group)
+            host = Host(own, addresses, ranks, place, group)
         except OSError:  # a sandbox that does not let one process open what belongs to another
-            return cls(None, 0, (), {}, list(copies), places, refused=True)
-        return cls._of(host, copies, {source.label: source for source, _ in shareable}, lists, places)
+            return replace(alone, refused=True)
+        shared = cls._of(host, copies, files, [one.reads for one in duties], places)
+        return replace(shared._checking(place, files, [one.checks for one in duties]), otherwise=alone)
 
-    def confirmed(self, copies: Sequence[Copy], group: Group) -> tuple[HostReading, bool]:
+    def _checking(self, place: int, files: Mapping[str, FileSource], lists: Sequence[Sequence[Segment]]) -> HostReading:
+        """The same, where the rank at each place checks a list of segments for all."""
+        checks, left = [], defaultdict(list)
+        for i, segments in enumerate(lists):
+            for source, segment in ((files[s.label], s) for s in segments if s.label in files):
+                if i == place:
+                    checks.append((source, segment))
+                else:
+                    left[source].append((segment.start, segment.stop))
+        return replace(self, checks=tuple(checks), left={source: merged(ranges) for source, ranges in left.items()})
+
+    def confirmed(self, group: Group) -> tuple[HostReading, bool]:
         """Collective, and a barrier: itself if all ranks of this machine can take part, else each reads for itself;
         and whether a rank of any machine cannot, which all ranks are told alike."""
         refusals = group.exchange(b"refused" if self.refused else b"")
         mine = any(refusals[i] for i in self.places)
-        return HostReading(None, 0, (), {}, list(copies), self.places) if mine else self, any(refusals)
+        return (self.otherwise or self) if mine else self, any(refusals)
 
     @classmethod
     def _of(
@@ -111,10 +134,14 @@ class HostReading:
         return cls(host, max(map(len, lists)), mine, dict(takes), rest, places)
 
     def spans_to_check(self, copies: Iterable[Copy]) -> dict[FileSource, list[tuple[int, int]]]:
-        """Of what this rank reads without gaps, what it had better compare with checksums before anybody writes: all
-        that it reads for itself, and of the segments that are read for all those that it reads."""
+        """What this rank had better compare with checksums before anybody writes: all that it reads for itself without
+        gaps and no other rank checks, what it checks for all, and of the segments that it reads for all those that it
+        wants whole."""
         spans = spans_by_file(self.rest)
         whole = spans_by_file(copies)
+        spans = {source: without(ranges, self.left.get(source, ())) for source, ranges in spans.items()}
+        for source, segment in self.checks:
+            spans.setdefault(source, []).append((segment.start, segment.stop))
         for source, segment in self.mine:
             if any(start <= segment.start and segment.stop <= stop for start, stop in whole.get(source, ())):
                 spans.setdefault(source, []).append((segment.start, segment.stop))

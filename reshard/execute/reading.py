@@ -21,6 +21,7 @@ from reshard.formats.copying import MAX_BUFFER_BYTES, copy_place, empty
 from reshard.formats.source import FileSource, Source
 
 __all__ = ["Copy", "Staged", "Workspace", "find_copies", "in_pieces", "merged", "run_copies", "spans_by_file"]
+__all__ += ["without"]
 
 Array = npt.NDArray[Any]
 
@@ -211,5 +212,23 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         if out and start <= out[-1][1]:
             out[-1] = out[-1][0], max(out[-1][1], stop)
         elif stop > start:
+            out.append((start, stop))
+    return out
+
+
+def without(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What is left of `ranges` outside of `holes`; both are in order, and so is the answer."""
+    out: list[tuple[int, int]] = []
+    at = 0
+    for start, stop in ranges:
+        while at < len(holes) and holes[at][1] <= start:
+            at += 1
+        i = at
+        while i < len(holes) and holes[i][0] < stop:
+            if start < holes[i][0]:
+                out.append((start, holes[i][0]))
+            start = holes[i][1]
+            i += 1
+        if start < stop:
             out.append((start, stop))
     return out

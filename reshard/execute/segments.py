@@ -1,4 +1,4 @@
-"""Which parts of files the ranks of one machine would each read, and which of them one rank had better read for all.
+"""Which parts of files the ranks of one machine would each read, and which of them one rank reads or checks for all.
 
 Files are cut into segments of equal size. A rank says how many bytes of each its reading touches, in the grain in which
 the storage gives them: who wants one column of every row touches every page. From what all ranks of the machine say,
@@ -18,6 +18,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,8 +27,8 @@ import numpy.typing as npt
 from planners.byteruns import Window
 from reshard.formats.source import FileSource
 
-__all__ = ["LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "Segment", "Touched", "segment_bytes", "share_out"]
-__all__ += ["touch_us_per_mib"]
+__all__ = ["LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "Duties", "Segment", "Touched", "segment_bytes"]
+__all__ += ["share_out", "touch_us_per_mib"]
 
 LOCAL_SEGMENT_BYTES, REMOTE_SEGMENT_BYTES = 1 << 20, 2 << 20
 """Multiples of the block of checksums, so that whoever reads a segment can check it. Memory for small ones stays in the
@@ -37,6 +38,8 @@ MIN_SAVED_BYTES = 16 << 20
 READ_US_PER_MIB = 150.0
 """About what it takes to copy a MiB out of the page cache, and to wake those who wait for it."""
 _MIN_SHARERS = 2
+_WHOLE_SHARE = 0.98
+"""So much of a segment is all of it: its first bytes may be a header."""
 _SAMPLES = 3
 _MAX_SPANS = 4096
 
@@ -99,37 +102,56 @@ class Segment:
     stop: int
 
 
-def share_out(ranks: Sequence[Touched], touch_us: float = math.inf) -> tuple[tuple[Segment, ...], ...]:
-    """The segments that each rank reads for all, in the order in which it does; all empty if sharing would not pay.
+class Duties(NamedTuple):
+    """What one rank does for all ranks of its machine."""
 
-    A segment is shared if together the ranks would touch twice as many bytes as it has. Those that touch it take turns
-    in reading.
+    reads: tuple[Segment, ...]
+    """What it reads into shared memory, in this order."""
+    checks: tuple[Segment, ...]
+    """What each rank reads a part of for itself, and this one compares with checksums before any of them does."""
+
+
+def share_out(ranks: Sequence[Touched], touch_us: float = math.inf) -> tuple[Duties, ...]:
+    """Who reads, and who checks, which segments for all; nothing is read for all if that would not pay.
+
+    A segment is read for all if together the ranks would touch twice as many bytes as it has. It is checked for all if
+    together they touch all of it, whoever reads it. Those that touch it take turns.
 
     Args:
         ranks: those of one machine, in an order that all of them know.
         touch_us: what touching a MiB costs a rank that reads for itself, in microseconds; see `touch_us_per_mib`.
     """
-    shared: list[tuple[str, _File, npt.NDArray[np.bool_], npt.NDArray[np.intp]]] = []
+    found: list[tuple[str, _File, npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]] = []
     touched = read = 0
     for label in sorted({label for rank in ranks for label in rank.files}):
         table = _table(label, ranks)
         file = next(rank.files[label] for rank in ranks if label in rank.files)
         lengths = np.minimum(file.segment_bytes, file.nbytes - np.arange(table.shape[1]) * file.segment_bytes)
-        total, sharers = table.sum(axis=0), (table > 0).sum(axis=0)
-        chosen = np.flatnonzero((total >= _MIN_SHARERS * lengths) & (sharers >= _MIN_SHARERS))
-        touched, read = touched + int(total[chosen].sum()), read + int(lengths[chosen].sum())
-        shared.append((label, file, table > 0, chosen))
-    out: list[list[Segment]] = [[] for _ in ranks]
-    if touched - read >= MIN_SAVED_BYTES and touched * touch_us >= read * READ_US_PER_MIB:
-        for label, file, touches, chosen in shared:
-            groups: dict[bytes, Iterator[int]] = {}  # the ranks that touch the same segments take turns
-            for i, who in zip(chosen.tolist(), touches.T[chosen]):
-                key = who.tobytes()
-                if key not in groups:
-                    groups[key] = itertools.cycle(sorted(np.flatnonzero(who).tolist(), key=lambda r: len(out[r])))
-                start, reader = i * file.segment_bytes, next(groups[key])
-                out[reader].append(Segment(label, i, start, min(start + file.segment_bytes, file.nbytes)))
-    return tuple(map(tuple, out))
+        total, together = table.sum(axis=0), (table > 0).sum(axis=0) >= _MIN_SHARERS
+        twice = together & (total >= _MIN_SHARERS * lengths)
+        touched, read = touched + int(total[twice].sum()), read + int(lengths[twice].sum())
+        found.append((label, file, table > 0, together & (total >= _WHOLE_SHARE * lengths), twice))
+    pays = touched - read >= MIN_SAVED_BYTES and touched * touch_us >= read * READ_US_PER_MIB
+    reads: list[list[Segment]] = [[] for _ in ranks]
+    checks: list[list[Segment]] = [[] for _ in ranks]
+    for label, file, touches, whole, twice in found:
+        _deal(reads, label, file, touches, twice & pays)
+        _deal(checks, label, file, touches, whole & ~(twice & pays))
+    return tuple(Duties(tuple(mine), tuple(own)) for mine, own in zip(reads, checks))
+
+
+def _deal(
+    out: list[list[Segment]], label: str, file: _File, touches: npt.NDArray[np.bool_], chosen: npt.NDArray[np.bool_]
+) -> None:
+    """Give the chosen segments of a file to ranks: those that touch the same ones take turns."""
+    groups: dict[bytes, Iterator[int]] = {}
+    numbers = np.flatnonzero(chosen)
+    for i, who in zip(numbers.tolist(), touches.T[numbers]):
+        key = who.tobytes()
+        if key not in groups:
+            groups[key] = itertools.cycle(sorted(np.flatnonzero(who).tolist(), key=lambda r: len(out[r])))
+        start, rank = i * file.segment_bytes, next(groups[key])
+        out[rank].append(Segment(label, i, start, min(start + file.segment_bytes, file.nbytes)))
 
 
 def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:

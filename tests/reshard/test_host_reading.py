@@ -14,6 +14,8 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -22,11 +24,13 @@ from planners.byteruns import Window
 from reshard.errors import DamagedCheckpointError, RankFailedError
 from reshard.execute import host, host_reading, segments
 from reshard.execute.pieces import _cuts
+from reshard.execute.reading import merged, without
 from reshard.execute.segments import LOCAL_SEGMENT_BYTES as SIZE
 from reshard.execute.segments import Segment, Touched, share_out, touch
 from reshard.formats.source import FileSource
 from reshard.group import Group
 from reshard.storage import LocalStorage, MemoryStorage
+from reshard.tensors import local_tensors
 from tests import gloo
 
 
@@ -62,29 +66,55 @@ def said(**files: list[int]) -> Touched:
     )
 
 
+def reads(*ranks: Touched) -> list[tuple[Segment, ...]]:
+    return [one.reads for one in share_out(ranks)]
+
+
 def test_what_all_touch_is_read_in_turns_and_what_one_touches_by_itself():
     n = 24
     rank = said(a=[SIZE] * n)
 
-    lists = share_out([rank, rank, rank])
+    lists = reads(rank, rank, rank)
 
     assert sorted(s.start // SIZE for its in lists for s in its) == list(range(n))
     assert [len(its) for its in lists] == [8, 8, 8]
     assert all(s == Segment("a", s.start // SIZE, s.start, s.start + SIZE) for its in lists for s in its)
-    assert share_out([said(a=[SIZE] * n), said(b=[SIZE] * n)]) == ((), ())
-    assert share_out([said(a=[SIZE] * n)] * 2 + [said()])[2] == ()
+    assert reads(said(a=[SIZE] * n), said(b=[SIZE] * n)) == [(), ()]
+    assert share_out([said(a=[SIZE] * n)] * 2 + [said()])[2] == ((), ())
 
 
 def test_little_is_not_worth_sharing():
-    assert share_out([said(a=[SIZE] * 2)] * 2) == ((), ())
-    assert share_out([said(a=[SIZE // 4] * 40)] * 4) == ((),) * 4  # all together touch no more than there is
+    assert reads(*[said(a=[SIZE] * 2)] * 2) == [(), ()]
+    assert reads(*[said(a=[SIZE // 4] * 40)] * 4) == [()] * 4  # all together touch no more than there is
     assert share_out([]) == ()
 
 
 def test_where_touching_costs_next_to_nothing_each_reads_for_itself():
     ranks = [said(a=[SIZE] * 24)] * 4
-    assert any(share_out(ranks, 110.0))  # small pages
-    assert not any(share_out(ranks, 11.0))  # large folios
+    assert any(one.reads for one in share_out(ranks, 110.0))  # small pages
+    assert not any(one.reads for one in share_out(ranks, 11.0))  # large folios
+
+
+def test_what_each_reads_a_part_of_is_checked_by_one():
+    lists = share_out([said(a=[SIZE // 2] * 6 + [0, SIZE]), said(a=[SIZE // 2] * 5 + [SIZE // 4, SIZE])], 0.0)
+
+    assert [[s.number for s in one.checks] for one in lists] == [[0, 2, 4], [1, 3]]
+    assert not any(one.reads for one in lists)
+    assert [len(one.checks) for one in share_out([said(a=[SIZE] * 24)] * 3, 0.0)] == [8, 8, 8]
+    assert not any(one.checks for one in share_out([said(a=[SIZE] * 24)] * 3))  # who reads it for all checks it
+
+
+ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair)))).map(
+    merged
+)
+
+
+@given(ranges, ranges)
+def test_what_is_without_holes_is_what_lies_outside_of_them(given_, holes):
+    left = without(given_, holes)
+    assert left == sorted(left)
+    bytes_of = lambda spans: [i for start, stop in spans for i in range(start, stop)]  # noqa: E731
+    assert bytes_of(left) == [i for i in bytes_of(given_) if i not in bytes_of(holes)]
 
 
 def test_touching_is_measured_where_it_can_be(tmp_path):
@@ -96,7 +126,7 @@ def test_touching_is_measured_where_it_can_be(tmp_path):
 
 def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
     rank = Touched({"a": segments._File(9 * SIZE + 5, SIZE, 1, np.array([SIZE] * 8 + [5], "<u4").tobytes())})
-    lists = share_out([rank] * 4)
+    lists = reads(*[rank] * 4)
     last = max((s for its in lists for s in its), key=lambda s: s.start)
     assert (last.start, last.stop) == (9 * SIZE, 9 * SIZE + 5)
 
@@ -322,6 +352,61 @@ def test_ranks_may_be_more_rounds_ahead_than_a_pipe_has_room_for():
     assert gloo.run(hasty_job, 3, 5000) == [5000] * 3
 
 
+def outcome(target: dict[str, Any], path: str) -> str:
+    """How a load of damaged files into zeros ends on this rank."""
+    try:
+        reshard.load(target, path)
+        end = "loaded"
+    except RankFailedError:
+        end = "failed"
+    except DamagedCheckpointError:
+        end = "found"
+    touched = any(local_tensors(tensor)[0].any() for tensor in target.values())
+    return f"{end}, {'touched' if touched else 'untouched'}"
+
+
+def damaged_parts_job(path: str, file: str, places: list[int]) -> list[str]:
+    """Every rank wants a part of every segment, and reads it for itself, since touching pages is cheap here."""
+    host_reading.touch_us_per_mib = lambda windows: 0.0
+    mesh = DeviceMesh("cpu", range(4))
+    shapes = {"wide": (ROWS, COLUMNS), "b": (ROWS // 4, 1024)}
+    out = []
+    for at in places:
+        if dist.get_rank() == 0:
+            flip(file, at)
+        dist.barrier()
+        target = {
+            name: distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, [Shard(1)], src_data_rank=None)
+            for (name, shape), dtype in zip(shapes.items(), (torch.float32, torch.bfloat16))
+        }
+        out.append(outcome(target, path))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            flip(file, at)
+    return out
+
+
+def flip(file: str, at: int) -> None:
+    with open(file, "r+b") as data:
+        data.seek(at)
+        byte = data.read(1)[0]
+        data.seek(at)
+        data.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.gloo
+def test_a_flipped_bit_in_what_each_rank_reads_a_part_of_is_found_before_anything_is_written(tmp_path):
+    reshard.save({name: tensors()[name] for name in ("wide", "b")}, tmp_path / "ckpt")
+    (file,) = (tmp_path / "ckpt").rglob("*.safetensors")
+    size = file.stat().st_size
+    places = [20, 5000, SIZE + 1, 3 * SIZE - 1, *range(4 * SIZE, size, 3 * SIZE + 4096), size - 1]
+
+    ranks = gloo.run(damaged_parts_job, 4, str(tmp_path / "ckpt"), str(file), places)
+
+    for ends in zip(*ranks):
+        assert sorted(ends) == ["failed, untouched"] * 3 + ["found, untouched"], dict(zip(places, zip(*ranks)))
+
+
 def unlucky_damaged_job(paths: list[str]) -> list[str]:
     """One rank wants all, the others columns; one of these may not open what belongs to the others."""
     always_share()
@@ -333,13 +418,7 @@ def unlucky_damaged_job(paths: list[str]) -> list[str]:
         target: Any = torch.zeros(ROWS, COLUMNS)
         if dist.get_rank():
             target = distribute_tensor(target, mesh, [Shard(1)], src_data_rank=None)
-        try:
-            reshard.load({"wide": target}, path)
-            out.append("loaded")
-        except RankFailedError as error:
-            out.append(f"failed on {error.rank}")
-        except DamagedCheckpointError:
-            out.append("touched" if target.any() else "untouched")
+        out.append(outcome({"wide": target}, path))
     return out
 
 
@@ -355,5 +434,5 @@ def test_who_reads_for_itself_after_all_checks_first(tmp_path):
 
     ranks = gloo.run(unlucky_damaged_job, 3, [str(path) for path in paths])
 
-    assert ranks[0] == ["untouched"] * 3, ranks
-    assert ranks[1] == ranks[2] == ["failed on 0"] * 3
+    for ends in zip(*ranks):
+        assert sorted(ends) == ["failed, untouched", "failed, untouched", "found, untouched"]
