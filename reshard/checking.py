@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 
 from planners.box import Box
@@ -19,17 +20,19 @@ from planners.save_plan import SavePlan
 from reshard.checkpoint import Checkpoint, LazyTensor
 from reshard.checkpoint import open as open_checkpoint
 from reshard.dtypes import dtype_name
-from reshard.errors import CheckpointError, LayoutError
+from reshard.errors import CheckpointError, FormatError, LayoutError
 from reshard.execute.streaming import windows
 from reshard.fingerprints import Fingerprinter, comparable
+from reshard.formats.base import StoredTensor
 from reshard.formats.native import NativeFacts
 from reshard.formats.source import Files
 from reshard.formats.zip_sums import changed_records
 from reshard.hf_index import index_problem
+from reshard.per_rank import PerRank
 from reshard.progress import Progress
 from reshard.storage.base import Storage
 from reshard.tensors import is_sharded, is_tensor, raw_bytes
-from reshard.tree import flatten, key_of
+from reshard.tree import encode_plain, flatten, key_of
 
 __all__ = ["compare", "verify"]
 
@@ -137,7 +140,8 @@ def compare(
 ) -> Report:
     """Do two checkpoints, or a checkpoint and a state dict, hold the same?
 
-    Names, shapes, dtypes, objects and values are compared; layouts and formats do not matter. Values are compared bit
+    Names, shapes, dtypes, objects and values are compared, also those that are each rank's own; layouts and formats do
+    not matter. Values are compared bit
     by bit (so NaN equals the same NaN, and -0.0 differs from 0.0), or within `atol + rtol * |b|` if either is given.
     Where both sides have fingerprints, values are not read (unless there is a tolerance or `by_fingerprint` is off).
 
@@ -173,31 +177,39 @@ def compare(
                 continue
             findings += _difference(name, x, y, rtol, atol)
     findings += _object_findings(left, right)
+    findings += _own_findings(left, right)
     return Report(f"{left.label} and {right.label}", tuple(findings), len(common))
 
 
 class _Side:
-    """Tensors by name, objects and fingerprints of one of the two."""
+    """Tensors by name, objects, values of each rank by key and rank, and fingerprints of one of the two."""
 
     def __init__(self, source: Any) -> None:
         self.fingerprints: Mapping[str, str] = {}
         self.tensors: Mapping[str, Any]
         self.objects: Mapping[str, Any]
+        self.own: Mapping[str, Mapping[int, Any]]
+        self.is_one_rank_s = False
         if isinstance(source, Mapping) and not isinstance(source, Checkpoint):
-            leaves = flatten(source, is_leaf=lambda v: is_tensor(v) or isinstance(v, LazyTensor)).leaves
+            leaves = flatten(source, is_leaf=lambda v: is_tensor(v) or isinstance(v, LazyTensor | PerRank)).leaves
             values = {key_of(path): value for path, value in leaves.items()}
             sharded = [key for key, value in values.items() if is_sharded(value)]
             if sharded:
                 raise LayoutError(f"{sharded[0]!r} is sharded: compare whole tensors, or checkpoints, or fingerprints")
             self.label = "the state dict"
             self.tensors = {k: v for k, v in values.items() if is_tensor(v) or isinstance(v, LazyTensor)}
-            self.objects = {k: v for k, v in values.items() if k not in self.tensors}
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            self.own = {k: {rank: v.value} for k, v in values.items() if isinstance(v, PerRank)}
+            self.is_one_rank_s = True
+            self.objects = {k: v for k, v in values.items() if k not in self.tensors and k not in self.own}
             return
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         self.label = checkpoint.url
         names = [*checkpoint, *(alias for alias in checkpoint.aliases if alias not in checkpoint.contents.tensors)]
         self.tensors = {name: checkpoint[name] for name in names}
         self.objects = checkpoint.objects
+        own = checkpoint.contents.facts.get("per_rank")
+        self.own = own if isinstance(own, Mapping) else {}
         self.fingerprints = checkpoint.fingerprints or {}
 
 
@@ -211,11 +223,37 @@ def _object_findings(left: _Side, right: _Side) -> Iterator[Finding]:
     yield from (Finding(f"is only in {right.label}", key) for key in right.objects if key not in left.objects)
 
 
+def _own_findings(left: _Side, right: _Side) -> Iterator[Finding]:
+    """What is each rank's own; of a state dict, which is one rank's, only that rank's."""
+    for key in dict.fromkeys((*left.own, *right.own)):
+        if key not in left.own or key not in right.own:
+            yield Finding(f"is only in {left.label if key in left.own else right.label}", key)
+            continue
+        x, y = left.own[key], right.own[key]
+        ranks = [r for r in x if r in y]
+        if (not (left.is_one_rank_s or right.is_one_rank_s) and set(x) != set(y)) or not ranks:
+            yield Finding(f"is of ranks {sorted(x)} in {left.label}, of {sorted(y)} in {right.label}", key)
+        for rank in ranks:
+            if not _equal(_read(x[rank]), _read(y[rank])):
+                yield Finding(f"differs between {left.label} and {right.label} on rank {rank}", key)
+
+
+def _read(value: Any) -> Any:
+    return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value
+
+
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
-        return True
-    same = a == b
-    return bool(same.all()) if hasattr(same, "all") else bool(same)
+    if not is_tensor(a):
+        try:
+            same = a == b
+            if bool(same.all() if hasattr(same, "all") else same):
+                return True
+        except (ValueError, RuntimeError, TypeError):  # arrays or tensors within
+            pass
+    try:  # as it is written: NaN is then equal to itself
+        return bool(encode_plain(a, tensor_bytes=1 << 62) == encode_plain(b, tensor_bytes=1 << 62))
+    except FormatError:  # objects of other frameworks
+        return False
 
 
 def _difference(name: str, x: Any, y: Any, rtol: float, atol: float) -> list[Finding]:

@@ -484,6 +484,29 @@ class TestCompare:
         assert not reshard.compare(saved, other).ok
         assert reshard.compare(saved, other, atol=1e-5).ok
 
+    def test_values_of_each_rank_are_compared_too(self, tmp_path):
+        def own(**values):
+            return {"w": torch.ones(2), **{key: reshard.PerRank(value) for key, value in values.items()}}
+
+        state = own(a={"x": torch.ones(2), "nan": float("nan")}, b=torch.tensor([float("nan")]), c=1)
+        reshard.save(state, tmp_path / "one")
+        reshard.save(own(a={"x": torch.zeros(2), "nan": float("nan")}, b=torch.zeros(1), d=1), tmp_path / "other")
+
+        assert reshard.compare(tmp_path / "one", tmp_path / "one").ok
+        assert reshard.verify(tmp_path / "one", against=state).ok
+        for other in (tmp_path / "other", reshard.open(tmp_path / "other")):
+            report = reshard.compare(tmp_path / "one", other)
+            assert {finding.fqn for finding in report.findings} == {"a", "b", "c", "d"}
+        assert "'a': differs between" in str(report)
+        assert "on rank 0" in str(report)
+
+    def test_objects_with_arrays_in_them_are_compared(self, tmp_path):
+        state = {"o": {1.5: np.ones(2), 2.5: float("nan")}, "p": np.ones(3)}
+        reshard.save(state, tmp_path / "one")
+        reshard.save({"o": {1.5: np.zeros(2), 2.5: float("nan")}, "p": np.ones(4)}, tmp_path / "other")
+        assert reshard.compare(tmp_path / "one", state).ok
+        assert len(reshard.compare(tmp_path / "one", tmp_path / "other").findings) == 2
+
 
 class TestFolders:
     def test_latest_complete_and_prune(self, tmp_path):
