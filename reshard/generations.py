@@ -108,7 +108,7 @@ def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
     while True:
         try:
             storage.size(f"{folder_of(save_id)}/{_CLAIM}")
-        except CheckpointNotFoundError:
+        except FileNotFoundError:
             if time.monotonic() > until:
                 raise StorageError(
                     f"what rank {claimer} wrote is not to be seen in {storage.url} from {socket.gethostname()}: the "
