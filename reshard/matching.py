@@ -48,6 +48,8 @@ class Match:
     """Everything that the checkpoint has."""
     used: frozenset[str]
     """Of these, what this rank's target has, under whatever name."""
+    mapped: Mapping[str, str]
+    """Key of the target -> name under which it was looked for, where a mapping says so."""
 
 
 class Truth(NamedTuple):
@@ -89,6 +91,7 @@ def match_keys(
         work.cast,
         tuple(work.names),
         frozenset(work.used),
+        mapping,
     )
 
 
@@ -322,7 +325,7 @@ def refuse(
     wanted = list(match.missing)
     lines = [f"{checkpoint.url} does not fit what is to be loaded:"]
     kinds = {k: v for k, v in _kinds(match.names, checkpoint).items() if (v == "a tensor") != (k in targets.tensors)}
-    lines += _section("missing in the checkpoint", missing, known, kinds)
+    lines += _section("missing in the checkpoint", missing, known, kinds, match.mapped)
     lines += _section("unexpected, since the target does not have them", unexpected, wanted)
     lines += _section("mismatched", match.mismatched, ())
     fixes = []
@@ -350,7 +353,11 @@ def _kinds(names: Iterable[str], checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _section(
-    title: str, keys: Iterable[str], others: Iterable[str], kinds: Mapping[str, str] | None = None
+    title: str,
+    keys: Iterable[str],
+    others: Iterable[str],
+    kinds: Mapping[str, str] | None = None,
+    mapped: Mapping[str, str] | None = None,
 ) -> list[str]:
     rows = list(keys)
     if not rows:
@@ -362,12 +369,14 @@ def _section(
         if kinds and key in kinds:
             out.append(f"    {key}   (there it is {kinds[key]}, which does not fit what the target has)")
             continue
+        name = mapped.get(key, key) if mapped else key
         close = (
-            difflib.get_close_matches(key, others, n=1, cutoff=0.75)
-            if i < 20 and key not in known and len(others) < 5000
+            difflib.get_close_matches(name, others, n=1, cutoff=0.75)
+            if i < 20 and name not in known and len(others) < 5000
             else []
         )
-        out.append(f"    {key}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
+        sought = f"   (looked for as {name!r})" if name != key else ""
+        out.append(f"    {key}{sought}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
     return out
 
 

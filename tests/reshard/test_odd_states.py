@@ -139,6 +139,7 @@ class TestLoading:
         with pytest.raises(KeyMismatchError) as caught:
             reshard.load({"w": torch.zeros(2)}, tmp_path / "c", mapping={"w": "v"})
         assert "there it is" not in str(caught.value)
+        assert "w   (looked for as 'v')" in str(caught.value)
 
     def test_a_tensor_is_never_put_where_there_was_none(self, tmp_path):
         reshard.save({"a": torch.ones(2), "n": {"t": torch.ones(1)}}, tmp_path / "c")
