@@ -153,7 +153,9 @@ def remove_dead(storage: Storage) -> list[str]:
     """
     by_id: dict[str, list[str]] = {}
     for name in storage.list("data-"):
-        by_id.setdefault(name.partition("/")[0].removeprefix("data-"), []).append(name)
+        folder, slash, _ = name.partition("/")
+        if slash and is_generation(folder):  # what else is called so is somebody's own
+            by_id.setdefault(folder.removeprefix("data-"), []).append(name)
     _remove_empty(storage)
     removed, running = [], False
     for save_id, names in by_id.items():

@@ -36,6 +36,17 @@ def test_an_empty_folder_is_named_by_opening_and_removed_by_the_next_save(tmp_pa
     assert len(folders) == 3
 
 
+def test_what_only_looks_like_data_of_ours_is_never_removed(tmp_path):
+    mine = ["data-raw/train.bin", "data-mine", "data-0192f3c1a8aa/x", f"{EMPTY}.tar", "notes.txt"]
+    for name in mine:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("years of work")
+    for _ in range(2):
+        reshard.save(STATE, tmp_path)
+    assert all((tmp_path / name).exists() for name in mine)
+    assert len([path for path in tmp_path.iterdir() if generations.is_generation(path.name)]) == 1
+
+
 def test_pruning_removes_what_holds_nothing(tmp_path):
     for step in range(3):
         reshard.save(STATE, tmp_path / f"step-{step}")
