@@ -40,6 +40,7 @@ __all__ = [
     "take_census",
 ]
 
+_LONG = 1000
 OWN_TENSOR_BYTES = 1 << 20
 """Of tensors within one rank's own value, such as random states: these go into the manifest."""
 
@@ -67,7 +68,7 @@ def holdings_of(state: Mapping[str, Any], select: Collection[str] | None = None)
     """
     if not isinstance(state, Mapping | list | tuple):
         raise FormatError(f"what is saved must be a dict (or a list) of values, got {type(state).__name__}")
-    flat = flatten(state, is_leaf=lambda value: is_tensor(value) or isinstance(value, PerRank))
+    flat = flatten(state, is_leaf=lambda value: is_tensor(value) or isinstance(value, PerRank), whole_at=_is_long)
     flat = replace(flat, leaves=expanded(flat.leaves))
     if select is not None:
         flat = _selected(flat, select)
@@ -94,6 +95,12 @@ def holdings_of(state: Mapping[str, Any], select: Collection[str] | None = None)
             except FormatError as error:
                 raise FormatError(f"the value under {key!r} cannot be saved: {error}") from None
     return Holdings(tensors, objects, per_rank, {key_of(p): p for p in flat.leaves}, flat.containers, aliases)
+
+
+def _is_long(path: KeyPath, value: Any) -> bool:
+    """Whether a sequence of numbers is one value, such as the order of a sampler: a key for each costs too much."""
+    kind = type(value)
+    return kind in (list, tuple) and len(value) >= _LONG and all(type(item) in (int, float) for item in value)
 
 
 def _selected(flat: Flat, select: Collection[str]) -> Flat:

@@ -20,7 +20,7 @@ from planners.save_plan import SavePlan
 from reshard.checkpoint import Checkpoint, LazyTensor
 from reshard.checkpoint import open as open_checkpoint
 from reshard.dtypes import dtype_name
-from reshard.errors import CheckpointError, FormatError, LayoutError
+from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError
 from reshard.execute.streaming import windows
 from reshard.fingerprints import Fingerprinter, comparable
 from reshard.formats.base import StoredTensor
@@ -207,10 +207,21 @@ class _Side:
         self.label = checkpoint.url
         names = [*checkpoint, *(alias for alias in checkpoint.aliases if alias not in checkpoint.contents.tensors)]
         self.tensors = {name: checkpoint[name] for name in names}
-        self.objects = checkpoint.objects
+        self.objects = _values(checkpoint.objects)
         own = checkpoint.contents.facts.get("per_rank")
         self.own = own if isinstance(own, Mapping) else {}
         self.fingerprints = checkpoint.fingerprints or {}
+
+
+def _values(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Single values: some formats keep a list of them as one object, others each under a key of its own."""
+    out: dict[str, Any] = {}
+    for key, value in objects.items():
+        try:
+            out.update((key_of((key, *path[1:])), leaf) for path, leaf in flatten({key: value}).leaves.items())
+        except KeyMismatchError:  # a dict with keys such as 1 and "1"
+            out[key] = value
+    return out
 
 
 def _object_findings(left: _Side, right: _Side) -> Iterator[Finding]:

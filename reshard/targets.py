@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from reshard.errors import FormatError, LayoutError
@@ -154,6 +155,15 @@ class Targets:
                 raise FormatError(
                     f"the value under {key!r} cannot be replaced: a {type(here).__name__} cannot be changed"
                 )
+
+    def tell_autograd(self, keys: Iterable[str]) -> None:
+        """Say that live tensors were written to, past torch: a graph that needs their old values must not be run."""
+        for key in keys:
+            tensor = self.tensors[key]
+            seen = (tensor, *local_tensors(tensor)) if is_sharded(tensor) else (tensor,)
+            for one in seen:
+                if isinstance(one, torch.Tensor) and not one.is_inference():
+                    increment_version(one)
 
     def assign(self, values: Mapping[str, Any]) -> None:
         """Put values in the places of their keys."""

@@ -77,10 +77,15 @@ def flatten(
         whole_at: the same for a container, by its path as well.
 
     Raises:
-        KeyMismatchError: a container that contains itself, or two leaves whose dotted keys are the same.
+        KeyMismatchError: a container that contains itself or is nested too deeply, or two leaves whose dotted keys are
+            the same.
     """
     flat = Flat({})
-    _flatten(tree, (), flat, _Stops(is_leaf or (lambda value: False), whole_at or (lambda path, value: False)), set())
+    stops = _Stops(is_leaf or (lambda value: False), whole_at or (lambda path, value: False))
+    try:
+        _flatten(tree, (), flat, stops, set())
+    except RecursionError:
+        raise KeyMismatchError("the state is nested too deeply to be taken apart") from None
     seen: dict[str, KeyPath] = {}
     for path in flat.leaves:
         other = seen.setdefault(key_of(path), path)

@@ -198,6 +198,27 @@ class TestRoundTrip:
 
         assert_same(given, state())
 
+    def test_a_graph_that_needs_the_old_values_is_not_run(self, tmp_path):
+        weight = torch.nn.Parameter(torch.ones(3))
+        reshard.save({"w": torch.zeros(3)}, tmp_path)
+        loss = (weight * weight).sum()
+        reshard.load({"w": weight}, tmp_path)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    @pytest.mark.parametrize("kind", [list, tuple])
+    def test_long_sequences_of_numbers_are_one_value(self, kind, tmp_path):
+        order = kind([*range(20_000), 0.5, float("nan")])
+        reshard.save({"sampler": {"order": order, "epoch": 1}, "w": torch.ones(2)}, tmp_path)
+        for there in ([], None, [1, 2], kind(range(20_002)), {"x": 1}):
+            target = {"sampler": {"order": there, "epoch": 0}, "w": torch.zeros(2)}
+            reshard.load(target, tmp_path)
+            found = target["sampler"]["order"]
+            assert type(found) is kind
+            assert found[:-1] == order[:-1]
+        assert list(reshard.open(tmp_path).objects) == ["sampler.order", "sampler.epoch"]
+        assert reshard.compare(tmp_path, {"sampler": {"order": order, "epoch": 1}, "w": torch.ones(2)}).ok
+
 
 class TestAsync:
     def test_waiting_has_an_end(self, tmp_path):
@@ -499,6 +520,16 @@ class TestCompare:
             assert {finding.fqn for finding in report.findings} == {"a", "b", "c", "d"}
         assert "'a': differs between" in str(report)
         assert "on rank 0" in str(report)
+
+    def test_lists_that_a_format_keeps_whole_are_compared_item_by_item(self, tmp_path):
+        state = {"w": torch.ones(2), "o": {"l": [1, (2, {"x": 3})], "e": {}, "odd": {1: 5, "1": 6}}}
+        del state["o"]["odd"]["1"]
+        reshard.save(state, tmp_path / "c")
+        reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save")
+        assert reshard.compare(tmp_path / "c", tmp_path / "c.pt").ok
+        torch.save({**state, "o": {"l": [1, (2, {"x": 4})], "e": {}, "odd": {1: 5}}}, tmp_path / "d.pt")
+        (finding,) = reshard.compare(tmp_path / "c", tmp_path / "d.pt").findings
+        assert finding.fqn == "o.l.1.1.x"
 
     def test_objects_with_arrays_in_them_are_compared(self, tmp_path):
         state = {"o": {1.5: np.ones(2), 2.5: float("nan")}, "p": np.ones(3)}

@@ -89,6 +89,14 @@ def test_a_container_that_contains_itself_is_refused() -> None:
         flatten(loop)
 
 
+def test_a_bottomless_nest_is_refused() -> None:
+    nest: Any = 1
+    for _ in range(5000):
+        nest = [nest]
+    with pytest.raises(KeyMismatchError, match="nested too deeply"):
+        flatten(nest)
+
+
 def test_leaves_of_the_callers_choice() -> None:
     flat = flatten({"betas": [0.9, 0.95], "x": [1]}, is_leaf=lambda value: value == [0.9, 0.95])
     assert flat.leaves == {("betas",): [0.9, 0.95], ("x", 0): 1}
