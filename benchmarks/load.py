@@ -1,6 +1,6 @@
 """Loading against torch.distributed.checkpoint: each from its own checkpoint of the same tensors, in one process tree.
 
-    python -m benchmarks.load [--quick] [--folder /dev/shm] [--case TEXT]
+    python -m benchmarks.load [--quick] [--folder /dev/shm] [--case TEXT] [--rows 4096] [--unchecked]
 
 Prints, for both, the seconds until the last rank is done and the processor time of all ranks together, which depends
 less on what else the machine does; how many times faster we are by both; the same for a raw copy of as many bytes from
@@ -71,7 +71,7 @@ def save(folder: str, shape: tuple[int, ...], placements: list[Placement], count
 
 
 def load(
-    folder: str, shape: tuple[int, ...], placements: list[Placement], count: int, rows: int, ours_at: str
+    folder: str, shape: tuple[int, ...], placements: list[Placement], count: int, rows: int, ours_at: str, check: bool
 ) -> dict[str, Any]:
     theirs = make(shape, placements, count, rows, seed=None)
     ours = make(shape, placements, count, rows, seed=None)
@@ -89,7 +89,7 @@ def load(
         out["dcp_read"] = read_chars() - before
         note(out, "dcp", seconds, cpu)
         before = read_chars()
-        seconds, cpu, report = measured(lambda: reshard.load(ours, f"{folder}/{ours_at}"))
+        seconds, cpu, report = measured(lambda: reshard.load(ours, f"{folder}/{ours_at}", check=check))
         out["our_read"] = max(report.bytes_read + report.bytes_read_to_check, read_chars() - before)
         if note(out, "our", seconds, cpu):
             out["phases"] = dict(report.seconds)
@@ -135,8 +135,10 @@ def main() -> None:
     parser.add_argument("--folder", default="/dev/shm", help="where the checkpoints go (default: memory)")
     parser.add_argument("--case", help="only cases whose name holds this text")
     parser.add_argument("--same-checkpoint", action="store_true", help="both load the checkpoint that torch wrote")
+    parser.add_argument("--rows", type=int, default=4096, help="of each of the square tensors (default: 4096)")
+    parser.add_argument("--unchecked", action="store_true", help="we compare no checksums either")
     options = parser.parse_args()
-    count, rows = (12, 2048) if options.quick else (24, 4096)
+    count, rows = (12, 2048) if options.quick else (24, options.rows)
     names = [name for name in CASES if options.case is None or options.case in name]
     print(f"{count} bf16 tensors of {rows} x {rows}, {count * rows * rows * 2 / 1e9:.2f} GB, in {options.folder}")
     print(
@@ -151,7 +153,7 @@ def main() -> None:
             savers = torch.Size(saved_shape).numel()
             run(save, savers, folder, saved_shape, saved, count, rows)
             ours_at = "dcp" if options.same_checkpoint else "reshard"
-            rows_out = run(load, world, folder, wanted_shape, wanted, count, rows, ours_at)
+            rows_out = run(load, world, folder, wanted_shape, wanted, count, rows, ours_at, not options.unchecked)
         finally:
             shutil.rmtree(folder)
         assert all(row["equal"] for row in rows_out), "the two loaded different values"
