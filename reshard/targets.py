@@ -160,9 +160,9 @@ class Targets:
         """Say that live tensors were written to, past torch: a graph that needs their old values must not be run."""
         for key in keys:
             tensor = self.tensors[key]
-            seen = (tensor, *local_tensors(tensor)) if is_sharded(tensor) else (tensor,)
-            for one in seen:
-                if isinstance(one, torch.Tensor) and not one.is_inference():
+            outer = (tensor,) if isinstance(tensor, DTensor) else ()
+            for one in (*outer, *local_tensors(tensor)):
+                if not one.is_inference():
                     increment_version(one)
 
     def assign(self, values: Mapping[str, Any]) -> None:

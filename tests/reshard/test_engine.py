@@ -205,6 +205,10 @@ class TestRoundTrip:
         reshard.load({"w": weight}, tmp_path)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+        with torch.inference_mode():
+            without_versions = torch.ones(3)
+        reshard.load({"w": without_versions}, tmp_path)
+        assert not without_versions.any()
 
     @pytest.mark.parametrize("kind", [list, tuple])
     def test_long_sequences_of_numbers_are_one_value(self, kind, tmp_path):
