@@ -151,11 +151,7 @@ def remove_dead(storage: Storage) -> list[str]:
     A save publishes its manifest before it releases its claim. So where a claim is gone, the manifest that is read
     *after* seeing that names this generation, or one that came later.
     """
-    by_id: dict[str, list[str]] = {}
-    for name in storage.list("data-"):
-        folder, slash, _ = name.partition("/")
-        if slash and is_generation(folder):  # what else is called so is somebody's own
-            by_id.setdefault(folder.removeprefix("data-"), []).append(name)
+    by_id = _generations(storage)
     _remove_empty(storage)
     removed, running = [], False
     for save_id, names in by_id.items():
@@ -170,6 +166,16 @@ def remove_dead(storage: Storage) -> list[str]:
                 if is_temporary(name):
                     storage.delete(name)
     return removed
+
+
+def _generations(storage: Storage) -> dict[str, list[str]]:
+    """Save id -> names of the files of its generation; what else is called so is somebody's own."""
+    by_id: dict[str, list[str]] = {}
+    for name in storage.list("data-"):
+        folder, slash, _ = name.partition("/")
+        if slash and is_generation(folder):
+            by_id.setdefault(folder.removeprefix("data-"), []).append(name)
+    return by_id
 
 
 def _remove_empty(storage: Storage) -> None:
@@ -242,7 +248,8 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
     """Remove all but the `keep_last` newest complete checkpoints directly below `folder`; returns their paths.
 
     Their manifests go first, so that a removal cut short leaves nothing that looks complete. Incomplete checkpoints
-    neither count nor go, since their saves may be running, unless they hold nothing at all.
+    neither count nor go, since their saves may be running, unless they hold nothing at all; nor do those go that a save
+    is replacing just now.
 
     Raises CheckpointError for `keep_last` < 1.
     """
@@ -253,11 +260,16 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
     found = [(place, path) for _, path, place in _complete(folder) if place]
     storage = open_storage(folder)
     _remove_empty(storage)
-    for place, _ in found[:-keep_last]:
+    gone = []
+    for place, path in found[:-keep_last]:
+        inner = open_storage(path)
+        if any(_alive(inner, save_id, names) for save_id, names in _generations(inner).items()):
+            continue
         storage.delete(f"{place}/{MANIFEST}")
         for name in storage.list(f"{place}/"):
             storage.delete(name)
-    return [path for _, path in found[:-keep_last]]
+        gone.append(path)
+    return gone
 
 
 def _complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, str]]:

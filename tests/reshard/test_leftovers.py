@@ -77,6 +77,19 @@ def test_pruning_never_takes_the_last_whole_checkpoint_for_the_sake_of_a_broken_
     assert (tmp_path / "step-2").exists()  # a broken one is for its owner to look at
 
 
+def test_pruning_leaves_what_is_being_replaced(tmp_path):
+    for step in range(3):
+        reshard.save(STATE, tmp_path / f"step-{step}")
+    storage, save_id = open_storage(tmp_path / "step-0"), generations.new_save_id()
+    generations.claim(storage, save_id)
+
+    assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "step-1")]
+    assert reshard.verify(tmp_path / "step-0").ok
+
+    generations.ended(save_id)
+    assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "step-0")]
+
+
 @pytest.mark.parametrize("keep_last", [0, -1, 1.5, "2"])
 def test_numbers_that_prune_nothing_that_makes_sense(keep_last, tmp_path):
     with pytest.raises(CheckpointError, match="keep_last must be a whole number"):
