@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from reshard.execute.host import FILLED, TAKEN, Address, Host, Own
-from reshard.execute.pieces import Check, Done, cut, fetch, in_file, slot_bytes, take
+from reshard.execute.pieces import Check, Done, Part, cut, fetch, slot_bytes, take
 from reshard.execute.reading import Copy, merged, spans_by_file, without
-from reshard.execute.segments import Segment, Touched, share_out, touch_us_per_mib
+from reshard.execute.segments import Segment, Touched, segment_bytes, share_out, touch_us_per_mib
 from reshard.formats.source import FileSource
 from reshard.group import Group
 
@@ -43,8 +43,8 @@ class HostReading:
     """None where each rank reads for itself."""
     rounds: int
     mine: tuple[tuple[FileSource, Segment], ...]
-    takes: dict[tuple[int, int], list[Copy]]
-    """(reader, its how manieth segment) -> copies, whose windows count from the start of the segment."""
+    takes: dict[tuple[int, int], list[Part]]
+    """(reader, its how manieth segment) -> what is taken of it."""
     rest: list[Copy]
     places: list[int]
     """Of the ranks of this machine in the group."""
@@ -117,7 +117,7 @@ class HostReading:
         for reader, segments in enumerate(lists):
             for turn, segment in enumerate(segments):
                 by_file[segment.label][segment.number] = (reader, turn)
-        takes: dict[tuple[int, int], list[Copy]] = defaultdict(list)
+        takes: dict[tuple[int, int], list[Part]] = defaultdict(list)
         rest: list[Copy] = []
         for copy in copies:
             source = _common(copy)
@@ -129,7 +129,7 @@ class HostReading:
                 if number in shared:
                     takes[shared[number]] += parts
                 else:
-                    rest += [in_file(source, part, number) for part in parts]
+                    rest += [part.alone(number * segment_bytes(source)) for part in parts]
         mine = tuple((files[segment.label], segment) for segment in lists[host.place])
         return cls(host, max(map(len, lists)), mine, dict(takes), rest, places)
 

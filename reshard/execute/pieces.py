@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from planners.box import Box
 from planners.byteruns import Window
 from reshard.errors import DamagedCheckpointError
-from reshard.execute.reading import Copy, Staged, in_pieces
+from reshard.execute.reading import Array, Copy, Staged, in_pieces
 from reshard.execute.segments import segment_bytes
 from reshard.formats.base import Place
 from reshard.formats.copying import copy_view
 from reshard.formats.source import BytesSource, FileSource
 
-__all__ = ["Check", "Done", "cut", "fetch", "in_file", "slot_bytes", "take"]
+__all__ = ["Check", "Done", "Part", "cut", "fetch", "slot_bytes", "take"]
 
 _TAIL_BYTES = 64
 """Beyond its end a segment is read so much further: an element that begins in it may end there."""
@@ -42,36 +41,38 @@ def slot_bytes(source: FileSource) -> int:
     return segment_bytes(source) + 4096
 
 
-def cut(source: FileSource, copy: Copy) -> Iterator[tuple[int, list[Copy]]]:
-    """By number of the segment of `source`, the copy's file: the parts of the copy that begin in it, their windows
-    counted from its start."""
+class Part(NamedTuple):
+    """What of a copy begins in one segment."""
+
+    window: Window
+    """Counted from the start of the segment."""
+    out: Array | Staged
+    copy: Copy
+
+    def alone(self, segment_start: int) -> Copy:
+        """As a copy from its file."""
+        window = replace(self.window, offset=self.window.offset + segment_start)
+        return Copy(self.copy.item, self.copy.place.with_window(window), self.out)
+
+
+def cut(source: FileSource, copy: Copy) -> Iterator[tuple[int, list[Part]]]:
+    """By number of the segment of `source`, the copy's file: the parts of the copy that begin in it."""
     window, size = copy.place.window, segment_bytes(source)
     first, offset = divmod(window.offset, size)
     for number, parts in enumerate(_cuts(Window(offset, window.sizes, window.strides, window.itemsize), size)):
         if parts:
-            yield first + number, [_part(copy, box, part) for box, part in parts]
+            yield first + number, [Part(part, copy.out[index], copy) for index, part in parts]
 
 
 @lru_cache(maxsize=1024)  # tensors of the same shape that lie alike in their segments are cut alike
-def _cuts(window: Window, size: int) -> list[list[tuple[Box, Window]]]:
-    """By segment of `size` bytes: the boxes of a window that begin in it, and where they lie, from its start."""
+def _cuts(window: Window, size: int) -> list[list[tuple[Any, Window]]]:
+    """By segment of `size` bytes: indices of what begins in it of a window, and where that lies, from its start."""
     out = []
     for start in range(0, window.stop, size):
         parts = [(box, window.crop(box)) for box in window.within(start, start + size)]
-        out.append([(box, replace(part, offset=part.offset - start)) for box, part in parts])
+        # the dots make it a view, also of a 0-d array
+        out.append([((*box.slices, ...), replace(part, offset=part.offset - start)) for box, part in parts])
     return out
-
-
-def _part(copy: Copy, box: Box, window: Window) -> Copy:
-    index: Any = (*box.slices, ...)  # the dots make it a view, also of a 0-d array
-    return Copy(copy.item, copy.place.with_window(window), copy.out[index])
-
-
-def in_file(source: FileSource, part: Copy, number: int) -> Copy:
-    """A part of segment `number`, whose window counts from the start of the file again."""
-    window = part.place.window
-    start = number * segment_bytes(source)
-    return replace(part, place=part.place.with_window(replace(window, offset=window.offset + start)))
 
 
 def fetch(source: FileSource, start: int, stop: int, slot: memoryview, check: Check | None, done: Done) -> None:
@@ -88,15 +89,16 @@ def fetch(source: FileSource, start: int, stop: int, slot: memoryview, check: Ch
             raise DamagedCheckpointError(f"{error}. Part of what was to be loaded is overwritten already") from None
 
 
-def take(view: memoryview, parts: Iterable[Copy], piece_bytes: int) -> int:
+def take(view: memoryview, parts: Iterable[Part], piece_bytes: int) -> int:
     """Copy what was fetched into its targets; returns the bytes. `piece_bytes`: for what is staged on its way."""
     taken = 0
-    for part in parts:
-        if isinstance(part.out, Staged):
-            for place, out in in_pieces(part, piece_bytes):
-                assert isinstance(out, Staged)
-                out.fill(Place(BytesSource(view), place.window, place.conjugate), piece_bytes)
+    for window, out, copy in parts:
+        if isinstance(out, Staged):
+            here = Place(BytesSource(view), window, copy.place.conjugate)
+            for place, piece in in_pieces(Copy(copy.item, here, out), piece_bytes):
+                assert isinstance(piece, Staged)
+                piece.fill(place, piece_bytes)
         else:
-            copy_view(view, part.place, part.out)
-        taken += part.place.window.nbytes
+            copy_view(view, window, copy.place.conjugate, out)
+        taken += window.nbytes
     return taken

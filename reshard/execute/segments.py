@@ -92,8 +92,7 @@ class Touched:
         return cls(msgspec.msgpack.decode(zlib.decompress(data), type=dict[str, _File]))
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Bytes [start, stop) of a file, which one rank reads for all."""
 
     label: str

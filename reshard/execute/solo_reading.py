@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from reshard.execute.integrity import MAX_EXTRA_SHARE, SMALL_FILE_BYTES
-from reshard.execute.pieces import Check, Done, cut, fetch, in_file, slot_bytes, take
+from reshard.execute.pieces import Check, Done, Part, cut, fetch, slot_bytes, take
 from reshard.execute.reading import Copy
 from reshard.execute.segments import segment_bytes
 from reshard.formats.source import FileSource
@@ -32,7 +32,7 @@ class _Stretch:
     number: int
     start: int
     stop: int
-    parts: list[Copy]
+    parts: list[Part]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SoloReading:
     @classmethod
     def of(cls, copies: Iterable[Copy]) -> SoloReading:
         """Choose by storage and by how much of a segment is wanted."""
-        wanted: dict[tuple[FileSource, int], list[Copy]] = defaultdict(list)
+        wanted: dict[tuple[FileSource, int], list[Part]] = defaultdict(list)
         rest: list[Copy] = []
         for copy in copies:
             source = copy.place.source
@@ -57,10 +57,10 @@ class SoloReading:
         stretches = []
         for (source, number), parts in wanted.items():
             stretch = _stretch(source, number, parts)
-            if stretch.stop - stretch.start <= _MAX_READ_SHARE * sum(part.place.window.nbytes for part in parts):
+            if stretch.stop - stretch.start <= _MAX_READ_SHARE * sum(part.window.nbytes for part in parts):
                 stretches.append(stretch)
             else:
-                rest += [in_file(source, part, number) for part in parts]
+                rest += [part.alone(number * segment_bytes(source)) for part in parts]
         return cls(sorted(stretches, key=lambda s: (s.source.label, s.start)), rest)
 
     def run(self, *, requests: int, piece_bytes: int, check: Check | None, on_bytes: Callable[[int], None]) -> Done:
@@ -91,14 +91,14 @@ class SoloReading:
         return total
 
 
-def _stretch(source: FileSource, number: int, parts: list[Copy]) -> _Stretch:
+def _stretch(source: FileSource, number: int, parts: list[Part]) -> _Stretch:
     """From the first byte that is wanted to the last; or all of the segment, so that it can be checked, where that is
     hardly more, or the file is small."""
     size = segment_bytes(source)
     base = number * size
     end = min(base + size, source.nbytes)
-    start = base + min(part.place.window.offset for part in parts)
-    stop = min(base + max(part.place.window.stop for part in parts), end)
+    start = base + min(part.window.offset for part in parts)
+    stop = min(base + max(part.window.stop for part in parts), end)
     room = source.nbytes if source.nbytes <= SMALL_FILE_BYTES else int((stop - start) * MAX_EXTRA_SHARE)
     start = base if start - base <= room else start
     return _Stretch(source, number, start, end if end - stop <= room else stop, parts)

@@ -68,11 +68,11 @@ def copy_place(place: Place, out: Array, buffer_bytes: int = MAX_BUFFER_BYTES) -
             _conjugate(out)
 
 
-def copy_view(view: memoryview, place: Place, out: Array) -> None:
-    """Like `copy_place` where the bytes that the place's window counts in are at hand, and known to be enough."""
-    if place.window.numel:
-        _copy(view, place.window, out)
-        if place.conjugate:
+def copy_view(view: memoryview, window: Window, conjugate: bool, out: Array) -> None:
+    """Like `copy_place` where the bytes that the window counts in are at hand, and known to be enough."""
+    if window.numel:
+        _copy(view, window, out)
+        if conjugate:
             _conjugate(out)
 
 
