@@ -3,8 +3,9 @@
     manifest.json  ─────────►  data-0192f3c1a8-5d2e.../      the checkpoint
                                data-0192f3c199-77ab.../      of a save that was killed, or is still running
 
-A folder that no manifest names belongs to a save that is running or dead. Its claim tells: a process of this host that
-no longer exists is dead, one of another host is given a day.
+A folder that no manifest names belongs to a save that is running or dead. Its claim tells: a process of this machine
+that no longer exists is dead. One that cannot be seen from here, on another machine, in another container or before the
+machine was started anew, is given a day.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import os
 import secrets
 import socket
 import time
-from pathlib import Path
 
 import msgspec
 
@@ -21,6 +21,7 @@ from reshard.errors import CheckpointError, CheckpointNotFoundError, StorageErro
 from reshard.formats import native
 from reshard.formats.dcp_names import has_dcp
 from reshard.formats.native import HF_INDEX, MANIFEST, is_generation, read_manifest
+from reshard.liveness import is_gone, machine, start_of
 from reshard.storage import Storage, is_temporary, open_storage
 
 __all__ = [
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 _FOREIGN_AGE_S = 86_400.0
-"""After so long a save on another host is taken for dead."""
+"""After so long a save whose process cannot be seen from here is taken for dead."""
 _CLAIMING_S = 60.0
 """So long a save is taken to be about to make its claim."""
 _CLAIM = "claim.json"
@@ -57,6 +58,8 @@ class Claim(msgspec.Struct, frozen=True):
     process_start: str
     """Start time of the process in the kernel's ticks: a later process may have the same number."""
     unix_s: float
+    machine: str = ""
+    """Where the number means this process: containers of one host may have the same name, and numbers of their own."""
 
 
 def new_save_id() -> str:
@@ -95,7 +98,8 @@ _running: set[str] = set()
 def claim(storage: Storage, save_id: str) -> None:
     """Say that this process is writing the generation, until `ended`."""
     _running.add(save_id)
-    mine = Claim(socket.gethostname(), os.getpid(), _process_start(os.getpid()), time.time())
+    pid = os.getpid()
+    mine = Claim(socket.gethostname(), pid, start_of(pid), time.time(), machine())
     storage.publish(f"{folder_of(save_id)}/{_CLAIM}", msgspec.json.encode(mine))
 
 
@@ -204,11 +208,11 @@ def _alive(storage: Storage, save_id: str, names: list[str]) -> bool:
         owner = msgspec.json.decode(storage.read(name), type=Claim)
     except (CheckpointNotFoundError, msgspec.MsgspecError):
         return False
-    if owner.host != socket.gethostname():
+    if not owner.machine or owner.machine != machine():
         return time.time() - owner.unix_s < _FOREIGN_AGE_S
     if owner.pid == os.getpid() and save_id not in _running:
         return False
-    return _process_start(owner.pid) == owner.process_start != ""
+    return not is_gone(owner.pid, owner.process_start)
 
 
 def _began(save_id: str) -> float:
@@ -217,22 +221,6 @@ def _began(save_id: str) -> float:
         return int(save_id.partition("-")[0], 16) / 1000
     except ValueError:
         return 0.0
-
-
-def _process_start(pid: int) -> str:
-    """The kernel's start time of a process; "" if there is none (or the system does not tell)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return ""
-        except PermissionError:
-            return "alive"
-        return "alive" if not Path("/proc/self/stat").exists() else ""
-    fields = stat.rpartition(")")[2].split()
-    return "" if fields[0] in "ZX" else fields[19]
 
 
 def latest_complete(folder: str | os.PathLike[str]) -> str | None:

@@ -17,7 +17,7 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Gone", "Ring", "machine"]
+__all__ = ["Gone", "Ring", "is_gone", "machine", "start_of"]
 
 
 class Gone(NamedTuple):
@@ -42,7 +42,7 @@ class Ring:
         if self._machine:
             self._index = store.add(f"machines/{self._machine}", 1) - 1
             pid = os.getpid()
-            store.set(self._key(self._index), f"{place} {pid} {_start_of(pid)}")
+            store.set(self._key(self._index), f"{place} {pid} {start_of(pid)}")
 
     def look(self) -> Gone | None:
         """The watched process, if it is gone. A look at the local system; the first to come also asks the store."""
@@ -53,7 +53,7 @@ class Ring:
         if self._watched is None:
             return None
         place, pid, start = self._watched
-        return None if _start_of(pid) == start else Gone(place, f"process {pid} on {socket.gethostname()}")
+        return None if start_of(pid) == start else Gone(place, f"process {pid} on {socket.gethostname()}")
 
     def _find(self) -> tuple[int, int, str] | None:
         # the first to come watches the last, who may be another one when it looks again
@@ -77,10 +77,24 @@ def machine() -> str:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-    return f"{boot} {namespace}" if _start_of(os.getpid()) else ""
+    return f"{boot} {namespace}" if start_of(os.getpid()) else ""
 
 
-def _start_of(pid: int) -> str:
+def is_gone(pid: int, start: str) -> bool:
+    """Whether the process of this machine that started then is no more."""
+    now = start_of(pid)
+    if now:
+        return now != start
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # where /proc hides what is of other users, as its option hidepid does
+        return False
+    except (ProcessLookupError, OverflowError):
+        pass
+    return True  # or dead and not yet buried
+
+
+def start_of(pid: int) -> str:
     """When the process started, in the kernel's ticks; "" if there is none, or it is dead and not yet buried."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import reshard
-from reshard import generations
+from reshard import generations, liveness
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, ReshardError, StorageError
-from reshard.storage import MemoryStorage, open_storage
+from reshard.storage import MemoryStorage, Storage, open_storage
 from tests import gloo
 from tests.faulty import Faulty
 
@@ -201,3 +205,55 @@ def test_a_checkpoint_of_a_newer_version_is_not_replaced(tmp_path):
     manifest.write_text("{")  # a damaged one is nothing to keep
     reshard.save(STATE, tmp_path)
     assert reshard.verify(tmp_path).ok
+
+
+def claimed(storage: Storage, **other: Any) -> str:
+    """A generation that somebody writes, by a claim like ours but for what is `other`."""
+    save_id = generations.new_save_id()
+    generations.claim(storage, save_id)
+    name = f"{generations.folder_of(save_id)}/claim.json"
+    storage.publish(name, json.dumps({**json.loads(storage.read(name)), **other}).encode())
+    return save_id
+
+
+GONE = {"pid": 2**22 + 1, "process_start": "1"}
+
+
+@pytest.mark.parametrize(
+    ("other", "dead"),
+    [
+        (GONE, True),
+        ({"process_start": "1"}, True),
+        ({**GONE, "machine": "another boot pid:[1]"}, False),
+        ({**GONE, "machine": "another boot pid:[1]", "unix_s": 0}, True),
+        ({**GONE, "machine": ""}, False),
+        ({"machine": "", "unix_s": 0}, True),
+    ],
+)
+def test_only_a_claim_whose_process_could_be_seen_from_here_is_that_of_a_dead_one(other, dead, tmp_path):
+    storage = open_storage(tmp_path)
+    save_id = claimed(storage, **other)
+    reshard.save(STATE, tmp_path)
+    assert ((tmp_path / generations.folder_of(save_id)).exists()) == (not dead)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/proc/self/ns/pid"), reason="needs root, to make one")
+def test_a_save_in_a_container_of_the_same_host_name_is_not_taken_for_dead(tmp_path):
+    program = f"import os; from tests.reshard.test_leftovers import *; print(claimed(open_storage({str(tmp_path)!r})))"
+    inside = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program],
+        capture_output=True, text=True, cwd=Path(reshard.__file__).parents[1],
+    )  # fmt: skip
+    if inside.returncode and "unshare" in inside.stderr:
+        pytest.skip(f"no namespaces here: {inside.stderr}")
+    save_id = inside.stdout.strip()
+    reshard.save(STATE, tmp_path)
+    assert (tmp_path / generations.folder_of(save_id) / "claim.json").exists()
+
+
+def test_a_process_of_somebody_else_that_proc_hides_is_not_gone(monkeypatch):
+    def forbidden(pid: int, signal: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", forbidden)
+    assert not liveness.is_gone(GONE["pid"], "1")

@@ -22,7 +22,7 @@ class _Machine:
         self.store = dist.HashStore()
         self._numbers = itertools.count(100)
         self._current = 0
-        monkeypatch.setattr(liveness, "_start_of", lambda pid: self.alive.get(pid, ""))
+        monkeypatch.setattr(liveness, "start_of", lambda pid: self.alive.get(pid, ""))
         monkeypatch.setattr(liveness, "machine", lambda: "here")
         monkeypatch.setattr(os, "getpid", lambda: self._current)
 
@@ -60,11 +60,11 @@ def test_where_nobody_can_be_seen_nobody_is_watched(monkeypatch: pytest.MonkeyPa
 
 def test_the_real_system_tells_the_living_from_the_dead() -> None:
     assert liveness.machine() == liveness.machine() != ""
-    assert liveness._start_of(os.getpid())
+    assert liveness.start_of(os.getpid())
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert liveness._start_of(child.pid)
+    assert liveness.start_of(child.pid)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet buried
-    assert liveness._start_of(child.pid) == ""
+    assert liveness.start_of(child.pid) == ""
     child.communicate()
-    assert liveness._start_of(child.pid) == ""
+    assert liveness.start_of(child.pid) == ""
