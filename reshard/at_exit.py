@@ -7,6 +7,7 @@ needs included. What is registered here runs before they close, by the same priv
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -42,3 +43,4 @@ def _await_running() -> None:
 
 
 before_exit(_await_running)
+os.register_at_fork(after_in_child=_running.clear)  # the parent waits; here nothing goes on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -103,8 +104,8 @@ def save(
         options = _Options(
             _globs(select), check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress
         )
-        job = _prepare(state_dict, path, group, options)
-        return _finish(job, _entries(job))
+        job, holdings = _prepare(state_dict, path, group, options)
+        return _finish(job, _entries(job, holdings))
 
 
 class PendingSave:
@@ -112,9 +113,12 @@ class PendingSave:
 
     def __init__(self, future: Future[SaveReport]) -> None:
         self._future = future
+        self._pid = os.getpid()
 
     def result(self, timeout_s: float | None = None) -> SaveReport:
         """Wait for the end; raises what went wrong, as `save` does, or TimeoutError after `timeout_s` seconds."""
+        if self._pid != os.getpid() and not self.done():
+            raise CheckpointError(f"process {self._pid} saves this, of which {os.getpid()} is a fork: ask there")
         try:
             return self._future.result(timeout_s)
         except TimeoutError:
@@ -140,6 +144,7 @@ def _await_in_flight() -> None:
 
 
 before_exit(_await_in_flight)
+os.register_at_fork(after_in_child=_in_flight.clear)  # the threads that save are the parent's
 
 
 def async_save(
@@ -174,8 +179,8 @@ def async_save(
         options = _Options(
             _globs(select), check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress
         )
-        job = _prepare(state_dict, path, group, options)
-        entries = [_staged(entry) for entry in _entries(job)]
+        job, holdings = _prepare(state_dict, path, group, options)
+        entries = [_staged(entry) for entry in _entries(job, holdings)]
     future: Future[SaveReport] = Future()
 
     def work() -> None:
@@ -241,12 +246,11 @@ def _globs(select: Iterable[str] | None) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class _Job:
-    """One rank's view of a save: what there is, who writes what, where to."""
+    """One rank's view of a save: what there is, who writes what, where to. It keeps no tensor of the user's alive."""
 
     group: Group
     storage: Storage
     path: str
-    holdings: Holdings
     generation: Generation
     options: _Options
     seconds: dict[str, float]
@@ -257,7 +261,7 @@ class _Job:
         return self.group.ranks[self.group.rank]
 
 
-def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: _Options) -> _Job:
+def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: _Options) -> tuple[_Job, Holdings]:
     """Agree on what there is and who writes what. Writes nothing."""
     clock = time.perf_counter()
     storage = open_storage(path)
@@ -283,19 +287,19 @@ def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: _O
         if theirs != (own := getattr(options, name)):
             raise LayoutError(f"rank {group.ranks[0]} saves {name}={theirs}, but this rank {name}={own}")
     generation = Generation(storage, save_id, time.time(), census, plan, options.select)
-    return _Job(group, storage, str(path), holdings, generation, options, {"plan": planned - clock})
+    return _Job(group, storage, str(path), generation, options, {"plan": planned - clock}), holdings
 
 
-def _entries(job: _Job) -> list[Entry]:
+def _entries(job: _Job, holdings: Holdings) -> list[Entry]:
     """The arrays that this rank writes."""
     views: dict[str, tuple[torch.Tensor, ...]] = {}
     census, plan = job.generation.census, job.generation.plan
-    own = {per_rank_name(key, job.rank): value for key, value in job.holdings.per_rank.items() if is_tensor(value)}
+    own = {per_rank_name(key, job.rank): value for key, value in holdings.per_rank.items() if is_tensor(value)}
     out = []
     for item in plan.items(job.rank):
         layout = census.layout[item.fqn]
         if item.fqn not in views:
-            tensor = own[item.fqn] if item.fqn in own else job.holdings.tensors[item.fqn]
+            tensor = own[item.fqn] if item.fqn in own else holdings.tensors[item.fqn]
             views[item.fqn] = _parts(tensor, item.fqn, len(layout.parts(job.rank)), job.rank)
         part = views[item.fqn][item.part]
         piece = part[item.source.slices] if part.ndim else part

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import subprocess
 import sys
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
 import reshard
+from reshard.errors import CheckpointError
+from reshard.storage import LocalStorage, Writer
+
+
+class Holding(LocalStorage):
+    """Writes no data before it may `go_on`."""
+
+    go_on: threading.Event
+
+    def create(self, name: str) -> Writer:
+        if name.endswith(".safetensors"):
+            self.go_on.wait()
+        return super().create(name)
+
 
 PROGRAM = """
 import sys, time
@@ -61,3 +80,42 @@ dcp.async_save({"w": torch.ones(1000)}, checkpoint_id=sys.argv[1])
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "c"], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
     assert reshard.open(tmp_path / "c")["w"][...].sum() == 1000
+
+
+def test_a_process_that_is_forked_meanwhile_neither_waits_nor_saves(tmp_path: Path) -> None:
+    go_on, held = threading.Event(), Holding(tmp_path / "c")
+    held.go_on = go_on
+    pending = reshard.async_save({"w": torch.ones(1000)}, held)
+
+    def child() -> None:
+        with pytest.raises(CheckpointError, match="is a fork: ask there"):
+            pending.result()
+        reshard.save({"w": torch.ones(1)}, tmp_path / "child")
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(30)
+    try:
+        assert process.exitcode == 0, "a forked process, such as a DataLoader's worker, must be able to end"
+    finally:
+        process.kill()
+        go_on.set()
+    assert pending.result().tensors == 1
+    assert reshard.verify(tmp_path / "c").ok
+    assert reshard.verify(tmp_path / "child").ok
+
+
+def test_a_save_in_the_background_keeps_no_tensor_alive(tmp_path: Path) -> None:
+    held = Holding(tmp_path / "c")
+    held.go_on = threading.Event()
+    tensors = [torch.ones(1000), torch.ones(10, 10).t()]
+    seen = [weakref.ref(tensor) for tensor in tensors]
+    pending = reshard.async_save({"list": tensors}, held)
+    try:
+        tensors.clear()
+        gc.collect()
+        assert [tensor() for tensor in seen] == [None, None]
+    finally:
+        held.go_on.set()
+    pending.result()
+    assert reshard.verify(tmp_path / "c").ok
