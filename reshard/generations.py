@@ -14,6 +14,9 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Collection
+from contextlib import suppress
+from urllib.parse import quote
 
 import msgspec
 
@@ -182,13 +185,16 @@ def _generations(storage: Storage) -> dict[str, list[str]]:
     return by_id
 
 
-def _remove_empty(storage: Storage) -> None:
+def _remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
     """Remove generations that hold nothing: folders of saves that were killed before they made their claim.
 
     A save that is just making its claim makes its folder again.
+
+    Args:
+        others: folders that may go, too, if they are empty.
     """
     for folder in storage.empty_folders():
-        if is_generation(folder):
+        if is_generation(folder) or folder in others:
             storage.delete(f"{folder}/{_CLAIM}")
 
 
@@ -235,9 +241,9 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
 def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
     """Remove all but the `keep_last` newest complete checkpoints directly below `folder`; returns their paths.
 
-    Their manifests go first, so that a removal cut short leaves nothing that looks complete. Incomplete checkpoints
-    neither count nor go, since their saves may be running, unless they hold nothing at all; nor do those go that a save
-    is replacing just now.
+    Their manifests go first, so that nothing that looks complete is left by a removal cut short, which the next one
+    takes up. What killed saves have left goes too. Broken checkpoints neither count nor go, nor do those that a save is
+    replacing just now. Only what saves have written is removed: other files stay, and their folders with them.
 
     Raises CheckpointError for `keep_last` < 1.
     """
@@ -245,39 +251,49 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
         raise CheckpointError(
             f"keep_last must be a whole number >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
         )
-    found = [(place, path) for _, path, place in _complete(folder) if place]
+    found = [path for _, path, is_below in _complete(folder) if is_below]
     storage = open_storage(folder)
-    _remove_empty(storage)
+    parts = [name.split("/", 2) for name in storage.list()]
+    places = {place for place, *inner in parts if len(inner) > 1 and is_generation(inner[0])}
     gone = []
-    for place, path in found[:-keep_last]:
+    for path in found[:-keep_last]:
         inner = open_storage(path)
-        if any(_alive(inner, save_id, names) for save_id, names in _generations(inner).items()):
-            continue
-        storage.delete(f"{place}/{MANIFEST}")
-        for name in storage.list(f"{place}/"):
-            storage.delete(name)
-        gone.append(path)
+        by_id = _generations(inner)
+        if not any(_alive(inner, save_id, names) for save_id, names in by_id.items()):
+            inner.delete(HF_INDEX)
+            inner.delete(MANIFEST)
+            gone.append(path)
+    for place in places:  # of those that are gone now, and of killed saves
+        with suppress(CheckpointError):  # a broken one, whose manifest does not say what counts
+            remove_dead(open_storage(_path_below(folder, place)))
+    _remove_empty(storage, places)
     return gone
 
 
-def _complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, str]]:
-    """(when its save was begun, path, place within the folder) of each complete checkpoint, the oldest first."""
+def _path_below(folder: str | os.PathLike[str], place: str) -> str:
+    base = os.fspath(folder)
+    if base.startswith("file://"):
+        place = quote(place)
+    return f"{base.rstrip('/')}/{place}" if place else base
+
+
+def _complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
+    """(when its save was begun, path, whether below the folder) of each complete checkpoint, the oldest first."""
     from reshard.checkpoint import open as open_checkpoint
 
     if isinstance(folder, Storage):
         raise CheckpointError(f"a path or URL is wanted, got the storage {folder.url}: checkpoints are told by paths")
     storage = open_storage(folder)
-    base = os.fspath(folder).rstrip("/")
     found = []
     for name in storage.list():
         place, _, last = name.rpartition("/")
         if last != MANIFEST or "/" in place:
             continue
-        path = f"{base}/{place}" if place else base
+        path = _path_below(folder, place)
         try:
             created = read_manifest(open_storage(path)).created_unix_s
             open_checkpoint(path)
         except CheckpointError:
             continue
-        found.append((created, path, place))
+        found.append((created, path, bool(place)))
     return sorted(found)

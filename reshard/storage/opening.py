@@ -45,6 +45,8 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
         url = urlsplit(text)
         if url.netloc not in ("", "localhost") or not url.path:
             raise StorageError(f"{text} names no local folder: write file:///folder, with three slashes")
+        if "#" in text or "?" in text:
+            raise StorageError(f"in the URL {text} a '#' or '?' ends the path: write %23 for '#' and %3F for '?'")
         return LocalStorage(unquote(url.path))
     if scheme == "memory":
         name = rest.strip("/")

@@ -18,10 +18,20 @@ from reshard import generations, liveness
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, ReshardError, StorageError
 from reshard.storage import MemoryStorage, Storage, open_storage
 from tests import gloo
-from tests.faulty import Faulty
+from tests.faulty import Crash, Faulty, SystemCalls
 
 STATE = {"w": torch.ones(3)}
 EMPTY = "data-0192f3c1a8aa-5d2e00112233"
+GONE = {"pid": 2**22 + 1, "process_start": "1"}
+
+
+def claimed(storage: Storage, **other: Any) -> str:
+    """A generation that somebody writes, by a claim like ours but for what is `other`."""
+    save_id = generations.new_save_id()
+    generations.claim(storage, save_id)
+    name = f"{generations.folder_of(save_id)}/claim.json"
+    storage.publish(name, json.dumps({**json.loads(storage.read(name)), **other}).encode())
+    return save_id
 
 
 def test_an_empty_folder_is_named_by_opening_and_removed_by_the_next_save(tmp_path):
@@ -92,6 +102,69 @@ def test_pruning_leaves_what_is_being_replaced(tmp_path):
 
     generations.ended(save_id)
     assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "step-0")]
+
+
+def test_pruning_removes_only_what_a_save_has_written(tmp_path):
+    for step in range(3):
+        reshard.save(STATE, tmp_path / f"step-{step}")
+        for name in ("README.md", "config.json", "logs/events", "data-mine/x", "manifest.json.bak"):
+            (tmp_path / f"step-{step}" / name).parent.mkdir(exist_ok=True)
+            (tmp_path / f"step-{step}" / name).write_text("mine")
+    reshard.save(STATE, tmp_path / "step-3")
+    mine = [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"mine"]
+    assert len(mine) == 15
+
+    assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / f"step-{step}") for step in range(3)]
+
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and "step-3" not in path.parts]
+    assert sorted(left) == sorted(mine)
+    assert reshard.prune(tmp_path, keep_last=1) == []
+    assert not [path for path in tmp_path.glob("step-[012]/*") if generations.is_generation(path.name)]
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+def test_a_removal_cut_short_is_taken_up_by_the_next_one(at, tmp_path):
+    for step in range(2):
+        reshard.save(STATE, tmp_path / f"step-{step}")
+    calls = SystemCalls()
+    with calls.crashing(at), pytest.raises(Crash):
+        reshard.prune(tmp_path, keep_last=1)
+    reshard.prune(tmp_path, keep_last=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert reshard.verify(tmp_path / "step-1").ok
+
+
+def test_pruning_takes_away_what_killed_saves_have_left_in_folders_of_their_own(tmp_path):
+    reshard.save(STATE, tmp_path / "step-0")
+    dead, running = (open_storage(tmp_path / name) for name in ("step-1", "step-2"))
+    for storage, other in ((dead, GONE), (running, {})):
+        folder = generations.folder_of(claimed(storage, **other))
+        storage.publish(f"{folder}/00000.safetensors", b"half")
+    assert reshard.prune(tmp_path, keep_last=1) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0", "step-2"]
+    assert len(running.list()) == 2
+
+
+@pytest.mark.parametrize("name", ["step 1", "step#1?x", "a%20b", "ü"])
+def test_folders_below_a_file_url_are_found_and_pruned_whatever_their_names(name, tmp_path):
+    reshard.save(STATE, tmp_path / name / "old")
+    reshard.save(STATE, tmp_path / "new" / name)
+    url = f"{(tmp_path / 'new').as_uri()}/"
+    found = reshard.latest_complete(url)
+    assert found is not None
+    assert reshard.verify(found).ok
+    assert open_storage(found).url == str(tmp_path / "new" / name)
+    reshard.save(STATE, tmp_path / "new" / "newer")
+    assert reshard.prune(url, keep_last=1) == [found]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["newer"]
+
+
+def test_a_file_url_whose_path_would_be_cut_off_is_refused(tmp_path):
+    for sign in "#?":
+        with pytest.raises(StorageError, match="write %23 for '#' and %3F"):
+            reshard.save(STATE, f"file://{tmp_path}/run{sign}1/step")
+    reshard.save(STATE, f"file://{tmp_path}/run%231/step")
+    assert reshard.verify(tmp_path / "run#1" / "step").ok
 
 
 @pytest.mark.parametrize("keep_last", [0, -1, 1.5, "2"])
@@ -205,18 +278,6 @@ def test_a_checkpoint_of_a_newer_version_is_not_replaced(tmp_path):
     manifest.write_text("{")  # a damaged one is nothing to keep
     reshard.save(STATE, tmp_path)
     assert reshard.verify(tmp_path).ok
-
-
-def claimed(storage: Storage, **other: Any) -> str:
-    """A generation that somebody writes, by a claim like ours but for what is `other`."""
-    save_id = generations.new_save_id()
-    generations.claim(storage, save_id)
-    name = f"{generations.folder_of(save_id)}/claim.json"
-    storage.publish(name, json.dumps({**json.loads(storage.read(name)), **other}).encode())
-    return save_id
-
-
-GONE = {"pid": 2**22 + 1, "process_start": "1"}
 
 
 @pytest.mark.parametrize(
