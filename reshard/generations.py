@@ -272,8 +272,9 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
 
 def _path_below(folder: str | os.PathLike[str], place: str) -> str:
     base = os.fspath(folder)
-    if base.startswith("file://"):
-        place = quote(place)
+    if "://" in base and not base.startswith("memory:"):
+        for sign in "%#?":  # which mean something else in a URL
+            place = place.replace(sign, quote(sign))
     return f"{base.rstrip('/')}/{place}" if place else base
 
 

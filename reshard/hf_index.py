@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from planners.save_plan import SavePlan
+from reshard import generations
 from reshard.formats.native import HF_INDEX, NativeFacts
 from reshard.storage.base import Storage
 
@@ -21,10 +22,14 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
     metadata: dict[str, int] = {}
 
 
-def publish_index(storage: Storage, plan: SavePlan, files: Mapping[int, str]) -> None:
+def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping[int, str]) -> None:
     """Where one rank holds every tensor whole, say so; else remove the index of an older save.
 
+    Of two saves that race, the one whose manifest counts may be first with its index: then there is none, which is
+    better than one of files that are gone.
+
     Args:
+        save_id: of the save, whose manifest is published already.
         files: the name of each rank's data file.
     """
     weight_map = _weight_map(plan, files)
@@ -32,6 +37,8 @@ def publish_index(storage: Storage, plan: SavePlan, files: Mapping[int, str]) ->
         storage.delete(HF_INDEX)
     else:
         storage.publish(HF_INDEX, msgspec.json.encode(_Index(weight_map, {"total_size": plan.total_bytes})))
+        if not generations.counts(storage, save_id):
+            storage.delete(HF_INDEX)
 
 
 def index_problem(native: NativeFacts) -> str | None:

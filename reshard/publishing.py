@@ -65,7 +65,7 @@ class Generation:
         for name in prints:
             self.storage.delete(name)
         generations.release(self.storage, self.save_id)
-        publish_index(self.storage, self.plan, {rank: record.name for rank, record in records.items()})
+        publish_index(self.storage, self.save_id, self.plan, {rank: record.name for rank, record in records.items()})
 
     def _manifest(self, records: Mapping[int, FileRecord], prints: dict[str, str], writer: str) -> Manifest:
         census = self.census

@@ -139,7 +139,7 @@ class NativeExporter(Exporter):
         )
         storage.publish(MANIFEST, encode_manifest(manifest))
         generations.release(storage, self.save_id)
-        publish_index(storage, self.plan, {rank_of[name]: name for name in done})
+        publish_index(storage, self.save_id, self.plan, {rank_of[name]: name for name in done})
         generations.remove_dead(storage)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:

@@ -41,12 +41,12 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
         if not text:
             raise StorageError("the path is empty: name a folder")
         return LocalStorage(text)
+    if scheme in ("file", *_OBJECT_STORES) and ("#" in rest or "?" in rest):
+        raise StorageError(f"in the URL {text} a '#' or '?' ends the path: write %23 for '#' and %3F for '?'")
     if scheme == "file":
         url = urlsplit(text)
         if url.netloc not in ("", "localhost") or not url.path:
             raise StorageError(f"{text} names no local folder: write file:///folder, with three slashes")
-        if "#" in text or "?" in text:
-            raise StorageError(f"in the URL {text} a '#' or '?' ends the path: write %23 for '#' and %3F for '?'")
         return LocalStorage(unquote(url.path))
     if scheme == "memory":
         name = rest.strip("/")

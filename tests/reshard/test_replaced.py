@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import reshard
 from reshard.errors import CheckpointError
+from reshard.formats.native import HF_INDEX
 from reshard.storage import open_storage
 from tests import gloo
 from tests.faulty import Faulty
@@ -70,6 +71,22 @@ def test_there_is_always_a_latest_checkpoint(tmp_path):
         found.add(reshard.latest_complete(tmp_path))
     thread.join()
     assert found == {str(tmp_path / "c")}
+
+
+def test_an_index_for_other_tools_never_names_files_of_a_save_that_lost_a_race(tmp_path):
+    path, raced = tmp_path / "c", []
+
+    def fault(verb: str, name: str) -> None:
+        if verb == "publish" and name == HF_INDEX and not raced:
+            raced.append(reshard.save(state(2), path))
+
+    reshard.save(state(1), Faulty(open_storage(path), fault))
+    assert raced
+    report = reshard.verify(path)
+    assert report.ok, report
+    assert not (path / HF_INDEX).exists()
+    reshard.save(state(3), path)
+    assert (path / HF_INDEX).exists()
 
 
 def two_saves(folder: str) -> str:

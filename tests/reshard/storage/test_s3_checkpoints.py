@@ -9,10 +9,13 @@ import traceback
 import uuid
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import torch
 
+from reshard import latest_complete, prune, verify
+from reshard.errors import StorageError
 from reshard.loading import load
 from reshard.saving import save
 from reshard.storage import open_storage
@@ -51,6 +54,26 @@ def test_round_trip(s3: S3Server) -> None:
         assert _loaded_step(url) == step
     generations = {name.split("/")[0] for name in open_storage(url).list("data-")}
     assert len(generations) == 1, "the replaced one is gone"
+
+
+@pytest.mark.parametrize("name", ["a b", "step#1?x", "a%20b", "ü=1+1"])
+def test_folders_are_found_and_pruned_whatever_their_names(name: str, s3: S3Server) -> None:
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+    save({"w": torch.ones(3)}, f"{url}/{quote(name)}")
+    above = open_storage(url)
+    above.publish(f"{name}/README", b"mine")
+    found = latest_complete(f"{url}/")
+    assert found is not None
+    assert verify(found).ok
+    save({"w": torch.ones(3)}, f"{url}/newer")
+    assert prune(url, keep_last=1) == [found]
+    assert [one for one in above.list() if not one.startswith("newer/")] == [f"{name}/README"]
+
+
+def test_a_url_whose_path_would_be_cut_off_is_refused(s3: S3Server) -> None:
+    for sign in "#?":
+        with pytest.raises(StorageError, match="write %23 for '#' and %3F"):
+            save({"w": torch.ones(3)}, f"s3://bucket/{uuid.uuid4().hex}{sign}1")
 
 
 def test_save_and_load_over_a_bad_network(proxy: FlakyProxy) -> None:
