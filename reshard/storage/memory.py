@@ -15,18 +15,26 @@ __all__ = ["MemoryStorage"]
 
 
 class MemoryStorage(Storage):
-    """A folder in memory. Two instances share nothing; `memory://NAME` names one that the whole process shares."""
+    """A folder in memory. Two instances share nothing; `memory://NAME` names one that the whole process shares.
+
+    Args:
+        name: for messages.
+        within: the folder that this one is a part of, under its name.
+    """
 
     max_gap_bytes = 0
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", *, within: MemoryStorage | None = None) -> None:
         self.url = f"memory://{name}"
-        self._objects: dict[str, bytes] = {}
-        self._lock = threading.Lock()
+        self._folder = f"{name}/" if within and name else ""
+        self._objects: dict[str, bytes] = within._objects if within else {}
+        self._lock: threading.Lock = within._lock if within else threading.Lock()
 
     def list(self, prefix: str = "") -> dict[str, int]:
+        start, prefix = len(self._folder), self._folder + prefix
         with self._lock:
-            return {name: len(data) for name, data in sorted(self._objects.items()) if name.startswith(prefix)}
+            found = {name[start:]: len(data) for name, data in self._objects.items() if name.startswith(prefix)}
+        return dict(sorted(found.items()))
 
     def size(self, name: str) -> int:
         return len(self._get(name))
@@ -48,20 +56,20 @@ class MemoryStorage(Storage):
     def publish(self, name: str, data: Buffer) -> None:
         check_name(name, self.url)
         with self._lock:
-            self._objects[name] = bytes(data)
+            self._objects[self._folder + name] = bytes(data)
 
     def delete(self, name: str) -> None:
         check_name(name, self.url)
         with self._lock:
-            self._objects.pop(name, None)
+            self._objects.pop(self._folder + name, None)
 
     def _add(self, name: str, data: bytes) -> None:
         with self._lock:
             self._refuse_existing(name)
-            self._objects[name] = data
+            self._objects[self._folder + name] = data
 
     def _refuse_existing(self, name: str) -> None:
-        if name in self._objects:
+        if self._folder + name in self._objects:
             raise StorageError(
                 f"cannot create {name} in {self.url}: it exists already, and is not overwritten; delete it first"
             )
@@ -69,7 +77,7 @@ class MemoryStorage(Storage):
     def _get(self, name: str) -> bytes:
         check_name(name, self.url)
         with self._lock:
-            data = self._objects.get(name)
+            data = self._objects.get(self._folder + name)
         if data is None:
             raise not_found(name, self.url)
         return data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from urllib.parse import unquote, urlsplit
 
 from reshard.errors import StorageError
@@ -15,15 +14,14 @@ __all__ = ["is_known", "open_storage"]
 
 _OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 
-_shared_memory: dict[str, MemoryStorage] = {}
-_lock = threading.Lock()
+_shared_memory = MemoryStorage()
 
 
 def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
     """The storage for a path or URL; a `Storage` is returned as it is. Nothing is read, made or contacted yet.
 
     Args:
-        path: a local folder, "file:///folder", "memory://name" (one for the whole process), or a bucket and folder:
+        path: a local folder, "file:///folder", "memory://folder" (of this process), or a bucket and folder:
             "s3://bucket/folder", "gs://...", "az://...", which need the extra `reshard[object-stores]`.
 
     Raises:
@@ -49,9 +47,7 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
             raise StorageError(f"{text} names no local folder: write file:///folder, with three slashes")
         return LocalStorage(unquote(url.path))
     if scheme == "memory":
-        name = rest.strip("/")
-        with _lock:
-            return _shared_memory.setdefault(name, MemoryStorage(name))
+        return MemoryStorage("/".join(filter(None, rest.split("/"))), within=_shared_memory)
     if scheme in _OBJECT_STORES:
         from reshard.storage.objects import open_objects  # obstore is optional, and slow to import
 

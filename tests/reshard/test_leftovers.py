@@ -159,6 +159,14 @@ def test_folders_below_a_file_url_are_found_and_pruned_whatever_their_names(name
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["newer"]
 
 
+def test_folders_in_memory_are_found_and_pruned():
+    for step in range(3):
+        reshard.save(STATE, f"memory://pruned/step-{step}")
+    assert reshard.latest_complete("memory://pruned") == "memory://pruned/step-2"
+    assert len(reshard.prune("memory://pruned/", keep_last=1)) == 2
+    assert {name.partition("/")[0] for name in open_storage("memory://pruned").list()} == {"step-2"}
+
+
 def test_a_file_url_whose_path_would_be_cut_off_is_refused(tmp_path):
     for sign in "#?":
         with pytest.raises(StorageError, match="write %23 for '#' and %3F"):

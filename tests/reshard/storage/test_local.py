@@ -27,8 +27,13 @@ def test_paths_and_urls(tmp_path: Path) -> None:
     assert open_storage(f"file://{tmp_path}/a%20b").url == f"{tmp_path}/a b"
     storage = LocalStorage(tmp_path)
     assert open_storage(storage) is storage
-    assert open_storage("memory://shared") is open_storage("memory://shared/")
-    assert open_storage("memory://shared") is not open_storage("memory://other")
+    open_storage("memory://shared").publish("a/b", b"1")
+    assert open_storage("memory://shared/").read("a/b") == open_storage("memory://shared/a").read("b") == b"1"
+    assert open_storage("memory://shared/a/").list() == {"b": 1}
+    for other in ("memory://other", "memory://share", "memory://shared/a/b"):
+        assert open_storage(other).list() == {}
+    open_storage("memory://shared/a").delete("b")
+    assert open_storage("memory://shared").list() == {}
     for bad in ("ftp://host/x", "file://host/x", "file://", "", b"bytes"):
         with pytest.raises(StorageError):
             open_storage(bad)  # type: ignore[arg-type]
