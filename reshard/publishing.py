@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -11,7 +12,7 @@ from planners.codec import to_json
 from planners.save_plan import SavePlan
 from reshard import generations
 from reshard.census import Census
-from reshard.errors import StorageError
+from reshard.errors import ReshardError, StorageError
 from reshard.fingerprints import Partial
 from reshard.formats.native import MANIFEST, FileRecord, Manifest, encode_manifest
 from reshard.hf_index import publish_index
@@ -20,6 +21,7 @@ from reshard.storage import Storage
 __all__ = ["Generation"]
 
 _PRINTS = ".prints"
+_log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Generation:
         packed = msgspec.msgpack.encode({fqn: part.to_bytes() for fqn, part in parts.items()})
         self.storage.publish(f"{self.folder}/{rank:05d}{_PRINTS}", packed)
 
-    def publish(self, records: Mapping[int, FileRecord], writer: str) -> None:
-        """Make the generation count. For the first rank, when all ranks have written.
+    def publish(self, records: Mapping[int, FileRecord], writer: str) -> list[str]:
+        """Make the generation count; returns what is no longer needed. For the first rank, when all ranks have written.
 
         Args:
             records: what each rank that writes has written.
@@ -62,10 +64,21 @@ class Generation:
         prints = [name for name in seen if name.endswith(_PRINTS)]
         manifest = self._manifest(records, self._collect_prints(prints) if prints else {}, writer)
         self.storage.publish(MANIFEST, encode_manifest(manifest))
-        for name in prints:
-            self.storage.delete(name)
-        generations.release(self.storage, self.save_id)
         publish_index(self.storage, self.save_id, self.plan, {rank: record.name for rank, record in records.items()})
+        return prints
+
+    def tidy(self, names: Iterable[str]) -> None:
+        """Remove these files, the claim, and what older saves have left.
+
+        A failure is logged and no more: the checkpoint counts already, and the next save tries again.
+        """
+        try:
+            for name in names:
+                self.storage.delete(name)
+            generations.release(self.storage, self.save_id)
+            generations.remove_dead(self.storage)
+        except ReshardError as error:
+            _log.warning("%s is saved, but what is no longer needed could not be removed: %s", self.storage.url, error)
 
     def _manifest(self, records: Mapping[int, FileRecord], prints: dict[str, str], writer: str) -> Manifest:
         census = self.census

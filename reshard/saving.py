@@ -339,7 +339,8 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
             rows = group.exchange(msgspec.msgpack.encode((job.rank, record)))
             if group.rank == 0:
                 decoded = [msgspec.msgpack.decode(row, type=tuple[int, FileRecord | None]) for row in rows]
-                generation.publish({rank: record for rank, record in decoded if record is not None}, _WRITER)
+                files = {rank: record for rank, record in decoded if record is not None}
+                litter = generation.publish(files, _WRITER)
     except BaseException as error:
         if group.rank == 0:
             _clear(job, error)
@@ -347,7 +348,7 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
     finally:
         generations.ended(generation.save_id)
     if group.rank == 0:
-        generations.remove_dead(job.storage)
+        generation.tidy(litter)
     group.barrier()
     job.seconds.update(write=written - clock, publish=time.perf_counter() - written)
     census, plan = generation.census, generation.plan

@@ -200,6 +200,20 @@ def test_a_save_whose_empty_folder_is_taken_away_makes_it_again(tmp_path):
     assert reshard.verify(tmp_path / "c").ok
 
 
+def test_a_save_that_counts_does_not_fail_for_want_of_tidying_up(tmp_path, caplog):
+    def fault(verb: str, name: str) -> None:
+        if verb == "delete":
+            raise StorageError("permission denied")
+
+    reshard.save(STATE, tmp_path)
+    reshard.save({"w": torch.zeros(3)}, Faulty(open_storage(tmp_path), fault))
+    assert "is saved, but what is no longer needed could not be removed: permission denied" in caplog.text
+    assert reshard.verify(tmp_path).ok
+    assert not reshard.open(tmp_path)["w"][...].any()
+    reshard.save(STATE, tmp_path)
+    assert len([path for path in tmp_path.iterdir() if generations.is_generation(path.name)]) == 1
+
+
 @pytest.mark.parametrize("text", ["{", json.dumps({"reshard": "checkpoint", "version": 1})])
 def test_a_failed_save_over_an_unreadable_manifest_tells_why_it_failed(text, tmp_path):
     reshard.save(STATE, tmp_path)
