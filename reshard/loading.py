@@ -252,6 +252,7 @@ def _load_into(
                 fetch.read(_watched(group, step.advance))
             if shared is not None:
                 fetch.bytes_received += shared.pass_on(targets.writable, group, process_group)
+            targets.put_new()
             targets.tell_autograd(match.tensors)
             targets.assign(match.objects)
             targets.assign(per_rank)

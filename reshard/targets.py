@@ -42,6 +42,8 @@ class Targets:
     resized: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of these, the extra state of modules that was saved with another shape: it takes that."""
     _made: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    _new: dict[str, Any] = field(default_factory=dict)
+    """What takes the places of tensors of which `_made` has the new memory."""
 
     @classmethod
     def of(
@@ -102,7 +104,8 @@ class Targets:
         return here
 
     def writable(self, key: str) -> tuple[torch.Tensor, ...]:
-        """The local tensors to write into: the live ones, or new ones in place of meta tensors and changed dtypes."""
+        """The local tensors to write into: the live ones, or new ones for meta tensors and changed dtypes, which
+        `put_new` puts in their places."""
         tensor = self.tensors[key]
         dtype = self.replaced.get(key)
         device = device_of(tensor)
@@ -118,7 +121,7 @@ class Targets:
         return self._made[key]
 
     def _replace(self, key: str, fresh: tuple[torch.Tensor, ...]) -> None:
-        """Put new memory in the place of a tensor, and of those that are tied to it and not replaced for themselves."""
+        """Make what takes the place of a tensor, and of those that are tied to it and not replaced for themselves."""
         tied = self.tied_in_place
         first = tied.get(key, key)
         made: dict[int, Any] = {}
@@ -127,7 +130,12 @@ class Targets:
             if id(tensor) not in made:
                 made[id(tensor)] = _like(tensor, fresh, other)
             self._made[other] = fresh
-            self.assign({other: made[id(tensor)]})
+            self._new[other] = made[id(tensor)]
+
+    def put_new(self) -> None:
+        """Put new tensors in their places: only when they are filled, since until then their memory holds anything."""
+        self.assign(self._new)
+        self._new = {}
 
     def is_opaque(self, key: str) -> bool:
         """Whether a tensor is of the extra state of a module, whose shape is nobody's business but the module's."""

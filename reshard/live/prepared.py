@@ -200,6 +200,7 @@ class Prepared:
             if view.fills and key not in pairing.ties
             for slot in filled_slots(view.geometry, pairing.after[key].form, rank)
         ]
+        self._target.state.put_new()
         self._memory = self._places()
 
     def _places_checked(self) -> None:

@@ -177,6 +177,24 @@ MANIFEST_JSON = json.loads((SOURCE / MANIFEST).read_text())
 SPOTS = [spot for spot in spots(MANIFEST_JSON) if spot]
 
 
+def test_what_was_to_be_replaced_stays_as_it_was(tmp_path):
+    reshard.save({name: torch.ones(9) for name in ("meta", "other", "plain")}, tmp_path / "c")
+    (file,) = (tmp_path / "c").glob("data-*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    other, plain = torch.zeros(9, dtype=torch.int64), torch.zeros(9)
+    before = {"meta": torch.empty(9, device="meta"), "other": other, "plain": plain}
+    state = dict(before)
+
+    with pytest.raises(DamagedCheckpointError):
+        reshard.load(state, tmp_path / "c", dtype_policy="saved")
+
+    assert all(state[name] is before[name] for name in before)
+    assert not other.any()
+    assert not plain.any()
+
+
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_manifest_with_anything_anywhere(data):
