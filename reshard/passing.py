@@ -56,7 +56,9 @@ class SharedReading:
     def pass_on(
         self, local: Callable[[str], Sequence[torch.Tensor]], group: Group, process_group: dist.ProcessGroup | None
     ) -> int:
-        """Collective, when everybody has read: give the others what they want. Returns the bytes that this rank got.
+        """Collective: give the others what they want, once all have read. Returns the bytes that this rank got.
+
+        If a rank has failed, nothing is sent: a message that nobody takes would be taken for one of the next load.
 
         `local`: the local tensors of a key, on the CPU or not; what was read lies in them.
         """
@@ -67,5 +69,6 @@ class SharedReading:
             local,
             process_group=process_group,
         )
+        group.barrier()
         exchange.run(group)
         return exchange.received_bytes

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import reshard
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import DamagedCheckpointError, ReshardError
 from reshard.execute.reading import Staged
 from reshard.execute.segments import REMOTE_SEGMENT_BYTES as SIZE
 from reshard.formats.base import Place
@@ -141,6 +141,33 @@ def test_ranks_of_a_machine_ask_for_each_byte_once_between_them(tmp_path):
         assert all(row["right"] for row in rows)
         assert sum(row["asked"] for row in rows) <= 1.02 * whole.nbytes + 3 * 64 * 1024
         assert sum(row["checked"] for row in rows) >= 0.8 * whole.nbytes
+
+
+def again_job(damaged: str, good: str) -> tuple[str, bool]:
+    """A load that fails on the last rank while the others have read their share, and then another one."""
+    options: dict[str, Any] = {"read_once": True, "deadline_s": 10}
+    target = torch.zeros(3000, 1001)
+    try:
+        reshard.load({"big": target}, Remote(damaged), **options)
+        end = "loaded"
+    except ReshardError as error:
+        end = type(error).__name__
+    reshard.load({"big": target}, Remote(good), **options)
+    return end, torch.equal(target, state()["big"])
+
+
+@pytest.mark.gloo
+def test_after_a_load_that_failed_while_reading_the_same_group_loads_another(tmp_path):
+    reshard.save({"big": -state()["big"]}, tmp_path / "damaged")
+    reshard.save({"big": state()["big"]}, tmp_path / "good")
+    (file,) = (tmp_path / "damaged").rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+    ends = gloo.run(again_job, 3, str(tmp_path / "damaged"), str(tmp_path / "good"))
+
+    assert sorted(ends) == [("DamagedCheckpointError", True)] + [("RankFailedError", True)] * 2
 
 
 def test_what_is_staged_stays_within_its_pieces(tmp_path, monkeypatch):
