@@ -29,6 +29,7 @@ from reshard.storage import Storage, is_temporary, open_storage
 
 __all__ = [
     "Claim",
+    "begin",
     "check_claimed",
     "claim",
     "counts",
@@ -68,6 +69,15 @@ class Claim(msgspec.Struct, frozen=True):
 def new_save_id() -> str:
     """A name that sorts by time and that no other save has."""
     return f"{int(time.time() * 1000):012x}-{secrets.token_hex(6)}"
+
+
+_begun: list[float] = [0.0]
+
+
+def begin() -> float:
+    """When a save begins, in seconds since 1970: later than all others of this process, though clocks are set back."""
+    _begun[0] = max(time.time(), _begun[0] + 1e-6)
+    return _begun[0]
 
 
 def folder_of(save_id: str) -> str:

@@ -28,6 +28,7 @@ from reshard.group import Group
 from reshard.progress import Progress
 from reshard.publishing import Generation
 from reshard.storage import Storage, open_storage
+from reshard.storage.opening import place_of
 from reshard.tensors import form_of, is_sharded, is_tensor, local_tensors, spec_of
 
 __all__ = ["PendingSave", "SaveReport", "async_save", "save"]
@@ -193,17 +194,17 @@ def async_save(
             future.set_result(report)
 
     threading.Thread(target=work, name=f"reshard-save-{job.generation.save_id}").start()
-    _in_flight[future] = job.storage.url
+    _in_flight[future] = place_of(job.storage)
     return PendingSave(future)
 
 
 def _await_saves_to(path: Any) -> None:
     """Wait for what is in flight to the same place: if it took longer, it would take the later save's place."""
     try:
-        url = open_storage(path).url
+        place = place_of(open_storage(path))
     except ReshardError:  # the save itself will say so, to all ranks
         return
-    wait([future for future, where in _in_flight.items() if where == url])
+    wait([future for future, where in list(_in_flight.items()) if where == place])
 
 
 def _ended_for(max_in_flight: int) -> list[Future[SaveReport]]:
@@ -286,7 +287,7 @@ def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: _O
     for name, theirs in zip(("select", "divide_above_bytes"), choices, strict=True):
         if theirs != (own := getattr(options, name)):
             raise LayoutError(f"rank {group.ranks[0]} saves {name}={theirs}, but this rank {name}={own}")
-    generation = Generation(storage, save_id, time.time(), census, plan, options.select)
+    generation = Generation(storage, save_id, generations.begin(), census, plan, options.select)
     return _Job(group, storage, str(path), generation, options, {"plan": planned - clock}), holdings
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -122,7 +121,7 @@ class NativeExporter(Exporter):
         contents = self.state.contents
         manifest = Manifest(
             save_id=self.save_id,
-            created_unix_s=time.time(),
+            created_unix_s=generations.begin(),
             writer=_WRITER,
             divide_above_bytes=DIVIDE_ABOVE_BYTES,
             files={

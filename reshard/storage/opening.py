@@ -10,7 +10,7 @@ from reshard.storage.base import Storage
 from reshard.storage.local import LocalStorage
 from reshard.storage.memory import MemoryStorage
 
-__all__ = ["is_known", "open_storage"]
+__all__ = ["is_known", "open_storage", "place_of"]
 
 _OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 
@@ -61,3 +61,8 @@ def is_known(path: str | os.PathLike[str] | Storage) -> bool:
     """Whether `open_storage` has a storage for such a path or URL."""
     scheme, separator, _ = ("", "", "") if isinstance(path, Storage) else os.fspath(path).partition("://")
     return not separator or scheme in ("file", "memory", *_OBJECT_STORES)
+
+
+def place_of(storage: Storage) -> str:
+    """The same text for all paths by which one folder can be reached."""
+    return storage.url.rstrip("/") if "://" in storage.url else os.path.realpath(storage.url)

@@ -4,6 +4,7 @@ error, and never "there is none"."""
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,32 @@ def test_an_index_for_other_tools_never_names_files_of_a_save_that_lost_a_race(t
     assert not (path / HF_INDEX).exists()
     reshard.save(state(3), path)
     assert (path / HF_INDEX).exists()
+
+
+def test_saves_to_one_folder_by_two_paths_go_on_one_after_another(tmp_path):
+    def slow(verb: str, name: str) -> None:
+        if verb == "write":
+            time.sleep(0.2)
+
+    (tmp_path / "c").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    first = reshard.async_save(state(1), Faulty(open_storage(tmp_path / "c"), slow))
+    second = reshard.async_save(state(2), tmp_path / "link", max_in_flight=2)
+    first.result()
+    second.result()
+    assert reshard.open(tmp_path / "c").objects["step"] == 2
+
+
+@pytest.mark.parametrize("back_s", [0, 3600])
+def test_the_latest_one_is_that_of_the_latest_save_though_the_clock_stands_still_or_is_set_back(
+    back_s, tmp_path, monkeypatch
+):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - back_s * step)
+    for step, name in enumerate("cab"):
+        reshard.save(state(step), tmp_path / name)
+        assert reshard.latest_complete(tmp_path) == str(tmp_path / name)
+    assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "c"), str(tmp_path / "a")]
 
 
 def two_saves(folder: str) -> str:
