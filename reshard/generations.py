@@ -94,7 +94,7 @@ def refuse_foreign(storage: Storage) -> None:
     names = storage.list()
     ours = native.detect(storage, names)
     if ours and MANIFEST in names:
-        native.refuse_newer(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
+        _refuse_newer(storage)
     foreign = [name for name in (MANIFEST, HF_INDEX) if name in names and not ours]
     foreign += [".metadata"] if has_dcp(names) else []
     if foreign:
@@ -102,6 +102,10 @@ def refuse_foreign(storage: Storage) -> None:
             f"{storage.url} holds {foreign[0]}, which is of something else than our checkpoints: nothing was saved. "
             "Save into a folder of its own"
         )
+
+
+def _refuse_newer(storage: Storage) -> None:
+    native.refuse_newer(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
 
 
 _running: set[str] = set()
@@ -243,6 +247,8 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
     """The newest complete checkpoint at or directly below `folder`, by the time that its save was begun; else None.
 
     A folder without a whole manifest, or whose files are missing or short, does not count.
+
+    Raises FormatError if one is of a newer version: it may be the latest.
     """
     found = _complete(folder)
     return found[-1][1] if found else None
@@ -255,7 +261,7 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
     takes up. What killed saves have left goes too. Broken checkpoints neither count nor go, nor do those that a save is
     replacing just now. Only what saves have written is removed: other files stay, and their folders with them.
 
-    Raises CheckpointError for `keep_last` < 1.
+    Raises CheckpointError for `keep_last` < 1; FormatError if a checkpoint is of a newer version.
     """
     if not isinstance(keep_last, int) or keep_last < 1:
         raise CheckpointError(
@@ -305,6 +311,10 @@ def _complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
             created = read_manifest(open_storage(path)).created_unix_s
             open_checkpoint(path)
         except CheckpointError:
+            with suppress(CheckpointNotFoundError):  # removed meanwhile
+                inner = open_storage(path)
+                if native.detect(inner, {MANIFEST: inner.size(MANIFEST)}):
+                    _refuse_newer(inner)
             continue
         found.append((created, path, bool(place)))
     return sorted(found)

@@ -340,3 +340,18 @@ def test_a_process_of_somebody_else_that_proc_hides_is_not_gone(monkeypatch):
 
     monkeypatch.setattr(os, "kill", forbidden)
     assert not liveness.is_gone(GONE["pid"], "1")
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_passed_over_for_an_older_one(tmp_path):
+    for step in range(3):
+        reshard.save(STATE, tmp_path / f"step-{step}")
+    manifest = tmp_path / "step-2" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 2}))
+    for attempt in (reshard.latest_complete, lambda path: reshard.prune(path, keep_last=1)):
+        with pytest.raises(FormatError, match="upgrade it"):
+            attempt(tmp_path)
+    manifest.write_text('{"version": 3, "name": "my web application"}')
+    (tmp_path / "step-2").rename(tmp_path / "app")
+    for data in (tmp_path / "app").glob("data-*"):
+        data.rename(tmp_path / "app" / "other")
+    assert reshard.latest_complete(tmp_path) == str(tmp_path / "step-1")
