@@ -188,12 +188,15 @@ def async_save(
         try:
             with group.together("save"):
                 report = _finish(job, entries)
+            future.set_result(report)
         except BaseException as error:
             future.set_exception(error)
-        else:
-            future.set_result(report)
 
-    threading.Thread(target=work, name=f"reshard-save-{job.generation.save_id}").start()
+    try:
+        threading.Thread(target=work, name=f"reshard-save-{job.generation.save_id}").start()
+    except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
+        with group.together("save"):
+            raise
     _in_flight[future] = place_of(job.storage)
     return PendingSave(future)
 
@@ -340,8 +343,7 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
             rows = group.exchange(msgspec.msgpack.encode((job.rank, record)))
             if group.rank == 0:
                 decoded = [msgspec.msgpack.decode(row, type=tuple[int, FileRecord | None]) for row in rows]
-                files = {rank: record for rank, record in decoded if record is not None}
-                litter = generation.publish(files, _WRITER)
+                litter = generation.publish({rank: row for rank, row in decoded if row is not None}, _WRITER)
     except BaseException as error:
         if group.rank == 0:
             _clear(job, error)

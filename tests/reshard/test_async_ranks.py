@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,28 @@ def test_a_failure_that_some_ranks_have_not_asked_for_is_told_to_all_by_the_next
         (once,) = said
         assert "a part of the path is a file" in once
     assert reshard.open(tmp_path / "good").objects["step"] == 2
+
+
+def without_threads(folder: str) -> tuple[str, str, float]:
+    """How the save ended on a rank where another one may start no more threads, and how soon."""
+    if dist.get_rank() == 1:
+        start = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name.startswith("reshard-save"):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        threading.Thread.start = refuse  # type: ignore[method-assign]
+    begin = time.monotonic()
+    with pytest.raises((ReshardError, RuntimeError)) as caught:
+        reshard.async_save(state(1), folder).result(60.0)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
+
+
+def test_a_rank_that_cannot_start_its_thread_tells_the_others(tmp_path):
+    for rank, (kind, text, seconds) in enumerate(gloo.run(without_threads, WORLD_SIZE, str(tmp_path / "c"))):
+        assert kind == ("RuntimeError" if rank == 1 else "RankFailedError")
+        assert "can't start new thread" in text
+        assert seconds < 5.0
+    assert not list((tmp_path / "c").glob("*"))
