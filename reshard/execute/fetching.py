@@ -65,7 +65,8 @@ class Fetch:
 
             slots, slot_bytes = own_slots(self.copies)
             room = self.room_bytes is None or self.room_bytes >= 2 * slots * slot_bytes
-            self._own = Own(slots if room else 0, slot_bytes)
+            party = "checks" if self.native is not None else ""  # who does not check may not read for who does
+            self._own = Own(slots if room else 0, slot_bytes, party)
 
     def __enter__(self) -> Fetch:
         return self

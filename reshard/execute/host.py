@@ -49,11 +49,13 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 class Own:
     """This rank's memory and the end of its pipe that it reads. A context: leaving it closes them."""
 
-    def __init__(self, slots: int, slot_bytes: int) -> None:
-        """Of the memory none is taken before it is written to; 0 slots are for a rank that wants no part."""
+    def __init__(self, slots: int, slot_bytes: int, party: str = "") -> None:
+        """Of the memory none is taken before it is written to; 0 slots are for a rank that wants no part, and only
+        ranks of the same `party` have to do with one another."""
         self.slots, self.slot_bytes = slots, slot_bytes
         self._files: list[int] = []
-        self.machine = machine() if slots and hasattr(os, "memfd_create") else ""
+        here = machine() if slots and hasattr(os, "memfd_create") else ""
+        self.machine = f"{here} {party}" if here else ""
         self.memory = self.pipe = -1
         if self.machine:
             try:

@@ -8,7 +8,9 @@ So a byte that several ranks need, or a page of which each needs a part, comes f
 
 from __future__ import annotations
 
+import itertools
 import mmap
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,7 +21,7 @@ import msgspec
 from reshard.execute.host import FILLED, TAKEN, Address, Host, Own
 from reshard.execute.pieces import Check, Done, Part, cut, fetch, slot_bytes, take
 from reshard.execute.reading import Copy, merged, spans_by_file, without
-from reshard.execute.segments import Segment, Touched, segment_bytes, share_out, touch_us_per_mib
+from reshard.execute.segments import WHOLE_SHARE, Segment, Touched, segment_bytes, share_out, touch_us_per_mib
 from reshard.formats.source import FileSource
 from reshard.group import Group
 
@@ -143,7 +145,7 @@ class HostReading:
         for source, segment in self.checks:
             spans.setdefault(source, []).append((segment.start, segment.stop))
         for source, segment in self.mine:
-            if any(start <= segment.start and segment.stop <= stop for start, stop in whole.get(source, ())):
+            if _common_bytes(segment, whole.get(source, ())) >= WHOLE_SHARE * (segment.stop - segment.start):
                 spans.setdefault(source, []).append((segment.start, segment.stop))
         return {source: merged(ranges) for source, ranges in spans.items()}
 
@@ -185,6 +187,13 @@ def _common(copy: Copy) -> FileSource | None:
     """The file of a copy, if the other ranks of the machine see the same one under its name."""
     source = copy.place.source
     return source if isinstance(source, FileSource) and source.storage.is_common else None
+
+
+def _common_bytes(segment: Segment, ranges: Sequence[tuple[int, int]]) -> int:
+    """Of a segment, and ranges in order."""
+    first = bisect_right(ranges, segment.start, key=lambda bounds: bounds[1])
+    near = itertools.takewhile(lambda bounds: bounds[0] < segment.stop, itertools.islice(ranges, first, None))
+    return sum(min(stop, segment.stop) - max(start, segment.start) for start, stop in near)
 
 
 class _Filler:

@@ -27,8 +27,8 @@ import numpy.typing as npt
 from planners.byteruns import Window
 from reshard.formats.source import FileSource
 
-__all__ = ["LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "Duties", "Segment", "Touched", "segment_bytes"]
-__all__ += ["share_out", "touch_us_per_mib"]
+__all__ = ["LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "WHOLE_SHARE", "Duties", "Segment", "Touched"]
+__all__ += ["segment_bytes", "share_out", "touch_us_per_mib"]
 
 LOCAL_SEGMENT_BYTES, REMOTE_SEGMENT_BYTES = 1 << 20, 2 << 20
 """Multiples of the block of checksums, so that whoever reads a segment can check it. Memory for small ones stays in the
@@ -38,10 +38,9 @@ MIN_SAVED_BYTES = 16 << 20
 READ_US_PER_MIB = 150.0
 """About what it takes to copy a MiB out of the page cache, and to wake those who wait for it."""
 _MIN_SHARERS = 2
-_WHOLE_SHARE = 0.98
+WHOLE_SHARE = 0.98
 """So much of a segment is all of it: its first bytes may be a header."""
 _SAMPLES = 3
-_MAX_SPANS = 4096
 
 
 def segment_bytes(source: FileSource) -> int:
@@ -123,13 +122,15 @@ def share_out(ranks: Sequence[Touched], touch_us: float = math.inf) -> tuple[Dut
     found: list[tuple[str, _File, npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]] = []
     touched = read = 0
     for label in sorted({label for rank in ranks for label in rank.files}):
+        file, *others = (rank.files[label] for rank in ranks if label in rank.files)
+        if any((other.nbytes, other.segment_bytes) != (file.nbytes, file.segment_bytes) for other in others):
+            continue  # it was replaced meanwhile: not all have the same file under this name
         table = _table(label, ranks)
-        file = next(rank.files[label] for rank in ranks if label in rank.files)
         lengths = np.minimum(file.segment_bytes, file.nbytes - np.arange(table.shape[1]) * file.segment_bytes)
         total, together = table.sum(axis=0), (table > 0).sum(axis=0) >= _MIN_SHARERS
         twice = together & (total >= _MIN_SHARERS * lengths)
         touched, read = touched + int(total[twice].sum()), read + int(lengths[twice].sum())
-        found.append((label, file, table > 0, together & (total >= _WHOLE_SHARE * lengths), twice))
+        found.append((label, file, table > 0, together & (total >= WHOLE_SHARE * lengths), twice))
     pays = touched - read >= MIN_SAVED_BYTES and touched * touch_us >= read * READ_US_PER_MIB
     reads: list[list[Segment]] = [[] for _ in ranks]
     checks: list[list[Segment]] = [[] for _ in ranks]
@@ -188,26 +189,30 @@ def _table(label: str, ranks: Sequence[Touched]) -> npt.NDArray[np.int64]:
 def touch(counts: npt.NDArray[np.int64], size: int, window: Window, nbytes: int, grain_bytes: int) -> None:
     """Add what reading `window` of a file of `nbytes` touches to the counts of its segments of `size` bytes.
 
-    Runs with gaps smaller than the grain touch everything between them; of those with larger ones, if they are close
-    together for a segment, each segment is given its share.
+    Runs with gaps smaller than the grain touch everything between them; those with larger ones each touch whole grains.
     """
     runs = window.runs()
     if not runs.count:
         return
-    dims = sorted(zip(runs.strides, runs.counts), reverse=True)
-    reach, share = runs.run_bytes, 1.0
-    while dims and (dims[-1][0] < size or math.prod(count for _, count in dims) > _MAX_SPANS):
-        stride, count = dims.pop()
-        if stride - reach >= grain_bytes:
-            share *= min(1.0, -(-reach // grain_bytes) * grain_bytes / stride)
+    reach = runs.run_bytes
+    levels: list[tuple[int, int, int, int]] = []  # stride, count, and what each of its items reaches over and touches
+    start = runs.offset // grain_bytes * grain_bytes
+    lead, touched = runs.offset - start, 0
+    for stride, count in sorted(zip(runs.strides, runs.counts)):
+        if levels or stride - reach >= grain_bytes:
+            if not levels:
+                reach = touched = -(-(lead + reach) // grain_bytes) * grain_bytes
+            levels.append((stride, count, reach, touched))
+            touched *= count
         reach += (count - 1) * stride
-    starts = [runs.offset]
-    for stride, count in dims:
-        starts = [start + i * stride for start in starts for i in range(count)]
-    full = int(size * share)
-    for start in starts:
-        start, stop = start // grain_bytes * grain_bytes, min(-(-(start + reach) // grain_bytes) * grain_bytes, nbytes)
-        first, last = start // size, (stop - 1) // size
-        counts[first : last + 1] += full
-        counts[first] -= int((start - first * size) * share)
-        counts[last] -= int(((last + 1) * size - stop) * share)
+    if not levels:
+        reach = -(-(lead + reach) // grain_bytes) * grain_bytes
+    stop = min(start + reach, nbytes)
+    first, last = start // size, (stop - 1) // size
+    at = np.clip(np.arange(first, last + 2) * size, start, stop) - start
+    below = np.zeros(len(at), np.int64)  # what is touched before each of these positions
+    for stride, count, inner, each in reversed(levels):
+        items = np.minimum(at // stride, count - 1)
+        below += items * each
+        at = np.minimum(at - items * stride, inner)
+    counts[first : last + 1] += np.diff(below + at)

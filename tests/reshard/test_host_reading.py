@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import reshard
 from planners.byteruns import Window
-from reshard.errors import DamagedCheckpointError, RankFailedError
+from reshard.errors import DamagedCheckpointError, RankFailedError, ReshardError
 from reshard.execute import host, host_reading, segments
 from reshard.execute.pieces import _cuts
 from reshard.execute.reading import merged, without
@@ -60,6 +60,19 @@ def test_far_apart_runs_touch_only_the_segments_they_are_in():
     assert touched(window, 9 * SIZE) == [4096, 0, 0, 0, 4096, 0, 0, 0, 4096]
 
 
+def test_parts_of_long_rows_touch_together_just_what_there_is():
+    row, rows, odd = 256 << 10, 14, 5 << 12
+    parts = [Window(odd + i * row // 4, (rows, row // 4), (row, 1), 1) for i in range(4)]
+    together = np.sum([touched(part, odd + rows * row) for part in parts], axis=0)
+    assert together.tolist() == [SIZE - odd, SIZE, SIZE, rows * row + odd - 3 * SIZE]
+
+    blocks = [Window(i << 18 | j << 13, (4, 16, 8192), (1 << 19, 1 << 14, 1), 1) for i in range(2) for j in range(2)]
+    assert np.sum([touched(block, 2 * SIZE) for block in blocks], axis=0).tolist() == [
+        SIZE,
+        SIZE,
+    ]
+
+
 def said(**files: list[int]) -> Touched:
     return Touched(
         {name: segments._File(len(c) * SIZE, SIZE, 0, np.array(c, "<u4").tobytes()) for name, c in files.items()}
@@ -83,6 +96,11 @@ def test_what_all_touch_is_read_in_turns_and_what_one_touches_by_itself():
     assert share_out([said(a=[SIZE] * n)] * 2 + [said()])[2] == ((), ())
 
 
+def test_files_of_other_lengths_under_one_name_are_not_shared():
+    longer = Touched({"a": segments._File(25 * SIZE, SIZE, 0, np.array([SIZE] * 25, "<u4").tobytes())})
+    assert share_out([said(a=[SIZE] * 24), longer]) == (((), ()), ((), ()))
+
+
 def test_little_is_not_worth_sharing():
     assert reads(*[said(a=[SIZE] * 2)] * 2) == [(), ()]
     assert reads(*[said(a=[SIZE // 4] * 40)] * 4) == [()] * 4  # all together touch no more than there is
@@ -96,7 +114,7 @@ def test_where_touching_costs_next_to_nothing_each_reads_for_itself():
 
 
 def test_what_each_reads_a_part_of_is_checked_by_one():
-    lists = share_out([said(a=[SIZE // 2] * 6 + [0, SIZE]), said(a=[SIZE // 2] * 5 + [SIZE // 4, SIZE])], 0.0)
+    lists = share_out([said(a=[SIZE // 2] * 6 + [0, SIZE]), said(a=[SIZE // 2] * 5 + [SIZE // 4, SIZE, 0])], 0.0)
 
     assert [[s.number for s in one.checks] for one in lists] == [[0, 2, 4], [1, 3]]
     assert not any(one.reads for one in lists)
@@ -238,7 +256,7 @@ def test_each_byte_comes_from_storage_once_for_all_ranks_of_a_machine(tmp_path):
             assert read <= 1.02 * needed
 
 
-def damaged_job(path: str, at: int) -> list[str]:
+def damaged_job(path: str) -> list[str]:
     always_share()
     whole = {"wide": tensors()["wide"]}
     out = []
@@ -248,7 +266,8 @@ def damaged_job(path: str, at: int) -> list[str]:
             reshard.load(target, path)
             out.append("loaded")
         except RankFailedError as error:
-            out.append(f"{error.rank}: {error}")
+            untouched = not target["wide"].to_local().any()
+            out.append(f"{error.rank}: {error} untouched={untouched}")
         except DamagedCheckpointError as error:
             untouched = not target["wide"].to_local().any()
             out.append(f"here: {error} untouched={untouched}")
@@ -256,22 +275,22 @@ def damaged_job(path: str, at: int) -> list[str]:
 
 
 @pytest.mark.gloo
-def test_a_flipped_bit_is_found_by_the_rank_that_reads_it_for_all(tmp_path):
+@pytest.mark.parametrize("at", [5 * SIZE + 77, SIZE // 2])
+def test_a_flipped_bit_is_found_by_the_rank_that_reads_it_for_all(tmp_path, at):
     path = tmp_path / "ckpt"
     reshard.save({"wide": tensors()["wide"]}, path)
     file = max(path.rglob("*.safetensors"), key=lambda f: f.stat().st_size)
     data = bytearray(file.read_bytes())
-    data[5 * SIZE + 77] ^= 4
+    data[at] ^= 4
     file.write_bytes(data)
 
-    ranks = gloo.run(damaged_job, 4, str(path), 5 * SIZE)
+    ranks = gloo.run(damaged_job, 4, str(path))
 
     for case in (0, 1):
         words = [rank[case] for rank in ranks]
         assert sum(word.startswith("here: ") for word in words) == 1
-        assert all(Path(file).name in word and f"[{5 * SIZE}, " in word for word in words)
-    here = [word for rank in ranks for word in rank if word.startswith("here")]
-    assert "untouched=True" in here[0] or "untouched=True" in here[1]  # what is read whole is checked before
+        assert all(Path(file).name in word and f"[{at // SIZE * SIZE}, " in word for word in words)
+    assert all("untouched=True" in whole for whole, _ in ranks)  # what is wanted whole is checked before
 
 
 def private_job() -> tuple[int, bool]:
@@ -406,6 +425,38 @@ def test_a_flipped_bit_in_what_each_rank_reads_a_part_of_is_found_before_anythin
 
     for ends in zip(*ranks):
         assert sorted(ends) == ["failed, untouched"] * 3 + ["found, untouched"], dict(zip(places, zip(*ranks)))
+
+
+def careless_job(path: str, file: str, places: list[int], cost: float) -> list[str]:
+    """One rank does not want anything checked."""
+    host_reading.touch_us_per_mib = lambda windows: cost
+    mesh, out = DeviceMesh("cpu", range(3)), []
+    for at in places:
+        if dist.get_rank() == 0:
+            flip(file, at)
+        dist.barrier()
+        target = {"wide": distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, [Shard(1)], src_data_rank=None)}
+        try:
+            reshard.load(target, path, check=dist.get_rank() != 0)
+            out.append("loaded")
+        except ReshardError as error:
+            out.append(type(error).__name__)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            flip(file, at)
+    return out
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("cost", [0.0, float("inf")])
+def test_who_does_not_check_neither_reads_nor_checks_for_others(tmp_path, cost):
+    reshard.save({"wide": tensors()["wide"]}, tmp_path / "ckpt")
+    (file,) = (tmp_path / "ckpt").rglob("*.safetensors")
+    places = [segment * SIZE + 77 for segment in (5, 6, 7)]  # three ranks would take turns
+
+    ranks = gloo.run(careless_job, 3, str(tmp_path / "ckpt"), str(file), places, cost)
+
+    assert ranks[0] == ["RankFailedError"] * 3
 
 
 def unlucky_damaged_job(paths: list[str]) -> list[str]:
