@@ -36,7 +36,7 @@ _VERDICT_S = 5.0
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where the others find a rank's memory and pipe; without a machine, they cannot."""
+    """Where the others find a rank's memory and pipe, which are -1 if it has none."""
 
     machine: str
     pid: int
@@ -50,21 +50,21 @@ class Own:
     """This rank's memory and the end of its pipe that it reads. A context: leaving it closes them."""
 
     def __init__(self, slots: int, slot_bytes: int, party: str = "") -> None:
-        """Of the memory none is taken before it is written to; 0 slots are for a rank that wants no part, and only
-        ranks of the same `party` have to do with one another."""
+        """Of the memory none is taken before it is written to; with 0 slots there is none, and nothing is read for
+        others. Only ranks of the same `party` have to do with one another."""
         self.slots, self.slot_bytes = slots, slot_bytes
         self._files: list[int] = []
-        here = machine() if slots and hasattr(os, "memfd_create") else ""
+        here = machine()
         self.machine = f"{here} {party}" if here else ""
         self.memory = self.pipe = -1
-        if self.machine:
+        if self.machine and slots and hasattr(os, "memfd_create"):
             try:
                 self.memory = self._keep(os.memfd_create("reshard", os.MFD_CLOEXEC))
                 os.ftruncate(self.memory, slots * slot_bytes)
                 self.pipe, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
                 self._files += [self.pipe, write_end]  # while one is open, the others' ends do not find it closed
             except OSError:
-                self.machine = ""  # no more memory or files allowed here: then each reads for itself
+                self.memory = -1  # no more memory or files allowed here: then each reads for itself
 
     def _keep(self, file: int) -> int:
         self._files.append(file)

@@ -72,6 +72,8 @@ class HostReading:
         hellos = [msgspec.msgpack.decode(data, type=_Hello) for data in group.exchange(msgspec.msgpack.encode(hello))]
         places = [i for i, other in enumerate(hellos) if other.address.machine == own.machine and own.machine]
         touch_us = min((hellos[i].touch_us for i in places if hellos[i].touch_us), default=0.0)
+        if any(hellos[i].address.memory < 0 for i in places):
+            touch_us = 0.0  # a rank has no memory to share: each reads for itself, but not each checks everything
         duties = share_out([Touched.decode(hellos[i].touched) for i in places], touch_us)
         files = {source.label: source for source, _ in shareable}
         place = places.index(group.rank) if places else 0

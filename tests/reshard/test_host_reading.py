@@ -372,10 +372,10 @@ def test_ranks_may_be_more_rounds_ahead_than_a_pipe_has_room_for():
     assert gloo.run(hasty_job, 3, 5000) == [5000] * 3
 
 
-def outcome(target: dict[str, Any], path: str) -> str:
+def outcome(target: dict[str, Any], path: str, **options: Any) -> str:
     """How a load of damaged files into zeros ends on this rank."""
     try:
-        reshard.load(target, path)
+        reshard.load(target, path, **options)
         end = "loaded"
     except RankFailedError:
         end = "failed"
@@ -385,9 +385,10 @@ def outcome(target: dict[str, Any], path: str) -> str:
     return f"{end}, {'touched' if touched else 'untouched'}"
 
 
-def damaged_parts_job(path: str, file: str, places: list[int]) -> list[str]:
-    """Every rank wants a part of every segment, and reads it for itself, since touching pages is cheap here."""
-    host_reading.touch_us_per_mib = lambda windows: 0.0
+def damaged_parts_job(path: str, file: str, places: list[int], budget_bytes: int | None) -> list[str]:
+    """Every rank wants a part of every segment, and reads it for itself, since touching pages is cheap here, or
+    there is no memory to share."""
+    host_reading.touch_us_per_mib = lambda windows: 0.0 if budget_bytes is None else float("inf")
     mesh = DeviceMesh("cpu", range(4))
     shapes = {"wide": (ROWS, COLUMNS), "b": (ROWS // 4, 1024)}
     out = []
@@ -399,7 +400,7 @@ def damaged_parts_job(path: str, file: str, places: list[int]) -> list[str]:
             name: distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, [Shard(1)], src_data_rank=None)
             for (name, shape), dtype in zip(shapes.items(), (torch.float32, torch.bfloat16))
         }
-        out.append(outcome(target, path))
+        out.append(outcome(target, path, memory_budget_bytes=budget_bytes))
         dist.barrier()
         if dist.get_rank() == 0:
             flip(file, at)
@@ -415,13 +416,14 @@ def flip(file: str, at: int) -> None:
 
 
 @pytest.mark.gloo
-def test_a_flipped_bit_in_what_each_rank_reads_a_part_of_is_found_before_anything_is_written(tmp_path):
+@pytest.mark.parametrize("budget_bytes", [None, 1 << 20])
+def test_a_flipped_bit_in_what_each_rank_reads_a_part_of_is_found_before_anything_is_written(tmp_path, budget_bytes):
     reshard.save({name: tensors()[name] for name in ("wide", "b")}, tmp_path / "ckpt")
     (file,) = (tmp_path / "ckpt").rglob("*.safetensors")
     size = file.stat().st_size
     places = [20, 5000, SIZE + 1, 3 * SIZE - 1, *range(4 * SIZE, size, 3 * SIZE + 4096), size - 1]
 
-    ranks = gloo.run(damaged_parts_job, 4, str(tmp_path / "ckpt"), str(file), places)
+    ranks = gloo.run(damaged_parts_job, 4, str(tmp_path / "ckpt"), str(file), places, budget_bytes)
 
     for ends in zip(*ranks):
         assert sorted(ends) == ["failed, untouched"] * 3 + ["found, untouched"], dict(zip(places, zip(*ranks)))
