@@ -25,8 +25,8 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
 def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping[int, str]) -> None:
     """Where one rank holds every tensor whole, say so; else remove the index of an older save.
 
-    Of two saves that race, the one whose manifest counts may be first with its index: then there is none, which is
-    better than one of files that are gone.
+    Of two saves that race, only the one whose manifest counts leaves an index. If the other's came later nevertheless,
+    there is none in the end, which is better than one of files that are gone.
 
     Args:
         save_id: of the save, whose manifest is published already.
@@ -35,7 +35,7 @@ def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping
     weight_map = _weight_map(plan, files)
     if weight_map is None:
         storage.delete(HF_INDEX)
-    else:
+    elif generations.counts(storage, save_id):
         storage.publish(HF_INDEX, msgspec.json.encode(_Index(weight_map, {"total_size": plan.total_bytes})))
         if not generations.counts(storage, save_id):
             storage.delete(HF_INDEX)
