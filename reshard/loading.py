@@ -260,14 +260,11 @@ def _load_into(
     return LoadReport(
         **_findings(checkpoint, match, truth),
         loaded=(*match.tensors, *match.objects, *per_rank),
+        **_counts(fetch),
         bytes_needed=job.bytes_needed,
-        bytes_read=fetch.bytes_read,
-        bytes_read_to_check=fetch.bytes_read_to_check,
-        bytes_checked=fetch.bytes_checked,
         dry_run=options.dry_run,
         resized=tuple(targets.resized),
         seconds=seconds,
-        bytes_received=fetch.bytes_received,
     )
 
 
@@ -282,6 +279,16 @@ def _findings(checkpoint: Checkpoint, match: Match, truth: Truth) -> dict[str, A
         "mismatched": match.mismatched,
         "cast": match.cast,
         "aliases": {k: checkpoint.aliases[name] for k, name in match.tensors.items() if name in checkpoint.aliases},
+    }
+
+
+def _counts(fetch: Fetch) -> dict[str, Any]:
+    """What a report says of bytes that were read."""
+    return {
+        "bytes_read": fetch.bytes_read,
+        "bytes_read_to_check": fetch.bytes_read_to_check,
+        "bytes_checked": fetch.bytes_checked,
+        "bytes_received": fetch.bytes_received,
     }
 
 
