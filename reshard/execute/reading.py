@@ -20,8 +20,17 @@ from reshard.formats.base import Place, StoredTensor
 from reshard.formats.copying import MAX_BUFFER_BYTES, copy_place, empty
 from reshard.formats.source import FileSource, Source
 
-__all__ = ["Copy", "Staged", "Workspace", "find_copies", "in_pieces", "merged", "run_copies", "spans_by_file"]
-__all__ += ["without"]
+__all__ = [
+    "Copy",
+    "Staged",
+    "Workspace",
+    "find_copies",
+    "in_pieces",
+    "merged",
+    "run_copies",
+    "spans_by_file",
+    "without",
+]
 
 Array = npt.NDArray[Any]
 

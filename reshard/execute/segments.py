@@ -27,8 +27,17 @@ import numpy.typing as npt
 from planners.byteruns import Window
 from reshard.formats.source import FileSource
 
-__all__ = ["LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "WHOLE_SHARE", "Duties", "Segment", "Touched"]
-__all__ += ["segment_bytes", "share_out", "touch_us_per_mib"]
+__all__ = [
+    "LOCAL_SEGMENT_BYTES",
+    "REMOTE_SEGMENT_BYTES",
+    "WHOLE_SHARE",
+    "Duties",
+    "Segment",
+    "Touched",
+    "segment_bytes",
+    "share_out",
+    "touch_us_per_mib",
+]
 
 LOCAL_SEGMENT_BYTES, REMOTE_SEGMENT_BYTES = 1 << 20, 2 << 20
 """Multiples of the block of checksums, so that whoever reads a segment can check it. Memory for small ones stays in the
