@@ -43,7 +43,7 @@ print(json.dumps({{"seconds": seconds, "above": peak - before}}))
 """
 _MODULES = {
     "torch": ("torch.distributed.checkpoint.format_utils", "torch.serialization"),
-    "reshard": ("reshard.dcp", "reshard.converting"),
+    "reshard": ("reshard.dcp", "reshard.api.convert.converting"),
 }
 """Where the function is, and what it needs besides."""
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from reshard.fingerprints import fold, partial
-from reshard.fingerprints.keys import Key
+from reshard.state.fingerprints import fold, partial
+from reshard.state.fingerprints.keys import Key
 
 WANTED_GB_PER_S = 2.0
 """For bf16 and float32 on one core."""

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import reshard
-import reshard.live.prepared as prepared
+import reshard.api.redistribute.prepared as prepared
 from benchmarks.processes import measured, run, timed
 from planners import (
     BlockShard,
@@ -37,7 +37,7 @@ from planners import (
 )
 from planners import Replicate as R
 from planners import Shard as S
-from planners.relay import bytes_between, rank_groups
+from planners.transfer.hierarchical import bytes_between, rank_groups
 
 WORLD = 8
 BUDGET_BYTES = 4 << 20

@@ -12,94 +12,82 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "BlockShard": "placement",
-    "Box": "box",
-    "ByteRuns": "byteruns",
-    "Cluster": "cost",
+    "BlockShard": "geometry.placement",
+    "Box": "geometry.box",
+    "ByteRuns": "geometry.byteruns",
+    "Cluster": "reports.cost",
     "CodecError": "errors",
-    "Comparison": "cost",
+    "Comparison": "reports.cost",
     "CoverageError": "errors",
-    "Estimate": "cost",
-    "FillItem": "load_plan",
+    "Estimate": "reports.cost",
+    "FillItem": "load.plan",
     "Finding": "findings",
-    "Home": "topology",
-    "LLAMA_TP_DIMS": "presets",
+    "Home": "topologies.topology",
+    "LLAMA_TP_DIMS": "topologies.presets",
     "LayoutMismatchError": "errors",
-    "LoadPlan": "load_plan",
-    "Mesh": "mesh",
-    "Message": "scheduling",
-    "Placement": "placement",
-    "PlanDiff": "differences",
+    "LoadPlan": "load.plan",
+    "Mesh": "geometry.mesh",
+    "Message": "transfer.rounds",
+    "Placement": "geometry.placement",
+    "PlanDiff": "reports.diff",
     "PlanError": "errors",
-    "PlanStats": "stats",
+    "PlanStats": "reports.summary",
     "ProofError": "errors",
-    "ReadItem": "load_plan",
-    "ReadItems": "load_plan",
-    "Replicate": "placement",
+    "ReadItem": "load.plan",
+    "ReadItems": "load.plan",
+    "Replicate": "geometry.placement",
     "Report": "findings",
-    "Rule": "topology",
-    "SavePlan": "save_plan",
-    "Schedule": "scheduling",
-    "Shard": "placement",
-    "StateLayout": "layout",
-    "StridedShard": "placement",
-    "TensorLayout": "layout",
-    "TensorSpec": "layout",
-    "Topology": "topology",
-    "TransferItem": "transfer_plan",
-    "TransferItems": "transfer_plan",
-    "TransferPlan": "transfer_plan",
-    "View": "view",
-    "Window": "byteruns",
-    "WriteItem": "save_plan",
-    "WriteItems": "save_plan",
-    "compare_topologies": "cost",
-    "concat": "view",
-    "ddp": "presets",
-    "diff": "differences",
-    "dumps": "codec",
-    "estimate": "cost",
-    "even_ranges": "flat",
-    "expert_parallel": "presets",
-    "explain": "render",
-    "flat_layouts": "flat",
-    "flat_offsets": "flat",
-    "format_plan": "render",
-    "fsdp": "presets",
-    "fsdp_tp": "presets",
-    "hsdp": "presets",
-    "inverse": "view",
-    "loads": "codec",
-    "pipelined": "presets",
-    "plan_reads": "load_plan",
-    "plan_relay": "relay",
-    "plan_transfers": "transfer_plan",
-    "plan_writes": "save_plan",
-    "replay": "replaying",
-    "schedule": "scheduling",
-    "stack": "view",
-    "summarize": "stats",
-    "to_html": "html",
+    "Rule": "topologies.topology",
+    "SavePlan": "save.plan",
+    "Schedule": "transfer.rounds",
+    "Shard": "geometry.placement",
+    "StateLayout": "geometry.layout",
+    "StridedShard": "geometry.placement",
+    "TensorLayout": "geometry.layout",
+    "TensorSpec": "geometry.layout",
+    "Topology": "topologies.topology",
+    "TransferItem": "transfer.plan",
+    "TransferItems": "transfer.plan",
+    "TransferPlan": "transfer.plan",
+    "View": "views.view",
+    "Window": "geometry.byteruns",
+    "WriteItem": "save.plan",
+    "WriteItems": "save.plan",
+    "compare_topologies": "reports.cost",
+    "concat": "views.view",
+    "ddp": "topologies.presets",
+    "diff": "reports.diff",
+    "dumps": "reports.codec",
+    "estimate": "reports.cost",
+    "even_ranges": "topologies.flat_buffers",
+    "expert_parallel": "topologies.presets",
+    "explain": "reports.text",
+    "flat_layouts": "topologies.flat_buffers",
+    "flat_offsets": "topologies.flat_buffers",
+    "format_plan": "reports.text",
+    "fsdp": "topologies.presets",
+    "fsdp_tp": "topologies.presets",
+    "hsdp": "topologies.presets",
+    "inverse": "views.view",
+    "loads": "reports.codec",
+    "pipelined": "topologies.presets",
+    "plan_reads": "load.plan",
+    "plan_relay": "transfer.hierarchical",
+    "plan_transfers": "transfer.plan",
+    "plan_writes": "save.plan",
+    "replay": "testing.replay",
+    "schedule": "transfer.rounds",
+    "stack": "views.view",
+    "summarize": "reports.summary",
+    "to_html": "reports.html",
     "verify": "proof",
-    "viewed": "view",
+    "viewed": "views.view",
 }
 """Where each public name lives."""
 
 __all__ = list(_HOME)
 
 if TYPE_CHECKING:
-    from planners.box import Box as Box
-    from planners.byteruns import ByteRuns as ByteRuns
-    from planners.byteruns import Window as Window
-    from planners.codec import dumps as dumps
-    from planners.codec import loads as loads
-    from planners.cost import Cluster as Cluster
-    from planners.cost import Comparison as Comparison
-    from planners.cost import Estimate as Estimate
-    from planners.cost import compare_topologies as compare_topologies
-    from planners.cost import estimate as estimate
-    from planners.differences import PlanDiff as PlanDiff
-    from planners.differences import diff as diff
     from planners.errors import CodecError as CodecError
     from planners.errors import CoverageError as CoverageError
     from planners.errors import LayoutMismatchError as LayoutMismatchError
@@ -107,57 +95,69 @@ if TYPE_CHECKING:
     from planners.errors import ProofError as ProofError
     from planners.findings import Finding as Finding
     from planners.findings import Report as Report
-    from planners.flat import even_ranges as even_ranges
-    from planners.flat import flat_layouts as flat_layouts
-    from planners.flat import flat_offsets as flat_offsets
-    from planners.html import to_html as to_html
-    from planners.layout import StateLayout as StateLayout
-    from planners.layout import TensorLayout as TensorLayout
-    from planners.layout import TensorSpec as TensorSpec
-    from planners.load_plan import FillItem as FillItem
-    from planners.load_plan import LoadPlan as LoadPlan
-    from planners.load_plan import ReadItem as ReadItem
-    from planners.load_plan import ReadItems as ReadItems
-    from planners.load_plan import plan_reads as plan_reads
-    from planners.mesh import Mesh as Mesh
-    from planners.placement import BlockShard as BlockShard
-    from planners.placement import Placement as Placement
-    from planners.placement import Replicate as Replicate
-    from planners.placement import Shard as Shard
-    from planners.placement import StridedShard as StridedShard
-    from planners.presets import LLAMA_TP_DIMS as LLAMA_TP_DIMS
-    from planners.presets import ddp as ddp
-    from planners.presets import expert_parallel as expert_parallel
-    from planners.presets import fsdp as fsdp
-    from planners.presets import fsdp_tp as fsdp_tp
-    from planners.presets import hsdp as hsdp
-    from planners.presets import pipelined as pipelined
+    from planners.geometry.box import Box as Box
+    from planners.geometry.byteruns import ByteRuns as ByteRuns
+    from planners.geometry.byteruns import Window as Window
+    from planners.geometry.layout import StateLayout as StateLayout
+    from planners.geometry.layout import TensorLayout as TensorLayout
+    from planners.geometry.layout import TensorSpec as TensorSpec
+    from planners.geometry.mesh import Mesh as Mesh
+    from planners.geometry.placement import BlockShard as BlockShard
+    from planners.geometry.placement import Placement as Placement
+    from planners.geometry.placement import Replicate as Replicate
+    from planners.geometry.placement import Shard as Shard
+    from planners.geometry.placement import StridedShard as StridedShard
+    from planners.load.plan import FillItem as FillItem
+    from planners.load.plan import LoadPlan as LoadPlan
+    from planners.load.plan import ReadItem as ReadItem
+    from planners.load.plan import ReadItems as ReadItems
+    from planners.load.plan import plan_reads as plan_reads
     from planners.proof import verify as verify
-    from planners.relay import plan_relay as plan_relay
-    from planners.render import explain as explain
-    from planners.render import format_plan as format_plan
-    from planners.replaying import replay as replay
-    from planners.save_plan import SavePlan as SavePlan
-    from planners.save_plan import WriteItem as WriteItem
-    from planners.save_plan import WriteItems as WriteItems
-    from planners.save_plan import plan_writes as plan_writes
-    from planners.scheduling import Message as Message
-    from planners.scheduling import Schedule as Schedule
-    from planners.scheduling import schedule as schedule
-    from planners.stats import PlanStats as PlanStats
-    from planners.stats import summarize as summarize
-    from planners.topology import Home as Home
-    from planners.topology import Rule as Rule
-    from planners.topology import Topology as Topology
-    from planners.transfer_plan import TransferItem as TransferItem
-    from planners.transfer_plan import TransferItems as TransferItems
-    from planners.transfer_plan import TransferPlan as TransferPlan
-    from planners.transfer_plan import plan_transfers as plan_transfers
-    from planners.view import View as View
-    from planners.view import concat as concat
-    from planners.view import inverse as inverse
-    from planners.view import stack as stack
-    from planners.view import viewed as viewed
+    from planners.reports.codec import dumps as dumps
+    from planners.reports.codec import loads as loads
+    from planners.reports.cost import Cluster as Cluster
+    from planners.reports.cost import Comparison as Comparison
+    from planners.reports.cost import Estimate as Estimate
+    from planners.reports.cost import compare_topologies as compare_topologies
+    from planners.reports.cost import estimate as estimate
+    from planners.reports.diff import PlanDiff as PlanDiff
+    from planners.reports.diff import diff as diff
+    from planners.reports.html import to_html as to_html
+    from planners.reports.summary import PlanStats as PlanStats
+    from planners.reports.summary import summarize as summarize
+    from planners.reports.text import explain as explain
+    from planners.reports.text import format_plan as format_plan
+    from planners.save.plan import SavePlan as SavePlan
+    from planners.save.plan import WriteItem as WriteItem
+    from planners.save.plan import WriteItems as WriteItems
+    from planners.save.plan import plan_writes as plan_writes
+    from planners.testing.replay import replay as replay
+    from planners.topologies.flat_buffers import even_ranges as even_ranges
+    from planners.topologies.flat_buffers import flat_layouts as flat_layouts
+    from planners.topologies.flat_buffers import flat_offsets as flat_offsets
+    from planners.topologies.presets import LLAMA_TP_DIMS as LLAMA_TP_DIMS
+    from planners.topologies.presets import ddp as ddp
+    from planners.topologies.presets import expert_parallel as expert_parallel
+    from planners.topologies.presets import fsdp as fsdp
+    from planners.topologies.presets import fsdp_tp as fsdp_tp
+    from planners.topologies.presets import hsdp as hsdp
+    from planners.topologies.presets import pipelined as pipelined
+    from planners.topologies.topology import Home as Home
+    from planners.topologies.topology import Rule as Rule
+    from planners.topologies.topology import Topology as Topology
+    from planners.transfer.hierarchical import plan_relay as plan_relay
+    from planners.transfer.plan import TransferItem as TransferItem
+    from planners.transfer.plan import TransferItems as TransferItems
+    from planners.transfer.plan import TransferPlan as TransferPlan
+    from planners.transfer.plan import plan_transfers as plan_transfers
+    from planners.transfer.rounds import Message as Message
+    from planners.transfer.rounds import Schedule as Schedule
+    from planners.transfer.rounds import schedule as schedule
+    from planners.views.view import View as View
+    from planners.views.view import concat as concat
+    from planners.views.view import inverse as inverse
+    from planners.views.view import stack as stack
+    from planners.views.view import viewed as viewed
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from planners.box import Box
+    from planners.geometry.box import Box
 
 __all__ = ["CodecError", "CoverageError", "LayoutMismatchError", "PlanError", "ProofError"]
 

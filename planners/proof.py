@@ -6,17 +6,22 @@ exactly once and agree on global coordinates, so do their products. Everything e
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-from planners.box import Box
-from planners.cover import tiling_fault
 from planners.errors import PlanError
 from planners.findings import Finding, Report
-from planners.layout import StateLayout, TensorLayout
+from planners.geometry.box import Box
+from planners.geometry.cover import tiling_fault
+from planners.geometry.layout import StateLayout, TensorLayout
+from planners.load.plan import LoadPlan
+from planners.load.proof import verify_load
+from planners.save.plan import SavePlan
+from planners.save.proof import verify_save
+from planners.transfer.plan import TransferPlan
+from planners.transfer.proof import verify_schedule, verify_transfer
+from planners.transfer.rounds import Schedule
 
-__all__ = ["Finding", "Report", "verify"]
+__all__ = ["verify"]
 
 
 def verify(subject: object) -> Report:
@@ -35,12 +40,14 @@ def verify(subject: object) -> Report:
         subject = StateLayout({subject.fqn: subject})
     if isinstance(subject, StateLayout):
         return Report(repr(subject), tuple(_layout_findings(subject)), len(subject))
-    for kind in type(subject).__mro__:
-        judge = _JUDGES.get(f"{kind.__module__}.{kind.__qualname__}")
-        if judge is not None:
-            module, function, tensors = judge
-            findings = getattr(importlib.import_module(f"planners.{module}"), function)
-            return Report(repr(subject), tuple(findings(subject)), tensors(subject))
+    if isinstance(subject, LoadPlan):
+        return verify_load(subject)
+    if isinstance(subject, SavePlan):
+        return verify_save(subject)
+    if isinstance(subject, TransferPlan):
+        return verify_transfer(subject)
+    if isinstance(subject, Schedule):
+        return verify_schedule(subject)
     raise PlanError(f"cannot verify a {type(subject).__name__}: give a layout or a plan")
 
 
@@ -66,14 +73,3 @@ def _product_fault(layout: TensorLayout) -> tuple[tuple[int, ...], str] | None:
             index[d] = wrong[0]
             return tuple(index), f"index {wrong[0]} of dim {d} {wrong[1]}"
     return None
-
-
-_JUDGES: dict[str, tuple[str, str, Callable[[Any], int]]] = {
-    "planners.load_plan.LoadPlan": ("load_proof", "load_findings", lambda plan: len(plan.wanted)),
-    "planners.save_plan.SavePlan": ("save_proof", "save_findings", lambda plan: len(plan.layout)),
-    "planners.transfer_plan.TransferPlan": ("transfer_proof", "transfer_findings", lambda plan: len(plan.names)),
-    "planners.scheduling.Schedule": ("transfer_proof", "schedule_findings", lambda rounds: len(rounds.plan.names)),
-}
-"""Class of the subject -> where its findings come from, and how many tensors it has.
-
-By name, since a module is imported only when one of its plans is to be proved."""

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planners import StateLayout, TensorSpec, View, Window, plan_reads
-from planners.dims import arrange
-from planners.testing import boxes, product_layouts, shapes
+from planners.geometry.dims import arrange
+from planners.testing.strategies import boxes, product_layouts, shapes
 
 
 @st.composite

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from oracle import elements, local_arrays
 
 from planners import LoadPlan, ReadItem, dumps, loads, plan_reads, replay, verify
-from planners.box import Box
-from planners.forms import FlatForm
-from planners.testing import layouts, product_layouts, specs, state_pairs
+from planners.geometry.box import Box
+from planners.geometry.layout_forms import FlatForm
+from planners.testing.strategies import layouts, product_layouts, specs, state_pairs
 
 
 @given(st.data())

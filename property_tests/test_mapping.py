@@ -11,18 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planners.box import Box
-from planners.byteruns import Window
-from planners.layout import StateLayout, TensorSpec
-from planners.load_plan import plan_reads
+from planners.geometry.box import Box
+from planners.geometry.byteruns import Window
+from planners.geometry.layout import StateLayout, TensorSpec
+from planners.load.plan import plan_reads
 from planners.proof import verify
-from planners.replaying import replay
-from planners.testing import layouts
+from planners.testing.replay import replay
+from planners.testing.strategies import layouts
 from property_tests.test_stored_views import stored
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.errors import NormalizationError
-from reshard.formats.base import Contents, Place, StoredChunk, StoredTensor
-from reshard.formats.source import BytesSource
+from reshard.formats.stored.contents import Contents, Place, StoredChunk, StoredTensor
+from reshard.formats.stored.source import BytesSource
 from reshard.mapping import Concat, Mapping, Offset, Rename, Resize, Rope, Rule, Split, Stack, Transpose, Unstack
 
 Shape = tuple[int, ...]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 
-from reshard.normalization import (
+from reshard.state_dict import (
     fqn_map,
     get_model_state_dict,
     get_optimizer_state_dict,

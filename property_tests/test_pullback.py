@@ -9,9 +9,9 @@ from test_transfers import local_parts
 from test_views import views
 
 from planners import TensorLayout, TensorSpec
-from planners.dims import arrange
-from planners.pullback import filled_slots, pull_back
-from planners.testing import layouts
+from planners.geometry.dims import arrange
+from planners.testing.strategies import layouts
+from planners.views.pullback import filled_slots, pull_back
 
 
 @given(st.data())

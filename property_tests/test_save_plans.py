@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from oracle import local_arrays
 
 from planners import PlanError, StateLayout, TensorLayout, TensorSpec, dumps, loads, plan_writes, verify
-from planners.forms import FlatForm
-from planners.testing import layouts, meshes, placements, product_layouts, specs
+from planners.geometry.layout_forms import FlatForm
+from planners.testing.strategies import layouts, meshes, placements, product_layouts, specs
 
 
 @st.composite

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planners.box import Box
-from planners.byteruns import Window
-from planners.layout import TensorSpec
-from reshard.canonical import views
-from reshard.checkpoint import LazyTensor
-from reshard.formats.base import Place, StoredChunk, StoredTensor
-from reshard.formats.source import BytesSource
+from planners.geometry.box import Box
+from planners.geometry.byteruns import Window
+from planners.geometry.layout import TensorSpec
+from reshard.checkpoint.canonical import views
+from reshard.checkpoint.checkpoint import LazyTensor
+from reshard.formats.stored.contents import Place, StoredChunk, StoredTensor
+from reshard.formats.stored.source import BytesSource
 
 
 @st.composite

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from oracle import elements
 
 from planners import StateLayout, Topology, dumps, loads, plan_reads, replay, verify
-from planners.layout import TensorSpec
-from planners.testing import layouts, product_layouts, specs, topologies, views
+from planners.geometry.layout import TensorSpec
+from planners.testing.strategies import layouts, product_layouts, specs, topologies, views
 
 
 @st.composite

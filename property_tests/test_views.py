@@ -24,8 +24,8 @@ from planners import (
     stack,
     verify,
 )
-from planners.forms import FlatForm
-from planners.testing import layouts, shapes
+from planners.geometry.layout_forms import FlatForm
+from planners.testing.strategies import layouts, shapes
 
 SMALL = shapes(max_dims=3, max_size=6)
 

@@ -9,43 +9,43 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "Checkpoint": "checkpoint",
-    "ConvertReport": "converting",
-    "FqnMap": "normalization",
-    "LoadReport": "loading",
+    "Checkpoint": "checkpoint.checkpoint",
+    "ConvertReport": "api.convert.converting",
+    "FqnMap": "state_dict",
+    "LoadReport": "api.load.loading",
     "Mapping": "mapping",
-    "PerRank": "per_rank",
+    "PerRank": "state.per_rank",
     "ReshardError": "errors",
-    "SaveReport": "saving",
-    "Stage": "normalization",
-    "StateDictOptions": "normalization",
-    "TransferReport": "live",
-    "async_save": "saving",
-    "compare": "checking",
-    "convert": "converting",
-    "fingerprint": "fingerprints",
-    "fqn_map": "normalization",
-    "get_model_state_dict": "normalization",
-    "get_optimizer_state_dict": "normalization",
-    "get_state_dict": "normalization",
-    "iter_full": "normalization",
-    "latest_complete": "generations",
-    "layout_of": "tensors",
-    "load": "loading",
-    "normalize": "normalization",
-    "open": "checkpoint",
-    "optimizer_destinations": "destinations",
-    "plan": "planning",
-    "prepare": "live",
-    "prune": "generations",
-    "redistribute": "live",
-    "save": "saving",
-    "set_model_state_dict": "normalization",
-    "set_optimizer_state_dict": "normalization",
-    "set_state_dict": "normalization",
-    "trace_layout": "trace",
-    "verify": "checking",
-    "verify_live": "live",
+    "SaveReport": "api.save.saving",
+    "Stage": "state_dict",
+    "StateDictOptions": "state_dict",
+    "TransferReport": "api.redistribute",
+    "async_save": "api.save.saving",
+    "compare": "api.verify",
+    "convert": "api.convert.converting",
+    "fingerprint": "api.fingerprint",
+    "fqn_map": "state_dict",
+    "get_model_state_dict": "state_dict",
+    "get_optimizer_state_dict": "state_dict",
+    "get_state_dict": "state_dict",
+    "iter_full": "state_dict",
+    "latest_complete": "formats.native.generations",
+    "layout_of": "state.tensors",
+    "load": "api.load.loading",
+    "normalize": "state_dict",
+    "open": "checkpoint.checkpoint",
+    "optimizer_destinations": "api.optimizer_destinations",
+    "plan": "api.plan",
+    "prepare": "api.redistribute",
+    "prune": "formats.native.generations",
+    "redistribute": "api.redistribute",
+    "save": "api.save.saving",
+    "set_model_state_dict": "state_dict",
+    "set_optimizer_state_dict": "state_dict",
+    "set_state_dict": "state_dict",
+    "trace_layout": "api.trace",
+    "verify": "api.verify",
+    "verify_live": "api.redistribute",
 }
 """Where each public name lives."""
 
@@ -53,43 +53,43 @@ __all__ = list(_HOME)
 
 if TYPE_CHECKING:
     from reshard import dcp as dcp
-    from reshard.checking import compare as compare
-    from reshard.checking import verify as verify
-    from reshard.checkpoint import Checkpoint as Checkpoint
-    from reshard.checkpoint import open as open
-    from reshard.converting import ConvertReport as ConvertReport
-    from reshard.converting import convert as convert
-    from reshard.destinations import optimizer_destinations as optimizer_destinations
+    from reshard.api.convert.converting import ConvertReport as ConvertReport
+    from reshard.api.convert.converting import convert as convert
+    from reshard.api.fingerprint import fingerprint as fingerprint
+    from reshard.api.load.loading import LoadReport as LoadReport
+    from reshard.api.load.loading import load as load
+    from reshard.api.optimizer_destinations import optimizer_destinations as optimizer_destinations
+    from reshard.api.plan import plan as plan
+    from reshard.api.redistribute import TransferReport as TransferReport
+    from reshard.api.redistribute import prepare as prepare
+    from reshard.api.redistribute import redistribute as redistribute
+    from reshard.api.redistribute import verify_live as verify_live
+    from reshard.api.save.saving import SaveReport as SaveReport
+    from reshard.api.save.saving import async_save as async_save
+    from reshard.api.save.saving import save as save
+    from reshard.api.trace import trace_layout as trace_layout
+    from reshard.api.verify import compare as compare
+    from reshard.api.verify import verify as verify
+    from reshard.checkpoint.checkpoint import Checkpoint as Checkpoint
+    from reshard.checkpoint.checkpoint import open as open
     from reshard.errors import ReshardError as ReshardError
-    from reshard.fingerprints import fingerprint as fingerprint
-    from reshard.generations import latest_complete as latest_complete
-    from reshard.generations import prune as prune
-    from reshard.live import TransferReport as TransferReport
-    from reshard.live import prepare as prepare
-    from reshard.live import redistribute as redistribute
-    from reshard.live import verify_live as verify_live
-    from reshard.loading import LoadReport as LoadReport
-    from reshard.loading import load as load
+    from reshard.formats.native.generations import latest_complete as latest_complete
+    from reshard.formats.native.generations import prune as prune
     from reshard.mapping import Mapping as Mapping
-    from reshard.normalization import FqnMap as FqnMap
-    from reshard.normalization import Stage as Stage
-    from reshard.normalization import StateDictOptions as StateDictOptions
-    from reshard.normalization import fqn_map as fqn_map
-    from reshard.normalization import get_model_state_dict as get_model_state_dict
-    from reshard.normalization import get_optimizer_state_dict as get_optimizer_state_dict
-    from reshard.normalization import get_state_dict as get_state_dict
-    from reshard.normalization import iter_full as iter_full
-    from reshard.normalization import normalize as normalize
-    from reshard.normalization import set_model_state_dict as set_model_state_dict
-    from reshard.normalization import set_optimizer_state_dict as set_optimizer_state_dict
-    from reshard.normalization import set_state_dict as set_state_dict
-    from reshard.per_rank import PerRank as PerRank
-    from reshard.planning import plan as plan
-    from reshard.saving import SaveReport as SaveReport
-    from reshard.saving import async_save as async_save
-    from reshard.saving import save as save
-    from reshard.tensors import layout_of as layout_of
-    from reshard.trace import trace_layout as trace_layout
+    from reshard.state.per_rank import PerRank as PerRank
+    from reshard.state.tensors import layout_of as layout_of
+    from reshard.state_dict import FqnMap as FqnMap
+    from reshard.state_dict import Stage as Stage
+    from reshard.state_dict import StateDictOptions as StateDictOptions
+    from reshard.state_dict import fqn_map as fqn_map
+    from reshard.state_dict import get_model_state_dict as get_model_state_dict
+    from reshard.state_dict import get_optimizer_state_dict as get_optimizer_state_dict
+    from reshard.state_dict import get_state_dict as get_state_dict
+    from reshard.state_dict import iter_full as iter_full
+    from reshard.state_dict import normalize as normalize
+    from reshard.state_dict import set_model_state_dict as set_model_state_dict
+    from reshard.state_dict import set_optimizer_state_dict as set_optimizer_state_dict
+    from reshard.state_dict import set_state_dict as set_state_dict
 
 
 def __getattr__(name: str) -> Any:

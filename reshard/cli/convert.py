@@ -14,7 +14,7 @@ from reshard.cli.sides import side
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
-    from reshard.converting import ConvertReport
+    from reshard.api.convert.converting import ConvertReport
 
 __all__ = ["convert"]
 

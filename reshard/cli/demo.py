@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from reshard.demo.story import Plans, Result
+    from reshard.cli.demo_job.story import Plans, Result
 
 __all__ = ["demo"]
 
@@ -30,7 +30,7 @@ def demo(
     screen = console(stderr=as_json)
     screen.print("[bold]reshard demo[/]: one checkpoint, three topologies")
     with screen.status("importing torch, reading the text"):
-        from reshard.demo.story import BEFORE, tell_story
+        from reshard.cli.demo_job.story import BEFORE, tell_story
     screen.print(f"[bold]1[/]  train on {BEFORE.world_size} processes, {BEFORE}, and save")
     with _bars(screen) as bars:
         listener = _Listener(bars, screen, steps)
@@ -75,7 +75,7 @@ class _Listener:
 
 
 def _show_plans(screen: Console, plans: Plans) -> None:
-    from planners.render import format_plan
+    from planners.reports.text import format_plan
 
     screen.print(f"[bold]2[/]  plan from the metadata alone, and prove: {plans.tensors} tensors")
     for name, plan in plans.of.items():

@@ -11,8 +11,8 @@ import typer
 from reshard.cli.show import Branch, Leaf, console, print_json, short, size
 
 if TYPE_CHECKING:
-    from planners.layout import TensorLayout
-    from reshard.checkpoint import Checkpoint
+    from planners.geometry.layout import TensorLayout
+    from reshard.checkpoint.checkpoint import Checkpoint
 
 __all__ = ["inspect"]
 

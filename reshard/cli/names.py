@@ -11,7 +11,7 @@ import typer
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
-    from reshard.checkpoint import Checkpoint
+    from reshard.checkpoint.checkpoint import Checkpoint
     from reshard.mapping import Mapping
 
 __all__ = ["Config", "Naming", "dequantized", "mapping_of", "stored_hints", "untaken"]

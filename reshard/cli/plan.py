@@ -13,7 +13,7 @@ from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
     from planners.findings import Report
-    from planners.load_plan import LoadPlan
+    from planners.load.plan import LoadPlan
 
 __all__ = ["plan"]
 
@@ -37,17 +37,17 @@ def plan(
 
     Exits with 1 if the plan is not right.
     """
-    from planners.load_plan import plan_reads
+    from planners.load.plan import plan_reads
     from planners.proof import verify
 
     made = plan_reads(*both_sides(source, onto, _rules(rule or []), normalized=normalized), allow_cast=True)
     report = verify(made)
     if out is not None:
-        from planners.codec import dumps
+        from planners.reports.codec import dumps
 
         out.write_text(dumps(made), encoding="utf-8")
     if html is not None:
-        from planners.html import to_html
+        from planners.reports.html import to_html
 
         html.write_text(to_html(made), encoding="utf-8")
     if as_json:
@@ -81,7 +81,7 @@ def _as_json(made: LoadPlan, report: Report) -> dict[str, Any]:
 
 
 def _print(made: LoadPlan, report: Report, limit: int, files: list[Path]) -> None:
-    from planners.render import format_plan
+    from planners.reports.text import format_plan
 
     screen = console()
     screen.print(

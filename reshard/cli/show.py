@@ -43,7 +43,7 @@ def _with_text_keys(value: Any) -> Any:
 
 def size(nbytes: float) -> str:
     """A size for people."""
-    from planners.render import format_bytes
+    from planners.reports.text import format_bytes
 
     return format_bytes(nbytes)
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from reshard.errors import CheckpointNotFoundError, ReshardError
 
 if TYPE_CHECKING:
-    from planners.layout import StateLayout
-    from planners.topology import Topology
-    from reshard.checkpoint import Checkpoint
+    from planners.geometry.layout import StateLayout
+    from planners.topologies.topology import Topology
+    from reshard.checkpoint.checkpoint import Checkpoint
 
 __all__ = ["WORDS", "both_sides", "side"]
 
@@ -27,7 +27,7 @@ def both_sides(
 
     Raises ReshardError if neither side says which tensors there are, or one cannot be read.
     """
-    from planners.layout import StateLayout
+    from planners.geometry.layout import StateLayout
 
     first, second = side(source, rules, normalized), side(onto, rules, normalized)
     if isinstance(first, StateLayout):
@@ -42,7 +42,7 @@ def both_sides(
 
 def side(text: str, rules: Mapping[str, str], normalized: bool = False) -> StateLayout | Topology:
     """What one side is: the layout of a checkpoint or file, or a topology. Raises ReshardError if it is none."""
-    from planners.topology import Topology
+    from planners.topologies.topology import Topology
 
     preset = _preset(text)
     if preset is not None and not rules:
@@ -63,9 +63,9 @@ def side(text: str, rules: Mapping[str, str], normalized: bool = False) -> State
 
 def _canonical(checkpoint: Checkpoint) -> StateLayout:
     """The layout under canonical names: `model.<fqn>`, `optim.state.<fqn>.<name>`."""
-    from planners.layout import StateLayout
-    from reshard.checkpoint import LazyTensor, stored_layout
-    from reshard.tree import flatten, key_of
+    from planners.geometry.layout import StateLayout
+    from reshard.checkpoint.checkpoint import LazyTensor, stored_layout
+    from reshard.state.tree import flatten, key_of
 
     leaves = flatten(checkpoint.normalized(), is_leaf=lambda value: isinstance(value, LazyTensor)).leaves
     tensors = {key_of(path): value.stored for path, value in leaves.items() if isinstance(value, LazyTensor)}
@@ -73,10 +73,10 @@ def _canonical(checkpoint: Checkpoint) -> StateLayout:
 
 
 def _from_file(path: Path, rules: Mapping[str, str]) -> StateLayout | Topology:
-    from planners.codec import loads
-    from planners.layout import StateLayout
-    from planners.load_plan import LoadPlan
-    from planners.topology import Topology
+    from planners.geometry.layout import StateLayout
+    from planners.load.plan import LoadPlan
+    from planners.reports.codec import loads
+    from planners.topologies.topology import Topology
 
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".json":
@@ -91,7 +91,7 @@ def _from_file(path: Path, rules: Mapping[str, str]) -> StateLayout | Topology:
 
 def _preset(text: str) -> Topology | None:
     """`fsdp=4,tp=2` and its like."""
-    from planners import presets
+    from planners.topologies import presets
 
     words: dict[str, str] = {}
     for part in text.split(","):

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from reshard.checkpoint import Checkpoint, LazyTensor
-from reshard.checkpoint import open as open_checkpoint
+from reshard.checkpoint.checkpoint import Checkpoint, LazyTensor
+from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.dcp.saving import save
 from reshard.errors import CheckpointError, KeyMismatchError
 
@@ -20,7 +20,7 @@ __all__ = ["BroadcastingTorchSaveReader", "dcp_to_torch_save", "torch_save_to_dc
 
 def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
     """One file of `torch.save` out of a checkpoint folder, nested as it was saved; in bounded memory."""
-    from reshard.converting import convert
+    from reshard.api.convert.converting import convert
 
     convert(dcp_checkpoint_dir, torch_save_path, format="torch_save")
 

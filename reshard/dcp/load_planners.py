@@ -18,16 +18,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem as TorchReadItem
 
-from planners.box import Box
-from planners.cover import tiling_fault
-from planners.overlap import Sweep
+from planners.geometry.box import Box
+from planners.geometry.cover import tiling_fault
+from planners.geometry.overlap import Sweep
+from reshard.api.load.matching import needs_code
 from reshard.dcp.objects import object_from_bytes
 from reshard.dcp.state import chunk_of, flat_state, put_at, regions_of
 from reshard.errors import DamagedCheckpointError, KeyMismatchError, UnsafeDataError
-from reshard.matching import needs_code
-from reshard.retyping import retyped
-from reshard.tensors import global_shape, is_tensor
-from reshard.unknown import unknown_class
+from reshard.formats.pickles.record import unknown_class
+from reshard.state.container_types import retyped
+from reshard.state.tensors import global_shape, is_tensor
 
 __all__ = ["DefaultLoadPlanner", "DynamicMetaLoadPlanner"]
 

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from reshard.awaiting import places
+from reshard.api.load.loading import LoadOptions, load_with, saved_in
+from reshard.control.group import Group
 from reshard.dcp.errors import also_as_torch_raises
 from reshard.dcp.load_planners import DefaultLoadPlanner
 from reshard.dcp.places import reader_for, storage_by_position
 from reshard.dcp.protocol import refuse_lost_state, run_load
 from reshard.dcp.reader import FileSystemReader
 from reshard.dcp.state import put_state_back, unwrapped
-from reshard.group import Group
-from reshard.loading import LoadOptions, load_with, saved_in
+from reshard.state.deferred_optimizer import places
 
 __all__ = ["load", "load_state_dict"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from reshard.formats.source import BytesSource
-from reshard.formats.torch_zip import TorchArchive
+from reshard.formats.stored.source import BytesSource
+from reshard.formats.torch_save.zip_archive import TorchArchive
 
 __all__ = ["object_from_bytes", "object_to_bytes"]
 

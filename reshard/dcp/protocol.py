@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from reshard.awaiting import Saved, lost_state, places
-from reshard.dtypes import dtype_name
+from reshard.control.group import Group
 from reshard.errors import KeyMismatchError
-from reshard.group import Group
+from reshard.state.deferred_optimizer import Saved, lost_state, places
+from reshard.state.dtypes import dtype_name
 
 __all__ = ["refuse_lost_state", "run_load", "run_save"]
 

@@ -20,17 +20,18 @@ from torch.distributed.checkpoint.planner import ReadItem as TorchReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from planners.box import Box
-from reshard.checkpoint import Checkpoint
+from planners.geometry.box import Box
+from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.dcp.objects import object_to_bytes
 from reshard.dcp.state import chunk_of
-from reshard.dtypes import dtype_from_name
 from reshard.errors import DamagedCheckpointError, StorageError
-from reshard.execute.arrays import as_array
-from reshard.formats import dcp, open_contents
-from reshard.formats.base import Place, StoredChunk
-from reshard.formats.copying import copy_place
-from reshard.tree import IntKey
+from reshard.formats import open_contents
+from reshard.formats.dcp import reader as dcp
+from reshard.formats.stored.contents import Place, StoredChunk
+from reshard.formats.stored.copying import copy_place
+from reshard.state.arrays import as_array
+from reshard.state.dtypes import dtype_from_name
+from reshard.state.tree import IntKey
 
 __all__ = ["FileSystemReader"]
 

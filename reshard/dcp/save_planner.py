@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner import WriteItem as TorchWriteItem
 
-from planners.box import Box
-from planners.cover import tiling_fault
+from planners.geometry.box import Box
+from planners.geometry.cover import tiling_fault
 from reshard.dcp.state import Region, chunk_of, flat_state, regions_of
 from reshard.errors import KeyMismatchError, LayoutError
-from reshard.tensors import global_shape, is_sharded, is_tensor
+from reshard.state.tensors import global_shape, is_sharded, is_tensor
 
 __all__ = ["DefaultSavePlanner"]
 

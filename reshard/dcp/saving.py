@@ -18,14 +18,14 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 
-from reshard.at_exit import await_at_exit
+from reshard.control.at_exit import await_at_exit
+from reshard.control.group import Group
 from reshard.dcp.errors import also_as_torch_raises
 from reshard.dcp.places import storage_by_position, writer_for
 from reshard.dcp.protocol import run_save
 from reshard.dcp.save_planner import DefaultSavePlanner
 from reshard.dcp.state import unwrapped
-from reshard.group import Group
-from reshard.tensors import is_sharded
+from reshard.state.tensors import is_sharded
 
 __all__ = ["async_save", "save", "save_state_dict"]
 

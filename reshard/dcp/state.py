@@ -12,8 +12,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # its 
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.stateful import Stateful
 
-from planners.box import Box
-from reshard.tensors import form_of, is_tensor, local_tensors, spec_of
+from planners.geometry.box import Box
+from reshard.state.tensors import form_of, is_tensor, local_tensors, spec_of
 
 __all__ = ["Region", "chunk_of", "flat_state", "put_at", "put_state_back", "regions_of", "unwrapped"]
 

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from planners.box import Box
-from planners.load_plan import ReadItem
-from reshard.dtypes import dtype_name
+from planners.geometry.box import Box
+from planners.load.plan import ReadItem
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.formats.base import Place, StoredTensor
-from reshard.formats.copying import MAX_BUFFER_BYTES, copy_place, empty
-from reshard.formats.source import FileSource, Source
+from reshard.formats.stored.contents import Place, StoredTensor
+from reshard.formats.stored.copying import MAX_BUFFER_BYTES, copy_place, empty
+from reshard.formats.stored.source import FileSource, Source
+from reshard.state.dtypes import dtype_name
 
 __all__ = [
     "Copy",

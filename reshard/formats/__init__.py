@@ -1,24 +1,22 @@
-"""The formats: one module each. A module has a `name`, `detect(storage, names)` and `open(storage, names)`."""
+"""The formats: one reader each. A reader has a `name`, `detect(storage, names)` and `open(storage, names)`."""
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, StorageError
-from reshard.formats import native
-from reshard.formats.base import Contents, Format
-from reshard.formats.dcp_names import has_dcp
-from reshard.formats.source import Files
+from reshard.formats.dcp.names import has_dcp
+from reshard.formats.native import manifest as native
+from reshard.formats.stored.contents import Contents, Format
+from reshard.formats.stored.source import Files
 from reshard.storage import Storage, is_temporary, open_storage
 
-__all__ = ["COMPOSITE_FORMATS", "PLAIN_FORMATS", "open_contents"]
+__all__ = ["COMPOSITE_FORMATS", "PLAIN_FORMATS", "format_named", "open_contents"]
 
 COMPOSITE_FORMATS = (
     "native",
@@ -107,20 +105,69 @@ def _is_local_file(text: str) -> bool:
         raise StorageError(f"cannot look at {text}: {error.strerror or error}") from error
 
 
-def _modules(names: Iterable[str]) -> Iterator[Format]:
-    """The formats of these names, each imported when it is its turn: our own, the first, needs none of the others."""
-    for name in names:
-        module: Any = importlib.import_module(f"reshard.formats.{name}")
-        yield module
+def format_named(name: str) -> Format:
+    """The reader of a format, imported when it is its turn: our own, the first, needs none of the others."""
+    match name:
+        case "native":
+            return native
+        case "megatron":
+            from reshard.formats.frameworks import megatron
+
+            return megatron
+        case "megatron_legacy":
+            from reshard.formats.frameworks import megatron_legacy
+
+            return megatron_legacy
+        case "deepspeed":
+            from reshard.formats.frameworks import deepspeed
+
+            return deepspeed
+        case "accelerate":
+            from reshard.formats.frameworks import accelerate
+
+            return accelerate
+        case "rank_files":
+            from reshard.formats.frameworks import rank_files
+
+            return rank_files
+        case "lightning":
+            from reshard.formats.frameworks import lightning
+
+            return lightning
+        case "pipeline_stages":
+            from reshard.formats.frameworks import pipeline_stages
+
+            return pipeline_stages
+        case "fsdp1":
+            from reshard.formats.frameworks import fsdp1
+
+            return fsdp1
+        case "orbax":
+            from reshard.formats.frameworks import orbax
+
+            return orbax
+        case "dcp":
+            from reshard.formats.dcp import reader as dcp
+
+            return dcp
+        case "safetensors":
+            from reshard.formats.safetensors import reader as safetensors
+
+            return safetensors
+        case "torch_save":
+            from reshard.formats.torch_save import reader as torch_save
+
+            return torch_save
+    raise FormatError(f"there is no format {name!r}: there are {', '.join((*COMPOSITE_FORMATS, *PLAIN_FORMATS))}")
 
 
 def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Format:
     """The format that fits. Raises FormatError if none does, or more than one."""
-    composite = next((format for format in _modules(COMPOSITE_FORMATS) if format.detect(storage, names)), None)
+    composite = next((format for format in map(format_named, COMPOSITE_FORMATS) if format.detect(storage, names)), None)
     if composite is None:
-        fitting = [format for format in _modules(PLAIN_FORMATS) if format.detect(storage, names)]
+        fitting = [format for format in map(format_named, PLAIN_FORMATS) if format.detect(storage, names)]
     elif has_dcp(names) and composite.name not in _OF_DCP:
-        fitting = [composite, *_modules(["dcp"])]
+        fitting = [composite, format_named("dcp")]
     else:
         return composite
     if len(fitting) == 1:
@@ -133,7 +180,7 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
             f"{url} is a mixture: its files look like {kinds}; open the one that you mean by the path of its file, or "
             "move the others elsewhere"
         )
-    every = _modules((*COMPOSITE_FORMATS, *PLAIN_FORMATS))
+    every = map(format_named, (*COMPOSITE_FORMATS, *PLAIN_FORMATS))
     known = "; ".join(f"{format.name} ({format.looks_for})" for format in every)
     nested = _nested(storage, names)
     hint = f" Below it there seem to be checkpoints in {', '.join(nested)}: open one of these." if nested else ""

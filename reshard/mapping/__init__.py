@@ -8,10 +8,10 @@
 `reshard.mapping.families` has ready ones between Hugging Face, torchtitan and Megatron.
 """
 
-from reshard.mapping.computing import Cast as Cast
-from reshard.mapping.computing import Dequantize as Dequantize
-from reshard.mapping.computing import Mxfp4 as Mxfp4
-from reshard.mapping.computing import Offset as Offset
+from reshard.mapping.computed_rules import Cast as Cast
+from reshard.mapping.computed_rules import Dequantize as Dequantize
+from reshard.mapping.computed_rules import Mxfp4 as Mxfp4
+from reshard.mapping.computed_rules import Offset as Offset
 from reshard.mapping.mapping import Mapping as Mapping
 from reshard.mapping.mapping import apply_dict as apply_dict
 from reshard.mapping.rules import Concat as Concat

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as Dict
 
-from planners.layout import TensorSpec
-from planners.view import View
-from reshard.checkpoint import Checkpoint
+from planners.geometry.layout import TensorSpec
+from planners.views.view import View
+from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError
-from reshard.mapping.matching import Group, Matcher
+from reshard.mapping.rule_matching import Group, Matcher
 from reshard.mapping.rules import Rename, Rule, views_of
 from reshard.mapping.stage import Stage
 

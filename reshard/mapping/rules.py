@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from planners.layout import TensorSpec
-from planners.view import View, concat, stack
+from planners.geometry.layout import TensorSpec
+from planners.views.view import View, concat, stack
 from reshard.errors import NormalizationError
 from reshard.mapping.patterns import Pattern
 

@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 from planners.errors import PlanError
-from planners.view import View
-from reshard.checkpoint import LazyTensor
+from planners.views.view import View
+from reshard.checkpoint.checkpoint import LazyTensor
 from reshard.errors import KeyMismatchError, NormalizationError
-from reshard.formats.base import Contents, LazyMapping, StoredTensor
-from reshard.mapping.computing import Computing
-from reshard.mapping.matching import Group, Matcher, mapped_path
+from reshard.formats.stored.contents import Contents, LazyMapping, StoredTensor
+from reshard.mapping.apply_view import assembled, constant
+from reshard.mapping.computed_rules import Computing
+from reshard.mapping.rule_matching import Group, Matcher, mapped_path
 from reshard.mapping.rules import Rename, Rule, views_of
-from reshard.mapping.stored import assembled, constant
 
 __all__ = ["Stage"]
 

@@ -49,7 +49,7 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
     if scheme == "memory":
         return MemoryStorage("/".join(filter(None, rest.split("/"))), within=_shared_memory)
     if scheme in _OBJECT_STORES:
-        from reshard.storage.objects import open_objects  # obstore is optional, and slow to import
+        from reshard.storage.object_store import open_objects  # obstore is optional, and slow to import
 
         return open_objects(text)
     raise StorageError(

@@ -11,7 +11,7 @@ from reshard.errors import StorageError
 from reshard.storage.base import Writer
 
 if TYPE_CHECKING:
-    from reshard.storage.objects import ObjectStorage
+    from reshard.storage.object_store import ObjectStorage
 
 __all__ = ["ObjectWriter"]
 

@@ -2,7 +2,7 @@
 
     python -m tests.golden.make v1
 
-`v1/single` is what one process wrote, `v1/sharded` what four ranks did. `tests/reshard/test_golden.py` reads them.
+`v1/single` is what one process wrote, `v1/sharded` what four ranks did. The tests of formats read them.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from planners import (
     plan_writes,
     verify,
 )
-from planners.cover import Fault, tiling_fault
-from planners.load_plan import LoadPlan
+from planners.geometry.cover import Fault, tiling_fault
+from planners.load.plan import LoadPlan
 
 W = TensorSpec("w", (4, 6), "float32")
 ROWS, COLUMNS = TensorLayout(W, "dp=2", "S(0)"), TensorLayout(W, "tp=3", "S(1)")

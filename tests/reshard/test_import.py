@@ -7,22 +7,37 @@ import os
 import pkgutil
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 import torch
 
 import reshard
 from reshard.errors import KeyMismatchError
-from reshard.formats import COMPOSITE_FORMATS, PLAIN_FORMATS
-from reshard.formats.base import Format
+from reshard.formats import COMPOSITE_FORMATS, PLAIN_FORMATS, format_named
+from reshard.formats.stored.contents import Format
 
 UNUSED = (
-    *("planners.cost", "planners.html", "planners.plan_codec", "planners.presets", "planners.scheduling"),
-    *("planners.transfer_plan", "planners.view", "planners.view_overlap", "numpy.ma"),
-    *("reshard.formats.dcp", "reshard.formats.deepspeed", "reshard.formats.torch_file", "reshard.unpickle"),
-    *("reshard.canonical", "reshard.execute.exchange", "reshard.execute.streaming", "reshard.export"),
-    *("reshard.live", "reshard.mapping", "reshard.passing", "rich"),
+    *(
+        "planners.reports.cost",
+        "planners.reports.html",
+        "planners.reports.plan_codec",
+        "planners.topologies.presets",
+        "planners.transfer.rounds",
+    ),
+    *("planners.transfer.plan", "planners.views.view", "planners.views.view_overlap", "numpy.ma"),
+    *(
+        "reshard.formats.dcp.reader",
+        "reshard.formats.frameworks.deepspeed",
+        "reshard.formats.torch_save.file",
+        "reshard.formats.pickles.reader",
+    ),
+    *(
+        "reshard.checkpoint.canonical",
+        "reshard.execute.messages.exchange",
+        "reshard.formats.stored.streaming",
+        "reshard.api.convert",
+    ),
+    *("reshard.api.redistribute", "reshard.mapping", "reshard.execute.messages.read_once", "rich"),
 )
 """By no load or save of the native format."""
 
@@ -47,19 +62,25 @@ def imported_by(code, folder, unused):
 def test_a_load_imports_what_it_uses(tmp_path):
     reshard.save({"w": torch.ones(6, 4), "b": [torch.ones(3), 1]}, tmp_path / "ckpt")
 
-    unused = (*UNUSED, "reshard.census", "reshard.saving", "reshard.fingerprints")
+    unused = (*UNUSED, "reshard.control.global_state", "reshard.api.save.saving", "reshard.state.fingerprints")
     assert imported_by("reshard.load(state, 'ckpt')", tmp_path, unused) == []
 
 
 def test_a_save_imports_what_it_uses(tmp_path):
-    unused = (*UNUSED, "planners.load_plan", "reshard.checkpoint", "reshard.loading", "reshard.matching")
+    unused = (
+        *UNUSED,
+        "planners.load.plan",
+        "reshard.checkpoint.checkpoint",
+        "reshard.api.load.loading",
+        "reshard.api.load.matching",
+    )
     assert imported_by("reshard.save(state, 'ckpt')", tmp_path, unused) == []
 
 
 def test_opening_imports_what_it_uses(tmp_path):
     reshard.save({"w": torch.ones(6, 4)}, tmp_path / "ckpt")
 
-    unused = (*UNUSED, "planners.proof", "planners.load_plan", "reshard.tensors", "reshard.group")
+    unused = (*UNUSED, "planners.proof", "planners.load.plan", "reshard.state.tensors", "reshard.control.group")
     assert imported_by("reshard.open('ckpt')['w'][1:2]", tmp_path, unused) == []
 
 
@@ -72,7 +93,7 @@ def test_no_module_hides_a_name():
 
 @pytest.mark.parametrize("name", [*COMPOSITE_FORMATS, *PLAIN_FORMATS])
 def test_every_format_offers_what_a_format_does(name):
-    module = import_module(f"reshard.formats.{name}")
+    module = format_named(name)
 
     assert module.name == name
     assert module.looks_for

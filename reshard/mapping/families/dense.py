@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from reshard.mapping.computing import Offset
+from reshard.mapping.computed_rules import Offset
 from reshard.mapping.families.config import Decoder
 from reshard.mapping.mapping import Mapping
 from reshard.mapping.rules import Concat, Rename, Resize, Rope, Rule, Split

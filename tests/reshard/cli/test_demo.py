@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.demo.story import Change
+from reshard.cli.demo_job.story import Change
 
 SCRIPT = Path(sys.executable).parent / "reshard"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from reshard.checkpoint import Checkpoint, LazyTensor
+from reshard.checkpoint.checkpoint import Checkpoint, LazyTensor
 
 DATA = Path(__file__).parents[2] / "data"
 """Small samples that are part of the repository."""

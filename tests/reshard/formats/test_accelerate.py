@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from reshard.checkpoint import open as open_checkpoint
+from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError, UnsafeDataError
 from tests.reshard.formats.samples import check_all
 from tests.reshard.formats.writers import DcpWriter, grid

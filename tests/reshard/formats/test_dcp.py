@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from planners.box import Box
-from reshard.checkpoint import open as open_checkpoint
+from planners.geometry.box import Box
+from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
 from tests.reshard.formats.samples import DATA, check_all, same
 from tests.reshard.formats.writers import CountingStorage, DcpWriter, archive, grid

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from planners.box import Box
-from planners.byteruns import Window
-from reshard.checkpoint import open as open_checkpoint
+from planners.geometry.box import Box
+from planners.geometry.byteruns import Window
+from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError
-from reshard.formats.base import Place, StoredChunk
-from reshard.formats.locating import locate_all
-from reshard.formats.source import FileSource
+from reshard.formats.stored.contents import Place, StoredChunk
+from reshard.formats.stored.locating import locate_all
+from reshard.formats.stored.source import FileSource
 from tests.reshard.formats.writers import CountingStorage, DcpWriter, grid
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from planners.mesh import Mesh
-from planners.placement import Shard, StridedShard
-from reshard.checkpoint import open as open_checkpoint
+from planners.geometry.mesh import Mesh
+from planners.geometry.placement import Shard, StridedShard
+from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError
 from tests.reshard.formats.samples import DATA, check_all, same
 from tests.reshard.formats.writers import DcpWriter, grid

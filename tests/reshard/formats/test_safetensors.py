@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file, save_model
 
 import reshard
-from reshard.checkpoint import open as open_checkpoint
-from reshard.dtypes import SAFETENSORS_CODES, dtype_from_name
+from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
+from reshard.state.dtypes import SAFETENSORS_CODES, dtype_from_name
 from tests.reshard.formats.samples import DATA, check_all, same
 from tests.reshard.formats.writers import CountingStorage, safetensors_bytes
 

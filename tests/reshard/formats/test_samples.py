@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from reshard.checkpoint import open as open_checkpoint
+from reshard.checkpoint.checkpoint import open as open_checkpoint
 from tests.reshard.formats.samples import check_all, check_tensor, flat_tensors, sample, truth
 
 pytestmark = pytest.mark.samples

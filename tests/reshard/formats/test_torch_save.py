@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from reshard.checkpoint import LazyTensor
-from reshard.checkpoint import open as open_checkpoint
+from reshard.checkpoint.checkpoint import LazyTensor
+from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
-from reshard.unknown import Record
+from reshard.formats.pickles.record import Record
 from tests.reshard.formats.samples import check_all, flat_tensors, same
 from tests.reshard.formats.writers import CountingStorage
 
@@ -229,7 +229,7 @@ def test_archives_that_contradict_themselves(tmp_path: Path) -> None:
 
 def test_records_beyond_4_gib() -> None:
     """Sizes and offsets that need 64 bits stand in a field of their own, each only where 32 bits do not do."""
-    from reshard.formats.torch_zip import _zip64_sizes
+    from reshard.formats.torch_save.zip_archive import _zip64_sizes
 
     wide = struct.pack("<HHQQQ", 1, 24, 5 << 30, 5 << 30, 7 << 30)
     assert _zip64_sizes(wide, 0xFFFFFFFF, 0xFFFFFFFF) == (5 << 30, 7 << 30)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from planners.layout import TensorSpec
-from reshard.dtypes import dtype_name
+from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
-from reshard.formats import torch_zip_writer
-from reshard.formats.source import BytesSource
-from reshard.formats.torch_zip import TorchArchive
-from reshard.formats.torch_zip_writer import ArchiveWriter, TensorStub, begin_archive, end_archive, pickled_state
+from reshard.formats.stored.source import BytesSource
+from reshard.formats.torch_save import zip_writer as torch_zip_writer
+from reshard.formats.torch_save.zip_archive import TorchArchive
+from reshard.formats.torch_save.zip_writer import ArchiveWriter, TensorStub, begin_archive, end_archive, pickled_state
+from reshard.state.dtypes import dtype_name
 
 
 def written(nest: Any, tensors: list[torch.Tensor]) -> bytes:

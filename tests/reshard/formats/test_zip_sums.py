@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import reshard
-from reshard.formats.source import FileSource
-from reshard.formats.zip_sums import archives, changed_records
+from reshard.formats.stored.source import FileSource
+from reshard.formats.torch_save.zip_checksums import archives, changed_records
 from reshard.storage import LocalStorage, MemoryStorage
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import reshard
-from planners.layout import TensorSpec
+from planners.geometry.layout import TensorSpec
 from planners.proof import verify
-from planners.topology import Topology
+from planners.topologies.topology import Topology
 from reshard.errors import KeyMismatchError, NormalizationError, ReshardError
 from reshard.mapping import (
     Cast,

@@ -14,7 +14,7 @@ import pytest
 
 from reshard.errors import StorageError
 from reshard.storage import Storage, open_storage
-from reshard.storage.objects import ObjectStorage, choose_gap_bytes, open_objects
+from reshard.storage.object_store import ObjectStorage, choose_gap_bytes, open_objects
 from tests.reshard.storage.s3_server import FlakyProxy, S3Server
 
 MIB = 1 << 20
@@ -145,8 +145,8 @@ def test_of_two_racing_writers_one_is_refused(s3: S3Server) -> None:
 
 def test_retries_have_a_limit(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")  # nobody listens there
-    monkeypatch.setattr("reshard.storage.objects._RETRY", {"max_retries": 1})
-    monkeypatch.setattr("reshard.storage.objects._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("reshard.storage.object_store._RETRY", {"max_retries": 1})
+    monkeypatch.setattr("reshard.storage.object_store._FIRST_PAUSE_S", 0.01)
     storage = open_storage("s3://bucket/x")
     start = time.monotonic()
     with pytest.raises(StorageError, match=r"cannot read a in s3://bucket/x: .*127\.0\.0\.1:1"):

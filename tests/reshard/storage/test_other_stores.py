@@ -7,10 +7,10 @@ import base64
 import pytest
 
 import reshard
+from reshard.api.save.saving import save
 from reshard.errors import CheckpointNotFoundError, StorageError
-from reshard.saving import save
 from reshard.storage import open_storage
-from reshard.storage.objects import ObjectStorage, open_objects
+from reshard.storage.object_store import ObjectStorage, open_objects
 from tests import gloo
 from tests.reshard.storage.test_objects import MIB, _pattern, _use_everything, _write
 from tests.reshard.storage.test_s3_checkpoints import _die_at_every_request, _loaded_step, _state

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from reshard import latest_complete, prune, verify
+from reshard.api.load.loading import load
+from reshard.api.save.saving import save
 from reshard.errors import StorageError
-from reshard.loading import load
-from reshard.saving import save
 from reshard.storage import open_storage
-from reshard.storage.objects import ObjectStorage, open_objects
+from reshard.storage.object_store import ObjectStorage, open_objects
 from tests import gloo
 from tests.reshard.storage.s3_server import FlakyProxy, S3Server
 

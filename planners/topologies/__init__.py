@@ -1,0 +1,1 @@
+"""Layouts of whole states from a few rules: topologies, ready ones, flat buffers."""

@@ -1,0 +1,251 @@
+"""`Topology`: rules that give every tensor of a state its layout on a mesh. A value: compare it, print it, store it.
+
+How a tensor is cut and where it lives are asked apart. A *rule* says how: a glob of names, and one placement per mesh
+axis. A *home* says where: a glob of names, and coordinates that some axes are fixed at, so that the tensor lives on
+the submesh of the others (a pipeline stage, an expert's group).
+
+    pp=2,dp=4,tp=2
+    *.wo.weight -> dp,tp: S(0),S(1)
+    *.w1.weight -> tp,dp: S(0),S(0)
+    * -> S(0),R
+    layers.0.* on pp=0
+    * on pp=1
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from planners.errors import PlanError
+from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
+from planners.geometry.layout_forms import ProductForm
+from planners.geometry.mesh import Mesh
+from planners.geometry.placement import BlockShard, Placement, Replicate, parse_placements
+from planners.topologies.globs import Globs
+
+__all__ = ["Home", "Rule", "Topology"]
+
+Axes = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How the tensors that a glob matches are cut. `*` matches any text, dots included."""
+
+    pattern: str
+    placements: tuple[Placement, ...]
+    """One per group of axes; they cut from left to right."""
+    axes: Axes | None = None
+    """Groups of mesh axes in the order in which they cut; the axes of a group act as one. None: those that the tensor's
+    home leaves free, in mesh order, each by itself."""
+    optional: bool = False
+    """Whether it may match nothing."""
+
+    @classmethod
+    def parse(cls, pattern: str, text: str, optional: bool = False) -> Rule:
+        """From `"S(0),R"`, from `"tp,dp: S(0),S(0)"` (tp cuts first), or from `"dp*cp: S(0)"` (dp and cp as one)."""
+        head, colon, tail = text.rpartition(":")
+        groups = tuple(tuple(name.strip() for name in group.split("*")) for group in head.split(",")) if colon else None
+        if groups is not None and any(not re.fullmatch(r"[A-Za-z_][\w.\-]*", n) for group in groups for n in group):
+            raise PlanError(f"cannot read the axes {head!r} of the rule for {pattern!r}: write them like 'tp,dp*cp'")
+        try:
+            return cls(pattern, parse_placements(tail), groups, optional)
+        except PlanError as error:
+            raise PlanError(f"the rule for {pattern!r}: {error}") from None
+
+    @property
+    def text(self) -> str:
+        """What `parse` reads."""
+        placements = ",".join(map(str, self.placements))
+        return placements if self.axes is None else f"{','.join('*'.join(g) for g in self.axes)}: {placements}"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where the tensors that a glob matches live: at these coordinates of these axes."""
+
+    pattern: str
+    at: tuple[tuple[str, int], ...]
+    optional: bool = False
+    """Whether it may match nothing."""
+
+    @classmethod
+    def parse(cls, pattern: str, text: str, optional: bool = False) -> Home:
+        """From `"pp=1"` or `"pp=1,ep=3"`."""
+        parts = [re.fullmatch(r"\s*([A-Za-z_][\w.\-]*)\s*=\s*(\d+)\s*", part) for part in text.split(",")]
+        if any(part is None for part in parts):
+            raise PlanError(f"cannot read the home {text!r} of {pattern!r}: write coordinates like 'pp=1,ep=3'")
+        return cls(pattern, tuple((part[1], int(part[2])) for part in parts if part is not None), optional)
+
+    @property
+    def text(self) -> str:
+        """What `parse` reads."""
+        return ",".join(f"{name}={coordinate}" for name, coordinate in self.at)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A mesh, and rules and homes for the tensors on it.
+
+    The first rule that matches a name says how it is cut; a tensor that none matches is an error. Of the homes that
+    match, the first to fix an axis says where; a tensor without a home is on all of the mesh. A tensor of no dims
+    cannot be cut, and is replicated whatever its rule says. A rule or home that has no effect is an error, unless it
+    is optional.
+    """
+
+    mesh: Mesh
+    rules: tuple[Rule, ...]
+    homes: tuple[Home, ...] = ()
+    even: tuple[str, ...] = ()
+    """Axes that must divide what they cut by themselves, such as heads and experts, without a remainder."""
+    _forms: dict[tuple[object, ...], ProductForm] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Raises PlanError for axes that the mesh lacks, coordinates outside it and numbers that do not match."""
+        known = dict(self.mesh.axes)
+        named = [(f"the rule for {r.pattern!r}", n) for r in self.rules for group in r.axes or () for n in group]
+        named += [(f"the home of {home.pattern!r}", name) for home in self.homes for name, _ in home.at]
+        for where, name in [*named, *(("the list of even axes", name) for name in self.even)]:
+            if name not in known:
+                raise PlanError(f"{where} names the axis {name!r}, but the mesh {self.mesh} has {list(known)}")
+        for home in self.homes:
+            for name, coordinate in home.at:
+                if coordinate >= known[name]:
+                    raise PlanError(f"the home {home.text} of {home.pattern!r} lies outside the mesh {self.mesh}")
+        for rule in self.rules:
+            if rule.axes is None:
+                continue
+            names = [name for group in rule.axes for name in group]
+            if len(set(names)) != len(names):
+                raise PlanError(f"the rule for {rule.pattern!r} names an axis twice: {names}")
+            if len(rule.axes) != len(rule.placements):
+                given = f"{len(rule.placements)} placements for {len(rule.axes)} axes"
+                raise PlanError(f"the rule for {rule.pattern!r} has {given}: {rule.text}")
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        rules: Mapping[str, str] | None = None,
+        homes: Mapping[str, str] | None = None,
+        *,
+        even: Iterable[str] = (),
+    ) -> Topology:
+        """A topology from the text of its mesh, rules and homes by glob; or from the one text that `str` gives.
+
+        Raises PlanError for text that cannot be read.
+        """
+        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+        its_rules = [Rule.parse(pattern, rule) for pattern, rule in (rules or {}).items()]
+        its_homes = [Home.parse(pattern, home) for pattern, home in (homes or {}).items()]
+        its_even = list(even)
+        for line in lines[1:]:
+            body = line.removesuffix("(optional)").rstrip()
+            optional = body != line
+            if " -> " in body:
+                pattern, _, rest = body.rpartition(" -> ")
+                its_rules.append(Rule.parse(pattern.strip(), rest, optional))
+            elif " on " in body:
+                pattern, _, rest = body.rpartition(" on ")
+                its_homes.append(Home.parse(pattern.strip(), rest, optional))
+            elif body.startswith("even "):
+                its_even += [name.strip() for name in body.removeprefix("even ").split(",")]
+            else:
+                raise PlanError(
+                    f"cannot read the line {line!r} of a topology: write 'glob -> placements' or 'glob on pp=1'"
+                )
+        return cls(Mesh.parse(lines[0] if lines else ""), tuple(its_rules), tuple(its_homes), tuple(its_even))
+
+    def layout(self, specs: Iterable[TensorSpec] | Mapping[str, TensorSpec]) -> StateLayout:
+        """Where every element of a state lives. The job has the ranks of the mesh, even if the tensors need fewer.
+
+        Raises PlanError naming all tensors that no rule matches, all rules and homes without effect, and the first
+        tensor that cannot be cut as its rule says.
+        """
+        tensors: dict[str, TensorLayout] = {}
+        used: set[Rule | Home] = set()
+        lost: list[str] = []
+        rules, homes = Globs([rule.pattern for rule in self.rules]), Globs([home.pattern for home in self.homes])
+        fixable = len({name for home in self.homes for name, _ in home.at})
+        for spec in specs.values() if isinstance(specs, Mapping) else specs:
+            number = rules.first(spec.fqn)
+            if number is None:
+                lost.append(spec.fqn)
+                continue
+            rule = self.rules[number]
+            used.add(rule)
+            at: dict[str, int] = {}
+            for home in (self.homes[number] for number in homes.matching(spec.fqn)):
+                fresh = [(name, coordinate) for name, coordinate in home.at if name not in at]
+                if fresh:
+                    used.add(home)
+                    at.update(fresh)
+                if len(at) == fixable:
+                    break
+            if spec.fqn in tensors:
+                raise PlanError("two tensors have one name", fqn=spec.fqn)
+            tensors[spec.fqn] = self._place(spec, rule, at)
+        if lost:
+            raise PlanError(f"no rule matches {len(lost)} tensors: {lost[:20]}")
+        parts: tuple[Rule | Home, ...] = (*self.rules, *self.homes)
+        idle = [f"{part.pattern!r}" for part in parts if part not in used and not part.optional]
+        if idle:
+            names = f"there are {list(tensors)[:3]}, ..." if tensors else "there is none"
+            raise PlanError(
+                f"nothing is left for the rules or homes {', '.join(idle)}: they match no tensor ({names}), "
+                "or only such as earlier ones match"
+            )
+        return StateLayout(tensors, self.mesh.world_size)
+
+    def _place(self, spec: TensorSpec, rule: Rule, at: Mapping[str, int]) -> TensorLayout:
+        key = (rule, tuple(at.items()), not spec.shape)
+        form = self._forms.get(key)
+        try:
+            if form is None:
+                form = self._forms[key] = self._form(rule, at, whole=not spec.shape)
+            self._check_even(spec, form)
+            return TensorLayout.of(spec, form)
+        except PlanError as error:
+            raise PlanError(f"the rule for {rule.pattern!r} ({rule.text}): {error}", fqn=spec.fqn) from None
+
+    def _form(self, rule: Rule, at: Mapping[str, int], *, whole: bool) -> ProductForm:
+        free = [name for name in self.mesh.names if name not in at]
+        groups = rule.axes if rule.axes is not None else tuple((name,) for name in free)
+        named = [name for group in groups for name in group]
+        if sorted(named) != sorted(free):
+            lacking, fixed = sorted(set(free) - set(named)), sorted(set(named) - set(free))
+            what = f"axis {lacking[0]!r} is neither named nor fixed by a home" if lacking else f"a home fixes {fixed}"
+            raise PlanError(f"{what}; {free} are free")
+        if len(groups) != len(rule.placements):
+            raise PlanError(f"it has {len(rule.placements)} placements, but the axes {free} are free")
+        turned = self.mesh.submesh(*named, at=at)
+        sizes = dict(self.mesh.axes)
+        axes = [(".".join(group), math.prod(sizes[name] for name in group)) for group in groups]
+        mesh = Mesh(axes, turned.ranks.tolist())
+        return ProductForm.make(mesh, [Replicate()] * len(axes) if whole else rule.placements)
+
+    def _check_even(self, spec: TensorSpec, form: ProductForm) -> None:
+        assert form.mesh is not None
+        left = list(spec.shape)
+        for (name, size), placement in zip(form.mesh.axes, form.placements):
+            if isinstance(placement, Replicate) or placement.dim >= len(left):
+                continue
+            pieces = placement.blocks if isinstance(placement, BlockShard) else (left[placement.dim],)
+            if name in self.even and any(piece % size for piece in pieces):
+                raise PlanError(
+                    f"axis {name!r} of size {size} does not divide {pieces} elements of dim {placement.dim}"
+                )
+            left[placement.dim] = -(-left[placement.dim] // size)
+
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        lines = [str(self.mesh)]
+        lines += [f"{r.pattern} -> {r.text}{' (optional)' if r.optional else ''}" for r in self.rules]
+        lines += [f"{h.pattern} on {h.text}{' (optional)' if h.optional else ''}" for h in self.homes]
+        return "\n".join([*lines, *([f"even {','.join(self.even)}"] if self.even else [])])
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.rules, self.homes, self.even))

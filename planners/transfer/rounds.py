@@ -1,0 +1,217 @@
+"""Schedules: the transfers of a plan as rounds in which each rank sends to at most one and receives from at most one.
+
+What one rank sends to another is one stream of bytes: the items between the two, in their order, each row-major. A
+stream is cut into messages that are small enough for the budget, and the messages are dealt to rounds by edge
+coloring, so that there are as few rounds as the busiest rank has messages. A schedule is a few columns of numbers;
+what is in a message is worked out for the rank that asks, by the sender and the receiver alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from planners.errors import PlanError
+from planners.geometry.box import Box, flat_boxes
+from planners.geometry.dtypes import ITEM_SIZES
+from planners.geometry.ownership import Ints
+from planners.transfer.coloring import color_edges
+from planners.transfer.plan import TransferItem, TransferPlan
+
+__all__ = ["MAX_INFLIGHT_BYTES", "Message", "Schedule", "schedule", "slack_bytes"]
+
+MAX_INFLIGHT_BYTES = 512 << 20
+"""What a rank sends and receives in one round, unless asked otherwise."""
+_SLACK = max(ITEM_SIZES.values())
+_SLACK_SHARE = 64
+
+
+class Message(NamedTuple):
+    """What one rank sends another in one round."""
+
+    round: int
+    sender: int
+    receiver: int
+    pieces: tuple[TransferItem, ...]
+    """Parts of items, to be packed one behind another, each in row-major order of its box."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+class Schedule:
+    """Rounds of messages for a transfer plan. Frozen. Copies within a rank are in no round.
+
+    The columns `round`, `sender`, `receiver`, `start` and `stop` have one entry per message, sorted by round and
+    sender: bytes `[start, stop)` of the stream from sender to receiver. A cut within an element stands for the
+    element's first byte; and a cut within a row, or within some rows, that are small beside the budget (`slack_bytes`)
+    stands for the first of them, so that a message is one box and not the ends of rows besides.
+    """
+
+    def __init__(
+        self, plan: TransferPlan, max_inflight_bytes: int, columns: tuple[Ints, Ints, Ints, Ints, Ints]
+    ) -> None:
+        """`columns`: round, sender, receiver, start, stop. Use `schedule`."""
+        self.plan, self.max_inflight_bytes = plan, max_inflight_bytes
+        order = np.lexsort((columns[1], columns[0]))
+        self.round, self.sender, self.receiver, self.start, self.stop = (column[order] for column in columns)
+        for column in (self.round, self.sender, self.receiver, self.start, self.stop):
+            column.flags.writeable = False
+
+    def __len__(self) -> int:
+        """How many messages."""
+        return len(self.round)
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds."""
+        return int(self.round.max()) + 1 if len(self) else 0
+
+    @property
+    def sizes(self) -> Ints:
+        """Bytes of each message."""
+        return self.stop - self.start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all messages."""
+        return int(self.sizes.sum())
+
+    def round_bytes(self) -> Ints:
+        """The largest message of each round, in bytes: what bounds the round's time."""
+        out = np.zeros(self.rounds, dtype=np.int64)
+        np.maximum.at(out, self.round, self.sizes)
+        return out
+
+    def inflight_bytes(self) -> Ints:
+        """The most bytes that each rank sends and receives together in one round."""
+        world, sizes = self.plan.world_size, self.sizes
+        keys = np.concatenate((self.round * world + self.sender, self.round * world + self.receiver))
+        spots, inverse = np.unique(keys, return_inverse=True)
+        total = np.zeros(len(spots), dtype=np.int64)
+        np.add.at(total, inverse, np.concatenate((sizes, sizes)))
+        out = np.zeros(world, dtype=np.int64)
+        np.maximum.at(out, spots % world, total)
+        return out
+
+    def messages(self, rank: int) -> tuple[Message, ...]:
+        """What `rank` sends and receives, round by round; within a round, what it sends comes first.
+
+        Raises PlanError for a rank outside the job.
+        """
+        mine = np.flatnonzero((self.sender == rank) | (self.receiver == rank))
+        streams: dict[tuple[int, int], list[TransferItem]] = {}
+        for item in (*self.plan.items_from(rank), *self.plan.items_to(rank)):
+            if not item.is_local:
+                streams.setdefault((item.sender, item.receiver), []).append(item)
+        rows = zip(*(column[mine].tolist() for column in (self.round, self.sender, self.receiver)), mine.tolist())
+        found: dict[int, Message] = {}
+        by_stream: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for number, sender, receiver, row in rows:
+            by_stream.setdefault((sender, receiver), []).append((number, row))
+        slack = slack_bytes(self.max_inflight_bytes)
+        for (sender, receiver), places in by_stream.items():
+            cuts = [(int(self.start[row]), int(self.stop[row])) for _, row in places]
+            for (number, row), pieces in zip(places, _cut_stream(streams.get((sender, receiver), []), cuts, slack)):
+                found[row] = Message(number, sender, receiver, pieces)
+        return tuple(sorted(found.values(), key=lambda m: (m.round, m.sender != rank)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        mine, its = self.columns(), other.columns()
+        same = all(np.array_equal(a, b) for a, b in zip(mine, its))
+        return same and self.plan == other.plan and self.max_inflight_bytes == other.max_inflight_bytes
+
+    __hash__ = None  # type: ignore[assignment]  # holds a plan and columns of numbers
+
+    def columns(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """round, sender, receiver, start, stop."""
+        return self.round, self.sender, self.receiver, self.start, self.stop
+
+    def __repr__(self) -> str:
+        return f"Schedule({self.rounds} rounds, {len(self)} messages, {self.nbytes} bytes, {self.plan!r})"
+
+
+def slack_bytes(max_inflight_bytes: int) -> int:
+    """A message may begin earlier than its cut by less than this."""
+    return max(_SLACK, max_inflight_bytes // _SLACK_SHARE)
+
+
+def schedule(plan: TransferPlan, *, max_inflight_bytes: int = MAX_INFLIGHT_BYTES) -> Schedule:
+    """Rounds for all that crosses in `plan`: as few as the busiest rank has messages to send or to receive.
+
+    Args:
+        max_inflight_bytes: bound on what a rank sends and receives together in one round, and so on the buffers that
+            it needs if it waits for the end of each round.
+
+    Raises PlanError for a budget of less than 128 bytes. Deterministic: the same on every rank.
+    """
+    limit = max_inflight_bytes // 2 - slack_bytes(max_inflight_bytes)
+    if limit < 3 * _SLACK:
+        raise PlanError(f"max_inflight_bytes must be at least {8 * _SLACK}, got {max_inflight_bytes}")
+    sender, receiver, nbytes = plan.traffic()
+    count = -(-nbytes // limit)
+    edge = np.repeat(np.arange(len(nbytes)), count)
+    color = np.array(color_edges(sender[edge].tolist(), receiver[edge].tolist()), dtype=np.int64)
+    order = np.lexsort((color, edge))  # a stream goes out from its first byte to its last
+    edge, color = edge[order], color[order]
+    step = np.arange(len(edge)) - np.repeat(np.cumsum(count) - count, count)
+    # messages of one stream are of nearly equal size; divided like this, products stay below 2**63
+    size, longer = np.divmod(nbytes, np.maximum(count, 1))
+    start = step * size[edge] + np.minimum(step, longer[edge])
+    stop = start + size[edge] + (step < longer[edge])
+    return Schedule(plan, max_inflight_bytes, (color, sender[edge], receiver[edge], start, stop))
+
+
+def _cut_stream(
+    items: list[TransferItem], cuts: list[tuple[int, int]], slack: int
+) -> Iterator[tuple[TransferItem, ...]]:
+    """The pieces of items between each two cuts, which are positions in the bytes of all items; cuts ascend."""
+    ends = np.cumsum([item.nbytes for item in items]) if items else np.zeros(0, dtype=np.int64)
+    for start, stop in cuts:
+        pieces: list[TransferItem] = []
+        for i in range(int(np.searchsorted(ends, start, side="right")), len(items)):
+            item = items[i]
+            begin = int(ends[i]) - item.nbytes
+            if begin >= stop:
+                break
+            itemsize = item.nbytes // item.box.numel
+            run = _run(item.box.sizes, slack // itemsize)
+            low = max(start - begin, 0) // itemsize // run * run
+            high = item.box.numel if stop - begin >= item.nbytes else (stop - begin) // itemsize // run * run
+            pieces.extend(_elements(item, low, high, itemsize))
+        yield tuple(pieces)
+
+
+def _run(sizes: tuple[int, ...], limit: int) -> int:
+    """Elements of the largest rows, or blocks of rows, that have at most `limit` elements each."""
+    run = 1
+    for size in reversed(sizes):
+        if run * size > limit:
+            break
+        run *= size
+    return run
+
+
+def _elements(item: TransferItem, low: int, high: int, itemsize: int) -> Iterator[TransferItem]:
+    """Elements `[low, high)` of an item, in row-major order, as boxes."""
+    if low == 0 and high == item.box.numel:
+        yield item
+        return
+    for piece in flat_boxes(item.box.sizes, low, high):
+        yield item._replace(
+            box=_within(piece, item.box),
+            source=_within(piece, item.source),
+            target=_within(piece, item.target),
+            nbytes=piece.numel * itemsize,
+        )
+
+
+def _within(piece: Box, outer: Box) -> Box:
+    """A box in the coordinates of `outer`, in those that `outer` itself is in."""
+    return piece.shift(outer.offsets)

@@ -1,0 +1,1 @@
+"""Tensors put together from parts of other tensors, and layouts and plans seen through them."""

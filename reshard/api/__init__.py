@@ -1,0 +1,1 @@
+"""The verbs: each module or folder is one that users call."""

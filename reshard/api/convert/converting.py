@@ -1,0 +1,195 @@
+"""`convert`: any checkpoint into any format that can be written, streamed, by as many processes as you like."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from planners.geometry.layout import StateLayout
+from planners.topologies.topology import Topology
+from reshard.api.convert.exporter import Exporter
+from reshard.api.convert.job import Job
+from reshard.api.convert.journal import Journal
+from reshard.api.convert.workers import dealt, write_files, write_in_processes
+from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.control.group import Group
+from reshard.control.progress import Progress
+from reshard.errors import CheckpointError, FormatError
+from reshard.formats.native import generations
+from reshard.storage.base import Storage
+
+__all__ = ["ConvertReport", "convert"]
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did. Equal on all ranks but for `seconds`."""
+
+    source: str
+    target: str
+    format: str
+    tensors: int
+    objects: int
+    files: tuple[str, ...]
+    """Files that hold tensors."""
+    total_bytes: int
+    """Bytes of all tensors, each element once."""
+    resumed: tuple[str, ...]
+    """Files that an interrupted conversion had finished; their checksums were compared."""
+    aliases: Mapping[str, str]
+    """Tied tensors that are stored once: name -> the name that holds them."""
+    left_out: tuple[str, ...]
+    """Keys of the source that the format cannot hold; with `normalized`, also values of each rank, which have no
+    canonical name."""
+    warnings: tuple[str, ...]
+    """What a reader of the source should know."""
+    seconds: float = field(compare=False)
+
+
+def convert(
+    source: Any,
+    target: str | os.PathLike[str] | Storage,
+    *,
+    format: str = "native",
+    mapping: Any = None,
+    onto: StateLayout | Topology | None = None,
+    select: str | Sequence[str] | None = None,
+    dtype: Any = None,
+    normalized: bool = False,
+    model_only: bool = False,
+    hints: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    workers: int = 1,
+    process_group: dist.ProcessGroup | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+    progress: bool = False,
+    deadline_s: float = 86_400.0,
+) -> ConvertReport:
+    """Write the checkpoint `source` in another format, under other names, cut otherwise, or all of these.
+
+    Each process holds 48 MiB of tensors at a time, however large they are. The target is published last: a
+    conversion that was interrupted leaves nothing that opens as a checkpoint, and the same call continues it.
+
+    Args:
+        source: a path or URL of any format that `open` reads, or an open `Checkpoint`.
+        target: a folder, URL or `Storage`; for "torch_save" the path of a file.
+        format: "native", "dcp", "safetensors" (Hugging Face) or "torch_save".
+        mapping: a `reshard.mapping.Mapping`, or a dict new name -> name in the source.
+        onto: write the files that the ranks of this layout or topology would have written (native and dcp).
+        select: globs of what is taken, by its new name; those that begin with `!` say what is not.
+        dtype: floating-point tensors of at least one dim are converted to this one.
+        normalized: under canonical names first: see `Checkpoint.normalized`.
+        model_only: only the model's tensors, under their bare canonical names.
+        hints: for the normalization.
+        max_shard_bytes: size of a file's tensors; a tensor that is larger has a file of its own. Without `onto`.
+        workers: processes on this machine that write files at the same time.
+        process_group: with torch.distributed initialized, the ranks that share the work; all must see the target.
+        overwrite: replace a checkpoint that is at `target`. A file of torch.save is always replaced, in one step.
+        resume: continue the same conversion where it was interrupted.
+        progress: show a progress bar where somebody looks on.
+        deadline_s: how long the whole may take.
+
+    Raises:
+        FormatError: the format cannot hold what is there, or there is a checkpoint at `target` already.
+        KeyMismatchError: the mapping or selection does not fit.
+        DamagedCheckpointError, CheckpointNotFoundError: see `reshard.open`.
+    """
+    started = time.perf_counter()
+    globs = (select,) if isinstance(select, str) else tuple(select or ())
+    wanted = None if dtype is None else str(dtype).removeprefix("torch.")
+    job = Job(source, target, format, mapping, onto, globs, wanted, normalized, model_only, hints, max_shard_bytes)
+    _check(source, target, workers)
+    group = Group(process_group, deadline_s=deadline_s)
+    with group.together("convert"):
+        state = job.state()
+        exporter, resumed = _run(job, state, group, workers, overwrite=overwrite, resume=resume, progress=progress)
+    return ConvertReport(
+        source=state.url,
+        target=target.url if isinstance(target, Storage) else os.fspath(target),
+        format=format,
+        tensors=len(exporter.names),
+        objects=len(state.objects) if format != "safetensors" else 0,
+        files=tuple(file.name for file in exporter.files),
+        total_bytes=exporter.total_bytes,
+        resumed=resumed,
+        aliases=dict(state.aliases),
+        left_out=exporter.left_out,
+        warnings=tuple(state.warnings),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _run(
+    job: Job, state: Checkpoint, group: Group, workers: int, *, overwrite: bool, resume: bool, progress: bool
+) -> tuple[Exporter, tuple[str, ...]]:
+    """Write all files and publish; what was written, and the files that an earlier try had finished."""
+    digest = job.digest(state)
+    group.agree(digest.encode(), "what is to be converted", error=CheckpointError)
+    storage = job.storage()
+    journal = Journal(storage, digest)
+    job_id = b""
+    if group.rank == 0:
+        _check_vacant(job.exporter(state, "0" * 24), storage, overwrite)
+        job_id = journal.begin(resume=resume).encode()
+    job_id = group.share(job_id if group.rank == 0 else None)
+    exporter = job.exporter(state, job_id.decode())
+    if group.rank == 0 and job.format == "native":
+        generations.claim(storage, exporter.save_id)  # type: ignore[attr-defined]  # only this one has
+    group.barrier()
+    resumed = _write(job, exporter, journal, group, workers, progress)
+    if group.rank == 0:
+        exporter.finish(storage, journal.records(file.name for file in exporter.files))
+        journal.end()
+    group.barrier()
+    return exporter, resumed
+
+
+def _write(
+    job: Job, exporter: Exporter, journal: Journal, group: Group, workers: int, progress: bool
+) -> tuple[str, ...]:
+    """This rank's share of the files that are not finished; returns all that were."""
+    mine = dealt(exporter.files, group.world_size)[group.rank]
+    kept = {file.name for file in mine if journal.finished(file.name) is not None}
+    todo = [file for file in mine if file.name not in kept]
+    everybody = group.exchange("\n".join(sorted(kept)).encode())
+    with (
+        group.together("write"),
+        Progress(show=progress and group.rank == 0) as bar,
+        bar.phase("convert", total_bytes=sum(file.nbytes for file in mine)) as step,
+    ):
+        step.advance(sum(file.nbytes for file in mine if file.name in kept))
+
+        def on_bytes(nbytes: int) -> None:
+            step.advance(nbytes)
+            group.check()
+
+        if workers > 1 and len(todo) > 1:
+            hands = [hand for hand in dealt(todo, workers) if hand]
+            digest = journal.folder.partition("-")[2]
+            write_in_processes(job, exporter.job_id, digest, hands, on_bytes)
+        else:
+            write_files(exporter, journal, todo, on_bytes)
+    return tuple(sorted(name for names in everybody for name in names.decode().split("\n") if name))
+
+
+def _check(source: Any, target: Any, workers: int) -> None:
+    if workers < 1:
+        raise CheckpointError(f"workers must be >= 1, got {workers}")
+    if workers > 1 and (isinstance(source, (Checkpoint, Storage)) or isinstance(target, Storage)):
+        raise CheckpointError("worker processes open source and target themselves: give both by path or URL")
+    if workers > 1 and "memory://" in f"{source} {target}":
+        raise CheckpointError("worker processes cannot see the memory of this one: give a folder")
+
+
+def _check_vacant(exporter: Exporter, storage: Storage, overwrite: bool) -> None:
+    found = None if overwrite else exporter.occupied(storage.list())
+    if found is not None:
+        raise FormatError(
+            f"there is a checkpoint in {storage.url} already ({found}): choose another folder, or overwrite=True"
+        )

@@ -1,0 +1,171 @@
+"""What every exporter has: a plan of files, and a way to stream each of them, independently of the others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import xxhash
+
+from planners.geometry.box import Box
+from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
+from planners.geometry.mesh import Mesh
+from planners.geometry.placement import Replicate
+from planners.save.plan import SavePlan, plan_writes
+from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.formats.native.manifest import entry_key
+from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.streaming import Region
+from reshard.storage.base import Storage, Writer
+
+__all__ = ["Done", "Exporter", "FilePlan", "HashingWriter", "Part", "grouped", "spread"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor that a file holds."""
+
+    spec: TensorSpec
+    box: Box
+
+    @property
+    def key(self) -> str:
+        """Its name in a file of arrays."""
+        return entry_key(self.spec.fqn, self.box, self.spec.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.box.numel * self.spec.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.spec.fqn}[{self.box}]{self.spec.dtype}{self.spec.shape}"
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file of the target and what it holds, in order."""
+
+    name: str
+    parts: tuple[Part, ...]
+    rank: int = 0
+    """As if this rank had written it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in it."""
+        return sum(part.nbytes for part in self.parts)
+
+
+class Done(msgspec.Struct, frozen=True):
+    """A file that is written, whole and durable."""
+
+    name: str
+    """The name under which it is written; it may be renamed when all are done."""
+    nbytes: int
+    digest: str
+    """XXH3-128 of the whole file, in hex."""
+    facts: dict[str, Any] = {}
+    """What `finish` needs to know of it."""
+
+
+class Exporter(ABC):
+    """Writes one state in one format."""
+
+    format: str
+    files: tuple[FilePlan, ...]
+    left_out: tuple[str, ...]
+    """Keys that the format cannot hold, or that have no canonical name."""
+    refused: Mapping[str, str]
+    """Objects that cannot be written, by key, and why: they must be left out on purpose."""
+
+    def __init__(self, state: Checkpoint, job_id: str) -> None:
+        self.state = state
+        self.job_id = job_id
+        self.left_out = tuple(state.contents.facts.get("left_out", ()))
+        self.refused = {}
+
+    @abstractmethod
+    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
+        """Write one file, durably, from a stream of bounded memory."""
+
+    @abstractmethod
+    def finish(self, storage: Storage, done: Mapping[str, Done]) -> None:
+        """Publish: from now on the target is a checkpoint. `done` is by the file's name in the plan."""
+
+    @abstractmethod
+    def occupied(self, names: Mapping[str, int]) -> str | None:
+        """The file that shows that there is a checkpoint already, or None."""
+
+    def region(self, part: Part) -> Region:
+        """Where a part's elements come from."""
+        return Region(self.stored(part.spec.fqn), part.box)
+
+    def stored(self, name: str) -> StoredTensor:
+        """The stored tensor of a name or alias."""
+        return self.state[name].stored
+
+    @property
+    def per_rank(self) -> Mapping[str, Any]:
+        """Values that are each rank's own, by key and rank; formats of others have them under their ranks' names."""
+        found = self.state.contents.facts.get("per_rank")
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors that are stored, tied ones once."""
+        return [name for name in self.state if name not in self.state.aliases]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors in all files."""
+        return sum(file.nbytes for file in self.files)
+
+
+class HashingWriter:
+    """Passes bytes on to a writer, and takes the digest of all of them."""
+
+    def __init__(self, out: Writer) -> None:
+        self._out = out
+        self._state = xxhash.xxh3_128()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes were written so far."""
+        return self._out.nbytes
+
+    def write(self, data: Any) -> None:
+        """Append."""
+        self._out.write(data)
+        self._state.update(data)
+
+    def digest(self) -> str:
+        """Of all bytes so far, in hex."""
+        return str(self._state.hexdigest())
+
+
+def grouped(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+    """The tensors in order, in groups of at most `max_bytes`; one that is larger has a group of its own."""
+    groups: list[list[TensorSpec]] = [[]]
+    room = max_bytes
+    for spec in specs:
+        if groups[-1] and spec.nbytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(spec)
+        room -= spec.nbytes
+    return groups
+
+
+def spread(specs: Sequence[TensorSpec], onto: StateLayout | None, max_bytes: int) -> SavePlan:
+    """Who writes what: the ranks of `onto`; without it, one rank for each group of whole tensors of `max_bytes`."""
+    if onto is not None:
+        return plan_writes(onto)
+    layouts = {}
+    for rank, group in enumerate(grouped(specs, max_bytes)):
+        mesh = Mesh({"file": 1}, ranks=[rank])
+        layouts.update({spec.fqn: TensorLayout(spec, mesh, [Replicate()]) for spec in group})
+    return plan_writes(StateLayout({spec.fqn: layouts[spec.fqn] for spec in specs}))

@@ -1,0 +1,217 @@
+"""What is to be converted, as a value that worker processes get, and the lazy state that it leads to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from planners.geometry.layout import StateLayout
+from planners.topologies.topology import Topology
+from reshard.api.convert.exporter import Exporter
+from reshard.api.convert.to_native import NativeExporter
+from reshard.api.convert.to_safetensors import SafetensorsExporter
+from reshard.api.convert.to_torch_save import TorchSaveExporter
+from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.errors import FormatError, KeyMismatchError, LayoutError
+from reshard.formats.stored.contents import StoredTensor
+from reshard.mapping import Cast, apply_dict
+from reshard.mapping import Mapping as StateMapping
+from reshard.storage import Storage, open_storage
+
+__all__ = ["FORMATS", "Job"]
+
+FORMATS = ("native", "dcp", "safetensors", "torch_save")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments of `convert` that decide what is written."""
+
+    source: Any
+    target: Any
+    format: str
+    mapping: Any = None
+    onto: StateLayout | Topology | None = None
+    select: tuple[str, ...] = ()
+    dtype: str | None = None
+    normalized: bool = False
+    model_only: bool = False
+    hints: Mapping[str, Any] | None = None
+    max_shard_bytes: int = 5_000_000_000
+
+    def __post_init__(self) -> None:
+        """Raises FormatError or LayoutError for arguments that do not fit together."""
+        if self.format not in FORMATS:
+            raise FormatError(f"cannot write the format {self.format!r}: known are {', '.join(FORMATS)}")
+        if self.onto is not None and self.format not in ("native", "dcp"):
+            raise LayoutError(f"{self.format} files are not sharded by rank: leave out onto, or write native or dcp")
+        if self.max_shard_bytes < 1:
+            raise FormatError(f"max_shard_bytes must be >= 1, got {self.max_shard_bytes}")
+        if self.format == "torch_save" and isinstance(self.target, Storage):
+            raise FormatError("torch_save writes one file: give its path")
+
+    def storage(self) -> Storage:
+        """Where the files go."""
+        if self.format == "torch_save":
+            folder, _, _ = os.fspath(self.target).rstrip("/").rpartition("/")
+            return open_storage(folder or ("/" if os.fspath(self.target).startswith("/") else "."))
+        return open_storage(self.target)
+
+    def state(self) -> Checkpoint:
+        """What will be written, lazily, under its new names."""
+        state = self.source if isinstance(self.source, Checkpoint) else open_checkpoint(self.source)
+        if self.normalized or self.model_only:
+            state = state.canonical(self.hints, model_only=self.model_only)
+        facts = _lasting(state)
+        if isinstance(self.mapping, StateMapping):
+            _check_taken(self.mapping, state)
+            state = self.mapping.apply(state)
+        elif self.mapping is not None:
+            state = apply_dict(self.mapping, state)
+        state = _with(state, facts)
+        if self.select:
+            state = selected(state, self.select)
+        if self.dtype is not None:
+            state = _with(StateMapping([Cast("{name+}", self.dtype)]).apply(state), _lasting(state))
+        return state
+
+    def exporter(self, state: Checkpoint, job_id: str) -> Exporter:
+        """What writes the state. Raises FormatError where the format cannot hold it."""
+        exporter = self._exporter(state, job_id)
+        for key, why in exporter.refused.items():
+            globs = [*(self.select or ("*",)), *("!" + escape(key) for key in exporter.refused)]
+            raise FormatError(
+                f"{len(exporter.refused)} objects of {state.url} cannot be written, such as {key!r}: {why}. To leave "
+                f"them out: select={globs}"
+            )
+        return exporter
+
+    def _exporter(self, state: Checkpoint, job_id: str) -> Exporter:
+        if self.format == "torch_save":
+            return TorchSaveExporter(state, job_id, file=os.fspath(self.target).rstrip("/").rpartition("/")[2])
+        if self.format == "safetensors":
+            return SafetensorsExporter(state, job_id, max_shard_bytes=self.max_shard_bytes)
+        onto = self.onto
+        if isinstance(onto, Topology):
+            onto = onto.layout({n: state[n].stored.spec for n in state if n not in state.aliases})
+        if onto is not None:
+            _check_onto(onto, state)
+        if self.format == "native":
+            return NativeExporter(state, job_id, onto=onto, max_shard_bytes=self.max_shard_bytes)
+        from reshard.api.convert.to_dcp import DcpExporter  # torch's checkpoint package takes long to import
+
+        return DcpExporter(state, job_id, onto=onto, max_shard_bytes=self.max_shard_bytes)
+
+    def digest(self, state: Checkpoint) -> str:
+        """The same for equal work on an unchanged source, so that interrupted work is found again."""
+        onto = self.onto.digest() if isinstance(self.onto, StateLayout) else self.onto
+        facts = [self.format, self.mapping, self.select, self.dtype, self.normalized, self.model_only, self.hints]
+        facts += [self.max_shard_bytes, str(self.target), onto, list(state.objects), _identity(state.url)]
+        seen = xxhash.xxh3_128(repr(facts).encode())
+        for name in state:
+            seen.update(repr(state[name].stored.spec).encode())
+        return str(seen.hexdigest())
+
+
+def _lasting(state: Checkpoint) -> dict[str, Any]:
+    """What mappings do not know: values that are each rank's own, which keep their names, and what was left out."""
+    facts = state.contents.facts
+    return {name: facts[name] for name in ("per_rank", "left_out") if name in facts}
+
+
+def _with(state: Checkpoint, facts: Mapping[str, Any]) -> Checkpoint:
+    return Checkpoint(replace(state.contents, facts={**state.contents.facts, **facts}), state.url)
+
+
+def _check_taken(mapping: StateMapping, state: Checkpoint) -> None:
+    """A mapping for other names would change nothing, and that in silence."""
+    is_needed = mapping.stages and not any(rule.optional for stage in mapping.stages for rule in stage)
+    names = [*state, *state.aliases, *state.objects]
+    if is_needed and names and not mapping.names(names):
+        raise KeyMismatchError(
+            f"the mapping takes nothing of what is in {state.url}, such as {names[0]!r}: is it for other names?"
+        )
+
+
+def _check_onto(onto: StateLayout, state: Checkpoint) -> None:
+    specs = {n: state[n].stored.spec for n in state if n not in state.aliases}
+    wrong = [name for name, spec in specs.items() if name not in onto or onto[name].spec != spec]
+    wrong += [name for name in onto if name not in specs]
+    if wrong:
+        have, want = specs.get(wrong[0]), onto[wrong[0]].spec if wrong[0] in onto else None
+        raise LayoutError(
+            f"{len(wrong)} tensors of the checkpoint and of the layout to write for do not agree, such as "
+            f"{wrong[0]!r}: the checkpoint has {have}, the layout {want}"
+        )
+
+
+def _identity(url: str) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of the source's files: a source that was changed is another one."""
+    root = Path(url.removeprefix("file://"))
+    files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else []
+    return [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+
+
+def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
+    """What some glob fits, and none that begins with `!`.
+
+    Raises KeyMismatchError if a glob fits nothing at all.
+    """
+    wanted = [glob for glob in globs if not glob.startswith("!")] or ["*"]
+    unwanted = [glob[1:] for glob in globs if glob.startswith("!")]
+    contents = state.contents
+    per_rank = contents.facts.get("per_rank")
+    own = dict(per_rank) if isinstance(per_rank, Mapping) else {}
+    names = [*state, *(alias for alias in state.aliases if alias not in contents.tensors), *state.objects, *own]
+
+    def kept(name: str) -> bool:
+        return any(fnmatchcase(name, g) for g in wanted) and not any(fnmatchcase(name, g) for g in unwanted)
+
+    for glob in (*wanted, *unwanted):
+        if not any(fnmatchcase(name, glob) for name in names):
+            some = ", ".join(names[:5])
+            raise KeyMismatchError(f"nothing in {state.url} is called like {glob!r}; it has {some}, ...")
+    tensors: dict[str, StoredTensor] = {}
+    aliases: dict[str, str] = {}
+    heir: dict[str, str] = {}
+    for name in names:
+        if name in state.objects or name in own or not kept(name):
+            continue
+        first = state.aliases.get(name, name)
+        if first != name and kept(first):
+            aliases[name] = first
+        elif first != name and first in heir:
+            aliases[name] = heir[first]
+        else:  # of tied tensors whose keeper is left out, the first takes its place
+            heir[first] = name
+            tensors[name] = state[name].stored
+    objects = {key: value for key, value in state.objects.items() if kept(key)}
+    own = {key: values for key, values in own.items() if kept(key)}
+    facts = {**contents.facts, "per_rank": own} if isinstance(per_rank, Mapping) else contents.facts
+    here = {*tensors, *aliases, *objects, *own}
+    paths = {key: path for key, path in contents.paths.items() if key in here}
+    whole = len(here) == len(names)
+    made = replace(
+        contents,
+        tensors={**tensors, **{alias: state[alias].stored for alias in aliases if alias in contents.tensors}},
+        objects=objects,
+        aliases=aliases,
+        paths=paths,
+        facts=facts,
+        containers=contents.containers if whole else _containers(contents.containers, paths.values()),
+    )
+    return Checkpoint(made, state.url)
+
+
+def _containers(known: Mapping[Any, str], paths: Iterable[tuple[Any, ...]]) -> dict[Any, str]:
+    """The kinds of those containers that still hold something."""
+    above = {path[:i] for path in paths for i in range(len(path) + 1)}
+    return {path: kind for path, kind in known.items() if path in above}

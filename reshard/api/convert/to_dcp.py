@@ -1,0 +1,130 @@
+"""DCP's files out of a lazy checkpoint, streamed: torch's own `load` reads them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # what torch's reader looks for in .metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from planners.geometry.box import Box
+from planners.geometry.layout import StateLayout
+from reshard.api.convert.exporter import Done, Exporter, FilePlan, HashingWriter, Part, spread
+from reshard.api.convert.to_torch_save import tensor_record
+from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.dcp.objects import object_to_bytes
+from reshard.dcp.state import chunk_of
+from reshard.formats.stored.streaming import stream
+from reshard.formats.torch_save.zip_writer import (
+    TensorStub,
+    begin_archive,
+    end_archive,
+    pickled_state,
+    unknown_objects,
+)
+from reshard.state.dtypes import dtype_from_name
+from reshard.state.tree import IntKey
+from reshard.storage.base import Storage
+
+__all__ = ["DcpExporter"]
+
+_METADATA = ".metadata"
+
+
+class DcpExporter(Exporter):
+    """One file for each rank of `onto`, or files of a limited size; objects are in the first."""
+
+    format = "dcp"
+
+    def __init__(self, state: Checkpoint, job_id: str, *, onto: StateLayout | None, max_shard_bytes: int) -> None:
+        super().__init__(state, job_id)
+        self.left_out += tuple(self.per_rank)
+        self.refused = dict.fromkeys(unknown_objects(state.objects), "its class is not known here")
+        self.plan = spread([self.stored(name).spec for name in self.names], onto, max_shard_bytes)
+        specs, files = self.plan.layout.specs, []
+        written: set[str] = set()
+        for rank in range(self.plan.world_size):
+            parts = [Part(specs[item.fqn], item.box) for item in self.plan.items(rank)]
+            written.update(part.spec.fqn for part in parts)
+            if rank == 0:  # a tensor without elements is an item, too: else nobody would know of it
+                empty = [spec for fqn, spec in specs.items() if 0 in spec.shape]
+                parts = [p for p in parts if 0 not in p.spec.shape] + [Part(s, Box.full(s.shape)) for s in empty]
+            else:
+                parts = [p for p in parts if 0 not in p.spec.shape]
+            if parts or rank == 0:
+                name = f"__{rank}_0.distcp" if onto is not None else f"__0_{rank}.distcp"
+                files.append(FilePlan(self._unique(name), tuple(parts), rank))
+        self.files = tuple(files)
+
+    def _unique(self, name: str) -> str:
+        """Not the name of a file of an older checkpoint in the same folder."""
+        head, _, tail = name.removeprefix("__").partition("_")
+        return f"__{head}_{self.job_id[:12]}_{tail}"
+
+    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
+        """Stream the items of one file."""
+        storage.delete(file.name)
+        regions = [self.region(part) for part in file.parts]
+        items: list[list[Any]] = []
+        with storage.create(file.name) as raw, stream(regions) as feed:
+            out = HashingWriter(raw)
+            for part, region in zip(file.parts, regions, strict=True):
+                start = out.nbytes
+                stub = TensorStub(type(part.spec)(part.spec.fqn, part.box.sizes, part.spec.dtype), 0)
+                archive = begin_archive(out.write, pickled_state(stub))
+                tensor_record(archive, "data/0", feed, region, on_bytes)
+                end_archive(archive)
+                items.append([part.spec.fqn, list(part.box.offsets), list(part.box.sizes), start, out.nbytes - start])
+            if file is self.files[0]:
+                for key, value in self.state.objects.items():
+                    start = out.nbytes
+                    out.write(object_to_bytes(value))
+                    items.append([key, None, None, start, out.nbytes - start])
+            done = out.nbytes, out.digest()
+        return Done(file.name, *done, {"items": items})
+
+    def finish(self, storage: Storage, done: Mapping[str, Done]) -> None:
+        """Publish `.metadata`, then remove the files of an older checkpoint."""
+        table: dict[str, Any] = {}
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        names: dict[str, list[str]] = {}
+        for alias, kept in self.state.aliases.items():
+            names.setdefault(kept, []).append(alias)
+        specs = self.plan.layout.specs
+        for name, written in done.items():
+            for key, offsets, sizes, start, length in written.facts["items"]:
+                info = _StorageInfo(name, start, length)
+                if offsets is None:
+                    table[key] = BytesStorageMetadata()
+                    places[MetadataIndex(key)] = info
+                    continue
+                for fqn in (key, *names.get(key, ())):  # tied tensors are several names of the same items
+                    spec = specs[key]
+                    properties = TensorProperties(dtype=dtype_from_name(spec.dtype))
+                    entry = table.setdefault(fqn, TensorStorageMetadata(properties, torch.Size(spec.shape), []))
+                    entry.chunks.append(chunk_of(Box(offsets, sizes)))
+                    places[MetadataIndex(fqn, torch.Size(offsets))] = info
+        paths = self.state.contents.paths
+        planner_data = {
+            key: tuple(part.value if isinstance(part, IntKey) else part for part in paths.get(key, (key,)))
+            for key in table
+        }
+        metadata = Metadata(table, planner_data, places, StorageMeta(save_id=self.job_id), version="1.0.0")
+        old = [name for name in storage.list() if name.endswith(".distcp") and name not in done]
+        storage.publish(_METADATA, pickle.dumps(metadata, protocol=4))
+        for name in old:
+            storage.delete(name)
+
+    def occupied(self, names: Mapping[str, int]) -> str | None:
+        """The file that is published last."""
+        return _METADATA if _METADATA in names else None

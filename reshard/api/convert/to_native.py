@@ -1,0 +1,158 @@
+"""The library's own format, as if the ranks of a layout had saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from planners.geometry.layout import StateLayout, TensorLayout
+from planners.geometry.mesh import Mesh
+from planners.geometry.placement import Replicate
+from planners.reports.codec import to_json
+from planners.save.plan import DIVIDE_ABOVE_BYTES
+from reshard.api.convert.exporter import Done, Exporter, FilePlan, HashingWriter, Part, spread
+from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.control.global_state import OWN_TENSOR_BYTES, per_rank_name
+from reshard.errors import FormatError
+from reshard.formats.native import generations
+from reshard.formats.native.data_file import BlockSums, digest128, header_of
+from reshard.formats.native.hf_index import publish_index
+from reshard.formats.native.manifest import MANIFEST, FileRecord, Manifest, encode_manifest
+from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.streaming import stream
+from reshard.state.fingerprints import Partial, partial
+from reshard.state.tree import encode_plain, path_to_json
+from reshard.storage.base import Storage
+
+__all__ = ["NativeExporter"]
+
+_WRITER = "reshard 0.1"
+
+
+class NativeExporter(Exporter):
+    """Whole tensors in files of limited size, or the files that the ranks of `onto` would have written."""
+
+    format = "native"
+    refused: dict[str, str]
+
+    def __init__(self, state: Checkpoint, job_id: str, *, onto: StateLayout | None, max_shard_bytes: int) -> None:
+        super().__init__(state, job_id)
+        self.refused = {}
+        self._table, self._own = self._values_of_ranks()
+        self.plan = spread(
+            [self.stored(name).spec for name in (*self.names, *self._own)], _with(onto, self._own), max_shard_bytes
+        )
+        self.save_id = f"{job_id[:12]}-{job_id[12:24]}"
+        folder = generations.folder_of(self.save_id)
+        files = []
+        for rank in range(self.plan.world_size):
+            specs = self.plan.layout.specs
+            parts = [Part(specs[item.fqn], item.box) for item in self.plan.items(rank)]
+            if parts:
+                parts.sort(key=lambda part: -part.spec.itemsize)
+                files.append(FilePlan(f"{folder}/{rank:05d}.safetensors", tuple(parts), rank))
+        self.files = tuple(files)
+        self.objects = {key: self._encoded(key, value) for key, value in state.objects.items()}
+
+    def _values_of_ranks(self) -> tuple[dict[str, dict[str, dict[str, Any]]], dict[str, StoredTensor]]:
+        """The manifest's table of values that are each rank's own, and the tensors among these, by hidden names."""
+        table: dict[str, dict[str, dict[str, Any]]] = {}
+        tensors: dict[str, StoredTensor] = {}
+        for key, values in self.per_rank.items():
+            for rank, value in values.items():
+                if isinstance(value, StoredTensor):
+                    name = per_rank_name(key, rank)
+                    tensors[name] = value.renamed(name)
+                    row = {"tensor": name}
+                else:
+                    row = {"object": self._encoded(key, value, tensor_bytes=OWN_TENSOR_BYTES)}
+                table.setdefault(key, {})[str(rank)] = row
+        return table, tensors
+
+    def _encoded(self, key: str, value: Any, tensor_bytes: int = 0) -> Any:
+        """Plain data for the manifest; what is none is refused."""
+        try:
+            return encode_plain(value, tensor_bytes=tensor_bytes)
+        except FormatError as error:
+            self.refused[key] = str(error)
+            return None
+
+    def stored(self, name: str) -> StoredTensor:
+        """The stored tensor of a name or alias, or one rank's own."""
+        return self._own[name] if name in self._own else super().stored(name)
+
+    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
+        """Stream one rank's file and its checksums."""
+        storage.delete(file.name)
+        storage.delete(f"{file.name}.sums")
+        header = header_of(file.parts)
+        regions = [self.region(part) for part in file.parts]
+        prints: dict[str, Partial] = {}
+        with storage.create(file.name) as raw, stream(regions, in_place=False) as feed:
+            out = HashingWriter(raw)
+            sums = BlockSums(out)
+            sums.write(memoryview(header))
+            for part, region in zip(file.parts, regions, strict=True):
+                for piece in feed.take(region):
+                    sums.write(piece.data)
+                    found = partial(piece.tensor(), piece.box, part.spec.shape)
+                    fqn = part.spec.fqn
+                    prints[fqn] = prints[fqn] + found if fqn in prints else found
+                    on_bytes(len(piece.data))
+            digests = sums.finish()
+            done = out.nbytes, out.digest()
+        storage.publish(f"{file.name}.sums", digests)
+        facts = {
+            "header_bytes": len(header),
+            "sums": digest128(digests),
+            "prints": {fqn: part.to_bytes().hex() for fqn, part in prints.items()},
+        }
+        return Done(file.name, *done, facts)
+
+    def finish(self, storage: Storage, done: Mapping[str, Done]) -> None:
+        """Publish the manifest."""
+        specs = self.plan.layout.specs
+        totals = dict.fromkeys(specs, Partial())
+        for written in done.values():
+            for fqn, data in written.facts["prints"].items():
+                totals[fqn] = totals[fqn] + Partial.from_bytes(bytes.fromhex(data))
+        rank_of = {file.name: file.rank for file in self.files}
+        layout = {k: v for k, v in to_json(self.plan.layout).items() if k not in ("reshard", "version")}
+        contents = self.state.contents
+        manifest = Manifest(
+            save_id=self.save_id,
+            created_unix_s=generations.begin(),
+            writer=_WRITER,
+            divide_above_bytes=DIVIDE_ABOVE_BYTES,
+            files={
+                str(rank_of[name]): FileRecord(name, row.nbytes, row.facts["header_bytes"], row.facts["sums"])
+                for name, row in done.items()
+            },
+            layout=layout,
+            paths={key: path_to_json(path) for key, path in contents.paths.items() if path != (key,)},
+            containers=[(path_to_json(path), kind) for path, kind in contents.containers.items()],
+            objects=self.objects,
+            per_rank=self._table,
+            aliases=dict(contents.aliases),
+            fingerprints={fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()},
+        )
+        storage.publish(MANIFEST, encode_manifest(manifest))
+        generations.release(storage, self.save_id)
+        publish_index(storage, self.save_id, self.plan, {rank_of[name]: name for name in done})
+        generations.remove_dead(storage)
+
+    def occupied(self, names: Mapping[str, int]) -> str | None:
+        """A manifest."""
+        return MANIFEST if MANIFEST in names else None
+
+
+def _with(onto: StateLayout | None, own: Mapping[str, StoredTensor]) -> StateLayout | None:
+    """The layout with each rank's own tensors, written by it if it is there, and by the first otherwise."""
+    if onto is None or not own:
+        return onto
+    more = {}
+    for name, tensor in own.items():
+        rank = int(name.rpartition("@rank")[2])
+        mesh = Mesh({"rank": 1}, ranks=[rank if rank < onto.world_size else 0])
+        more[name] = TensorLayout(tensor.spec, mesh, [Replicate()])
+    return StateLayout({**onto, **more}, onto.world_size)

@@ -1,0 +1,86 @@
+"""One file of `torch.save`, nested as the state was: `torch.load(path, weights_only=True)` reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from planners.geometry.box import Box
+from reshard.api.convert.exporter import Done, Exporter, FilePlan, HashingWriter, Part
+from reshard.api.convert.staging import move, stage_name
+from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.formats.stored.streaming import Feed, Region, stream
+from reshard.formats.torch_save.zip_writer import (
+    ArchiveWriter,
+    TensorStub,
+    begin_archive,
+    end_archive,
+    pickled_state,
+    unknown_objects,
+)
+from reshard.state.tree import unflatten
+from reshard.storage.base import Storage
+
+__all__ = ["TorchSaveExporter", "tensor_record"]
+
+
+class TorchSaveExporter(Exporter):
+    """Everything in one archive. Tied tensors share their memory when they are loaded."""
+
+    format = "torch_save"
+
+    def __init__(self, state: Checkpoint, job_id: str, *, file: str) -> None:
+        """`file` is the name of the file."""
+        super().__init__(state, job_id)
+        self.left_out += tuple(self.per_rank)
+        self.refused = dict.fromkeys(unknown_objects(state.objects), "its class is not known here")
+        specs = [self.stored(name).spec for name in self.names]
+        self.files = (FilePlan(file, tuple(Part(spec, Box.full(spec.shape)) for spec in specs)),)
+
+    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
+        """Stream the archive."""
+        numbers = {part.spec.fqn: number for number, part in enumerate(file.parts)}
+        regions = [self.region(part) for part in file.parts]
+        name = stage_name(storage, file.name, self.job_id)
+        storage.delete(name)
+        with storage.create(name) as raw, stream(regions) as feed:
+            out = HashingWriter(raw)
+            archive = begin_archive(out.write, pickled_state(self._nest(numbers)))
+            for number, region in enumerate(regions):
+                tensor_record(archive, f"data/{number}", feed, region, on_bytes)
+            end_archive(archive)
+            done = out.nbytes, out.digest()
+        return Done(name, *done)
+
+    def _nest(self, numbers: Mapping[str, int]) -> Any:
+        """The state, in the order in which it was saved, with a stub for each tensor."""
+        state, paths = self.state, self.state.contents.paths
+        leaves: dict[str, Any] = {}
+        for name in (*state, *state.aliases):
+            spec = state[name].stored.spec
+            leaves[name] = TensorStub(spec, numbers[state.aliases.get(name, name)])
+        leaves.update(state.objects)
+        ordered = [key for key in paths if key in leaves] + [key for key in leaves if key not in paths]
+        return unflatten({paths.get(key, (key,)): leaves[key] for key in ordered}, state.contents.containers)
+
+    def finish(self, storage: Storage, done: Mapping[str, Done]) -> None:
+        """Put the file in its place, over an older one."""
+        for name, written in done.items():
+            move(storage, written.name, name)
+
+    def occupied(self, names: Mapping[str, int]) -> str | None:
+        """A file is replaced in one step, as torch.save would: nothing is in the way."""
+        return None
+
+
+def tensor_record(
+    archive: ArchiveWriter, name: str, feed: Feed, region: Region, on_bytes: Callable[[int], None]
+) -> None:
+    """The data of one tensor as a record of an archive."""
+
+    def pieces() -> Any:
+        for piece in feed.take(region):
+            yield piece.data
+            on_bytes(len(piece.data))
+
+    archive.record(name, region.nbytes, pieces())

@@ -1,0 +1,173 @@
+"""Fingerprints of a whole state dict: each rank sums up what it holds, and only the sums travel."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from planners.geometry.layout import StateLayout, TensorLayout
+from planners.geometry.layout_forms import Part
+from reshard.control.group import Group
+from reshard.errors import FormatError, LayoutError, ReplicaDriftError
+from reshard.state.fingerprints.keys import PUBLIC, Key
+from reshard.state.fingerprints.parts import Partial, partial
+from reshard.state.tensors import is_tensor, layout_of, local_tensors
+from reshard.state.tree import flatten, key_of
+
+__all__ = ["Exchange", "Holding", "alone", "fingerprint", "holdings", "join"]
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""Gives this rank's bytes to all ranks and returns those of all, in rank order."""
+
+
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank holds of one tensor: one product of intervals."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    place: bytes
+    """8 bytes that are equal for ranks that hold the same elements."""
+    sums: bytes
+    """`Partial.to_bytes()` of them."""
+
+
+def alone(data: bytes) -> Sequence[bytes]:
+    """The exchange of a process that asks nobody: for a state that is whole on this rank."""
+    return [data]
+
+
+def fingerprint(
+    state_dict: Mapping[str, Any],
+    *,
+    layouts: Mapping[str, TensorLayout] | None = None,
+    rank: int | None = None,
+    exchange: Exchange | None = None,
+    key: Key = PUBLIC,
+) -> dict[str, str]:
+    """The fingerprint of every tensor of a (nested) state dict by its dotted key, the same on every rank.
+
+    With torch.distributed initialised this is collective over the default group: all ranks call it, and each adds up
+    its own part of DTensors and ShardedTensors; no tensor is gathered, only its name and some 60 bytes per rank.
+    Replicas, and plain tensors of one name on several ranks, must agree bit by bit.
+
+    Args:
+        layouts: how plain local tensors lie in their global tensors, by dotted key; default: what the tensors say.
+        rank: this process's rank in those layouts; default: its rank in the default group, else 0.
+        exchange: how bytes reach the other ranks; default: `reshard.control.group.Group`; `alone` asks no other rank.
+        key: see `Key`.
+
+    Raises:
+        ReplicaDriftError: replicas differ; names the tensors and the ranks, on all ranks.
+        LayoutError: ranks disagree about dtype or shape, or their parts do not make up whole tensors.
+    """
+    if rank is None:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if exchange is not None:
+        return join(exchange(msgspec.msgpack.encode(holdings(state_dict, layouts, rank, key))), key=key)
+    group = Group()
+    with group.together("fingerprint"):
+        payloads = group.exchange(msgspec.msgpack.encode(holdings(state_dict, layouts, rank, key)))
+    return join(payloads, ranks=group.ranks, key=key)
+
+
+def holdings(
+    state_dict: Mapping[str, Any], layouts: Mapping[str, TensorLayout] | None, rank: int, key: Key = PUBLIC
+) -> list[Holding]:
+    """What `rank` holds, summed up. A tensor of which it holds no element is still named. Asks no other rank.
+
+    Raises:
+        LayoutError: a tensor whose layout is not given, or whose local shape is not what the layout says.
+    """
+    leaves = flatten(state_dict, is_leaf=is_tensor).leaves
+    tensors = {key_of(path): value for path, value in leaves.items() if is_tensor(value)}
+    given: StateLayout = layout_of(tensors) if layouts is None else _pick(layouts, tensors)
+    found = []
+    for fqn, layout in given.items():
+        spec = layout.spec
+        parts = given.parts(fqn, rank)
+        held = _matched(fqn, local_tensors(tensors[fqn]), parts)
+        for tensor, part in held:
+            try:
+                sums = partial(tensor, part, spec.shape, key=key)
+            except (LayoutError, FormatError) as error:
+                raise type(error)(f"tensor {fqn!r} on rank {rank}: {error}") from None
+            found.append(Holding(fqn, spec.dtype, spec.shape, _place(part), sums.to_bytes()))
+        if not held:
+            found.append(Holding(fqn, spec.dtype, spec.shape, b"", Partial().to_bytes()))
+    return found
+
+
+def _pick(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, Any]) -> StateLayout:
+    missing = sorted(tensors.keys() - layouts.keys())
+    if missing:
+        raise LayoutError(f"no layout is given for {len(missing)} tensors: {', '.join(missing[:8])}")
+    return StateLayout({fqn: layouts[fqn] for fqn in tensors})
+
+
+def _matched(fqn: str, local: Sequence[Any], parts: Sequence[Part]) -> list[tuple[Any, Part]]:
+    """Each part with the local tensor that it places: one tensor each, or one flat tensor for all of them."""
+    if len(local) == 1 and parts and all(part.flat_start is not None for part in parts):
+        return [(local[0], part) for part in parts]
+    if not parts and all(not tensor.numel() for tensor in local):
+        return []
+    if len(local) != len(parts):
+        raise LayoutError(f"tensor {fqn!r}: the layout has {len(parts)} parts on this rank, but there are {len(local)}")
+    return list(zip(local, parts))
+
+
+def _place(part: Part) -> bytes:
+    """A digest of which elements these are; their local order does not matter."""
+    if not part.numel:
+        return b""
+    return hashlib.blake2b(repr([sorted(dim) for dim in part.dims]).encode(), digest_size=8).digest()
+
+
+def join(payloads: Iterable[bytes], *, ranks: Sequence[int] | None = None, key: Key = PUBLIC) -> dict[str, str]:
+    """The fingerprints that the holdings of all ranks (packed, in rank order) make up, in the order of first mention.
+
+    Raises:
+        ReplicaDriftError: ranks that hold the same elements have different sums.
+        LayoutError: dtypes or shapes differ, or parts are missing or overlap.
+    """
+    specs: dict[str, tuple[int, Holding]] = {}
+    places: dict[str, dict[bytes, dict[bytes, list[int]]]] = {}
+    for position, payload in enumerate(payloads):
+        rank = position if ranks is None else ranks[position]
+        for held in msgspec.msgpack.decode(payload, type=list[Holding]):
+            first_rank, first = specs.setdefault(held.fqn, (rank, held))
+            if (held.dtype, held.shape) != (first.dtype, first.shape):
+                raise LayoutError(
+                    f"tensor {held.fqn!r} is {first.dtype}{list(first.shape)} on rank {first_rank}, "
+                    f"but {held.dtype}{list(held.shape)} on rank {rank}"
+                )
+            places.setdefault(held.fqn, {}).setdefault(held.place, {}).setdefault(held.sums, []).append(rank)
+    drifted = [
+        f"{fqn}: " + " differ from ".join(_ranks(same) for same in versions.values())
+        for fqn, by_place in places.items()
+        for versions in by_place.values()
+        if len(versions) > 1
+    ]
+    if drifted:
+        raise ReplicaDriftError(
+            f"{len(drifted)} replicated parts of tensors do not have the same bits on all ranks that hold them: "
+            + "; ".join(drifted[:8])
+            + (" ..." if len(drifted) > 8 else "")
+        )
+    found = {}
+    for fqn, (_, spec) in specs.items():
+        total = Partial.total(Partial.from_bytes(sums) for versions in places[fqn].values() for sums in versions)
+        try:
+            found[fqn] = total.digest(spec.dtype, spec.shape, key=key)
+        except LayoutError as error:
+            raise LayoutError(f"tensor {fqn!r}: {error}") from None
+    return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

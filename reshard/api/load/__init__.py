@@ -1,0 +1,1 @@
+"""`load`: a saved state into a live one."""

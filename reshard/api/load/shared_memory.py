@@ -1,0 +1,136 @@
+"""Targets of a load that share memory: tied ones are filled once, and whatever else overlaps is refused.
+
+Two keys of one memory can only be filled from two stored tensors if these are equal; two views that overlap otherwise
+would each overwrite a part of the other. Either would depend on which is written last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from planners.geometry.layout import TensorLayout
+from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.errors import KeyMismatchError, LayoutError
+from reshard.state.arrays import as_array
+from reshard.state.tensors import device_of, dtype_of, form_of, local_tensors, spec_of
+
+__all__ = ["filled_once", "refuse_overlaps"]
+
+_WORK = 10_000
+"""Steps that numpy may take to find out whether two strided arrays share an element; most need but a few."""
+
+
+class _Extent(NamedTuple):
+    """From the first byte of a local tensor to its last."""
+
+    device: str
+    start: int
+    stop: int
+    key: str
+    local: torch.Tensor
+
+
+def refuse_overlaps(tensors: Mapping[str, Any], tied: Mapping[str, str]) -> None:
+    """Raises LayoutError for a target with two elements at one place, and for two that overlap but are not tied.
+
+    Args:
+        tensors: targets by key.
+        tied: key -> an earlier key of the very same memory, which is no error.
+    """
+    extents = sorted(
+        (extent for key, tensor in tensors.items() if key not in tied for extent in _extents(key, tensor)),
+        key=lambda extent: extent[:3],
+    )
+    widest: _Extent | None = None
+    for extent in extents:
+        near = widest if widest is not None and widest.device == extent.device else None
+        if near is not None and extent.start < near.stop and _share(near.local, extent.local):
+            raise LayoutError(
+                f"the targets {near.key!r} and {extent.key!r} overlap in memory: what is loaded into one would "
+                "overwrite a part of the other. Leave one of them out, or give them memory of their own"
+            )
+        if near is None or extent.stop > near.stop:
+            widest = extent
+
+
+def _extents(key: str, tensor: Any) -> Iterator[_Extent]:
+    if device_of(tensor).type == "meta":
+        return
+    for local in local_tensors(tensor):
+        if not local.numel():
+            continue
+        reach = 0  # of the elements along the dims of smaller strides
+        for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
+            if size > 1 and stride <= reach:
+                raise LayoutError(
+                    f"the target {key!r} has several elements at one place in memory (shape {list(local.shape)}, "
+                    f"strides {list(local.stride())}), as after expand(): it cannot be loaded into; give it .clone()"
+                )
+            reach += stride * (size - 1)
+        start = local.data_ptr()
+        yield _Extent(str(local.device), start, start + (reach + 1) * local.element_size(), key, local)
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors whose extents overlap share an element, as far as that can be told without much work."""
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    if a.device.type != "cpu" or any(t.is_conj() or t.is_neg() for t in (a, b)):
+        return False
+    try:
+        return bool(cast(Any, np.shares_memory)(as_array(a), as_array(b), max_work=_WORK))
+    except np.exceptions.TooHardError:
+        return False
+
+
+def filled_once(
+    names: Mapping[str, str], tensors: Mapping[str, Any], tied: Mapping[str, str], checkpoint: Checkpoint, rank: int
+) -> dict[str, str]:
+    """`names` without the keys whose memory another key fills already.
+
+    Args:
+        names: key of the target -> name in the checkpoint.
+        tensors: targets by key.
+        tied: key -> an earlier key of the very same memory.
+
+    Raises KeyMismatchError if two keys of one memory are to be filled from stored tensors that differ.
+    """
+    first: dict[str, str] = {}
+    out: dict[str, str] = {}
+    for key, name in names.items():
+        other = first.setdefault(tied.get(key, key), key)
+        if other == key:
+            out[key] = name
+        elif not _equal(checkpoint, names[other], name, tensors[key], rank):
+            raise KeyMismatchError(
+                f"{other!r} and {key!r} are one tensor in memory, but {checkpoint.url} has different values for the "
+                "two: untie them before loading, or leave one of them out"
+            )
+    return out
+
+
+def _equal(checkpoint: Checkpoint, one: str, other: str, target: Any, rank: int) -> bool:
+    """Whether two stored tensors have the same values, as far as this rank wants them."""
+    names = checkpoint.aliases
+    if names.get(one, one) == names.get(other, other):
+        return True
+    a, b = checkpoint[one], checkpoint[other]
+    prints = checkpoint.fingerprints or {}
+    if a.dtype == b.dtype and one in prints and prints.get(one) == prints.get(other):
+        return True
+    dtype = dtype_of(target)
+    from reshard.formats.stored.streaming import (
+        windows,
+    )
+
+    for region in TensorLayout.of(spec_of(one, target), form_of(target, one)).boxes(rank):
+        for window in windows(region.sizes, max(a.dtype.itemsize, dtype.itemsize)):
+            place = (*window.shift(region.offsets).slices, ...)
+            x, y = (as_array(tensor[place].to(dtype)) for tensor in (a, b))
+            if x.tobytes() != y.tobytes():
+                return False
+    return True

@@ -1,0 +1,254 @@
+"""How the ranks of a transfer come to know, and to agree on, what all of them hold and want."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from planners.geometry.layout import StateLayout, TensorLayout
+from planners.views.view import View
+from reshard.api.redistribute.pairing import Pairing
+from reshard.control.global_layout import (
+    Described,
+    describe,
+    format_some_ranks,
+    gather_distinct,
+    join_aliases,
+    join_layouts,
+)
+from reshard.control.group import Group
+from reshard.errors import LayoutError
+from reshard.mapping import Mapping as StateMapping
+from reshard.state.targets import Targets
+from reshard.state.tensors import is_sharded, local_tensors
+
+__all__ = ["Agreed", "Options", "Side", "TransferOptions", "agree"]
+
+
+class TransferOptions(TypedDict, total=False):
+    """What `prepare`, `redistribute` and `verify_live` take by name; the same on every rank, but for layouts."""
+
+    mapping: Mapping[str, str] | StateMapping
+    views: Iterable[View]
+    source_layouts: Mapping[str, TensorLayout]
+    target_layouts: Mapping[str, TensorLayout]
+    strict: bool
+    dtype_policy: str
+    check_replicas: bool
+    max_inflight_bytes: int
+    ranks_per_host: int | None
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Options:
+    """`TransferOptions`, checked and with what holds where nothing is said."""
+
+    mapping: Mapping[str, str] | StateMapping = field(default_factory=dict)
+    views: Mapping[str, View] = field(default_factory=dict)
+    source_layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
+    target_layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
+    strict: bool = True
+    dtype_policy: str = "error"
+    check_replicas: bool = True
+    max_inflight_bytes: int = 256 << 20
+    ranks_per_host: int | None = None
+    deadline_s: float = 1800.0
+
+    @classmethod
+    def of(cls, given: TransferOptions) -> Options:
+        """Raises LayoutError for a policy that is not known, a budget that is too small, or two views of one name."""
+        views = list(given.get("views", ()))
+        named: Any = {**given, "views": {view.spec.fqn: view for view in views}}
+        options = cls(**named)
+        if options.dtype_policy not in ("error", "cast"):
+            raise LayoutError(f"dtype_policy must be 'error' or 'cast', got {options.dtype_policy!r}")
+        if options.max_inflight_bytes < 1024:
+            raise LayoutError(f"max_inflight_bytes must be at least 1024, got {options.max_inflight_bytes}")
+        if len(options.views) != len(views):
+            raise LayoutError("two views make the same target")
+        return options
+
+    def digest(self) -> str:
+        """Equal where all that the ranks must agree on is equal."""
+        mapping = self.mapping if isinstance(self.mapping, StateMapping) else sorted(self.mapping.items())
+        same = (mapping, sorted(self.views.items(), key=lambda row: row[0]), self.strict)
+        rest = (self.dtype_policy, self.check_replicas, self.max_inflight_bytes, self.ranks_per_host)
+        return hashlib.sha256(repr((same, rest)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Side:
+    """What this rank gives, or wants."""
+
+    state: Targets
+    layouts: Mapping[str, TensorLayout]
+    """Of plain local tensors that do not say themselves how they lie."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout]) -> Side:
+        """Take a state dict apart; None holds nothing. Raises FormatError for what is none."""
+        return cls(Targets.of({} if state is None else state), layouts)  # type: ignore[arg-type]  # refused if it is none
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout]) -> Side:
+        """The same for a source, which may be a mapping that cannot be changed."""
+        fixed = isinstance(state, Mapping) and not isinstance(state, MutableMapping)
+        return cls.of(dict(state) if fixed and state is not None else state, layouts)
+
+    @property
+    def objects(self) -> list[str]:
+        """Keys of what is no tensor."""
+        return [*self.state.objects, *self.state.units]
+
+    def describe(self) -> _SideDescription:
+        """Without any values."""
+        tensors = self.state.tensors
+        empty = [k for k, t in tensors.items() if is_sharded(t) and not any(x.numel() for x in local_tensors(t))]
+        return _SideDescription(describe(tensors, self.layouts), self.objects, dict(self.state.tied), empty)
+
+
+class _SideDescription(msgspec.Struct, frozen=True):
+    tensors: Described
+    objects: list[str]
+    tied: dict[str, str]
+    empty: list[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors.tensors or self.objects)
+
+
+class _Description(msgspec.Struct, frozen=True):
+    source: _SideDescription
+    target: _SideDescription
+    options: str
+    devices: list[str]
+    """Kinds of device that this rank can send from, the preferred one first."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know after they have told one another. The same on every rank."""
+
+    key: bytes
+    """Equal whenever everything else is equal."""
+    before: StateLayout
+    after: StateLayout
+    source_objects: tuple[str, ...]
+    target_objects: tuple[str, ...]
+    tied: Mapping[str, str]
+    device: str
+
+    def pair(self, options: Options) -> Pairing:
+        """Raises KeyMismatchError; NormalizationError for a mapping that computes."""
+        views, names = dict(options.views), options.mapping
+        if isinstance(names, StateMapping):
+            made = names.views(self.before.specs)
+            views = {key: view for key, view in made.items() if key in self.after} | views
+            names = {new: old for old, its in names.names(self.source_objects).items() for new in its}
+            names = {new: old for new, old in names.items() if new in self.target_objects}
+        return Pairing.of(
+            self.before,
+            self.after,
+            source_objects=self.source_objects,
+            target_objects=self.target_objects,
+            tied=self.tied,
+            views=views,
+            mapping=names,
+            strict=options.strict,
+            allow_cast=options.dtype_policy == "cast",
+        )
+
+
+def agree(
+    source: Side, target: Side, options: Options, group: Group, process_group: dist.ProcessGroup | None
+) -> Agreed:
+    """Collective: what all ranks hold and want, by digests.
+
+    Raises LayoutError, alike on every rank: ranks disagree about a layout or an option, or have no part at all.
+    """
+    devices = _devices([*source.state.tensors.values(), *target.state.tensors.values()], process_group)
+    mine = _Description(source.describe(), target.describe(), options.digest(), devices)
+    shared = gather_distinct(msgspec.json.encode(mine), group)
+    parties: dict[bytes, list[int]] = {}
+    for data, rank in zip(shared, group.ranks):
+        parties.setdefault(data, []).append(rank)
+    said = {data: msgspec.json.decode(data, type=_Description) for data in parties}
+    found = [(said[data], ranks) for data, ranks in parties.items()]
+    _judge(found)
+    sides = {
+        name: _join(name, [(getattr(description, name), ranks) for description, ranks in found])
+        for name in ("source", "target")
+    }
+    hasher = hashlib.sha256(repr(sorted(parties.values())).encode())
+    for data in parties:
+        hasher.update(hashlib.sha256(data).digest())
+    return Agreed(
+        hasher.digest(),
+        sides["source"],
+        sides["target"],
+        tuple(dict.fromkeys(key for d, _ in found for key in d.source.objects)),
+        tuple(dict.fromkeys(key for d, _ in found for key in d.target.objects)),
+        join_aliases((d.target.tensors.tensors, d.target.tied, d.target.empty) for d, _ in found),
+        _common_device(found),
+    )
+
+
+def _judge(found: list[tuple[_Description, list[int]]]) -> None:
+    idle = sorted(rank for d, ranks in found if not d.source and not d.target for rank in ranks)
+    if idle:
+        raise LayoutError(
+            f"{format_some_ranks(idle)} neither give nor want anything: leave them out with a process_group of those "
+            "that do"
+        )
+    first, ranks = found[0]
+    for other, others in found[1:]:
+        if other.options != first.options:
+            raise LayoutError(
+                f"{format_some_ranks(others)} called with other options (mapping, views, strict, dtype_policy, "
+                f"check_replicas, max_inflight_bytes or ranks_per_host) than {format_some_ranks(ranks)}"
+            )
+
+
+def _join(name: str, parties: list[tuple[_SideDescription, list[int]]]) -> StateLayout:
+    try:
+        return join_layouts((side.tensors, ranks) for side, ranks in parties)
+    except LayoutError as error:
+        raise LayoutError(f"the ranks disagree about the {name}: {error}") from None
+
+
+def _devices(tensors: list[Any], process_group: dist.ProcessGroup | None) -> list[str]:
+    """Kinds of device that this rank can send from, the one that holds most of its bytes first."""
+    held: dict[str, int] = {}
+    for tensor in tensors:
+        for local in local_tensors(tensor):
+            held[local.device.type] = held.get(local.device.type, 0) + local.nbytes
+    able = ["cpu"]
+    if dist.is_available() and dist.is_initialized():
+        config = dist.get_backend_config(process_group)
+        backends = dict(row.split(":") for row in config.split(",")) if ":" in config else {"cpu": config}
+        # gloo sends from memory of the CPU only, whatever it is registered for
+        able = [kind for kind, backend in backends.items() if kind == "cpu" or backend not in ("gloo", "mpi")]
+        able = [kind for kind in able if kind != "cuda" or torch.cuda.is_available()]
+    return sorted(able, key=lambda kind: -held.get(kind, 0))
+
+
+def _common_device(found: list[tuple[_Description, list[int]]]) -> str:
+    """The kind of device that messages are packed on: one that every rank can send from, best not by way of the CPU."""
+    everyone = [description.devices for description, _ in found]
+    preferred = [devices[0] for devices in everyone if devices]
+    for kind in sorted(set(preferred), key=lambda kind: kind == "cpu"):
+        if all(kind in devices for devices in everyone):
+            return kind
+    if all("cpu" in devices for devices in everyone):
+        return "cpu"
+    raise LayoutError(
+        f"the backends of the ranks have no kind of device in common that they send from: {everyone}; "
+        "initialise the process group with 'cpu:gloo,cuda:nccl'"
+    )

@@ -1,0 +1,157 @@
+"""Lanes bound to memory: for each tensor of the plan, the local tensors that its items speak of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from planners.geometry.dims import Dims
+from planners.geometry.layout import TensorLayout
+from planners.geometry.layout_forms import Part
+from planners.transfer.stripes import stripe_places
+from reshard.api.redistribute.pairing import Lane, Pairing
+from reshard.api.redistribute.steps import Steps
+from reshard.errors import LayoutError
+from reshard.state.tensors import local_tensors
+
+__all__ = ["LaneMemory", "part_tensors", "refuse_shared_memory", "turned"]
+
+Local = Callable[[str], Sequence[torch.Tensor]]
+"""The local tensors of a key; () where this rank has no such key."""
+
+
+def part_tensors(key: str, local: Sequence[torch.Tensor], layout: TensorLayout, rank: int) -> list[torch.Tensor]:
+    """The local tensors of `rank`, one for each part of the layout, in the shape of the part.
+
+    Raises LayoutError where what is there is not what the layout says.
+    """
+    parts = layout.parts(rank) if rank < layout.world_size else ()
+    if len(local) == 1 and parts and all(part.flat_start is not None for part in parts):
+        flat = local[0]
+        numel = sum(part.numel for part in parts)
+        if flat.ndim != 1 or flat.numel() != numel:
+            raise _unfit(key, rank, local, f"a 1-D tensor of {numel} elements")
+        return [flat[_start(part) : _start(part) + part.numel].view(part.sizes) for part in parts]
+    if not parts and all(not tensor.numel() for tensor in local):
+        return []
+    if len(local) == 1 and len(parts) > 1:
+        return _taken_apart(key, local[0], parts, rank)
+    if [tuple(tensor.shape) for tensor in local] != [part.sizes for part in parts]:
+        if not local and all(not part.numel for part in parts):
+            return [torch.empty(part.sizes, dtype=torch.uint8) for part in parts]  # nothing is read from it
+        raise _unfit(key, rank, local, " and ".join(str(list(part.sizes)) for part in parts) or "nothing")
+    return list(local)
+
+
+def _taken_apart(key: str, local: torch.Tensor, parts: Sequence[Part], rank: int) -> list[torch.Tensor]:
+    """Views of the boxes that one plain tensor holds: side by side along a dim, or flattened, one behind another."""
+    sizes = [part.sizes for part in parts]
+    numels = [part.numel for part in parts]
+    shape = tuple(local.shape)
+    for dim in range(len(sizes[0])):
+        beside = [(*size[:dim], sum(other[dim] for other in sizes), *size[dim + 1 :]) for size in sizes]
+        if all(whole == shape for whole in beside):
+            return list(torch.split(local, [size[dim] for size in sizes], dim))
+    if shape == (sum(numels),):
+        if local.is_contiguous():
+            return [piece.view(size) for piece, size in zip(torch.split(local, numels), sizes, strict=True)]
+        raise LayoutError(f"tensor {key!r}: rank {rank} gave its boxes flattened, in memory that is not contiguous")
+    boxes = " and ".join(str(list(size)) for size in sizes)
+    raise LayoutError(
+        f"tensor {key!r}: rank {rank} should hold boxes of {boxes}, by the layout, in one tensor: side by side along a "
+        f"dim, or flattened ([{sum(numels)}]), but gave {list(shape)}"
+    )
+
+
+def _start(part: Part) -> int:
+    assert part.flat_start is not None
+    return part.flat_start
+
+
+def _unfit(key: str, rank: int, local: Sequence[torch.Tensor], wanted: str) -> LayoutError:
+    there = " and ".join(str(list(tensor.shape)) for tensor in local) or "nothing"
+    return LayoutError(f"tensor {key!r}: rank {rank} should hold {wanted}, by the layout, but gave {there}")
+
+
+class LaneMemory:
+    """The memory of all lanes on one rank. Methods give the local tensors of a lane that a side of a plan means."""
+
+    def __init__(self, steps: Steps, sources: Local, targets: Local, rank: int) -> None:
+        """`sources`, `targets`: the local tensors of this rank's own keys."""
+        self._steps, self._pairing, self._rank = steps, steps.pairing, rank
+        self._sources, self._targets = sources, targets
+
+    def given(self, name: str) -> Sequence[torch.Tensor]:
+        """The local tensors of its source."""
+        source = self._pairing.lanes[name].source
+        return part_tensors(source, self._sources(source), self._pairing.before[source], self._rank)
+
+    def wanted(self, name: str) -> Sequence[torch.Tensor]:
+        """Where the wanted boxes of its source go, as views of the local tensors of its target."""
+        lane = self._pairing.lanes[name]
+        there = part_tensors(lane.target, self._targets(lane.target), self._pairing.after[lane.target], self._rank)
+        return _slots(lane, there, self._rank)
+
+    def moved(self, name: str) -> Sequence[torch.Tensor]:
+        """Those of them that are to be moved, and not repeated from what another lane brings."""
+        parts, places = self.wanted(name), self._steps.places.get(name)
+        return parts if places is None else [parts[place.part][place.box.slices] for place in places]
+
+    def arriving(self, name: str) -> Sequence[torch.Tensor]:
+        """Where the first step writes: all that is moved, or the stripe of it that this rank passes on."""
+        parts = self.moved(name)
+        if name not in self._steps.relayed:
+            return parts
+        passed_on = self._steps.plans[1]
+        places = stripe_places(passed_on.before[name], passed_on.after[name], self._rank)
+        return [parts[part][box.slices] for part, box in places]
+
+
+def _slots(lane: Lane, there: Sequence[torch.Tensor], rank: int) -> Sequence[torch.Tensor]:
+    if lane.slots is None:
+        turn = lane.turn
+        return there if turn is None else [turned(tensor, turn) for tensor in there]
+    return [turned(there[slot.part][slot.box.slices], slot.dims) for slot in lane.slots.get(rank, ())]
+
+
+def turned(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
+    """A view with dim i being dim `dims[i]`, or new and of size 1 for None. Dims of size 1 may be left out."""
+    rest = [d for d in range(tensor.ndim) if d not in dims]
+    moved = tensor.permute([*(d for d in dims if d is not None), *rest])
+    return moved.view([1 if d is None else tensor.shape[d] for d in dims])
+
+
+def refuse_shared_memory(pairing: Pairing, sources: Mapping[str, object], targets: Mapping[str, object]) -> None:
+    """Raises LayoutError where a target would be written while a source in the same memory is still to be read.
+
+    A tensor may be its own source, in the same layout: then nothing happens to it.
+    """
+    spans: list[tuple[int, int, bool, str]] = []
+    for lane in pairing.lanes.values():
+        mine, its = sources.get(lane.source), targets.get(lane.target)
+        if mine is not None and its is not None and lane.before.form == lane.after.form and lane.turn is None:
+            pairs = list(zip(local_tensors(mine), local_tensors(its)))
+            if pairs and all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in pairs):
+                continue
+        for value, is_target, key in ((mine, False, lane.source), (its, True, lane.target)):
+            for tensor in local_tensors(value) if value is not None else ():
+                if tensor.numel() and tensor.device.type != "meta":
+                    spans.append((*_span(tensor), is_target, key))
+    spans.sort()
+    reach = {True: (0, ""), False: (0, "")}  # of targets, of sources: where the furthest ends
+    for start, stop, is_target, key in spans:
+        end, other = reach[not is_target]
+        if start < end:
+            source, target = (other, key) if is_target else (key, other)
+            raise LayoutError(
+                f"the target {target!r} lies in the memory of the source {source!r}, which would be overwritten before "
+                "it is read: give the target memory of its own"
+            )
+        reach[is_target] = max(reach[is_target], (stop, key))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte, and one past the last."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()

@@ -1,0 +1,320 @@
+"""`prepare` and `redistribute`: a running job's state from one layout into another, in place."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+
+from planners.transfer.plan import TransferPlan
+from planners.transfer.rounds import Schedule
+from planners.views.pullback import filled_slots
+from reshard.api.redistribute.agreement import Agreed, Options, Side, TransferOptions, agree
+from reshard.api.redistribute.memory import LaneMemory, part_tensors, refuse_shared_memory
+from reshard.api.redistribute.pairing import Pairing
+from reshard.api.redistribute.steps import Steps, plan_steps
+from reshard.api.redistribute.values import Values, check_replicas
+from reshard.control.group import Group
+from reshard.errors import LayoutError, RankFailedError, UndefinedTargetsError
+from reshard.execute.messages.exchange import Exchange
+from reshard.execute.messages.waiting import Waiter
+from reshard.state.dtypes import dtype_from_name
+from reshard.state.tensors import device_of, local_tensors
+
+__all__ = ["Prepared", "TransferReport", "prepare", "redistribute"]
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """What a transfer did, on this rank where nothing else is said."""
+
+    moved: tuple[str, ...]
+    """Keys of all targets of the job that were filled, tensors and others."""
+    missing: tuple[str, ...]
+    """Targets that no rank held before; they keep their values."""
+    unexpected: tuple[str, ...]
+    """Sources that no rank wanted."""
+    cast: Mapping[str, tuple[str, str]]
+    """Target -> dtypes (before, after) of what was converted."""
+    bytes_moved: int
+    """Bytes that crossed between ranks, of the whole job."""
+    bytes_between_groups: int
+    """Of these, bytes from the ranks of the source to those of the target, where no rank is on both sides; where
+    `ranks_per_host` is given, bytes between hosts. 0 where there is one group only."""
+    bytes_among_receivers: int
+    """Of these, bytes that replicas of the target passed on to one another, each having got a part of them."""
+    bytes_sent: int
+    bytes_received: int
+    bytes_copied: int
+    """Within this rank."""
+    rounds: int
+    """Of the whole job."""
+    buffer_bytes: int
+    """Memory that was needed besides sources and targets."""
+    planned: bool
+    """Whether the plan was made now, and not found from an earlier transfer of the same geometry."""
+    seconds: Mapping[str, float] = field(compare=False)
+    """Time by phase."""
+
+
+_MAX_CACHED = 16
+_cache: OrderedDict[tuple[object, ...], Steps] = OrderedDict()
+
+
+class Prepared:
+    """A transfer whose plan and buffers are made. `run` moves what the tensors hold at that time; made by `prepare`."""
+
+    def __init__(
+        self, source: Side, target: Side, agreed: Agreed, options: Options, group: Group, process_group: Any
+    ) -> None:
+        clock = time.perf_counter()
+        self._source, self._target, self._options = source, target, options
+        self._group, self._process_group = group, process_group
+        self._device = agreed.device
+        self._rank = group.ranks[group.rank]
+        key = (agreed.key, self._rank, options.digest())
+        found = _cache.get(key)
+        self._planned = found is None
+        self._first = True
+        if found is None:
+            found = _cache[key] = plan_steps(
+                agreed.pair(options),
+                self._rank,
+                max(group.ranks) + 1,
+                budget_bytes=options.max_inflight_bytes,
+                ranks_per_host=options.ranks_per_host,
+            )
+            while len(_cache) > _MAX_CACHED:
+                _cache.popitem(last=False)
+        _cache.move_to_end(key)
+        self._steps = found
+        self._values = Values(source.state, target.state, found.pairing.objects)
+        planned = time.perf_counter()
+        self._bind()
+        self._seconds = {"plan": planned - clock, "bind": time.perf_counter() - planned}
+
+    @property
+    def plans(self) -> tuple[TransferPlan, ...]:
+        """Who sends what to whom, for the whole job: one plan, or two where receivers pass on what they got."""
+        return self._steps.plans
+
+    @property
+    def rounds(self) -> tuple[Schedule, ...]:
+        """The same as rounds of messages."""
+        return self._steps.rounds
+
+    @property
+    def pairing(self) -> Pairing:
+        """Which target is made of what."""
+        return self._steps.pairing
+
+    def run(self) -> TransferReport:
+        """Collective: move everything, once more.
+
+        Raises:
+            UndefinedTargetsError: a rank failed while bytes moved; on all ranks, naming that rank and the targets.
+            RankFailedError, DeadlineError: a rank failed before that; nothing was moved.
+            LayoutError: a tensor's memory was replaced by some that does not fit; on that rank, nothing was moved. In
+                the first run all ranks know of it before a byte moves; later runs do not wait for one another.
+        """
+        if self._group.failed:
+            self._group = Group(self._process_group, deadline_s=self._options.deadline_s)
+        start = time.perf_counter()
+        self._moving = False
+        try:
+            with self._group.together("redistribute", meet=False):
+                self._run()
+        except Exception as error:
+            if self._moving:
+                raise self._undefined(error) from error
+            raise
+        self._seconds = {**self._seconds, "move": time.perf_counter() - start}
+        return self._report()
+
+    def _run(self) -> None:
+        group = self._group
+        if self._memory != self._places():
+            self._bind()
+        values = self._values.gather(group) if self._values else {}
+        if self._first:
+            group.barrier()  # nobody writes before everybody is ready to
+        self._first = False
+        with torch.no_grad(), Waiter(group, torch.device(self._device), self._options.deadline_s) as waiter:
+            self._moving = True
+            for exchange in self._exchanges:
+                exchange.move(group, waiter)
+            for to, of in self._repeats:
+                to.copy_(of)
+            for slot, value in self._fills:
+                slot.fill_(value)
+            self._values.assign(values)
+            waiter.meet(self._process_group)
+
+    def _undefined(self, error: Exception) -> UndefinedTargetsError:
+        keys = tuple(dict.fromkeys(lane.target for lane in self.pairing.lanes.values()))
+        shown = ", ".join(keys[:20]) + (f" and {len(keys) - 20} more" if keys[20:] else "")
+        rank = error.rank if isinstance(error, RankFailedError) else self._rank
+        return UndefinedTargetsError(
+            f"the transfer ended midway, and its targets are undefined: {shown}. Fill them anew, through a new process "
+            f"group, since the old one may have messages under way. The cause: {error}",
+            rank=rank,
+            targets=keys,
+        )
+
+    def _bind(self) -> None:
+        """Find the memory of all lanes, and make the buffers. Raises LayoutError where it is not as was agreed."""
+        pairing, rank = self.pairing, self._rank
+        self._places_checked()
+        self._values.check_places()
+        targets = _Local(self._target, writable=True)
+        refuse_shared_memory(pairing, self._source.state.tensors, self._target.state.tensors)
+        memory = LaneMemory(self._steps, _Local(self._source, writable=False), targets, rank)
+        for name in pairing.lanes:  # also what this rank neither sends nor gets must be as its layout says
+            memory.given(name)
+            memory.wanted(name)
+        wires = {
+            name: dtype_from_name(lane.before.spec.dtype)
+            for name, lane in pairing.lanes.items()
+            if lane.target in pairing.cast
+        }
+        sides = [(memory.given, memory.arriving, wires), (memory.arriving, memory.moved, {})]
+        self._exchanges = [
+            Exchange(work, *ends, wires=cast, device=self._device, process_group=self._process_group)
+            for work, (*ends, cast) in zip(self._steps.works, sides)
+        ]
+        self._repeats = [
+            (
+                memory.wanted(to)[again.target.part][again.target.box.slices],
+                memory.wanted(of)[again.source.part][again.source.box.slices],
+            )
+            for of, to, again in self._steps.repeats
+        ]
+        self._fills = [
+            (part_tensors(key, targets(key), pairing.after[key], rank)[slot.part][slot.box.slices], slot.value)
+            for key, view in pairing.views.items()
+            if view.fills and key not in pairing.ties
+            for slot in filled_slots(view.geometry, pairing.after[key].form, rank)
+        ]
+        self._target.state.put_new()
+        self._memory = self._places()
+
+    def _places_checked(self) -> None:
+        for key in {lane.source for lane in self.pairing.lanes.values()} & self._source.state.tensors.keys():
+            if device_of(self._source.state.tensors[key]).type == "meta":
+                raise LayoutError(f"the source {key!r} is a meta tensor: it has no elements to give")
+
+    def _places(self) -> list[int]:
+        """Where all local tensors are: equal as long as nobody gave a tensor other memory."""
+        return [
+            tensor.data_ptr()
+            for side in (self._source, self._target)
+            for value in side.state.tensors.values()
+            for tensor in (local_tensors(value) if device_of(value).type != "meta" else ())
+        ]
+
+    def _report(self) -> TransferReport:
+        pairing, exchanges = self.pairing, self._exchanges
+        planned, self._planned = self._planned, False
+        return TransferReport(
+            moved=(*pairing.views, *pairing.objects),
+            missing=pairing.missing,
+            unexpected=pairing.unexpected,
+            cast=pairing.cast,
+            bytes_moved=sum(plan.bytes_moved for plan in self.plans),
+            bytes_between_groups=self._steps.bytes_between_groups,
+            bytes_among_receivers=sum(plan.bytes_moved for plan in self.plans[1:]),
+            bytes_sent=sum(exchange.sent_bytes for exchange in exchanges),
+            bytes_received=sum(exchange.received_bytes for exchange in exchanges),
+            bytes_copied=sum(exchange.copied_bytes for exchange in exchanges)
+            + sum(to.nbytes for to, _ in self._repeats),
+            rounds=sum(rounds.rounds for rounds in self.rounds),
+            buffer_bytes=sum(exchange.buffer_bytes for exchange in exchanges),
+            planned=planned,
+            seconds=self._seconds,
+        )
+
+
+class _Local:
+    """The local tensors of a key of this rank's own state."""
+
+    def __init__(self, side: Side, *, writable: bool) -> None:
+        self._state, self._writable = side.state, writable
+
+    def __call__(self, key: str) -> Sequence[torch.Tensor]:
+        if key not in self._state.tensors:
+            return ()
+        return self._state.writable(key) if self._writable else local_tensors(self._state.tensors[key])
+
+
+def prepare(
+    source: Mapping[str, Any] | None,
+    target: Mapping[str, Any] | None,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Unpack[TransferOptions],
+) -> Prepared:
+    """Collective: make the plan and the buffers of a transfer that is run often, such as at every step of a training.
+
+    What it holds is bound to the tensors given; their values may change between runs, and so may their memory.
+    Arguments and errors are those of `redistribute`; nothing is moved before `run`.
+    """
+    given = Options.of(options)
+    group = Group(process_group, deadline_s=given.deadline_s)
+    with group.together("prepare"):
+        start = time.perf_counter()
+        mine, wanted = Side.read(source, given.source_layouts), Side.of(target, given.target_layouts)
+        agreed = agree(mine, wanted, given, group, process_group)
+        known = time.perf_counter()
+        prepared = Prepared(mine, wanted, agreed, given, group, process_group)
+        if given.check_replicas:
+            check_replicas(mine, agreed.before, group)
+        prepared._seconds = {"agree": known - start, **prepared._seconds}
+    return prepared
+
+
+def redistribute(
+    source: Mapping[str, Any] | None,
+    target: Mapping[str, Any] | None,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    check: bool = False,
+    **options: Unpack[TransferOptions],
+) -> TransferReport:
+    """Collective: fill `target`, in place, with what `source` holds, whatever the layouts of both.
+
+    Both are (nested) state dicts: DTensors, ShardedTensors, plain tensors (whole on every rank that has them, unless a
+    layout says otherwise), and plain data, which is replaced. A rank gives None or {} on a side of which it has no
+    part: trainers may be other ranks than those that want the model. Each byte that a rank lacks crosses to it once,
+    and what a rank holds already it copies. Ranks must agree on everything before a byte moves.
+
+    Args:
+        process_group: the ranks that take part, in layouts named by their ranks in the default group.
+        check: compare fingerprints of both sides afterwards, as `verify_live` does.
+        mapping: target -> source, for keys that differ; or a `reshard.mapping.Mapping` from the naming and shaping of
+            the source to that of the target.
+        views: targets that are made of sources of other shapes: `planners.concat("wqkv", [q, k, v])`.
+        source_layouts, target_layouts: how plain local tensors lie in global ones, by key (`planners.TensorLayout`).
+        strict: False leaves keys alone that only one side has.
+        dtype_policy: "error": dtypes must be equal; "cast": elements are converted, and cross in the smaller dtype.
+        check_replicas: compare digests of what several ranks hold alike, before it is moved.
+        max_inflight_bytes: bound on the memory for messages under way, on each rank.
+        ranks_per_host: ranks 0 to n - 1 share a host, and so on: then bytes come from the same host where they can.
+        deadline_s: how long each phase may take.
+
+    Raises (nothing was moved then; on the other ranks `RankFailedError`, or the same error):
+        KeyMismatchError: lists all missing, unexpected and mismatched keys; or values that differ between ranks.
+        LayoutError: ranks disagree about a layout or an option, a rank has no part, or source and target share memory.
+    Raises UndefinedTargetsError if a rank fails while bytes move.
+    """
+    prepared = prepare(source, target, process_group, **options)
+    prepared._first = False  # all ranks were ready a moment ago
+    report = prepared.run()
+    if check:
+        from reshard.api.redistribute.verify_live import verify_live  # it needs what this module builds on, too
+
+        verify_live(source, target, process_group, **options).raise_if_failed()
+    return report

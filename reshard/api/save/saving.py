@@ -1,0 +1,399 @@
+"""`save` and `async_save`: every rank derives the same plan, writes its part once, and one manifest makes it count."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from planners.save.plan import DIVIDE_ABOVE_BYTES, plan_writes
+from planners.save.proof import verify_save
+from reshard.control.at_exit import before_exit, tell
+from reshard.control.global_layout import format_some_ranks
+from reshard.control.global_state import Holdings, check_globs, holdings_of, per_rank_name, take_census
+from reshard.control.group import Group
+from reshard.control.progress import Progress
+from reshard.errors import CheckpointError, LayoutError, ReshardError
+from reshard.formats.native import generations
+from reshard.formats.native.data_file import STAGE_BYTES, Entry, sum_up, write_file
+from reshard.formats.native.manifest import FileRecord
+from reshard.formats.native.publish import Generation
+from reshard.state.devices import settle_streams
+from reshard.state.tensors import form_of, is_sharded, is_tensor, local_tensors, spec_of
+from reshard.storage import Storage, open_storage
+from reshard.storage.opening import place_of
+
+__all__ = ["PendingSave", "SaveReport", "async_save", "save"]
+
+_WRITER = "reshard 0.1"
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save did. Equal on all ranks but for `bytes_written` and `seconds`."""
+
+    path: str
+    save_id: str
+    tensors: int
+    objects: int
+    total_bytes: int
+    """Bytes of all tensors, each distinct element once."""
+    bytes_written: int
+    """Bytes of tensors that this rank wrote."""
+    aliases: Mapping[str, str]
+    """Tied tensors that were stored once: key -> the key that holds them."""
+    per_rank: tuple[str, ...]
+    """Keys of which each rank's own value was kept."""
+    seconds: Mapping[str, float] = field(compare=False)
+    """Time of this rank, by phase."""
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    path: Any,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    alone: bool = False,
+    select: Iterable[str] | None = None,
+    check_replicas: bool = True,
+    fingerprints: bool = True,
+    divide_above_bytes: int = DIVIDE_ABOVE_BYTES,
+    memory_budget_bytes: int = STAGE_BYTES,
+    progress: bool = False,
+    deadline_s: float = 1800.0,
+) -> SaveReport:
+    """Save a state dict: nested dicts, lists and tuples of tensors, DTensors, ShardedTensors and plain data.
+
+    Collective over `process_group` (default: the default group if torch.distributed is initialized, else this process
+    alone). Every distinct element is written once, by one of the ranks that hold it. A checkpoint that is at `path`
+    already stays whole until the new one is, and is then removed.
+
+    Args:
+        path: a local folder, a URL or a `Storage`, the same for all ranks and visible to all.
+        process_group: the ranks that save together; all of them, and no others, make the call.
+        alone: this process saves by itself, in a running job too, and waits for nobody: for what it holds whole, to a
+            path of its own.
+        select: globs of the keys to save, such as `["model.*"]`; each must fit a key of some rank. The checkpoint is
+            then declared a subset: a load is strict over what the globs fit, and reports the rest.
+        check_replicas: compare what several ranks hold, plain tensors, replicas of shards and objects; values that
+            differ under one key are an error.
+        fingerprints: store a digest of each tensor that no layout changes, for `verify`, `compare` and later loads.
+        divide_above_bytes: chunks of at least this size may be divided among the ranks that hold them.
+        memory_budget_bytes: for what is copied on its way to the file, since it does not lie in row-major order in the
+            memory of the CPU. Fingerprints take up to 50 MiB of their own.
+        progress: the first rank shows bars where somebody looks on. Each phase logs one line in any case.
+        deadline_s: how long the whole may take.
+
+    Raises (on every rank; the failing rank's own error there, `RankFailedError` elsewhere):
+        KeyMismatchError: values that differ between ranks and are not `PerRank`; keys that collide; a glob that fits
+            nothing.
+        LayoutError: ranks that disagree about a tensor's shape, dtype or placement.
+        FormatError: a value that is no plain data.
+        StorageError: the storage failed, or is not the same folder for all ranks.
+    """
+    _await_saves_to(path)
+    group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
+    with group.together("save"):
+        options = _Options(
+            _globs(select), check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress
+        )
+        job, holdings = _prepare(state_dict, path, group, options)
+        return _finish(job, _entries(job, holdings))
+
+
+class PendingSave:
+    """A save that goes on in the background."""
+
+    def __init__(self, future: Future[SaveReport]) -> None:
+        self._future = future
+        self._pid = os.getpid()
+
+    def result(self, timeout_s: float | None = None) -> SaveReport:
+        """Wait for the end; raises what went wrong, as `save` does, or TimeoutError after `timeout_s` seconds."""
+        if self._pid != os.getpid() and not self.done():
+            raise CheckpointError(f"process {self._pid} saves this, of which {os.getpid()} is a fork: ask there")
+        try:
+            return self._future.result(timeout_s)
+        except TimeoutError:
+            if self._future.done():  # it is the save's own
+                raise
+            raise TimeoutError(f"the save is still going on after {timeout_s} s") from None
+        finally:
+            if self._future.done():
+                _in_flight.pop(self._future, None)  # whoever asked knows: the next save need not tell it again
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+
+_in_flight: dict[Future[SaveReport], str] = {}
+"""Saves in the background, the oldest first, and where each goes."""
+
+
+def _await_in_flight() -> None:
+    for future in _in_flight:
+        tell(future)
+
+
+before_exit(_await_in_flight)
+os.register_at_fork(after_in_child=_in_flight.clear)  # the threads that save are the parent's
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    path: Any,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    alone: bool = False,
+    select: Iterable[str] | None = None,
+    check_replicas: bool = True,
+    fingerprints: bool = True,
+    divide_above_bytes: int = DIVIDE_ABOVE_BYTES,
+    memory_budget_bytes: int = STAGE_BYTES,
+    progress: bool = False,
+    deadline_s: float = 1800.0,
+    max_in_flight: int = 1,
+) -> PendingSave:
+    """Like `save`, but returns as soon as this rank's part is copied; the state saved is that of the call.
+
+    At most `max_in_flight` saves of this process go on at once: a further call first waits for the oldest. It raises
+    what went wrong with an earlier one, on all ranks, unless all have asked for that one's `result()`. Saves to one
+    path go on one after another.
+    """
+    if max_in_flight < 1:
+        raise CheckpointError(f"max_in_flight must be >= 1, got {max_in_flight}")
+    _await_saves_to(path)
+    earlier = _ended_for(max_in_flight)
+    group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
+    with group.together("stage"):
+        for save in earlier:  # told in the phase: a rank that has asked for the result itself must not go on alone
+            save.result()
+        options = _Options(
+            _globs(select), check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress
+        )
+        job, holdings = _prepare(state_dict, path, group, options)
+        entries = [_staged(entry) for entry in _entries(job, holdings)]
+    future: Future[SaveReport] = Future()
+
+    def work() -> None:
+        try:
+            with group.together("save"):
+                report = _finish(job, entries)
+            future.set_result(report)
+        except BaseException as error:
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=work, name=f"reshard-save-{job.generation.save_id}").start()
+    except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
+        with group.together("save"):
+            raise
+    _in_flight[future] = place_of(job.storage)
+    return PendingSave(future)
+
+
+def _await_saves_to(path: Any) -> None:
+    """Wait for what is in flight to the same place: if it took longer, it would take the later save's place."""
+    try:
+        place = place_of(open_storage(path))
+    except ReshardError:  # the save itself will say so, to all ranks
+        return
+    wait([future for future, where in list(_in_flight.items()) if where == place])
+
+
+def _ended_for(max_in_flight: int) -> list[Future[SaveReport]]:
+    """Wait until one more save may go on; those that have ended, and of which nobody knows yet how."""
+    while sum(not future.done() for future in _in_flight) >= max_in_flight:
+        wait([next(future for future in _in_flight if not future.done())])
+    ended = [future for future in _in_flight if future.done()]
+    for future in ended:
+        del _in_flight[future]
+    return ended
+
+
+def _staged(entry: Entry) -> Entry:
+    copied = entry.tensor.to("cpu", copy=True) if entry.tensor.device.type != "cpu" else entry.tensor.clone()
+    return Entry(entry.spec, entry.box, copied)
+
+
+@dataclass(frozen=True)
+class _Options:
+    select: tuple[str, ...] | None
+    check_replicas: bool
+    fingerprints: bool
+    divide_above_bytes: int
+    memory_budget_bytes: int
+    progress: bool
+
+    def __post_init__(self) -> None:
+        if self.memory_budget_bytes < 1:
+            raise CheckpointError(f"memory_budget_bytes must be >= 1, got {self.memory_budget_bytes}")
+
+
+def _globs(select: Iterable[str] | None) -> tuple[str, ...] | None:
+    if isinstance(select, str):
+        raise CheckpointError(f"select must be a list of globs, got the text {select!r}")
+    globs = None if select is None else tuple(select)
+    if globs == ():
+        raise CheckpointError("select is empty: nothing would be saved; leave it out to save everything")
+    return globs
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One rank's view of a save: what there is, who writes what, where to. It keeps no tensor of the user's alive."""
+
+    group: Group
+    storage: Storage
+    path: str
+    generation: Generation
+    options: _Options
+    seconds: dict[str, float]
+
+    @property
+    def rank(self) -> int:
+        """Of the default group, by which plans are numbered."""
+        return self.group.ranks[self.group.rank]
+
+
+def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: _Options) -> tuple[_Job, Holdings]:
+    """Agree on what there is and who writes what. Writes nothing."""
+    clock = time.perf_counter()
+    storage = open_storage(path)
+    holdings = holdings_of(state_dict, options.select)
+    census = take_census(holdings, group, check_replicas=options.check_replicas)
+    if options.select is not None:
+        check_globs(options.select, census)
+    plan = plan_writes(census.layout, divide_above_bytes=options.divide_above_bytes)
+    report = verify_save(plan)
+    if not report.ok:
+        raise LayoutError(
+            f"what {format_some_ranks(list(group.ranks))} have does not make up each tensor exactly once: {report}. "
+            "All ranks that hold a part of a tensor must save together"
+        )
+    planned = time.perf_counter()
+    if group.rank == 0:
+        generations.refuse_foreign(storage)
+    mine = msgspec.msgpack.encode((generations.new_save_id(), options.select, options.divide_above_bytes))
+    save_id, *choices = msgspec.msgpack.decode(
+        group.share(mine if group.rank == 0 else None), type=tuple[str, tuple[str, ...] | None, int]
+    )
+    for name, theirs in zip(("select", "divide_above_bytes"), choices, strict=True):
+        if theirs != (own := getattr(options, name)):
+            raise LayoutError(f"rank {group.ranks[0]} saves {name}={theirs}, but this rank {name}={own}")
+    generation = Generation(storage, save_id, generations.begin(), census, plan, options.select)
+    return _Job(group, storage, str(path), generation, options, {"plan": planned - clock}), holdings
+
+
+def _entries(job: _Job, holdings: Holdings) -> list[Entry]:
+    """The arrays that this rank writes."""
+    views: dict[str, tuple[torch.Tensor, ...]] = {}
+    census, plan = job.generation.census, job.generation.plan
+    own = {per_rank_name(key, job.rank): value for key, value in holdings.per_rank.items() if is_tensor(value)}
+    out = []
+    for item in plan.items(job.rank):
+        layout = census.layout[item.fqn]
+        if item.fqn not in views:
+            tensor = own[item.fqn] if item.fqn in own else holdings.tensors[item.fqn]
+            views[item.fqn] = _parts(tensor, item.fqn, len(layout.parts(job.rank)), job.rank)
+        part = views[item.fqn][item.part]
+        piece = part[item.source.slices] if part.ndim else part
+        out.append(Entry(layout.spec, item.box, piece))
+    settle_streams(entry.tensor.device for entry in out)
+    return out
+
+
+def _parts(tensor: Any, fqn: str, count: int, rank: int) -> tuple[torch.Tensor, ...]:
+    """The local tensors as the agreed layout counts them: as many as the tensor has, or one for each of its boxes."""
+    local = local_tensors(tensor)
+    if any(t.device.type == "meta" for t in local):
+        raise CheckpointError(f"tensor {fqn!r} is on the meta device: it has no values to save")
+    if any(type(t).__name__ == "FakeTensor" for t in local):
+        raise CheckpointError(f"tensor {fqn!r} is a FakeTensor: it has no values to save")
+    if len(local) == count:
+        return local
+    spec = spec_of(fqn, tensor)
+    boxes = [place.slices for part in form_of(tensor).parts(spec.shape, rank) for _, place in part.boxes()]
+    if len(local) != 1 or len(boxes) != count or not is_sharded(tensor):
+        raise LayoutError(f"tensor {fqn!r} has {len(local)} local tensors on rank {rank}, but its layout says {count}")
+    return tuple(local[0][slices] for slices in boxes)
+
+
+def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
+    """Write this rank's file and, on the first rank, publish. Leaves nothing behind if any rank fails."""
+    group, clock, generation = job.group, time.perf_counter(), job.generation
+    try:
+        if group.rank == 0:
+            generations.claim(job.storage, generation.save_id)
+        group.barrier()  # nobody writes before there is a claim
+        if group.rank:
+            generations.check_claimed(job.storage, generation.save_id, group.ranks[0])
+        with group.together("write"):
+            record = _write(job, entries) if entries else None
+            written = time.perf_counter()
+            rows = group.exchange(msgspec.msgpack.encode((job.rank, record)))
+            if group.rank == 0:
+                decoded = [msgspec.msgpack.decode(row, type=tuple[int, FileRecord | None]) for row in rows]
+                litter = generation.publish({rank: row for rank, row in decoded if row is not None}, _WRITER)
+    except BaseException as error:
+        if group.rank == 0:
+            _clear(job, error)
+        raise
+    finally:
+        generations.ended(generation.save_id)
+    if group.rank == 0:
+        generation.tidy(litter)
+    group.barrier()
+    job.seconds.update(write=written - clock, publish=time.perf_counter() - written)
+    census, plan = generation.census, generation.plan
+    return SaveReport(
+        path=job.path,
+        save_id=generation.save_id,
+        tensors=len(census.layout),
+        objects=len(census.objects),
+        total_bytes=plan.total_bytes,
+        bytes_written=plan.bytes(job.rank) if job.rank < plan.world_size else 0,
+        aliases=census.aliases,
+        per_rank=tuple(census.per_rank),
+        seconds=job.seconds,
+    )
+
+
+def _clear(job: _Job, cause: BaseException) -> None:
+    """Remove what a failed save has written, unless it failed after it was published."""
+    save_id = job.generation.save_id
+    try:
+        if not generations.counts(job.storage, save_id):
+            generations.remove(job.storage, save_id)
+    except ReshardError as second:  # the first error is what the caller must see; the next save removes the rest
+        cause.add_note(f"removing the unfinished save failed too: {second}")
+
+
+def _write(job: _Job, entries: list[Entry]) -> FileRecord:
+    """This rank's file and, made by another thread meanwhile, its part of the fingerprints."""
+    name = f"{job.generation.folder}/{job.rank:05d}.safetensors"
+    total = sum(entry.nbytes for entry in entries)
+    with (
+        Progress(show=job.group.rank == 0, bars=job.options.progress) as bar,
+        bar.phase("write", total) as step,
+        ThreadPoolExecutor(1, thread_name_prefix="reshard-fingerprint") as beside,
+    ):
+
+        def on_bytes(nbytes: int) -> None:
+            job.group.check()
+            step.advance(nbytes)
+
+        parts = beside.submit(sum_up, entries) if job.options.fingerprints else None
+        record = write_file(job.storage, name, entries, stage_bytes=job.options.memory_budget_bytes, on_bytes=on_bytes)
+        if parts is not None:
+            job.generation.leave_prints(job.rank, parts.result())
+    return record

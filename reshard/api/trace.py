@@ -1,0 +1,219 @@
+"""`trace_layout`: a job's own parallelization code run on meta tensors, rank by rank, in one process with no data.
+
+A fake process group of any size lets the code believe that it is rank r of the job. What it makes of its model
+then says how every tensor is placed, so that a plan speaks of the real model, and not of rules about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend "fake"
+
+from planners.errors import PlanError
+from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
+from planners.geometry.layout_forms import Form, ProductForm
+from planners.geometry.mesh import Mesh
+from planners.geometry.placement import Replicate, StridedShard
+from reshard.errors import LayoutError
+from reshard.state.tensors import form_of, is_sharded, is_tensor, spec_of
+from reshard.state.tree import flatten, key_of
+from reshard.state_dict import get_model_state_dict
+
+__all__ = ["trace_layout"]
+
+
+def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[int] | None = None) -> StateLayout:
+    """Where every tensor of a job of `world_size` ranks lives, by running the job's own code here.
+
+    Args:
+        build: makes and parallelizes what one rank has, as the job would: a module, a list of modules (the pipeline
+            stages of the rank), or a state dict of such tensors. It runs with `torch.device("meta")` as default device
+            and a default process group whose collectives do nothing. It must build the same for the same rank.
+        world_size: ranks of the job.
+        ranks: run as these ranks only; those that share a mesh with one of them are taken to be like it. None runs as
+            rank 0 and, along each axis of each mesh that it finds, as one more rank. Where that one has something
+            else (a pipeline stage, experts of its own), or where no mesh reaches, all ranks are run.
+
+    Returns:
+        The layout of the whole job. Plain tensors are whole on every rank that has them. A name that several meshes
+        have in the same way (weights tied across pipeline stages) is replicated over them.
+
+    Raises:
+        LayoutError: a process group is initialized already; ranks disagree about a tensor; a placement is not known.
+        What `build` raises, with a note that says as which rank.
+    """
+    if world_size < 1:
+        raise LayoutError(f"a job has at least 1 rank, got world_size={world_size}")
+    trace = _Trace(build, world_size)
+    if ranks is None:
+        covered: set[int] = set()
+        for rank in range(world_size):
+            if rank not in covered:
+                covered |= trace.visit(rank)
+    else:
+        for rank in ranks:
+            if not 0 <= rank < world_size:
+                raise LayoutError(f"there are ranks 0 to {world_size - 1} only, but ranks names {rank}")
+            trace.alike[rank] = _reached(trace.run(rank), rank)
+    return trace.layout(everywhere=ranks is not None)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A tensor as one rank has it."""
+
+    spec: TensorSpec
+    form: Form | None
+    """None for a plain tensor."""
+
+
+Run = dict[str, _Found]
+
+
+class _Trace:
+    """What each rank that was run has."""
+
+    def __init__(self, build: Callable[[], Any], world_size: int) -> None:
+        self._build, self._world_size = build, world_size
+        self._runs: dict[int, Run] = {}
+        self.alike: dict[int, set[int]] = {}
+        """rank -> the ranks that have what it has, itself included"""
+
+    def run(self, rank: int) -> Run:
+        """What `rank` has; run once."""
+        if rank not in self._runs:
+            with _as_rank(rank, self._world_size), torch.random.fork_rng(devices=[]):
+                try:
+                    with torch.device("meta"):
+                        built = self._build()
+                except Exception as error:
+                    error.add_note(f"while tracing as rank {rank} of {self._world_size}")
+                    raise
+                self._runs[rank] = _found(built)
+        return self._runs[rank]
+
+    def visit(self, rank: int) -> set[int]:
+        """Run `rank` and find those that are like it: along each axis of its meshes, one rank is tried for all."""
+        mine = self.run(rank)
+        alike = {rank}
+        for mesh in _meshes(mine, rank):
+            here = dict(zip(mesh.names, mesh.coordinate(rank)))
+            same = []
+            for name, size in mesh.axes:
+                other = dict(here)
+                other[name] = size - 1 if here[name] != size - 1 else 0
+                if size == 1 or self.run(mesh.rank_at([other[n] for n in mesh.names])) == mine:
+                    same.append(name)
+            fixed = {name: at for name, at in here.items() if name not in same}
+            alike |= set(mesh.submesh(*same, at=fixed).ranks.tolist())
+        self.alike[rank] = alike
+        return alike
+
+    def layout(self, *, everywhere: bool) -> StateLayout:
+        """All that was found, put together. `everywhere`: what all runs have plain, all ranks have."""
+        holders: dict[str, list[int]] = {}
+        for rank in self.alike:
+            for fqn in self._runs[rank]:
+                holders.setdefault(fqn, []).append(rank)
+        tensors: dict[str, TensorLayout] = {}
+        for fqn, ranks in holders.items():
+            found = {rank: self._runs[rank][fqn] for rank in ranks}
+            first = found[ranks[0]]
+            for rank, other in found.items():
+                if other.spec != first.spec or (other.form is None) != (first.form is None):
+                    raise LayoutError(f"tensor {fqn!r} is {first} on rank {ranks[0]}, but {other} on rank {rank}")
+            if first.form is None:
+                reached = {rank for holder in ranks for rank in self.alike[holder]}
+                if everywhere and len(ranks) == len(self.alike):
+                    reached = set(range(self._world_size))
+                form: Form = ProductForm.make(Mesh({"world": len(reached)}, sorted(reached)), [Replicate()])
+            else:
+                form = _one_form(fqn, [other.form for other in found.values() if other.form is not None])
+            try:
+                tensors[fqn] = TensorLayout.of(first.spec, form)
+            except PlanError as error:
+                raise LayoutError(str(error)) from error
+        return StateLayout(tensors, self._world_size)
+
+
+@contextlib.contextmanager
+def _as_rank(rank: int, world_size: int) -> Iterator[None]:
+    """A fake default process group in which this process is `rank`."""
+    if dist.is_initialized():
+        raise LayoutError(
+            "a process group is initialized in this process, and tracing needs to pretend another: trace before "
+            "init_process_group, after destroy_process_group, or in a process of its own"
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _found(built: Any) -> Run:
+    """The tensors of what `build` returned."""
+    if isinstance(built, nn.Module):
+        built = get_model_state_dict(built)
+    elif isinstance(built, Sequence) and built and all(isinstance(part, nn.Module) for part in built):
+        built = get_model_state_dict(list(built))
+    if not isinstance(built, Mapping):
+        raise LayoutError(f"build must return a module, a list of modules or a state dict, got {type(built).__name__}")
+    out: Run = {}
+    for path, value in flatten(built, is_leaf=is_tensor).leaves.items():
+        if is_tensor(value):
+            fqn = key_of(path)
+            out[fqn] = _Found(spec_of(fqn, value), form_of(value, fqn) if is_sharded(value) else None)
+    return out
+
+
+def _meshes(run: Run, rank: int) -> list[Mesh]:
+    """The distinct meshes of a run that hold its rank."""
+    meshes = {found.form.mesh: None for found in run.values() if isinstance(found.form, ProductForm)}
+    return [mesh for mesh in meshes if rank in mesh]
+
+
+def _reached(run: Run, rank: int) -> set[int]:
+    """All ranks that share a mesh with `rank`."""
+    return {rank, *(int(other) for mesh in _meshes(run, rank) for other in mesh.ranks)}
+
+
+def _one_form(fqn: str, forms: Sequence[Form]) -> Form:
+    """The form that all these, found by different ranks, are parts or readings of."""
+    distinct = list(dict.fromkeys(forms))
+    if len(distinct) == 1:
+        return distinct[0]
+    products = [form for form in distinct if isinstance(form, ProductForm)]
+    by_ranks: dict[frozenset[int], list[ProductForm]] = {}
+    for form in products:
+        by_ranks.setdefault(frozenset(form.mesh.ranks.tolist()), []).append(form)
+    # Two readings of the same placements: only a rank whose local tensor rules out FSDP2's order keeps them literally.
+    chosen = []
+    for readings in by_ranks.values():
+        literal = [form for form in readings if any(isinstance(p, StridedShard) for p in form.placements)]
+        chosen.append((literal or readings)[0])
+    first = chosen[0] if chosen else None
+    ranks = [rank for form in chosen for rank in form.mesh.ranks.tolist()]
+    alike = first is not None and all(
+        (f.mesh.axes, f.placements) == (first.mesh.axes, first.placements) for f in chosen
+    )
+    readings_agree = all(len(readings) <= 2 for readings in by_ranks.values())
+    if (
+        first is None
+        or len(products) != len(distinct)
+        or not alike
+        or not readings_agree
+        or len(set(ranks)) != len(ranks)
+    ):
+        raise LayoutError(f"ranks disagree about tensor {fqn!r}: {'; '.join(map(str, distinct))}")
+    if len(chosen) == 1:
+        return first
+    copies = next(name for name in ("copies", "copies_") if name not in first.mesh.names)
+    return ProductForm.make(Mesh([(copies, len(chosen)), *first.mesh.axes], ranks), [Replicate(), *first.placements])

@@ -1,0 +1,304 @@
+"""`verify` and `compare`: is a checkpoint whole and undamaged, and do two hold the same, whatever their layouts.
+
+Both work tensor by tensor, in pieces of bounded size, with no model, GPU or process group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from planners.findings import Finding, Report
+from planners.geometry.box import Box
+from planners.proof import verify as prove
+from planners.save.plan import SavePlan
+from reshard.checkpoint.checkpoint import Checkpoint, LazyTensor
+from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.control.progress import Progress
+from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError
+from reshard.formats.native.hf_index import index_problem
+from reshard.formats.native.manifest import NativeFacts
+from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.source import Files
+from reshard.formats.stored.streaming import windows
+from reshard.formats.torch_save.zip_checksums import changed_records
+from reshard.state.dtypes import dtype_name
+from reshard.state.fingerprints import Fingerprinter, comparable
+from reshard.state.per_rank import PerRank
+from reshard.state.tensors import is_sharded, is_tensor, raw_bytes
+from reshard.state.tree import encode_plain, flatten, key_of
+from reshard.storage.base import Storage
+
+__all__ = ["compare", "verify"]
+
+WINDOW_BYTES = 32 << 20
+"""Tensors are read in pieces of at most about this size."""
+
+
+def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool = False) -> Report:
+    """Is the checkpoint at `path` whole, consistent and undamaged?
+
+    Always: all files are there with their lengths, the chunks of every tensor tile it exactly once, and the plan by
+    which the native format finds its bytes is proved; an index for Hugging Face tools beside it must say the same. With
+    `deep`: every byte is read; blocks are compared with their
+    checksums and tensors with their fingerprints where the format has them; what torch.save wrote, in DCP's files too,
+    with the checksums of its zip archives.
+
+    Args:
+        path: a folder, file, URL, `Storage` or open `Checkpoint`.
+        against: another checkpoint or a state dict of whole tensors that must hold the same: see `compare`.
+        progress: show a progress bar where somebody looks on.
+
+    Returns a report whose findings name the file or tensor. Raises only if there is no checkpoint at all, or none of
+    a known format: damage is a finding.
+    """
+    try:
+        checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    except (FileNotFoundError, CheckpointError) as error:
+        if type(error).__name__ != "DamagedCheckpointError":
+            raise
+        return Report(str(path), (Finding(str(error)),), 0)
+    findings = [Finding(problem) for problem in checkpoint.problems()]
+    native = checkpoint.contents.facts.get("native")
+    if isinstance(native, NativeFacts):
+        findings += _plan_findings(native.plan)
+        findings += map(Finding, filter(None, [index_problem(native)]))
+    if deep and not findings:
+        with (
+            Progress(show=progress) as bar,
+            bar.phase("verify", total_bytes=sum(t.nbytes for t in checkpoint.values())) as step,
+        ):
+            if isinstance(native, NativeFacts):
+                findings += _block_findings(checkpoint, native)
+            else:
+                findings += map(Finding, changed_records(checkpoint.contents.files))
+            if not findings:
+                findings += _read_findings(checkpoint, step)
+    if against is not None and not findings:
+        findings += compare(checkpoint, against).findings
+    return Report(f"{checkpoint.url} ({checkpoint.format})", tuple(findings), len(checkpoint))
+
+
+def _plan_findings(plan: SavePlan) -> list[Finding]:
+    return [*prove(plan.layout).findings, *prove(plan).findings]
+
+
+def _block_findings(checkpoint: Checkpoint, native: NativeFacts) -> Iterator[Finding]:
+    """Every block of every data file against its checksum, whether a tensor uses it or not."""
+    storage: Storage = native.storage
+    files = Files(storage)
+    size = native.manifest.block_bytes
+    for record in native.manifest.files.values():
+        try:
+            sums = native.sums[record.name]
+            source = files[record.name]
+            bad = [
+                at
+                for at in range(0, record.nbytes, size)
+                if xxhash.xxh3_64_intdigest(source.read(at, min(size, record.nbytes - at)))
+                != int.from_bytes(sums[at // size * 8 : at // size * 8 + 8], "little")
+            ]
+        except CheckpointError as error:
+            yield Finding(str(error))
+            continue
+        for at in bad:
+            stop = min(at + size, record.nbytes)
+            yield Finding(f"{source.label}: bytes [{at}, {stop}) were changed since they were written")
+
+
+def _read_findings(checkpoint: Checkpoint, step: Any) -> Iterator[Finding]:
+    """Every tensor read, and its fingerprint compared where one was saved."""
+    prints = checkpoint.fingerprints or {}
+    for name, tensor in checkpoint.items():
+        expected = prints.get(name)
+        try:
+            digest = Fingerprinter(tensor.dtype, tensor.shape)
+            for box in windows(tuple(tensor.shape), tensor.dtype.itemsize, WINDOW_BYTES):
+                piece = _slice(tensor, box)
+                step.advance(piece.nbytes)
+                if expected is not None:
+                    digest.add(piece, box)
+            if expected is not None and comparable(expected, digest.digest()) and digest.digest() != expected:
+                yield Finding(f"its fingerprint is {digest.digest()}, but {expected} was saved", name)
+        except (CheckpointError, LayoutError) as error:
+            yield Finding(str(error), name)
+
+
+def compare(
+    a: Any,
+    b: Any,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    by_fingerprint: bool = True,
+    labels: tuple[str, str] | None = None,
+) -> Report:
+    """Do two checkpoints, or a checkpoint and a state dict, hold the same?
+
+    Names, shapes, dtypes, objects and values are compared, also those that are each rank's own; layouts and formats do
+    not matter. Values are compared bit
+    by bit (so NaN equals the same NaN, and -0.0 differs from 0.0), or within `atol + rtol * |b|` if either is given.
+    Where both sides have fingerprints, values are not read (unless there is a tolerance or `by_fingerprint` is off).
+
+    Args:
+        a, b: a path, an open `Checkpoint`, or a (nested) state dict of whole tensors.
+        labels: what findings call the two; default: their paths.
+
+    Returns a report with every difference; of each differing tensor the first differing element, in row-major order.
+    """
+    left, right = _Side(a), _Side(b)
+    if labels is not None:
+        left.label, right.label = labels
+    findings: list[Finding] = []
+    for name in left.tensors:
+        if name not in right.tensors:
+            findings.append(Finding(f"is only in {left.label}", name))
+    findings += [Finding(f"is only in {right.label}", name) for name in right.tensors if name not in left.tensors]
+    common = [name for name in left.tensors if name in right.tensors]
+    exact = not rtol and not atol
+    for name in common:
+        x, y = left.tensors[name], right.tensors[name]
+        if tuple(x.shape) != tuple(y.shape):
+            findings.append(
+                Finding(f"has shape {list(x.shape)} in {left.label}, {list(y.shape)} in {right.label}", name)
+            )
+        elif x.dtype != y.dtype and exact:
+            findings.append(
+                Finding(f"is {dtype_name(x.dtype)} in {left.label}, {dtype_name(y.dtype)} in {right.label}", name)
+            )
+        else:
+            p, q = left.fingerprints.get(name), right.fingerprints.get(name)
+            if exact and by_fingerprint and p is not None and q is not None and comparable(p, q) and p == q:
+                continue
+            findings += _difference(name, x, y, rtol, atol)
+    findings += _object_findings(left, right)
+    findings += _own_findings(left, right)
+    return Report(f"{left.label} and {right.label}", tuple(findings), len(common))
+
+
+class _Side:
+    """Tensors by name, objects, values of each rank by key and rank, and fingerprints of one of the two."""
+
+    def __init__(self, source: Any) -> None:
+        self.fingerprints: Mapping[str, str] = {}
+        self.tensors: Mapping[str, Any]
+        self.objects: Mapping[str, Any]
+        self.own: Mapping[str, Mapping[int, Any]]
+        self.is_one_rank_s = False
+        if isinstance(source, Mapping) and not isinstance(source, Checkpoint):
+            leaves = flatten(source, is_leaf=lambda v: is_tensor(v) or isinstance(v, LazyTensor | PerRank)).leaves
+            values = {key_of(path): value for path, value in leaves.items()}
+            sharded = [key for key, value in values.items() if is_sharded(value)]
+            if sharded:
+                raise LayoutError(f"{sharded[0]!r} is sharded: compare whole tensors, or checkpoints, or fingerprints")
+            self.label = "the state dict"
+            self.tensors = {k: v for k, v in values.items() if is_tensor(v) or isinstance(v, LazyTensor)}
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            self.own = {k: {rank: v.value} for k, v in values.items() if isinstance(v, PerRank)}
+            self.is_one_rank_s = True
+            self.objects = {k: v for k, v in values.items() if k not in self.tensors and k not in self.own}
+            return
+        checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+        self.label = checkpoint.url
+        names = [*checkpoint, *(alias for alias in checkpoint.aliases if alias not in checkpoint.contents.tensors)]
+        self.tensors = {name: checkpoint[name] for name in names}
+        self.objects = _values(checkpoint.objects)
+        own = checkpoint.contents.facts.get("per_rank")
+        self.own = own if isinstance(own, Mapping) else {}
+        self.fingerprints = checkpoint.fingerprints or {}
+
+
+def _values(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Single values: some formats keep a list of them as one object, others each under a key of its own."""
+    out: dict[str, Any] = {}
+    for key, value in objects.items():
+        try:
+            out.update((key_of((key, *path[1:])), leaf) for path, leaf in flatten({key: value}).leaves.items())
+        except KeyMismatchError:  # a dict with keys such as 1 and "1"
+            out[key] = value
+    return out
+
+
+def _object_findings(left: _Side, right: _Side) -> Iterator[Finding]:
+    for key in left.objects:
+        if key not in right.objects:
+            yield Finding(f"is only in {left.label}", key)
+        elif not _equal(left.objects[key], right.objects[key]):
+            shown = f"{left.objects[key]!r:.80} in {left.label}, {right.objects[key]!r:.80} in {right.label}"
+            yield Finding(f"is {shown}", key)
+    yield from (Finding(f"is only in {right.label}", key) for key in right.objects if key not in left.objects)
+
+
+def _own_findings(left: _Side, right: _Side) -> Iterator[Finding]:
+    """What is each rank's own; of a state dict, which is one rank's, only that rank's."""
+    for key in dict.fromkeys((*left.own, *right.own)):
+        if key not in left.own or key not in right.own:
+            yield Finding(f"is only in {left.label if key in left.own else right.label}", key)
+            continue
+        x, y = left.own[key], right.own[key]
+        ranks = [r for r in x if r in y]
+        if (not (left.is_one_rank_s or right.is_one_rank_s) and set(x) != set(y)) or not ranks:
+            yield Finding(f"is of ranks {sorted(x)} in {left.label}, of {sorted(y)} in {right.label}", key)
+        for rank in ranks:
+            if not _equal(_read(x[rank]), _read(y[rank])):
+                yield Finding(f"differs between {left.label} and {right.label} on rank {rank}", key)
+
+
+def _read(value: Any) -> Any:
+    return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not is_tensor(a):
+        try:
+            same = a == b
+            if bool(same.all() if hasattr(same, "all") else same):
+                return True
+        except (ValueError, RuntimeError, TypeError):  # arrays or tensors within
+            pass
+    try:  # as it is written: NaN is then equal to itself
+        return bool(encode_plain(a, tensor_bytes=1 << 62) == encode_plain(b, tensor_bytes=1 << 62))
+    except FormatError:  # objects of other frameworks
+        return False
+
+
+def _difference(name: str, x: Any, y: Any, rtol: float, atol: float) -> list[Finding]:
+    count, first = 0, None
+    itemsize = max(x.dtype.itemsize, y.dtype.itemsize)
+    for box in windows(tuple(x.shape), itemsize, WINDOW_BYTES):
+        differs = _differing(_slice(x, box), _slice(y, box), rtol, atol)
+        found = int(differs.sum())
+        if found and first is None:
+            local = torch.nonzero(differs.reshape(differs.shape or (1,)))[0].tolist() if differs.ndim else []
+            element = tuple(o + i for o, i in zip(box.offsets, local))
+            at = Box.of(element, (1,) * len(element))
+            first = (element, _slice(x, at).reshape(-1)[0].item(), _slice(y, at).reshape(-1)[0].item())
+        count += found
+    if first is None:
+        return []
+    total = math.prod(x.shape)
+    return [
+        Finding(f"{count} of {total} elements differ; the first is {first[1]} and {first[2]}", name, None, first[0])
+    ]
+
+
+def _differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
+    """Where two tensors of one shape differ."""
+    if rtol or atol:
+        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+        return ~torch.isclose(x.to(wide), y.to(wide), rtol=rtol, atol=atol, equal_nan=True)
+    size = x.dtype.itemsize
+    raw = raw_bytes(x.contiguous()) != raw_bytes(y.contiguous())
+    return raw.reshape(*x.shape, size).any(dim=-1)
+
+
+def _slice(tensor: Any, box: Box) -> torch.Tensor:
+    piece: torch.Tensor = (
+        tensor[box.slices] if box.ndim else (tensor[...] if isinstance(tensor, LazyTensor) else tensor)
+    )
+    return piece.detach().cpu().resolve_conj().resolve_neg()

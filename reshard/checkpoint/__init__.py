@@ -1,0 +1,1 @@
+"""`open(path)`: any checkpoint, lazily."""

@@ -1,0 +1,171 @@
+"""Normalizes states whose parts are tensors with names: all formats but those that cut parameters up themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from planners.geometry.box import Box
+from reshard.checkpoint.canonical.fsdp1_flat import FLAT, cut_flat
+from reshard.checkpoint.canonical.hints import Hints
+from reshard.checkpoint.canonical.huggingface import in_memory
+from reshard.checkpoint.canonical.names import NameMap, common_attribute
+from reshard.checkpoint.canonical.optim import SavedOptimizer, name_ids, read_optimizer, renamed_groups
+from reshard.checkpoint.canonical.result import Canonical, check_shapes
+from reshard.checkpoint.canonical.sections import Leaf, find_sections
+from reshard.checkpoint.canonical.views import assemble, narrow
+from reshard.errors import NormalizationError
+from reshard.formats.stored.contents import Contents, StoredTensor
+
+__all__ = ["normalize_generic", "take_optimizer"]
+
+
+def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
+    """The state under canonical names.
+
+    Raises NormalizationError where a hint is missing, or two tensors would have one name.
+    """
+    sections = find_sections(contents)
+    optimizers = [(model, read_optimizer(tree)) for model, tree in sections.optimizers]
+    by_id = any(saved.by_id for _, saved in optimizers)
+    scopes = range(len(optimizers)) if len(optimizers) > 1 else [None] * len(optimizers)
+    named = [(model, name_ids(saved, hints, scope, what)) for (model, saved), scope in zip(optimizers, scopes)]
+    result = Canonical()
+    renames: dict[str, Callable[[str], str]] = {}
+    for prefix, leaves in (sections.models or {"": []}).items():
+        tensors = _tensors(contents, leaves, hints)
+        names = [name for name, _ in tensors]
+        others = [name for _, saved in named for name in saved.state]
+        rename = NameMap(names or others, hints, _attribute(contents, names), others)
+        renames[prefix] = _renamer(prefix, rename, result)
+        for name, tensor in tensors:
+            result.add_model(renames[prefix](name), tensor, prefix + name)
+    for prefix, saved in named:
+        take_optimizer(result, saved, renames[prefix])
+    result.notes += _half_of_lightning(contents, result, hints)
+    _override_groups(result, hints)
+    if by_id:
+        check_shapes(result, "so the names that were given are in another order than the ids")
+    _split_fused(result, hints)
+    return result
+
+
+def _tensors(contents: Contents, leaves: list[tuple[str, Leaf]], hints: Hints) -> list[tuple[str, StoredTensor]]:
+    """The tensors of a model; flat parameters of FSDP1 are cut into those that are inside."""
+    tensors = [(name, leaf.value()) for name, leaf in leaves]
+    flat_names = [name for name, _ in tensors if name.endswith(FLAT)]
+    if flat_names:
+        parts = {name: cut_flat(name, tensor, flat_names, hints) for name, tensor in tensors if name in flat_names}
+        inside = {param for of in parts.values() for param in of}
+        tensors = [one for name, tensor in tensors for one in parts.get(name, {name: tensor}).items()]
+        # each rank's 1-D piece of an original parameter is a view of the flat one
+        tensors = [(name, tensor) for name, tensor in tensors if _PIECE.sub("", name) not in inside or name in inside]
+    on_disk = "safetensors" in contents.format or contents.facts.get("config")
+    if on_disk and not hints.get("stored_names"):
+        return in_memory(tensors)
+    return tensors
+
+
+_PIECE = re.compile(r"\.rank_\d+$")
+
+
+def _renamer(prefix: str, rename: NameMap, result: Canonical) -> Callable[[str], str]:
+    """Canonical names of one of several models; a name that a hint gave may be one of all models' already."""
+    if not prefix:
+        return rename
+    return lambda name: name if name in result.model else prefix + rename(name)
+
+
+def _attribute(contents: Contents, names: list[str]) -> str:
+    """The attribute of a training module (Lightning's) that all names begin with."""
+    # what Fabric saves is the model itself
+    return common_attribute(names) if "pytorch-lightning_version" in contents.objects else ""
+
+
+def _half_of_lightning(contents: Contents, result: Canonical, hints: Hints) -> list[str]:
+    """What to know of a checkpoint that may have lost its `meta.pt`, by which it is known that names have a prefix."""
+    front = common_attribute(result.model)
+    numbered = any(key.startswith("optimizer_0.state.") for key in contents.tensors)
+    if contents.format != "dcp" or not numbered or not front or "prefix" in hints:
+        return []
+    note = (
+        f"all names begin with {front!r}, and the keys are those of Lightning, but without its meta.pt: if that was "
+        "lost, this is the training module's attribute, and the hint 'prefix' takes it away"
+    )
+    return [note]
+
+
+def take_optimizer(result: Canonical, saved: SavedOptimizer, rename: Any) -> None:
+    """Add an optimizer's states and groups under canonical names."""
+    for name, states in saved.state.items():
+        fqn = rename(name)
+        result.state.setdefault(fqn, {})
+        for key, value in states.items():
+            result.add_state(fqn, key, value)
+    result.groups += renamed_groups(saved.groups, rename)
+    listed = {p for group in result.groups for p in group.get("params", ())}
+    missing = [fqn for fqn in result.state if fqn not in listed]
+    if result.groups and missing:
+        result.notes.append(
+            f"{len(missing)} of {len(result.state)} parameters with states are in no param group, such as "
+            f"{missing[0]!r}: only the lists of one rank were saved. The hint 'param_groups' gives the right ones"
+        )
+
+
+def _override_groups(result: Canonical, hints: Hints) -> None:
+    """Lists of names that the caller gives in the place of those in the file."""
+    given = hints.get("param_groups")
+    if given is None:
+        return
+    if result.groups and len(given) != len(result.groups):
+        raise NormalizationError(
+            f"the hint 'param_groups' lists {len(given)} groups, but the optimizer has {len(result.groups)}"
+        )
+    settings = result.groups or [{} for _ in given]
+    result.groups = [{**group, "params": list(names)} for group, names in zip(settings, given)]
+    result.notes[:] = [note for note in result.notes if "param group" not in note]
+
+
+_FUSED = re.compile(r"(.*)\bwqkv\.(weight|bias)", re.DOTALL)
+
+
+def _split_fused(result: Canonical, hints: Hints) -> None:
+    """Cut states of a fused wqkv like the weights wq, wk, wv that were saved beside it, if the hints say the heads.
+
+    Rows of wqkv, for each key/value head: those of its query heads, then its key's, then its value's.
+    """
+    if "kv_heads" not in hints and "head_dim" not in hints:
+        return
+    for fqn in [name for name in result.state if _FUSED.fullmatch(name) and name not in result.model]:
+        match = _FUSED.fullmatch(fqn)
+        assert match is not None
+        parts = {part: f"{match[1]}{part}.{match[2]}" for part in ("wq", "wk", "wv")}
+        if any(name not in result.model for name in parts.values()):
+            raise NormalizationError(f"cannot split the states of {fqn!r}: the model has no {parts['wq']!r} beside it")
+        rows = {part: result.model[name].spec.shape[0] for part, name in parts.items()}
+        kv = int(hints.get("kv_heads") or rows["wk"] // int(hints.get("head_dim")))
+        if kv < 1 or any(count % kv for count in rows.values()):
+            raise NormalizationError(f"{kv} key/value heads do not divide the rows {rows} of {fqn!r}")
+        states = result.state.pop(fqn)
+        for name, value in states.items():
+            whole = isinstance(value, StoredTensor) and value.spec.shape[:1] == (sum(rows.values()),)
+            for part, target in parts.items():
+                piece = _rows(value, {p: n // kv for p, n in rows.items()}, kv, part) if whole else value
+                result.add_state(target, name, piece)
+        for group in result.groups:
+            if fqn in group.get("params", ()):
+                at = group["params"].index(fqn)
+                group["params"][at : at + 1] = parts.values()
+
+
+def _rows(fused: StoredTensor, per_head: dict[str, int], kv: int, part: str) -> StoredTensor:
+    before = {"wq": 0, "wk": per_head["wq"], "wv": per_head["wq"] + per_head["wk"]}[part]
+    step, size = sum(per_head.values()), per_head[part]
+    rest = fused.spec.shape[1:]
+    pieces = []
+    for head in range(kv):
+        start = head * step + before
+        at = Box((head * size, *(0,) * len(rest)), (size, *rest))
+        pieces.append((at, narrow(fused, 0, start, start + size)))
+    return assemble(fused.fqn, (kv * size, *rest), pieces)

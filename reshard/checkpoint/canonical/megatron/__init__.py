@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron by canonical names."""

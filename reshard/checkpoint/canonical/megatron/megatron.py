@@ -1,0 +1,168 @@
+"""Normalizes Megatron-core's `torch_dist` checkpoints: stacks, halves, padding, and every sharding of the optimizer.
+
+optimizer.state.exp_avg.<key>                       the shape of the parameter (non-distributed, fully_reshardable)
+                                                    or a grid of flattened cells (fully_sharded_model_space)
+optimizer.distributed.dp_group_idx_0...bucket_idx_0.exp_avg   buckets (dp_reshardable), see `megatron_buckets`
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard.checkpoint.canonical.hints import Hints
+from reshard.checkpoint.canonical.megatron.buckets import cut_buckets
+from reshard.checkpoint.canonical.megatron.groups import assign_groups, find_groups
+from reshard.checkpoint.canonical.megatron.names import (
+    cut_vocabulary,
+    expand,
+    is_vocabulary,
+    join_halves,
+    skipped,
+    vocab_size,
+)
+from reshard.checkpoint.canonical.optim import read_optimizer
+from reshard.checkpoint.canonical.result import Canonical, Value
+from reshard.checkpoint.canonical.sections import find_sections
+from reshard.checkpoint.canonical.views import ungrid
+from reshard.errors import FormatError
+from reshard.formats.stored.contents import Contents, StoredTensor
+
+__all__ = ["finish", "normalize_megatron"]
+
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?P<rest>.+)", re.DOTALL)
+_STATE = re.compile(r"state\.(?P<state>[^.]+)\.(?P<key>.+)", re.DOTALL)
+STATE_NAMES = {"param": "fp32_param", "master_param": "fp32_param"}
+"""What the optimizers call the fp32 masters, and what they are called here."""
+
+
+def normalize_megatron(contents: Contents, hints: Hints, what: str) -> Canonical:
+    """The state under the names of the unsharded model.
+
+    Raises:
+        DamagedCheckpointError: parts of a tensor are missing or do not fit.
+        NormalizationError: buckets whose order of parameters is not known, and no hint says it.
+    """
+    common: Mapping[str, Any] = contents.facts.get("common", {})
+    args = common.get("args")
+    args = args if isinstance(args, dict) else {}
+    if contents.facts.get("backend") == "fsdp_dtensor":
+        model, state, settings = _from_dtensors(contents)
+    else:
+        model = join_halves(dict(_model(contents)))
+        state = _states(contents)
+        for fqn, states in cut_buckets(contents, model, args, hints).items():
+            state.setdefault(fqn, {}).update(states)
+        settings = find_groups(contents, common)
+    if not model and not state:
+        raise FormatError(f"{what}: none of its tensors is a parameter of Megatron's")
+    return finish(model, state, settings, args, hints, step=_common_step(contents))
+
+
+def finish(
+    model: Mapping[str, StoredTensor],
+    state: Mapping[str, Mapping[str, Value]],
+    settings: list[dict[str, Any]],
+    args: Mapping[str, Any],
+    hints: Hints,
+    *,
+    step: Value | None = None,
+) -> Canonical:
+    """The result, with halves joined and padding cut, and parameters in their groups.
+
+    Args:
+        settings: param groups; those without "params" get them by Megatron's rules.
+        step: number of steps, where all parameters share it.
+    """
+    result = Canonical()
+    size, padded = vocab_size(args, hints.get("vocab_size")), args.get("padded_vocab_size")
+    for fqn, tensor in join_halves(model).items():
+        result.add_model(fqn, cut_vocabulary(fqn, tensor, size, padded), tensor.fqn)
+    if size is None and any(map(is_vocabulary, result.model)):
+        result.notes.append("the vocabulary may be padded: its true size is not stored; the hint 'vocab_size' cuts it")
+    names = dict.fromkeys(name for states in state.values() for name in states)
+    for name in names:
+        tensors = {fqn: states[name] for fqn, states in state.items() if isinstance(states.get(name), StoredTensor)}
+        for fqn, value in join_halves(tensors).items():
+            result.add_state(fqn, STATE_NAMES.get(name, name), cut_vocabulary(fqn, value, size, padded))
+        for fqn, states in state.items():
+            if name in states and fqn not in tensors:
+                result.add_state(fqn, STATE_NAMES.get(name, name), states[name])
+    assign_groups(result, settings, args.get("decoupled_lr"))
+    if step is not None:
+        for fqn, states in result.state.items():
+            if "step" not in states:
+                result.add_state(fqn, "step", step)
+    return result
+
+
+def _model(contents: Contents) -> Iterator[tuple[str, StoredTensor]]:
+    for key in contents.tensors:
+        if not skipped(key) and not _OPTIMIZER.fullmatch(key):
+            yield from expand(key, contents.tensors[key])
+
+
+def _states(contents: Contents) -> dict[str, dict[str, Value]]:
+    """States that have the shape of their parameter, or are grids of its flattened cells."""
+    out: dict[str, dict[str, Value]] = {}
+    original = contents.facts.get("mcore_data") or {}
+    for key in contents.tensors:
+        match = _OPTIMIZER.fullmatch(key)
+        inner = _STATE.fullmatch(match["rest"]) if match and not skipped(key) else None
+        if inner is None or inner["state"] == "step":
+            continue
+        tensor = contents.tensors[key]
+        shape = _original_shape(original.get(key))
+        if shape is not None and shape != tensor.spec.shape:
+            tensor = ungrid(tensor, shape, key)
+        for fqn, one in expand(inner["key"], tensor):
+            out.setdefault(fqn, {})[inner["state"]] = one
+    return out
+
+
+def _original_shape(data: Any) -> tuple[int, ...] | None:
+    fields = data if isinstance(data, dict) else getattr(data, "fields", {})
+    shape = fields.get("nd_reformulated_orig_global_shape")
+    return None if shape is None else tuple(int(n) for n in shape)
+
+
+def _from_dtensors(
+    contents: Contents,
+) -> tuple[dict[str, StoredTensor], dict[str, dict[str, Value]], list[dict[str, Any]]]:
+    """Megatron-FSDP's states, which are nested as in torch: a model, and an optimizer with states by name."""
+    sections = find_sections(contents)
+    model = {
+        fqn: one
+        for name, leaf in sections.model
+        if not skipped(leaf.key)
+        for fqn, one in expand(name.removeprefix("model."), leaf.value())
+    }
+    state: dict[str, dict[str, Value]] = {}
+    groups: list[dict[str, Any]] = []
+    for _, tree in sections.optimizers:
+        saved = read_optimizer(tree)
+        groups += saved.groups
+        for name, states in saved.state.items():
+            for key, value in states.items():
+                expanded = (
+                    expand(name, value) if isinstance(value, StoredTensor) and value.spec.shape else [(name, value)]
+                )
+                for fqn, one in expanded:
+                    state.setdefault(fqn, {})[key] = one
+    return model, state, groups
+
+
+def _common_step(contents: Contents) -> Value | None:
+    """The number of steps that all parameters share."""
+    for key in contents.tensors:
+        match = _OPTIMIZER.fullmatch(key)
+        if match and match["rest"].startswith("state.step") and not contents.tensors[key].spec.shape:
+            return contents.tensors[key]
+    for key in contents.tensors:
+        if key.startswith("common.optimizer.") and key.endswith("state.common_step"):
+            return contents.tensors[key]
+    for key in contents.objects:
+        if key.startswith("common.optimizer.") and key.endswith("state.common_step"):
+            return contents.objects[key]
+    return None

@@ -1,0 +1,245 @@
+"""The control plane: a few collective verbs over small bytes, in which the first error of any rank reaches all ranks.
+
+    group = Group(process_group)
+    with group.together("plan", deadline_s=60):
+        group.agree(digest, "the layout")
+        ...                                     # a rank that raises here ends the phase on every rank
+
+Nothing here touches a tensor, a device or a collective of the backend: ranks talk through the store that the process
+group was made with, so a group that has only NCCL serves as well as gloo, and a background thread may talk while the
+training loop runs its own collectives. With no process group at all everything works for a single rank.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import torch.distributed as dist
+
+from reshard.errors import LayoutError, ReshardError
+
+if TYPE_CHECKING:  # imported where there is more than one rank
+    from reshard.control.store_rounds import Rounds
+
+__all__ = ["Group"]
+
+_MESSAGE_CHARS = 20_000
+"""Of a traceback that is sent to the other ranks; its end says most."""
+
+
+class _Phase(NamedTuple):
+    name: str
+    deadline: float  # on the monotonic clock
+    allowed_s: float
+
+
+class Group:
+    """The ranks that do one thing together, a save or a load: made anew for each, by all ranks in the same order.
+
+    The verbs are collective: all ranks call the same ones in the same order, one at a time. Making a group is not:
+    it waits for nobody. Once a phase has failed, every later verb raises that same failure.
+
+    Args:
+        process_group: default: the default group if torch.distributed is initialised, else this process alone.
+        deadline_s: how long a verb or a phase may take, in seconds, where `together` does not say otherwise.
+
+    Attributes:
+        rank: this process's place in the group, from 0.
+        world_size: number of ranks in the group.
+        ranks: the ranks in the default group of these processes, in group order; messages name these.
+
+    Raises:
+        ReshardError: this process is no member of the process group, or the group has no store that answers.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, deadline_s: float = 1800.0) -> None:
+        if not deadline_s > 0:
+            raise ReshardError(f"a deadline must be a positive number of seconds, not {deadline_s}")
+        self._deadline_s = deadline_s
+        self._phases: list[_Phase] = []
+        self._common: BaseException | None = None
+        self._rounds: Rounds | None = None
+        self.rank = 0
+        self.ranks: tuple[int, ...] = (0,)
+        if dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD if process_group is None else process_group
+            self.rank = dist.get_rank(group)
+            if group is None or self.rank < 0:
+                raise ReshardError(
+                    f"rank {dist.get_rank()} is no member of this process group; call only on its members, "
+                    "or leave process_group out to use the default group"
+                )
+            self.ranks = tuple(dist.get_process_group_ranks(group))
+            if len(self.ranks) > 1:
+                from reshard.control.store import store_of
+                from reshard.control.store_rounds import Rounds
+
+                store, ring = store_of(group)
+                self._rounds = Rounds(store, self.rank, self.ranks, ring)
+        elif process_group is not None:
+            raise ReshardError("a process group was given, but torch.distributed is not initialised (any more)")
+        self.world_size = len(self.ranks)
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None, *, alone: bool, deadline_s: float) -> Group:
+        """The ranks of a group, or this process `alone`. Raises ReshardError for both at once."""
+        if alone and process_group is not None:
+            raise ReshardError("alone=True means this process by itself: leave process_group out")
+        return cls.alone(deadline_s=deadline_s) if alone else cls(process_group, deadline_s=deadline_s)
+
+    @classmethod
+    def alone(cls, *, deadline_s: float = 1800.0) -> Group:
+        """This process by itself, also where torch.distributed is initialised: it asks and waits for nobody."""
+        group = object.__new__(cls)
+        group._deadline_s, group._phases, group._common, group._rounds = deadline_s, [], None, None
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        group.rank, group.ranks, group.world_size = 0, (rank,), 1
+        return group
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self._round("a barrier", b"", _nothing)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Everybody's data, in rank order. Equal data travels once, so equal answers of many ranks are cheap."""
+        if self._rounds is None:
+            return [bytes(data)]
+        whole = self._round("an exchange", bytes(data), _pool)
+        distinct, places = msgspec.msgpack.decode(whole, type=tuple[list[bytes], list[int]])
+        return [distinct[place] for place in places]
+
+    def share(self, data: bytes | None, root: int = 0) -> bytes:
+        """What the rank `root` (its place in the group) has; the others give None."""
+        if not 0 <= root < self.world_size:
+            raise ReshardError(f"there is no rank {root} to share from in a group of {self.world_size}")
+        if self.rank == root and data is None:
+            raise ReshardError(f"rank {root} is to share its data, but gave None")
+        mine = bytes(data) if data is not None and self.rank == root else b""
+        return self._round(f"a share from rank {root}", mine, lambda all_data: all_data[root])
+
+    def agree(self, digest: bytes, what: str, *, error: type[ReshardError] = LayoutError, fix: str = "") -> None:
+        """Make sure that all ranks have the same bytes.
+
+        Args:
+            digest: the bytes, best a short digest.
+            what: what it is a digest of, for the message: "the layout of the state dict".
+            error: raised, alike on all ranks, where they differ; it names which ranks do. The group stays usable.
+            fix: a sentence for the end of the message.
+        """
+        verdict = self._round(
+            f"agreement on {what}", bytes(digest), lambda all_data: _differences(all_data, self.ranks)
+        )
+        if verdict:
+            self._common = error(f"the ranks differ in {what}: {verdict.decode()}{'. ' + fix if fix else ''}")
+            raise self._common
+
+    @property
+    def deadline(self) -> float:
+        """When the phase that is under way must be over, on the monotonic clock; never, outside of phases."""
+        return self._phases[-1].deadline if self._phases else float("inf")
+
+    @property
+    def failed(self) -> bool:
+        """Whether a phase has failed: then every verb raises its failure, and only a new group can go on."""
+        return self._rounds is not None and self._rounds.failure is not None
+
+    def check(self) -> None:
+        """Raise if another rank has failed meanwhile. For the inside of long work: cheap, any thread, no collective."""
+        if self._rounds is not None:
+            self._rounds.look()
+            if self._rounds.failure is not None:
+                self._rounds.failure.raise_()
+
+    @contextmanager
+    def together(self, name: str, *, deadline_s: float | None = None, meet: bool = True) -> Iterator[None]:
+        """A phase that ends alike on all ranks: all leave it when all are done, or all leave it with an error.
+
+        The rank that fails raises its own error at once. The others raise a `RankFailedError` with its rank, message
+        and traceback as soon as they reach a verb, a `check` or the end of the phase; so they do, within a second or
+        two, if a rank on the same machine as another died. A rank that does not get there in time, hanging or dead far
+        away, makes a `DeadlineError` on all others that names it.
+
+        Args:
+            name: for messages: "write".
+            deadline_s: how long the whole phase may take, counted from when this rank entered it, in seconds; a phase
+                inside another has no longer than that one has left.
+            meet: False lets a rank leave as soon as it is done: the caller makes sure otherwise that all ranks are.
+        """
+        allowed_s = self._deadline_s if deadline_s is None else deadline_s
+        phase = _Phase(name, time.monotonic() + allowed_s, allowed_s)
+        if self._phases and self._phases[-1].deadline < phase.deadline:
+            phase = _Phase(name, *self._phases[-1][1:])
+        self._phases.append(phase)
+        try:
+            yield
+            if meet:
+                self._round(f"the end of '{name}'", b"", _nothing, in_phase=False)
+                if self._rounds is not None and len(self._phases) == 1:
+                    self._rounds.seen()
+        except BaseException as error:
+            self._report(error, phase)
+            raise
+        finally:
+            self._phases.pop()
+
+    def _report(self, error: BaseException, phase: _Phase) -> None:
+        """Tell the other ranks, unless they know or fail just so themselves; tell the user who failed first."""
+        rounds = self._rounds
+        if rounds is None or rounds.failure is not None or error is self._common:
+            return
+        from reshard.control.store_rounds import Failure
+
+        rank = self.ranks[self.rank]
+        trace = "".join(traceback.format_exception(error))[-_MESSAGE_CHARS:]
+        headline = f"rank {rank} failed in '{phase.name}': {type(error).__name__}: {error}"
+        mine = Failure(
+            "error", rank, f"{headline[:_MESSAGE_CHARS]}\n--- traceback of rank {rank} ---\n{trace.rstrip()}"
+        )
+        try:
+            first = rounds.fail(mine)
+        except ReshardError as lost:
+            error.add_note(f"the other ranks could not be told: {lost}")
+            return
+        if first != mine:
+            error.add_note(f"before that, {first.message}")
+
+    def _round(
+        self, label: str, data: bytes, combine: Callable[[list[bytes]], bytes], *, in_phase: bool = True
+    ) -> bytes:
+        if self._rounds is None:
+            return combine([data])
+        if self._phases:
+            name, deadline, allowed_s = self._phases[-1]
+            label += f" in '{name}'" if in_phase else ""
+        else:
+            deadline, allowed_s = time.monotonic() + self._deadline_s, self._deadline_s
+        return self._rounds.take(label, data, combine, deadline, allowed_s)
+
+
+def _nothing(all_data: list[bytes]) -> bytes:
+    return b""
+
+
+def _pool(all_data: list[bytes]) -> bytes:
+    distinct = {data: place for place, data in enumerate(dict.fromkeys(all_data))}
+    return msgspec.msgpack.encode((list(distinct), [distinct[data] for data in all_data]))
+
+
+def _differences(all_data: list[bytes], ranks: Sequence[int]) -> bytes:
+    """Empty if all are equal, else which ranks hold alike, the largest party first."""
+    parties: dict[bytes, list[int]] = {}
+    for rank, data in zip(ranks, all_data, strict=True):
+        parties.setdefault(data, []).append(rank)
+    if len(parties) == 1:
+        return b""
+    from reshard.control.store_rounds import format_ranks
+
+    largest_first = sorted(parties.values(), key=lambda party: (-len(party), party))
+    words = [f"rank{'s' * (len(party) > 1)} {format_ranks(sorted(party))}" for party in largest_first[:10]]
+    more = f", and {len(parties) - 10} more parties" if len(parties) > 10 else ""
+    return (" differ from ".join(words[:2]) + "".join(f", and from {word}" for word in words[2:]) + more).encode()

@@ -1,0 +1,1 @@
+"""Bytes between ranks: the rounds of a transfer plan, sent and received."""

@@ -1,0 +1,30 @@
+"""Folders of Lightning's FSDP and model-parallel strategies: a DCP checkpoint, and the rest in `meta.pt`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from reshard.formats.dcp import reader as dcp
+from reshard.formats.dcp.names import has_dcp
+from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.merging import merge
+from reshard.formats.stored.source import Files
+from reshard.formats.torch_save.file import contents_of, read_torch_file
+from reshard.storage.base import Storage
+
+__all__ = ["detect", "looks_for", "name", "open"]
+
+name = "lightning"
+looks_for = ".metadata and meta.pt"
+
+
+def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether the top folder is a DCP checkpoint with a `meta.pt`."""
+    return "meta.pt" in names and has_dcp(names)
+
+
+def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+    """Both parts as one checkpoint. Raises DamagedCheckpointError, also if the save did not end."""
+    sharded = dcp.open(storage, names)
+    rest = contents_of(name, {(): read_torch_file(Files(storage)["meta.pt"])})
+    return merge(name, [("", sharded), ("", rest)], {"framework": "lightning"})

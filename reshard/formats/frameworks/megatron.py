@@ -1,0 +1,99 @@
+"""Megatron-core's `torch_dist` checkpoints: a DCP checkpoint whose keys are final, and `common.pt` with the rest.
+
+latest_checkpointed_iteration.txt        "2", or "release"
+iter_0000002/metadata.json               {"sharded_backend": "torch_dist", ...}
+iter_0000002/common.pt                   arguments, param groups, how the optimizer was sharded
+iter_0000002/.metadata, __0_0.distcp     tensors, whole layers in stacks
+
+and the older folders of one file per rank, see `megatron_legacy`. `reshard.checkpoint.canonical.megatron` gives
+canonical names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.formats.dcp import reader as dcp
+from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.merging import merge
+from reshard.formats.stored.source import Files
+from reshard.formats.torch_save.file import contents_of, read_torch_file
+from reshard.storage.base import Storage
+
+__all__ = ["LATEST", "detect", "iteration_folder", "looks_for", "name", "open"]
+
+name = "megatron"
+looks_for = "latest_checkpointed_iteration.txt, or metadata.json with a sharded_backend, beside .metadata"
+
+LATEST = "latest_checkpointed_iteration.txt"
+_BACKENDS = ("torch_dist", "torch_dcp", "fsdp_dtensor")
+
+
+def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
+    """ "" or the folder of the iteration that `LATEST` names, with a slash. Raises DamagedCheckpointError if absent."""
+    if LATEST not in names:
+        return ""
+    text = bytes(storage.read(LATEST)).decode("utf-8", "replace").strip()
+    folder = f"iter_{int(text):07d}/" if text.isdigit() else f"{text}/"
+    if not any(file.startswith(folder) for file in names):
+        raise DamagedCheckpointError(f"{storage.url}/{LATEST} names {text!r}, but there is no folder {folder}")
+    return folder
+
+
+def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether there is a `.metadata` with Megatron's `metadata.json` beside it."""
+    if LATEST in names:
+        folder = iteration_folder(storage, names)
+        return folder + "metadata.json" in names or folder + ".metadata" in names
+    return "metadata.json" in names and ".metadata" in names and "sharded_backend" in _description(storage, "")
+
+
+def _description(storage: Storage, folder: str) -> dict[str, Any]:
+    try:
+        value = json.loads(storage.read(folder + "metadata.json"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{storage.url}/{folder}metadata.json: no JSON: {error}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+    """The checkpoint of the latest iteration, or the one in this folder; the keys of `common.pt` begin with "common.".
+
+    Raises:
+        FormatError: the files are of another of Megatron's backends.
+        DamagedCheckpointError: a file is missing or damaged.
+    """
+    folder = iteration_folder(storage, names)
+    described = _description(storage, folder) if folder + "metadata.json" in names else {}
+    backend = described.get("sharded_backend", "torch_dist")
+    if backend not in _BACKENDS:
+        raise FormatError(
+            f"{storage.url}/{folder}: Megatron's backend {backend!r} is not supported, only {_BACKENDS}; let "
+            "Megatron-core convert it to torch_dist"
+        )
+    if folder + ".metadata" not in names:
+        raise DamagedCheckpointError(
+            f"{storage.url}/{folder}: there is no .metadata, which comes last: the save did not end"
+        )
+    sharded = dcp.open_folder(storage, names, folder)
+    facts: dict[str, Any] = {**sharded.facts, "backend": backend}
+    parts = [("", sharded)]
+    common = folder + "common.pt"
+    if common not in names and described.get("common_backend") == "torch" and backend != "fsdp_dtensor":
+        raise DamagedCheckpointError(
+            f"{storage.url}/{common} is missing, which holds the program's arguments and the optimizer's settings"
+        )
+    if common in names:
+        file = read_torch_file(Files(storage)[common])
+        if isinstance(file.value, dict):
+            facts["common"] = {key: file.plain(value) for key, value in file.value.items() if key != "rng_state"}
+        parts.append(("common", contents_of(name, {(): file})))
+    merged = merge(name, parts, facts)
+    if folder + "metadata.json" in names:
+        return merged
+    lost = f"{folder}metadata.json is missing: taken for one of {backend}, and whether it had a common.pt is not known"
+    return replace(merged, warnings=(*merged.warnings, lost))

@@ -1,0 +1,201 @@
+"""Writes one rank's data file: a safetensors file, streamed, with a checksum for every block of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from planners.geometry.box import Box
+from planners.geometry.layout import TensorSpec
+from reshard.errors import FormatError
+from reshard.formats.native.manifest import BLOCK_BYTES, FileRecord, entry_key
+from reshard.state.arrays import as_array, row_major_bytes
+from reshard.state.dtypes import SAFETENSORS_CODES
+from reshard.state.fingerprints import Partial, partial
+from reshard.storage.base import Storage
+
+__all__ = ["STAGE_BYTES", "BlockSums", "Entry", "Keyed", "Sink", "digest128", "header_of", "sum_up", "write_file"]
+
+STAGE_BYTES = 32 << 20
+"""Default memory for elements that do not lie in row-major order, or not on the CPU, on their way to the file."""
+_CODES = {name: code for code, name in SAFETENSORS_CODES.items() if name != "float4_e2m1fn_x2"}
+
+
+class Sink(Protocol):
+    """What takes the bytes of a file, front to end."""
+
+    def write(self, data: memoryview) -> None:
+        """Append."""
+
+
+class Keyed(Protocol):
+    """One array of a data file, as its header tells it."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Of the whole tensor."""
+
+    @property
+    def box(self) -> Box:
+        """The region of it that the array holds."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One array of a data file."""
+
+    spec: TensorSpec
+    """Of the whole tensor."""
+    box: Box
+    """The region of it that the array holds, in global coordinates."""
+    tensor: torch.Tensor
+    """The elements, of the box's sizes; on any device, with any strides."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return entry_key(self.spec.fqn, self.box, self.spec.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.box.numel * self.spec.itemsize
+
+
+def write_file(
+    storage: Storage,
+    name: str,
+    entries: Sequence[Entry],
+    *,
+    stage_bytes: int = STAGE_BYTES,
+    on_bytes: Callable[[int], None] | None = None,
+) -> FileRecord:
+    """Write `entries` as one safetensors file, and its block checksums beside it. Both are durable on return.
+
+    `stage_bytes` is for elements that do not lie in row-major order, or not on the CPU, on their way to the file. Large
+    elements come first, so that every array is aligned to its item size.
+
+    Raises FormatError if two entries have one key; StorageError if the storage fails.
+    """
+    ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
+    header = header_of(ordered)
+    with storage.create(name) as out:
+        sums = BlockSums(out)
+        sums.write(memoryview(header))
+        for entry in ordered:
+            for piece in _pieces(entry.tensor, stage_bytes // 2):  # one is written while the next one is made
+                sums.write(piece)
+                if on_bytes is not None:
+                    on_bytes(len(piece))
+        digests = sums.finish()
+    with storage.create(f"{name}.sums") as out:
+        out.write(digests)
+    return FileRecord(name, len(header) + sum(entry.nbytes for entry in ordered), len(header), digest128(digests))
+
+
+def sum_up(entries: Sequence[Entry]) -> dict[str, Partial]:
+    """What `entries` add to the fingerprints of their tensors, by name."""
+    out: dict[str, Partial] = {}
+    for entry in entries:
+        found = partial(entry.tensor, entry.box, entry.spec.shape)
+        out[entry.spec.fqn] = out[entry.spec.fqn] + found if entry.spec.fqn in out else found
+    return out
+
+
+def digest128(data: bytes) -> str:
+    """XXH3-128, in hex."""
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+def header_of(entries: Sequence[Keyed], note: Mapping[str, str] | None = None) -> bytes:
+    """The length and header of a safetensors file whose data follow one another in this order; `note` is metadata.
+
+    Raises FormatError if two arrays have one key.
+    """
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **(note or {})}}
+    at = 0
+    for entry in entries:
+        if entry.key == "__metadata__":
+            raise FormatError(
+                'no tensor can be called "__metadata__": safetensors keeps that name for itself; rename it'
+            )
+        if entry.key in table:
+            raise FormatError(f"two arrays of one file would be called {entry.key!r}: rename one of the tensors")
+        stop = at + entry.nbytes
+        code, shape = _CODES.get(entry.spec.dtype), list(entry.box.sizes)
+        if code is None:  # safetensors has no code for it: bytes, in a last dim of their own
+            code, shape = "U8", [*shape, entry.spec.itemsize]
+        table[entry.key] = {"dtype": code, "shape": shape, "data_offsets": [at, stop]}
+        at = stop
+    text = msgspec.json.encode(table)
+    text += b" " * (-(8 + len(text)) % 64)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _pieces(tensor: torch.Tensor, stage_bytes: int) -> Iterator[memoryview]:
+    """The elements in row-major order; with a bounded copy where they do not lie so in CPU memory."""
+    if tensor.numel() == 0:
+        return
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        yield row_major_bytes(as_array(tensor))
+        return
+    nbytes = tensor.numel() * tensor.element_size()
+    if tensor.ndim == 0 or nbytes <= stage_bytes or max(tensor.shape) == 1:
+        yield row_major_bytes(as_array(tensor.cpu()))
+        return
+    rows = stage_bytes * tensor.shape[0] // nbytes
+    for start in range(0, tensor.shape[0], max(rows, 1)):
+        if rows:
+            yield row_major_bytes(as_array(tensor[start : start + rows].cpu()))
+        else:  # one row alone is too large
+            yield from _pieces(tensor[start], stage_bytes)
+
+
+class BlockSums:
+    """Passes bytes on to a writer and hashes them block by block."""
+
+    def __init__(self, out: Sink) -> None:
+        self._out = out
+        self._state = xxhash.xxh3_64()
+        self._room = BLOCK_BYTES
+        self._digests: list[int] = []
+
+    def write(self, data: memoryview) -> None:
+        """Block by block, so that what is written is still at hand from being hashed."""
+        at = 0
+        while at < len(data):
+            piece = data[at : at + self._room]
+            if len(piece) == BLOCK_BYTES:
+                self._digests.append(xxhash.xxh3_64_intdigest(piece))
+            else:
+                self._state.update(piece)
+                self._room -= len(piece)
+                if not self._room:
+                    self._close_block()
+            self._out.write(piece)
+            at += len(piece)
+
+    def _close_block(self) -> None:
+        self._digests.append(self._state.intdigest())
+        self._state.reset()
+        self._room = BLOCK_BYTES
+
+    def finish(self) -> bytes:
+        """The digests of all blocks, the last one perhaps short, as little-endian 64-bit numbers."""
+        if self._room != BLOCK_BYTES:
+            self._close_block()
+        return np.array(self._digests, dtype="<u8").tobytes()

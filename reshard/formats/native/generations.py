@@ -1,0 +1,320 @@
+"""Generations: every save writes into a folder of its own, and only the manifest says which one counts.
+
+    manifest.json  ─────────►  data-0192f3c1a8-5d2e.../      the checkpoint
+                               data-0192f3c199-77ab.../      of a save that was killed, or is still running
+
+A folder that no manifest names belongs to a save that is running or dead. Its claim tells: a process of this machine
+that no longer exists is dead. One that cannot be seen from here, on another machine, in another container or before the
+machine was started anew, is given a day.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from urllib.parse import quote
+
+import msgspec
+
+from reshard.control.liveness import is_gone, machine, start_of
+from reshard.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from reshard.formats.dcp.names import has_dcp
+from reshard.formats.native import manifest as native
+from reshard.formats.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest
+from reshard.storage import Storage, is_temporary, open_storage
+
+__all__ = [
+    "Claim",
+    "begin",
+    "check_claimed",
+    "claim",
+    "counts",
+    "ended",
+    "folder_of",
+    "latest_complete",
+    "new_save_id",
+    "prune",
+    "published",
+    "refuse_foreign",
+    "release",
+    "remove",
+    "remove_dead",
+]
+
+_FOREIGN_AGE_S = 86_400.0
+"""After so long a save whose process cannot be seen from here is taken for dead."""
+_CLAIMING_S = 60.0
+"""So long a save is taken to be about to make its claim."""
+_CLAIM = "claim.json"
+_VISIBLE_S = 2.0
+"""So long a network file system may take to show on one machine what was written on another."""
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """Who writes a generation."""
+
+    host: str
+    pid: int
+    process_start: str
+    """Start time of the process in the kernel's ticks: a later process may have the same number."""
+    unix_s: float
+    machine: str = ""
+    """Where the number means this process: containers of one host may have the same name, and numbers of their own."""
+
+
+def new_save_id() -> str:
+    """A name that sorts by time and that no other save has."""
+    return f"{int(time.time() * 1000):012x}-{secrets.token_hex(6)}"
+
+
+_begun: list[float] = [0.0]
+
+
+def begin() -> float:
+    """When a save begins, in seconds since 1970: later than all others of this process, though clocks are set back."""
+    _begun[0] = max(time.time(), _begun[0] + 1e-6)
+    return _begun[0]
+
+
+def folder_of(save_id: str) -> str:
+    """The generation's folder, within the checkpoint's."""
+    return f"data-{save_id}"
+
+
+def refuse_foreign(storage: Storage) -> None:
+    """Make sure that a save here would neither replace somebody else's files nor be lost among them.
+
+    Raises StorageError if the folder holds an index or manifest that we did not write, or a DCP checkpoint, beside
+    which ours could not be told apart; FormatError for a checkpoint of a newer version.
+    """
+    names = storage.list()
+    ours = native.detect(storage, names)
+    if ours and MANIFEST in names:
+        _refuse_newer(storage)
+    foreign = [name for name in (MANIFEST, HF_INDEX) if name in names and not ours]
+    foreign += [".metadata"] if has_dcp(names) else []
+    if foreign:
+        raise StorageError(
+            f"{storage.url} holds {foreign[0]}, which is of something else than our checkpoints: nothing was saved. "
+            "Save into a folder of its own"
+        )
+
+
+def _refuse_newer(storage: Storage) -> None:
+    native.refuse_newer(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
+
+
+_running: set[str] = set()
+"""Saves of this process that have not ended."""
+
+
+def claim(storage: Storage, save_id: str) -> None:
+    """Say that this process is writing the generation, until `ended`."""
+    _running.add(save_id)
+    pid = os.getpid()
+    mine = Claim(socket.gethostname(), pid, start_of(pid), time.time(), machine())
+    storage.publish(f"{folder_of(save_id)}/{_CLAIM}", msgspec.json.encode(mine))
+
+
+def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
+    """Make sure that what the first rank claims is what this rank writes to, before it writes anything.
+
+    Raises StorageError if the claim of the rank `claimer` cannot be seen from here.
+    """
+    until = time.monotonic() + _VISIBLE_S
+    while True:
+        try:
+            storage.size(f"{folder_of(save_id)}/{_CLAIM}")
+        except FileNotFoundError:
+            if time.monotonic() > until:
+                raise StorageError(
+                    f"what rank {claimer} wrote is not to be seen in {storage.url} from {socket.gethostname()}: the "
+                    "folder must be the same, shared one for all ranks, not one of each machine"
+                ) from None
+            time.sleep(0.1)
+        else:
+            return
+
+
+def ended(save_id: str) -> None:
+    """Say that this process writes the generation no more, even if its claim could not be removed."""
+    _running.discard(save_id)
+
+
+def release(storage: Storage, save_id: str) -> None:
+    """Say that the generation is published, or given up: from now on it stays only while a manifest names it."""
+    storage.delete(f"{folder_of(save_id)}/{_CLAIM}")
+
+
+def published(storage: Storage) -> str | None:
+    """The save id that counts, or None."""
+    try:
+        return read_manifest(storage).save_id
+    except CheckpointNotFoundError:
+        return None
+
+
+def counts(storage: Storage, save_id: str) -> bool:
+    """Whether the manifest names this generation; one that cannot be read, or is of a newer version, does not."""
+    try:
+        return published(storage) == save_id
+    except CheckpointError:
+        return False
+
+
+def remove_dead(storage: Storage) -> list[str]:
+    """Remove generations that neither count nor are being written. Returns their save ids.
+
+    A save publishes its manifest before it releases its claim. So where a claim is gone, the manifest that is read
+    *after* seeing that names this generation, or one that came later.
+    """
+    by_id = _generations(storage)
+    _remove_empty(storage)
+    removed, running = [], False
+    for save_id, names in by_id.items():
+        if _alive(storage, save_id, names):
+            running = True
+        elif published(storage) != save_id:
+            remove(storage, save_id, names)
+            removed.append(save_id)
+    if not running:  # of several saves it is not known whose an unfinished manifest is: the last to end cleans up
+        for published_name in (MANIFEST, HF_INDEX):
+            for name in storage.list(f"{published_name}."):
+                if is_temporary(name):
+                    storage.delete(name)
+    return removed
+
+
+def _generations(storage: Storage) -> dict[str, list[str]]:
+    """Save id -> names of the files of its generation; what else is called so is somebody's own."""
+    by_id: dict[str, list[str]] = {}
+    for name in storage.list("data-"):
+        folder, slash, _ = name.partition("/")
+        if slash and is_generation(folder):
+            by_id.setdefault(folder.removeprefix("data-"), []).append(name)
+    return by_id
+
+
+def _remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
+    """Remove generations that hold nothing: folders of saves that were killed before they made their claim.
+
+    A save that is just making its claim makes its folder again.
+
+    Args:
+        others: folders that may go, too, if they are empty.
+    """
+    for folder in storage.empty_folders():
+        if is_generation(folder) or folder in others:
+            storage.delete(f"{folder}/{_CLAIM}")
+
+
+def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:
+    """Remove a generation, its claim last, so that a removal cut short is taken up again."""
+    folder = folder_of(save_id)
+    names = list(storage.list(f"{folder}/")) if names is None else names
+    for name in sorted(names, key=lambda name: name.endswith(f"/{_CLAIM}")):
+        storage.delete(name)
+
+
+def _alive(storage: Storage, save_id: str, names: list[str]) -> bool:
+    name = f"{folder_of(save_id)}/{_CLAIM}"
+    if name not in names:  # a claim is made before anything else and removed last
+        return all(map(is_temporary, names)) and time.time() - _began(save_id) < _CLAIMING_S
+    try:
+        owner = msgspec.json.decode(storage.read(name), type=Claim)
+    except (CheckpointNotFoundError, msgspec.MsgspecError):
+        return False
+    if not owner.machine or owner.machine != machine():
+        return time.time() - owner.unix_s < _FOREIGN_AGE_S
+    if owner.pid == os.getpid() and save_id not in _running:
+        return False
+    return not is_gone(owner.pid, owner.process_start)
+
+
+def _began(save_id: str) -> float:
+    """Seconds since 1970 when the save began; 0 if that is no save id."""
+    try:
+        return int(save_id.partition("-")[0], 16) / 1000
+    except ValueError:
+        return 0.0
+
+
+def latest_complete(folder: str | os.PathLike[str]) -> str | None:
+    """The newest complete checkpoint at or directly below `folder`, by the time that its save was begun; else None.
+
+    A folder without a whole manifest, or whose files are missing or short, does not count.
+
+    Raises FormatError if one is of a newer version: it may be the latest.
+    """
+    found = _complete(folder)
+    return found[-1][1] if found else None
+
+
+def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
+    """Remove all but the `keep_last` newest complete checkpoints directly below `folder`; returns their paths.
+
+    Their manifests go first, so that nothing that looks complete is left by a removal cut short, which the next one
+    takes up. What killed saves have left goes too. Broken checkpoints neither count nor go, nor do those that a save is
+    replacing just now. Only what saves have written is removed: other files stay, and their folders with them.
+
+    Raises CheckpointError for `keep_last` < 1; FormatError if a checkpoint is of a newer version.
+    """
+    if not isinstance(keep_last, int) or keep_last < 1:
+        raise CheckpointError(
+            f"keep_last must be a whole number >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
+        )
+    found = [path for _, path, is_below in _complete(folder) if is_below]
+    storage = open_storage(folder)
+    parts = [name.split("/", 2) for name in storage.list()]
+    places = {place for place, *inner in parts if len(inner) > 1 and is_generation(inner[0])}
+    gone = []
+    for path in found[:-keep_last]:
+        inner = open_storage(path)
+        by_id = _generations(inner)
+        if not any(_alive(inner, save_id, names) for save_id, names in by_id.items()):
+            inner.delete(HF_INDEX)
+            inner.delete(MANIFEST)
+            gone.append(path)
+    for place in places:  # of those that are gone now, and of killed saves
+        with suppress(CheckpointError):  # a broken one, whose manifest does not say what counts
+            remove_dead(open_storage(_path_below(folder, place)))
+    _remove_empty(storage, places)
+    return gone
+
+
+def _path_below(folder: str | os.PathLike[str], place: str) -> str:
+    base = os.fspath(folder)
+    if "://" in base and not base.startswith("memory:"):
+        for sign in "%#?":  # which mean something else in a URL
+            place = place.replace(sign, quote(sign))
+    return f"{base.rstrip('/')}/{place}" if place else base
+
+
+def _complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
+    """(when its save was begun, path, whether below the folder) of each complete checkpoint, the oldest first."""
+    from reshard.checkpoint.checkpoint import open as open_checkpoint
+
+    if isinstance(folder, Storage):
+        raise CheckpointError(f"a path or URL is wanted, got the storage {folder.url}: checkpoints are told by paths")
+    storage = open_storage(folder)
+    found = []
+    for name in storage.list():
+        place, _, last = name.rpartition("/")
+        if last != MANIFEST or "/" in place:
+            continue
+        path = _path_below(folder, place)
+        try:
+            created = read_manifest(open_storage(path)).created_unix_s
+            open_checkpoint(path)
+        except CheckpointError:
+            with suppress(CheckpointNotFoundError):  # removed meanwhile
+                inner = open_storage(path)
+                if native.detect(inner, {MANIFEST: inner.size(MANIFEST)}):
+                    _refuse_newer(inner)
+            continue
+        found.append((created, path, bool(place)))
+    return sorted(found)

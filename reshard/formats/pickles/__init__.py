@@ -1,0 +1,1 @@
+"""Pickles read without running any code."""

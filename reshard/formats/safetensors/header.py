@@ -1,0 +1,139 @@
+"""The header of a safetensors file: which tensor lies where. The header is checked in full before it is believed.
+
+8 bytes: length N      N bytes: JSON {name: {dtype, shape, data_offsets}, "__metadata__": {text: text}}      data
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planners.geometry.byteruns import Window
+from planners.geometry.dtypes import itemsize
+from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.formats.stored.contents import Place
+from reshard.formats.stored.source import Source
+from reshard.state.dtypes import dtype_from_code
+
+__all__ = ["Entry", "Header", "looks_like_header", "read_header"]
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library refuses to go beyond."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: row-major, at `window` of the file."""
+
+    dtype: str
+    window: Window
+
+
+@dataclass(frozen=True)
+class Header:
+    """All tensors of a file in the order of their data, and the file's own metadata."""
+
+    source: Source
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+
+    def place(self, name: str) -> Place:
+        """Where a tensor of this file is. Raises KeyError."""
+        return Place(self.source, self.entries[name].window)
+
+
+def looks_like_header(head: bytes, nbytes: int) -> bool:
+    """Whether the first 9 bytes of a file of `nbytes` could begin a safetensors file."""
+    return len(head) >= 9 and 2 <= int.from_bytes(head[:8], "little") <= nbytes - 8 and head[8:9] == b"{"
+
+
+def read_header(source: Source) -> Header:
+    """Read and check the header of a whole file.
+
+    Raises:
+        DamagedCheckpointError: the file is cut short, the header is no JSON, or tensors overlap, leave holes or do not
+            have the bytes that their shape needs.
+        FormatError: a dtype that is not known.
+    """
+    if source.nbytes < 8:
+        raise DamagedCheckpointError(
+            f"{source.label}: a safetensors file has at least 8 bytes, this has {source.nbytes}"
+        )
+    length = int.from_bytes(bytes(source.read(0, 8)), "little")
+    if length > min(MAX_HEADER_BYTES, source.nbytes - 8):
+        raise DamagedCheckpointError(
+            f"{source.label}: its header should have {length} bytes, but the file has {source.nbytes} in all; it was "
+            "cut short, or is no safetensors file"
+        )
+    try:
+        header = json.loads(bytes(source.read(8, length)), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{source.label}: its header is no JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise DamagedCheckpointError(f"{source.label}: its header is no JSON object")
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise DamagedCheckpointError(f"{source.label}: __metadata__ in its header must map text to text")
+    found = [(name, *_entry(source, name, fields, 8 + length)) for name, fields in header.items()]
+    found.sort(key=lambda item: (item[2], item[3]))
+    _check_tiling(source, found, 8 + length)
+    return Header(source, {name: entry for name, entry, _, _ in found}, metadata)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("it has the same key twice")
+    return result
+
+
+def _entry(source: Source, name: str, fields: Any, data_at: int) -> tuple[Entry, int, int]:
+    """The entry, and the first and last byte position that the header gives it."""
+    try:
+        code, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
+        numbers = [*shape, start, stop]
+        sane = isinstance(code, str) and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+    except (TypeError, KeyError, ValueError):
+        sane = False
+    if not sane:
+        raise DamagedCheckpointError(
+            f"{source.label}: the header's entry for tensor {name!r} makes no sense: {fields!r:.200}"
+        )
+    try:
+        dtype = dtype_from_code(code)
+    except FormatError as error:
+        raise FormatError(f"{source.label}: tensor {name!r}: {error}") from None
+    sizes = _sizes_in_memory(code, shape)
+    wanted = math.prod(sizes) * itemsize(dtype)
+    if stop - start != wanted:
+        raise DamagedCheckpointError(
+            f"{source.label}: tensor {name!r} of shape {shape} and dtype {code} needs {wanted} bytes, the header gives "
+            f"it {stop - start} at [{start}, {stop})"
+        )
+    return Entry(dtype, Window.row_major(data_at + start, sizes, itemsize(dtype))), start, stop
+
+
+def _sizes_in_memory(code: str, shape: list[int]) -> list[int]:
+    """The header counts the values of 4-bit tensors, torch counts pairs of them."""
+    if code == "F4" and shape:
+        return [*shape[:-1], shape[-1] // 2]
+    return shape
+
+
+def _check_tiling(source: Source, found: list[tuple[str, Entry, int, int]], data_at: int) -> None:
+    at = 0
+    for name, _, start, stop in found:
+        if start != at:
+            what = "overlaps the one before" if start < at else f"leaves a hole of {start - at} bytes"
+            raise DamagedCheckpointError(
+                f"{source.label}: tensor {name!r} at [{start}, {stop}) {what}; the header lies"
+            )
+        at = stop
+    if data_at + at != source.nbytes:
+        raise DamagedCheckpointError(
+            f"{source.label}: its tensors need {data_at + at} bytes, but the file has {source.nbytes}; it was cut "
+            "short or appended to"
+        )

@@ -1,0 +1,143 @@
+"""Copies the elements of a window into an array, reading little more than those elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from planners.geometry.box import Box
+from planners.geometry.byteruns import Window
+from reshard.errors import CheckpointError
+from reshard.formats.stored.contents import Place
+from reshard.formats.stored.source import Source
+from reshard.state.dtypes import dtype_from_name
+
+__all__ = ["MAX_BUFFER_BYTES", "copy_place", "copy_view", "empty", "item_dtype", "read_place"]
+
+Array = npt.NDArray[Any]
+
+MAX_BUFFER_BYTES = 16 << 20
+"""The largest piece of a file that is read at once where the storage has no zero-copy view."""
+
+
+def item_dtype(itemsize: int) -> np.dtype[Any]:
+    """A numpy dtype for elements of this many bytes, of which only the bytes matter."""
+    return np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype(f"V{itemsize}")
+
+
+def empty(shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, Array]:
+    """A new contiguous tensor with undefined elements, and the same memory as an array that `copy_place` can fill.
+
+    Raises CheckpointError if there is no memory for it.
+    """
+    torch_dtype = dtype_from_name(dtype)
+    try:
+        out = np.empty(shape, item_dtype(torch_dtype.itemsize))
+    except (MemoryError, ValueError) as error:
+        nbytes = math.prod(shape) * torch_dtype.itemsize
+        raise CheckpointError(f"no memory for {nbytes} bytes of shape {list(shape)}: read it in slices") from error
+    return torch.from_numpy(out.reshape(-1).view(np.uint8)).view(torch_dtype).view(list(shape)), out
+
+
+def read_place(place: Place, dtype: str) -> torch.Tensor:
+    """All elements at `place` as a new contiguous tensor. Raises what `copy_place` raises."""
+    tensor, out = empty(place.window.sizes, dtype)
+    copy_place(place, out)
+    return tensor
+
+
+def copy_place(place: Place, out: Array, buffer_bytes: int = MAX_BUFFER_BYTES) -> None:
+    """Copy the elements at `place` into `out`, an array of `item_dtype(window.itemsize)` and of the window's sizes.
+
+    `out` may be strided. What is stored as the conjugate of its value is conjugated on the way. Where the storage has
+    no view of its bytes, at most `buffer_bytes` are read at once beside `out`.
+
+    Raises:
+        DamagedCheckpointError: if the source ends before the window does.
+        StorageError: if the storage fails.
+    """
+    if place.window.numel:
+        place.source.check(place.window.offset, place.window.stop)
+        _transfer(place.source, place.window, out, buffer_bytes)
+        if place.conjugate:
+            _conjugate(out)
+
+
+def copy_view(view: memoryview, window: Window, conjugate: bool, out: Array) -> None:
+    """Like `copy_place` where the bytes that the window counts in are at hand, and known to be enough."""
+    if window.numel:
+        _copy(view, window, out)
+        if conjugate:
+            _conjugate(out)
+
+
+def _conjugate(out: Array) -> None:
+    """Negate the imaginary parts: the upper half of each element, whose sign is its highest bit."""
+    half = np.dtype(f"<u{out.dtype.itemsize // 2}")
+    parts = out.view(np.dtype([("real", half), ("imag", half)]))
+    parts["imag"] ^= half.type(1 << (half.itemsize * 8 - 1))
+
+
+def _transfer(source: Source, window: Window, out: Array, buffer_bytes: int) -> None:
+    """Long runs are read straight into their place; short ones are copied from a view, or read with some neighbours."""
+    runs, view = window.runs(), source.view()
+    long = runs.run_bytes >= source.direct_bytes
+    if runs.count == 1 and out.flags.c_contiguous and (long or view is None):
+        target = memoryview(cast("Any", out.reshape(-1).view(np.uint8)))  # numpy's types know buffers from 3.12 on
+        for start in range(0, runs.nbytes, MAX_BUFFER_BYTES):
+            source.read_into(window.offset + start, target[start : start + MAX_BUFFER_BYTES])
+    elif long and window.sizes[0] > 1 and out.strides[-1] == window.itemsize:
+        row = window.crop(Box.of((0,) * len(window.sizes), (1, *window.sizes[1:])))
+        for i in range(window.sizes[0]):
+            here = Window(row.offset + i * row.strides[0], row.sizes, row.strides, row.itemsize)
+            _transfer(source, here, out[i : i + 1], buffer_bytes)
+    elif view is not None:
+        _copy(view, window, out)
+    else:
+        _read(source, window, out, buffer_bytes)
+
+
+def _read(source: Source, window: Window, out: Array, buffer_bytes: int) -> None:
+    """Read the span of the window at once if little of it is unneeded, else part by part along the widest dim."""
+    span = window.stop - window.offset
+    runs = window.runs()
+    gap = source.max_gap_bytes
+    if span <= buffer_bytes and span - runs.nbytes <= gap * max(runs.count - 1, 0):
+        data = source.read(window.offset, span)
+        _copy(memoryview(data), Window(0, window.sizes, window.strides, window.itemsize), out)
+        return
+    # a dim of size 1 does not separate anything, so there is one larger: a span of one element is one run
+    dim = max((d for d, n in enumerate(window.sizes) if n > 1), key=lambda d: window.strides[d])
+    stride, size = window.strides[dim], window.sizes[dim]
+    rest = (*window.sizes[:dim], 1, *window.sizes[dim + 1 :])
+    one = Window(window.offset, rest, window.strides, window.itemsize)
+    inner = one.stop - one.offset
+    step = 1
+    if 0 <= stride - inner <= gap:  # neighbours are close enough to be read together
+        step = min(max(buffer_bytes // max(stride, 1), 1), max(size - 1, 1))
+    for start in range(0, size, step):
+        n = min(step, size - start)
+        part = Window(
+            window.offset + start * stride,
+            (*window.sizes[:dim], n, *window.sizes[dim + 1 :]),
+            window.strides,
+            window.itemsize,
+        )
+        index = (slice(None),) * dim + (slice(start, start + n),)
+        _transfer(source, part, out[index], buffer_bytes)
+
+
+def _copy(view: memoryview, window: Window, out: Array) -> None:
+    """Copy from bytes at hand. A last dim without gaps on both sides is copied as bytes, which numpy does by memcpy."""
+    itemsize, sizes, strides = window.itemsize, window.sizes, window.strides
+    if sizes and strides[-1] == itemsize and out.strides[-1] == itemsize:
+        source = np.ndarray((*sizes[:-1], sizes[-1] * itemsize), np.uint8, view, window.offset, (*strides[:-1], 1))
+        target = out.view(np.uint8) if out.dtype != np.uint8 else out
+        np.copyto(target, source)
+        return
+    np.copyto(out, np.ndarray(sizes, out.dtype, view, window.offset, strides))

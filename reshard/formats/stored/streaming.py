@@ -1,0 +1,274 @@
+"""Regions of stored tensors as a stream of row-major bytes: one piece at a time, the next ones read ahead meanwhile.
+
+    with stream(regions) as feed:
+        for region in regions:
+            for piece in feed.take(region):
+                out.write(piece.data)
+
+Memory is `DEPTH` pieces of at most `PIECE_BYTES`, however large the tensors are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, cast
+
+import numpy as np
+import torch
+
+from planners.geometry.box import Box
+from planners.geometry.byteruns import Window
+from planners.geometry.overlap import Sweep
+from reshard.errors import ReshardError
+from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.copying import copy_place, item_dtype
+from reshard.formats.stored.coverage import check_cover
+from reshard.formats.stored.source import DIRECT_BYTES, FileSource
+from reshard.state.dtypes import dtype_from_name
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+__all__ = ["PIECE_BYTES", "Feed", "Piece", "Region", "stream", "windows"]
+
+PIECE_BYTES = 16 << 20
+"""The most that is read at once."""
+DEPTH = 3
+"""Pieces in memory: one that is written, and those that are read meanwhile."""
+_RELEASE_BYTES = 64 << 20
+"""After so many bytes the mapped pages of the files are given back."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of a stored tensor, in the tensor's coordinates."""
+
+    stored: StoredTensor
+    box: Box
+
+    @classmethod
+    def whole(cls, stored: StoredTensor) -> Region:
+        """The whole tensor."""
+        return cls(stored, Box.full(stored.spec.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.box.numel * self.stored.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a region; valid until the next piece is taken."""
+
+    box: Box
+    """In the coordinates of the whole tensor."""
+    data: memoryview
+    """The elements, row-major."""
+    dtype: str
+
+    def tensor(self) -> torch.Tensor:
+        """The elements as a tensor that shares the piece's memory."""
+        raw = torch.frombuffer(self.data, dtype=torch.uint8)
+        return raw.view(dtype_from_name(self.dtype)).view(self.box.sizes)
+
+
+def windows(shape: Sequence[int], itemsize: int, max_bytes: int = PIECE_BYTES) -> Iterator[Box]:
+    """Boxes of at most about `max_bytes` that make up `shape`, row-major; none where there is no element."""
+    if 0 in shape:
+        return
+    lead, inner = 0, math.prod(shape) * itemsize
+    while lead < len(shape) and inner > max_bytes:
+        inner //= shape[lead]
+        lead += 1
+    if not lead:
+        yield Box.full(shape)
+        return
+    step = max(1, max_bytes // max(inner, 1))
+    outer, cut, rest = tuple(shape[: lead - 1]), shape[lead - 1], tuple(shape[lead:])
+    for prefix in np.ndindex(*outer):
+        for start in range(0, cut, step):
+            size = min(step, cut - start)
+            yield Box.of((*prefix, start, *(0,) * len(rest)), (*(1,) * len(prefix), size, *rest))
+
+
+class Feed:
+    """The pieces of some regions, in order."""
+
+    def __init__(self, regions: Iterable[Region], *, in_place: bool = True) -> None:
+        """With `in_place`, what lies in one run of a mapped file is not copied; such pieces are read-only."""
+        self._tasks = self._all_windows(regions)
+        self._in_place = in_place
+        self._buffers: deque[Array] = deque(np.empty(0, np.uint8) for _ in range(DEPTH))
+        self._pending: deque[tuple[Box, str, Array, Future[_Loaded]]] = deque()
+        self._pool = ThreadPoolExecutor(DEPTH - 1, thread_name_prefix="reshard-stream")
+        self._sources: set[FileSource] = set()
+        self._read_bytes = 0
+        self._last: tuple[Array, _Loaded] | None = None
+
+    @staticmethod
+    def _all_windows(regions: Iterable[Region]) -> Iterator[tuple[_Reader, Box]]:
+        for region in regions:
+            reader = _Reader(region)
+            for box in windows(region.box.sizes, region.stored.itemsize):
+                yield reader, box.shift(region.box.offsets)
+
+    def take(self, region: Region) -> Iterator[Piece]:
+        """The pieces of `region`, which must be the next one. Raises what reading raises."""
+        for _ in windows(region.box.sizes, region.stored.itemsize):
+            yield self._next()
+
+    def _next(self) -> Piece:
+        if self._last is not None:
+            buffer, loaded = self._last
+            loaded.give_back()
+            self._buffers.append(buffer)
+            self._last = None
+        while self._buffers and self._submit():
+            pass
+        if not self._pending:
+            raise ReshardError("more pieces were taken of a stream than its regions have")
+        box, dtype, buffer, future = self._pending.popleft()
+        loaded = future.result()
+        self._last = buffer, loaded
+        return Piece(box, loaded.data, dtype)
+
+    def _submit(self) -> bool:
+        task = next(self._tasks, None)
+        if task is None:
+            return False
+        reader, box = task
+        nbytes = box.numel * reader.stored.itemsize
+        buffer = self._buffers.popleft()
+        if len(buffer) < nbytes:
+            buffer = np.empty(max(nbytes, min(2 * len(buffer), PIECE_BYTES)), np.uint8)
+        loading = self._pool.submit(self._load, reader, box, buffer[:nbytes])
+        self._pending.append((box, reader.stored.spec.dtype, buffer, loading))
+        return True
+
+    def _load(self, reader: _Reader, box: Box, buffer: Array) -> _Loaded:
+        """The bytes of a box, where they are if they can stay there; on a thread of the pool."""
+        if self._in_place:
+            mapped = reader.mapped(box)
+            if mapped is not None:
+                return mapped
+        self._sources.update(reader.read(box, buffer.view(item_dtype(reader.stored.itemsize)).reshape(box.sizes)))
+        self._read_bytes += buffer.nbytes
+        if self._read_bytes >= _RELEASE_BYTES:
+            self._read_bytes = 0
+            sources, self._sources = self._sources, set()
+            for source in sources:
+                source.release()
+        return _Loaded(memoryview(cast("Any", buffer)))  # numpy's types know buffers from 3.12 on
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        if self._last is not None:
+            self._last[1].give_back()
+        for source in self._sources:
+            source.release()
+
+
+def stream(regions: Iterable[Region], *, in_place: bool = True) -> Feed:
+    """The feed of these regions; without `in_place`, pieces are writable copies."""
+    return Feed(regions, in_place=in_place)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """The bytes of a piece, and the part of a file that they are, where they were not copied."""
+
+    data: memoryview
+    source: FileSource | None = None
+    start: int = 0
+
+    def give_back(self) -> None:
+        """They are not needed any more."""
+        if self.source is not None:
+            self.source.unmap(self.start, self.data.nbytes)
+
+
+class _Reader:
+    """Reads boxes of one region; knows which chunks meet a box without looking at all of them each time."""
+
+    _MANY = 8
+
+    def __init__(self, region: Region) -> None:
+        self.stored = region.stored
+        self._region = region
+        self._sweep: Sweep | None = None
+        self._checked = False
+
+    def mapped(self, box: Box) -> _Loaded | None:
+        """The bytes in place: if they are one long run of one mapped file, as they are to be written."""
+        self._check()
+        if len(self.stored.chunks) > self._MANY or box.numel * self.stored.itemsize < DIRECT_BYTES:
+            return None
+        found = [number for number, _ in self._meeting(box)]
+        if len(found) != 1 or not isinstance(self.stored.chunks[found[0]].source, FileSource):
+            return None
+        chunk = self.stored.chunks[found[0]]
+        window = chunk.window.crop(box.relative_to(chunk.box))
+        source = chunk.source
+        if chunk.place.conjugate or not window.is_contiguous or not isinstance(source, FileSource):
+            return None
+        data = source.mapped(window.offset, window.nbytes)
+        return None if data is None else _Loaded(data, source, window.offset)
+
+    def _check(self) -> None:
+        if not self._checked:  # twice, if two threads come at once: no harm
+            check_cover(self.stored, self._region.box)
+            if len(self.stored.chunks) > self._MANY:
+                self._sweep = Sweep(enumerate(self.stored.boxes))
+            self._checked = True
+
+    def read(self, box: Box, out: Array) -> set[FileSource]:
+        """Fill `out`, an array of the box's sizes; returns the files that were read."""
+        self._check()
+        sources: set[FileSource] = set()
+        for number, common in self._meeting(box):
+            chunk = self.stored.chunks[number]
+            place = chunk.place
+            window = place.window.crop(common.relative_to(chunk.box))
+            for part in _narrow(window):
+                inner: Any = (*part.shift(common.relative_to(box).offsets).slices, ...)  # no dims: still an array
+                near = window.crop(part)
+                copy_place(place.with_window(near), out[inner])
+                if isinstance(place.source, FileSource):
+                    sources.add(place.source)
+                    if part.sizes != window.sizes:
+                        place.source.unmap(near.offset, near.stop - near.offset)
+        return sources
+
+    def _meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
+        if self._sweep is not None:
+            yield from ((int(i), common) for i, _, common in self._sweep.meeting(box))
+            return
+        for number, chunk in enumerate(self.stored.chunks):
+            common = chunk.box & box
+            if common is not None:
+                yield number, common
+
+
+def _narrow(window: Window) -> Iterator[Box]:
+    """The window in parts that lie close together: of a mapped file, all pages between count as memory when touched."""
+    span = window.stop - window.offset
+    dims = [d for d, n in enumerate(window.sizes) if n > 1]
+    if span <= PIECE_BYTES or window.is_contiguous or not dims:
+        yield Box.full(window.sizes)
+        return
+    far = max(dims, key=lambda d: window.strides[d])
+    step = max(1, PIECE_BYTES // max(window.strides[far], 1))
+    for start in range(0, window.sizes[far], step):
+        size = min(step, window.sizes[far] - start)
+        offsets = tuple(start if d == far else 0 for d in range(len(window.sizes)))
+        yield Box.of(offsets, tuple(size if d == far else n for d, n in enumerate(window.sizes)))

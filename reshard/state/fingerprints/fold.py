@@ -1,0 +1,208 @@
+"""Multiply every word by the numbers of its place, and add it all up: two matrix products and a little exact glue.
+
+A tensor of 32-bit words has one axis per dim, and each axis has a vector of secret numbers. The sum is
+
+    sum over r, c of   rows[r] * word[r, c] * columns[c]      modulo PRIME
+
+where c runs over some of the last axes taken together, and r over the others. The inner sums are one float64 matrix
+product per digit of `columns`, and float64 is exact here: |word| <= 2^31, |digit| <= 2^11 and at most 2^11 columns keep
+every partial sum within 2^53, whatever the order in which the library adds. So is the outer one: the sums are cut in
+halves of 27 bits, and 2^26 * 2^11 * 2^16 rows = 2^53.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from reshard.state.fingerprints.keys import BLOCK, LANES, LIMB_BITS, LIMBS, PRIME, Key, Residues, products, to_limbs
+
+__all__ = ["Axis", "Sums", "add_sums", "fold", "tiles"]
+
+Sums = tuple[int, ...]
+"""One element of the field per lane."""
+Tile = tuple[tuple[int, int], ...]
+"""A range of each axis."""
+
+_MAX_COLUMNS = 2048
+_MAX_ROWS = 1 << 14
+_NARROW = 256  # fewer columns than this do not keep the matrix product busy
+_MIN_ROWS = 16  # fewer rows than this do not pay for more columns
+_HALF_BITS = 27
+_CPU_WORDS = 1 << 17  # 1 MiB as float64: stays in the cache of one core
+_DEVICE_WORDS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of an array of words, and which numbers belong to its places.
+
+    `part` says what `intervals` count: "index" the indices of `dim`, "outer" its blocks, "inner" places in a block.
+    """
+
+    dim: int
+    intervals: tuple[tuple[int, int], ...]
+    part: Literal["index", "outer", "inner"] = "index"
+
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Local position of the first index of each interval, and behind them the size."""
+        return np.concatenate(([0], np.cumsum([stop - start for start, stop in self.intervals], dtype=np.int64)))
+
+    @property
+    def size(self) -> int:
+        """How many places."""
+        return int(self.starts[-1])
+
+    def numbers(self, key: Key, start: int, stop: int) -> Residues:
+        """The numbers of the local positions `[start, stop)`, (LANES, stop - start)."""
+        position = np.arange(start, stop)
+        which = np.searchsorted(self.starts, position, side="right") - 1
+        index = position - self.starts[which] + np.array([first for first, _ in self.intervals])[which]
+        if self.part == "inner":
+            return key.inner(self.dim)[:, index]
+        return key.outer(self.dim, index) if self.part == "outer" else key.at(self.dim, index)
+
+    def segments(self) -> list[tuple[int, int, tuple[Axis, ...]]]:
+        """The axis in pieces `(start, stop, axes)`: whole blocks become two axes, what lies between stays one."""
+        if self.part != "index":
+            return [(0, self.size, (self,))]
+        found: list[tuple[int, int, tuple[Axis, ...]]] = []
+        done = 0
+
+        def rest(stop: int) -> None:
+            if stop > done:
+                found.append((done, stop, (self.cut(done, stop),)))
+
+        for (start, stop), local in zip(self.intervals, self.starts.tolist()):
+            first, last = -(-start // BLOCK), stop // BLOCK
+            if last > first:
+                begin = local + first * BLOCK - start
+                rest(begin)
+                done = begin + (last - first) * BLOCK
+                blocks = Axis(self.dim, ((first, last),), "outer"), Axis(self.dim, ((0, BLOCK),), "inner")
+                found.append((begin, done, blocks))
+        rest(self.size)
+        return found
+
+    def cut(self, start: int, stop: int) -> Axis:
+        """The local positions `[start, stop)` as an axis of their own."""
+        kept = []
+        for (first, last), local in zip(self.intervals, self.starts.tolist()):
+            a, b = max(first, first + start - local), min(last, first + stop - local)
+            if a < b:
+                kept.append((a, b))
+        return Axis(self.dim, tuple(kept), self.part)
+
+
+def add_sums(*sums: Sums) -> Sums:
+    """The sums of disjoint parts, in any order."""
+    return tuple(sum(lane) % PRIME for lane in zip((0,) * LANES, *sums))
+
+
+def fold(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Sums:
+    """The sum of word times numbers over an int32 tensor whose dims are `axes`; at least one dim, any strides.
+
+    Extra memory: one chunk as float64 (1 MiB on the CPU, 128 MiB on other devices) and up to 32 MiB of digits,
+    kept for the next tensor of the same geometry.
+    """
+    sizes = tuple(words.shape)
+    if 0 in sizes:
+        return (0,) * LANES
+    first, width = _whole_axes(sizes, _MAX_COLUMNS)
+    if first and width < _NARROW:  # too narrow: take in some of the next axis, or its places within a block
+        segments = axes[first - 1].segments()
+        if len(segments) > 1 or len(segments[0][2]) > 1:
+            parts = []
+            for start, stop, replaced in segments:
+                part_axes = (*axes[: first - 1], *replaced, *axes[first:])
+                part = words.narrow(first - 1, start, stop - start).view([axis.size for axis in part_axes])
+                parts.append(fold(part, part_axes, key))
+            return add_sums(*parts)
+        if first == len(sizes) or math.prod(sizes[: first - 1]) >= _MIN_ROWS:
+            first -= 1
+    total = []
+    for columns in tiles(sizes[first:], _MAX_COLUMNS):
+        column_limbs = _limbs(key, tuple(axes[first:]), columns, words.device)
+        for rows in tiles(sizes[:first], _MAX_ROWS):
+            row_limbs = _limbs(key, tuple(axes[:first]), rows, words.device)
+            total.append(_contract(_cut(words, rows + columns), first, row_limbs, column_limbs))
+    return add_sums(*total)
+
+
+def _whole_axes(sizes: Sequence[int], limit: int) -> tuple[int, int]:
+    """(first, n): the axes from `first` on hold n <= `limit` places together, and one more would be too many."""
+    product = 1
+    for first in range(len(sizes), 0, -1):
+        if product * sizes[first - 1] > limit:
+            return first, product
+        product *= sizes[first - 1]
+    return 0, product
+
+
+def tiles(sizes: Sequence[int], limit: int) -> Iterator[Tile]:
+    """Cut axes into tiles of at most `limit` places, each one run of the row-major order, in that order."""
+    first, product = _whole_axes(sizes, limit)
+    whole = [(0, size) for size in sizes[first:]]
+    if not first:
+        yield tuple(whole)
+        return
+    step = limit // product
+    cut = [(start, min(start + step, sizes[first - 1])) for start in range(0, sizes[first - 1], step)]
+    for leading in itertools.product(*(range(size) for size in sizes[: first - 1])):
+        for piece in cut:
+            yield (*((i, i + 1) for i in leading), piece, *whole)
+
+
+def _cut(words: torch.Tensor, tile: Tile) -> torch.Tensor:
+    return words[tuple(slice(start, stop) for start, stop in tile)]
+
+
+@lru_cache(maxsize=32)
+def _limbs(key: Key, axes: tuple[Axis, ...], tile: Tile, device: torch.device) -> torch.Tensor:
+    """The digits of the products of the axes' numbers over a tile, (LANES * LIMBS, places of the tile), float64."""
+    numbers = products([axis.numbers(key, *span) for axis, span in zip(axes, tile)])
+    return torch.from_numpy(to_limbs(numbers)).to(device)
+
+
+def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_limbs: torch.Tensor) -> Sums:
+    """The sum over one tile: axes before `first` are its rows, the others its columns."""
+    rows, columns = row_limbs.shape[1], column_limbs.shape[1]
+    height = max(1, (_CPU_WORDS if words.device.type == "cpu" else _DEVICE_WORDS) // columns)
+    sums = torch.empty(LANES * LIMBS, rows, dtype=torch.float64, device=words.device)
+    chunk = torch.empty(min(height, rows) * columns, dtype=torch.float64, device=words.device)
+    done = 0
+    for tile in tiles(words.shape[:first], height):
+        size = math.prod(stop - start for start, stop in tile)
+        values = chunk[: size * columns]
+        piece = _cut(words, tile)
+        values.view(piece.shape).copy_(piece)
+        sums[:, done : done + size] = column_limbs @ values.view(size, columns).t()
+        done += size
+    high = torch.round(sums * 2.0**-_HALF_BITS)
+    low = sums - high * 2.0**_HALF_BITS
+    parts = torch.stack((row_limbs @ low.t(), row_limbs @ high.t()))
+    return _join(parts.flatten().to(torch.int64).tolist())
+
+
+def _join(parts: list[int]) -> Sums:
+    """Put digits together again, of all sums[half][lane][row digit][lane][column digit] those of one lane each."""
+    return tuple(sum(map(operator.mul, of_lane(parts), _WORTH)) % PRIME for of_lane in _OF_LANE)
+
+
+_PLACES = [(half, i, j) for half in range(2) for i in range(LIMBS) for j in range(LIMBS)]
+_WORTH = [1 << (_HALF_BITS * half + LIMB_BITS * (i + j)) for half, i, j in _PLACES]
+_ROWS = LANES * LIMBS
+_OF_LANE = [
+    operator.itemgetter(*(_ROWS * (_ROWS * half + LIMBS * k + i) + LIMBS * k + j for half, i, j in _PLACES))
+    for k in range(LANES)
+]

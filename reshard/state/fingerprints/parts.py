@@ -1,0 +1,148 @@
+"""`Partial`: what one part of a tensor adds to its fingerprint, and how parts become the fingerprint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from planners.geometry.box import Box
+from reshard.errors import FormatError, LayoutError
+from reshard.state.dtypes import dtype_from_name, dtype_name
+from reshard.state.fingerprints.fold import Sums, add_sums, fold
+from reshard.state.fingerprints.keys import LANES, PRIME, PUBLIC, Key
+from reshard.state.fingerprints.words import Positions, local_parts, words_of
+
+__all__ = ["Fingerprinter", "Partial", "comparable", "partial"]
+
+_VERSION = "rf1"
+_LANE_BYTES = 6
+_COUNT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The sum over some elements of a tensor. Adding those of disjoint parts, in any order, gives the whole tensor's.
+
+    >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
+    >>> partial(a, Box((0,), (2,)), (3,)) + partial(b, Box((2,), (1,)), (3,)) == partial(torch.tensor([1.0, 2.0, 3.0]))
+    True
+    """
+
+    sums: Sums = (0,) * LANES
+    """One number of the field per lane."""
+    count: int = 0
+    """How many elements were added."""
+
+    def __post_init__(self) -> None:
+        if len(self.sums) != LANES or not all(0 <= lane < PRIME for lane in self.sums) or self.count < 0:
+            raise FormatError(f"no partial fingerprint: sums {self.sums} of {self.count} elements")
+
+    def __add__(self, other: Partial) -> Partial:
+        return Partial(add_sums(self.sums, other.sums), self.count + other.count)
+
+    @classmethod
+    def total(cls, partials: Iterable[Partial]) -> Partial:
+        """Their sum; of none, the partial of no elements."""
+        partials = list(partials)
+        return cls(add_sums(*(p.sums for p in partials)), sum(p.count for p in partials))
+
+    def to_bytes(self) -> bytes:
+        """20 bytes that another rank can read. Inverse of `from_bytes`."""
+        return b"".join(s.to_bytes(_LANE_BYTES, "little") for s in self.sums) + self.count.to_bytes(
+            _COUNT_BYTES, "little"
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Partial:
+        """Inverse of `to_bytes`. Raises FormatError."""
+        if len(data) != LANES * _LANE_BYTES + _COUNT_BYTES:
+            raise FormatError(f"a partial fingerprint has {LANES * _LANE_BYTES + _COUNT_BYTES} bytes, got {len(data)}")
+        lanes = [data[i * _LANE_BYTES : (i + 1) * _LANE_BYTES] for i in range(LANES)]
+        return cls(
+            tuple(int.from_bytes(lane, "little") for lane in lanes),
+            int.from_bytes(data[LANES * _LANE_BYTES :], "little"),
+        )
+
+    def digest(self, dtype: torch.dtype | str, shape: Sequence[int], *, key: Key = PUBLIC) -> str:
+        """The fingerprint, such as `"rf1:bfloat16[4096,1024]:0123456789ab0123456789ab"`.
+
+        Raises:
+            LayoutError: the parts hold more or fewer elements than a tensor of this shape: one is missing, or one of
+                several replicas was counted twice.
+        """
+        name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+        numel = math.prod(shape)
+        if self.count != numel:
+            raise LayoutError(
+                f"the parts of a fingerprint hold {self.count} elements, but shape {tuple(shape)} has {numel}: "
+                f"{'a part is missing' if self.count < numel else 'a part was counted twice'}"
+            )
+        head = f"{_VERSION}.{key.name}" if key.name else _VERSION
+        return f"{head}:{name}[{','.join(map(str, shape))}]:{''.join(f'{lane:012x}' for lane in self.sums)}"
+
+
+def partial(
+    tensor: torch.Tensor, positions: Positions = None, shape: Sequence[int] | None = None, *, key: Key = PUBLIC
+) -> Partial:
+    """What a local tensor adds to the fingerprint of the global tensor of `shape`.
+
+    Without positions the tensor is the whole. Each replica's part must be added once only. Any device, any strides;
+    extra memory is at most 50 MiB on the CPU and 200 MiB on other devices, however large the tensor.
+
+    Raises:
+        LayoutError: positions that do not fit the shapes.
+        FormatError: a tensor that is not dense, has no data, or whose elements are no plain numbers.
+    """
+    shape = tuple(tensor.shape) if shape is None else tuple(shape)
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise FormatError(
+            f"a {kind} tensor of shape {tuple(tensor.shape)} has no plain elements to take a fingerprint of"
+        )
+    dtype_name(tensor.dtype)
+    with torch.no_grad():
+        found = [
+            Partial(add_sums(*(fold(words, axes, key) for words, axes in words_of(piece, part))), piece.numel())
+            for piece, part in local_parts(tensor, positions, shape)
+        ]
+    return found[0] if len(found) == 1 else Partial.total(found)
+
+
+def comparable(a: str, b: str) -> bool:
+    """Whether two fingerprints are of the same version and key, so that they are equal where the tensors are."""
+    return a.split(":", 1)[0] == b.split(":", 1)[0]
+
+
+class Fingerprinter:
+    """The fingerprint of one tensor that comes in boxes, in any order, each once: for readers of large files."""
+
+    def __init__(self, dtype: torch.dtype | str, shape: Sequence[int], *, key: Key = PUBLIC) -> None:
+        self.dtype = dtype_from_name(dtype) if isinstance(dtype, str) else dtype
+        self.shape = tuple(shape)
+        self.key = key
+        self.partial = Partial()
+
+    def add(self, tensor: torch.Tensor, positions: Positions = None) -> None:
+        """Add what lies at these positions. Raises as `partial` does, and LayoutError for another dtype."""
+        if tensor.dtype != self.dtype:
+            raise LayoutError(f"a part of dtype {tensor.dtype} does not belong to a tensor of dtype {self.dtype}")
+        self.partial += partial(tensor, positions, self.shape, key=self.key)
+
+    def add_bytes(self, data: bytes | bytearray | memoryview, box: Box) -> None:
+        """Add a box whose elements lie row-major in `data`. Raises LayoutError if their lengths differ."""
+        if memoryview(data).nbytes != box.numel * self.dtype.itemsize:
+            raise LayoutError(
+                f"{box} holds {box.numel} elements of {self.dtype.itemsize} bytes, got {memoryview(data).nbytes} bytes"
+            )
+        if not box.is_empty:
+            raw = np.frombuffer(data, np.uint8)
+            raw = raw if raw.flags.writeable else raw.copy()  # torch has no read-only tensors
+            self.add(torch.from_numpy(raw).view(self.dtype).view(box.sizes), box)
+
+    def digest(self) -> str:
+        """The fingerprint. Raises LayoutError if elements are missing or were added twice."""
+        return self.partial.digest(self.dtype, self.shape, key=self.key)

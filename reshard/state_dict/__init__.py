@@ -1,0 +1,39 @@
+"""Canonical state dicts: names without wrappers, optimizer state by name, sharded or whole, out of any live model."""
+
+from __future__ import annotations
+
+from reshard.state_dict.api import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from reshard.state_dict.collect import iter_full
+from reshard.state_dict.fqn_map import FqnEntry, FqnMap, fqn_map
+from reshard.state_dict.names import Stage
+from reshard.state_dict.options import StateDictOptions
+from reshard.state_dict.raw import Normalized, NormalizeReport, normalize
+from reshard.state_dict.report import Cast, OptimizerReport, SetReport
+
+__all__ = [
+    "Cast",
+    "FqnEntry",
+    "FqnMap",
+    "NormalizeReport",
+    "Normalized",
+    "OptimizerReport",
+    "SetReport",
+    "Stage",
+    "StateDictOptions",
+    "fqn_map",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "iter_full",
+    "normalize",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]

@@ -1,0 +1,273 @@
+"""The six functions: canonical state dicts out of live models and optimizers, and back into them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from reshard.state.deferred_optimizer import Awaiting
+from reshard.state.tensors import is_sharded
+from reshard.state_dict.broadcast import together
+from reshard.state_dict.collect import collect_model, collect_optimizer
+from reshard.state_dict.model import ModelWrites, apply_model, plan_model, read_model
+from reshard.state_dict.names import LiveModel, Models
+from reshard.state_dict.optimizer.live import LiveOptimizers, as_optimizers, flatten, read_optimizers
+from reshard.state_dict.optimizer.restore import OptimizerWrites, apply_optimizers, plan_optimizers
+from reshard.state_dict.options import StateDictOptions, as_options
+from reshard.state_dict.receive import receive_model, receive_optimizer
+from reshard.state_dict.report import OptimizerReport, SetReport
+
+__all__ = [
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+Optimizers = Optimizer | Iterable[Optimizer]
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """No autograd, and no cyclic garbage collection: it would scan the many small containers made here again and
+    again, which costs more than all else. As a decorator, so that they are gone when collection starts again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_quietly()
+def get_model_state_dict(
+    model: Models, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """The model's state dict under canonical names; its tensors share memory with the model unless the options move
+    or gather them.
+
+    Args:
+        model: a module under any nesting of parallelisms, or a list of modules (the pipeline stages of this rank).
+        submodules: return only what belongs to these.
+
+    Raises:
+        NormalizationError: two places have one canonical name.
+    """
+    opts = as_options(options)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    return collect_model(_model_state(live, submodules, opts), opts)
+
+
+@_quietly()
+def get_optimizer_state_dict(
+    model: Models,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> dict[str, Any]:
+    """The state of one or several optimizers, by canonical parameter names; nothing is stepped or initialised.
+
+    Returns:
+        `{"state": {fqn: {name: value}}, "param_groups": [{field: value, "params": [fqn]}]}`, or the flat form. A
+        parameter that never had a gradient is in its group and not in `state`. Parameters outside the model are
+        called `outside_model.<optimizer>.<group>.<position>`. Where there is no state at all, the dict knows where it
+        is to go: a load into it takes what the checkpoint has.
+
+    Raises:
+        NormalizationError: a parameter is in two optimizers, or two places of the model have one canonical name.
+    """
+    opts = as_options(options)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    return _optimizer_state(LiveOptimizers(live, as_optimizers(optimizers)), submodules, opts)
+
+
+@_quietly()
+def get_state_dict(
+    model: Models,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`get_model_state_dict` and `get_optimizer_state_dict` in one."""
+    opts = as_options(options)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
+    model_state = collect_model(_model_state(live, submodules, opts), opts)
+    return model_state, _optimizer_state(live_optimizers, submodules, opts)
+
+
+@_quietly()
+def set_model_state_dict(
+    model: Models, model_state_dict: Mapping[Any, Any], *, options: StateDictOptions | None = None
+) -> SetReport:
+    """Write a canonical state dict into the model. The dict stays as it is, and shares no memory with the model.
+
+    Whole tensors are cut locally to what the rank holds; sharded ones are copied where both sides are sharded alike,
+    and otherwise gathered one at a time. Any one name of a tied tensor will do.
+
+    Raises:
+        KeyMismatchError: names are missing or unexpected (if strict), or values do not fit; lists all of them, and
+            nothing was changed.
+    """
+    opts = as_options(options)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    given = _model_given(live, model_state_dict, opts)
+    writes = together(lambda: plan_model(live, given, opts), _shared(live, opts))
+    return apply_model(writes, opts.strict)
+
+
+@_quietly()
+def set_optimizer_state_dict(
+    model: Models,
+    optimizers: Optimizers,
+    optim_state_dict: Mapping[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> OptimizerReport:
+    """Give the optimizers the saved state, nested or flat, whatever state they hold now.
+
+    State keeps the dtype it was saved with. Group fields keep the live type (a float lr stays a float); fields that
+    the dict lacks keep the live value. Parameters that were saved without state end up without state.
+
+    Raises:
+        KeyMismatchError: the dict says nothing about a parameter, or has state for one that the model does not have
+            (if strict), or a state tensor has a wrong shape; nothing was changed.
+        NormalizationError: the saved groups contradict the live ones, or the dict has an unknown form.
+    """
+    opts = as_options(options)
+    live = LiveOptimizers(LiveModel(model, opts.dsd_fqn_modifiers), as_optimizers(optimizers))
+    given = _optimizer_given(live, optim_state_dict, opts)
+    writes = together(lambda: plan_optimizers(live, given, opts), _shared(live.live, opts))
+    return apply_optimizers(live, writes)
+
+
+@_quietly()
+def set_state_dict(
+    model: Models,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: Mapping[Any, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateDictOptions | None = None,
+) -> SetReport:
+    """`set_model_state_dict` and `set_optimizer_state_dict` in one; both are checked before either is written.
+
+    An empty `model_state_dict` leaves the model alone.
+    """
+    opts = as_options(options)
+    live = LiveModel(model, opts.dsd_fqn_modifiers)
+    live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
+    model_given: Mapping[str, Any] = {}
+    if model_state_dict or opts.broadcast_from_rank0:
+        model_given = _model_given(live, model_state_dict, opts)
+    optimizer_given = _optimizer_given(live_optimizers, optim_state_dict, opts)
+
+    def plan() -> tuple[ModelWrites | None, OptimizerWrites]:
+        model_writes = plan_model(live, model_given, opts) if model_given else None
+        return model_writes, plan_optimizers(live_optimizers, optimizer_given, opts)
+
+    model_writes, optimizer_writes = together(plan, _shared(live, opts))
+    report = apply_model(model_writes, opts.strict) if model_writes is not None else SetReport()
+    return replace(report, optimizer=apply_optimizers(live_optimizers, optimizer_writes))
+
+
+def _shared(live: LiveModel, options: StateDictOptions) -> bool:
+    """Whether all ranks set together, so that one's refusal must be everybody's: whole tensors into a sharded model."""
+    if not options.full_state_dict or not (dist.is_available() and dist.is_initialized()):
+        return False
+    return any(slot.piece is not None or is_sharded(slot.value) for slot in live.slots)
+
+
+def _broadcast(options: StateDictOptions) -> bool:
+    if not options.broadcast_from_rank0:
+        return False
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _model_given(live: LiveModel, given: Mapping[Any, Any], options: StateDictOptions) -> Mapping[str, Any]:
+    if _broadcast(options):
+        return receive_model(live, _by_name(live, given) if dist.get_rank() == 0 else {}, options)
+    return _by_name(live, given)
+
+
+def _optimizer_given(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> Mapping[str, Any]:
+    return receive_optimizer(live, given, options) if _broadcast(options) else given
+
+
+def _model_state(live: LiveModel, submodules: Iterable[nn.Module] | None, options: StateDictOptions) -> dict[str, Any]:
+    state = read_model(live)
+    if options.ignore_frozen_params:
+        frozen = {
+            slot.name for slot in live.of_kind("parameter") if slot.value is not None and not slot.value.requires_grad
+        }
+        state = {name: value for name, value in state.items() if name not in frozen}
+    if submodules:
+        state = {
+            _short(name, p, options): state[name]
+            for p in live.prefixes(submodules)
+            for name in state
+            if name.startswith(p)
+        }
+    return state
+
+
+def _optimizer_state(
+    live: LiveOptimizers, submodules: Iterable[nn.Module] | None, options: StateDictOptions
+) -> dict[str, Any]:
+    whole = read_optimizers(live)
+    if submodules:
+        prefixes = live.live.prefixes(submodules)
+        short = {n: _short(n, p, options) for p in prefixes for n in live.by_name if n.startswith(p)}
+        whole = {
+            "state": {short[name]: value for name, value in whole["state"].items() if name in short},
+            "param_groups": [
+                {**group, "params": [short[name] for name in group["params"] if name in short]}
+                for group in whole["param_groups"]
+            ],
+        }
+    whole = collect_optimizer(whole, live, options)
+    fresh = bool(whole) and not whole["state"] and not submodules
+    out = flatten(whole) if whole and options.flatten_optimizer_state_dict else whole
+    return _awaiting(out, live, options) if fresh else out
+
+
+def _awaiting(state: dict[str, Any], live: LiveOptimizers, options: StateDictOptions) -> dict[str, Any]:
+    """The state dict of a fresh optimizer, in which a load sees where state is to go."""
+    parameters: dict[str, Any] = {}
+    for one in live.by_name.values():
+        if options.full_state_dict:
+            parameters[one.name] = torch.empty(one.shape, dtype=one.parameter.dtype, device="meta")
+        else:
+            parameters[one.name] = one.parameter.detach() if one.piece is None else one.piece.value()
+    if options.flatten_optimizer_state_dict:
+        return Awaiting(state, parameters)
+    return {**state, "state": Awaiting({}, parameters)}
+
+
+def _short(name: str, prefix: str, options: StateDictOptions) -> str:
+    return name if options.keep_submodule_prefixes else name.removeprefix(prefix)
+
+
+def _by_name(live: LiveModel, given: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """The dict by full names, also from {submodule: its state dict}."""
+    if not any(isinstance(key, nn.Module) for key in given):
+        return given
+    out: dict[str, Any] = {}
+    for module, state in given.items():
+        for prefix in live.prefixes([module])[:1]:
+            out.update((prefix + name, value) for name, value in state.items())
+    return out

@@ -1,0 +1,211 @@
+"""State dicts as the options want them: whole, on the CPU, on one rank; and whole tensors one after another.
+
+Before anything is gathered the ranks compare what they are about to gather, so that a name that some of them lack is
+an error on all of them and no wait without end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from reshard.control.group import Group
+from reshard.errors import NormalizationError
+from reshard.state.tensors import global_shape, is_sharded
+from reshard.state_dict.gather import gather, member_ranks
+from reshard.state_dict.model import read_model
+from reshard.state_dict.names import LiveModel, Models
+from reshard.state_dict.optimizer.flat_parameters import fill_absent
+from reshard.state_dict.optimizer.live import LiveOptimizers
+from reshard.state_dict.options import StateDictOptions, as_options
+
+__all__ = ["collect_model", "collect_optimizer", "iter_full"]
+
+DEADLINE_S = 300.0
+"""How long ranks wait for each other to agree on what to gather."""
+
+
+def collect_model(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
+    """The state dict as the options ask for it. With `full_state_dict` collective, and a new dict."""
+    if not options.full_state_dict:
+        return {name: _to_cpu(value) for name, value in state.items()} if options.cpu_offload else state
+    owner = _owners(state) if options.cpu_offload else None
+    agree_on_gathering({name: value for name, value in state.items() if is_sharded(value)})
+    whole = {name: _whole(state[name], name, owner) for name in sorted(state)}
+    return {name: whole[name][0] for name in state if whole[name]}
+
+
+def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: StateDictOptions) -> dict[str, Any]:
+    """The nested optimizer state dict as the options ask for it, {} where another rank has it."""
+    if not options.full_state_dict:
+        return _each(state, _to_cpu) if options.cpu_offload else state
+    if live.live.pieces_of:
+        state = {**state, "state": fill_absent(state["state"], live)}
+    names = dict.fromkeys([*state["state"], *(name for group in state["param_groups"] for name in group["params"])])
+    owner = _owners(names) if options.cpu_offload else None
+    tensors: dict[str, Any] = {}
+    for name, values in state["state"].items():
+        _leaves(f"{name}/", values, tensors)
+    agree_on_gathering({path: value for path, value in tensors.items() if is_sharded(value)})
+    # ranks may have met their parameters in different orders, but must gather in one
+    whole = {path: _whole(tensors[path], path.partition("/")[0], owner) for path in sorted(tensors)}
+    mine = {name for name in names if owner is None or owner(name) == _rank()}
+    if names and not mine:
+        return {}
+    move = _to_cpu if options.cpu_offload else _same
+    groups = [{**_each(g, move), "params": [n for n in g["params"] if n in mine]} for g in state["param_groups"]]
+    kept = [group for group, old in zip(groups, state["param_groups"]) if group["params"] or not old["params"]]
+    return {
+        "state": {name: _rebuilt(f"{name}/", values, whole) for name, values in state["state"].items() if name in mine},
+        "param_groups": kept,
+    }
+
+
+def iter_full(
+    model: Models, *, to_rank: int | None = None, cpu_offload: bool = True, options: StateDictOptions | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield (canonical name, whole value) one by one, in the order of the names; nothing is kept between two.
+
+    Collective where the model is sharded: every rank must run the iterator to its end. At any moment a rank holds at
+    most one gathered tensor beside the model's own memory (and, while it is gathered, its pieces).
+
+    Args:
+        to_rank: yield on this rank only; on the others the iterator is empty, but must be run all the same. A name
+            whose holders do not include this rank (another pipeline stage's) is yielded by the lowest that has it.
+        cpu_offload: yield tensors on the CPU.
+
+    Raises:
+        NormalizationError: on all ranks, if some of them lack a name that they should gather together.
+    """
+    opts = as_options(options)
+    with torch.no_grad():
+        state = read_model(LiveModel(model, opts.dsd_fqn_modifiers))
+    owner = _owners(state, prefer=to_rank) if to_rank is not None else None
+    agree_on_gathering({name: value for name, value in state.items() if is_sharded(value)})
+    for name in sorted(state):
+        with torch.no_grad():
+            found = _whole(state.pop(name), name, owner)
+        if found:
+            yield name, _to_cpu(found.pop()) if cpu_offload else found.pop()
+
+
+def agree_on_gathering(tensors: Mapping[str, Any]) -> None:
+    """Make sure that every rank that holds a part of a tensor is about to gather it.
+
+    Collective, if any is sharded. Raises NormalizationError, alike on all ranks, naming the tensor and the ranks.
+    """
+    if not tensors or _world() == 1:
+        return
+    mine = [(name, list(global_shape(value)), member_ranks(value)) for name, value in sorted(tensors.items())]
+    data = msgspec.msgpack.encode(mine)
+    group = Group(deadline_s=DEADLINE_S)
+    if len(set(group.exchange(hashlib.sha256(data).digest()))) == 1:
+        return
+    everyone = [msgspec.msgpack.decode(part) for part in group.exchange(data)]
+    holders = [{name: (shape, ranks) for name, shape, ranks in part} for part in everyone]
+    for part in everyone:
+        for name, shape, ranks in part:
+            lacking = [rank for rank in ranks if name not in holders[rank]]
+            if lacking:
+                raise NormalizationError(
+                    f"{name!r} is sharded over ranks {ranks}, but ranks {lacking} do not have it: all ranks of a mesh "
+                    "must hold the same state to gather it"
+                )
+            other = next((rank for rank in ranks if holders[rank][name][0] != shape), None)
+            if other is not None:
+                raise NormalizationError(
+                    f"{name!r} has shape {tuple(shape)} on some ranks and {tuple(holders[other][name][0])} "
+                    f"on rank {other}"
+                )
+
+
+def _owners(names: Iterable[str], prefer: int | None = 0) -> Callable[[str], int]:
+    """Which rank returns each name: `prefer` if it holds it, else the lowest rank that does."""
+    if _world() == 1:
+        return lambda name: 0
+    mine = sorted(names)
+    group = Group(deadline_s=DEADLINE_S)
+    data = msgspec.msgpack.encode(mine)
+    if len(set(group.exchange(hashlib.sha256(data).digest()))) == 1:
+        return lambda name: prefer or 0
+    owner: dict[str, int] = {}
+    for rank, part in enumerate(group.exchange(data)):
+        for name in msgspec.msgpack.decode(part):
+            if rank == prefer or name not in owner:
+                owner[name] = rank
+    return owner.__getitem__
+
+
+def _whole(value: Any, name: str, owner: Callable[[str], int] | None) -> list[Any]:
+    """[the whole value], or [] on ranks that do not return it."""
+    if owner is None:
+        return [gather(value)]
+    goal = owner(name)
+    if not is_sharded(value):
+        return [_to_cpu(value)] if goal == _rank() else []
+    if goal not in member_ranks(value):
+        return []  # the owner has this name on a mesh of its own, and gathers it there
+    found = gather(value, to_rank=goal)
+    return [] if found is None else [_to_cpu(found)]
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        if value.to_local().device.type == "cpu":
+            return value
+        local = value.to_local().cpu()
+        return DTensor.from_local(
+            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    return value
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _each(value: Any, move: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _each(item, move) for key, item in value.items()}
+    if type(value) is list or type(value) is tuple:
+        return type(value)(_each(item, move) for item in value)
+    return move(value)
+
+
+def _leaves(prefix: str, value: Any, out: dict[str, Any]) -> None:
+    """Tensors inside containers, by path."""
+    if isinstance(value, torch.Tensor):
+        out[prefix] = value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _leaves(f"{prefix}{key!r}/", item, out)
+    elif type(value) is list or type(value) is tuple:
+        for i, item in enumerate(value):
+            _leaves(f"{prefix}{i}/", item, out)
+
+
+def _rebuilt(prefix: str, value: Any, whole: Mapping[str, list[Any]]) -> Any:
+    """The containers again, with the tensors of `_leaves` replaced. Inverse of `_leaves`."""
+    if isinstance(value, torch.Tensor):
+        return whole[prefix][0]
+    if isinstance(value, dict):
+        return {key: _rebuilt(f"{prefix}{key!r}/", item, whole) for key, item in value.items()}
+    if type(value) is list or type(value) is tuple:
+        return type(value)(_rebuilt(f"{prefix}{i}/", item, whole) for i, item in enumerate(value))
+    return value
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -1,0 +1,128 @@
+"""Whole tensors from sharded ones and back, one tensor at a time.
+
+Who holds which elements comes from the layout, which every rank computes alike; only bytes travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from planners.geometry.layout_forms import Form, Part
+from reshard.errors import NormalizationError
+from reshard.state.fsdp1 import group_of
+from reshard.state.tensors import dtype_of, form_of, global_shape, is_sharded, local_tensors, raw_bytes
+
+__all__ = ["gather", "member_ranks", "parts_of", "scatter"]
+
+
+def parts_of(tensor: Any) -> list[tuple[Part, torch.Tensor]]:
+    """What this rank holds of `tensor`: each part of its layout with the local tensor that holds it."""
+    here = dist.get_rank() if dist.is_initialized() else 0
+    parts, held = form_of(tensor).parts(global_shape(tensor), here), local_tensors(tensor)
+    for part, local in zip(parts, held, strict=True):
+        if part.sizes != tuple(local.shape):
+            raise NormalizationError(
+                f"a tensor of shape {global_shape(tensor)} should have a local shape {part.sizes} on rank {here}, but "
+                f"has {tuple(local.shape)}"
+            )
+    return list(zip(parts, held))
+
+
+def member_ranks(tensor: Any) -> list[int]:
+    """The ranks that must take part in gathering `tensor`, in ascending order."""
+    if isinstance(tensor, DTensor):
+        return sorted(tensor.device_mesh.mesh.flatten().tolist())
+    return sorted(dist.get_process_group_ranks(group_of(tensor)))
+
+
+def gather(tensor: Any, to_rank: int | None = None) -> Any:
+    """The whole tensor on every rank that holds a part, or only on `to_rank`, one of them, and None on the others.
+
+    Collective over these ranks; a tensor that is not sharded is returned as it is. Replicas are not sent.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    form, shape, locals_ = form_of(tensor), global_shape(tensor), local_tensors(tensor)
+    data = torch.cat([_bytes(local) for local in locals_]) if locals_ else torch.empty(0, dtype=torch.uint8)
+    if isinstance(tensor, DTensor):
+        held = _along_axes(tensor, form, shape, data, to_rank)
+    else:
+        group = group_of(tensor)
+        ranks = dist.get_process_group_ranks(group)
+        pieces = _exchange(data, _sizes(tensor, form, shape, [[rank] for rank in ranks]), group, to_rank)
+        held = None if pieces is None else list(zip(ranks, pieces))
+    if held is None:
+        return None
+    whole = torch.empty(shape, dtype=dtype_of(tensor), device=data.device)
+    for rank, piece in held:
+        flat, at = piece.view(dtype_of(tensor)), 0
+        for part in form.parts(shape, rank):
+            local = flat[at : at + part.numel].view(part.sizes)
+            at += part.numel
+            for there, here in part.boxes():
+                whole[there.slices].copy_(local[here.slices])
+    return whole
+
+
+def scatter(whole: torch.Tensor, target: Any) -> None:
+    """Copy into `target` the elements of `whole` that this rank holds. Local: nothing is sent."""
+    for part, local in parts_of(target):
+        for there, here in part.boxes():
+            local[here.slices].copy_(whole[there.slices])
+
+
+def _along_axes(
+    tensor: DTensor, form: Form, shape: tuple[int, ...], data: torch.Tensor, to_rank: int | None
+) -> list[tuple[int, torch.Tensor]] | None:
+    """The bytes of all distinct parts with a rank that holds each, collected along one mesh axis after another."""
+    grid = tensor.device_mesh.mesh
+    here = (grid == dist.get_rank()).nonzero()[0].tolist()
+    goal = here if to_rank is None else (grid == to_rank).nonzero()[0].tolist()
+    cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if any(here[axis] != goal[axis] for axis in range(grid.ndim) if axis not in cut):
+        return None  # another replica group has the goal
+    coordinates, held = [here], [data]
+    for axis in reversed(cut):
+        members = [[[*c[:axis], k, *c[axis + 1 :]] for c in coordinates] for k in range(grid.shape[axis])]
+        ranks = [[int(grid[tuple(c)]) for c in member] for member in members]
+        group = tensor.device_mesh.get_group(axis)
+        # the group along this axis that I am in; its member at the goal's coordinate collects
+        goal_rank = None if to_rank is None else dist.get_process_group_ranks(group)[goal[axis]]
+        sizes = _sizes(tensor, form, shape, ranks)
+        pieces = _exchange(torch.cat(held), sizes, group, goal_rank)
+        if pieces is None:
+            return None
+        coordinates = [c for member in members for c in member]
+        held = []
+        for piece, own in zip(pieces, ranks):
+            held += piece.split_with_sizes(_sizes(tensor, form, shape, [[rank] for rank in own]))
+    return [(int(grid[tuple(c)]), piece) for c, piece in zip(coordinates, held)]
+
+
+def _sizes(tensor: Any, form: Form, shape: tuple[int, ...], ranks: Sequence[Sequence[int]]) -> list[int]:
+    """Bytes that each list of ranks holds together."""
+    return [sum(p.numel for rank in own for p in form.parts(shape, rank)) * dtype_of(tensor).itemsize for own in ranks]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return raw_bytes(tensor.detach().contiguous())
+
+
+def _exchange(data: torch.Tensor, sizes: Sequence[int], group: Any, to_rank: int | None) -> list[torch.Tensor] | None:
+    """The bytes of every member of the group, in its order; None on all but `to_rank`, unless that is None."""
+    longest = max(sizes)
+    if longest == 0:
+        return [data[:0] for _ in sizes] if to_rank in (None, dist.get_rank()) else None
+    padded = data if len(data) == longest else torch.cat((data, data.new_zeros(longest - len(data))))
+    wanted = to_rank in (None, dist.get_rank())
+    out = [torch.empty_like(padded) for _ in sizes] if wanted else None
+    if to_rank is None:
+        dist.all_gather(out, padded, group=group)
+    else:
+        dist.gather(padded, out, dst=to_rank, group=group)
+    return None if out is None else [piece[:size] for piece, size in zip(out, sizes)]

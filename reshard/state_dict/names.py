@@ -1,0 +1,306 @@
+"""Canonical names: the names that parameters and buffers have when no wrapper is around their modules.
+
+One walk over the live modules finds every name with its tensor; all other modules of this package only look names up.
+A wrapper's segment is dropped because of the wrapper's class, never because of its spelling, so a user's own child
+called `module` keeps its name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from reshard.errors import NormalizationError
+from reshard.state.fsdp1 import FlatPiece, flat_pieces, is_flat
+from reshard.state.torch_internals import EXTRA_STATE, ModuleReader
+
+__all__ = ["LiveModel", "Models", "Region", "Slot", "Stage", "where"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage that numbers its layers from 0, and the numbers that they have in the whole model.
+
+    Stage(module, {"layers": 8})       # layers.0 of this module is layers.8 of the model
+    Stage(nn.Sequential(...), {"": 8})  # its own children 0, 1, ... are 8, 9, ... of the model
+    """
+
+    module: nn.Module
+    offsets: Mapping[str, int] = field(default_factory=dict)
+    """Canonical name of each numbered container in the stage, and the number of its child 0 in the whole model."""
+
+    def __post_init__(self) -> None:
+        for name, offset in self.offsets.items():
+            if not isinstance(offset, int) or isinstance(offset, bool) or offset < 0:
+                raise NormalizationError(f"offset of {name!r} in a stage must be an integer >= 0, got {offset!r}")
+
+
+Models = nn.Module | Stage | Sequence[nn.Module | Stage]
+
+
+class Slot(NamedTuple):
+    """One place of a live module that holds state, under one of the names that lead to it."""
+
+    name: str
+    """Canonical name."""
+    live: str
+    """Name in the live module, with every wrapper's segment."""
+    kind: str
+    """"parameter", "buffer" or "extra_state"."""
+    owner: nn.Module
+    attr: str
+    value: torch.Tensor | None
+    """None for extra state."""
+    persistent: bool
+    """False for buffers that are no part of state dicts."""
+    wrappers: tuple[str, ...]
+    """Classes of the wrappers on the way, outermost first."""
+    stage: int
+    """Position of its module in the list that was given."""
+    piece: FlatPiece | None = None
+    """Set for a parameter inside an FSDP1 flat parameter; `value` is then what the optimizer has."""
+
+    @property
+    def identity(self) -> Any:
+        """Equal for the names of one tied tensor."""
+        return id(self.value) if self.piece is None else self.piece.identity
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape; () for extra state and for lazy parameters that have none yet."""
+        if self.piece is not None:
+            return self.piece.shape
+        return () if self.value is None or is_lazy(self.value) else tuple(self.value.shape)
+
+    def tensor(self) -> torch.Tensor:
+        """The live tensor, sharded as it is; whoever writes into it writes into the model."""
+        if self.piece is not None:
+            return self.piece.value()
+        if self.value is None:
+            raise NormalizationError(f"{self.name!r} is extra state, which is no tensor")
+        return self.value.detach()
+
+
+@dataclass(frozen=True)
+class Region:
+    """A module that reads and writes its state dict itself, with all below it."""
+
+    module: nn.Module
+    prefix: str
+    """Canonical name of the module, with a dot unless empty."""
+    slots: tuple[Slot, ...]
+    """What the walk finds inside: known by name, but neither read nor written directly."""
+    reader: ModuleReader
+
+    def canonical(self, key: str) -> str:
+        """The canonical name of a key of `module.state_dict()`; segments that lead nowhere stay as they are."""
+        current: nn.Module | None = self.module
+        out: list[str] = []
+        for part in key.split("."):
+            hidden: frozenset[str] = frozenset()
+            while current is not None:
+                hidden = self.reader.hidden(current)
+                if part in hidden or self.reader.owns(current, part):
+                    break
+                # a hook has already dropped the wrapper's segment from this key
+                current = self.reader.child(current, next(iter(hidden))) if len(hidden) == 1 else None
+            if current is None or part not in hidden:
+                out.append(part)
+            current = self.reader.child(current, part) if current is not None else None
+        return self.prefix + ".".join(out)
+
+
+class LiveModel:
+    """Every name of one module or of a list of modules, found in one walk.
+
+    Raises NormalizationError if two different tensors have one canonical name.
+    """
+
+    def __init__(self, models: Models, modifiers: str = "_fqn_modifiers") -> None:
+        self.stages = _as_stages(models)
+        self.items: list[Slot | Region] = []
+        """Slots that are read directly and regions that read themselves, in the order of `state_dict()`."""
+        self.slots: list[Slot] = []
+        """All slots, those inside regions too."""
+        self.reader = ModuleReader(modifiers)
+        for index, stage in enumerate(self.stages):
+            walk = _Walk(self.reader, index, stage.offsets, self.slots)
+            walk.visit(stage.module, "", "", (), self.items)
+            _check_offsets(stage, walk.numbered)
+        self.by_name: dict[str, Slot] = {}
+        self.replicas: dict[str, list[Slot]] = {}
+        """Further slots of a name: a buffer that several stages have."""
+        self.names_of: dict[Any, list[str]] = {}
+        """By a slot's `identity`, every canonical name that leads to its tensor, the first one first."""
+        self.tied: set[str] = set()
+        """Names whose tensor has other names too."""
+        self.pieces_of: dict[int, list[FlatPiece]] = {}
+        """By id of a parameter that optimizers have: what it consists of, if it is an FSDP1 one."""
+        self._index()
+
+    def _index(self) -> None:
+        by_name, names_of = self.by_name, self.names_of
+        for slot in self.slots:
+            name = slot.name
+            known = by_name.setdefault(name, slot)
+            if known is not slot:
+                if known.value is None or known.identity != slot.identity:
+                    _check_same(known, slot)
+                self.replicas.setdefault(name, []).append(slot)
+            if slot.value is None:
+                continue
+            identity = id(slot.value) if slot.piece is None else slot.piece.identity
+            names = names_of.get(identity)
+            if names is None:
+                names_of[identity] = [name]
+                if slot.piece is not None:
+                    self.pieces_of.setdefault(id(slot.value), []).append(slot.piece)
+            elif name not in names:
+                names.append(name)
+                self.tied.update(names)
+
+    def aliases(self, slot: Slot) -> list[str]:
+        """All names of the slot's tensor, its own among them."""
+        return self.names_of[slot.identity] if slot.value is not None else [slot.name]
+
+    @functools.cached_property
+    def by_live(self) -> dict[str, str]:
+        """Canonical name of each live name."""
+        return {slot.live: slot.name for slot in self.slots}
+
+    def of_kind(self, kind: str) -> Iterator[Slot]:
+        """The slots of one kind, each name once."""
+        return (slot for slot in self.by_name.values() if slot.kind == kind)
+
+    def prefixes(self, modules: Iterable[nn.Module]) -> list[str]:
+        """Canonical prefixes, with a dot, of modules inside; raises NormalizationError for a module that is not."""
+        found: list[str] = []
+        wanted = set(modules)
+        for stage in self.stages:
+            region = Region(stage.module, "", (), self.reader)
+            for path, module in stage.module.named_modules():
+                if module in wanted:
+                    wanted.discard(module)
+                    name = region.canonical(path) if path else ""
+                    found.append(f"{name}." if name else "")
+        if wanted:
+            raise NormalizationError(f"submodules {[type(m).__name__ for m in wanted]} are no part of the model")
+        return found
+
+
+class _Walk:
+    """One pass over a module tree."""
+
+    def __init__(self, reader: ModuleReader, stage: int, offsets: Mapping[str, int], slots: list[Slot]) -> None:
+        self.reader = reader
+        self.stage = stage
+        self.offsets = offsets
+        self.slots = slots
+        self.pieces: dict[int, list[tuple[str, FlatPiece]]] = {}
+        self.numbered: set[str] = set()
+
+    def visit(
+        self, module: nn.Module, live: str, name: str, wrappers: tuple[str, ...], items: list[Slot | Region] | None
+    ) -> None:
+        """Append what the module and all below it hold to `slots`, and to `items` unless inside a region (None).
+
+        `live` and `name` are the module's live and canonical prefixes; both end in a dot or are empty.
+        """
+        reader, facts, start = self.reader, self.reader.facts(module), len(self.slots)
+        if items is not None and reader.is_opaque(module):
+            self.visit(module, live, name, wrappers, None)
+            items.append(Region(module, name, tuple(self.slots[start:]), reader))
+            return
+        reader.settle(module)
+        if facts.is_fsdp1:
+            for owner, found in flat_pieces(module).items():
+                self.pieces.setdefault(owner, []).extend(found)
+        self._own(module, live, name, wrappers, facts.has_extra_state)
+        if items is not None:
+            items += self.slots[start:]
+        hidden = reader.hidden(module) if facts.wrapped is not None or facts.modifiers else ()
+        container = name[:-1]
+        offset = self.offsets.get(container) if self.offsets else None
+        for child_name, child in reader.children(module).items():
+            if child is None:
+                continue
+            below, path = wrappers, f"{name}{child_name}."
+            if child_name in hidden:
+                below, path = (*wrappers, type(module).__name__), name
+            elif offset is not None and child_name.isdigit():
+                self.numbered.add(container)
+                path = f"{name}{int(child_name) + offset}."
+            self.visit(child, f"{live}{child_name}.", path, below, items)
+
+    def _own(self, module: nn.Module, live: str, name: str, wrappers: tuple[str, ...], has_extra: bool) -> None:
+        """Append the module's own parameters, buffers and extra state, in the order of `state_dict()`."""
+        add, stage = self.slots.append, self.stage
+        pieces = self.pieces.get(id(module), ()) if self.pieces else ()
+        for attr, piece in pieces:
+            value = piece.parameter
+            add(Slot(name + attr, live + attr, "parameter", module, attr, value, True, wrappers, stage, piece))
+        flattened = {attr for attr, _ in pieces}
+        for attr, parameter in self.reader.parameters(module).items():
+            if parameter is not None and attr not in flattened and not (self.pieces and is_flat(parameter)):
+                add(Slot(name + attr, live + attr, "parameter", module, attr, parameter, True, wrappers, stage))
+        buffers = self.reader.buffers(module)
+        if buffers:
+            transient = self.reader.transient(module)
+            for attr, buffer in buffers.items():
+                if buffer is not None:
+                    kept = attr not in transient
+                    add(Slot(name + attr, live + attr, "buffer", module, attr, buffer, kept, wrappers, stage))
+        if has_extra:
+            names = name + EXTRA_STATE, live + EXTRA_STATE
+            add(Slot(*names, "extra_state", module, EXTRA_STATE, None, True, wrappers, stage))
+
+
+def where() -> str:
+    """ " on rank 3" where there are ranks, else ""; for error messages."""
+    return f" on rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else ""
+
+
+def _as_stages(models: Any) -> tuple[Stage, ...]:
+    given = [models] if isinstance(models, (nn.Module, Stage)) else list(models)
+    if not given:
+        raise NormalizationError("model is an empty list: give a module, or one module per stage")
+    for one in given:
+        if not isinstance(one, (nn.Module, Stage)):
+            raise NormalizationError(f"model must be a module, a Stage or a list of them, got {type(one).__name__}")
+    return tuple(one if isinstance(one, Stage) else Stage(one) for one in given)
+
+
+def _check_offsets(stage: Stage, numbered: set[str]) -> None:
+    unused = sorted(set(stage.offsets) - numbered)
+    if unused:
+        raise NormalizationError(
+            f"the stage has no numbered children under {unused[0]!r}{where()}: "
+            "offsets name containers by their canonical name, such as 'layers'"
+        )
+
+
+def _check_same(first: Slot, second: Slot) -> None:
+    """Two slots may share a name only as copies of one buffer in several stages."""
+    a, b = first.value, second.value
+    if first.stage != second.stage and first.kind == second.kind == "buffer" and a is not None and b is not None:
+        same = a.shape == b.shape and a.dtype == b.dtype and (a.is_meta or b.is_meta or torch.equal(a, b))
+        if same:
+            return
+        raise NormalizationError(
+            f"buffer {first.name!r} has different values in stages {first.stage} and {second.stage}{where()}: "
+            "stages that share a buffer must agree on it"
+        )
+    hint = ""
+    if first.stage != second.stage:
+        hint = ": if the stages number their layers from 0, give Stage(module, offsets) for each"
+    raise NormalizationError(
+        f"two places have the canonical name {first.name!r}{where()}: "
+        f"{first.live!r} of stage {first.stage} and {second.live!r} of stage {second.stage}{hint}"
+    )

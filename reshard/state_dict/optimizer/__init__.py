@@ -1,0 +1,1 @@
+"""Optimizer state: taken from live optimizers, in one form, and put back."""

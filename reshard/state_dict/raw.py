@@ -1,0 +1,247 @@
+"""`normalize`: state dicts that were saved raw, with wrapper segments and integer ids, in canonical form.
+
+There is no live model to ask here, so names are read as text. The segments that only wrappers use are dropped
+wherever they stand. `module` may be DDP's or a user's own: it is dropped at the front where every name has it there,
+elsewhere only if the caller says which names are right. So are PEFT's segments, which a live model keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reshard.errors import NormalizationError
+from reshard.state.adapters import PEFT_PREFIX, drop_adapter
+from reshard.state.torch_internals import WRAPPER_SEGMENTS
+
+__all__ = ["NormalizeReport", "Normalized", "normalize"]
+
+_CERTAIN = WRAPPER_SEGMENTS - {"module"}
+
+
+@dataclass(frozen=True)
+class NormalizeReport:
+    """What `normalize` changed."""
+
+    renamed: Mapping[str, str]
+    """Raw name to canonical name, of those that differ."""
+    dropped: Mapping[str, int]
+    """How many times each wrapper segment was dropped."""
+    doubtful: tuple[str, ...]
+    """Canonical names that still have a segment `module`, which may be a wrapper's or the model's own."""
+    ids: Mapping[int, str]
+    """Integer parameter id to name."""
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.renamed)} names changed"]
+        lines += [f"  {segment} dropped {count} times" for segment, count in self.dropped.items()]
+        lines += [f"  {len(self.ids)} integer ids named"] if self.ids else []
+        lines += [f"  doubtful: {name}" for name in self.doubtful]
+        return "\n".join(lines)
+
+
+class Normalized(dict[str, Any]):
+    """The normalized dict; `report` says what was changed."""
+
+    report: NormalizeReport
+
+
+def normalize(
+    raw: Mapping[str, Any], *, names: Collection[str] | None = None, order: Sequence[str] | None = None
+) -> Normalized:
+    """Bring a raw state dict to canonical names; a new dict, the values are shared and the input stays as it is.
+
+    Understands a model's state dict, an optimizer's (`state` and `param_groups`, by name or by integer id), the flat
+    optimizer form, and dicts that hold several of these under keys of their own. Everything else passes through.
+
+    Args:
+        names: the canonical names, where they are known (`fqn_map(model)` will do): they settle what text alone
+            cannot, whether a segment `module` is a wrapper's.
+        order: canonical parameter names by integer id, for optimizers that were saved by ids. It is the order of the
+            optimizer's parameters (`fqn_map(model, optimizer).parameter_order()`), not that of the state dict.
+
+    Raises:
+        NormalizationError: two names become one, an id lies outside `order`, or there are ids and no `order`.
+    """
+    work = _Work(frozenset(names) if names is not None else None, order)
+    out = Normalized(work.tree(raw, "the state dict"))
+    doubtful = sorted({name for name in work.seen if "module" in name.split(".") and names is None})
+    out.report = NormalizeReport(work.renamed, work.dropped, tuple(doubtful), work.ids)
+    return out
+
+
+@dataclass(frozen=True)
+class _Fronts:
+    """What can only be told from all names of a state together."""
+
+    modules: int
+    """How many leading `module` segments all names have, other wrapper segments aside."""
+    adapted: bool
+    """Whether all names then begin as those of PEFT do."""
+    without_adapter: Callable[[str], str]
+
+    def drop(self, raw: str) -> str:
+        """The name without what wrappers and adapters add."""
+        name = _drop(raw, self.modules)
+        if not self.adapted:
+            return name
+        return self.without_adapter(_without_base_layer(name.removeprefix(PEFT_PREFIX)))
+
+
+class _Work:
+    def __init__(self, names: frozenset[str] | None, order: Sequence[str] | None) -> None:
+        self.names = names
+        self.order = order
+        self.renamed: dict[str, str] = {}
+        self.dropped: dict[str, int] = {}
+        self.ids: dict[int, str] = {}
+        self.seen: set[str] = set()
+
+    def tree(self, raw: Mapping[Any, Any], what: str) -> dict[Any, Any]:
+        """One level: an optimizer, a flat optimizer, a model, or a container of these."""
+        if _is_optimizer(raw):
+            return self.optimizer(raw, what)
+        if raw and all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in raw):
+            return self.flat_optimizer(raw, what)
+        if any(isinstance(value, torch.Tensor) for value in raw.values()) and all(isinstance(key, str) for key in raw):
+            return self.renamed_keys(raw, what)
+        return {key: self.tree(v, f"{what}[{key!r}]") if isinstance(v, Mapping) else v for key, v in raw.items()}
+
+    def optimizer(self, raw: Mapping[str, Any], what: str) -> dict[str, Any]:
+        groups = raw["param_groups"]
+        texts = [key for key in [*raw["state"], *(k for g in groups for k in g["params"])] if isinstance(key, str)]
+        fronts = self.fronts(texts)
+        state: dict[Any, Any] = {}
+        for key, values in raw["state"].items():
+            name = self.key(key, fronts, what)
+            if name in state:
+                raise NormalizationError(f"two entries of {what}['state'] have the canonical name {name!r}")
+            state[name] = values
+        packed = []
+        for group in groups:
+            fields = {field: value for field, value in group.items() if field != "param_names"}
+            packed.append({**fields, "params": [self.key(key, fronts, what) for key in group["params"]]})
+        rest = {key: value for key, value in raw.items() if key not in ("state", "param_groups")}
+        return {**rest, "state": state, "param_groups": packed}
+
+    def flat_optimizer(self, raw: Mapping[str, Any], what: str) -> dict[str, Any]:
+        parts = [key.partition(".") for key in raw]
+        bare = {rest: raw[section + dot + rest] for section, dot, rest in parts if section == "state"}
+        fields = {rest: raw[section + dot + rest] for section, dot, rest in parts if section != "state"}
+        out = {f"state.{name}": value for name, value in self.renamed_keys(bare, what).items()}
+        out.update((f"param_groups.{name}", value) for name, value in self.renamed_keys(fields, what).items())
+        return out
+
+    def renamed_keys(self, raw: Mapping[str, Any], what: str) -> dict[str, Any]:
+        fronts = self.fronts(raw)
+        out: dict[str, Any] = {}
+        origin: dict[str, str] = {}
+        for key, value in raw.items():
+            name = self.name(key, fronts)
+            if name in origin:
+                raise NormalizationError(
+                    f"{origin[name]!r} and {key!r} of {what} both have the canonical name {name!r}"
+                )
+            origin[name], out[name] = key, value
+        return out
+
+    def fronts(self, keys: Iterable[str]) -> _Fronts:
+        """What all keys have in front, and the name of the only adapter."""
+        given = list(keys)
+        modules = min({_leading_modules(key) for key in given}, default=0)
+        bare = [_drop(key, modules) for key in given]
+        adapted = bool(bare) and all(name.startswith(PEFT_PREFIX) for name in bare)
+        inner = [name.removeprefix(PEFT_PREFIX) for name in bare] if adapted else []
+        return _Fronts(modules, adapted, drop_adapter(map(_without_base_layer, inner)))
+
+    def key(self, key: Any, fronts: _Fronts, what: str) -> Any:
+        """The canonical name of a key of optimizer state."""
+        if isinstance(key, str):
+            return self.name(key, fronts)
+        if not isinstance(key, int) or isinstance(key, bool):
+            return key
+        if self.order is None:
+            raise NormalizationError(
+                f"{what} names parameters by integer ids: pass order=[canonical names by id], for instance "
+                "fqn_map(model, optimizer).parameter_order()"
+            )
+        if not 0 <= key < len(self.order):
+            raise NormalizationError(f"{what} has the parameter id {key}, but order has {len(self.order)} names")
+        self.ids[key] = self.order[key]
+        return self.order[key]
+
+    def name(self, raw: str, fronts: _Fronts) -> str:
+        """The canonical name of a raw one, and account of what was dropped."""
+        if self.names is not None and raw in self.names:
+            name = raw
+        else:
+            name = self._by_names(raw) or fronts.drop(raw)
+        if name != raw:
+            self.renamed[raw] = name
+            kept = name.split(".")
+            for segment in WRAPPER_SEGMENTS:
+                gone = raw.split(".").count(segment) - kept.count(segment)
+                if gone:
+                    self.dropped[segment] = self.dropped.get(segment, 0) + gone
+        self.seen.add(name)
+        return name
+
+    def _by_names(self, raw: str) -> str | None:
+        """The known name that the raw one can become by dropping segments, if there is exactly one."""
+        if self.names is None:
+            return None
+        certain = [part for part in raw.split(".") if part not in _CERTAIN]
+        at = [i for i, part in enumerate(certain) if part == "module"]
+        found = set()
+        for mask in range(1 << min(len(at), 10)):
+            gone = {i for bit, i in enumerate(at) if mask >> bit & 1}
+            name = ".".join(part for i, part in enumerate(certain) if i not in gone)
+            # of a flat optimizer key the known name is the front
+            if name in self.names or any(name[: len(name) - len(t)] in self.names for t in _tails(name)):
+                found.add(name)
+        if len(found) > 1:
+            raise NormalizationError(f"{raw!r} could be any of {sorted(found)}")
+        return found.pop() if found else None
+
+
+def _is_optimizer(raw: Mapping[Any, Any]) -> bool:
+    groups = raw.get("param_groups")
+    return (
+        isinstance(raw.get("state"), Mapping)
+        and isinstance(groups, (list, tuple))
+        and all(isinstance(group, Mapping) and "params" in group for group in groups)
+    )
+
+
+def _leading_modules(key: str) -> int:
+    count = 0
+    for part in key.split("."):
+        if part == "module":
+            count += 1
+        elif part not in _CERTAIN:
+            break
+    return count
+
+
+def _drop(raw: str, fronts: int) -> str:
+    out: list[str] = []
+    for part in raw.split("."):
+        if part in _CERTAIN:
+            continue
+        if part == "module" and fronts and not out:
+            fronts -= 1
+            continue
+        out.append(part)
+    return ".".join(out)
+
+
+def _without_base_layer(name: str) -> str:
+    return name.replace(".base_layer.", ".")
+
+
+def _tails(name: str) -> list[str]:
+    parts = name.split(".")
+    return ["." + ".".join(parts[i:]) for i in range(1, len(parts))]

@@ -1,0 +1,454 @@
+"""`convert`: every format into every other, read by the libraries that own them; interrupted, shared, refused."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+import reshard
+from planners.topologies.topology import Topology
+from reshard.api.convert.exporter import Exporter
+from reshard.api.convert.to_safetensors import SafetensorsExporter
+from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError, ReshardError
+from tests import gloo
+from tests.reshard.formats.samples import same, sample, truth
+
+FORMATS = ["native", "dcp", "safetensors", "torch_save"]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+          torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+          torch.bool, torch.complex64]  # fmt: skip
+
+
+def state() -> dict[str, Any]:
+    """All dtypes, tied and strided tensors, ones without dims or elements, lists, tuples and plain values."""
+    torch.manual_seed(0)
+    embed = torch.randn(40, 8)
+    model: dict[str, Any] = {f"of.{dtype}".replace("torch.", ""): torch.rand(3, 5).to(dtype) for dtype in DTYPES}
+    model |= {"embed": embed, "head": embed, "turned": torch.randn(6, 4).T, "none": torch.empty(0, 7)}
+    model |= {"count": torch.tensor(3), "layers": {"0": {"w": torch.randn(9, 3)}}}
+    optim = {"state": {"embed": {"step": torch.tensor(5.0), "exp_avg": torch.randn(40, 8)}}}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["embed"]}]
+    return {"model": model, "optim": {**optim, "param_groups": groups}, "epoch": 3, "note": "ü", "gone": None}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    reshard.save(state(), tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def place(folder: Path, format: str) -> Path:
+    return folder / (f"{format}.pt" if format == "torch_save" else format)
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+    if isinstance(value, dict):
+        return {k: v for key, item in value.items() for k, v in leaves(item, (*path, key)).items()}
+    if isinstance(value, (list, tuple)):
+        return {k: v for i, item in enumerate(value) for k, v in leaves(item, (*path, i)).items()}
+    return {path: value}
+
+
+def equal(a: Any, b: Any) -> bool:
+    x, y = leaves(a), leaves(b)
+    return set(x) == set(y) and all(
+        same(x[k], y[k]) if isinstance(x[k], torch.Tensor) else x[k] == y[k] and type(x[k]) is type(y[k]) for k in x
+    )
+
+
+def test_values_of_each_rank_go_along(tmp_path: Path) -> None:
+    """Tensors and plain data, also under another layout, another dtype or a selection; DCP cannot hold them."""
+    rng, position = torch.arange(5, dtype=torch.uint8), {"shard": 3, "ids": (1, 2), "state": torch.tensor(7)}
+    state = {"w": torch.ones(6, 2), "data": {"rng": reshard.PerRank(rng), "position": reshard.PerRank(position)}}
+    reshard.save(state, tmp_path / "saved")
+
+    def own(folder: Path) -> Any:
+        target = {"data": {"rng": reshard.PerRank(), "position": reshard.PerRank()}}
+        report = reshard.load(target, folder, strict=False)
+        assert report.unexpected == ("w",)
+        return target["data"]
+
+    ways: list[dict[str, Any]] = [
+        {}, {"onto": Topology.parse("dp=2", {"*": "S(0)"})}, {"dtype": torch.bfloat16}, {"mapping": {"v": "w"}},
+        {"select": ["w", "data.*"]},
+    ]  # fmt: skip
+    for i, way in enumerate(ways):
+        report = reshard.convert(tmp_path / "saved", tmp_path / str(i), **way)
+        assert not report.left_out
+        assert reshard.verify(tmp_path / str(i)).ok
+        if "mapping" not in way:
+            found = own(tmp_path / str(i))
+            assert torch.equal(found["rng"].value, rng)
+            assert found["position"].value == position
+            assert list(reshard.open(tmp_path / str(i))) == ["w"]
+    reshard.convert(tmp_path / "saved", tmp_path / "less", select=["w", "data.rng"])
+    assert list(reshard.open(tmp_path / "less").contents.facts["per_rank"]) == ["data.rng"]
+    for format in ("dcp", "safetensors", "torch_save"):
+        report = reshard.convert(tmp_path / "saved", place(tmp_path, format), format=format)
+        assert set(report.left_out) == {"data.rng", "data.position"}
+
+
+def test_values_of_each_rank_have_no_canonical_names(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(6, 2)}, "rng": reshard.PerRank(torch.arange(5)), "at": reshard.PerRank(3)}
+    reshard.save(state, tmp_path / "saved")
+
+    report = reshard.convert(tmp_path / "saved", tmp_path / "all", normalized=True)
+    assert set(report.left_out) == {"rng", "at"}
+    report = reshard.convert(tmp_path / "saved", tmp_path / "cast", normalized=True, dtype="bfloat16")
+    assert set(report.left_out) == {"rng", "at"}
+    report = reshard.convert(tmp_path / "saved", tmp_path / "model", model_only=True)
+    assert not report.left_out, "only the model was asked for"
+
+
+@pytest.mark.parametrize("format", ["native", "dcp", "torch_save"])
+def test_objects_of_unknown_classes_are_left_out_as_the_refusal_says(format: str, tmp_path: Path) -> None:
+    """Such as the training arguments of the Hugging Face trainer."""
+    trainer = tmp_path / "trainer"
+    trainer.mkdir()
+    safetensors.torch.save_file({"w": torch.ones(3)}, trainer / "model.safetensors")
+    torch.save({"last_epoch": 2, "odd[1]": torch.nn.Linear(1, 1)}, trainer / "scheduler.pt")
+    torch.save(torch.nn.Linear(1, 1), trainer / "training_args.bin")
+    target = place(tmp_path, format)
+    for given in (None, ["model.*", "scheduler.*", "training_args"]):
+        with pytest.raises(FormatError, match=r"2 objects of .* cannot be written") as refused:
+            reshard.convert(trainer, target, format=format, select=given)
+    globs = ast.literal_eval(str(refused.value).rpartition("select=")[2])
+    assert globs[:3] == given
+    reshard.convert(trainer, target, format=format, select=globs)
+    opened = reshard.open(target)
+    assert list(opened) == ["model.w"]
+    assert dict(opened.objects) == {"scheduler.last_epoch": 2}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_there_and_back(format: str, saved: Path, tmp_path: Path) -> None:
+    """Bit by bit, with everything that the format can hold."""
+    there = place(tmp_path, format)
+
+    report = reshard.convert(saved, there, format=format, max_shard_bytes=1000)
+
+    assert sum(1 for name in there.iterdir() if "convert" in name.name) == 0 if there.is_dir() else True
+    against = reshard.open(saved)
+    tensors = {name: tensor[...] for name, tensor in [*against.items(), ("model.head", against["model.head"])]}
+    found = reshard.open(there)
+    assert all(same(found[name][...], t) for name, t in tensors.items() if name in found or format != "safetensors")
+    if format == "safetensors":
+        assert report.aliases == {"model.head": "model.embed"}
+        assert set(report.left_out) == set(against.objects)
+    else:
+        back = tmp_path / "back"
+        reshard.convert(there, back)
+        reshard.convert(back, tmp_path / "last.pt", format="torch_save")
+        assert equal(torch.load(tmp_path / "last.pt", weights_only=True), state())
+    if format == "native":
+        assert reshard.verify(there).ok
+
+
+def test_torch_loads_the_file(saved: Path, tmp_path: Path) -> None:
+    reshard.convert(saved, tmp_path / "c.pt", format="torch_save")
+
+    loaded = torch.load(tmp_path / "c.pt", weights_only=True)
+
+    assert equal(loaded, state())
+    assert loaded["model"]["head"].data_ptr() == loaded["model"]["embed"].data_ptr()
+    assert loaded["optim"]["param_groups"][0]["betas"] == (0.9, 0.95)
+    assert equal(torch.load(tmp_path / "c.pt", weights_only=True, mmap=True), state())
+    assert zipfile.ZipFile(tmp_path / "c.pt").testzip() is None  # all checksums are right
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_loads_the_folder(saved: Path, tmp_path: Path) -> None:
+    """torch's own `dcp.load`, of files of several sizes and of a layout of three ranks."""
+    wanted = state()
+    reshard.convert(saved, tmp_path / "small", format="dcp", max_shard_bytes=500)
+    reshard.convert(saved, tmp_path / "ranks", format="dcp", onto=Topology.parse("dp=3", {"*": "S(0)"}), select="*[dh]")
+    for folder in ("small", "ranks"):
+        target = {"model": {"embed": torch.zeros(40, 8), "head": torch.zeros(40, 8)}}
+        dcp.load(target, checkpoint_id=tmp_path / folder)
+        assert torch.equal(target["model"]["embed"], wanted["model"]["embed"])
+        assert torch.equal(target["model"]["head"], wanted["model"]["embed"])
+    assert len(list((tmp_path / "ranks").glob("__*_0.distcp"))) + len(list((tmp_path / "ranks").glob("__*"))) >= 3
+    everything = {"model": {k: torch.zeros_like(v) for k, v in wanted["model"].items() if k != "layers"}}
+    everything["optim"] = {"state": {"embed": {"step": torch.tensor(0.0)}}}
+    dcp.load(everything, checkpoint_id=tmp_path / "small")
+    assert all(same(everything["model"][k], v.contiguous()) for k, v in wanted["model"].items() if k != "layers")
+
+
+def test_safetensors_loads_the_files(saved: Path, tmp_path: Path) -> None:
+    """Sizes come from the item size, so that integers are no trouble; no file is larger than said."""
+    report = reshard.convert(saved, tmp_path / "hf", format="safetensors", select="model.*", max_shard_bytes=1300)
+
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    loaded = {}
+    for file in report.files:
+        part = safetensors.torch.load_file(tmp_path / "hf" / file)
+        nbytes = sum(tensor.nbytes for tensor in part.values())
+        assert nbytes <= 1300
+        assert dict.fromkeys(part, file).items() <= index["weight_map"].items()
+        loaded.update(part)
+    assert set(loaded) == set(index["weight_map"])
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in loaded.values()) == report.total_bytes
+    wanted = reshard.open(saved)
+    assert all(same(loaded[name], wanted[name][...]) for name in loaded)
+    assert "model.head" not in loaded
+
+
+def test_one_small_file_has_no_index(saved: Path, tmp_path: Path) -> None:
+    reshard.convert(saved, tmp_path / "hf", format="safetensors")
+
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
+
+
+def test_names_shapes_dtypes_and_selection_at_once(saved: Path, tmp_path: Path) -> None:
+    report = reshard.convert(
+        saved,
+        tmp_path / "c",
+        mapping={"model.w": "model.layers.0.w"},
+        select=["model.*", "!model.of.*"],
+        dtype="bfloat16",
+    )
+
+    made = reshard.open(tmp_path / "c")
+    assert set(made) == {"model.embed", "model.turned", "model.none", "model.count", "model.w"}
+    assert torch.equal(made["model.w"][...], state()["model"]["layers"]["0"]["w"].bfloat16())
+    assert made["model.count"].dtype == torch.int64
+    assert dict(made.aliases) == {"model.head": "model.embed"} == report.aliases
+    assert reshard.verify(tmp_path / "c").ok
+
+
+def test_a_keeper_that_is_left_out_has_an_heir(saved: Path, tmp_path: Path) -> None:
+    reshard.convert(saved, tmp_path / "c", select="model.head")
+
+    made = reshard.open(tmp_path / "c")
+    assert list(made) == ["model.head"]
+    assert torch.equal(made["model.head"][...], state()["model"]["embed"])
+
+
+@pytest.mark.parametrize("format", ["native", "dcp"])
+def test_pre_sharded_for_a_layout(format: str, saved: Path, tmp_path: Path) -> None:
+    """As if the ranks had saved it: every rank finds its own elements in its own file."""
+    topology = Topology.parse("dp=2,tp=2", {"*embed": "S(0),S(1)", "*": "S(0),R"})
+
+    reshard.convert(saved, tmp_path / "c", format=format, onto=topology, select="model.*", model_only=False)
+
+    made = reshard.open(tmp_path / "c")
+    assert len({chunk.owner for chunk in made["model.embed"].stored.chunks}) == 4
+    wanted = reshard.open(saved)
+    assert all(same(made[name][...], wanted[name][...]) for name in made)
+    if format == "native":
+        assert made.layout == topology.layout({name: wanted[name].stored.spec for name in made})
+
+
+def test_workers_write_what_one_process_writes(saved: Path, tmp_path: Path) -> None:
+    for workers in (1, 3):
+        target = tmp_path / str(workers)
+        reshard.convert(saved, target, format="safetensors", max_shard_bytes=500, workers=workers)
+    names = sorted(path.name for path in (tmp_path / "1").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "3").iterdir())
+    assert all((tmp_path / "1" / name).read_bytes() == (tmp_path / "3" / name).read_bytes() for name in names)
+
+
+def test_what_a_worker_says_reaches_the_caller(saved: Path, tmp_path: Path) -> None:
+    [file] = saved.glob("data-*/*.safetensors")
+    with open(file, "r+b") as out:
+        out.truncate(file.stat().st_size - 1)
+    reshard.save(state(), tmp_path / "other")
+
+    with pytest.raises(ReshardError, match="must have"):
+        reshard.convert(saved, tmp_path / "c", max_shard_bytes=500, workers=2)
+    assert not (tmp_path / "c" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("format", ["native", "dcp", "safetensors"])
+def test_an_interrupted_conversion_goes_on(
+    format: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left is no checkpoint; the second call keeps what is whole, and writes what is damaged again."""
+    target = tmp_path / "c"
+    exporters = {"safetensors": SafetensorsExporter}
+    if format == "native":
+        from reshard.api.convert.to_native import NativeExporter
+
+        exporters["native"] = NativeExporter
+    elif format == "dcp":
+        from reshard.api.convert.to_dcp import DcpExporter
+
+        exporters["dcp"] = DcpExporter
+    kind: type[Exporter] = exporters[format]
+    written: list[str] = []
+    real = kind.write
+
+    def stopping(self: Any, storage: Any, file: Any, on_bytes: Any) -> Any:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(file.name)
+        return real(self, storage, file, on_bytes)
+
+    monkeypatch.setattr(kind, "write", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        reshard.convert(saved, target, format=format, max_shard_bytes=400)
+    with pytest.raises(ReshardError):
+        reshard.open(target)
+    damaged = next(path for path in sorted(target.rglob("*")) if ".safetensors" in path.name or ".distcp" in path.name
+                   if not path.name.endswith((".sums", ".json")))  # fmt: skip
+    with open(damaged, "r+b") as out:
+        out.seek(-1, 2)
+        last = out.read(1)
+        out.seek(-1, 2)
+        out.write(bytes([last[0] ^ 1]))
+    monkeypatch.setattr(kind, "write", real)
+
+    report = reshard.convert(saved, target, format=format, max_shard_bytes=400)
+
+    assert len(report.resumed) == 1
+    assert set(report.resumed) < set(written)
+    made, wanted = reshard.open(target), reshard.open(saved)
+    assert all(same(made[name][...], wanted[name][...]) for name in wanted)
+    assert not [path for path in target.rglob("*") if "convert-" in str(path) or path.name.endswith(".tmp")]
+
+
+def test_other_arguments_begin_anew(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The records and temporary files of the first attempt go."""
+
+    def failing(self: Any, storage: Any, done: Any) -> None:
+        raise OSError("no")
+
+    real = SafetensorsExporter.finish
+    monkeypatch.setattr(SafetensorsExporter, "finish", failing)
+    with pytest.raises(OSError, match="no"):
+        reshard.convert(saved, tmp_path / "c", format="safetensors")
+    monkeypatch.setattr(SafetensorsExporter, "finish", real)
+
+    report = reshard.convert(saved, tmp_path / "c", format="safetensors", dtype="float16", select="model.e*")
+
+    assert report.resumed == ()
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["model.safetensors"]
+
+
+def convert_together(source: str, target: str) -> tuple[int, tuple[str, ...]]:
+    report = reshard.convert(source, target, format="safetensors", max_shard_bytes=500)
+    return report.total_bytes, report.files
+
+
+@pytest.mark.gloo
+def test_ranks_share_the_work(saved: Path, tmp_path: Path) -> None:
+    first, second = gloo.run(convert_together, 2, str(saved), str(tmp_path / "two"))
+
+    assert first == second == convert_together(str(saved), str(tmp_path / "one"))
+    for file in first[1]:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"format": "gguf"}, FormatError, "known are native, dcp, safetensors, torch_save"),
+        ({"format": "safetensors", "onto": Topology.parse("dp=2", {"*": "R"})}, LayoutError, "not sharded by rank"),
+        ({"select": "nothing.*"}, KeyMismatchError, "is called like 'nothing"),
+        ({"mapping": {"a": "b"}}, KeyMismatchError, "names 'b'"),
+        ({"workers": 0}, CheckpointError, "workers must be >= 1"),
+        ({"max_shard_bytes": 0}, FormatError, "must be >= 1"),
+        ({"onto": None, "hints": None, "dtype": "float7"}, FormatError, "unknown dtype"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str, saved: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        reshard.convert(saved, tmp_path / "c", **arguments)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("format", ["native", "dcp", "safetensors"])
+def test_a_checkpoint_is_not_overwritten_unless_asked(format: str, saved: Path, tmp_path: Path) -> None:
+    reshard.convert(saved, tmp_path / "c", format=format, select="model.embed")
+    with pytest.raises(FormatError, match="already"):
+        reshard.convert(saved, tmp_path / "c", format=format)
+
+    reshard.convert(saved, tmp_path / "c", format=format, overwrite=True, max_shard_bytes=1000)
+
+    assert len(reshard.open(tmp_path / "c")) >= 20
+
+
+_PEAK = """
+import sys, reshard
+from reshard.api.convert import workers
+def status(what):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what))
+reshard.convert(sys.argv[1], sys.argv[2] + "0", format=sys.argv[3], select="small")  # imports and pools are made
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+reshard.convert(sys.argv[1], sys.argv[2], format=sys.argv[3], mapping={"renamed": "large"}, select="renamed")
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize("format", ["native", "safetensors"])
+def test_memory_does_not_grow_with_tensors(format: str, tmp_path: Path) -> None:
+    """A tensor of 256 MB that has to be turned while it is read: in half of that."""
+    if not os.path.exists("/proc/self/clear_refs"):
+        pytest.skip("peaks of memory are read from /proc")
+    large = torch.zeros(8192, 8192, dtype=torch.int32).T
+    torch.save({"large": large, "small": torch.ones(3)}, tmp_path / "source.pt")
+    del large
+    target = tmp_path / "target"
+    run = [sys.executable, "-W", "ignore", "-c", _PEAK, str(tmp_path / "source.pt"), str(target), format]
+
+    done = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True)
+
+    assert int(done.stdout) < 128 << 20
+    assert reshard.open(target)["renamed"].shape == (8192, 8192)
+
+
+@pytest.mark.samples
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("dcp_fsdp2_tp_2x2", "ckpt"),
+        ("ds_z3_w2", "ckpt"),
+        ("mcore_tp2_pp2", "ckpt"),
+        ("titan_llama_fsdp4", "ckpt/checkpoint/step-2"),
+    ],
+)
+def test_model_only_of_any_framework(name: str, path: str, tmp_path: Path) -> None:
+    source = sample(name) / path
+
+    reshard.convert(source, tmp_path / "hf", format="safetensors", model_only=True)
+
+    loaded = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    wanted = truth(name)["model"]
+    assert set(loaded) <= set(wanted)
+    assert len(loaded) >= len(wanted) - 2
+    assert all(same(tensor, wanted[key].contiguous()) for key, tensor in loaded.items())
+
+
+def test_killed_with_its_workers(tmp_path: Path) -> None:
+    """A killed conversion takes its workers along; the next call goes on with what they had finished."""
+    wanted = {f"w{i}": torch.full((1 << 18,), float(i)) for i in range(40)}
+    reshard.save(wanted, tmp_path / "source")
+    target = tmp_path / "target"
+    code = "import sys, reshard; reshard.convert(sys.argv[1], sys.argv[2], max_shard_bytes=1 << 20, workers=2)"
+    child = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "source"), str(target)])
+    while child.poll() is None and len(list(target.glob("convert-*/data-*.json"))) < 3:
+        time.sleep(0.002)
+    child.kill()
+    assert child.wait() == -signal.SIGKILL  # and not done already
+
+    report = reshard.convert(tmp_path / "source", target, max_shard_bytes=1 << 20)
+
+    assert 3 <= len(report.resumed) < 40
+    assert reshard.verify(target, tmp_path / "source").ok

@@ -1,0 +1,183 @@
+"""Live resharding between running ranks: every pair of a dozen layouts, whole models, views, bad input, failures."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import reshard
+from planners import TensorSpec, View, concat
+from tests import gloo
+from tests.reshard.api import live_jobs
+from tests.reshard.api.live_layouts import LAYOUTS, bits
+from tests.stories import roundtrip_jobs as jobs
+
+
+def assert_same_bits(found, known):
+    """Nested dicts of tensors and numbers, equal to the last bit."""
+    assert found.keys() == known.keys()
+    for key, value in known.items():
+        if isinstance(value, dict):
+            assert_same_bits(found[key], value)
+        elif isinstance(value, torch.Tensor):
+            assert (found[key].dtype, found[key].shape) == (value.dtype, value.shape), key
+            assert bits(found[key]) == bits(value), key
+        else:
+            assert found[key] == value, key
+
+
+pytestmark = pytest.mark.gloo
+
+ALL_PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
+
+
+@pytest.mark.parametrize(("budget", "pairs"), [(1 << 20, ALL_PAIRS), (1024, ALL_PAIRS[::11])], ids=["wide", "tight"])
+def test_every_pair_of_layouts_moves_each_needed_byte_once_and_no_bit_changes(budget, pairs):
+    ranks = gloo.run(live_jobs.pairs_job, 8, pairs, budget, timeout_s=280)
+
+    by_pair: dict[tuple[str, str], list[dict]] = {}
+    for row in itertools.chain(*ranks):
+        by_pair.setdefault(row["pair"], []).append(row)
+    assert set(by_pair) == set(pairs)
+    for pair, rows in by_pair.items():
+        for row in rows:
+            report = row["report"]
+            assert not row["wrong"], pair
+            assert not row["changed"], pair
+            assert report.bytes_received == row["least"], pair
+            assert report.buffer_bytes <= budget, pair
+        moved = {row["report"].bytes_moved for row in rows}
+        assert moved == {sum(row["least"] for row in rows)} == {sum(row["report"].bytes_sent for row in rows)}, pair
+
+
+@pytest.mark.parametrize(("before", "after"), [("fsdp_tp", "hsdp"), ("tp", "fsdp"), ("plain", "fsdp_tp")])
+def test_a_model_with_its_optimizer_goes_from_one_topology_to_another(before, after):
+    known = jobs.train_truth()
+
+    for end in gloo.run(live_jobs.model_job, 4, before, after, known):
+        state = end["state"]
+        assert state["optim"]["param_groups"][0]["lr"] == 0.123
+        assert_same_bits(state["model"], known["model"])
+        assert_same_bits(state["optim"]["state"], known["optim"]["state"])
+        assert end["report"].missing == end["report"].unexpected == ()
+
+
+def test_views_fuse_turn_pad_and_repeat_on_the_way():
+    ends = gloo.run(live_jobs.views_job, 4)
+
+    for end in ends:
+        assert not end["wrong"]
+        assert end["findings"] == ["qkv"]
+        assert end["report"].bytes_received == end["least"] > 0
+
+
+def test_a_prepared_transfer_follows_the_values_and_the_memory():
+    for steps in gloo.run(live_jobs.replay_job, 4, 4):
+        assert all(not step["wrong"] for step in steps)
+        assert [step["lr"] for step in steps] == [0.0, 1.0, 2.0, 3.0, 3.0]
+        assert [step["planned"] for step in steps] == [True, False, False, False, False]
+        assert len({step["sent"] for step in steps}) == 1
+
+
+def test_casts_names_ties_and_all_kinds_of_tensors():
+    for found in gloo.run(live_jobs.kinds_job, 3):
+        assert found["narrow"] == (True, {"w": ("float32", "bfloat16")}, 72 - 2 * 3 * (2 + 2 + 0))
+        assert found["wide"] == (True, 144 - 4 * 3 * (2 + 2 + 0))
+        assert found["tied"] == (True, 36 * 4 - 3 * 4 * 4, ("nest.embed", "nest.head"))
+        assert found["from sharded"]
+        assert found["to sharded"]
+        assert found["meta"]
+        assert found["conjugate"]
+        assert found["per rank"]
+        assert found["odd strides"]
+        assert found["partial"] == (True, [1.0, 1.0], ("other",), ("more",))
+
+
+REFUSED = {
+    "ranks disagree about a shape": ("LayoutError", "disagree about the source"),
+    "ranks disagree about a placement": ("LayoutError", "placed differently"),
+    "other names": ("KeyMismatchError", "missing"),
+    "another shape": ("KeyMismatchError", "has shape [8, 5] before, but [5, 8] after"),
+    "another dtype": ("KeyMismatchError", "is float32 before, but float64 after"),
+    "a rank in neither side": ("LayoutError", "rank 2 neither give nor want"),
+    "other options": ("LayoutError", "other options"),
+    "an option out of range": ("LayoutError", "max_inflight_bytes"),
+    "a policy that is not known": ("LayoutError", "dtype_policy"),
+    "replicas that have drifted": ("KeyMismatchError", "'w' (ranks 0, 1 / rank 2)"),
+    "values that differ": ("KeyMismatchError", "'lr'"),
+    "a tensor for a number": ("KeyMismatchError", "is a tensor before"),
+    "a number for a tensor": ("KeyMismatchError", "is no tensor before"),
+    "a mapping to nowhere": ("KeyMismatchError", "named by a view or the mapping"),
+    "a view of what is not there": ("KeyMismatchError", "is a view of 'u'"),
+    "a source without memory": ("LayoutError", "meta"),
+    "memory that is shared": ("LayoutError", "memory of the source"),
+    "a layout that is not so": ("LayoutError", "but gave [3, 3]"),
+    "a hole": ("LayoutError", "does not hold all"),
+    "memory that ties two sources": ("KeyMismatchError", "map both to one source"),
+}
+
+
+def test_bad_input_is_an_error_on_all_ranks_and_nothing_moves():
+    for found in gloo.run(live_jobs.refusals_job, 3):
+        for name, (kind, words) in REFUSED.items():
+            error, message, kept, seconds = found[name]
+            assert error == kind, (name, error, message)
+            assert words in message, (name, message)
+            assert kept, name
+            assert seconds < 15, name
+
+
+def test_a_rank_that_fails_midway_ends_it_on_all_and_the_targets_are_named():
+    for end in gloo.run(live_jobs.failure_job, 4, "raises"):
+        assert end["type"] == "UndefinedTargetsError"
+        assert end["rank"] == 1
+        assert end["targets"] == ("w", "x")
+        assert "targets are undefined: w, x" in end["message"]
+        assert end["seconds"] < 10
+
+
+def test_a_rank_that_dies_midway_ends_it_on_all_others():
+    ends = gloo.outcomes(live_jobs.failure_job, 4, "dies", store="parent", linger_s=30)
+
+    assert ends[1].exitcode == 3
+    for end in (ends[0], ends[2], ends[3]):
+        assert end.value["type"] == "UndefinedTargetsError"
+        assert end.value["rank"] == 1
+        assert end.value["seconds"] < 15
+
+
+def test_a_state_has_the_same_fingerprints_in_every_layout_and_what_differs_is_named():
+    """Resumed state that is not bit-equal shows where; replicas that drifted apart are found before they are moved."""
+    for found in gloo.run(live_jobs.flight_job, 4):
+        assert len(found["same"]) == 24
+        assert all(found["same"])
+        ((key, message),) = found["swap"]
+        assert key == "w"
+        assert "after, but" in message
+        kind, words = found["drift"]
+        assert kind == "ReplicaDriftError"
+        assert "b: ranks 0, 2, 3 differ from rank 1" in words
+
+
+def test_a_rank_that_hangs_ends_the_transfer_of_the_others_at_the_deadline():
+    ends = gloo.run(live_jobs.hang_job, 3, 3.0)
+
+    for end in (ends[0], ends[2]):
+        assert end.startswith("UndefinedTargetsError from ")
+        assert "rank 1" in end
+        assert "within 3 s" in end
+
+
+def test_without_a_process_group_a_single_process_moves_its_own():
+    spec = {n: TensorSpec(n, (rows, 4), "float32") for n, rows in (("q", 4), ("k", 2))}
+    source = {n: torch.randn(s.shape) for n, s in spec.items()} | {"step": 7}
+    fused = concat("qk", [View.of(spec["q"]), View.of(spec["k"])])
+    target = {"qk": torch.zeros(6, 4), "step": 0}
+
+    report = reshard.redistribute(source, target, views=[fused], check=True)
+
+    assert torch.equal(target["qk"], torch.cat([source["q"], source["k"]]))
+    assert target["step"] == 7
+    assert (report.bytes_moved, report.bytes_copied, report.rounds) == (0, 96, 0)

@@ -1,0 +1,109 @@
+"""How the local tensors of a rank are found for its layout: one each, one flat tensor, several boxes in one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import reshard
+from planners import Box, TensorLayout, TensorSpec
+from reshard.api.redistribute.memory import part_tensors
+from reshard.control.global_layout import describe, join_layouts
+from reshard.errors import LayoutError
+
+SPEC = TensorSpec("w", (6, 4), "float32")
+WHOLE = torch.arange(24.0).view(6, 4)
+ROWS = [Box((0, 0), (2, 4)), Box((4, 0), (1, 4))]
+CORNERS = [Box((0, 0), (2, 3)), Box((5, 1), (1, 2))]
+
+
+def parts(layout: TensorLayout, *local: torch.Tensor) -> list[list[list[float]]]:
+    return [part.tolist() for part in part_tensors("w", local, layout, 0)]
+
+
+def test_several_boxes_of_a_rank_may_lie_in_one_tensor_side_by_side_or_flattened():
+    rows, corners = (TensorLayout.from_boxes(SPEC, {0: boxes}) for boxes in (ROWS, CORNERS))
+    wanted = [WHOLE[box.slices].tolist() for box in ROWS]
+
+    assert parts(rows, torch.cat([WHOLE[box.slices] for box in ROWS])) == wanted
+    assert parts(rows, torch.cat([WHOLE[box.slices].reshape(-1) for box in ROWS])) == wanted
+    assert parts(rows, *(WHOLE[box.slices] for box in ROWS)) == wanted
+    flat = torch.cat([WHOLE[box.slices].reshape(-1) for box in CORNERS])
+    assert parts(corners, flat) == [WHOLE[box.slices].tolist() for box in CORNERS]
+
+
+def test_boxes_side_by_side_along_columns_are_views():
+    columns = TensorLayout.from_boxes(SPEC, {0: [Box((0, 3), (6, 1)), Box((0, 0), (6, 2))]})
+    local = torch.zeros(6, 3)
+
+    for part, box in zip(part_tensors("w", [local], columns, 0), columns.boxes(0), strict=True):
+        part.copy_(WHOLE[box.slices])
+
+    assert torch.equal(local, WHOLE[:, [3, 0, 1]])
+
+
+@pytest.mark.parametrize(
+    "local", [torch.zeros(4, 4), torch.zeros(13), torch.zeros(24)[::3]], ids=["shape", "number", "strides"]
+)
+def test_boxes_that_do_not_fit_the_tensor_are_refused_with_what_would(local):
+    layout = TensorLayout.from_boxes(SPEC, {0: CORNERS})
+
+    with pytest.raises(
+        LayoutError, match=r"tensor 'w': rank 0 (should hold boxes of \[2, 3\] and \[1, 2\].*\[8\]|gave)"
+    ):
+        part_tensors("w", [local], layout, 0)
+
+
+def test_boxes_are_moved_and_compared_in_a_single_process():
+    layout = TensorLayout.from_boxes(SPEC, {0: [*ROWS, Box((2, 0), (2, 4)), Box((5, 0), (1, 4))]})
+    target = {"w": torch.zeros(6, 4)}
+
+    reshard.redistribute({"w": WHOLE}, target, target_layouts={"w": layout}, check=True)
+
+    assert torch.equal(target["w"], WHOLE[[0, 1, 4, 2, 3, 5]])
+    back = {"w": torch.zeros(6, 4)}
+    reshard.redistribute(target, back, source_layouts={"w": layout}, check=True)
+    assert torch.equal(back["w"], WHOLE)
+
+
+def test_a_source_is_only_read_so_it_may_be_a_mapping_that_cannot_be_changed():
+    from types import MappingProxyType
+
+    target = {"w": torch.zeros(6, 4), "step": 0}
+
+    reshard.redistribute(MappingProxyType({"w": WHOLE, "step": 3}), target)
+
+    assert torch.equal(target["w"], WHOLE)
+    assert target["step"] == 3
+
+
+def test_a_target_whose_value_cannot_be_replaced_is_refused_before_anything_moves():
+    from types import MappingProxyType
+
+    target = {"w": torch.zeros(6, 4), "fixed": MappingProxyType({"step": 0, "lr": torch.zeros(())})}
+
+    with pytest.raises(reshard.ReshardError, match="step"):
+        reshard.redistribute({"w": WHOLE, "fixed": {"step": 3, "lr": torch.ones(())}}, target)
+
+    assert not target["w"].any()
+
+
+def test_flat_tensors_stay_flat_in_a_group_of_some_of_the_ranks():
+    """Of ranks 0 to 3, 1 and 3 take part, and hold all that there is."""
+    layout = TensorLayout.from_flat_ranges(SPEC, {0: (0, 0), 1: (0, 7), 2: (7, 7), 3: (7, 24)})
+    described = [(describe({"w": torch.zeros(size)}, {"w": layout}), [rank]) for rank, size in ((1, 7), (3, 17))]
+
+    joined = join_layouts(described)
+
+    assert joined["w"] == TensorLayout.from_flat_ranges(SPEC, {1: (0, 7), 3: (7, 24)}, 4)
+
+
+def test_empty_boxes_are_local_tensors_in_a_group_of_some_of_the_ranks_too():
+    boxes = [Box((0, 0), (4, 4)), Box((4, 2), (0, 2)), Box((4, 0), (2, 4))]
+    layout = TensorLayout.from_boxes(SPEC, {0: [], 1: boxes})
+    described = describe({"w": WHOLE.reshape(-1)}, {"w": layout})
+
+    joined = join_layouts([(described, [1])])
+
+    assert joined["w"].parts(1) == layout.parts(1)
+    assert [tuple(t.shape) for t in part_tensors("w", [WHOLE.reshape(-1)], joined["w"], 1)] == [(4, 4), (0, 2), (2, 4)]

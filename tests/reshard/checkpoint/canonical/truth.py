@@ -1,0 +1,128 @@
+"""Compares what `normalized()` gives with the ground truth of a sample: every tensor, whole and by random slices."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reshard.checkpoint.checkpoint import LazyTensor
+
+EXTRA_STATES = {"step", "fp32_param"}
+"""States that files hold, but some frameworks' own way to gather the truth leaves out."""
+
+
+MODEL_FILES_ONLY = ("pt_dtensor_2x2",)
+"""Samples of which the repository has the model's files, without the optimizer's."""
+
+
+def sample_folders() -> list[Path]:
+    """Where samples lie: beside the checkout, and the few small ones in the repository."""
+    root = Path(__file__).resolve().parents[4]
+    return [root.parent / "shared" / "data", root / "tests" / "data"]
+
+
+def find_sample(name: str) -> Path | None:
+    """The folder of a sample, or None."""
+    folders = sample_folders()[: 1 if name in MODEL_FILES_ONLY else 2]
+    return next((folder / name for folder in folders if (folder / name / "truth.pt").exists()), None)
+
+
+def load_truth(sample: Path) -> dict[str, Any]:
+    """The truth as plain tensors."""
+    result: dict[str, Any] = torch.load(sample / "truth.pt", weights_only=True)
+    return result
+
+
+def load_keymap(sample: Path) -> dict[str, Any]:
+    """The names or shapes that the checkpoint itself does not hold."""
+    result: dict[str, Any] = json.loads((sample / "keymap.json").read_text())
+    return result
+
+
+def differences(
+    found: Mapping[str, Any], truth: Mapping[str, Any], *, model: bool, optim: bool, groups: bool
+) -> list[str]:
+    """One text for everything that is not as it should be; a section that is not stored must be empty."""
+    out = list(_compare_names("model", found["model"], truth["model"] if model else {}))
+    if model:
+        for fqn, wanted in truth["model"].items():
+            if fqn in found["model"]:
+                out += _compare_tensor(fqn, found["model"][fqn], wanted)
+    state = truth["optim"]["state"] if optim else {}
+    out += _compare_names("state", found["optim"]["state"], state)
+    for fqn, states in state.items():
+        got = found["optim"]["state"].get(fqn, {})
+        known = {name: value for name, value in got.items() if name in states or name not in EXTRA_STATES}
+        out += _compare_names(f"state of {fqn}", known, states)
+        for name, wanted in states.items():
+            if name in got:
+                out += _compare_tensor(f"{fqn}.{name}", got[name], wanted)
+    if groups:
+        out += compare_groups(found["optim"]["param_groups"], truth["optim"]["param_groups"])
+    return out
+
+
+def _compare_names(what: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+    missing, unexpected = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    if missing:
+        yield f"{what}: missing {missing[:4]} ({len(missing)})"
+    if unexpected:
+        yield f"{what}: unexpected {unexpected[:4]} ({len(unexpected)})"
+
+
+def _compare_tensor(name: str, lazy: Any, wanted: Any) -> Iterator[str]:
+    if not isinstance(lazy, LazyTensor):
+        if lazy != (wanted.item() if isinstance(wanted, torch.Tensor) else wanted):
+            yield f"{name}: {lazy!r} instead of {wanted!r}"
+        return
+    wanted = wanted if isinstance(wanted, torch.Tensor) else torch.tensor(wanted, dtype=lazy.dtype)
+    if lazy.shape != wanted.shape or lazy.dtype != wanted.dtype:
+        yield f"{name}: {list(lazy.shape)} {lazy.dtype} instead of {list(wanted.shape)} {wanted.dtype}"
+        return
+    if not same_bits(lazy[...], wanted):
+        yield f"{name}: other values"
+    rng = random.Random(name)
+    for _ in range(3):
+        index = tuple(_random_slice(rng, size) for size in wanted.shape)
+        if not same_bits(lazy[index], wanted[index]):
+            yield f"{name}: other values at {index}"
+
+
+def _random_slice(rng: random.Random, size: int) -> slice:
+    start = rng.randint(0, size)
+    return slice(start, rng.randint(start, size), rng.choice((1, 1, 2, 3)))
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether shapes, dtypes and all bits are the same."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return a.numel() == 0 or torch.equal(_bytes(a), _bytes(b.resolve_conj().resolve_neg()))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # clone, because contiguous() keeps an odd stride of a dim of size 1
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def compare_groups(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> Iterator[str]:
+    """One text for each difference between two lists of param groups; tuples count as lists.
+
+    Where the truth has no settings but only the parameters, only these are compared.
+    """
+    if len(found) != len(wanted):
+        yield f"{len(found)} param groups instead of {len(wanted)}"
+        return
+    for i, (a, b) in enumerate(zip(map(_plain, found), map(_plain, wanted))):
+        for key in sorted(set(a) | set(b)) if set(b) != {"params"} else ["params"]:
+            if a.get(key, "missing") != b.get(key, "missing"):
+                yield f"param group {i}: {key}: {a.get(key, 'missing')!r:.90} instead of {b.get(key, 'missing')!r:.90}"
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: list(v) if isinstance(v, (list, tuple)) else v for k, v in group.items()}

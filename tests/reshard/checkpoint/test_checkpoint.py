@@ -1,0 +1,271 @@
+"""`open` and what it gives: indexing means what it means in torch, and what is no checkpoint is said to be none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import reshard
+from planners.geometry.box import Box
+from planners.geometry.byteruns import Window
+from planners.geometry.layout import TensorSpec
+from reshard.checkpoint.checkpoint import Checkpoint, LazyTensor
+from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatError,
+    KeyMismatchError,
+)
+from reshard.formats.stored.contents import Contents, Place, StoredChunk, StoredTensor
+from reshard.formats.stored.copying import MAX_BUFFER_BYTES
+from reshard.formats.stored.source import BytesSource, FileSource
+from reshard.storage import MemoryStorage, open_storage
+from tests.reshard.formats.samples import same
+from tests.reshard.formats.writers import CountingStorage, DcpWriter, grid
+
+
+def in_memory(tensor: torch.Tensor, *pieces: int, permuted: tuple[int, ...] | None = None) -> LazyTensor:
+    """A lazy tensor over chunks in memory, stored in another order of dims if `permuted`."""
+    chunks = []
+    for i, (offsets, part) in enumerate(grid(tensor, *pieces)):
+        order = permuted or tuple(range(part.ndim))
+        data = part.permute(order).contiguous().numpy().tobytes()
+        window = Window.row_major(3, [part.shape[d] for d in order], part.element_size())
+        back = [order.index(d) for d in range(part.ndim)]
+        place = Place(BytesSource(b"xyz" + data), window.permute(back))
+        chunks.append(StoredChunk(Box(offsets, part.shape), place, i))
+    return LazyTensor(
+        StoredTensor(TensorSpec("t", tensor.shape, str(tensor.dtype).removeprefix("torch.")), tuple(chunks))
+    )
+
+
+@st.composite
+def indexes(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
+    """An index that torch takes: ints, slices with positive steps, an Ellipsis somewhere."""
+    parts: list[Any] = []
+    for size in shape[: draw(st.integers(0, len(shape)))]:
+        bound = st.one_of(st.none(), st.integers(-size - 2, size + 2))
+        choices = [st.builds(slice, bound, bound, st.one_of(st.none(), st.integers(1, 4)))]
+        if size:
+            choices.append(st.integers(-size, size - 1))
+        parts.append(draw(st.one_of(choices)))
+    if draw(st.booleans()):
+        parts.insert(draw(st.integers(0, len(parts))), ...)
+        # what follows the dots counts from the end, where sizes may differ: keep to slices there
+        parts = [p if isinstance(p, slice) or p is ... else slice(p, p) for p in parts]
+    return tuple(parts) if draw(st.booleans()) or len(parts) != 1 else parts[0]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_indexing_is_torchs(data: st.DataObject) -> None:
+    """Law: for any shape, cut, order in memory and index, the elements are those of the whole tensor."""
+    shape = tuple(data.draw(st.lists(st.integers(0, 7), max_size=4)))
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
+    pieces = [data.draw(st.integers(1, 3)) for _ in shape]
+    order = tuple(data.draw(st.permutations(range(len(shape)))))
+    lazy = in_memory(tensor, *pieces, permuted=order)
+    index = data.draw(indexes(shape))
+
+    assert same(lazy[index], tensor[index])
+
+
+def test_a_lazy_tensor_says_what_it_is() -> None:
+    lazy = in_memory(torch.zeros(3, 4, dtype=torch.bfloat16).float(), 2)
+
+    assert (lazy.shape, lazy.dtype, lazy.ndim, lazy.nbytes, lazy.numel(), len(lazy)) == (
+        (3, 4),
+        torch.float32,
+        2,
+        48,
+        12,
+        3,
+    )
+    assert repr(lazy) == "LazyTensor('t', [3, 4], float32)"
+    assert [same(row, torch.zeros(4)) for row in lazy] == [True] * 3
+    with pytest.raises(TypeError, match="0-d tensor 't'"):
+        len(in_memory(torch.tensor(1.0)))
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        (3, IndexError, "index 3 is out of bounds for dim 0 of size 3"),
+        ((0, -5), IndexError, "index -5 is out of bounds for dim 1 of size 4"),
+        ((0, 0, 0), IndexError, "has 2 dims, but 3 were indexed"),
+        ((..., ...), IndexError, "only one Ellipsis"),
+        (slice(None, None, -1), ValueError, "must be >= 1, got -1 for dim 0"),
+        ([0, 1], TypeError, "not by list"),
+        (torch.tensor([0]), TypeError, "not by Tensor"),
+        (None, TypeError, "not by NoneType"),
+        (True, TypeError, "not by bool"),
+        (1.0, TypeError, "not by float"),
+    ],
+)
+def test_what_cannot_index_is_refused(index: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        in_memory(torch.zeros(3, 4))[index]
+
+
+def test_a_tensor_knows_no_holes() -> None:
+    whole = in_memory(torch.arange(12.0).reshape(3, 4), 3)
+    part = LazyTensor(StoredTensor(whole.stored.spec, whole.stored.chunks[1:]))
+
+    assert same(part[1:], whole[1:])
+    with pytest.raises(
+        DamagedCheckpointError, match=r"tensor 't' of shape \[3, 4\]: elements Box\[0:1, 1:2\] are in no"
+    ):
+        part[:, 1]
+    twice = LazyTensor(StoredTensor(whole.stored.spec, whole.stored.chunks + whole.stored.chunks[2:]))
+    with pytest.raises(DamagedCheckpointError, match=r"Box\[2:3, 0:4\] are stored twice, in the chunk .* of writer 2"):
+        twice[...]
+    with pytest.raises(DamagedCheckpointError, match=r"lies outside the shape \[2, 4\]"):
+        StoredTensor(TensorSpec("t", (2, 4), "float32"), whole.stored.chunks)
+
+
+def test_tensors_larger_than_memory_are_refused_or_sliced() -> None:
+    """A value repeated 2**60 times needs few bytes in a file, and too many out of it."""
+    shape = (1 << 40, 1 << 20)
+    place = Place(BytesSource(b"abcd"), Window(0, shape, (0, 0), 4))
+    lazy = LazyTensor(StoredTensor(TensorSpec("t", shape, "int32"), (StoredChunk(Box.full(shape), place),)))
+
+    with pytest.raises(CheckpointError, match=r"no memory for .* read it in slices"):
+        lazy[...]
+    assert same(lazy[5:7, -1], torch.frombuffer(bytearray(b"abcdabcd"), dtype=torch.int32))
+
+
+def test_chunks_are_moved_and_turned_without_being_located() -> None:
+    """crop, shift and permute compose, stay lazy, and read the right bytes."""
+    whole = torch.arange(24.0).reshape(4, 6)
+    asked: list[int] = []
+
+    def locate() -> Place:
+        asked.append(1)
+        return Place(BytesSource(whole.numpy().tobytes()), Window.row_major(0, (4, 6), 4))
+
+    chunk = StoredChunk(Box((0, 0), (4, 6)), locate)
+    turned = chunk.crop(Box((1, 2), (3, 3))).permute((1, 0)).shift((-2, -1))
+    assert (turned.box, asked, turned.is_located) == (Box((0, 0), (3, 3)), [], False)
+
+    lazy = LazyTensor(StoredTensor(TensorSpec("t", (3, 3), "float32"), (turned,)))
+    assert same(lazy[...], whole[1:4, 2:5].T)
+    assert asked == [1]
+
+
+def test_a_place_of_another_size_is_damage() -> None:
+    place = Place(BytesSource(b"12345678"), Window.row_major(0, (2,), 4))
+    with pytest.raises(
+        DamagedCheckpointError, match=r"payload has shape \[2\], but the checkpoint's metadata says \[3\]"
+    ):
+        StoredChunk(Box((0,), (3,)), place)
+    cut = LazyTensor(StoredTensor(TensorSpec("t", (3,), "int32"), (StoredChunk(Box((0,), (3,)), Place(
+        BytesSource(b"12345678", "the file"), Window.row_major(0, (3,), 4))),)))  # fmt: skip
+    with pytest.raises(DamagedCheckpointError, match=r"the file: wanted bytes \[0, 12\), but it has 8 bytes"):
+        cut[...]
+
+
+def test_large_windows_are_read_in_pieces(tmp_path: Path) -> None:
+    """Without a zero-copy view no read is larger than the buffer, whatever the shape."""
+    rows = MAX_BUFFER_BYTES // 4096 + 3
+    data = torch.arange(rows * 1024, dtype=torch.int32).reshape(rows, 1024)
+    (tmp_path / "x").write_bytes(data.numpy().tobytes())
+    storage = CountingStorage(tmp_path)
+    for shape in ((rows, 1024), (rows * 1024,), (1, rows * 1024, 1)):
+        storage.reads.clear()
+        place = Place(FileSource(storage, "x"), Window.row_major(0, shape, 4))
+        lazy = LazyTensor(StoredTensor(TensorSpec("t", shape, "int32"), (StoredChunk(Box.full(shape), place),)))
+        assert same(lazy[...], data.reshape(shape))
+        assert max(n for _, _, n in storage.reads) <= MAX_BUFFER_BYTES
+        assert storage.nbytes_read == data.nbytes
+
+
+def test_names_that_are_not_there() -> None:
+    lazy = in_memory(torch.zeros(2))
+    checkpoint = Checkpoint(Contents("x", {"layers.0.weight": lazy.stored}, {"epoch": 3}), "place")
+
+    with pytest.raises(
+        KeyMismatchError, match=r"place has no tensor 'layers.0.wieght': did you mean 'layers.0.weight'\?"
+    ):
+        checkpoint["layers.0.wieght"]
+    with pytest.raises(KeyMismatchError, match=r"it is an object, see .objects"):
+        checkpoint["epoch"]
+    with pytest.raises(KeyMismatchError, match="it has 1 tensors, such as"):
+        checkpoint["zzz"]
+    assert "zzz" not in checkpoint
+    assert checkpoint.get("zzz") is None
+
+
+def test_nothing_is_there(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent", "memory://nothing-here"):
+        with pytest.raises(CheckpointNotFoundError, match="there is nothing at"):
+            open_checkpoint(path)
+
+
+def test_an_unknown_format_says_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(FormatError, match=r"no checkpoint of a known format. It holds notes.txt. Looked for: native"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(FormatError, match=r"\.metadata and \*\.distcp.*\*\.safetensors.*a file of torch\.save"):
+        open_checkpoint(tmp_path / "notes.txt")
+
+
+def test_a_folder_of_checkpoints_names_them(tmp_path: Path) -> None:
+    for step in (10, 20):
+        DcpWriter({"w": grid(torch.ones(2), 1)}).write(tmp_path / f"step-{step}")
+    with pytest.raises(FormatError, match=r"Below it there seem to be checkpoints in step-10, step-20: open one"):
+        open_checkpoint(tmp_path)
+
+
+def test_mixtures_are_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+    torch.save({"w": torch.zeros(2)}, tmp_path / "b.pt")
+    with pytest.raises(
+        FormatError, match=r"is a mixture: its files look like safetensors and torch_save; open the one"
+    ):
+        open_checkpoint(tmp_path)
+    assert same(open_checkpoint(tmp_path / "b.pt")["w"][...], torch.zeros(2))
+    DcpWriter({"w": grid(torch.ones(2), 1)}).write(tmp_path)
+    with pytest.raises(FormatError, match="dcp and safetensors and torch_save"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_dcp_checkpoint_beside_one_of_another_kind(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"w": torch.ones(2)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    assert open_checkpoint(tmp_path).format == "rank_files"
+    DcpWriter({"w": grid(torch.ones(2), 1)}).write(tmp_path)
+    with pytest.raises(FormatError, match="mixture: its files look like rank_files and dcp"):
+        open_checkpoint(tmp_path)
+
+
+def test_storages_and_urls_of_all_kinds(tmp_path: Path) -> None:
+    """A path, a file URL, a storage and memory give the same tensors."""
+    value = torch.arange(6.0).reshape(2, 3)
+    DcpWriter({"w": grid(value, 2)}).write(tmp_path / "a folder")
+    memory = open_storage("memory://checkpoint-test")
+    for file in (tmp_path / "a folder").iterdir():
+        memory.publish(file.name, file.read_bytes())
+    url = (tmp_path / "a folder").as_uri()
+    for place in (tmp_path / "a folder", str(tmp_path / "a folder") + "/", url, memory, "memory://checkpoint-test"):
+        checkpoint = open_checkpoint(place)
+        assert same(checkpoint["w"][1:, ::2], value[1:, ::2])
+    assert isinstance(memory, MemoryStorage)
+    save_file({"w": value}, tmp_path / "a folder" / "x y.safetensors")
+    assert same(open_checkpoint((tmp_path / "a folder" / "x y.safetensors").as_uri())["w"][...], value)
+
+
+def test_a_single_element_of_odd_stride_is_compared_like_any_other(tmp_path):
+    """Torch calls it contiguous, and yet refuses to see it as bytes."""
+    odd = torch.arange(20.0).as_strided((1,), (7,))
+    reshard.save({"w": odd}, tmp_path / "ckpt")
+
+    assert reshard.compare({"w": odd}, tmp_path / "ckpt", by_fingerprint=False).ok
+    assert not reshard.compare({"w": odd}, {"w": odd + 1}).ok

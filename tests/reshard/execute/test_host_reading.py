@@ -1,0 +1,492 @@
+"""Ranks of one machine read for one another: what they share, who reads it, and that every element arrives."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+import reshard
+from planners.geometry.byteruns import Window
+from reshard.control.group import Group
+from reshard.errors import DamagedCheckpointError, RankFailedError, ReshardError
+from reshard.execute.reading import merged, without
+from reshard.execute.sharing import host, host_reading, segments
+from reshard.execute.sharing.pieces import _cuts
+from reshard.execute.sharing.segments import LOCAL_SEGMENT_BYTES as SIZE
+from reshard.execute.sharing.segments import Segment, Touched, share_out, touch
+from reshard.formats.stored.source import FileSource
+from reshard.state.tensors import local_tensors
+from reshard.storage import LocalStorage, MemoryStorage
+from tests import gloo
+
+
+def touched(window: Window, nbytes: int, grain: int = 4096) -> list[int]:
+    counts = np.zeros(-(-nbytes // SIZE), np.int64)
+    touch(counts, SIZE, window, nbytes, grain)
+    return counts.tolist()
+
+
+def test_a_gapless_read_touches_just_its_bytes():
+    assert touched(Window.row_major(SIZE // 2, (2 * SIZE,), 1), 4 * SIZE, grain=1) == [SIZE // 2, SIZE, SIZE // 2, 0]
+    assert touched(Window.row_major(5, (10,), 4), SIZE) == [4096]  # a grain at least
+    assert touched(Window.row_major(SIZE - 4, (8,), 1), 2 * SIZE - 5) == [4096, 4096]
+    assert touched(Window.row_major(3, (0, 4), 4), SIZE) == [0]
+
+
+def test_columns_touch_every_grain_that_they_have_a_part_of():
+    rows = 3 * SIZE // 8192
+    column = Window(1024, (rows, 512), (8192, 2), 2)
+    assert touched(column, 3 * SIZE) == pytest.approx([SIZE // 2] * 3, rel=0.01)  # 1 of 8 KiB is one page of two
+    narrow = Window(64, (rows * 4, 16), (2048, 2), 2)
+    assert touched(narrow, 3 * SIZE) == pytest.approx([SIZE] * 3, rel=0.01)  # gaps smaller than a page are touched, too
+
+
+def test_far_apart_runs_touch_only_the_segments_they_are_in():
+    window = Window(0, (3, 1000), (4 * SIZE, 4), 4)
+    assert touched(window, 9 * SIZE) == [4096, 0, 0, 0, 4096, 0, 0, 0, 4096]
+
+
+def test_parts_of_long_rows_touch_together_just_what_there_is():
+    row, rows, odd = 256 << 10, 14, 5 << 12
+    parts = [Window(odd + i * row // 4, (rows, row // 4), (row, 1), 1) for i in range(4)]
+    together = np.sum([touched(part, odd + rows * row) for part in parts], axis=0)
+    assert together.tolist() == [SIZE - odd, SIZE, SIZE, rows * row + odd - 3 * SIZE]
+
+    blocks = [Window(i << 18 | j << 13, (4, 16, 8192), (1 << 19, 1 << 14, 1), 1) for i in range(2) for j in range(2)]
+    assert np.sum([touched(block, 2 * SIZE) for block in blocks], axis=0).tolist() == [
+        SIZE,
+        SIZE,
+    ]
+
+
+def said(**files: list[int]) -> Touched:
+    return Touched(
+        {name: segments._File(len(c) * SIZE, SIZE, 0, np.array(c, "<u4").tobytes()) for name, c in files.items()}
+    )
+
+
+def reads(*ranks: Touched) -> list[tuple[Segment, ...]]:
+    return [one.reads for one in share_out(ranks)]
+
+
+def test_what_all_touch_is_read_in_turns_and_what_one_touches_by_itself():
+    n = 24
+    rank = said(a=[SIZE] * n)
+
+    lists = reads(rank, rank, rank)
+
+    assert sorted(s.start // SIZE for its in lists for s in its) == list(range(n))
+    assert [len(its) for its in lists] == [8, 8, 8]
+    assert all(s == Segment("a", s.start // SIZE, s.start, s.start + SIZE) for its in lists for s in its)
+    assert reads(said(a=[SIZE] * n), said(b=[SIZE] * n)) == [(), ()]
+    assert share_out([said(a=[SIZE] * n)] * 2 + [said()])[2] == ((), ())
+
+
+def test_files_of_other_lengths_under_one_name_are_not_shared():
+    longer = Touched({"a": segments._File(25 * SIZE, SIZE, 0, np.array([SIZE] * 25, "<u4").tobytes())})
+    assert share_out([said(a=[SIZE] * 24), longer]) == (((), ()), ((), ()))
+
+
+def test_little_is_not_worth_sharing():
+    assert reads(*[said(a=[SIZE] * 2)] * 2) == [(), ()]
+    assert reads(*[said(a=[SIZE // 4] * 40)] * 4) == [()] * 4  # all together touch no more than there is
+    assert share_out([]) == ()
+
+
+def test_where_touching_costs_next_to_nothing_each_reads_for_itself():
+    ranks = [said(a=[SIZE] * 24)] * 4
+    assert any(one.reads for one in share_out(ranks, 110.0))  # small pages
+    assert not any(one.reads for one in share_out(ranks, 11.0))  # large folios
+
+
+def test_what_each_reads_a_part_of_is_checked_by_one():
+    lists = share_out([said(a=[SIZE // 2] * 6 + [0, SIZE]), said(a=[SIZE // 2] * 5 + [SIZE // 4, SIZE, 0])], 0.0)
+
+    assert [[s.number for s in one.checks] for one in lists] == [[0, 2, 4], [1, 3]]
+    assert not any(one.reads for one in lists)
+    assert [len(one.checks) for one in share_out([said(a=[SIZE] * 24)] * 3, 0.0)] == [8, 8, 8]
+    assert not any(one.checks for one in share_out([said(a=[SIZE] * 24)] * 3))  # who reads it for all checks it
+
+
+ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair)))).map(
+    merged
+)
+
+
+@given(ranges, ranges)
+def test_what_is_without_holes_is_what_lies_outside_of_them(given_, holes):
+    left = without(given_, holes)
+    assert left == sorted(left)
+    bytes_of = lambda spans: [i for start, stop in spans for i in range(start, stop)]  # noqa: E731
+    assert bytes_of(left) == [i for i in bytes_of(given_) if i not in bytes_of(holes)]
+
+
+def test_touching_is_measured_where_it_can_be(tmp_path):
+    (tmp_path / "a").write_bytes(bytes(3 * SIZE))
+    window = Window.row_major(SIZE + 1, (SIZE,), 1)
+    assert 0 < segments.touch_us_per_mib([(FileSource(LocalStorage(tmp_path), "a"), window)]) < 1e6
+    assert segments.touch_us_per_mib([]) == 0
+
+
+def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
+    rank = Touched({"a": segments._File(9 * SIZE + 5, SIZE, 1, np.array([SIZE] * 8 + [5], "<u4").tobytes())})
+    lists = reads(*[rank] * 4)
+    last = max((s for its in lists for s in its), key=lambda s: s.start)
+    assert (last.start, last.stop) == (9 * SIZE, 9 * SIZE + 5)
+
+
+def test_what_a_rank_says_survives_the_wire():
+    storage = MemoryStorage("test-host-reading")
+    storage.publish("a", bytes(3 * SIZE))
+    said_of = Touched.of([(FileSource(storage, "a"), Window.row_major(SIZE + 1, (SIZE,), 1))])
+    assert Touched.decode(said_of.encode()) == said_of
+    assert {name.rpartition("/")[2]: file.first for name, file in said_of.files.items()} == {"a": 1}
+
+
+def test_the_cuts_of_a_window_are_its_elements_by_segment():
+    window = Window(SIZE - 3, (5, 40), (SIZE // 2 + 7, 8), 8)  # an element lies across the end of the first segment
+    seen = np.zeros((5, 40), int)
+    for number, pieces in enumerate(_cuts(window, SIZE)):
+        for index, part in pieces:
+            seen[index] += 1
+            assert 0 <= part.offset < SIZE
+            first = [span.start * stride for span, stride in zip(index, window.strides)]  # the dots at the end are left
+            assert part.offset + number * SIZE == window.offset + sum(first)
+    assert (seen == 1).all()
+
+
+ROWS, COLUMNS = 5000, 1000  # a row is less than a page, so who wants a part of it touches what the others touch
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    gen = torch.Generator().manual_seed(3)
+    return {
+        "wide": torch.randn(ROWS, COLUMNS, generator=gen),
+        "odd": torch.randint(0, 255, (1001, 1003), dtype=torch.uint8, generator=gen),
+        "b": torch.randn(ROWS // 4, 1024, generator=gen).bfloat16(),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.zeros(0, 7),
+    }
+
+
+def place(state: dict[str, torch.Tensor], placement: Placement) -> dict[str, DTensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    flat = isinstance(placement, Shard)
+    return {
+        name: distribute_tensor(t, mesh, [Replicate() if flat and placement.dim >= t.ndim else placement])
+        for name, t in state.items()
+    }
+
+
+def same(found: dict[str, Any], known: dict[str, Any]) -> list[str]:
+    return [name for name in known if not torch.equal(found[name].to_local(), known[name].to_local())]
+
+
+def always_share() -> None:
+    """Whatever it costs to touch a page where the tests run."""
+    host_reading.touch_us_per_mib = lambda windows: float("inf")
+
+
+def shared_files() -> int:
+    """How many files of this process are memory that it shares."""
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum("memfd:reshard" in os.readlink(link) for link in links if link.is_symlink())
+
+
+def load_job(path: str) -> list[dict[str, Any]]:
+    always_share()
+    whole = tensors()
+    reshard.save(place(whole, Shard(0)), path)
+    out = []
+    for placement in (Shard(1), Replicate(), Shard(0)):
+        for budget in (None, 1 << 20):
+            known = place(whole, placement)
+            target = place({name: torch.zeros_like(t) for name, t in whole.items()}, placement)
+            report = reshard.load(target, path, memory_budget_bytes=budget)
+            out.append({"report": report, "wrong": same(target, known), "left": shared_files()})
+    # other dtypes on the way, and a rank that wants nothing of what the others share
+    target = place({"wide": torch.zeros(ROWS, COLUMNS, dtype=torch.float64)}, Shard(1))
+    if dist.get_rank() == 3:
+        target = {}
+    report = reshard.load(target, path, strict=False, dtype_policy="cast")
+    known = place({"wide": whole["wide"].double()}, Shard(1))
+    out.append({"report": report, "wrong": same(target, known) if target else [], "left": 0})
+    return out
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="ranks share memory through Linux's memfd")
+def test_each_byte_comes_from_storage_once_for_all_ranks_of_a_machine(tmp_path):
+    ranks = gloo.run(load_job, 4, str(tmp_path / "ckpt"))
+
+    total = sum(t.nbytes for t in tensors().values())
+    for i, rows in enumerate(zip(*ranks, strict=True)):
+        reports = [row["report"] for row in rows]
+        assert not any(row["wrong"] or row["left"] for row in rows), i
+        read = sum(r.bytes_read + r.bytes_read_to_check for r in reports)
+        received = sum(r.bytes_received for r in reports)
+        needed = sum(r.bytes_needed for r in reports)
+        if i == 0:  # columns: each rank takes a quarter of every row
+            assert received > 0.7 * total
+            assert read <= 1.02 * total
+            assert min(r.bytes_checked for r in reports) > 0  # what is read for all can be checked as a whole
+        elif i == 1:  # a budget in which there is no room to share
+            assert received == 0
+            assert read <= 1.02 * needed
+        elif i == 2:
+            assert received > 2 * total
+            assert read <= 1.3 * total
+            assert sum(r.bytes_checked for r in reports) < 1.3 * total  # each block once for the machine
+        elif i in (4, 5):  # the same layout: nothing to share
+            assert received <= 0.02 * total
+            assert read <= 1.02 * needed
+
+
+def damaged_job(path: str) -> list[str]:
+    always_share()
+    whole = {"wide": tensors()["wide"]}
+    out = []
+    for placement in (Replicate(), Shard(1)):
+        target = place({name: torch.zeros_like(t) for name, t in whole.items()}, placement)
+        try:
+            reshard.load(target, path)
+            out.append("loaded")
+        except RankFailedError as error:
+            untouched = not target["wide"].to_local().any()
+            out.append(f"{error.rank}: {error} untouched={untouched}")
+        except DamagedCheckpointError as error:
+            untouched = not target["wide"].to_local().any()
+            out.append(f"here: {error} untouched={untouched}")
+    return out
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("at", [5 * SIZE + 77, SIZE // 2])
+def test_a_flipped_bit_is_found_by_the_rank_that_reads_it_for_all(tmp_path, at):
+    path = tmp_path / "ckpt"
+    reshard.save({"wide": tensors()["wide"]}, path)
+    file = max(path.rglob("*.safetensors"), key=lambda f: f.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)
+
+    ranks = gloo.run(damaged_job, 4, str(path))
+
+    for case in (0, 1):
+        words = [rank[case] for rank in ranks]
+        assert sum(word.startswith("here: ") for word in words) == 1
+        assert all(Path(file).name in word and f"[{at // SIZE * SIZE}, " in word for word in words)
+    assert all("untouched=True" in whole for whole, _ in ranks)  # what is wanted whole is checked before
+
+
+def private_job() -> tuple[int, bool]:
+    """Each process has a memory of its own under one name, and different tensors in it."""
+    always_share()
+    mine = torch.full((ROWS, COLUMNS), float(dist.get_rank() + 1))
+    storage = MemoryStorage("own")
+    storage.publish("model.safetensors", safetensors.torch.save({"wide": mine}))
+    target = torch.zeros(ROWS, COLUMNS)
+    report = reshard.load({"wide": target}, storage)
+    return report.bytes_received, torch.equal(target, mine)
+
+
+@pytest.mark.gloo
+def test_what_each_process_has_for_itself_is_not_read_for_others():
+    assert gloo.run(private_job, 2) == [(0, True)] * 2
+
+
+def unlucky_job(path: str) -> tuple[bool, int]:
+    """One rank may not open what belongs to the others."""
+    always_share()
+    if dist.get_rank() == 1:
+        host.Own.open = refuse
+    known = place({"wide": tensors()["wide"]}, Shard(1))
+    target = place({"wide": torch.zeros(ROWS, COLUMNS)}, Shard(1))
+    report = reshard.load(target, path, strict=False)
+    return not same(target, known), report.bytes_received
+
+
+def refuse(self: host.Own, address: host.Address, what: int, flags: int) -> int:
+    raise PermissionError("not yours")
+
+
+@pytest.mark.gloo
+def test_where_one_rank_cannot_take_part_each_reads_for_itself(tmp_path):
+    reshard.save({"wide": tensors()["wide"]}, tmp_path / "ckpt")
+    assert gloo.run(unlucky_job, 3, str(tmp_path / "ckpt")) == [(True, 0)] * 3
+
+
+def dying_job(path: str) -> str:
+    always_share()
+    if dist.get_rank() == 2:
+        host.Host.call = lambda self, what: os._exit(9)
+    target = place({"wide": torch.zeros(ROWS, COLUMNS)}, Shard(1))
+    try:
+        reshard.load(target, path, deadline_s=30)
+    except reshard.ReshardError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.gloo
+def test_a_rank_that_dies_while_others_wait_for_its_share_ends_the_load(tmp_path):
+    reshard.save({"wide": tensors()["wide"]}, tmp_path / "ckpt")
+    ends = gloo.outcomes(dying_job, 3, str(tmp_path / "ckpt"))
+    assert ends[2].exitcode == 9
+    assert all("rank 2" in str(end.value) and end.seconds < ends[2].seconds + 10 for end in ends[:2]), ends
+
+
+def hasty_job(rounds: int) -> int:
+    """Ranks that take nothing are through all rounds long before the one that is busy listens."""
+    group = Group()
+    with group.together("rounds", deadline_s=60), host.Own(1, 4096) as own:
+        fcntl.fcntl(own.pipe, fcntl.F_SETPIPE_SZ, 4096)
+        addresses = [pickle.loads(data) for data in group.exchange(pickle.dumps(own.address))]
+        all_of_us = host.Host(own, addresses, group.ranks, group.rank, group)
+        group.barrier()
+        if group.rank == 0:
+            time.sleep(0.3)
+        for _ in range(rounds):
+            all_of_us.call(host.TAKEN)
+        all_of_us.wait_taken(rounds)
+        return all_of_us.taken()
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="ranks share memory through Linux's memfd")
+def test_ranks_may_be_more_rounds_ahead_than_a_pipe_has_room_for():
+    assert gloo.run(hasty_job, 3, 5000) == [5000] * 3
+
+
+def outcome(target: dict[str, Any], path: str, **options: Any) -> str:
+    """How a load of damaged files into zeros ends on this rank."""
+    try:
+        reshard.load(target, path, **options)
+        end = "loaded"
+    except RankFailedError:
+        end = "failed"
+    except DamagedCheckpointError:
+        end = "found"
+    touched = any(local_tensors(tensor)[0].any() for tensor in target.values())
+    return f"{end}, {'touched' if touched else 'untouched'}"
+
+
+def damaged_parts_job(path: str, file: str, places: list[int], budget_bytes: int | None) -> list[str]:
+    """Every rank wants a part of every segment, and reads it for itself, since touching pages is cheap here, or
+    there is no memory to share."""
+    host_reading.touch_us_per_mib = lambda windows: 0.0 if budget_bytes is None else float("inf")
+    mesh = DeviceMesh("cpu", range(4))
+    shapes = {"wide": (ROWS, COLUMNS), "b": (ROWS // 4, 1024)}
+    out = []
+    for at in places:
+        if dist.get_rank() == 0:
+            flip(file, at)
+        dist.barrier()
+        target = {
+            name: distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, [Shard(1)], src_data_rank=None)
+            for (name, shape), dtype in zip(shapes.items(), (torch.float32, torch.bfloat16))
+        }
+        out.append(outcome(target, path, memory_budget_bytes=budget_bytes))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            flip(file, at)
+    return out
+
+
+def flip(file: str, at: int) -> None:
+    with open(file, "r+b") as data:
+        data.seek(at)
+        byte = data.read(1)[0]
+        data.seek(at)
+        data.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("budget_bytes", [None, 1 << 20])
+def test_a_flipped_bit_in_what_each_rank_reads_a_part_of_is_found_before_anything_is_written(tmp_path, budget_bytes):
+    reshard.save({name: tensors()[name] for name in ("wide", "b")}, tmp_path / "ckpt")
+    (file,) = (tmp_path / "ckpt").rglob("*.safetensors")
+    size = file.stat().st_size
+    places = [20, 5000, SIZE + 1, 3 * SIZE - 1, *range(4 * SIZE, size, 3 * SIZE + 4096), size - 1]
+
+    ranks = gloo.run(damaged_parts_job, 4, str(tmp_path / "ckpt"), str(file), places, budget_bytes)
+
+    for ends in zip(*ranks):
+        assert sorted(ends) == ["failed, untouched"] * 3 + ["found, untouched"], dict(zip(places, zip(*ranks)))
+
+
+def careless_job(path: str, file: str, places: list[int], cost: float) -> list[str]:
+    """One rank does not want anything checked."""
+    host_reading.touch_us_per_mib = lambda windows: cost
+    mesh, out = DeviceMesh("cpu", range(3)), []
+    for at in places:
+        if dist.get_rank() == 0:
+            flip(file, at)
+        dist.barrier()
+        target = {"wide": distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, [Shard(1)], src_data_rank=None)}
+        try:
+            reshard.load(target, path, check=dist.get_rank() != 0)
+            out.append("loaded")
+        except ReshardError as error:
+            out.append(type(error).__name__)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            flip(file, at)
+    return out
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("cost", [0.0, float("inf")])
+def test_who_does_not_check_neither_reads_nor_checks_for_others(tmp_path, cost):
+    reshard.save({"wide": tensors()["wide"]}, tmp_path / "ckpt")
+    (file,) = (tmp_path / "ckpt").rglob("*.safetensors")
+    places = [segment * SIZE + 77 for segment in (5, 6, 7)]  # three ranks would take turns
+
+    ranks = gloo.run(careless_job, 3, str(tmp_path / "ckpt"), str(file), places, cost)
+
+    assert ranks[0] == ["RankFailedError"] * 3
+
+
+def unlucky_damaged_job(paths: list[str]) -> list[str]:
+    """One rank wants all, the others columns; one of these may not open what belongs to the others."""
+    always_share()
+    mesh = DeviceMesh("cpu", [1, 2])
+    if dist.get_rank() == 1:
+        host.Own.open = refuse
+    out = []
+    for path in paths:
+        target: Any = torch.zeros(ROWS, COLUMNS)
+        if dist.get_rank():
+            target = distribute_tensor(target, mesh, [Shard(1)], src_data_rank=None)
+        out.append(outcome({"wide": target}, path))
+    return out
+
+
+@pytest.mark.gloo
+def test_who_reads_for_itself_after_all_checks_first(tmp_path):
+    paths = [tmp_path / str(segment) for segment in (5, 6, 7)]  # other ranks were to read these in turns
+    for segment, path in zip((5, 6, 7), paths, strict=True):
+        reshard.save({"wide": tensors()["wide"]}, path)
+        file = max(path.rglob("*.safetensors"), key=lambda f: f.stat().st_size)
+        data = bytearray(file.read_bytes())
+        data[segment * SIZE + 77] ^= 4
+        file.write_bytes(data)
+
+    ranks = gloo.run(unlucky_damaged_job, 3, [str(path) for path in paths])
+
+    for ends in zip(*ranks):
+        assert sorted(ends) == ["failed, untouched", "failed, untouched", "found, untouched"]

@@ -1,0 +1,188 @@
+"""Storages that have no view of their bytes: each byte is asked for once, in a few large requests, and checked."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+import reshard
+from reshard.errors import DamagedCheckpointError, ReshardError
+from reshard.execute.reading import Staged
+from reshard.execute.sharing.segments import REMOTE_SEGMENT_BYTES as SIZE
+from reshard.formats.stored.contents import Place
+from reshard.storage import LocalStorage
+from tests import gloo
+
+
+class Remote(LocalStorage):
+    """A folder as an object store would give it: by ranges alone. Counts them."""
+
+    max_gap_bytes = 1 << 20
+
+    def __init__(self, root: Path | str) -> None:
+        super().__init__(root)
+        self.ranges: list[tuple[str, int, int]] = []
+        self._counting = threading.Lock()
+
+    def mapped(self, name: str) -> memoryview | None:
+        return None
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        with self._counting:
+            self.ranges.append((name, start, buffer.nbytes))
+        super().read_into(name, start, buffer)
+
+    def data_bytes(self) -> int:
+        """Bytes that were asked for of data files."""
+        return sum(nbytes for name, _, nbytes in self.ranges if name.endswith(".safetensors"))
+
+
+def state() -> dict[str, torch.Tensor]:
+    gen = torch.Generator().manual_seed(5)
+    return {
+        "big": torch.randn(3000, 1001, generator=gen),
+        "halves": torch.randn(700, 900, generator=gen).bfloat16(),
+        "bytes": torch.randint(0, 255, (1_000_003,), dtype=torch.uint8, generator=gen),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(3, 0),
+    }
+
+
+def zeros(of: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(t) for name, t in of.items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget_bytes": 8 << 20}, {"threads": 1}, {"check": False}])
+def test_a_load_asks_for_each_byte_once_and_checks_it(tmp_path, options):
+    known = state()
+    reshard.save(known, tmp_path / "ckpt")
+    remote = Remote(tmp_path / "ckpt")
+    target = zeros(known)
+
+    report = reshard.load(target, remote, **options)
+
+    assert all(torch.equal(target[name], known[name]) for name in known)
+    total = sum(t.nbytes for t in known.values())
+    assert report.bytes_read == report.bytes_needed == total
+    assert remote.data_bytes() <= 1.02 * total + 64 * 1024
+    assert len(remote.ranges) < 40
+    assert report.bytes_checked >= (total if options.get("check", True) else 0)
+
+
+def test_other_dtypes_slices_and_a_few_rows_arrive_too(tmp_path):
+    known = state()
+    reshard.save(known, tmp_path / "ckpt")
+    remote = Remote(tmp_path / "ckpt")
+    target = {"big": torch.zeros(3000, 1001, dtype=torch.float64).t().contiguous().t()}
+
+    report = reshard.load(target, remote, strict=False, dtype_policy="cast")
+    row = reshard.open(remote)["big"][77:79, 10:20]
+
+    assert torch.equal(target["big"], known["big"].double())
+    assert torch.equal(row, known["big"][77:79, 10:20])
+    assert report.bytes_read == known["big"].nbytes
+
+
+@pytest.mark.parametrize("at", [200, SIZE - 1, SIZE, 3 * SIZE + 5, -1])
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path, at):
+    known = state()
+    reshard.save(known, tmp_path / "ckpt")
+    file = max((tmp_path / "ckpt").rglob("*.safetensors"), key=lambda f: f.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+    with pytest.raises(DamagedCheckpointError, match=file.name):
+        reshard.load(zeros(known), Remote(tmp_path / "ckpt"))
+
+
+def test_a_file_that_was_cut_short_is_found_before_anything_is_written(tmp_path):
+    known = state()
+    reshard.save(known, tmp_path / "ckpt")
+    file = max((tmp_path / "ckpt").rglob("*.safetensors"), key=lambda f: f.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-5])
+    target = zeros(known)
+
+    with pytest.raises(DamagedCheckpointError):
+        reshard.load(target, Remote(tmp_path / "ckpt"))
+    assert not any(t.any() for t in target.values())
+
+
+def shared_job(path: str) -> list[dict[str, Any]]:
+    whole = {"big": torch.arange(6_000_000, dtype=torch.float32).reshape(6000, 1000)}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    out = []
+    for placement in (Shard(1), Replicate(), Shard(0)):
+        how: list[Placement] = [placement]
+        known = distribute_tensor(whole["big"], mesh, how)
+        target = {"big": distribute_tensor(torch.zeros_like(whole["big"]), mesh, how)}
+        remote = Remote(path)
+        report = reshard.load(target, remote)
+        right = torch.equal(target["big"].to_local(), known.to_local())
+        out.append({"right": right, "asked": remote.data_bytes(), "checked": report.bytes_checked})
+    return out
+
+
+@pytest.mark.gloo
+def test_ranks_of_a_machine_ask_for_each_byte_once_between_them(tmp_path):
+    whole = torch.arange(6_000_000, dtype=torch.float32).reshape(6000, 1000)
+    reshard.save({"big": whole}, tmp_path / "ckpt")
+
+    ranks = gloo.run(shared_job, 3, str(tmp_path / "ckpt"))
+
+    for rows in zip(*ranks, strict=True):
+        assert all(row["right"] for row in rows)
+        assert sum(row["asked"] for row in rows) <= 1.02 * whole.nbytes + 3 * 64 * 1024
+        assert sum(row["checked"] for row in rows) >= 0.8 * whole.nbytes
+
+
+def again_job(damaged: str, good: str) -> tuple[str, bool]:
+    """A load that fails on the last rank while the others have read their share, and then another one."""
+    options: dict[str, Any] = {"read_once": True, "deadline_s": 10}
+    target = torch.zeros(3000, 1001)
+    try:
+        reshard.load({"big": target}, Remote(damaged), **options)
+        end = "loaded"
+    except ReshardError as error:
+        end = type(error).__name__
+    reshard.load({"big": target}, Remote(good), **options)
+    return end, torch.equal(target, state()["big"])
+
+
+@pytest.mark.gloo
+def test_after_a_load_that_failed_while_reading_the_same_group_loads_another(tmp_path):
+    reshard.save({"big": -state()["big"]}, tmp_path / "damaged")
+    reshard.save({"big": state()["big"]}, tmp_path / "good")
+    (file,) = (tmp_path / "damaged").rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+    ends = gloo.run(again_job, 3, str(tmp_path / "damaged"), str(tmp_path / "good"))
+
+    assert sorted(ends) == [("DamagedCheckpointError", True)] + [("RankFailedError", True)] * 2
+
+
+def test_what_is_staged_stays_within_its_pieces(tmp_path, monkeypatch):
+    known = {"big": torch.randn(600, 1000)}
+    reshard.save(known, tmp_path / "ckpt")
+    sizes = []
+    fill = Staged.fill
+
+    def counted(self: Staged, place: Place, buffer_bytes: int) -> None:
+        sizes.append(place.window.nbytes)
+        fill(self, place, buffer_bytes)
+
+    monkeypatch.setattr(Staged, "fill", counted)
+    target = {"big": torch.zeros(600, 1000, dtype=torch.float64)}
+    reshard.load(target, Remote(tmp_path / "ckpt"), dtype_policy="cast", memory_budget_bytes=128 << 10)
+
+    assert torch.equal(target["big"], known["big"].double())
+    assert max(sizes) <= 64 << 10

@@ -1,0 +1,219 @@
+"""Whole state dicts: into any layout by cutting or by broadcast, out of it on one rank or as a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from reshard.errors import KeyMismatchError, NormalizationError, RankFailedError, ReshardError
+from reshard.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    iter_full,
+    set_model_state_dict,
+    set_state_dict,
+)
+from tests import gloo
+from tests.reshard.state_dict import zoo
+from tests.reshard.state_dict.test_layouts import assert_same, ordered
+from tests.reshard.state_dict.test_model import Growing
+
+FULL = StateDictOptions(full_state_dict=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+ON_ONE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+# 9 hidden rows over tensor parallelism of 2 and FSDP of 2: pieces of 3, 2, 2 and 2 rows, and no formula of
+# DTensor's placements says which; nothing here runs forward, so no shape needs to be even
+UNEVEN = {"hidden": 9, "dim": 7}
+LAYOUTS = [
+    zoo.plain,
+    zoo.ddp,
+    zoo.fsdp2,
+    zoo.hsdp,
+    zoo.tp,
+    zoo.tp_all,
+    zoo.fsdp2_tp,
+    zoo.nested(zoo.checkpointed, zoo.fsdp2_tp, zoo.compiled),
+    zoo.fsdp1("FULL_SHARD", False),
+    zoo.fsdp1("FULL_SHARD", True),
+    zoo.fsdp1("HYBRID_SHARD", True),
+]
+
+
+def fresh(layout: Any, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = layout(zoo.make(seed, **UNEVEN))
+    return model, zoo.OPTIMIZERS["adamw"](model.parameters())
+
+
+def check_whole(layout: Any) -> None:
+    model_state, optim_state = zoo.truth("adamw", **UNEVEN)
+    first = dist.get_rank() == 0
+
+    cut, cut_optim = fresh(layout, 1)
+    set_state_dict(cut, cut_optim, model_state_dict=model_state, optim_state_dict=optim_state, options=FULL)
+    found = get_state_dict(cut, cut_optim, options=FULL)
+    assert_same((found[0], ordered(found[1])), (model_state, ordered(optim_state)))
+
+    sent, sent_optim = fresh(layout, 2)
+    given = {"model_state_dict": model_state if first else {}, "optim_state_dict": optim_state if first else {}}
+    report = set_state_dict(sent, sent_optim, **given, options=BROADCAST)
+    assert report.missing == report.unexpected == ()
+    found = get_state_dict(sent, sent_optim, options=FULL)
+    assert_same((found[0], ordered(found[1])), (model_state, ordered(optim_state)))
+
+    on_one = get_state_dict(sent, sent_optim, options=ON_ONE)
+    if first:
+        assert_same((on_one[0], ordered(on_one[1])), (model_state, ordered(optim_state)))
+    else:
+        assert on_one == ({}, {})
+    assert_same(dict(iter_full(sent)), dict(sorted(model_state.items())))
+    last = dist.get_world_size() - 1
+    streamed = dict(iter_full(sent, to_rank=last))
+    assert_same(streamed, dict(sorted(model_state.items())) if dist.get_rank() == last else {})
+
+
+def run_whole() -> None:
+    for layout in LAYOUTS:
+        try:
+            check_whole(layout)
+        except Exception as error:
+            error.add_note(f"layout {layout.__name__}, rank {dist.get_rank()}")
+            raise
+
+
+@pytest.mark.gloo
+def test_full_dict_into_uneven_layouts_and_back() -> None:
+    gloo.run(run_whole, 4)
+
+
+def run_relayout() -> None:
+    """A sharded dict of one layout goes into a model of another."""
+    model_state, optim_state = zoo.truth("adamw", **UNEVEN)
+    for before, after in [
+        (zoo.fsdp2, zoo.fsdp2_tp),
+        (zoo.fsdp2_tp, zoo.plain),
+        (zoo.tp, zoo.fsdp1("FULL_SHARD", True)),
+        (zoo.fsdp1("FULL_SHARD", False), zoo.hsdp),
+    ]:
+        source, source_optim = fresh(before, 1)
+        set_state_dict(source, source_optim, model_state_dict=model_state, optim_state_dict=optim_state, options=FULL)
+        target, target_optim = fresh(after, 2)
+        given, given_optim = get_state_dict(source, source_optim)
+        set_state_dict(target, target_optim, model_state_dict=given, optim_state_dict=given_optim)
+        found = get_state_dict(target, target_optim, options=FULL)
+        assert_same((found[0], ordered(found[1])), (model_state, ordered(optim_state)))
+
+
+@pytest.mark.gloo
+def test_sharded_dict_of_one_layout_into_another() -> None:
+    gloo.run(run_relayout, 4)
+
+
+def failing(change: str) -> str:
+    """What each rank hears, after checking that nothing was changed."""
+    model, optim = fresh(zoo.fsdp2, 1)
+    model_state, _ = zoo.truth("adamw", **UNEVEN)
+    before = zoo.snapshot(model, optim)
+    rank, options = dist.get_rank(), FULL
+    if change == "only some ranks":
+        model_state = {} if rank == 1 else model_state
+    elif change == "rank 0 lacks a name":
+        options = BROADCAST
+        model_state.pop("layers.1.up.bias")
+    elif change == "rank 0 has a name too many":
+        options = BROADCAST
+        model_state["ghost"] = torch.ones(2)
+    elif change == "rank 0 has a wrong shape":
+        options = BROADCAST
+        model_state["layers.1.up.bias"] = torch.ones(8)
+    try:
+        set_model_state_dict(model, model_state if rank == 0 or options is FULL else {}, options=options)
+    except (KeyMismatchError, RankFailedError) as error:
+        assert_same(zoo.snapshot(model, optim), before)
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ("only some ranks", "embed.weight"),
+        ("rank 0 lacks a name", "missing: layers.1.up.bias"),
+        ("rank 0 has a name too many", "unexpected: ghost"),
+        ("rank 0 has a wrong shape", "wanted shape (9,), found (8,)"),
+    ],
+)
+def test_a_bad_full_dict_is_an_error_on_all_ranks_with_nothing_changed(change: str, name: str) -> None:
+    for heard in gloo.run(failing, 2, change):
+        assert name in heard, heard
+
+
+def gathering_what_one_rank_lacks() -> str:
+    model, _ = fresh(zoo.fsdp2, 1)
+    state = get_model_state_dict(model)
+    if dist.get_rank() == 1:
+        del state["layers.0.up.bias"]
+    from reshard.state_dict.collect import collect_model
+
+    try:
+        collect_model(state, FULL)
+    except NormalizationError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.gloo
+def test_gathering_a_name_that_one_rank_lacks_is_an_error_on_all_ranks() -> None:
+    heard = gloo.run(gathering_what_one_rank_lacks, 2)
+    assert heard[0] == heard[1]
+    assert "'layers.0.up.bias' is sharded over ranks [0, 1], but ranks [1] do not have it" in heard[0]
+
+
+class Custom(zoo.Net):
+    """A root with hooks that rename, and a child with extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(**UNEVEN)
+        self.growing = Growing()
+        self.register_state_dict_post_hook(self._save)
+        self.register_load_state_dict_pre_hook(self._load)
+
+    @staticmethod
+    def _save(module: torch.nn.Module, state: dict, prefix: str, _: Any) -> None:
+        state[f"{prefix}output.weight"] = state.pop(f"{prefix}head.weight")
+
+    @staticmethod
+    def _load(module: torch.nn.Module, state: dict, prefix: str, *_: Any) -> None:
+        state[f"{prefix}head.weight"] = state.pop(f"{prefix}output.weight")
+
+
+def run_custom() -> None:
+    torch.manual_seed(0)
+    truth = Custom()
+    truth.growing.amax = [1.0, 2.0]
+    wanted = {name: value.clone() for name, value in get_model_state_dict(truth).items()}
+    assert {"output.weight", "growing._extra_state"} <= set(wanted)
+    for layout in (zoo.fsdp2, zoo.nested(zoo.checkpointed, zoo.fsdp2_tp), zoo.ddp):
+        for options in (FULL, BROADCAST):
+            torch.manual_seed(1)
+            model = layout(Custom())
+            given = wanted if options is FULL or dist.get_rank() == 0 else {}
+            report = set_model_state_dict(model, given, options=options)
+            assert report.missing == report.unexpected == ()
+            assert report.untouched == ("layers.0.scratch", "layers.1.scratch")
+            assert_same(get_model_state_dict(model, options=FULL), wanted)
+
+
+@pytest.mark.gloo
+def test_hooks_and_overrides_inside_parallel_models() -> None:
+    gloo.run(run_custom, 4)
+
+
+def test_options_that_contradict_each_other() -> None:
+    with pytest.raises(ReshardError, match="needs full_state_dict=True"):
+        StateDictOptions(broadcast_from_rank0=True)

@@ -1,0 +1,352 @@
+"""Model state dicts: what is in them, what is refused, and what the report of a set says."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint import state_dict as theirs
+
+from reshard.errors import KeyMismatchError, NormalizationError
+from reshard.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from tests.reshard.state_dict import zoo
+from tests.reshard.state_dict.test_layouts import assert_same
+
+LENIENT = StateDictOptions(strict=False)
+
+
+class Growing(nn.Module):
+    """Extra state whose size differs between a fresh module and a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.amax: list[float] = []
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor(self.amax)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.amax = state.tolist()
+
+
+def test_extra_state_may_have_grown() -> None:
+    trained, fresh = checkpoint_wrapper(Growing()), Growing()
+    trained.amax.extend([1.0, 2.0, 3.0])
+    trained._checkpoint_wrapped_module.amax = [1.0, 2.0, 3.0]
+    state = get_model_state_dict(trained)
+    assert list(state) == ["_extra_state", "linear.weight", "linear.bias"]
+    set_model_state_dict(fresh, state)
+    assert fresh.amax == [1.0, 2.0, 3.0]
+    del state["_extra_state"]
+    with pytest.raises(KeyMismatchError, match="missing: _extra_state"):
+        set_model_state_dict(fresh, state)
+
+
+def test_one_name_of_a_tied_tensor_is_enough_and_tying_lasts() -> None:
+    source, target = zoo.make(0, tied=True), zoo.make(1, tied=True)
+    state = get_model_state_dict(source)
+    assert_same(state, dict(source.state_dict()))
+    for gone in ("head.weight", "embed.weight"):
+        report = set_model_state_dict(target, {name: t for name, t in state.items() if name != gone})
+        assert report.missing == ()
+        assert target.head.weight is target.embed.weight
+        assert_same(dict(target.state_dict()), state)
+    without = {name: t for name, t in state.items() if name not in ("head.weight", "embed.weight")}
+    with pytest.raises(KeyMismatchError, match=r"missing: embed\.weight"):
+        set_model_state_dict(target, without)
+    untied = {**state, "head.weight": state["head.weight"] + 1}
+    with pytest.raises(KeyMismatchError, match="tied with"):
+        set_model_state_dict(target, untied)
+
+
+def test_tying_lasts_through_the_meta_device() -> None:
+    state = get_model_state_dict(zoo.make(0, tied=True))
+    with torch.device("meta"):
+        model = zoo.Net(tied=True)
+    report = set_model_state_dict(model, state)
+    assert model.head.weight is model.embed.weight
+    assert_same(dict(model.state_dict()), state)
+    # the rotary-table kind of buffer: outside every checkpoint, and nothing has made it
+    assert report.uninitialised == report.untouched == ("layers.0.scratch", "layers.1.scratch")
+
+
+def test_a_module_used_twice_has_both_names() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
+    state = get_model_state_dict(model)
+    assert list(state) == list(model.state_dict()) == ["a.weight", "a.bias", "b.0.weight", "b.0.bias"]
+    target = nn.ModuleDict({"a": (again := nn.Linear(2, 2)), "b": nn.Sequential(again)})
+    set_model_state_dict(target, {"b.0.weight": state["a.weight"], "a.bias": state["a.bias"]})
+    assert_same(dict(target.state_dict()), state)
+
+
+def test_frozen_parameters_and_adapters() -> None:
+    """A subset taken on purpose goes back under the same option, and is strict about all else."""
+    options = StateDictOptions(ignore_frozen_params=True)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    for part in (0, 1):
+        model[part].requires_grad_(False)
+    state = get_model_state_dict(model, options=options)
+    assert list(state) == ["1.running_mean", "1.running_var", "1.num_batches_tracked", "2.weight", "2.bias"]
+    target = copy.deepcopy(model)
+    nn.init.zeros_(target[2].weight)
+    report = set_model_state_dict(target, state, options=options)
+    assert report.missing == ()
+    assert report.untouched == ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert_same(dict(target.state_dict()), dict(model.state_dict()))
+    with pytest.raises(KeyMismatchError, match="ignore_frozen_params=True allows that"):
+        set_model_state_dict(target, state)
+    del state["2.bias"]
+    with pytest.raises(KeyMismatchError, match=r"missing: 2\.bias"):
+        set_model_state_dict(target, state, options=options)
+
+
+def test_everything_wrong_is_said_at_once_and_nothing_is_changed() -> None:
+    model = zoo.make(0)
+    state = {name: t.clone() for name, t in get_model_state_dict(zoo.make(1)).items()}
+    state["head.weight"] = torch.ones(3, 3)
+    state["layers.0.seen"] = torch.tensor(0.5)
+    state["layers.0.up.wieght"] = state.pop("layers.0.up.weight")
+    state["module.x"] = torch.ones(1)
+    del state["layers.1.up.bias"]
+    before, kept = copy.deepcopy(model.state_dict()), copy.deepcopy(state)
+    with pytest.raises(KeyMismatchError) as caught:
+        set_model_state_dict(model, state)
+    text = str(caught.value)
+    for line in (
+        "missing: layers.0.up.weight",
+        "missing: layers.1.up.bias",
+        "unexpected: layers.0.up.wieght (did you mean layers.0.up.weight?)",
+        "misfit: head.weight: wanted shape (11, 6), found (3, 3)",
+        "misfit: layers.0.seen: wanted torch.int64, found torch.float32",
+        "reshard.normalize",
+    ):
+        assert line in text
+    assert_same(dict(model.state_dict()), dict(before))
+    assert_same(state, kept)
+
+
+def test_report_of_a_lenient_set() -> None:
+    model = zoo.make(0).to(torch.bfloat16)
+    state = {name: t.clone() for name, t in get_model_state_dict(zoo.make(1)).items()}
+    del state["layers.1.up.bias"]
+    state["extra"] = torch.ones(1)
+    state["layers.0.seen"] = state["layers.0.seen"].reshape(1)
+    report = set_model_state_dict(model, state, options=LENIENT)
+    missing, unexpected = report
+    assert (missing, unexpected) == (["layers.1.up.bias"], ["extra"])
+    assert report.missing_keys == missing
+    assert report.reshaped == ("layers.0.seen",)
+    assert str(report.cast[0]) == "embed.weight: float32 -> bfloat16"
+    assert report.untouched == ("layers.0.scratch", "layers.1.scratch", "layers.1.up.bias")
+    assert report.uninitialised == ()
+    assert torch.equal(model.head.weight, state["head.weight"].bfloat16())
+
+
+def test_inputs_come_back_untouched_and_share_no_memory() -> None:
+    """Also where torch's own setter renames the caller's keys: a compiled child."""
+    model = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"), nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    given = copy.deepcopy(get_state_dict(model, optimizer))
+    kept = copy.deepcopy(given)
+    other = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    other_optimizer = torch.optim.AdamW(other.parameters())
+    set_state_dict(other, other_optimizer, model_state_dict=given[0], optim_state_dict=given[1])
+    assert_same(given, kept)
+    other(torch.randn(4, 2)).sum().backward()
+    other_optimizer.step()
+    assert_same(given, kept)
+
+
+class Renaming(nn.Module):
+    """Hooks and a saved name that is not the live one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = nn.Linear(2, 2)
+        self.register_state_dict_post_hook(self._save)
+        self.register_load_state_dict_pre_hook(self._load)
+
+    @staticmethod
+    def _save(module: nn.Module, state: dict, prefix: str, _: Any) -> None:
+        state[f"{prefix}old.weight"] = state.pop(f"{prefix}live.weight")
+
+    @staticmethod
+    def _load(module: nn.Module, state: dict, prefix: str, *_: Any) -> None:
+        state[f"{prefix}live.weight"] = state.pop(f"{prefix}old.weight")
+
+
+class Override(nn.Module):
+    """A module that writes its own state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {
+            f"{kwargs.get('prefix', '')}packed": torch.cat([self.inner.weight.data.flatten(), self.inner.bias.data])
+        }
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> None:
+        self.inner.weight.data.copy_(state["packed"][:4].view(2, 2))
+        self.inner.bias.data.copy_(state["packed"][4:])
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, checkpoint_wrapper, lambda m: torch.compile(m, backend="eager")])
+def test_hooks_and_overrides_of_the_user_are_called(wrap: Any) -> None:
+    model = wrap(nn.ModuleDict({"a": wrap(Renaming()), "b": wrap(Override()), "c": nn.Linear(2, 2)}))
+    state = copy.deepcopy(get_model_state_dict(model))
+    assert sorted(state) == ["a.live.bias", "a.old.weight", "b.packed", "c.bias", "c.weight"]
+    kept = copy.deepcopy(state)
+    target = nn.ModuleDict({"a": Renaming(), "b": Override(), "c": nn.Linear(2, 2)})
+    report = set_model_state_dict(target, state)
+    assert report.missing == report.unexpected == ()
+    assert_same(get_model_state_dict(target), kept)
+    assert_same(state, kept)
+    del state["c.bias"]
+    with pytest.raises(KeyMismatchError, match=r"missing: c\.bias"):
+        set_model_state_dict(target, state)
+
+
+class Fussy(Override):
+    """Refuses, in one way or another, when it has written already."""
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        super().load_state_dict(state)
+        if state["packed"][0] == 1:
+            raise RuntimeError("not on a Monday")
+        return ["lost"], []
+
+
+@pytest.mark.parametrize(("first", "error"), [(1.0, RuntimeError), (2.0, KeyMismatchError)])
+def test_a_module_that_refuses_late_is_named_with_all_that_is_written_by_then(first: float, error: type) -> None:
+    model = nn.ModuleDict({"a": Override(), "b": Fussy(), "c": nn.Linear(2, 2)})
+    state = {"a.packed": torch.ones(6), "b.packed": torch.full((6,), first)}
+    state |= {"c.weight": torch.ones(2, 2), "c.bias": torch.ones(2)}
+    before = copy.deepcopy(model["c"].state_dict())
+    with pytest.raises(error) as caught:
+        set_model_state_dict(model, state)
+    said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "may have been written to already: 'a', 'b'; nothing else has been" in said
+    assert_same(model["c"].state_dict(), before)
+
+
+class Doubled(torch.Tensor):
+    """A subclass of two plain tensors that knows no copy_."""
+
+    def __new__(cls, a: torch.Tensor, b: torch.Tensor) -> Doubled:
+        made = torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype)
+        made.a, made.b = a, b
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["a", "b"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict, _: Any, *__: Any) -> Doubled:
+        return cls(inner["a"], inner["b"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].a, args[0].b)
+        raise NotImplementedError(f"{func}")
+
+    def __repr__(self) -> str:
+        return "Doubled"
+
+
+def test_subclasses_that_flatten_are_copied_by_their_inner_tensors() -> None:
+    def make(value: float) -> nn.Module:
+        module = nn.Module()
+        inner = Doubled(torch.full((3,), value), torch.full((3,), value + 1))
+        module.register_parameter("w", nn.Parameter(inner, requires_grad=False))
+        return module
+
+    source, target = make(1.0), make(5.0)
+    set_model_state_dict(target, get_model_state_dict(source))
+    assert torch.equal(target.w.a, torch.full((3,), 1.0))
+    assert torch.equal(target.w.b, torch.full((3,), 2.0))
+    assert target.w.a is not source.w.a
+
+
+def test_submodules_and_the_form_by_module() -> None:
+    model = checkpoint_wrapper(zoo.make(0))
+    inner = model._checkpoint_wrapped_module
+    optimizer = zoo.OPTIMIZERS["adamw"](model.parameters())
+    zoo.train(model, optimizer)
+    part = get_model_state_dict(model, submodules={inner.layers[1].up})
+    assert list(part) == ["layers.1.up.weight", "layers.1.up.bias"]
+    short = get_model_state_dict(
+        model, submodules={inner.layers[1].up}, options=StateDictOptions(keep_submodule_prefixes=False)
+    )
+    assert list(short) == ["weight", "bias"]
+    state = get_optimizer_state_dict(model, optimizer, submodules={inner.layers[1].up})
+    assert list(state["state"]) == state["param_groups"][0]["params"] == list(part)
+    target = zoo.make(1)
+    set_model_state_dict(target, {target.layers[1].up: short}, options=LENIENT)
+    assert torch.equal(target.layers[1].up.weight, part["layers.1.up.weight"])
+
+
+def test_options_of_torch_are_understood_and_results_are_alike() -> None:
+    model = zoo.make(0, tied=True)
+    optimizer = zoo.OPTIMIZERS["adamw"](model.parameters())
+    zoo.train(model, optimizer)
+    for flat in (False, True):
+        options = theirs.StateDictOptions(flatten_optimizer_state_dict=flat)
+        wanted = theirs.get_state_dict(model, optimizer, options=options)
+        assert_same(get_state_dict(model, optimizer, options=options), wanted)
+        target = zoo.make(1, tied=True)
+        target_optimizer = zoo.OPTIMIZERS["adamw"](target.parameters())
+        set_state_dict(
+            target, target_optimizer, model_state_dict=wanted[0], optim_state_dict=wanted[1], options=options
+        )
+        assert_same(theirs.get_state_dict(target, target_optimizer, options=options), wanted)
+    with pytest.raises(NormalizationError, match="StateDictOptions"):
+        get_model_state_dict(model, options=3)
+
+
+class Hidden(nn.Module):
+    """Declares that its child `inner` leaves no trace in names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"mlp": nn.Linear(2, 2)})
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {"mlp": "inner"}
+
+    def mine(self) -> dict[str, str]:
+        return {"mlp": "inner"}
+
+
+def test_declared_hidden_children_under_either_method_name() -> None:
+    model = nn.Sequential(Hidden())
+    assert list(get_model_state_dict(model)) == ["0.mlp.weight", "0.mlp.bias"]
+    options = StateDictOptions(dsd_fqn_modifiers="mine")
+    assert list(get_model_state_dict(model, options=options)) == ["0.mlp.weight", "0.mlp.bias"]
+    options = StateDictOptions(dsd_fqn_modifiers="absent")
+    assert list(get_model_state_dict(model, options=options)) == ["0.inner.mlp.weight", "0.inner.mlp.bias"]
+    set_model_state_dict(model, get_model_state_dict(nn.Sequential(Hidden())))
+
+
+def test_lazy_modules_take_the_shape_they_are_given() -> None:
+    source, target = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.LazyLinear(2))
+    set_model_state_dict(target, get_model_state_dict(source))
+    assert_same(dict(target.state_dict()), dict(source.state_dict()))
+    assert list(get_model_state_dict(nn.Sequential(nn.LazyLinear(2)))) == ["0.weight", "0.bias"]

@@ -1,0 +1,311 @@
+"""What the engine takes: memory, time, threads; and what it says of subsets and of its progress."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import tracemalloc
+
+import pytest
+import torch
+
+import reshard
+from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
+from planners.geometry.mesh import Mesh
+from planners.geometry.placement import Shard
+from planners.reports.codec import to_json
+from reshard.control.progress import listening
+from reshard.errors import CheckpointError, KeyMismatchError, StorageError
+from reshard.formats.native import manifest as native
+from reshard.storage import open_storage
+from reshard.storage.memory import MemoryStorage
+from tests.faulty import Faulty
+
+MIB = 1 << 20
+
+
+def peak_bytes(work) -> int:
+    """The most that numpy and Python had at once while `work` ran, beyond what they had before."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        work()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(tmp_path_factory):
+    """What is imported at first use is no memory of a save or load."""
+    path = tmp_path_factory.mktemp("warm")
+    reshard.save({"w": torch.ones(3)}, path)
+    reshard.load({"w": torch.ones(3, dtype=torch.float64)}, path, dtype_policy="cast", threads=2)
+
+
+class Unmapped(Faulty):
+    """A storage without views of its bytes, as object stores are."""
+
+    def mapped(self, name: str) -> None:
+        return None
+
+
+class TestMemory:
+    budget = 2 * MIB
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def path(cls, tmp_path_factory):
+        path = tmp_path_factory.mktemp("memory") / "c"
+        reshard.save({"w": torch.arange(8 * MIB, dtype=torch.float32).reshape(2048, 4096)}, path)
+        return path
+
+    def test_a_load_into_place_takes_next_to_nothing(self, path):
+        target = {"w": torch.zeros(2048, 4096)}
+
+        assert peak_bytes(lambda: reshard.load(target, path, check=False)) < MIB
+        assert target["w"][-1, -1] == 8 * MIB - 1
+
+    @pytest.mark.parametrize("threads", [1, 4])
+    def test_a_cast_stays_within_the_budget(self, path, threads):
+        target = {"w": torch.zeros(2048, 4096, dtype=torch.float64)}
+
+        peak = peak_bytes(
+            lambda: reshard.load(
+                target, path, dtype_policy="cast", threads=threads, memory_budget_bytes=self.budget, check=False
+            )
+        )
+
+        assert peak < self.budget + MIB
+        assert torch.equal(target["w"], torch.arange(8 * MIB, dtype=torch.float64).reshape(2048, 4096))
+
+    def test_a_storage_without_views_stays_within_the_budget(self, path):
+        target = {"w": torch.zeros(4096, 2048).t()}
+        storage = Unmapped(open_storage(path), lambda verb, name: None)
+
+        peak = peak_bytes(
+            lambda: reshard.load(target, storage, threads=2, memory_budget_bytes=self.budget, check=False)
+        )
+
+        assert peak < self.budget + MIB
+        assert torch.equal(target["w"], torch.arange(8 * MIB, dtype=torch.float32).reshape(2048, 4096))
+
+    def test_a_save_of_what_is_strided_stays_within_the_budget(self, tmp_path):
+        strided = torch.arange(8 * MIB, dtype=torch.float32).reshape(2048, 4096).t()
+
+        peak = peak_bytes(
+            lambda: reshard.save(
+                {"w": strided},
+                tmp_path / "c",
+                memory_budget_bytes=self.budget,
+                fingerprints=False,
+                check_replicas=False,
+            )
+        )
+
+        assert peak < self.budget + MIB
+        assert torch.equal(reshard.open(tmp_path / "c")["w"][...], strided)
+
+    def test_a_single_huge_row_is_staged_in_pieces_too(self, tmp_path):
+        row = torch.arange(4 * MIB, dtype=torch.float32)[::2].reshape(1, 2 * MIB)
+
+        peak = peak_bytes(
+            lambda: reshard.save({"w": row}, tmp_path / "c", memory_budget_bytes=self.budget, fingerprints=False)
+        )
+
+        assert peak < self.budget + MIB
+        assert torch.equal(reshard.open(tmp_path / "c")["w"][...], row)
+
+    def test_budgets_that_are_too_small_are_refused(self, path, tmp_path):
+        with pytest.raises(CheckpointError, match="at least 131072"):
+            reshard.load({"w": torch.zeros(2048, 4096)}, path, memory_budget_bytes=1000)
+        with pytest.raises(CheckpointError, match="memory_budget_bytes"):
+            reshard.save({"w": torch.zeros(1)}, tmp_path / "c", memory_budget_bytes=0)
+
+
+class TestSubset:
+    @pytest.fixture
+    def state(self):
+        return {"model": {"w": torch.ones(3), "b": torch.ones(2)}, "optim": {"m": torch.ones(3), "lr": 0.1, "none": {}}}
+
+    def blank(self):
+        return {
+            "model": {"w": torch.zeros(3), "b": torch.zeros(2)},
+            "optim": {"m": torch.zeros(3), "lr": 0.0, "none": {}},
+        }
+
+    def test_only_what_was_selected_is_saved_and_declared(self, state, tmp_path):
+        reshard.save(state, tmp_path, select=["model.*", "*.lr"])
+
+        checkpoint = reshard.open(tmp_path)
+        assert set(checkpoint) == {"model.w", "model.b"}
+        assert dict(checkpoint.objects) == {"optim.lr": 0.1}
+        assert native.read_manifest(open_storage(tmp_path)).subset == ["model.*", "*.lr"]
+
+    def test_a_load_is_strict_over_the_subset_and_reports_the_rest(self, state, tmp_path):
+        reshard.save(state, tmp_path, select=["model.*"])
+        target = self.blank()
+
+        report = reshard.load(target, tmp_path)
+
+        assert set(report.outside) == {"optim.m", "optim.lr", "optim.none"}
+        assert report.missing == ()
+        assert target["model"]["w"].tolist() == [1, 1, 1]
+        assert target["optim"]["m"].tolist() == [0, 0, 0]
+        target["model"]["new"] = torch.zeros(1)
+        with pytest.raises(KeyMismatchError, match=r"model\.new"):
+            reshard.load(target, tmp_path)
+        del target["model"]["new"], target["model"]["b"]
+        with pytest.raises(KeyMismatchError, match=r"unexpected(.|\n)*model\.b"):
+            reshard.load(target, tmp_path)
+
+    def test_a_glob_that_fits_nothing_is_an_error(self, state, tmp_path):
+        with pytest.raises(KeyMismatchError, match="'modle"):
+            reshard.save(state, tmp_path, select=["model.*", "modle.*"])
+        with pytest.raises(CheckpointError, match="list of globs"):
+            reshard.save(state, tmp_path, select="model.*")
+        assert not list(tmp_path.iterdir())
+
+
+class TestProgress:
+    def test_every_phase_tells_of_itself_and_logs_one_line(self, tmp_path, caplog):
+        events = []
+        with caplog.at_level(logging.INFO, logger="reshard"), listening(events.append):
+            reshard.save({"w": torch.ones(1000)}, tmp_path)
+            reshard.load({"w": torch.zeros(1000)}, tmp_path)
+
+        ends = [(event.phase, event.done_bytes, event.total_bytes) for event in events if event.kind == "finished"]
+        assert [phase for phase, _, _ in ends] == ["write", "check", "read"]
+        assert ends[0][1:] == ends[2][1:] == (4000, 4000)
+        assert [record.message.partition(":")[0] for record in caplog.records] == ["write", "check", "read"]
+
+    def test_nothing_is_logged_that_nobody_asked_for(self, tmp_path, capfd):
+        reshard.save({"w": torch.ones(1000)}, tmp_path)
+        reshard.load({"w": torch.zeros(1000)}, tmp_path)
+
+        assert capfd.readouterr() == ("", "")
+
+
+class TestAsync:
+    def test_later_changes_are_not_saved(self, tmp_path):
+        state = {"w": torch.ones(1000, 100), "strided": torch.ones(10, 10).t(), "step": 1, "list": [1]}
+
+        pending = reshard.async_save(state, tmp_path)
+        for tensor in (state["w"], state["strided"]):
+            tensor.zero_()
+        state["step"] = 2
+        state["list"].append(2)
+        pending.result(30)
+
+        assert (reshard.open(tmp_path)["w"][...] == 1).all()
+        assert (reshard.open(tmp_path)["strided"][...] == 1).all()
+        assert reshard.open(tmp_path).objects == {"step": 1, "list.0": 1}
+
+    def test_only_so_many_are_in_flight_and_errors_are_raised(self, tmp_path):
+        gate = threading.Event()
+
+        def slow(verb: str, name: str) -> None:
+            if verb == "commit":
+                assert gate.wait(30)
+
+        def broken(verb: str, name: str) -> None:
+            if verb == "commit":
+                raise StorageError("no space left")
+
+        first = reshard.async_save({"w": torch.ones(3)}, Faulty(open_storage(tmp_path / "a"), slow))
+        threading.Timer(0.2, gate.set).start()
+        begin = time.monotonic()
+        second = reshard.async_save({"w": torch.ones(3)}, Faulty(open_storage(tmp_path / "b"), broken))
+        assert first.done()
+        assert time.monotonic() - begin > 0.1
+        with pytest.raises(StorageError, match="no space left"):
+            second.result(30)
+        reshard.async_save({"w": torch.ones(3)}, tmp_path / "c").result(30)
+        assert reshard.open(tmp_path / "c")["w"][0] == 1
+
+    def test_two_hundred_saves_leave_memory_and_threads_as_they_were(self, tmp_path):
+        state = {"w": torch.ones(256, 1024), "step": 0}
+
+        def rss() -> int:
+            gc.collect()
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * 4096
+
+        for i in range(200):
+            state["step"] = i
+            reshard.async_save(state, tmp_path).result(60)
+            if i == 20:
+                before, threads = rss(), threading.active_count()
+
+        assert rss() - before < 8 * MIB
+        assert threading.active_count() <= threads
+        assert reshard.open(tmp_path).objects["step"] == 199
+        assert len(list(tmp_path.glob("data-*"))) == 1
+
+    def test_the_interpreter_is_left_to_the_training_loop(self, tmp_path):
+        state = {"w": torch.ones(64 * MIB // 4)}
+        pending = reshard.async_save(state, tmp_path)
+
+        turns, longest, last = 0, 0.0, time.perf_counter()
+        while not pending.done():
+            sum(range(200))
+            now = time.perf_counter()
+            turns, longest, last = turns + 1, max(longest, now - last), now
+        pending.result(30)
+
+        assert turns > 100
+        assert longest < 1.0, f"the loop stood still for {longest:.3f} s"
+
+
+class TestScale:
+    def test_thousands_of_nests_of_plain_values_are_matched_in_one_pass(self, tmp_path):
+        def nest(count, full):
+            rows = {str(i): {"a": i * full, "t": torch.full((1,), float(full)), "u": {}} for i in range(count)}
+            return rows | ({k: v | {"u": {"x": {"y": int(k)}}, "l": (1, [])} for k, v in rows.items()} if full else {})
+
+        seconds = []
+        for count in (500, 4000):
+            reshard.save(nest(count, 1), tmp_path / str(count))
+            target = {key: row | {"l": ()} for key, row in nest(count, 0).items()}
+            begin = time.process_time()
+            reshard.load(target, tmp_path / str(count), threads=1)
+            seconds.append(time.process_time() - begin)
+            assert target[str(count - 1)]["u"] == {"x": {"y": count - 1}}
+            assert target["7"]["l"] == (1, [])
+        assert seconds[1] < 8 * 4 * seconds[0], "eight times as many take about eight times as long"
+
+    def test_a_manifest_of_a_million_chunks_opens_at_once_and_lists_none_of_them(self):
+        ranks, tensors = 1024, 1000
+        mesh = Mesh({"dp": ranks}, None)
+        names = [f"layers.{i}.w" for i in range(tensors)]
+        specs = [TensorSpec(name, (ranks * 4, 64), "float32") for name in names]
+        layout = to_json(StateLayout({spec.fqn: TensorLayout(spec, mesh, (Shard(0),)) for spec in specs}))
+        folder = "data-0123456789ab-0123456789ab"
+        files = {str(r): native.FileRecord(f"{folder}/{r:05d}.safetensors", MIB, 1024, "0" * 32) for r in range(ranks)}
+        manifest = native.Manifest(
+            save_id=folder.removeprefix("data-"),
+            created_unix_s=0.0,
+            writer="test",
+            divide_above_bytes=8 * MIB,
+            files=files,
+            layout={key: value for key, value in layout.items() if key not in ("reshard", "version")},
+        )
+        storage = MemoryStorage()
+        storage.publish(native.MANIFEST, native.encode_manifest(manifest))
+        found = {native.MANIFEST: 1}
+        for record in files.values():
+            found[record.name], found[f"{record.name}.sums"] = MIB, 8
+
+        begin = time.process_time()
+        contents = native.open(storage, found)
+        tensor = contents.tensors["layers.500.w"]
+        row = next(tensor.meeting(native.Box((2000, 0), (1, 64))))
+        seconds = time.process_time() - begin
+
+        assert seconds < 0.5
+        assert row[0].owner == 500
+        assert len(storage.read(native.MANIFEST)) < 400_000, "it must not grow with tensors times ranks"
+        assert len(tensor.chunks) == ranks

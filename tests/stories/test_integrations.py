@@ -1,0 +1,139 @@
+"""The examples under accelerate and Lightning, run with the real packages where they are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import NormalizationError
+from tests import gloo
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks: their warnings are not ours to mend
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name: str, needs: str) -> ModuleType:
+    """An example as a module; skips the test where the package that it needs is not installed."""
+    pytest.importorskip(needs, reason=f"{needs} is not installed")
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two state dicts hold the same, bit by bit."""
+    return reshard.compare({"it": a}, {"it": b}).ok
+
+
+def state_of(model: Any, optimizer: Any) -> Any:
+    return reshard.get_state_dict(model, optimizer.optimizer)
+
+
+def test_a_run_under_accelerate_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+    loop = example("accelerate_loop", "accelerate")
+    _, model, optimizer, _ = loop.train(tmp_path / "straight", 10)
+
+    assert loop.train(tmp_path / "cut", 5)[0] == 0
+    first, again, again_optimizer, _ = loop.train(tmp_path / "cut", 10)
+
+    assert first == 5
+    assert same(state_of(model, optimizer), state_of(again, again_optimizer))
+    assert reshard.compare(tmp_path / "straight" / "step-10", tmp_path / "cut" / "step-10").ok
+
+
+def on_a_rank(folder: str, steps: int) -> tuple[int, list[str], int]:
+    """Train under DDP; where it began, under which names, and on how many processes."""
+    loop = example("accelerate_loop", "accelerate")
+    first, model, optimizer, accelerator = loop.train(Path(folder), steps)
+    assert "DistributedDataParallel" in type(model).__name__
+    return first, list(state_of(model, optimizer)[0]), accelerator.num_processes
+
+
+@pytest.mark.gloo
+def test_accelerate_resumes_on_other_numbers_of_processes(tmp_path: Path) -> None:
+    loop = example("accelerate_loop", "accelerate")
+    loop.train(tmp_path, 5)
+
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert gloo.run(on_a_rank, 2, str(tmp_path), 10) == [(5, names, 2)] * 2
+    assert loop.train(tmp_path, 15)[0] == 10
+
+
+def test_what_accelerate_saved_before_is_read(tmp_path: Path) -> None:
+    loop = example("accelerate_loop", "accelerate")
+    _, model, optimizer, accelerator = loop.train(tmp_path / "any", 3)
+    accelerator.save_state(str(tmp_path / "old"))
+
+    fresh, fresh_optimizer, _ = loop.build(accelerator)
+    loop.read_old(tmp_path / "old", fresh, fresh_optimizer)
+
+    assert same(state_of(model, optimizer), state_of(fresh, fresh_optimizer))
+    with pytest.raises(NormalizationError, match="param_names"):  # it cannot know, and says what it wants to be told
+        reshard.open(tmp_path / "old").normalized()
+
+
+def test_a_run_under_lightning_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+    plugin = example("lightning_plugin", "lightning")
+    straight = plugin.fit(tmp_path / "straight", 3, [plugin.ReshardIO()])
+    plugin.fit(tmp_path / "first", 2, [plugin.ReshardIO()])
+
+    again = plugin.fit(tmp_path / "then", 3, [plugin.ReshardIO()], tmp_path / "first" / "last.ckpt")
+
+    assert same(straight.state_dict(), again.state_dict())
+    last = reshard.open(tmp_path / "then" / "last.ckpt")
+    assert last.format == "native"
+    assert last.objects["global_step"] == 24
+    assert reshard.verify(last).ok
+    assert len(list((tmp_path / "straight").iterdir())) == 3  # two kept, and the last: the plugin removes the others
+
+
+def test_what_lightning_saved_before_is_read(tmp_path: Path) -> None:
+    plugin = example("lightning_plugin", "lightning")
+    straight = plugin.fit(tmp_path / "straight", 3, [])
+    plugin.fit(tmp_path / "old", 2, [])  # a file of Lightning's own
+    assert (tmp_path / "old" / "last.ckpt").is_file()
+
+    again = plugin.fit(tmp_path / "new", 3, [plugin.ReshardIO()], tmp_path / "old" / "last.ckpt")
+
+    assert same(straight.state_dict(), again.state_dict())
+    theirs = reshard.open(tmp_path / "straight" / "last.ckpt").normalized(
+        hints={"param_names": [name for name, _ in straight.named_parameters()], "prefix": "net."}
+    )
+    assert same(theirs["model"], straight.net.state_dict())
+    assert list(theirs["optim"]["state"]) == list(straight.net.state_dict())
+
+
+def on_a_rank_of_lightning(folder: str) -> dict[str, torch.Tensor]:
+    plugin = example("lightning_plugin", "lightning")
+    resume = Path(folder) / "one" / "last.ckpt"
+    return dict(plugin.fit(Path(folder) / "two", 2, [plugin.ReshardIO()], resume, devices=2).state_dict())
+
+
+@pytest.mark.gloo
+def test_lightning_resumes_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = example("lightning_plugin", "lightning")
+    plugin.fit(tmp_path / "one", 1, [plugin.ReshardIO()])
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)  # as torchrun says it, so that Lightning starts no processes of its own
+
+    first, second = gloo.run(on_a_rank_of_lightning, 2, str(tmp_path))
+
+    assert same(first, second)
+    assert reshard.open(tmp_path / "two" / "last.ckpt").objects["epoch"] == 1
+
+
+def test_examples_without_their_package_are_skipped() -> None:
+    with pytest.raises(pytest.skip.Exception, match="no_such_package is not installed"):
+        example("accelerate_loop", "no_such_package")

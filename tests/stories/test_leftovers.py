@@ -1,0 +1,358 @@
+"""What saves that were killed leave: the next one, or pruning, takes it away, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reshard
+from reshard.control import liveness
+from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, ReshardError, StorageError
+from reshard.formats.native import generations
+from reshard.storage import MemoryStorage, Storage, open_storage
+from tests import gloo
+from tests.faulty import Crash, Faulty, SystemCalls
+
+STATE = {"w": torch.ones(3)}
+EMPTY = "data-0192f3c1a8aa-5d2e00112233"
+GONE = {"pid": 2**22 + 1, "process_start": "1"}
+
+
+def claimed(storage: Storage, **other: Any) -> str:
+    """A generation that somebody writes, by a claim like ours but for what is `other`."""
+    save_id = generations.new_save_id()
+    generations.claim(storage, save_id)
+    name = f"{generations.folder_of(save_id)}/claim.json"
+    storage.publish(name, json.dumps({**json.loads(storage.read(name)), **other}).encode())
+    return save_id
+
+
+def test_an_empty_folder_is_named_by_opening_and_removed_by_the_next_save(tmp_path):
+    (tmp_path / "c" / EMPTY).mkdir(parents=True)
+    with pytest.raises(CheckpointNotFoundError, match="a save was killed before it wrote anything"):
+        reshard.open(tmp_path / "c")
+    assert reshard.latest_complete(tmp_path) is None
+    (tmp_path / "c" / "mine").mkdir()
+    (tmp_path / "c" / "data-of-mine").mkdir()
+
+    reshard.save(STATE, tmp_path / "c")
+
+    folders = {path.name for path in (tmp_path / "c").iterdir() if path.is_dir()}
+    assert EMPTY not in folders
+    assert {"mine", "data-of-mine"} < folders
+    assert len(folders) == 3
+
+
+def test_what_only_looks_like_data_of_ours_is_never_removed(tmp_path):
+    mine = ["data-raw/train.bin", "data-mine", "data-0192f3c1a8aa/x", f"{EMPTY}.tar", "notes.txt"]
+    for name in mine:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("years of work")
+    for _ in range(2):
+        reshard.save(STATE, tmp_path)
+    assert all((tmp_path / name).exists() for name in mine)
+    assert len([path for path in tmp_path.iterdir() if generations.is_generation(path.name)]) == 1
+
+
+def test_pruning_removes_what_holds_nothing(tmp_path):
+    for step in range(3):
+        reshard.save(STATE, tmp_path / f"step-{step}")
+    (tmp_path / "step-3" / EMPTY).mkdir(parents=True)
+    (tmp_path / "step-2" / EMPTY).mkdir()
+    (tmp_path / "plots").mkdir()
+
+    assert reshard.prune(tmp_path, keep_last=2) == [str(tmp_path / "step-0")]
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plots", "step-1", "step-2"]
+    assert not (tmp_path / "step-2" / EMPTY).exists()
+    assert reshard.verify(tmp_path / "step-2").ok
+
+
+@pytest.mark.parametrize("harm", ["missing", "short"])
+def test_pruning_never_takes_the_last_whole_checkpoint_for_the_sake_of_a_broken_one(harm, tmp_path):
+    for step in range(3):
+        reshard.save(STATE, tmp_path / f"step-{step}")
+    (data,) = (tmp_path / "step-2").glob("data-*/*.safetensors")
+    if harm == "missing":
+        data.unlink()
+    else:
+        os.truncate(data, 10)
+
+    assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "step-0")]
+
+    assert reshard.latest_complete(tmp_path) == str(tmp_path / "step-1")
+    assert (tmp_path / "step-2").exists()  # a broken one is for its owner to look at
+
+
+def test_pruning_leaves_what_is_being_replaced(tmp_path):
+    for step in range(3):
+        reshard.save(STATE, tmp_path / f"step-{step}")
+    storage, save_id = open_storage(tmp_path / "step-0"), generations.new_save_id()
+    generations.claim(storage, save_id)
+
+    assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "step-1")]
+    assert reshard.verify(tmp_path / "step-0").ok
+
+    generations.ended(save_id)
+    assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "step-0")]
+
+
+def test_pruning_removes_only_what_a_save_has_written(tmp_path):
+    for step in range(3):
+        reshard.save(STATE, tmp_path / f"step-{step}")
+        for name in ("README.md", "config.json", "logs/events", "data-mine/x", "manifest.json.bak"):
+            (tmp_path / f"step-{step}" / name).parent.mkdir(exist_ok=True)
+            (tmp_path / f"step-{step}" / name).write_text("mine")
+    reshard.save(STATE, tmp_path / "step-3")
+    mine = [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"mine"]
+    assert len(mine) == 15
+
+    assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / f"step-{step}") for step in range(3)]
+
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and "step-3" not in path.parts]
+    assert sorted(left) == sorted(mine)
+    assert reshard.prune(tmp_path, keep_last=1) == []
+    assert not [path for path in tmp_path.glob("step-[012]/*") if generations.is_generation(path.name)]
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+def test_a_removal_cut_short_is_taken_up_by_the_next_one(at, tmp_path):
+    for step in range(2):
+        reshard.save(STATE, tmp_path / f"step-{step}")
+    calls = SystemCalls()
+    with calls.crashing(at), pytest.raises(Crash):
+        reshard.prune(tmp_path, keep_last=1)
+    reshard.prune(tmp_path, keep_last=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert reshard.verify(tmp_path / "step-1").ok
+
+
+def test_pruning_takes_away_what_killed_saves_have_left_in_folders_of_their_own(tmp_path):
+    reshard.save(STATE, tmp_path / "step-0")
+    dead, running = (open_storage(tmp_path / name) for name in ("step-1", "step-2"))
+    for storage, other in ((dead, GONE), (running, {})):
+        folder = generations.folder_of(claimed(storage, **other))
+        storage.publish(f"{folder}/00000.safetensors", b"half")
+    assert reshard.prune(tmp_path, keep_last=1) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0", "step-2"]
+    assert len(running.list()) == 2
+
+
+@pytest.mark.parametrize("name", ["step 1", "step#1?x", "a%20b", "ü"])
+def test_folders_below_a_file_url_are_found_and_pruned_whatever_their_names(name, tmp_path):
+    reshard.save(STATE, tmp_path / name / "old")
+    reshard.save(STATE, tmp_path / "new" / name)
+    url = f"{(tmp_path / 'new').as_uri()}/"
+    found = reshard.latest_complete(url)
+    assert found is not None
+    assert reshard.verify(found).ok
+    assert open_storage(found).url == str(tmp_path / "new" / name)
+    reshard.save(STATE, tmp_path / "new" / "newer")
+    assert reshard.prune(url, keep_last=1) == [found]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["newer"]
+
+
+def test_folders_in_memory_are_found_and_pruned():
+    for step in range(3):
+        reshard.save(STATE, f"memory://pruned/step-{step}")
+    assert reshard.latest_complete("memory://pruned") == "memory://pruned/step-2"
+    assert len(reshard.prune("memory://pruned/", keep_last=1)) == 2
+    assert {name.partition("/")[0] for name in open_storage("memory://pruned").list()} == {"step-2"}
+
+
+def test_a_file_url_whose_path_would_be_cut_off_is_refused(tmp_path):
+    for sign in "#?":
+        with pytest.raises(StorageError, match="write %23 for '#' and %3F"):
+            reshard.save(STATE, f"file://{tmp_path}/run{sign}1/step")
+    reshard.save(STATE, f"file://{tmp_path}/run%231/step")
+    assert reshard.verify(tmp_path / "run#1" / "step").ok
+
+
+@pytest.mark.parametrize("keep_last", [0, -1, 1.5, "2"])
+def test_numbers_that_prune_nothing_that_makes_sense(keep_last, tmp_path):
+    with pytest.raises(CheckpointError, match="keep_last must be a whole number"):
+        reshard.prune(tmp_path, keep_last=keep_last)
+
+
+def test_folders_that_are_no_paths():
+    for wrong in (None, 5):
+        with pytest.raises(StorageError, match=f"a path must be text, but is {type(wrong).__name__}"):
+            reshard.latest_complete(wrong)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="a path or URL is wanted, got the storage memory:"):
+        reshard.prune(MemoryStorage("some"), keep_last=1)  # type: ignore[arg-type]
+
+
+def test_a_save_whose_empty_folder_is_taken_away_makes_it_again(tmp_path):
+    inner = open_storage(tmp_path / "c")
+
+    def fault(verb: str, name: str) -> None:
+        if verb in ("create", "publish"):
+            generations._remove_empty(inner)
+
+    reshard.save(STATE, Faulty(inner, fault))
+    assert reshard.verify(tmp_path / "c").ok
+
+
+def test_a_save_that_counts_does_not_fail_for_want_of_tidying_up(tmp_path, caplog):
+    def fault(verb: str, name: str) -> None:
+        if verb == "delete":
+            raise StorageError("permission denied")
+
+    reshard.save(STATE, tmp_path)
+    reshard.save({"w": torch.zeros(3)}, Faulty(open_storage(tmp_path), fault))
+    assert "is saved, but what is no longer needed could not be removed: permission denied" in caplog.text
+    assert reshard.verify(tmp_path).ok
+    assert not reshard.open(tmp_path)["w"][...].any()
+    reshard.save(STATE, tmp_path)
+    assert len([path for path in tmp_path.iterdir() if generations.is_generation(path.name)]) == 1
+
+
+@pytest.mark.parametrize("text", ["{", json.dumps({"reshard": "checkpoint", "version": 1})])
+def test_a_failed_save_over_an_unreadable_manifest_tells_why_it_failed(text, tmp_path):
+    reshard.save(STATE, tmp_path)
+    (tmp_path / "manifest.json").write_text(text)
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    def fault(verb: str, name: str) -> None:
+        if verb == "write" and name.endswith(".safetensors"):
+            raise StorageError("no space left on the device")
+
+    with pytest.raises(StorageError, match="no space left"):
+        reshard.save(STATE, Faulty(open_storage(tmp_path), fault))
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    reshard.save(STATE, tmp_path)
+    assert reshard.verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors.index.json", ".metadata"])
+def test_somebody_else_s_files_are_never_replaced(name, tmp_path):
+    (tmp_path / name).write_text('{"name": "my web application"}')
+    for attempt in (reshard.save, lambda state, path: reshard.async_save(state, path).result()):
+        with pytest.raises(StorageError, match=f"holds {name}, which is of something else"):
+            attempt(STATE, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert "web" in (tmp_path / name).read_text()
+
+
+def test_other_files_beside_a_checkpoint_stay(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for _ in range(2):
+        reshard.save(STATE, tmp_path)
+    assert reshard.open(tmp_path).format == "native"
+    assert (tmp_path / "config.json").exists()
+
+
+def test_links_that_lead_nowhere_and_paths_that_are_none(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match="wanted a folder"):
+        reshard.save(STATE, tmp_path / "link")
+    for attempt in (reshard.save, reshard.load):
+        with pytest.raises(StorageError, match="NUL"):
+            attempt(dict(STATE), f"{tmp_path}/a\0b")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody who may not")
+def test_a_folder_that_may_not_be_looked_into(tmp_path):
+    reshard.save(STATE, tmp_path / "locked" / "c")
+    (tmp_path / "locked").chmod(0o700)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        for attempt in (reshard.open, lambda path: reshard.save(STATE, path), reshard.verify):
+            with pytest.raises(StorageError, match=r"(?i)permission denied"):
+                attempt(tmp_path / "locked" / "c")
+    finally:
+        os.seteuid(0)
+    assert reshard.verify(tmp_path / "locked" / "c").ok
+
+
+def saved_each_to_its_own(folder: str) -> str:
+    with pytest.raises(ReshardError) as caught:
+        reshard.save({**STATE, f"r{dist.get_rank()}": torch.ones(2)}, f"{folder}/{dist.get_rank()}")
+    return str(caught.value)
+
+
+@pytest.mark.gloo
+def test_folders_of_each_machine_are_found_out_before_anything_is_written(tmp_path):
+    for said in gloo.run(saved_each_to_its_own, 3, str(tmp_path)):
+        assert "what rank 0 wrote is not to be seen in" in said
+        assert "the folder must be the same, shared one for all ranks" in said
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_replaced(tmp_path):
+    reshard.save(STATE, tmp_path)
+    manifest = tmp_path / "manifest.json"
+    newer = {**json.loads(manifest.read_text()), "version": 2}
+    manifest.write_text(json.dumps(newer))
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(FormatError, match=r"manifest\.json is of version 2; this library knows up to 1: upgrade it"):
+        reshard.save(STATE, tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    manifest.write_text("{")  # a damaged one is nothing to keep
+    reshard.save(STATE, tmp_path)
+    assert reshard.verify(tmp_path).ok
+
+
+@pytest.mark.parametrize(
+    ("other", "dead"),
+    [
+        (GONE, True),
+        ({"process_start": "1"}, True),
+        ({**GONE, "machine": "another boot pid:[1]"}, False),
+        ({**GONE, "machine": "another boot pid:[1]", "unix_s": 0}, True),
+        ({**GONE, "machine": ""}, False),
+        ({"machine": "", "unix_s": 0}, True),
+    ],
+)
+def test_only_a_claim_whose_process_could_be_seen_from_here_is_that_of_a_dead_one(other, dead, tmp_path):
+    storage = open_storage(tmp_path)
+    save_id = claimed(storage, **other)
+    reshard.save(STATE, tmp_path)
+    assert ((tmp_path / generations.folder_of(save_id)).exists()) == (not dead)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/proc/self/ns/pid"), reason="needs root, to make one")
+def test_a_save_in_a_container_of_the_same_host_name_is_not_taken_for_dead(tmp_path):
+    program = f"import os; from tests.stories.test_leftovers import *; print(claimed(open_storage({str(tmp_path)!r})))"
+    inside = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program],
+        capture_output=True, text=True, cwd=Path(reshard.__file__).parents[1],
+    )  # fmt: skip
+    if inside.returncode and "unshare" in inside.stderr:
+        pytest.skip(f"no namespaces here: {inside.stderr}")
+    save_id = inside.stdout.strip()
+    reshard.save(STATE, tmp_path)
+    assert (tmp_path / generations.folder_of(save_id) / "claim.json").exists()
+
+
+def test_a_process_of_somebody_else_that_proc_hides_is_not_gone(monkeypatch):
+    def forbidden(pid: int, signal: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", forbidden)
+    assert not liveness.is_gone(GONE["pid"], "1")
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_passed_over_for_an_older_one(tmp_path):
+    for step in range(3):
+        reshard.save(STATE, tmp_path / f"step-{step}")
+    manifest = tmp_path / "step-2" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 2}))
+    for attempt in (reshard.latest_complete, lambda path: reshard.prune(path, keep_last=1)):
+        with pytest.raises(FormatError, match="upgrade it"):
+            attempt(tmp_path)
+    manifest.write_text('{"version": 3, "name": "my web application"}')
+    (tmp_path / "step-2").rename(tmp_path / "app")
+    for data in (tmp_path / "app").glob("data-*"):
+        data.rename(tmp_path / "app" / "other")
+    assert reshard.latest_complete(tmp_path) == str(tmp_path / "step-1")

@@ -1,0 +1,126 @@
+"""A save or load in which one of three ranks fails, dies or hangs: all ranks end alike, soon, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from reshard.api.load.loading import load
+from reshard.api.save.saving import save
+from reshard.errors import StorageError
+from reshard.storage import open_storage
+from tests import gloo
+from tests.faulty import Faulty
+
+pytestmark = pytest.mark.gloo
+
+WORLD_SIZE = 3
+
+
+class _Unplain:
+    pass
+
+
+def _state(step: int) -> dict[str, Any]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return {f"w{r}": torch.full((1000,), float(step)) for r in range(WORLD_SIZE) if r == rank} | {"step": step}
+
+
+def _work(folder: str, who: int, when: str, how: str) -> tuple[str, str, float]:
+    """Class and text of the error that this rank ended with, and after how many seconds."""
+    rank = dist.get_rank()
+    state = _state(2)
+    if when == "plan" and rank == who:
+        state["odd"] = _Unplain()
+
+    slept: list[str] = []
+
+    def fault(verb: str, name: str) -> None:
+        meant = {"write": ("write",), "read": ("mapped", "read_into")}.get(when, ())
+        if rank == who and verb in meant and name.endswith(".safetensors"):
+            if how == "raise":
+                raise StorageError(f"cannot {when} {name}: the disk burns")
+            if how == "exit":
+                os._exit(3)
+            if not slept:
+                slept.append(verb)
+                time.sleep(4.0)
+
+    storage = Faulty(open_storage(folder), fault)
+    start = time.monotonic()
+    deadline_s = 1.5 if how == "sleep" else 60.0
+    try:
+        if when == "read":
+            load(state, storage, strict=False, deadline_s=deadline_s)
+        else:
+            save(state, storage, deadline_s=deadline_s)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+def _first_save(folder: str) -> None:
+    save(_state(1), folder)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    gloo.run(_first_save, WORLD_SIZE, str(folder))
+    return folder
+
+
+def _still_old(folder: Path) -> None:
+    target = {f"w{rank}": torch.zeros(1000) for rank in range(WORLD_SIZE)} | {"step": 0}
+    load(target, folder)
+    assert target["step"] == 1
+    assert all(torch.equal(target[f"w{rank}"], torch.ones(1000)) for rank in range(WORLD_SIZE))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [("plan", "odd"), ("write", "the disk burns"), ("read", "the disk burns")],
+)
+def test_one_raises(saved: Path, who: int, when: str, words: str) -> None:
+    ends = gloo.run(_work, WORLD_SIZE, str(saved), who, when, "raise")
+    for rank, (kind, text, seconds) in enumerate(ends):
+        assert (kind == "RankFailedError") == (rank != who), (rank, kind, text)
+        assert words in text
+        assert rank == who or text.startswith(f"rank {who} failed in ")
+        assert seconds < 5.0
+    _still_old(saved)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("when", ["write", "read"])
+def test_one_exits(saved: Path, who: int, when: str) -> None:
+    ends = gloo.outcomes(_work, WORLD_SIZE, str(saved), who, when, "exit", store="parent")
+    for end in ends:
+        if end.rank == who:
+            assert end.exitcode == 3
+            continue
+        assert end.value is not None, end.trace
+        kind, text, seconds = end.value
+        assert kind == "RankFailedError", text
+        assert text.startswith(f"rank {who} (process ")
+        assert seconds < 5.0
+    _still_old(saved)
+
+
+@pytest.mark.parametrize("when", ["write", "read"])
+def test_one_hangs(saved: Path, when: str) -> None:
+    ends = gloo.outcomes(_work, WORLD_SIZE, str(saved), 1, when, "sleep", linger_s=10.0)
+    for end in ends:
+        assert end.value is not None, end.trace
+        kind, text, seconds = end.value
+        assert kind == "DeadlineError", text
+        assert text.startswith("rank 1 did not reach ")
+        assert end.rank == 1 or seconds < 1.5 + 5.0
+    _still_old(saved)

@@ -1,0 +1,136 @@
+"""Checkpoints that are replaced by a later save while somebody opens or loads them: the old or the new one, or a clear
+error, and never "there is none"."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reshard
+from reshard.errors import CheckpointError
+from reshard.formats.native.manifest import HF_INDEX
+from reshard.storage import open_storage
+from tests import gloo
+from tests.faulty import Faulty
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((1000,), float(step)), "step": step}
+
+
+class Replacing:
+    """Saves once more just before the `at`-th operation of a storage."""
+
+    def __init__(self, folder: Path, at: int) -> None:
+        self.folder, self.left = folder, at
+
+    def __call__(self, verb: str, name: str) -> None:
+        self.left -= 1
+        if self.left == 0:
+            reshard.save(state(2), self.folder)
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_loading_gives_the_old_or_the_new_one_or_says_that_it_was_replaced(at, tmp_path):
+    reshard.save(state(1), tmp_path)
+    replacing = Replacing(tmp_path, at)
+    target, said = state(0), ""
+    try:
+        reshard.load(target, Faulty(open_storage(tmp_path), replacing))
+    except CheckpointError as error:
+        said = str(error)
+    assert (target["w"] == target["step"]).all()
+    if said:
+        assert at > 2, "while it is opened, a checkpoint that was replaced is opened again"
+        assert "was replaced by a later save" in said
+        assert target["step"] == 0
+    else:
+        assert target["step"] in (1, 2)
+
+
+def test_there_is_always_a_latest_checkpoint(tmp_path):
+    reshard.save(state(0), tmp_path / "c")
+    done = threading.Event()
+
+    def overwrite() -> None:
+        try:
+            for step in range(40):
+                reshard.save(state(step), tmp_path / "c", fingerprints=False)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=overwrite)
+    thread.start()
+    found = set()
+    while not done.is_set():
+        found.add(reshard.latest_complete(tmp_path))
+    thread.join()
+    assert found == {str(tmp_path / "c")}
+
+
+def test_an_index_for_other_tools_never_names_files_of_a_save_that_lost_a_race(tmp_path):
+    path, raced = tmp_path / "c", []
+
+    def fault(verb: str, name: str) -> None:
+        if verb == "publish" and name == HF_INDEX and not raced:
+            raced.append(reshard.save(state(2), path))
+
+    reshard.save(state(1), Faulty(open_storage(path), fault))
+    assert raced
+    report = reshard.verify(path)
+    assert report.ok, report
+    assert not (path / HF_INDEX).exists()
+    reshard.save(state(3), path)
+    assert (path / HF_INDEX).exists()
+
+
+def test_saves_to_one_folder_by_two_paths_go_on_one_after_another(tmp_path):
+    def slow(verb: str, name: str) -> None:
+        if verb == "write":
+            time.sleep(0.2)
+
+    (tmp_path / "c").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    first = reshard.async_save(state(1), Faulty(open_storage(tmp_path / "c"), slow))
+    second = reshard.async_save(state(2), tmp_path / "link", max_in_flight=2)
+    first.result()
+    second.result()
+    assert reshard.open(tmp_path / "c").objects["step"] == 2
+
+
+@pytest.mark.parametrize("back_s", [0, 3600])
+def test_the_latest_one_is_that_of_the_latest_save_though_the_clock_stands_still_or_is_set_back(
+    back_s, tmp_path, monkeypatch
+):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - back_s * step)
+    for step, name in enumerate("cab"):
+        reshard.save(state(step), tmp_path / name)
+        assert reshard.latest_complete(tmp_path) == str(tmp_path / name)
+    assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "c"), str(tmp_path / "a")]
+
+
+def two_saves(folder: str) -> str:
+    """Rank 1 opens the checkpoint after it was replaced, rank 0 has opened it before."""
+    if dist.get_rank() == 0:
+        reshard.save(state(1), folder, alone=True)
+        early = reshard.open(folder)
+        reshard.save(state(2), folder, alone=True)
+    dist.barrier()
+    target = state(0)
+    with pytest.raises(CheckpointError) as caught:
+        reshard.load(target, early if dist.get_rank() == 0 else folder)
+    assert target["step"] == 0
+    return str(caught.value)
+
+
+@pytest.mark.gloo
+def test_ranks_that_have_opened_different_saves_load_none(tmp_path):
+    for said in gloo.run(two_saves, 2, str(tmp_path / "c")):
+        assert "is not the same checkpoint for all ranks" in said

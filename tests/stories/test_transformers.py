@@ -1,0 +1,232 @@
+"""Both ways with transformers itself: what it saves we open, and what we write it loads and says the same to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import reshard
+from reshard.mapping import Mapping, Mxfp4, Rename
+from reshard.mapping.families import ready
+from tests import gloo
+from tests.stories.tiny_models import DECODERS, MODELS, fresh, logits, model
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks: their warnings are not ours to mend
+
+SHARD_BYTES = 20_000
+
+
+def loaded(name: str, folder: Path, config: Any = None) -> Any:
+    """What transformers makes of a folder; fails where it misses something or finds something that it does not know."""
+    config = fresh(name).config if config is None else config
+    config.save_pretrained(folder)
+    found, info = type(fresh(name)).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return found.eval()
+
+
+def same_state(found: reshard.Checkpoint, wanted: dict[str, torch.Tensor]) -> None:
+    """The checkpoint has these tensors, and under tied names, too, and nothing else."""
+    assert {*found, *found.aliases} == set(wanted)
+    assert all(torch.equal(found[name][...], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("shard", [SHARD_BYTES, "5GB"], ids=["sharded", "one-file"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_transformers_saved_is_what_is_in_memory(name: str, shard: Any, tmp_path: Path) -> None:
+    """Under the names that the model has in memory, which for experts are not those on disk."""
+    made = model(name)
+    made.save_pretrained(tmp_path, max_shard_size=shard)
+
+    found = reshard.open(tmp_path)
+
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 or shard == SHARD_BYTES
+    assert reshard.verify(found).ok
+    same_state(found.canonical(model_only=True), made.state_dict())
+    normalized = found.normalized()["model"]
+    assert set(normalized) == set(made.state_dict())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_loads_what_is_written(name: str, tmp_path: Path) -> None:
+    """Out of a checkpoint of ours, in several files with an index."""
+    made = model(name)
+    reshard.save({"model": reshard.get_model_state_dict(made), "step": 3}, tmp_path / "ours")
+
+    report = reshard.convert(
+        tmp_path / "ours", tmp_path / "out", format="safetensors", model_only=True, max_shard_bytes=SHARD_BYTES
+    )
+
+    assert len(report.files) > 1
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+    tied = len(made.state_dict()) - len({t.data_ptr() for t in made.state_dict().values()})
+    assert len(report.aliases) == tied
+    assert torch.equal(logits(loaded(name, tmp_path / "out")), logits(made))
+
+
+def test_transformers_loads_a_file_of_torch(tmp_path: Path) -> None:
+    made = model("qwen3")
+    made.save_pretrained(tmp_path / "theirs")
+
+    reshard.convert(tmp_path / "theirs", tmp_path / "out" / "pytorch_model.bin", format="torch_save")
+
+    assert torch.equal(logits(loaded("qwen3", tmp_path / "out")), logits(made))
+
+
+NOT_IN_TITAN = {"phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe"}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_naming_and_back(name: str, tmp_path: Path) -> None:
+    """Every tensor of a real model gets a name of the other naming, and comes back bit by bit."""
+    made = model(name)
+    made.save_pretrained(tmp_path)
+    stored = reshard.open(tmp_path)
+    family = made.config.model_type
+    namings = {"transformers": "model.", "plain": "model.", "megatron": "decoder."}
+    namings |= {} if family in NOT_IN_TITAN else {"torchtitan": "layers."}
+
+    for naming, head in namings.items():
+        for engine in (False, True) if naming == "megatron" else (False,):
+            there = ready(tmp_path, "huggingface", naming, transformer_engine=engine).apply(stored)
+            back = ready(tmp_path, naming, "huggingface", transformer_engine=engine).apply(there)
+
+            assert any(key.startswith(head) for key in there)
+            assert head == "model." or not any(key.startswith("model.") for key in there)
+            assert reshard.compare(back, stored).ok
+            assert dict(back.aliases) == dict(stored.aliases)
+    memory = ready(tmp_path, "huggingface", "transformers").apply(stored)
+    same_state(memory, made.state_dict())
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama"])
+def test_plain_names_are_those_of_llama(name: str, tmp_path: Path) -> None:
+    """Phi-3, its fused projections taken apart, is a Llama, and says the same."""
+    made = model(name)
+    made.save_pretrained(tmp_path / "theirs")
+    mapping = ready(tmp_path / "theirs", "huggingface", "plain")
+
+    reshard.convert(tmp_path / "theirs", tmp_path / "plain", format="safetensors", mapping=mapping)
+
+    config = fresh("llama").config
+    config.rms_norm_eps = made.config.rms_norm_eps
+    assert torch.allclose(logits(loaded("llama", tmp_path / "plain", config)), logits(made), atol=1e-6)
+
+
+SHARDED = ("qwen3_tied", "qwen3_moe", "gpt_oss")
+
+
+def sharded(name: str, seed: int) -> Any:
+    """The model, cut by FSDP2 over all ranks."""
+    made = model(name, seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in made.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(made, mesh=mesh)
+
+
+def on_a_rank(folder: str) -> dict[str, bool]:
+    """Save sharded models in two formats, and fill others with what transformers saved; whether that came out right."""
+    right = {}
+    for name in SHARDED:
+        state = {"model": reshard.get_model_state_dict(sharded(name, 0))}
+        reshard.save(state, Path(folder) / name / "native")
+        dcp_save(state, checkpoint_id=Path(folder) / name / "dcp")
+
+        theirs = Path(folder) / name / "theirs"
+        target = reshard.get_model_state_dict(sharded(name, 1))
+        mapping = ready(theirs, "huggingface", "transformers")
+        report = reshard.load(target, theirs, mapping=mapping)
+        whole = {key: tensor.full_tensor() for key, tensor in target.items()}
+        due = model(name, 2).state_dict()
+        right[name] = all(torch.equal(whole[key], due[key]) for key in due) and set(whole) == set(due)
+        right[name] &= report.bytes_needed < sum(t.nbytes for t in due.values())
+    return right
+
+
+@pytest.mark.gloo
+def test_sharded_jobs_and_transformers_read_each_other(tmp_path: Path) -> None:
+    """Two ranks save in our format and in DCP's; each loads just its elements out of transformers' files."""
+    for name in SHARDED:
+        model(name, 2).save_pretrained(tmp_path / name / "theirs", max_shard_size=SHARD_BYTES)
+
+    assert gloo.run(on_a_rank, 2, str(tmp_path)) == [dict.fromkeys(SHARDED, True)] * 2
+
+    for name in SHARDED:
+        wanted = model(name)
+        for kind in ("native", "dcp"):
+            folder = tmp_path / name / f"{kind}-out"
+            reshard.convert(tmp_path / name / kind, folder, format="safetensors", model_only=True)
+            assert torch.equal(logits(loaded(name, folder)), logits(wanted))
+        # under the names on disk, which tools other than transformers want
+        mapping = ready(wanted.config.to_dict(), "transformers", "huggingface")
+        disk = tmp_path / name / "disk"
+        reshard.convert(tmp_path / name / "dcp", disk, format="safetensors", model_only=True, mapping=mapping)
+        wanted.save_pretrained(tmp_path / name / "wanted")
+        ties = {"lm_head.weight"} if wanted.config.tie_word_embeddings else set()  # DCP saves them twice
+        assert set(reshard.open(disk)) - ties == set(reshard.open(tmp_path / name / "wanted"))
+        assert torch.equal(logits(loaded(name, disk)), logits(wanted))
+
+
+def test_adapters_of_peft_and_back(tmp_path: Path) -> None:
+    """As the recipe for adapters does it."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False)
+    made = peft.get_peft_model(model("qwen3"), config)
+    trained = reshard.StateDictOptions(ignore_frozen_params=True)
+    reshard.save({"model": reshard.get_model_state_dict(made, options=trained)}, tmp_path / "job")
+    made.save_pretrained(tmp_path / "theirs")
+
+    to_peft = Mapping([Rename("{name+}.lora_{x}.weight", "base_model.model.{name+}.lora_{x}.weight")])
+    reshard.convert(tmp_path / "job", tmp_path / "ours", format="safetensors", model_only=True, mapping=to_peft)
+    (tmp_path / "ours" / "model.safetensors").rename(tmp_path / "ours" / "adapter_model.safetensors")
+    assert reshard.compare(tmp_path / "ours", tmp_path / "theirs").ok
+    config.save_pretrained(tmp_path / "ours")
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(model("qwen3"), tmp_path / "ours").eval()), logits(made))
+
+    fresh_adapter = peft.get_peft_model(model("qwen3"), config)
+    state = reshard.get_model_state_dict(fresh_adapter, options=trained)
+    to_live = Mapping([Rename("{name+}.lora_{x}.weight", "{name+}.lora_{x}.default.weight")])
+    reshard.load(state, tmp_path / "theirs", mapping=to_live)
+    reshard.set_model_state_dict(fresh_adapter, state, options=trained)
+    assert torch.equal(logits(fresh_adapter.eval()), logits(made.eval()))
+
+
+def test_what_accelerate_saves_and_loads(tmp_path: Path) -> None:
+    """Its writer of weights, and its loader for models that were made without memory."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    made = model("qwen3_tied")
+    accelerate.Accelerator(cpu=True).save_model(made, str(tmp_path / "theirs"), max_shard_size="20KB")
+    found = reshard.open(tmp_path / "theirs")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    assert all(torch.equal(found[name][...], made.state_dict()[name]) for name in found)
+
+    reshard.convert(tmp_path / "theirs", tmp_path / "ours", format="safetensors", max_shard_bytes=SHARD_BYTES)
+    with accelerate.init_empty_weights():
+        empty = fresh("qwen3_tied")
+    empty.tie_weights()
+    filled = accelerate.load_checkpoint_and_dispatch(empty, str(tmp_path / "ours"), device_map={"": "cpu"})
+    assert all(torch.equal(t, made.state_dict()[n]) for n, t in filled.state_dict().items())
+
+
+def test_weights_of_four_bits_as_transformers_makes_them_plain(tmp_path: Path) -> None:
+    """gpt-oss as it is published, on the way to a file that is not quantized."""
+    fresh("gpt_oss")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    torch.manual_seed(0)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    blocks = torch.randint(0, 256, (4, 20, 3, 16), dtype=torch.uint8)
+    scales = torch.randint(115, 135, (4, 20, 3), dtype=torch.uint8)
+    reshard.save({f"{name}_blocks": blocks, f"{name}_scales": scales}, tmp_path / "c")
+
+    made = reshard.open(tmp_path / "c").mapped(Mapping([Mxfp4()]))
+
+    assert torch.equal(made[name][...], convert_moe_packed_tensors(blocks, scales))
