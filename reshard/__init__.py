@@ -29,7 +29,7 @@ _HOME = {
     "get_optimizer_state_dict": "state_dict",
     "get_state_dict": "state_dict",
     "iter_full": "state_dict",
-    "latest_complete": "formats.native.generations",
+    "latest_complete": "api.retention",
     "layout_of": "state.tensors",
     "load": "api.load.loading",
     "normalize": "state_dict",
@@ -37,7 +37,7 @@ _HOME = {
     "optimizer_destinations": "api.optimizer_destinations",
     "plan": "api.plan",
     "prepare": "api.redistribute",
-    "prune": "formats.native.generations",
+    "prune": "api.retention",
     "redistribute": "api.redistribute",
     "save": "api.save.saving",
     "set_model_state_dict": "state_dict",
@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from reshard.api.redistribute import prepare as prepare
     from reshard.api.redistribute import redistribute as redistribute
     from reshard.api.redistribute import verify_live as verify_live
+    from reshard.api.retention import latest_complete as latest_complete
+    from reshard.api.retention import prune as prune
     from reshard.api.save.saving import SaveReport as SaveReport
     from reshard.api.save.saving import async_save as async_save
     from reshard.api.save.saving import save as save
@@ -73,8 +75,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint.checkpoint import Checkpoint as Checkpoint
     from reshard.checkpoint.checkpoint import open as open
     from reshard.errors import ReshardError as ReshardError
-    from reshard.formats.native.generations import latest_complete as latest_complete
-    from reshard.formats.native.generations import prune as prune
     from reshard.mapping import Mapping as Mapping
     from reshard.state.per_rank import PerRank as PerRank
     from reshard.state.tensors import layout_of as layout_of

@@ -12,9 +12,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from reshard.checkpoint.checkpoint import Checkpoint, LazyTensor
+from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import KeyMismatchError
+from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.state.deferred_optimizer import owner_of, place_like
 from reshard.state.tree import KeyPath, unflatten
 from reshard.state_dict.api import get_model_state_dict, get_optimizer_state_dict

@@ -17,13 +17,14 @@ from planners.findings import Finding, Report
 from planners.geometry.box import Box
 from planners.proof import verify as prove
 from planners.save.plan import SavePlan
-from reshard.checkpoint.checkpoint import Checkpoint, LazyTensor
+from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError
 from reshard.formats.native.hf_index import index_problem
 from reshard.formats.native.manifest import NativeFacts
 from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import Files
 from reshard.formats.stored.streaming import windows
 from reshard.formats.torch_save.zip_checksums import changed_records

@@ -64,7 +64,8 @@ def side(text: str, rules: Mapping[str, str], normalized: bool = False) -> State
 def _canonical(checkpoint: Checkpoint) -> StateLayout:
     """The layout under canonical names: `model.<fqn>`, `optim.state.<fqn>.<name>`."""
     from planners.geometry.layout import StateLayout
-    from reshard.checkpoint.checkpoint import LazyTensor, stored_layout
+    from reshard.checkpoint.checkpoint import stored_layout
+    from reshard.formats.stored.lazy_tensor import LazyTensor
     from reshard.state.tree import flatten, key_of
 
     leaves = flatten(checkpoint.normalized(), is_leaf=lambda value: isinstance(value, LazyTensor)).leaves

@@ -10,10 +10,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from reshard.checkpoint.checkpoint import Checkpoint, LazyTensor
+from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.dcp.saving import save
 from reshard.errors import CheckpointError, KeyMismatchError
+from reshard.formats.stored.lazy_tensor import LazyTensor
 
 __all__ = ["BroadcastingTorchSaveReader", "dcp_to_torch_save", "torch_save_to_dcp"]
 

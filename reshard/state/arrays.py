@@ -8,13 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from reshard.formats.stored.copying import item_dtype
-
-__all__ = ["as_array", "raw_elements", "row_major_bytes"]
+__all__ = ["as_array", "item_dtype", "raw_elements", "row_major_bytes"]
 
 Array = npt.NDArray[Any]
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def item_dtype(itemsize: int) -> np.dtype[Any]:
+    """A numpy dtype for elements of this many bytes, of which only the bytes matter."""
+    return np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype(f"V{itemsize}")
 
 
 def as_array(tensor: torch.Tensor) -> Array:

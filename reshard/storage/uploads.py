@@ -5,18 +5,31 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from reshard.errors import StorageError
 from reshard.storage.base import Writer
 
-if TYPE_CHECKING:
-    from reshard.storage.object_store import ObjectStorage
-
-__all__ = ["ObjectWriter"]
+__all__ = ["ObjectWriter", "UploadTarget"]
 
 _MAX_PARTS = 10_000
 """Of one multipart upload; the limit of S3, the lowest of them."""
+
+
+class UploadTarget(Protocol):
+    """The store that an object is written to."""
+
+    url: str
+    part_bytes: int
+
+    def put_new(self, name: str, data: bytes) -> None:
+        """Store a whole object on condition that there is none of this name."""
+
+    def put_parts(self, name: str, parts: Iterator[bytes]) -> None:
+        """Store an object in parts while the iterator yields them; if it raises, the upload is aborted."""
+
+    def size(self, name: str) -> int:
+        """Bytes of a stored object."""
 
 
 class _Abandoned(Exception):
@@ -31,8 +44,8 @@ class ObjectWriter(Writer):
     An object of less than one part is put whole, on condition that there is none of its name.
     """
 
-    def __init__(self, storage: ObjectStorage, name: str) -> None:
-        self._storage = storage
+    def __init__(self, store: UploadTarget, name: str) -> None:
+        self._store = store
         self._name = name
         self._gathered = bytearray()
         self._parts: queue.Queue[bytes | None] = queue.Queue(maxsize=1)
@@ -42,10 +55,10 @@ class ObjectWriter(Writer):
         self._error: BaseException | None = None
 
     def _write(self, data: memoryview) -> None:
-        part_bytes = self._storage.part_bytes
+        part_bytes = self._store.part_bytes
         if self.nbytes + data.nbytes > part_bytes * _MAX_PARTS:
             raise StorageError(
-                f"cannot write {self._name} in {self._storage.url}: an object holds at most {_MAX_PARTS} parts of "
+                f"cannot write {self._name} in {self._store.url}: an object holds at most {_MAX_PARTS} parts of "
                 f"{part_bytes} bytes; write several, or make ObjectStorage with a larger part_bytes"
             )
         while data:
@@ -58,7 +71,7 @@ class ObjectWriter(Writer):
 
     def _commit(self) -> None:
         if self._thread is None:
-            self._storage.put_new(self._name, bytes(self._gathered))
+            self._store.put_new(self._name, bytes(self._gathered))
             return
         if self._gathered:
             self._send(bytes(self._gathered))
@@ -66,10 +79,10 @@ class ObjectWriter(Writer):
         self._thread.join()
         if self._error is not None:
             raise self._error
-        stored = self._storage.size(self._name)
+        stored = self._store.size(self._name)
         if stored != self.nbytes:
             raise StorageError(
-                f"{self._name} in {self._storage.url} has {stored} bytes after {self.nbytes} were written: "
+                f"{self._name} in {self._store.url} has {stored} bytes after {self.nbytes} were written: "
                 "somebody else wrote it at the same time, or the storage lost some"
             )
 
@@ -94,7 +107,7 @@ class ObjectWriter(Writer):
 
     def _upload(self) -> None:
         try:
-            self._storage.put_parts(self._name, self._stream())
+            self._store.put_parts(self._name, self._stream())
         except BaseException as error:
             self._error = error
         finally:

@@ -231,7 +231,7 @@ class Folder(RuleBasedStateMachine):
             return
         for place, step in self.saved.items():
             assert step_of(self.base / place) == step
-        newest = generations.latest_complete(self.base)
+        newest = reshard.latest_complete(self.base)
         assert (Path(newest).name if newest else None) == (list(self.saved)[-1] if self.saved else None)
 
 

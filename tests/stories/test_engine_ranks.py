@@ -10,8 +10,8 @@ import torch
 
 import reshard
 from reshard.api.load.per_rank import own_values
-from reshard.checkpoint.checkpoint import LazyTensor
 from reshard.control.group import Group
+from reshard.formats.stored.lazy_tensor import LazyTensor
 from tests import gloo
 from tests.stories import engine_jobs as jobs
 

@@ -195,7 +195,7 @@ def test_a_save_whose_empty_folder_is_taken_away_makes_it_again(tmp_path):
 
     def fault(verb: str, name: str) -> None:
         if verb in ("create", "publish"):
-            generations._remove_empty(inner)
+            generations.remove_empty(inner)
 
     reshard.save(STATE, Faulty(inner, fault))
     assert reshard.verify(tmp_path / "c").ok

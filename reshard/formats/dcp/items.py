@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from reshard.formats.stored.source import DecodedSource, Files, FileSource, Sour
 from reshard.formats.torch_save.file import TorchFile
 from reshard.formats.torch_save.zip_archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
 
-__all__ = ["Item", "Items", "saved_offsets"]
+__all__ = ["Item", "Items"]
 
 _MOST_BYTES = 1 << 28
 """The most that an object, or what surrounds a tensor, may have once it is decompressed."""
@@ -116,7 +115,7 @@ class Items:
                 return locate_item(source, start, length, head)
         if key not in header.entries:
             raise DamagedCheckpointError(f"{source.label}: this safetensors file has no tensor {key!r}")
-        said = saved_offsets(header).get(key)
+        said = header.saved_offsets().get(key)
         if said is not None and tuple(said) != box.offsets:
             # torch keeps one chunk of a key in a file, and loses the others
             raise DamagedCheckpointError(
@@ -130,20 +129,6 @@ class Items:
             head = bytes(source.read(0, min(9, source.nbytes)))
             self._headers[source.name] = read_header(source) if looks_like_header(head, source.nbytes) else None
         return self._headers[source.name]
-
-
-def saved_offsets(header: Header) -> dict[str, list[int]]:
-    """Offset of each chunk of a safetensors file of DCP, {} if it does not say. Raises DamagedCheckpointError."""
-    text = header.metadata.get("DCP_SHARDING_INFO")
-    if text is None:
-        return {}
-    try:
-        info = {str(key): [int(o) for o in value["saved_offsets"]] for key, value in json.loads(text).items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise DamagedCheckpointError(f"{header.source.label}: DCP_SHARDING_INFO in its header makes no sense") from None
-    if any(offset < 0 for offsets in info.values() for offset in offsets):
-        raise DamagedCheckpointError(f"{header.source.label}: DCP_SHARDING_INFO in its header has a negative offset")
-    return info
 
 
 def _unzstd(most_bytes: int, data: bytes) -> bytes:

@@ -15,8 +15,6 @@ import secrets
 import socket
 import time
 from collections.abc import Collection
-from contextlib import suppress
-from urllib.parse import quote
 
 import msgspec
 
@@ -25,7 +23,7 @@ from reshard.errors import CheckpointError, CheckpointNotFoundError, StorageErro
 from reshard.formats.dcp.names import has_dcp
 from reshard.formats.native import manifest as native
 from reshard.formats.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest
-from reshard.storage import Storage, is_temporary, open_storage
+from reshard.storage import Storage, is_temporary
 
 __all__ = [
     "Claim",
@@ -35,14 +33,15 @@ __all__ = [
     "counts",
     "ended",
     "folder_of",
-    "latest_complete",
+    "generations_in",
+    "is_alive",
     "new_save_id",
-    "prune",
     "published",
     "refuse_foreign",
     "release",
     "remove",
     "remove_dead",
+    "remove_empty",
 ]
 
 _FOREIGN_AGE_S = 86_400.0
@@ -172,11 +171,11 @@ def remove_dead(storage: Storage) -> list[str]:
     A save publishes its manifest before it releases its claim. So where a claim is gone, the manifest that is read
     *after* seeing that names this generation, or one that came later.
     """
-    by_id = _generations(storage)
-    _remove_empty(storage)
+    by_id = generations_in(storage)
+    remove_empty(storage)
     removed, running = [], False
     for save_id, names in by_id.items():
-        if _alive(storage, save_id, names):
+        if is_alive(storage, save_id, names):
             running = True
         elif published(storage) != save_id:
             remove(storage, save_id, names)
@@ -189,7 +188,7 @@ def remove_dead(storage: Storage) -> list[str]:
     return removed
 
 
-def _generations(storage: Storage) -> dict[str, list[str]]:
+def generations_in(storage: Storage) -> dict[str, list[str]]:
     """Save id -> names of the files of its generation; what else is called so is somebody's own."""
     by_id: dict[str, list[str]] = {}
     for name in storage.list("data-"):
@@ -199,7 +198,7 @@ def _generations(storage: Storage) -> dict[str, list[str]]:
     return by_id
 
 
-def _remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
+def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
     """Remove generations that hold nothing: folders of saves that were killed before they made their claim.
 
     A save that is just making its claim makes its folder again.
@@ -220,7 +219,8 @@ def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> No
         storage.delete(name)
 
 
-def _alive(storage: Storage, save_id: str, names: list[str]) -> bool:
+def is_alive(storage: Storage, save_id: str, names: list[str]) -> bool:
+    """Whether somebody may still be writing the generation, whose files are `names`."""
     name = f"{folder_of(save_id)}/{_CLAIM}"
     if name not in names:  # a claim is made before anything else and removed last
         return all(map(is_temporary, names)) and time.time() - _began(save_id) < _CLAIMING_S
@@ -241,80 +241,3 @@ def _began(save_id: str) -> float:
         return int(save_id.partition("-")[0], 16) / 1000
     except ValueError:
         return 0.0
-
-
-def latest_complete(folder: str | os.PathLike[str]) -> str | None:
-    """The newest complete checkpoint at or directly below `folder`, by the time that its save was begun; else None.
-
-    A folder without a whole manifest, or whose files are missing or short, does not count.
-
-    Raises FormatError if one is of a newer version: it may be the latest.
-    """
-    found = _complete(folder)
-    return found[-1][1] if found else None
-
-
-def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
-    """Remove all but the `keep_last` newest complete checkpoints directly below `folder`; returns their paths.
-
-    Their manifests go first, so that nothing that looks complete is left by a removal cut short, which the next one
-    takes up. What killed saves have left goes too. Broken checkpoints neither count nor go, nor do those that a save is
-    replacing just now. Only what saves have written is removed: other files stay, and their folders with them.
-
-    Raises CheckpointError for `keep_last` < 1; FormatError if a checkpoint is of a newer version.
-    """
-    if not isinstance(keep_last, int) or keep_last < 1:
-        raise CheckpointError(
-            f"keep_last must be a whole number >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
-        )
-    found = [path for _, path, is_below in _complete(folder) if is_below]
-    storage = open_storage(folder)
-    parts = [name.split("/", 2) for name in storage.list()]
-    places = {place for place, *inner in parts if len(inner) > 1 and is_generation(inner[0])}
-    gone = []
-    for path in found[:-keep_last]:
-        inner = open_storage(path)
-        by_id = _generations(inner)
-        if not any(_alive(inner, save_id, names) for save_id, names in by_id.items()):
-            inner.delete(HF_INDEX)
-            inner.delete(MANIFEST)
-            gone.append(path)
-    for place in places:  # of those that are gone now, and of killed saves
-        with suppress(CheckpointError):  # a broken one, whose manifest does not say what counts
-            remove_dead(open_storage(_path_below(folder, place)))
-    _remove_empty(storage, places)
-    return gone
-
-
-def _path_below(folder: str | os.PathLike[str], place: str) -> str:
-    base = os.fspath(folder)
-    if "://" in base and not base.startswith("memory:"):
-        for sign in "%#?":  # which mean something else in a URL
-            place = place.replace(sign, quote(sign))
-    return f"{base.rstrip('/')}/{place}" if place else base
-
-
-def _complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
-    """(when its save was begun, path, whether below the folder) of each complete checkpoint, the oldest first."""
-    from reshard.checkpoint.checkpoint import open as open_checkpoint
-
-    if isinstance(folder, Storage):
-        raise CheckpointError(f"a path or URL is wanted, got the storage {folder.url}: checkpoints are told by paths")
-    storage = open_storage(folder)
-    found = []
-    for name in storage.list():
-        place, _, last = name.rpartition("/")
-        if last != MANIFEST or "/" in place:
-            continue
-        path = _path_below(folder, place)
-        try:
-            created = read_manifest(open_storage(path)).created_unix_s
-            open_checkpoint(path)
-        except CheckpointError:
-            with suppress(CheckpointNotFoundError):  # removed meanwhile
-                inner = open_storage(path)
-                if native.detect(inner, {MANIFEST: inner.size(MANIFEST)}):
-                    _refuse_newer(inner)
-            continue
-        found.append((created, path, bool(place)))
-    return sorted(found)

@@ -44,6 +44,23 @@ class Header:
         """Where a tensor of this file is. Raises KeyError."""
         return Place(self.source, self.entries[name].window)
 
+    def saved_offsets(self) -> dict[str, list[int]]:
+        """Offset of each chunk in a file that DCP's writer for Hugging Face wrote, {} if the file says none.
+
+        Raises DamagedCheckpointError.
+        """
+        text = self.metadata.get("DCP_SHARDING_INFO")
+        if text is None:
+            return {}
+        where = f"{self.source.label}: DCP_SHARDING_INFO in its header"
+        try:
+            info = {str(key): [int(o) for o in value["saved_offsets"]] for key, value in json.loads(text).items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise DamagedCheckpointError(f"{where} makes no sense") from None
+        if any(offset < 0 for offsets in info.values() for offset in offsets):
+            raise DamagedCheckpointError(f"{where} has a negative offset")
+        return info
+
 
 def looks_like_header(head: bytes, nbytes: int) -> bool:
     """Whether the first 9 bytes of a file of `nbytes` could begin a safetensors file."""

@@ -15,7 +15,6 @@ from typing import Any
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.formats.dcp.items import saved_offsets
 from reshard.formats.safetensors.header import Header, read_header
 from reshard.formats.safetensors.tied_names import tied_names
 from reshard.formats.stored.contents import Contents, StoredChunk, StoredTensor
@@ -150,7 +149,7 @@ def open_files(storage: Storage, names: Mapping[str, int], found: list[str]) -> 
     chunks: dict[str, list[tuple[str, Header, tuple[int, ...]]]] = {}
     inferred = False
     for file, header in headers.items():
-        offsets = saved_offsets(header)
+        offsets = header.saved_offsets()
         for key, entry in header.entries.items():
             rank = len(entry.window.sizes)
             offset = tuple(offsets.get(key, (0,) * rank))

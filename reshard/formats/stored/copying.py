@@ -15,19 +15,15 @@ from planners.geometry.byteruns import Window
 from reshard.errors import CheckpointError
 from reshard.formats.stored.contents import Place
 from reshard.formats.stored.source import Source
+from reshard.state.arrays import item_dtype
 from reshard.state.dtypes import dtype_from_name
 
-__all__ = ["MAX_BUFFER_BYTES", "copy_place", "copy_view", "empty", "item_dtype", "read_place"]
+__all__ = ["MAX_BUFFER_BYTES", "copy_place", "copy_view", "empty", "read_place"]
 
 Array = npt.NDArray[Any]
 
 MAX_BUFFER_BYTES = 16 << 20
 """The largest piece of a file that is read at once where the storage has no zero-copy view."""
-
-
-def item_dtype(itemsize: int) -> np.dtype[Any]:
-    """A numpy dtype for elements of this many bytes, of which only the bytes matter."""
-    return np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype(f"V{itemsize}")
 
 
 def empty(shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, Array]:

@@ -26,9 +26,10 @@ from planners.geometry.byteruns import Window
 from planners.geometry.overlap import Sweep
 from reshard.errors import ReshardError
 from reshard.formats.stored.contents import StoredTensor
-from reshard.formats.stored.copying import copy_place, item_dtype
+from reshard.formats.stored.copying import copy_place
 from reshard.formats.stored.coverage import check_cover
 from reshard.formats.stored.source import DIRECT_BYTES, FileSource
+from reshard.state.arrays import item_dtype
 from reshard.state.dtypes import dtype_from_name
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -15,7 +15,7 @@ import reshard
 from planners.geometry.box import Box
 from planners.geometry.byteruns import Window
 from planners.geometry.layout import TensorSpec
-from reshard.checkpoint.checkpoint import Checkpoint, LazyTensor
+from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import (
     CheckpointError,
@@ -26,6 +26,7 @@ from reshard.errors import (
 )
 from reshard.formats.stored.contents import Contents, Place, StoredChunk, StoredTensor
 from reshard.formats.stored.copying import MAX_BUFFER_BYTES
+from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import BytesSource, FileSource
 from reshard.storage import MemoryStorage, open_storage
 from tests.reshard.formats.samples import same

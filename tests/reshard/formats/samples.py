@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from reshard.checkpoint.checkpoint import Checkpoint, LazyTensor
+from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.formats.stored.lazy_tensor import LazyTensor
 
 DATA = Path(__file__).parents[2] / "data"
 """Small samples that are part of the repository."""

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from reshard.checkpoint.checkpoint import LazyTensor
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
 from reshard.formats.pickles.record import Record
+from reshard.formats.stored.lazy_tensor import LazyTensor
 from tests.reshard.formats.samples import check_all, flat_tensors, same
 from tests.reshard.formats.writers import CountingStorage
 

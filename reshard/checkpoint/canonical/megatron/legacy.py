@@ -8,34 +8,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.checkpoint.canonical.hints import Hints, find_scope
 from reshard.checkpoint.canonical.megatron.megatron import finish
 from reshard.checkpoint.canonical.megatron.names import canonical_key, skipped
-from reshard.checkpoint.canonical.megatron.rank_optimizers import read_rank_optimizers
+from reshard.checkpoint.canonical.megatron.rank_optimizers import RankModel, read_rank_optimizers
 from reshard.checkpoint.canonical.megatron.tensor_parallel import is_gated, join_shards, tp_dim
 from reshard.checkpoint.canonical.result import Canonical, Value, elementwise
 from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.formats.frameworks.megatron_legacy import RankFiles, arguments
+from reshard.formats.frameworks.megatron_legacy import arguments
 from reshard.formats.pickles.torch_objects import TensorRef
 from reshard.formats.stored.contents import Contents, StoredTensor
 from reshard.formats.torch_save.file import TorchFile, stored_tensor
 
-__all__ = ["RankModel", "normalize_megatron_legacy"]
+__all__ = ["normalize_megatron_legacy"]
 
 _LAYER = re.compile(r"(?P<head>(?:.*?\.)?layers)\.(?P<layer>\d+)\.(?P<tail>.+)")
 _EXPERT = re.compile(r"(?P<head>.*\.local_experts)\.(?P<expert>\d+)\.(?P<tail>.+)")
 _CHUNK = re.compile(r"model(\d*)")
-
-
-@dataclass
-class RankModel:
-    """The parameters and buffers of one rank, by chunk of the model, under the names in its file."""
-
-    files: RankFiles
-    chunks: list[dict[str, StoredTensor]] = field(default_factory=list)
 
 
 def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Canonical:

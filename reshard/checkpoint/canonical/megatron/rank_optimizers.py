@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from reshard.checkpoint.canonical.hints import Hints
 from reshard.checkpoint.canonical.megatron.groups import decays
@@ -20,20 +21,26 @@ from reshard.checkpoint.canonical.megatron.slots import bucket_limit, place_join
 from reshard.checkpoint.canonical.result import Value, elementwise
 from reshard.checkpoint.canonical.views import narrow, unflatten
 from reshard.errors import DamagedCheckpointError
+from reshard.formats.frameworks.megatron_legacy import RankFiles
 from reshard.formats.pickles.torch_objects import TensorRef
 from reshard.formats.stored.contents import StoredTensor
 from reshard.formats.torch_save.file import TorchFile, stored_tensor
 from reshard.state.dtypes import dtype_name
 
-if TYPE_CHECKING:
-    from reshard.checkpoint.canonical.megatron.legacy import RankModel
-
-__all__ = ["read_rank_optimizers"]
+__all__ = ["RankModel", "read_rank_optimizers"]
 
 Param = tuple[int, str]
 """Chunk of the model, and name in its file."""
 Found = tuple[list[tuple[dict[str, Any], list[Param]]], dict[Param, dict[str, Value]]]
 """Groups with their members, and the states of each parameter."""
+
+
+@dataclass
+class RankModel:
+    """The parameters and buffers of one rank, by chunk of the model, under the names in its file."""
+
+    files: RankFiles
+    chunks: list[dict[str, StoredTensor]] = field(default_factory=list)
 
 
 def read_rank_optimizers(rank: RankModel, args: Mapping[str, Any], hints: Hints) -> Iterator[Found]:

@@ -14,6 +14,7 @@ import torch
 
 from reshard.checkpoint import checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
+from reshard.formats.stored.lazy_tensor import LazyTensor
 from tests.reshard.checkpoint.canonical import megatron_maker as make
 from tests.reshard.checkpoint.canonical.megatron_maker import Shape
 
@@ -155,7 +156,7 @@ def test_ranks_join(tmp_path: Path, grid: dict[str, int], kind: str) -> None:
             assert lazy[...].equal(tensor), (name, state)
             assert lazy[1:5].equal(tensor[1:5])
             step = found["optim"]["state"][name]["step"]
-            assert (step[...] if isinstance(step, checkpoint.LazyTensor) else step) == 3
+            assert (step[...] if isinstance(step, LazyTensor) else step) == 3
     decay, rest = (set(group["params"]) for group in found["optim"]["param_groups"])
     assert rest == {name for name in wanted if wanted[name].ndim == 1}
     assert decay == set(wanted) - rest

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from reshard.checkpoint.checkpoint import LazyTensor
+from reshard.formats.stored.lazy_tensor import LazyTensor
 
 EXTRA_STATES = {"step", "fp32_param"}
 """States that files hold, but some frameworks' own way to gather the truth leaves out."""
