@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 
-from reshard.control.at_exit import await_at_exit
+from reshard.api.save import background
 from reshard.control.group import Group
 from reshard.dcp.errors import also_as_torch_raises
 from reshard.dcp.places import storage_by_position, writer_for
@@ -117,20 +116,15 @@ def async_save(
 
 
 def _in_background(save: Callable[[], Metadata], group: Group) -> Future[Metadata]:
-    future: Future[Metadata] = Future()
+    def work() -> Metadata:
+        with also_as_torch_raises(), group.together("save"):
+            return save()
 
-    def work() -> None:
-        try:
-            with also_as_torch_raises(), group.together("save"):
-                metadata = save()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(metadata)
-
-    await_at_exit(future)
-    threading.Thread(target=work, name="reshard-dcp-save").start()
-    return future
+    try:
+        return background.start(work, "reshard-dcp-save")
+    except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
+        with group.together("save"):
+            raise
 
 
 def _now(staged: Any) -> dict[str, Any]:

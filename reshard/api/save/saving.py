@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from planners.save.plan import DIVIDE_ABOVE_BYTES, plan_writes
 from planners.save.proof import verify_save
-from reshard.control.at_exit import before_exit, tell
+from reshard.api.save import background
 from reshard.control.global_layout import format_some_ranks
 from reshard.control.global_state import Holdings, check_globs, holdings_of, per_rank_name, take_census
 from reshard.control.group import Group
@@ -128,24 +127,11 @@ class PendingSave:
             raise TimeoutError(f"the save is still going on after {timeout_s} s") from None
         finally:
             if self._future.done():
-                _in_flight.pop(self._future, None)  # whoever asked knows: the next save need not tell it again
+                background.forget(self._future)  # whoever asked knows: the next save need not tell it again
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return self._future.done()
-
-
-_in_flight: dict[Future[SaveReport], str] = {}
-"""Saves in the background, the oldest first, and where each goes."""
-
-
-def _await_in_flight() -> None:
-    for future in _in_flight:
-        tell(future)
-
-
-before_exit(_await_in_flight)
-os.register_at_fork(after_in_child=_in_flight.clear)  # the threads that save are the parent's
 
 
 def async_save(
@@ -172,7 +158,7 @@ def async_save(
     if max_in_flight < 1:
         raise CheckpointError(f"max_in_flight must be >= 1, got {max_in_flight}")
     _await_saves_to(path)
-    earlier = _ended_for(max_in_flight)
+    earlier = background.ended_for(max_in_flight)
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("stage"):
         for save in earlier:  # told in the phase: a rank that has asked for the result itself must not go on alone
@@ -182,42 +168,25 @@ def async_save(
         )
         job, holdings = _prepare(state_dict, path, group, options)
         entries = [_staged(entry) for entry in _entries(job, holdings)]
-    future: Future[SaveReport] = Future()
 
-    def work() -> None:
-        try:
-            with group.together("save"):
-                report = _finish(job, entries)
-            future.set_result(report)
-        except BaseException as error:
-            future.set_exception(error)
+    def work() -> SaveReport:
+        with group.together("save"):
+            return _finish(job, entries)
 
     try:
-        threading.Thread(target=work, name=f"reshard-save-{job.generation.save_id}").start()
+        name = f"reshard-save-{job.generation.save_id}"
+        return PendingSave(background.start(work, name, place_of(job.storage)))
     except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
         with group.together("save"):
             raise
-    _in_flight[future] = place_of(job.storage)
-    return PendingSave(future)
 
 
 def _await_saves_to(path: Any) -> None:
-    """Wait for what is in flight to the same place: if it took longer, it would take the later save's place."""
     try:
         place = place_of(open_storage(path))
     except ReshardError:  # the save itself will say so, to all ranks
         return
-    wait([future for future, where in list(_in_flight.items()) if where == place])
-
-
-def _ended_for(max_in_flight: int) -> list[Future[SaveReport]]:
-    """Wait until one more save may go on; those that have ended, and of which nobody knows yet how."""
-    while sum(not future.done() for future in _in_flight) >= max_in_flight:
-        wait([next(future for future in _in_flight if not future.done())])
-    ended = [future for future in _in_flight if future.done()]
-    for future in ended:
-        del _in_flight[future]
-    return ended
+    background.await_place(place)
 
 
 def _staged(entry: Entry) -> Entry:
