@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from planners.geometry.box import Box
+__all__ = ["CodecError", "CoverageError", "LayoutMismatchError", "PlanError", "ProofError", "Region"]
 
-__all__ = ["CodecError", "CoverageError", "LayoutMismatchError", "PlanError", "ProofError"]
+
+class Region(Protocol):
+    """What an error needs to know of a `Box`, which itself raises these errors."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """First index in each dim."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Extent in each dim."""
 
 
 class PlanError(ValueError):
@@ -20,7 +29,7 @@ class PlanError(ValueError):
     """
 
     def __init__(
-        self, message: str, *, fqn: str | None = None, rank: int | None = None, box: Box | None = None
+        self, message: str, *, fqn: str | None = None, rank: int | None = None, box: Region | None = None
     ) -> None:
         where = [f"tensor {fqn!r}"] if fqn is not None else []
         where += [f"rank {rank}"] if rank is not None else []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planners import StateLayout, TensorSpec, View, Window, plan_reads
-from planners.geometry.dims import arrange
+from planners.geometry.box import arrange
 from planners.testing.strategies import boxes, product_layouts, shapes
 
 

@@ -9,7 +9,7 @@ from test_transfers import local_parts
 from test_views import views
 
 from planners import TensorLayout, TensorSpec
-from planners.geometry.dims import arrange
+from planners.geometry.box import arrange
 from planners.testing.strategies import layouts
 from planners.views.pullback import filled_slots, pull_back
 

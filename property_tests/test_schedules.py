@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planners import Box, Schedule, plan_transfers, schedule, verify
 from planners.testing.strategies import state_pairs
-from planners.transfer.coloring import color_edges
+from planners.transfer.rounds import color_edges
 
 edges = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=60)
 

@@ -7,9 +7,15 @@ from collections.abc import Iterator, Sequence
 from operator import add, le, sub
 from typing import Any
 
+import numpy.typing as npt
+
 from planners.errors import PlanError
 
-__all__ = ["Box", "flat_boxes"]
+__all__ = ["Box", "Dims", "arrange", "flat_boxes", "rearranged"]
+
+Dims = tuple[int | None, ...]
+"""For each dim of a target, the source dim that it follows, or None for a new dim of size 1. Source dims that are not
+named are of size 1 and are left out: `(1, 0)` transposes, `(None, 0)` puts a dim in front, `(1,)` drops dim 0."""
 
 
 class Box:
@@ -201,3 +207,23 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 def _under(index: int, box: Box) -> Box:
     """`box` of the inner dims as a box at `index` of an outer dim."""
     return Box.of((index, *box.offsets), (1, *box.sizes))
+
+
+def rearranged(box: Box, dims: Dims, fqn: str | None = None) -> Box:
+    """`box` with its dims rearranged; new dims are `0:1`. Raises PlanError if a dim is lost, named twice or unknown."""
+    named = [d for d in dims if d is not None]
+    if len(set(named)) != len(named) or any(not 0 <= d < box.ndim for d in named):
+        raise PlanError(f"{dims} does not name distinct dims of {box}", fqn=fqn)
+    lost = [d for d in range(box.ndim) if d not in named and box.sizes[d] != 1]
+    if lost:
+        raise PlanError(f"{dims} leaves out dim {lost[0]} of {box}, which is not of size 1", fqn=fqn)
+    return Box.of(
+        tuple(0 if d is None else box.offsets[d] for d in dims), tuple(1 if d is None else box.sizes[d] for d in dims)
+    )
+
+
+def arrange(array: npt.NDArray[Any], dims: Dims) -> npt.NDArray[Any]:
+    """A numpy view of `array` with its dims rearranged."""
+    rest = [d for d in range(array.ndim) if d not in dims]
+    turned = array.transpose([*(d for d in dims if d is not None), *rest])
+    return turned.reshape([1 if d is None else array.shape[d] for d in dims])

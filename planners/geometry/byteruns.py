@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from operator import le, mul
 
 from planners.errors import PlanError
-from planners.geometry.box import Box
-from planners.geometry.dims import rearranged
+from planners.geometry.box import Box, rearranged
 
 __all__ = ["ByteRuns", "Window"]
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planners.geometry.box import Box
-from planners.geometry.distinct import distinct
-from planners.geometry.ownership import Ints
+from planners.geometry.ownership import Ints, distinct
 
 __all__ = ["Fault", "tiling_fault"]
 

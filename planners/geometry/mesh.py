@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from planners.errors import PlanError
-from planners.geometry.distinct import distinct
 
 __all__ = ["Mesh"]
 
@@ -51,11 +50,11 @@ class Mesh:
             if len(given) != self.size:
                 raise PlanError(f"a mesh of axes {dict(self.axes)} has {self.size} ranks, but {len(given)} were given")
             if not np.array_equal(given, np.arange(self.size)):
-                if len(distinct(given)) != len(given) or (len(given) and given.min() < 0):
+                index = {rank: i for i, rank in enumerate(given.tolist())}
+                if len(index) != len(given) or min(index, default=0) < 0:
                     raise PlanError(f"the ranks of a mesh must be distinct and >= 0, got {given.tolist()}")
                 given.flags.writeable = False
-                self._ranks = given
-                self._index = {rank: i for i, rank in enumerate(given.tolist())}
+                self._ranks, self._index = given, index
         self._hash = hash((self.axes, None if self._ranks is None else self._ranks.tobytes()))
 
     @classmethod

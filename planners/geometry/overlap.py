@@ -16,9 +16,8 @@ import numpy as np
 from planners.errors import CoverageError
 from planners.geometry.box import Box
 from planners.geometry.cover import tiling_fault
-from planners.geometry.distinct import distinct
 from planners.geometry.layout_forms import Form, Part, ProductForm, ProductGeometry
-from planners.geometry.ownership import Ints, Segments, overlap
+from planners.geometry.ownership import Ints, Segments, distinct, overlap
 
 __all__ = ["Overlap", "Piece", "ProductOverlap", "Sweep", "SweepOverlap", "cover", "overlap_of"]
 

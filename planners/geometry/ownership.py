@@ -157,8 +157,9 @@ def _grouped(size: int, starts: Ints, stops: Ints, owner: Ints, owners: int) -> 
 
 
 def distinct(values: Ints) -> Ints:
-    """The values in ascending order, each once: numpy's own `unique` hashes first, which takes ten times as long."""
-    ordered = np.sort(values, kind="stable")
+    """The values of an array of any shape, ascending, each once. Not by `np.unique`: its first call imports `numpy.ma`,
+    which takes longer than most plans."""
+    ordered = np.sort(values, axis=None, kind="stable")
     new = np.ones(len(ordered), dtype=bool)
     new[1:] = ordered[1:] != ordered[:-1]
     return np.asarray(ordered[new], dtype=np.int64)

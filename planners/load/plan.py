@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from planners.errors import CoverageError, LayoutMismatchError, PlanError
-from planners.geometry.box import Box
-from planners.geometry.dims import Dims
+from planners.geometry.box import Box, Dims
 from planners.geometry.layout import StateLayout, TensorSpec
 from planners.geometry.overlap import ProductOverlap, SweepOverlap, overlap_of
 from planners.geometry.ownership import Ints

@@ -8,9 +8,8 @@ import numpy as np
 
 from planners.errors import PlanError
 from planners.findings import Finding, Report
-from planners.geometry.box import Box
+from planners.geometry.box import Box, rearranged
 from planners.geometry.cover import tiling_fault
-from planners.geometry.dims import rearranged
 from planners.geometry.layout import StateLayout
 from planners.geometry.layout_forms import Part
 from planners.geometry.overlap import ProductOverlap, SweepOverlap

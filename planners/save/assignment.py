@@ -21,11 +21,10 @@ import numpy as np
 
 from planners.errors import PlanError
 from planners.geometry.box import Box
-from planners.geometry.distinct import distinct
 from planners.geometry.layout import TensorLayout
 from planners.geometry.layout_forms import Part, ProductGeometry
 from planners.geometry.overlap import Sweep
-from planners.geometry.ownership import Ints
+from planners.geometry.ownership import Ints, distinct
 
 __all__ = ["ChunkTable", "Deal", "deal"]
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from planners.geometry.box import Box
-from planners.geometry.dims import arrange
+from planners.geometry.box import Box, arrange
 from planners.geometry.layout import StateLayout
 from planners.geometry.ownership import Ints
 from planners.load.plan import LoadPlan

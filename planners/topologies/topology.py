@@ -14,9 +14,10 @@ the submesh of the others (a pipeline stage, an expert's group).
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planners.errors import PlanError
@@ -24,9 +25,8 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.layout_forms import ProductForm
 from planners.geometry.mesh import Mesh
 from planners.geometry.placement import BlockShard, Placement, Replicate, parse_placements
-from planners.topologies.globs import Globs
 
-__all__ = ["Home", "Rule", "Topology"]
+__all__ = ["Globs", "Home", "Rule", "Topology"]
 
 Axes = tuple[tuple[str, ...], ...]
 
@@ -249,3 +249,48 @@ class Topology:
 
     def __hash__(self) -> int:
         return hash((self.mesh, self.rules, self.homes, self.even))
+
+
+class Globs:
+    """Which of thousands of patterns match a name, without trying them all. `*` matches any text, dots included, `?`
+    one character and `[...]` one of several.
+
+    A pattern with whole segments, such as `*.experts.17.*`, only matches names that have them one after another. So
+    patterns are filed under their longest run of literal segments, and a name is looked up under its own runs:
+
+        layers.3.experts.17.w1    ->    ("experts", "17"), ("17",), ...    ->    *.experts.17.*
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._match: list[Callable[[str], object]] = [re.compile(fnmatch.translate(p)).match for p in patterns]
+        self._filed: dict[tuple[str, ...], list[int]] = {}
+        for number, pattern in enumerate(patterns):
+            self._filed.setdefault(literal_segments(pattern), []).append(number)
+        self._lengths = sorted({len(run) for run in self._filed} - {0})
+
+    def matching(self, name: str) -> Iterator[int]:
+        """Numbers of the patterns that match `name`, ascending."""
+        found = list(self._filed.get((), ()))
+        segments = tuple(name.split("."))
+        for length in self._lengths:
+            for at in range(len(segments) - length + 1):
+                found += self._filed.get(segments[at : at + length], ())
+        return (number for number in sorted(set(found)) if self._match[number](name))
+
+    def first(self, name: str) -> int | None:
+        """Number of the first pattern that matches `name`, or None."""
+        return next(self.matching(name), None)
+
+
+def literal_segments(pattern: str) -> tuple[str, ...]:
+    """The longest run of dot-separated segments of `pattern` without a wildcard, which every name that matches has, one
+    after another: `("experts", "17")` of `"*.experts.17.w?"`. () where there is none, or where a bracket, which may
+    hold a dot, leaves nothing sure."""
+    if "[" in pattern:
+        return ()
+    best: tuple[str, ...] = ()
+    run: tuple[str, ...] = ()
+    for segment in pattern.split("."):
+        run = () if set(segment) & set("*?]") else (*run, segment)
+        best = max(best, run, key=len)
+    return best

@@ -20,9 +20,8 @@ from planners.errors import CoverageError, LayoutMismatchError, PlanError
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout
 from planners.geometry.ownership import Ints
-from planners.transfer.grouping import pair_groups
 from planners.transfer.intersection import meeting_of
-from planners.transfer.routing import Route, Traffic, total_traffic
+from planners.transfer.routing import Route, Traffic, pair_groups, total_traffic
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planners.errors import PlanError
-from planners.geometry.box import Box
-from planners.geometry.dims import Dims, rearranged
+from planners.geometry.box import Box, Dims, rearranged
 
 __all__ = ["Fill", "Patch", "ViewGeometry", "merged"]
 

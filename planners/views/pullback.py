@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from planners.geometry.box import Box
-from planners.geometry.dims import Dims
+from planners.geometry.box import Box, Dims
 from planners.geometry.layout_forms import BoxesForm, Form, ProductForm
 from planners.geometry.placement import Placement, Replicate
 from planners.views.patches import Patch, ViewGeometry

@@ -22,9 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from planners.errors import PlanError
-from planners.geometry.box import Box
+from planners.geometry.box import Box, arrange, rearranged
 from planners.geometry.cover import tiling_fault
-from planners.geometry.dims import arrange, rearranged
 from planners.geometry.layout import TensorSpec
 from planners.views.patches import Fill, Patch, ViewGeometry, merged
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planners.geometry.box import Box
-from planners.geometry.dims import Dims
+from planners.geometry.box import Box, Dims
 from planners.geometry.layout_forms import Form, ProductForm, ProductGeometry
 from planners.geometry.overlap import Piece, Sweep, cover
 from planners.geometry.ownership import Ints, Ownership

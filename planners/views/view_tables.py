@@ -16,10 +16,9 @@ from functools import cached_property
 import numpy as np
 
 from planners.geometry.box import Box
-from planners.geometry.distinct import distinct
 from planners.geometry.layout_forms import ProductGeometry
 from planners.geometry.overlap import Piece
-from planners.geometry.ownership import Ints, Ownership
+from planners.geometry.ownership import Ints, Ownership, distinct
 from planners.views.patches import Patch
 
 __all__ = ["PatchDim", "PatchOverlap"]

@@ -13,9 +13,8 @@ from functools import lru_cache
 
 import torch
 
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Dims
 from planners.geometry.byteruns import Window
-from planners.geometry.dims import Dims
 from planners.geometry.layout import TensorSpec
 from planners.geometry.overlap import Sweep
 from planners.views.patches import Fill, Patch, ViewGeometry

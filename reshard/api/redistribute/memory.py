@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from planners.geometry.dims import Dims
+from planners.geometry.box import Dims
 from planners.geometry.layout import TensorLayout
 from planners.geometry.layout_forms import Part
-from planners.transfer.stripes import stripe_places
+from planners.transfer.hierarchical import stripe_places
 from reshard.api.redistribute.pairing import Lane, Pairing
 from reshard.api.redistribute.steps import Steps
 from reshard.errors import LayoutError

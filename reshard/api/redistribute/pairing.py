@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from planners.geometry.dims import Dims
+from planners.geometry.box import Dims
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.views.pullback import Slot, pull_back
 from planners.views.view import View

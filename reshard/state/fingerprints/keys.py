@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from planners.geometry.distinct import distinct
+from planners.geometry.ownership import distinct
 
 __all__ = [
     "BLOCK",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planners import BlockShard, PlanError, Shard, StridedShard
-from planners.geometry.ownership import Ownership, overlap, ownership
+from planners.geometry.ownership import Ownership, distinct, overlap, ownership
 
 
 def all_intervals(own):
@@ -122,3 +122,17 @@ def test_elements_that_one_side_lacks_are_in_no_row():
 def test_dims_of_different_sizes_do_not_overlap():
     with pytest.raises(PlanError, match="a dim of 3 elements does not overlap one of 4"):
         overlap(ownership(3, ()), ownership(4, ()))
+
+
+@pytest.mark.parametrize("values", [[], [5], [2, 2, 2], [3, -1, 3, 0, -1], [-(2**63), 2**63 - 1, -(2**63)]])
+def test_distinct_values_are_those_of_numpy(values):
+    given = np.array(values, dtype=np.int64)
+    found = distinct(given)
+
+    assert found.tolist() == np.unique(given).tolist()
+    assert found.dtype == np.int64
+    assert given.tolist() == values
+
+
+def test_the_distinct_values_of_a_table():
+    assert distinct(np.array([[3, 1], [1, 2]])).tolist() == [1, 2, 3]

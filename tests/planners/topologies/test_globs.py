@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planners.topologies.globs import Globs, _longest_run
+from planners.topologies.topology import Globs, literal_segments
 
 SEGMENTS = st.sampled_from(["layers", "1", "17", "w", "experts", "weight", ""])
 PARTS = st.sampled_from(["layers", "1", "17", "w", "*", "?", "*w", "[0-9]", "exp*", "a.[.w]b", ""])
@@ -41,7 +41,7 @@ def test_it_finds_what_fnmatch_finds(patterns, name):
     ],
 )
 def test_patterns_are_filed_under_whole_segments(pattern, run):
-    assert _longest_run(pattern) == run
+    assert literal_segments(pattern) == run
 
 
 def test_thousands_of_patterns_are_not_all_tried():

@@ -22,8 +22,7 @@ from planners import (
 )
 from planners.geometry.layout_forms import ProductForm
 from planners.testing.strategies import layouts, state_pairs
-from planners.transfer.hierarchical import bytes_between, bytes_between_hosts, rank_groups
-from planners.transfer.stripes import stripe_places, striped
+from planners.transfer.hierarchical import bytes_between, bytes_between_hosts, rank_groups, stripe_places, striped
 
 
 def state(placements: str, mesh: Mesh, shape=(16, 32), names=("w",), dtype="float32") -> StateLayout:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from planners import Box, PlanError, TensorSpec, View, concat, dumps, inverse, loads, stack, viewed
-from planners.geometry.dims import arrange, rearranged
+from planners.geometry.box import arrange, rearranged
 from planners.views.patches import Fill, Patch, merged
 
 Q, K = TensorSpec("q", (4, 3), "float32"), TensorSpec("k", (2, 3), "float32")
