@@ -21,8 +21,9 @@ from planners.testing.strategies import layouts
 from property_tests.test_stored_views import stored
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.errors import NormalizationError
-from reshard.formats.stored.contents import Contents, Place, StoredChunk, StoredTensor
+from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.source import BytesSource
+from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.mapping import Concat, Mapping, Offset, Rename, Resize, Rope, Rule, Split, Stack, Transpose, Unstack
 
 Shape = tuple[int, ...]

@@ -13,9 +13,9 @@ from planners.geometry.box import Box
 from planners.geometry.byteruns import Window
 from planners.geometry.layout import TensorSpec
 from reshard.checkpoint.canonical import views
-from reshard.formats.stored.contents import Place, StoredChunk, StoredTensor
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import BytesSource
+from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 
 
 @st.composite

@@ -23,10 +23,10 @@ from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError
 from reshard.formats.native.hf_index import index_problem
 from reshard.formats.native.manifest import NativeFacts
-from reshard.formats.stored.contents import StoredTensor
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import Files
 from reshard.formats.stored.streaming import windows
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.formats.torch_save.zip_checksums import changed_records
 from reshard.state.dtypes import dtype_name
 from reshard.state.fingerprints import Fingerprinter, comparable

@@ -10,9 +10,9 @@ from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
 from reshard.errors import CheckpointError, KeyMismatchError
 from reshard.formats import open_contents
-from reshard.formats.stored.contents import Contents, StoredTensor
-from reshard.formats.stored.coverage import check_cover
+from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.lazy_tensor import LazyTensor
+from reshard.formats.stored.tensor import StoredTensor, check_cover
 from reshard.state.tree import unflatten
 from reshard.storage.base import Storage
 

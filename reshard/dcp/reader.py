@@ -27,8 +27,8 @@ from reshard.dcp.state import chunk_of
 from reshard.errors import DamagedCheckpointError, StorageError
 from reshard.formats import open_contents
 from reshard.formats.dcp import reader as dcp
-from reshard.formats.stored.contents import Place, StoredChunk
 from reshard.formats.stored.copying import copy_place
+from reshard.formats.stored.tensor import Place, StoredChunk
 from reshard.state.arrays import as_array
 from reshard.state.dtypes import dtype_from_name
 from reshard.state.tree import IntKey

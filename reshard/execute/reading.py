@@ -15,9 +15,9 @@ import torch
 from planners.geometry.box import Box
 from planners.load.plan import ReadItem
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.formats.stored.contents import Place, StoredTensor
 from reshard.formats.stored.copying import MAX_BUFFER_BYTES, copy_place, empty
 from reshard.formats.stored.source import FileSource, Source
+from reshard.formats.stored.tensor import Place, StoredTensor
 from reshard.state.dtypes import dtype_name
 
 __all__ = [

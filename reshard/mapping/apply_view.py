@@ -19,8 +19,8 @@ from planners.geometry.layout import TensorSpec
 from planners.geometry.overlap import Sweep
 from planners.views.patches import Fill, Patch, ViewGeometry
 from planners.views.view import View
-from reshard.formats.stored.contents import Place, StoredChunk, StoredTensor
 from reshard.formats.stored.source import BytesSource
+from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.state.dtypes import dtype_from_name
 
 __all__ = ["assembled", "constant"]

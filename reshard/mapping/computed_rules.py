@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from planners.views.view import View
 from reshard.errors import NormalizationError
-from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.mapping.computed_tensors import cast, dequantized, is_floating, mxfp4, offset
 from reshard.mapping.patterns import Pattern
 from reshard.mapping.rules import Rule

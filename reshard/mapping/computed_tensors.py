@@ -16,9 +16,9 @@ from planners.geometry.byteruns import Window
 from planners.geometry.layout import TensorSpec
 from planners.geometry.layout_forms import flat_boxes
 from reshard.errors import NormalizationError
-from reshard.formats.stored.contents import Place, StoredChunk, StoredTensor
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import Source
+from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.state.dtypes import dtype_from_name
 from reshard.state.tensors import raw_bytes
 

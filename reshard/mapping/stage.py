@@ -12,8 +12,9 @@ from typing import Any
 from planners.errors import PlanError
 from planners.views.view import View
 from reshard.errors import KeyMismatchError, NormalizationError
-from reshard.formats.stored.contents import Contents, LazyMapping, StoredTensor
+from reshard.formats.stored.contents import Contents, LazyMapping
 from reshard.formats.stored.lazy_tensor import LazyTensor
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.mapping.apply_view import assembled, constant
 from reshard.mapping.computed_rules import Computing
 from reshard.mapping.rule_matching import Group, Matcher, mapped_path

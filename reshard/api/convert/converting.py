@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout
 from planners.topologies.topology import Topology
-from reshard.api.convert.exporter import Exporter
 from reshard.api.convert.job import Job
 from reshard.api.convert.journal import Journal
 from reshard.api.convert.workers import dealt, write_files, write_in_processes
@@ -21,6 +20,7 @@ from reshard.control.group import Group
 from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, FormatError
 from reshard.formats.native import generations
+from reshard.formats.stored.writer import Exporter
 from reshard.storage.base import Storage
 
 __all__ = ["ConvertReport", "convert"]

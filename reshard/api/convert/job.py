@@ -14,14 +14,14 @@ import xxhash
 
 from planners.geometry.layout import StateLayout
 from planners.topologies.topology import Topology
-from reshard.api.convert.exporter import Exporter
-from reshard.api.convert.to_native import NativeExporter
-from reshard.api.convert.to_safetensors import SafetensorsExporter
-from reshard.api.convert.to_torch_save import TorchSaveExporter
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import FormatError, KeyMismatchError, LayoutError
-from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.native.writer import NativeExporter
+from reshard.formats.safetensors.writer import SafetensorsExporter
+from reshard.formats.stored.tensor import StoredTensor
+from reshard.formats.stored.writer import Exporter
+from reshard.formats.torch_save.writer import TorchSaveExporter
 from reshard.mapping import Cast, apply_dict
 from reshard.mapping import Mapping as StateMapping
 from reshard.storage import Storage, open_storage
@@ -106,7 +106,7 @@ class Job:
             _check_onto(onto, state)
         if self.format == "native":
             return NativeExporter(state, job_id, onto=onto, max_shard_bytes=self.max_shard_bytes)
-        from reshard.api.convert.to_dcp import DcpExporter  # torch's checkpoint package takes long to import
+        from reshard.formats.dcp.writer import DcpExporter  # torch's checkpoint package takes long to import
 
         return DcpExporter(state, job_id, onto=onto, max_shard_bytes=self.max_shard_bytes)
 

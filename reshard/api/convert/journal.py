@@ -12,9 +12,9 @@ from collections.abc import Iterable
 import msgspec
 import xxhash
 
-from reshard.api.convert.exporter import Done
 from reshard.errors import CheckpointNotFoundError, StorageError
 from reshard.formats.native import generations
+from reshard.formats.stored.writer import Done
 from reshard.storage.base import Storage, is_temporary
 
 __all__ = ["Journal"]

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from reshard.api.convert.exporter import Exporter, FilePlan
 from reshard.api.convert.job import Job
 from reshard.api.convert.journal import Journal
 from reshard.errors import CheckpointError
+from reshard.formats.stored.writer import Exporter, FilePlan
 
 __all__ = ["dealt", "write_files", "write_in_processes"]
 

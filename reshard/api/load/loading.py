@@ -25,7 +25,7 @@ from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedChec
 from reshard.execute.load_bytes import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
 from reshard.formats.native.manifest import is_replaced
-from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.state.arrays import as_array
 from reshard.state.deferred_optimizer import Saved, places
 from reshard.state.devices import settle_streams

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.control.group import Group
-from reshard.formats.stored.contents import StoredTensor
 from reshard.formats.stored.lazy_tensor import LazyTensor
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.state.per_rank import PerRank
 
 __all__ = ["own_values"]

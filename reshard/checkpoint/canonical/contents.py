@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.checkpoint.canonical import normalize
-from reshard.formats.stored.contents import Contents, StoredTensor
+from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.tensor import StoredTensor
 
 __all__ = ["canonical_contents"]
 

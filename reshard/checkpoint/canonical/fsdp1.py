@@ -23,7 +23,8 @@ from reshard.checkpoint.canonical.result import Canonical, Value
 from reshard.checkpoint.canonical.views import assemble, unflatten
 from reshard.errors import DamagedCheckpointError, NormalizationError
 from reshard.formats.pickles.torch_objects import TensorRef
-from reshard.formats.stored.contents import Contents, StoredTensor
+from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.formats.torch_save.file import TorchFile, stored_tensor
 from reshard.formats.torch_save.sharded_tensors import is_sharded_tensor, join_sharded
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from reshard.checkpoint.canonical.hints import Hints, find_scope
 from reshard.checkpoint.canonical.views import narrow, unflatten
 from reshard.errors import NormalizationError
-from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.tensor import StoredTensor
 
 __all__ = ["FLAT", "FlatLayout", "cut_flat", "hinted_params", "layout_of"]
 

@@ -16,7 +16,8 @@ from reshard.checkpoint.canonical.result import Canonical, check_shapes
 from reshard.checkpoint.canonical.sections import Leaf, find_sections
 from reshard.checkpoint.canonical.views import assemble, narrow
 from reshard.errors import NormalizationError
-from reshard.formats.stored.contents import Contents, StoredTensor
+from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.tensor import StoredTensor
 
 __all__ = ["normalize_generic", "take_optimizer"]
 

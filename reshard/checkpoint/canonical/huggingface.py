@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from reshard.checkpoint.canonical.views import concat, stack
 from reshard.errors import DamagedCheckpointError
-from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.tensor import StoredTensor
 
 __all__ = ["in_memory"]
 

@@ -13,8 +13,8 @@ from typing import Any
 from reshard.checkpoint.canonical.hints import Hints
 from reshard.checkpoint.canonical.sections import Leaf, Tree, resolve, walk
 from reshard.errors import NormalizationError
-from reshard.formats.stored.contents import StoredTensor
 from reshard.formats.stored.copying import read_place
+from reshard.formats.stored.tensor import StoredTensor
 
 __all__ = ["SavedOptimizer", "name_ids", "read_optimizer", "regroup"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.errors import NormalizationError
-from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.tensor import StoredTensor
 
 __all__ = ["Canonical", "Value", "elementwise"]
 

@@ -20,7 +20,8 @@ from reshard.checkpoint.canonical.optim import SavedOptimizer, name_ids, read_op
 from reshard.checkpoint.canonical.result import Canonical, check_shapes
 from reshard.checkpoint.canonical.sections import find_sections, is_beside
 from reshard.errors import DamagedCheckpointError, NormalizationError
-from reshard.formats.stored.contents import Contents, LazyMapping, StoredTensor
+from reshard.formats.stored.contents import Contents, LazyMapping
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.state.tree import KeyPath
 
 __all__ = ["normalize_stages", "stages_by_key"]

@@ -18,7 +18,7 @@ from planners.geometry.byteruns import Window
 from planners.geometry.layout import TensorSpec
 from planners.geometry.layout_forms import flat_boxes
 from reshard.errors import DamagedCheckpointError
-from reshard.formats.stored.contents import StoredChunk, StoredTensor
+from reshard.formats.stored.tensor import StoredChunk, StoredTensor
 
 __all__ = ["Piece", "assemble", "concat", "flat_piece", "narrow", "select", "stack", "unflatten", "ungrid", "unstack"]
 

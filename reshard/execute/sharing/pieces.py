@@ -11,9 +11,9 @@ from planners.geometry.byteruns import Window
 from reshard.errors import DamagedCheckpointError
 from reshard.execute.reading import Array, Copy, Staged, in_pieces
 from reshard.execute.sharing.segments import segment_bytes
-from reshard.formats.stored.contents import Place
 from reshard.formats.stored.copying import copy_view
 from reshard.formats.stored.source import BytesSource, FileSource
+from reshard.formats.stored.tensor import Place
 
 __all__ = ["Check", "Done", "Part", "cut", "fetch", "slot_bytes", "take"]
 

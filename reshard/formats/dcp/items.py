@@ -13,8 +13,8 @@ from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
 from reshard.formats.pickles.reader import load_pickle
 from reshard.formats.pickles.torch_objects import plain
 from reshard.formats.safetensors.header import Header, looks_like_header, read_header
-from reshard.formats.stored.contents import Place
 from reshard.formats.stored.source import DecodedSource, Files, FileSource, Source
+from reshard.formats.stored.tensor import Place
 from reshard.formats.torch_save.file import TorchFile
 from reshard.formats.torch_save.zip_archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
 

@@ -21,8 +21,9 @@ from reshard.formats.dcp.items import Item, Items
 from reshard.formats.dcp.names import DATA_FILE, RANK_METADATA, has_dcp
 from reshard.formats.pickles.reader import load_pickle
 from reshard.formats.pickles.record import Record
-from reshard.formats.stored.contents import Contents, LazyMapping, StoredChunk, StoredTensor
+from reshard.formats.stored.contents import Contents, LazyMapping
 from reshard.formats.stored.source import Files
+from reshard.formats.stored.tensor import StoredChunk, StoredTensor
 from reshard.state.dtypes import dtype_name
 from reshard.state.tree import KeyPath
 from reshard.storage.base import Storage

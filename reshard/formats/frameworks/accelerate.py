@@ -17,8 +17,7 @@ from reshard.errors import DamagedCheckpointError, FormatError, UnsafeDataError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.frameworks import rank_files
 from reshard.formats.safetensors import reader as safetensors
-from reshard.formats.stored.contents import Contents, LazyMapping
-from reshard.formats.stored.merging import merge
+from reshard.formats.stored.contents import Contents, LazyMapping, merge
 from reshard.formats.stored.source import Files, FileSource
 from reshard.formats.torch_save import reader as torch_save
 from reshard.formats.torch_save.file import contents_of, read_torch_file

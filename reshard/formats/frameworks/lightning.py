@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.dcp.names import has_dcp
-from reshard.formats.stored.contents import Contents
-from reshard.formats.stored.merging import merge
+from reshard.formats.stored.contents import Contents, merge
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import contents_of, read_torch_file
 from reshard.storage.base import Storage

@@ -18,8 +18,7 @@ from typing import Any
 
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
-from reshard.formats.stored.contents import Contents
-from reshard.formats.stored.merging import merge
+from reshard.formats.stored.contents import Contents, merge
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import contents_of, read_torch_file
 from reshard.storage.base import Storage

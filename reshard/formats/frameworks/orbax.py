@@ -18,8 +18,9 @@ from planners.geometry.byteruns import Window
 from planners.geometry.dtypes import itemsize
 from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.formats.stored.contents import Contents, LazyMapping, Place, StoredChunk, StoredTensor
+from reshard.formats.stored.contents import Contents, LazyMapping
 from reshard.formats.stored.source import Source
+from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.state.tree import KeyPath, key_of
 from reshard.storage.base import Storage
 from reshard.storage.local import LocalStorage

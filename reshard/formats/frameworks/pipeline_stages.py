@@ -11,8 +11,7 @@ from collections.abc import Mapping
 
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.frameworks.fsdp1 import numbered
-from reshard.formats.stored.contents import Contents
-from reshard.formats.stored.merging import merge
+from reshard.formats.stored.contents import Contents, merge
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import contents_of, read_torch_file
 from reshard.storage.base import Storage

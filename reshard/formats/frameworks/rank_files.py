@@ -22,8 +22,9 @@ from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.pickles.dtensors import Shardlet, is_dtensor, read_dtensor
 from reshard.formats.pickles.reader import load_pickle
 from reshard.formats.pickles.torch_objects import TensorRef
-from reshard.formats.stored.contents import Contents, LazyMapping, Place, StoredChunk, StoredTensor
+from reshard.formats.stored.contents import Contents, LazyMapping
 from reshard.formats.stored.source import Files
+from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.formats.torch_save.file import TorchFile, flat_leaves, read_torch_file, stored_tensor
 from reshard.formats.torch_save.sharded_tensors import is_sharded_tensor, join_sharded, sharded_ranks
 from reshard.state.tree import KeyPath, key_of

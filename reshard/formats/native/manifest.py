@@ -28,8 +28,9 @@ from planners.geometry.layout import StateLayout
 from planners.reports.codec import from_json
 from planners.save.plan import SavePlan, plan_writes
 from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, FormatError
-from reshard.formats.stored.contents import Contents, LazyChunks, LazyMapping, Place, StoredChunk, StoredTensor
+from reshard.formats.stored.contents import Contents, LazyMapping
 from reshard.formats.stored.source import Files, FileSource
+from reshard.formats.stored.tensor import LazyChunks, Place, StoredChunk, StoredTensor
 from reshard.state.tree import decode_plain, key_of, path_from_json
 from reshard.storage.base import Storage
 

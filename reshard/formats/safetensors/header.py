@@ -14,8 +14,8 @@ from typing import Any
 from planners.geometry.byteruns import Window
 from planners.geometry.dtypes import itemsize
 from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.formats.stored.contents import Place
 from reshard.formats.stored.source import Source
+from reshard.formats.stored.tensor import Place
 from reshard.state.dtypes import dtype_from_code
 
 __all__ = ["Entry", "Header", "looks_like_header", "read_header"]

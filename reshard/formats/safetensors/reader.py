@@ -17,8 +17,9 @@ from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.safetensors.header import Header, read_header
 from reshard.formats.safetensors.tied_names import tied_names
-from reshard.formats.stored.contents import Contents, StoredChunk, StoredTensor
+from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.source import Files
+from reshard.formats.stored.tensor import StoredChunk, StoredTensor
 from reshard.storage.base import Storage
 
 __all__ = ["detect", "looks_for", "name", "open", "open_files"]

@@ -13,8 +13,8 @@ import torch
 from planners.geometry.box import Box
 from planners.geometry.byteruns import Window
 from reshard.errors import CheckpointError
-from reshard.formats.stored.contents import Place
 from reshard.formats.stored.source import Source
+from reshard.formats.stored.tensor import Place
 from reshard.state.arrays import item_dtype
 from reshard.state.dtypes import dtype_from_name
 

@@ -11,9 +11,8 @@ import torch
 
 from planners.geometry.box import Box
 from planners.geometry.byteruns import Window
-from reshard.formats.stored.contents import Place, StoredTensor
 from reshard.formats.stored.copying import copy_place, empty
-from reshard.formats.stored.coverage import check_cover
+from reshard.formats.stored.tensor import Place, StoredTensor, check_cover
 from reshard.state.dtypes import dtype_from_name
 
 __all__ = ["LazyTensor"]

@@ -25,10 +25,9 @@ from planners.geometry.box import Box
 from planners.geometry.byteruns import Window
 from planners.geometry.overlap import Sweep
 from reshard.errors import ReshardError
-from reshard.formats.stored.contents import StoredTensor
 from reshard.formats.stored.copying import copy_place
-from reshard.formats.stored.coverage import check_cover
 from reshard.formats.stored.source import DIRECT_BYTES, FileSource
+from reshard.formats.stored.tensor import StoredTensor, check_cover
 from reshard.state.arrays import item_dtype
 from reshard.state.dtypes import dtype_from_name
 

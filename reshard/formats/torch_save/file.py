@@ -19,9 +19,10 @@ from reshard.errors import DamagedCheckpointError, FormatError, KeyMismatchError
 from reshard.formats.pickles.reader import load_pickle_at
 from reshard.formats.pickles.record import Record
 from reshard.formats.pickles.torch_objects import StorageRef, TensorRef, plain
-from reshard.formats.stored.contents import Contents, LazyMapping, Place, StoredChunk, StoredTensor
+from reshard.formats.stored.contents import Contents, LazyMapping
 from reshard.formats.stored.copying import read_place
 from reshard.formats.stored.source import Source
+from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.formats.torch_save.zip_archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.state.tree import Flat, KeyPath, flatten, key_of
 

@@ -12,7 +12,7 @@ from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.pickles.record import Record
 from reshard.formats.pickles.torch_objects import TensorRef
-from reshard.formats.stored.contents import StoredChunk, StoredTensor
+from reshard.formats.stored.tensor import StoredChunk, StoredTensor
 from reshard.formats.torch_save.file import TorchFile, stored_tensor
 from reshard.state.dtypes import dtype_name
 

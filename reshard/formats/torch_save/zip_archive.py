@@ -16,9 +16,9 @@ from typing import Any
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.pickles.reader import load_pickle
 from reshard.formats.pickles.torch_objects import StorageRef, TensorRef, plain
-from reshard.formats.stored.contents import Place
 from reshard.formats.stored.copying import read_place
 from reshard.formats.stored.source import Source
+from reshard.formats.stored.tensor import Place
 
 __all__ = ["ZIP_MAGIC", "TorchArchive", "locate_item", "make_place", "read_head"]
 

@@ -20,9 +20,9 @@ import torch.distributed.checkpoint as dcp
 
 import reshard
 from planners.topologies.topology import Topology
-from reshard.api.convert.exporter import Exporter
-from reshard.api.convert.to_safetensors import SafetensorsExporter
 from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError, ReshardError
+from reshard.formats.safetensors.writer import SafetensorsExporter
+from reshard.formats.stored.writer import Exporter
 from tests import gloo
 from tests.reshard.formats.samples import same, sample, truth
 
@@ -280,11 +280,11 @@ def test_an_interrupted_conversion_goes_on(
     target = tmp_path / "c"
     exporters = {"safetensors": SafetensorsExporter}
     if format == "native":
-        from reshard.api.convert.to_native import NativeExporter
+        from reshard.formats.native.writer import NativeExporter
 
         exporters["native"] = NativeExporter
     elif format == "dcp":
-        from reshard.api.convert.to_dcp import DcpExporter
+        from reshard.formats.dcp.writer import DcpExporter
 
         exporters["dcp"] = DcpExporter
     kind: type[Exporter] = exporters[format]

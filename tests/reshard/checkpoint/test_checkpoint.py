@@ -24,10 +24,11 @@ from reshard.errors import (
     FormatError,
     KeyMismatchError,
 )
-from reshard.formats.stored.contents import Contents, Place, StoredChunk, StoredTensor
+from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.copying import MAX_BUFFER_BYTES
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import BytesSource, FileSource
+from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.storage import MemoryStorage, open_storage
 from tests.reshard.formats.samples import same
 from tests.reshard.formats.writers import CountingStorage, DcpWriter, grid

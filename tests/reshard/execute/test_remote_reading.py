@@ -16,7 +16,7 @@ import reshard
 from reshard.errors import DamagedCheckpointError, ReshardError
 from reshard.execute.reading import Staged
 from reshard.execute.sharing.segments import REMOTE_SEGMENT_BYTES as SIZE
-from reshard.formats.stored.contents import Place
+from reshard.formats.stored.tensor import Place
 from reshard.storage import LocalStorage
 from tests import gloo
 

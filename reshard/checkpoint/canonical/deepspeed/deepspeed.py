@@ -32,7 +32,8 @@ from reshard.checkpoint.canonical.result import Canonical, Value, check_shapes
 from reshard.checkpoint.canonical.views import assemble, narrow, unflatten
 from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
 from reshard.formats.pickles.torch_objects import TensorRef
-from reshard.formats.stored.contents import Contents, StoredTensor
+from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.formats.torch_save.file import TorchFile, stored_tensor
 
 __all__ = ["normalize_deepspeed"]

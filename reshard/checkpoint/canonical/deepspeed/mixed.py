@@ -17,7 +17,7 @@ from reshard.checkpoint.canonical.result import Value
 from reshard.checkpoint.canonical.views import narrow, unflatten
 from reshard.errors import DamagedCheckpointError, NormalizationError
 from reshard.formats.pickles.torch_objects import TensorRef
-from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.formats.torch_save.file import TorchFile, stored_tensor
 
 __all__ = ["is_mixed", "read_mixed"]

@@ -20,7 +20,7 @@ from reshard.checkpoint.canonical.views import assemble, narrow, unflatten
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.pickles.record import Record
 from reshard.formats.pickles.torch_objects import TensorRef
-from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.formats.torch_save.file import TorchFile, stored_tensor
 
 __all__ = ["Rank", "Shapes", "cut_stage3", "cut_stage12", "experts_shifts", "read_rank", "shifted"]

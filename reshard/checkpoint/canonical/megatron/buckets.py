@@ -30,7 +30,8 @@ from reshard.checkpoint.canonical.megatron.tensor_parallel import is_gated, join
 from reshard.checkpoint.canonical.result import Value
 from reshard.checkpoint.canonical.views import narrow, unflatten
 from reshard.errors import DamagedCheckpointError, NormalizationError
-from reshard.formats.stored.contents import Contents, StoredTensor
+from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.tensor import StoredTensor
 
 __all__ = ["cut_buckets"]
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.pickles.torch_objects import TensorRef
-from reshard.formats.stored.contents import Contents, StoredTensor
+from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.formats.torch_save.file import TorchFile, stored_tensor
 from reshard.state.dtypes import dtype_name
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from reshard.checkpoint.canonical.megatron.names import is_expert, is_vocabulary
 from reshard.checkpoint.canonical.result import Canonical
-from reshard.formats.stored.contents import Contents, StoredTensor
+from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.tensor import StoredTensor
 
 __all__ = ["assign_groups", "decays", "find_groups"]
 

@@ -19,7 +19,8 @@ from reshard.checkpoint.canonical.result import Canonical, Value, elementwise
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.frameworks.megatron_legacy import arguments
 from reshard.formats.pickles.torch_objects import TensorRef
-from reshard.formats.stored.contents import Contents, StoredTensor
+from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.formats.torch_save.file import TorchFile, stored_tensor
 
 __all__ = ["normalize_megatron_legacy"]

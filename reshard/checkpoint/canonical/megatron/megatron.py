@@ -27,7 +27,8 @@ from reshard.checkpoint.canonical.result import Canonical, Value
 from reshard.checkpoint.canonical.sections import find_sections
 from reshard.checkpoint.canonical.views import ungrid
 from reshard.errors import FormatError
-from reshard.formats.stored.contents import Contents, StoredTensor
+from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.tensor import StoredTensor
 
 __all__ = ["finish", "normalize_megatron"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from reshard.checkpoint.canonical.views import concat, narrow, unstack
 from reshard.errors import DamagedCheckpointError
-from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.tensor import StoredTensor
 
 __all__ = ["canonical_key", "cut_vocabulary", "expand", "is_expert", "join_halves", "skipped", "vocab_size"]
 

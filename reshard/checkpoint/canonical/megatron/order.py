@@ -10,7 +10,7 @@ from typing import Any
 from reshard.checkpoint.canonical.hints import Hints, find_scope
 from reshard.checkpoint.canonical.megatron.names import is_expert
 from reshard.errors import DamagedCheckpointError, NormalizationError
-from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.tensor import StoredTensor
 
 __all__ = ["Grid", "chunk_names", "is_buffer", "orders"]
 

@@ -23,7 +23,7 @@ from reshard.checkpoint.canonical.views import narrow, unflatten
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.frameworks.megatron_legacy import RankFiles
 from reshard.formats.pickles.torch_objects import TensorRef
-from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.formats.torch_save.file import TorchFile, stored_tensor
 from reshard.state.dtypes import dtype_name
 

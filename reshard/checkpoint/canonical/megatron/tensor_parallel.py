@@ -15,7 +15,7 @@ from planners.geometry.box import Box
 from reshard.checkpoint.canonical.hints import Hints
 from reshard.checkpoint.canonical.views import assemble, narrow
 from reshard.errors import DamagedCheckpointError, NormalizationError
-from reshard.formats.stored.contents import StoredTensor
+from reshard.formats.stored.tensor import StoredTensor
 
 __all__ = ["is_gated", "join_shards", "local_shape", "tp_dim"]
 

@@ -14,8 +14,9 @@ import torch
 from planners.geometry.box import Box
 from planners.geometry.byteruns import Window
 from planners.geometry.layout import TensorSpec
-from reshard.formats.stored.contents import Contents, Place, StoredChunk, StoredTensor
+from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.source import BytesSource
+from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.state.dtypes import dtype_name
 
 Tensors = dict[str, torch.Tensor]

@@ -20,9 +20,10 @@ from reshard.checkpoint.canonical.megatron.order import Grid, chunk_names, order
 from reshard.checkpoint.canonical.megatron.slots import place_joined, place_params
 from reshard.checkpoint.canonical.megatron.tensor_parallel import tp_dim
 from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
-from reshard.formats.stored.contents import Contents, StoredTensor
+from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import Files
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.formats.torch_save.file import read_torch_file
 from reshard.storage.opening import open_storage
 from tests.reshard.checkpoint.canonical import megatron_maker as make

@@ -10,7 +10,6 @@ from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Replicate
 from planners.reports.codec import to_json
 from planners.save.plan import DIVIDE_ABOVE_BYTES
-from reshard.api.convert.exporter import Done, Exporter, FilePlan, HashingWriter, Part, spread
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.control.global_state import OWN_TENSOR_BYTES, per_rank_name
 from reshard.errors import FormatError
@@ -18,8 +17,9 @@ from reshard.formats.native import generations
 from reshard.formats.native.data_file import BlockSums, digest128, header_of
 from reshard.formats.native.hf_index import publish_index
 from reshard.formats.native.manifest import MANIFEST, FileRecord, Manifest, encode_manifest
-from reshard.formats.stored.contents import StoredTensor
 from reshard.formats.stored.streaming import stream
+from reshard.formats.stored.tensor import StoredTensor
+from reshard.formats.stored.writer import Done, Exporter, FilePlan, HashingWriter, Part, spread
 from reshard.state.fingerprints import Partial, partial
 from reshard.state.tree import encode_plain, path_to_json
 from reshard.storage.base import Storage

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from planners.geometry.box import Box
-from reshard.api.convert.exporter import Done, Exporter, FilePlan, HashingWriter, Part
 from reshard.api.convert.staging import move, stage_name
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.formats.stored.streaming import Feed, Region, stream
+from reshard.formats.stored.writer import Done, Exporter, FilePlan, HashingWriter, Part
 from reshard.formats.torch_save.zip_writer import (
     ArchiveWriter,
     TensorStub,

@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout
-from reshard.api.convert.exporter import Done, Exporter, FilePlan, HashingWriter, Part, spread
-from reshard.api.convert.to_torch_save import tensor_record
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.dcp.objects import object_to_bytes
 from reshard.dcp.state import chunk_of
 from reshard.formats.stored.streaming import stream
+from reshard.formats.stored.writer import Done, Exporter, FilePlan, HashingWriter, Part, spread
+from reshard.formats.torch_save.writer import tensor_record
 from reshard.formats.torch_save.zip_writer import (
     TensorStub,
     begin_archive,

@@ -17,8 +17,8 @@ from planners.geometry.placement import Replicate
 from planners.save.plan import SavePlan, plan_writes
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.formats.native.manifest import entry_key
-from reshard.formats.stored.contents import StoredTensor
 from reshard.formats.stored.streaming import Region
+from reshard.formats.stored.tensor import StoredTensor
 from reshard.storage.base import Storage, Writer
 
 __all__ = ["Done", "Exporter", "FilePlan", "HashingWriter", "Part", "grouped", "spread"]

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from planners.geometry.box import Box
-from reshard.api.convert.exporter import Done, Exporter, FilePlan, HashingWriter, Part, grouped
 from reshard.api.convert.staging import move, stage_name
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.formats.native.data_file import header_of
 from reshard.formats.stored.streaming import stream
+from reshard.formats.stored.writer import Done, Exporter, FilePlan, HashingWriter, Part, grouped
 from reshard.state.dtypes import safetensors_code
 from reshard.storage.base import Storage
 
