@@ -16,7 +16,8 @@ from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import KeyMismatchError
 from reshard.formats.stored.lazy_tensor import LazyTensor
-from reshard.state.deferred_optimizer import owner_of, place_like
+from reshard.state.deferred_optimizer import place_like
+from reshard.state.optimizer_forms import is_flat_key, owner_of
 from reshard.state.tree import KeyPath, unflatten
 from reshard.state_dict.api import get_model_state_dict, get_optimizer_state_dict
 from reshard.state_dict.names import Models
@@ -57,7 +58,7 @@ def optimizer_destinations(
         if len(rest) >= 3 and rest[0] == "state" and rest[1] in parameters:
             saved = checkpoint[key] if key in checkpoint else checkpoint.objects[key]
             leaves.setdefault(rest[1], {})[rest[2:]] = _place(saved, parameters[rest[1]])
-        elif rest and str(rest[0]).startswith(("state.", "param_groups.")):
+        elif rest and is_flat_key(rest[0]):
             return _flat(checkpoint, place, parameters)
     if not found:
         names = sorted({str(checkpoint.contents.paths.get(key, (key,))[0]) for key in checkpoint})[:8]

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.state.dtypes import dtype_from_name
+from reshard.state.optimizer_forms import owner_of
 from reshard.state.tensors import global_shape
 from reshard.state.tree import KeyPath, key_of, unflatten
 
-__all__ = ["Awaiting", "Saved", "lost_state", "owner_of", "place_like", "places"]
+__all__ = ["Awaiting", "Saved", "lost_state", "place_like", "places"]
 
 
 class Awaiting(dict[Any, Any]):
@@ -96,15 +97,6 @@ def place_like(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> to
         return torch.empty(shape, dtype=dtype)
     like: torch.Tensor = torch.empty_like(parameter, dtype=dtype)
     return like
-
-
-def owner_of(name: str, parameters: Mapping[str, Any]) -> str | None:
-    """The parameter whose name, and a dot, `name` begins with; the longest if there are several."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        if name in parameters:
-            return name
-    return None
 
 
 def _make_places(one: Awaiting, rows: Iterable[tuple[tuple[Any, ...], Saved]]) -> None:

@@ -14,16 +14,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from reshard.state.deferred_optimizer import Awaiting
+from reshard.state.optimizer_forms import flatten
 from reshard.state.tensors import is_sharded
-from reshard.state_dict.broadcast import together
+from reshard.state_dict.broadcast import receive_model, receive_optimizer, setting
 from reshard.state_dict.collect import collect_model, collect_optimizer
-from reshard.state_dict.model import ModelWrites, apply_model, plan_model, read_model
+from reshard.state_dict.model import apply_model, plan_model, read_model
 from reshard.state_dict.names import LiveModel, Models
-from reshard.state_dict.optimizer.live import LiveOptimizers, as_optimizers, flatten, read_optimizers
-from reshard.state_dict.optimizer.restore import OptimizerWrites, apply_optimizers, plan_optimizers
-from reshard.state_dict.options import StateDictOptions, as_options
-from reshard.state_dict.receive import receive_model, receive_optimizer
-from reshard.state_dict.report import OptimizerReport, SetReport
+from reshard.state_dict.optimizer.parameters import LiveOptimizers, as_optimizers
+from reshard.state_dict.optimizer.read import read_optimizers
+from reshard.state_dict.optimizer.restore import apply_optimizers, plan_optimizers
+from reshard.state_dict.options import OptimizerReport, SetReport, StateDictOptions, as_options
 
 __all__ = [
     "get_model_state_dict",
@@ -126,7 +126,8 @@ def set_model_state_dict(
     opts = as_options(options)
     live = LiveModel(model, opts.dsd_fqn_modifiers)
     given = _model_given(live, model_state_dict, opts)
-    writes = together(lambda: plan_model(live, given, opts), _shared(live, opts))
+    with setting(alone=not _shared(live, opts)):
+        writes = plan_model(live, given, opts)
     return apply_model(writes, opts.strict)
 
 
@@ -151,7 +152,8 @@ def set_optimizer_state_dict(
     opts = as_options(options)
     live = LiveOptimizers(LiveModel(model, opts.dsd_fqn_modifiers), as_optimizers(optimizers))
     given = _optimizer_given(live, optim_state_dict, opts)
-    writes = together(lambda: plan_optimizers(live, given, opts), _shared(live.live, opts))
+    with setting(alone=not _shared(live.live, opts)):
+        writes = plan_optimizers(live, given, opts)
     return apply_optimizers(live, writes)
 
 
@@ -175,12 +177,9 @@ def set_state_dict(
     if model_state_dict or opts.broadcast_from_rank0:
         model_given = _model_given(live, model_state_dict, opts)
     optimizer_given = _optimizer_given(live_optimizers, optim_state_dict, opts)
-
-    def plan() -> tuple[ModelWrites | None, OptimizerWrites]:
+    with setting(alone=not _shared(live, opts)):
         model_writes = plan_model(live, model_given, opts) if model_given else None
-        return model_writes, plan_optimizers(live_optimizers, optimizer_given, opts)
-
-    model_writes, optimizer_writes = together(plan, _shared(live, opts))
+        optimizer_writes = plan_optimizers(live_optimizers, optimizer_given, opts)
     report = apply_model(model_writes, opts.strict) if model_writes is not None else SetReport()
     return replace(report, optimizer=apply_optimizers(live_optimizers, optimizer_writes))
 

@@ -1,30 +1,40 @@
 """A state dict that only rank 0 has: each rank asks for the elements that it holds, and is sent these and no others.
 
 First everybody learns what there is (names, shapes, dtypes and all that is no tensor), checks it against its own model
-and says what it wants; only then tensors travel, one after another.
+and says what it wants; only then tensors travel, one after another. What a rank makes of it is the same dict, with
+tensors as its own model holds them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from planners.geometry.box import Box
 from reshard.control.group import Group
-from reshard.errors import KeyMismatchError, NormalizationError, RankFailedError
+from reshard.errors import KeyMismatchError, NormalizationError
+from reshard.state.fsdp1 import FlatPiece
 from reshard.state.tensors import is_sharded, raw_bytes
 from reshard.state_dict.gather import parts_of
+from reshard.state_dict.model import plan_model
+from reshard.state_dict.names import LiveModel, Region, Slot
+from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
+from reshard.state_dict.optimizer.restore import plan_optimizers
+from reshard.state_dict.optimizer.saved import read_saved
+from reshard.state_dict.options import StateDictOptions
 
-__all__ = ["Outline", "fill", "outline_of", "revive", "share_outline", "together"]
+__all__ = ["receive_model", "receive_optimizer", "setting"]
 
 DEADLINE_S = 300.0
 """How long ranks wait for each other's verdict."""
 
-T = TypeVar("T")
 Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -40,28 +50,123 @@ class Outline(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-def together(run: Callable[[], T], active: bool) -> T:
-    """Call `run`, and fail on all ranks if it fails on any. Collective over all ranks if `active`.
+def setting(*, alone: bool = False) -> contextlib.AbstractContextManager[None]:
+    """A phase in which one rank's refusal is everybody's: whatever a rank raises inside, all raise. Collective over all
+    ranks unless `alone`."""
+    return (Group.alone() if alone else Group(deadline_s=DEADLINE_S)).together("setting a state dict")
 
-    Raises what `run` raised, or RankFailedError with another rank's message.
+
+def receive_model(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
+    """The model state dict of rank 0, restricted to what this rank's model has, its tensors sharded as the live ones.
+
+    Where the live tensor has the dtype of the given one it is written directly, and stands in the returned dict
+    itself. Collective. Raises, on all ranks and with nothing changed, if the dict does not fit some rank's model.
     """
-    if not active:
-        return run()
-    error: Exception | None = None
-    try:
-        result = run()
-    except Exception as caught:
-        error = caught
-    texts = Group(deadline_s=DEADLINE_S).exchange(str(error).encode() if error is not None else b"")
-    if error is not None:
-        raise error
-    for rank, text in enumerate(texts):
-        if text:
-            raise RankFailedError(f"rank {rank}: {text.decode()}", rank=rank)
-    return result
+    outline, sources = _share_outline(given)
+    prefixes = tuple(item.prefix for item in live.items if isinstance(item, Region))
+    mine = {name: value for name, value in outline.items() if name in live.by_name or name.startswith(prefixes)}
+    once: dict[Any, str] = {}
+    for name in list(mine):
+        slot = live.by_name.get(name)
+        # one name of a tied tensor is enough, and two would write the same memory
+        if slot is not None and slot.value is not None and once.setdefault(slot.identity, name) != name:
+            del mine[name]
+    with setting():
+        plan_model(live, _revive(mine, Outline.meta), options, outlines=True)
+    device = next((s.value.device for s in live.slots if s.value is not None and not s.value.is_meta), None)
+    in_regions = {slot.name for item in live.items if isinstance(item, Region) for slot in item.slots}
+    targets: dict[str, torch.Tensor] = {}
+
+    def target(one: Outline) -> torch.Tensor:
+        slot = live.by_name.get(one.path[1:])
+        targets[one.path] = _model_target(one, slot, device or torch.device("cpu"), one.path[1:] in in_regions)
+        return targets[one.path]
+
+    made: dict[str, Any] = _revive(mine, target)
+    known = {f"/{name}" for name in outline if name in live.by_name or name.startswith(prefixes)}
+    _fill(targets, sources, known, options.strict)
+    return made
 
 
-def outline_of(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
+    """The optimizer state dict of rank 0 in nested form, restricted to this rank's parameters, its tensors in new
+    memory and sharded as the parameters are where they have their shape. Collective; raises like `receive_model`."""
+    outline, sources = _share_outline(given)
+    saved = read_saved(outline, live) if outline else read_saved({"state": {}, "param_groups": []}, live)
+    state = {name: values for name, values in saved.state.items() if name in live.by_name}
+    groups: dict[int, dict[str, Any]] = {}
+    for name, fields in saved.fields.items():
+        if name in live.by_name:
+            groups.setdefault(id(fields), {**fields, "params": []})["params"].append(name)
+    mine = {"state": state, "param_groups": [*groups.values(), *({**f, "params": []} for f in saved.empty)]}
+    with setting():
+        plan_optimizers(live, _revive(mine, Outline.meta), options, outlines=True)
+    targets: dict[str, torch.Tensor] = {}
+
+    def target(one: Outline, owner: OptimizedParameter | None) -> torch.Tensor:
+        targets[one.path] = _optimizer_target(one, owner)
+        return targets[one.path]
+
+    made: dict[str, Any] = {
+        "state": {
+            name: _revive(values, functools.partial(target, owner=live.by_name[name])) for name, values in state.items()
+        },
+        "param_groups": _revive(mine["param_groups"], functools.partial(target, owner=None)),
+    }
+    # of what is left to other optimizers of this model the rank knows at least the name
+    known = {path for path in _paths(outline) if _names_any(path, live)}
+    _fill(targets, sources, known | set(targets), options.strict)
+    return made
+
+
+def _paths(outline: Any) -> list[str]:
+    found: list[str] = []
+    _revive(outline, lambda one: found.append(one.path))
+    return found
+
+
+def _names_any(path: str, live: LiveOptimizers) -> bool:
+    """Whether a path of a nested or flat dict is about a parameter of the model, or about a group."""
+    parts = path.split("/")
+    if parts[1] == "param_groups" or parts[1].startswith("param_groups."):
+        return True
+    name = parts[2] if parts[1] == "state" else parts[1].removeprefix("state.")
+    while name and name not in live.by_name and name not in live.live.by_name:
+        name = name.rpartition(".")[0]
+    return bool(name)
+
+
+def _optimizer_target(one: Outline, owner: OptimizedParameter | None) -> torch.Tensor:
+    if owner is None or not one.shape:
+        return torch.empty(one.shape, dtype=one.dtype)
+    device = owner.parameter.device
+    if one.shape == owner.shape:
+        return _like(owner.parameter, owner.piece, one.dtype, device)
+    return torch.empty(one.shape, dtype=one.dtype, device=device)
+
+
+def _model_target(one: Outline, slot: Slot | None, device: torch.device, in_region: bool) -> torch.Tensor:
+    if slot is None or slot.value is None or one.shape != slot.shape:
+        return torch.empty(one.shape, dtype=one.dtype, device=device)
+    if not slot.value.is_meta and slot.value.dtype == one.dtype and not in_region:
+        return slot.tensor()
+    return _like(slot.value, slot.piece, one.dtype, device if slot.value.is_meta else slot.value.device)
+
+
+def _like(model: torch.Tensor, piece: FlatPiece | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """New memory, sharded as `model` or `piece` is."""
+    if piece is not None:
+        where = piece.local_slice()
+        return piece.tensor(torch.empty(where.stop - where.start, dtype=dtype, device=device))
+    if isinstance(model, DTensor):
+        local = torch.empty(model.to_local().shape, dtype=dtype, device=device)
+        return DTensor.from_local(
+            local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
+        )
+    return torch.empty(model.shape, dtype=dtype, device=device)
+
+
+def _outline_of(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """The same containers with outlines for tensors, which are put into `tensors` by path."""
     if isinstance(value, torch.Tensor):
         if is_sharded(value):
@@ -69,34 +174,33 @@ def outline_of(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         tensors[path] = value
         return Outline(path, tuple(value.shape), value.dtype)
     if isinstance(value, Mapping):
-        return {key: outline_of(item, f"{path}/{key}", tensors) for key, item in value.items()}
+        return {key: _outline_of(item, f"{path}/{key}", tensors) for key, item in value.items()}
     if type(value) is list or type(value) is tuple:
-        return type(value)(outline_of(item, f"{path}/{i}", tensors) for i, item in enumerate(value))
+        return type(value)(_outline_of(item, f"{path}/{i}", tensors) for i, item in enumerate(value))
     return value
 
 
-def revive(outline: Any, make: Callable[[Outline], Any]) -> Any:
+def _revive(outline: Any, make: Callable[[Outline], Any]) -> Any:
     """The containers with `make(outline)` in the place of each outline."""
     if isinstance(outline, Outline):
         return make(outline)
     if isinstance(outline, dict):
-        return {key: revive(item, make) for key, item in outline.items()}
+        return {key: _revive(item, make) for key, item in outline.items()}
     if type(outline) is list or type(outline) is tuple:
-        return type(outline)(revive(item, make) for item in outline)
+        return type(outline)(_revive(item, make) for item in outline)
     return outline
 
 
-def share_outline(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+def _share_outline(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
     """What rank 0 has, on all ranks; and on rank 0 the tensors by path. Collective."""
     tensors: dict[str, torch.Tensor] = {}
-    first = dist.get_rank() == 0
-    outline = together(lambda: outline_of(given, "", tensors) if first else None, active=True)
-    box = [outline]
+    with setting():
+        box = [_outline_of(given, "", tensors) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0], tensors
 
 
-def fill(
+def _fill(
     targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor], known: set[str], strict: bool
 ) -> None:
     """Write into each target the elements that it holds of the tensor of that path on rank 0. Collective.
@@ -118,7 +222,9 @@ def fill(
         requests.append(request)
         everybody.update(names)
     strangers = sorted(set(sources) - everybody)
-    together(lambda: _refuse(strangers) if strict else None, active=True)
+    with setting():
+        if strict:
+            _refuse(strangers)
     here = dist.get_rank()
     for path in sorted({path for request in requests for path in request}):
         ranks = [rank for rank, request in enumerate(requests) if path in request]

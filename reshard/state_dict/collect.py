@@ -22,7 +22,7 @@ from reshard.state_dict.gather import gather, member_ranks
 from reshard.state_dict.model import read_model
 from reshard.state_dict.names import LiveModel, Models
 from reshard.state_dict.optimizer.flat_parameters import fill_absent
-from reshard.state_dict.optimizer.live import LiveOptimizers
+from reshard.state_dict.optimizer.parameters import LiveOptimizers
 from reshard.state_dict.options import StateDictOptions, as_options
 
 __all__ = ["collect_model", "collect_optimizer", "iter_full"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 
 from reshard.state_dict.names import LiveModel, Models, Slot, Stage
-from reshard.state_dict.optimizer.live import LiveOptimizers, OptimizedParameter
+from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
 
 __all__ = ["FqnEntry", "FqnMap", "fqn_map"]
 

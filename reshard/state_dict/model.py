@@ -14,8 +14,7 @@ from reshard.errors import KeyMismatchError
 from reshard.state.tensors import dtype_of, global_shape, is_sharded, local_tensors
 from reshard.state.torch_internals import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
 from reshard.state_dict.names import LiveModel, Region, Slot, where
-from reshard.state_dict.options import StateDictOptions
-from reshard.state_dict.report import Cast, SetReport
+from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 from reshard.state_dict.values import is_meta, like, materialised, problem, same_value, write
 
 __all__ = ["ModelWrites", "apply_model", "plan_model", "read_model"]

@@ -15,6 +15,7 @@ import torch
 
 from reshard.errors import NormalizationError
 from reshard.state.adapters import PEFT_PREFIX, drop_adapter
+from reshard.state.optimizer_forms import is_flat, is_nested
 from reshard.state.torch_internals import WRAPPER_SEGMENTS
 
 __all__ = ["NormalizeReport", "Normalized", "normalize"]
@@ -102,9 +103,9 @@ class _Work:
 
     def tree(self, raw: Mapping[Any, Any], what: str) -> dict[Any, Any]:
         """One level: an optimizer, a flat optimizer, a model, or a container of these."""
-        if _is_optimizer(raw):
+        if is_nested(raw):
             return self.optimizer(raw, what)
-        if raw and all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in raw):
+        if is_flat(raw):
             return self.flat_optimizer(raw, what)
         if any(isinstance(value, torch.Tensor) for value in raw.values()) and all(isinstance(key, str) for key in raw):
             return self.renamed_keys(raw, what)
@@ -205,15 +206,6 @@ class _Work:
         if len(found) > 1:
             raise NormalizationError(f"{raw!r} could be any of {sorted(found)}")
         return found.pop() if found else None
-
-
-def _is_optimizer(raw: Mapping[Any, Any]) -> bool:
-    groups = raw.get("param_groups")
-    return (
-        isinstance(raw.get("state"), Mapping)
-        and isinstance(groups, (list, tuple))
-        and all(isinstance(group, Mapping) and "params" in group for group in groups)
-    )
 
 
 def _leading_modules(key: str) -> int:

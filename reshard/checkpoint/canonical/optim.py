@@ -15,6 +15,7 @@ from reshard.checkpoint.canonical.sections import Leaf, Tree, resolve, walk
 from reshard.errors import NormalizationError
 from reshard.formats.stored.copying import read_place
 from reshard.formats.stored.tensor import StoredTensor
+from reshard.state.optimizer_forms import is_flat_key, split_flat_key
 
 __all__ = ["SavedOptimizer", "name_ids", "read_optimizer", "regroup"]
 
@@ -42,7 +43,7 @@ def read_optimizer(tree: Tree) -> SavedOptimizer:
     saved = SavedOptimizer()
     by_name: dict[str, dict[str, Any]] = {}
     nested = [key for key in tree if key in ("state", "param_groups")]
-    flat = [key for key in tree if str(key).startswith(("state.", "param_groups."))]
+    flat = [key for key in tree if is_flat_key(key)]
     if not nested and not flat:
         saved.state = _states(tree)  # the states alone
         return saved
@@ -56,11 +57,10 @@ def read_optimizer(tree: Tree) -> SavedOptimizer:
             else:
                 saved.groups = [dict(group) for group in groups]
     for key in flat:
-        section, _, rest = str(key).partition(".")
-        owner, _, name = rest.rpartition(".")
+        section, owner, name = split_flat_key(key)
         for path, leaf in walk(tree[key]):
             target = saved.state if section == "state" else by_name
-            target.setdefault(owner, {})[".".join(map(str, (name, *path)))] = leaf.value()
+            target.setdefault(owner, {})[".".join(map(str, (*name, *path)))] = leaf.value()
     if by_name:
         saved.groups = regroup(by_name)
     return saved

@@ -15,6 +15,7 @@ from typing import Any
 
 from reshard.errors import NormalizationError
 from reshard.formats.stored.contents import Contents
+from reshard.state.optimizer_forms import is_flat, is_nested
 from reshard.state.tree import IntKey
 
 __all__ = ["Leaf", "Sections", "Tree", "find_sections", "is_beside", "nest", "resolve", "walk"]
@@ -219,13 +220,7 @@ def _unwrap(tree: Tree) -> Tree:
 def _is_optimizer(key: Any, value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    return _OPTIMIZER.fullmatch(str(key)) is not None or (isinstance(value.get("state"), dict) and _lists(value))
-
-
-def _lists(tree: Tree) -> bool:
-    """Whether there are param groups inside, so that it is an optimizer's state by whatever name."""
-    groups = tree.get("param_groups")
-    return isinstance(groups, dict) and all(isinstance(group, dict) and "params" in group for group in groups.values())
+    return _OPTIMIZER.fullmatch(str(key)) is not None or is_nested(value)
 
 
 def is_beside(key: str) -> bool:
@@ -244,7 +239,7 @@ def _is_bare_optimizer(tree: Tree) -> bool:
     """Whether the whole state is an optimizer's."""
     if isinstance(tree.get("state"), dict) and "param_groups" in tree:
         return True
-    return bool(tree) and all(str(key).startswith(("state.", "param_groups.")) for key in tree)
+    return is_flat(tree)
 
 
 def _has_tensor(tree: Tree) -> bool:

@@ -7,7 +7,7 @@ of them share.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,12 @@ import torch.distributed as dist
 from reshard.errors import NormalizationError
 from reshard.state.fsdp1 import FlatPiece
 from reshard.state.tensors import dtype_of, global_shape, is_sharded
+from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.values import copy_containers, same_value, write
-
-if TYPE_CHECKING:
-    from reshard.state_dict.optimizer.live import LiveOptimizers, OptimizedParameter
 
 __all__ = ["fill_absent", "joined_pieces", "split_state"]
 
-Entry = tuple["OptimizedParameter", Mapping[str, Any] | None]
+Entry = tuple[OptimizedParameter, Mapping[str, Any] | None]
 
 
 def split_state(piece: FlatPiece, parameter: torch.Tensor, values: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -14,10 +14,10 @@ from reshard.state.tensors import global_shape
 from reshard.state.torch_internals import copy_all, loads_itself
 from reshard.state_dict.names import where
 from reshard.state_dict.optimizer.flat_parameters import joined_pieces
-from reshard.state_dict.optimizer.live import LiveOptimizers, OptimizedParameter
-from reshard.state_dict.optimizer.saved import GroupWrite, SavedOptimizer, plan_groups, read_saved
-from reshard.state_dict.options import StateDictOptions
-from reshard.state_dict.report import OptimizerReport
+from reshard.state_dict.optimizer.groups import GroupWrite, plan_groups
+from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
+from reshard.state_dict.optimizer.saved import SavedOptimizer, read_saved
+from reshard.state_dict.options import OptimizerReport, StateDictOptions
 from reshard.state_dict.values import like, write
 
 __all__ = ["OptimizerWrites", "apply_optimizers", "plan_optimizers"]

@@ -1,8 +1,8 @@
-"""Taking the state of optimizers, by canonical names; nothing is stepped, initialised or changed."""
+"""The parameters that live optimizers hold, by canonical name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +11,8 @@ from torch.optim import Optimizer
 from reshard.errors import NormalizationError
 from reshard.state.fsdp1 import FlatPiece
 from reshard.state_dict.names import LiveModel, where
-from reshard.state_dict.optimizer.flat_parameters import split_state
-from reshard.state_dict.values import copy_containers
 
-__all__ = ["LiveOptimizers", "OptimizedParameter", "as_optimizers", "flatten", "read_optimizers"]
+__all__ = ["LiveOptimizers", "OptimizedParameter", "as_optimizers"]
 
 OUTSIDE = "outside_model"
 """First segment of the name of a parameter that the model does not have; then optimizer, group and position follow."""
@@ -100,74 +98,3 @@ def as_optimizers(given: Any) -> tuple[Optimizer, ...]:
     if found is None or not all(hasattr(one, "param_groups") for one in found):
         raise NormalizationError(f"optimizers must be an optimizer or several, got {type(given).__name__}")
     return found
-
-
-def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
-    """`{"state": {name: {state name: value}}, "param_groups": [{field: value, "params": [names]}]}`, the groups of all
-    optimizers one after another. Parameters without state are in a group and not in `state`.
-
-    The containers are new, the tensors are the live ones.
-    """
-    state: dict[Any, Any] = {}
-    groups: list[dict[str, Any]] = []
-    for k, optimizer in enumerate(live.optimizers):
-        saved = optimizer.state_dict()
-        named = {key: _names(key, live, k) for group in saved["param_groups"] for key in group["params"]}
-        for key, values in saved["state"].items():
-            if values:
-                for name, one in named.get(key) or _names(key, live, k):
-                    if name in state:
-                        raise NormalizationError(f"two optimizers have state under the key {name!r}{where()}")
-                    if one is not None and one.piece is not None:
-                        state[name] = split_state(one.piece, one.parameter, values)
-                    else:
-                        state[name] = copy_containers(values)
-        for group in saved["param_groups"]:
-            fields = {
-                field: copy_containers(value)
-                for field, value in group.items()
-                if field not in ("params", "param_names")
-            }
-            groups.append({**fields, "params": [name for key in group["params"] for name, _ in named[key]]})
-    return {"state": state, "param_groups": groups}
-
-
-def _names(key: Any, live: LiveOptimizers, k: int) -> list[tuple[Any, OptimizedParameter | None]]:
-    """The canonical names of a key of an optimizer's own state dict; keys of no parameter stay as they are."""
-    if isinstance(key, int) and not isinstance(key, bool):
-        ones = live.by_id[k].get(key)
-        if ones is None:
-            raise NormalizationError(
-                f"optimizer {k} has state under the id {key}{where()}, but only {len(live.by_id[k])} parameters"
-            )
-        return [(one.name, one) for one in ones]
-    # an optimizer that writes names itself may write those of the wrapped modules
-    name = live.live.by_live.get(key, key) if isinstance(key, str) and key not in live.by_name else key
-    return [(name, None)]
-
-
-def flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat form: `state.<fqn>.<name>...` and `param_groups.<fqn>.<field>`, where every parameter carries the fields
-    of its group, so that dicts of pipeline stages have no key in common. Empty groups leave no trace.
-    """
-    flat: dict[str, Any] = {}
-    for name, values in state_dict["state"].items():
-        prefix = f"state.{name}."
-        for key, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, dict):
-                _flatten_into(flat, f"{prefix}{key}", value)
-            else:
-                flat[f"{prefix}{key}"] = value
-    for group in state_dict["param_groups"]:
-        fields = {field: value for field, value in group.items() if field != "params"}
-        for name in group["params"]:
-            flat.update(zip(map(f"param_groups.{name}.".__add__, fields), fields.values()))
-    return flat
-
-
-def _flatten_into(flat: dict[str, Any], prefix: str, value: Any) -> None:
-    if not isinstance(value, dict):
-        flat[prefix] = value
-        return
-    for key, item in value.items():
-        _flatten_into(flat, f"{prefix}.{key}", item)

@@ -1,0 +1,57 @@
+"""Taking the state of optimizers, by canonical names; nothing is stepped, initialised or changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reshard.errors import NormalizationError
+from reshard.state_dict.names import where
+from reshard.state_dict.optimizer.flat_parameters import split_state
+from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
+from reshard.state_dict.values import copy_containers
+
+__all__ = ["read_optimizers"]
+
+
+def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
+    """`{"state": {name: {state name: value}}, "param_groups": [{field: value, "params": [names]}]}`, the groups of all
+    optimizers one after another. Parameters without state are in a group and not in `state`.
+
+    The containers are new, the tensors are the live ones.
+    """
+    state: dict[Any, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for k, optimizer in enumerate(live.optimizers):
+        saved = optimizer.state_dict()
+        named = {key: _names(key, live, k) for group in saved["param_groups"] for key in group["params"]}
+        for key, values in saved["state"].items():
+            if values:
+                for name, one in named.get(key) or _names(key, live, k):
+                    if name in state:
+                        raise NormalizationError(f"two optimizers have state under the key {name!r}{where()}")
+                    if one is not None and one.piece is not None:
+                        state[name] = split_state(one.piece, one.parameter, values)
+                    else:
+                        state[name] = copy_containers(values)
+        for group in saved["param_groups"]:
+            fields = {
+                field: copy_containers(value)
+                for field, value in group.items()
+                if field not in ("params", "param_names")
+            }
+            groups.append({**fields, "params": [name for key in group["params"] for name, _ in named[key]]})
+    return {"state": state, "param_groups": groups}
+
+
+def _names(key: Any, live: LiveOptimizers, k: int) -> list[tuple[Any, OptimizedParameter | None]]:
+    """The canonical names of a key of an optimizer's own state dict; keys of no parameter stay as they are."""
+    if isinstance(key, int) and not isinstance(key, bool):
+        ones = live.by_id[k].get(key)
+        if ones is None:
+            raise NormalizationError(
+                f"optimizer {k} has state under the id {key}{where()}, but only {len(live.by_id[k])} parameters"
+            )
+        return [(one.name, one) for one in ones]
+    # an optimizer that writes names itself may write those of the wrapped modules
+    name = live.live.by_live.get(key, key) if isinstance(key, str) and key not in live.by_name else key
+    return [(name, None)]
