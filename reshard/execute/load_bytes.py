@@ -17,9 +17,9 @@ from reshard.formats.native.manifest import NativeFacts
 from reshard.formats.stored.source import FileSource
 
 if TYPE_CHECKING:  # reading by segments is imported by those who do it: several ranks, or from far away
-    from reshard.execute.sharing.host import Own
-    from reshard.execute.sharing.host_reading import HostReading
-    from reshard.execute.sharing.pieces import Check, Done
+    from reshard.execute.sharing.machine_memory import OwnMemory
+    from reshard.execute.sharing.machine_reading import MachineReading
+    from reshard.execute.sharing.segment_parts import ByteCounts, Check
 
 __all__ = ["Fetch"]
 
@@ -57,16 +57,16 @@ class Fetch:
     """What was compared with checksums before anything was read into a target: ranges in order."""
 
     def __post_init__(self) -> None:
-        self._own: Own | None = None
-        self._host: HostReading | None = None
+        self._own: OwnMemory | None = None
+        self._machine: MachineReading | None = None
         if self.together:
-            from reshard.execute.sharing.host import Own
-            from reshard.execute.sharing.host_reading import own_slots
+            from reshard.execute.sharing.machine_memory import OwnMemory
+            from reshard.execute.sharing.machine_reading import slots_for
 
-            slots, slot_bytes = own_slots(self.copies)
+            slots, slot_bytes = slots_for(self.copies)
             room = self.room_bytes is None or self.room_bytes >= 2 * slots * slot_bytes
             party = "checks" if self.native is not None else ""  # who does not check may not read for who does
-            self._own = Own(slots if room else 0, slot_bytes, party)
+            self._own = OwnMemory(slots if room else 0, slot_bytes, party)
 
     def __enter__(self) -> Fetch:
         return self
@@ -78,20 +78,20 @@ class Fetch:
     def check(self, on_bytes: Callable[[int], None]) -> None:
         """Compare checksums of all blocks that this rank reads whole, if it is the one of its machine to do it.
 
-        Of storages that have no view of their bytes, that is done while reading: see `SoloReading`.
+        Of storages that have no view of their bytes, that is done while reading: see `RemoteReading`.
 
         Raises DamagedCheckpointError.
         """
         if self._own is not None:
-            from reshard.execute.sharing.host_reading import HostReading
+            from reshard.execute.sharing.machine_reading import MachineReading
 
-            self._host = HostReading.offer(self.copies, self._own, self.group)
+            self._machine = MachineReading.agree(self.copies, self._own, self.group)
         self._check(on_bytes)
 
     def _check(self, on_bytes: Callable[[int], None]) -> None:
         if self.native is None:
             return
-        spans = spans_by_file(self.copies) if self._host is None else self._host.spans_to_check(self.copies)
+        spans = spans_by_file(self.copies) if self._machine is None else self._machine.spans_to_check(self.copies)
         self._checked = spans = {source: ranges for source, ranges in spans.items() if source.view() is not None}
         self.bytes_checked, self.bytes_read_to_check = check_blocks(
             self.native, spans, threads=self.space.threads, on_bytes=on_bytes
@@ -99,13 +99,13 @@ class Fetch:
 
     def settle(self) -> None:
         """Collective: nobody writes before everybody is sure."""
-        if self._host is None:
+        if self._machine is None:
             self.group.barrier()
             return
-        offered = self._host
-        self._host, refused = offered.confirmed(self.group)
+        agreed = self._machine
+        self._machine, refused = agreed.confirm(self.group)
         if refused:
-            if self._host is not offered:  # what another rank was to check while reading it for this one
+            if self._machine is not agreed:  # what another rank was to check while reading it for this one
                 self._check(lambda _: self.group.check())
             self.group.barrier()
 
@@ -113,9 +113,9 @@ class Fetch:
         """Copy everything into the targets. Raises DamagedCheckpointError for bytes that `check` did not see."""
         check = self._check_rest(segment_check(self.native)) if self.native is not None else None
         alone = self.copies
-        if self._host is not None:
-            self._add(self._host.run(piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
-            alone = self._host.rest
+        if self._machine is not None:
+            self._add(self._machine.run(piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
+            alone = self._machine.rest
         rest = self._read_by_segments(alone, check, on_bytes)
         self.bytes_read += run_copies(rest, space=self.space, on_bytes=on_bytes)
 
@@ -126,14 +126,14 @@ class Fetch:
         sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
         if all(source.view() is not None for source in sources):
             return copies
+        from reshard.execute.sharing.remote_reading import RemoteReading
         from reshard.execute.sharing.segments import REMOTE_SEGMENT_BYTES
-        from reshard.execute.sharing.solo_reading import SoloReading
 
-        solo = SoloReading.of(copies)
+        remote = RemoteReading.of(copies)
         room = REQUESTS if self.room_bytes is None else self.room_bytes // (2 * REMOTE_SEGMENT_BYTES)
         requests = max(1, min(REQUESTS, room))
-        self._add(solo.run(requests=requests, piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
-        return solo.rest
+        self._add(remote.run(requests=requests, piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
+        return remote.rest
 
     def _check_rest(self, check: Check) -> Check:
         """`check` of what was not checked before."""
@@ -145,7 +145,7 @@ class Fetch:
 
         return check_once
 
-    def _add(self, done: Done) -> None:
+    def _add(self, done: ByteCounts) -> None:
         self.bytes_read += done.read
         self.bytes_read_to_check += done.extra
         self.bytes_checked += done.checked

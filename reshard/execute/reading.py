@@ -26,10 +26,10 @@ __all__ = [
     "Workspace",
     "find_copies",
     "in_pieces",
-    "merged",
+    "merge_ranges",
     "run_copies",
     "spans_by_file",
-    "without",
+    "subtract_ranges",
 ]
 
 Array = npt.NDArray[Any]
@@ -211,10 +211,10 @@ def spans_by_file(copies: Iterable[Copy]) -> dict[FileSource, list[tuple[int, in
             found = spans.setdefault(source, [])
             if runs.count == 1 or runs.run_bytes >= _SMALL_RUN_BYTES:
                 found.extend((start, start + length) for start, length in runs)
-    return {source: merged(ranges) for source, ranges in spans.items()}
+    return {source: merge_ranges(ranges) for source, ranges in spans.items()}
 
 
-def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ranges in order, with those that touch or overlap put together; empty ones are left out."""
     out: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
@@ -225,7 +225,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return out
 
 
-def without(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def subtract_ranges(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """What is left of `ranges` outside of `holes`; both are in order, and so is the answer."""
     out: list[tuple[int, int]] = []
     at = 0

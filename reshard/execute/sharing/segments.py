@@ -33,9 +33,9 @@ __all__ = [
     "WHOLE_SHARE",
     "Duties",
     "Segment",
-    "Touched",
+    "TouchedBytes",
+    "assign_segments",
     "segment_bytes",
-    "share_out",
     "touch_us_per_mib",
 ]
 
@@ -66,14 +66,14 @@ class _File(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
-class Touched:
+class TouchedBytes:
     """How many bytes of each segment of each file a rank would touch if it read for itself."""
 
     files: Mapping[str, _File]
     """By label; the numbers are little-endian, 4 bytes each."""
 
     @classmethod
-    def of(cls, windows: Iterable[tuple[FileSource, Window]]) -> Touched:
+    def of(cls, windows: Iterable[tuple[FileSource, Window]]) -> TouchedBytes:
         """By all that is read of each file."""
         counts: dict[str, tuple[int, int, npt.NDArray[np.int64]]] = {}
         for source, window in windows:
@@ -81,7 +81,7 @@ class Touched:
                 size = segment_bytes(source)
                 counts[source.label] = source.nbytes, size, np.zeros(-(-source.nbytes // size), np.int64)
             nbytes, size, all_counts = counts[source.label]
-            touch(all_counts, size, window, nbytes, max(source.max_gap_bytes, 1))
+            add_touched(all_counts, size, window, nbytes, max(source.max_gap_bytes, 1))
         files = {}
         for label, (nbytes, size, all_counts) in counts.items():
             used = np.flatnonzero(all_counts)
@@ -95,7 +95,7 @@ class Touched:
         return zlib.compress(msgspec.msgpack.encode(self.files), 1)
 
     @classmethod
-    def decode(cls, data: bytes) -> Touched:
+    def decode(cls, data: bytes) -> TouchedBytes:
         """What another rank encoded."""
         return cls(msgspec.msgpack.decode(zlib.decompress(data), type=dict[str, _File]))
 
@@ -118,7 +118,7 @@ class Duties(NamedTuple):
     """What each rank reads a part of for itself, and this one compares with checksums before any of them does."""
 
 
-def share_out(ranks: Sequence[Touched], touch_us: float = math.inf) -> tuple[Duties, ...]:
+def assign_segments(ranks: Sequence[TouchedBytes], touch_us: float = math.inf) -> tuple[Duties, ...]:
     """Who reads, and who checks, which segments for all; nothing is read for all if that would not pay.
 
     A segment is read for all if together the ranks would touch twice as many bytes as it has. It is checked for all if
@@ -144,12 +144,12 @@ def share_out(ranks: Sequence[Touched], touch_us: float = math.inf) -> tuple[Dut
     reads: list[list[Segment]] = [[] for _ in ranks]
     checks: list[list[Segment]] = [[] for _ in ranks]
     for label, file, touches, whole, twice in found:
-        _deal(reads, label, file, touches, twice & pays)
-        _deal(checks, label, file, touches, whole & ~(twice & pays))
+        _assign_in_turns(reads, label, file, touches, twice & pays)
+        _assign_in_turns(checks, label, file, touches, whole & ~(twice & pays))
     return tuple(Duties(tuple(mine), tuple(own)) for mine, own in zip(reads, checks))
 
 
-def _deal(
+def _assign_in_turns(
     out: list[list[Segment]], label: str, file: _File, touches: npt.NDArray[np.bool_], chosen: npt.NDArray[np.bool_]
 ) -> None:
     """Give the chosen segments of a file to ranks: those that touch the same ones take turns."""
@@ -182,7 +182,7 @@ def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:
     return min(found, default=0.0)
 
 
-def _table(label: str, ranks: Sequence[Touched]) -> npt.NDArray[np.int64]:
+def _table(label: str, ranks: Sequence[TouchedBytes]) -> npt.NDArray[np.int64]:
     """Bytes touched by rank and segment."""
     parts = [
         (rank.files[label].first, np.frombuffer(rank.files[label].touched, "<u4")) if label in rank.files else None
@@ -195,7 +195,7 @@ def _table(label: str, ranks: Sequence[Touched]) -> npt.NDArray[np.int64]:
     return table
 
 
-def touch(counts: npt.NDArray[np.int64], size: int, window: Window, nbytes: int, grain_bytes: int) -> None:
+def add_touched(counts: npt.NDArray[np.int64], size: int, window: Window, nbytes: int, grain_bytes: int) -> None:
     """Add what reading `window` of a file of `nbytes` touches to the counts of its segments of `size` bytes.
 
     Runs with gaps smaller than the grain touch everything between them; those with larger ones each touch whole grains.

@@ -1,4 +1,4 @@
-"""Reading by segments from storages that have no view of their bytes: each byte is asked for once, checked, and copied.
+"""Reading from storages that are far away, which give no view of their bytes: by segments, each byte asked for once.
 
 Many requests are under way at a time. Where bytes can be had again for nothing, from a mapped file, checking comes
 first, and nothing is written of what is damaged; from an object store that would cost a second transfer of everything.
@@ -13,12 +13,20 @@ from dataclasses import dataclass
 from threading import Lock
 
 from reshard.execute.reading import Copy
-from reshard.execute.sharing.pieces import Check, Done, Part, cut, fetch, slot_bytes, take
+from reshard.execute.sharing.segment_parts import (
+    ByteCounts,
+    Check,
+    SegmentPart,
+    copy_parts,
+    parts_by_segment,
+    read_segment,
+    slot_bytes,
+)
 from reshard.execute.sharing.segments import segment_bytes
 from reshard.formats.native.checksums import MAX_EXTRA_SHARE, SMALL_FILE_BYTES
 from reshard.formats.stored.source import FileSource
 
-__all__ = ["SoloReading"]
+__all__ = ["RemoteReading"]
 
 _MAX_READ_SHARE = 1.5
 """A stretch is read as a whole if it has at most so many bytes for each one that is wanted of it."""
@@ -32,25 +40,25 @@ class _Stretch:
     number: int
     start: int
     stop: int
-    parts: list[Part]
+    parts: list[SegmentPart]
 
 
 @dataclass(frozen=True)
-class SoloReading:
-    """What is read by segments, and the rest: from storages with views, or strewn too widely."""
+class RemoteReading:
+    """What is read by segments, and the rest: what lies in storages with views, or is strewn too widely."""
 
     stretches: list[_Stretch]
     rest: list[Copy]
 
     @classmethod
-    def of(cls, copies: Iterable[Copy]) -> SoloReading:
+    def of(cls, copies: Iterable[Copy]) -> RemoteReading:
         """Choose by storage and by how much of a segment is wanted."""
-        wanted: dict[tuple[FileSource, int], list[Part]] = defaultdict(list)
+        wanted: dict[tuple[FileSource, int], list[SegmentPart]] = defaultdict(list)
         rest: list[Copy] = []
         for copy in copies:
             source = copy.place.source
             if isinstance(source, FileSource) and source.view() is None and copy.place.window.numel:
-                for number, parts in cut(source, copy):
+                for number, parts in parts_by_segment(source, copy):
                     wanted[source, number] += parts
             else:
                 rest.append(copy)
@@ -60,21 +68,28 @@ class SoloReading:
             if stretch.stop - stretch.start <= _MAX_READ_SHARE * sum(part.window.nbytes for part in parts):
                 stretches.append(stretch)
             else:
-                rest += [part.alone(number * segment_bytes(source)) for part in parts]
+                rest += [part.as_copy(number * segment_bytes(source)) for part in parts]
         return cls(sorted(stretches, key=lambda s: (s.source.label, s.start)), rest)
 
-    def run(self, *, requests: int, piece_bytes: int, check: Check | None, on_bytes: Callable[[int], None]) -> Done:
-        """Read, check and copy everything, with `requests`, each with memory for a segment, under way at a time.
+    def run(
+        self, *, requests: int, piece_bytes: int, check: Check | None, on_bytes: Callable[[int], None]
+    ) -> ByteCounts:
+        """Read, check and copy everything.
+
+        Args:
+            requests: under way at a time, each with memory for a segment.
+            piece_bytes: memory for what is staged on its way to another dtype or device.
+            on_bytes: called with the bytes that were copied out of each request, on any thread.
 
         Raises DamagedCheckpointError: targets may be partly written then.
         """
-        lock, total = Lock(), Done()
+        lock, total = Lock(), ByteCounts()
 
         def work(stretch: _Stretch) -> None:
-            done, at = Done(), stretch.start - stretch.number * segment_bytes(stretch.source)
+            done, at = ByteCounts(), stretch.start - stretch.number * segment_bytes(stretch.source)
             slot = memoryview(bytearray(slot_bytes(stretch.source)))
-            fetch(stretch.source, stretch.start, stretch.stop, slot[at:], check, done)
-            taken = take(slot, stretch.parts, piece_bytes)
+            read_segment(stretch.source, stretch.start, stretch.stop, slot[at:], check, done)
+            taken = copy_parts(slot, stretch.parts, piece_bytes)
             with lock:
                 total.read += taken
                 total.extra += max(0, done.read - taken)
@@ -91,7 +106,7 @@ class SoloReading:
         return total
 
 
-def _stretch(source: FileSource, number: int, parts: list[Part]) -> _Stretch:
+def _stretch(source: FileSource, number: int, parts: list[SegmentPart]) -> _Stretch:
     """From the first byte that is wanted to the last; or all of the segment, so that it can be checked, where that is
     hardly more, or the file is small."""
     size = segment_bytes(source)

@@ -25,7 +25,7 @@ from reshard.control.liveness import machine
 from reshard.control.store_rounds import format_ranks
 from reshard.errors import DeadlineError, ReshardError
 
-__all__ = ["Address", "Host", "Own"]
+__all__ = ["Address", "MachineMemory", "OwnMemory"]
 
 FILLED, TAKEN = 0, 1
 _CALL = struct.Struct("<BH")
@@ -46,7 +46,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     slot_bytes: int
 
 
-class Own:
+class OwnMemory:
     """This rank's memory and the end of its pipe that it reads. A context: leaving it closes them."""
 
     def __init__(self, slots: int, slot_bytes: int, party: str = "") -> None:
@@ -79,7 +79,7 @@ class Own:
         """The file `what` of another process, closed with this."""
         return self._keep(os.open(f"/proc/{address.pid}/fd/{what}", flags | os.O_CLOEXEC))
 
-    def __enter__(self) -> Own:
+    def __enter__(self) -> OwnMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,10 +88,12 @@ class Own:
         self._files = []
 
 
-class Host:
+class MachineMemory:
     """The slots of all ranks of this machine, and what is known of who has filled and taken how many."""
 
-    def __init__(self, own: Own, addresses: Sequence[Address], ranks: Sequence[int], place: int, group: Group) -> None:
+    def __init__(
+        self, own: OwnMemory, addresses: Sequence[Address], ranks: Sequence[int], place: int, group: Group
+    ) -> None:
         """`addresses`: of the ranks of this machine, in an order that all know; `ranks`: what messages call them;
         `place`: where among them this rank is.
 

@@ -1,4 +1,4 @@
-"""Copies cut by the segments of files that their elements begin in; and segments, fetched and checked as a whole."""
+"""What of a copy begins in which segment of its file; and segments, read and checked as a whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard.formats.stored.copying import copy_view
 from reshard.formats.stored.source import BytesSource, FileSource
 from reshard.formats.stored.tensor import Place
 
-__all__ = ["Check", "Done", "Part", "cut", "fetch", "slot_bytes", "take"]
+__all__ = ["ByteCounts", "Check", "SegmentPart", "copy_parts", "parts_by_segment", "read_segment", "slot_bytes"]
 
 _TAIL_BYTES = 64
 """Beyond its end a segment is read so much further: an element that begins in it may end there."""
@@ -26,14 +26,16 @@ how many bytes. Raises DamagedCheckpointError."""
 
 
 @dataclass
-class Done:
-    """Bytes that were read of files, how many of these nobody asked for, how many were compared with checksums, and
-    how many others read for this rank."""
+class ByteCounts:
+    """What reading by segments did, in bytes."""
 
     read: int = 0
     extra: int = 0
+    """Of those read: that nobody asked for."""
     checked: int = 0
+    """Compared with checksums."""
     received: int = 0
+    """That other ranks read for this one."""
 
 
 def slot_bytes(source: FileSource) -> int:
@@ -41,32 +43,35 @@ def slot_bytes(source: FileSource) -> int:
     return segment_bytes(source) + 4096
 
 
-class Part(NamedTuple):
-    """What of a copy begins in one segment."""
+class SegmentPart(NamedTuple):
+    """The elements of a copy that begin in one segment."""
 
     window: Window
     """Counted from the start of the segment."""
     out: Array | Staged
     copy: Copy
 
-    def alone(self, segment_start: int) -> Copy:
-        """As a copy from its file."""
+    def as_copy(self, segment_start: int) -> Copy:
+        """A copy of these elements alone, from the file whose segment begins at byte `segment_start`."""
         window = replace(self.window, offset=self.window.offset + segment_start)
         return Copy(self.copy.item, self.copy.place.with_window(window), self.out)
 
 
-def cut(source: FileSource, copy: Copy) -> Iterator[tuple[int, list[Part]]]:
-    """By number of the segment of `source`, the copy's file: the parts of the copy that begin in it."""
+def parts_by_segment(source: FileSource, copy: Copy) -> Iterator[tuple[int, list[SegmentPart]]]:
+    """(number of a segment of `source`, the copy's file; the parts of the copy that begin in it), ascending."""
     window, size = copy.place.window, segment_bytes(source)
     first, offset = divmod(window.offset, size)
-    for number, parts in enumerate(_cuts(Window(offset, window.sizes, window.strides, window.itemsize), size)):
+    for number, parts in enumerate(
+        _windows_by_segment(Window(offset, window.sizes, window.strides, window.itemsize), size)
+    ):
         if parts:
-            yield first + number, [Part(part, copy.out[index], copy) for index, part in parts]
+            yield first + number, [SegmentPart(part, copy.out[index], copy) for index, part in parts]
 
 
 @lru_cache(maxsize=1024)  # tensors of the same shape that lie alike in their segments are cut alike
-def _cuts(window: Window, size: int) -> list[list[tuple[Any, Window]]]:
-    """By segment of `size` bytes: indices of what begins in it of a window, and where that lies, from its start."""
+def _windows_by_segment(window: Window, size: int) -> list[list[tuple[Any, Window]]]:
+    """For each segment of `size` bytes: the indices of the elements of a window that begin in it, and their window,
+    counted from the start of the segment."""
     out = []
     for start in range(0, window.stop, size):
         parts = [(box, window.crop(box)) for box in window.within(start, start + size)]
@@ -75,8 +80,10 @@ def _cuts(window: Window, size: int) -> list[list[tuple[Any, Window]]]:
     return out
 
 
-def fetch(source: FileSource, start: int, stop: int, slot: memoryview, check: Check | None, done: Done) -> None:
-    """Read bytes [start, stop), and a little more, into a slot, and check them.
+def read_segment(
+    source: FileSource, start: int, stop: int, slot: memoryview, check: Check | None, done: ByteCounts
+) -> None:
+    """Read bytes [start, stop) of a file, and a little more, into `slot`, and check them; counted in `done`.
 
     Raises DamagedCheckpointError, which says that targets may be partly written.
     """
@@ -89,9 +96,12 @@ def fetch(source: FileSource, start: int, stop: int, slot: memoryview, check: Ch
             raise DamagedCheckpointError(f"{error}. Part of what was to be loaded is overwritten already") from None
 
 
-def take(view: memoryview, parts: Iterable[Part], piece_bytes: int) -> int:
-    """Copy what was fetched into its targets; returns the bytes. `piece_bytes`: for what is staged on its way."""
-    taken = 0
+def copy_parts(view: memoryview, parts: Iterable[SegmentPart], piece_bytes: int) -> int:
+    """Copy the parts of a segment, whose bytes are in `view`, into their targets; returns the bytes copied.
+
+    `piece_bytes`: for what is staged on its way to another dtype or device.
+    """
+    copied = 0
     for window, out, copy in parts:
         if isinstance(out, Staged):
             here = Place(BytesSource(view), window, copy.place.conjugate)
@@ -100,5 +110,5 @@ def take(view: memoryview, parts: Iterable[Part], piece_bytes: int) -> int:
                 piece.fill(place, piece_bytes)
         else:
             copy_view(view, window, copy.place.conjugate, out)
-        taken += window.nbytes
-    return taken
+        copied += window.nbytes
+    return copied

@@ -19,109 +19,133 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from reshard.control.group import Group
-from reshard.execute.reading import Copy, merged, spans_by_file, without
-from reshard.execute.sharing.host import FILLED, TAKEN, Address, Host, Own
-from reshard.execute.sharing.pieces import Check, Done, Part, cut, fetch, slot_bytes, take
-from reshard.execute.sharing.segments import WHOLE_SHARE, Segment, Touched, segment_bytes, share_out, touch_us_per_mib
+from reshard.execute.reading import Copy, merge_ranges, spans_by_file, subtract_ranges
+from reshard.execute.sharing.machine_memory import FILLED, TAKEN, Address, MachineMemory, OwnMemory
+from reshard.execute.sharing.segment_parts import (
+    ByteCounts,
+    Check,
+    SegmentPart,
+    copy_parts,
+    parts_by_segment,
+    read_segment,
+    slot_bytes,
+)
+from reshard.execute.sharing.segments import (
+    WHOLE_SHARE,
+    Segment,
+    TouchedBytes,
+    assign_segments,
+    segment_bytes,
+    touch_us_per_mib,
+)
 from reshard.formats.stored.source import FileSource
 
-__all__ = ["HostReading", "own_slots"]
+__all__ = ["MachineReading", "slots_for"]
 
 LOCAL_SLOTS, REMOTE_SLOTS = 2, 8
 """Slots of a rank: some are filled while the others still take from those before; more where requests take long."""
 
 
-class _Hello(msgspec.Struct, frozen=True, array_like=True):
+class _Offer(msgspec.Struct, frozen=True, array_like=True):
     touched: bytes
     touch_us: float
     address: Address
 
 
 @dataclass(frozen=True)
-class HostReading:
-    """What this rank reads for all, what it takes of what others read, and the rest, which it reads for itself."""
+class MachineReading:
+    """What this rank reads for all, what it copies of what others read, and the rest, which it reads for itself."""
 
-    host: Host | None
+    memory: MachineMemory | None
     """None where each rank reads for itself."""
     rounds: int
-    mine: tuple[tuple[FileSource, Segment], ...]
-    takes: dict[tuple[int, int], list[Part]]
-    """(reader, its how manieth segment) -> what is taken of it."""
+    """In each of which every rank fills at most one slot."""
+    reads: tuple[tuple[FileSource, Segment], ...]
+    parts: dict[tuple[int, int], list[SegmentPart]]
+    """(place of the reader, round) -> what this rank copies out of the segment that is read then."""
     rest: list[Copy]
     places: list[int]
     """Of the ranks of this machine in the group."""
     checks: tuple[tuple[FileSource, Segment], ...] = ()
     """What every rank reads for itself, and this one checks for all."""
-    left: Mapping[FileSource, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    checked_by_others: Mapping[FileSource, Sequence[tuple[int, int]]] = field(default_factory=dict)
     """What others check for this one, by file, in order."""
-    otherwise: HostReading | None = None
-    """Each for itself, if some rank cannot take part."""
+    fallback: MachineReading | None = None
+    """Where each reads for itself, for the case that some rank cannot take part."""
     refused: bool = False
     """Whether there is something to share, but this process may not open what belongs to the others."""
 
     @classmethod
-    def offer(cls, copies: Sequence[Copy], own: Own, group: Group) -> HostReading:
-        """Collective. What it holds may be nothing, if it would not pay or is not possible here: see `confirmed`.
+    def agree(cls, copies: Sequence[Copy], own: OwnMemory, group: Group) -> MachineReading:
+        """Collective: who reads which segments for all ranks of this machine, found alike by each of them.
 
-        `own`: this rank's memory; open for as long as what is returned is used.
+        It may be that each reads for itself, where sharing would not pay or is not possible here; and it counts only
+        once it is confirmed.
+
+        Args:
+            copies: what this rank is to read.
+            own: this rank's memory, open for as long as what is returned is used.
         """
         shareable = [(source, copy) for copy in copies if (source := _common(copy)) is not None]
-        touched = Touched.of((source, copy.place.window) for source, copy in shareable)
+        touched = TouchedBytes.of((source, copy.place.window) for source, copy in shareable)
         cost = touch_us_per_mib((source, copy.place.window) for source, copy in shareable)
-        hello = _Hello(touched.encode(), cost, own.address)
-        hellos = [msgspec.msgpack.decode(data, type=_Hello) for data in group.exchange(msgspec.msgpack.encode(hello))]
-        places = [i for i, other in enumerate(hellos) if other.address.machine == own.machine and own.machine]
-        touch_us = min((hellos[i].touch_us for i in places if hellos[i].touch_us), default=0.0)
-        if any(hellos[i].address.memory < 0 for i in places):
+        offer = _Offer(touched.encode(), cost, own.address)
+        offers = [msgspec.msgpack.decode(data, type=_Offer) for data in group.exchange(msgspec.msgpack.encode(offer))]
+        places = [i for i, other in enumerate(offers) if other.address.machine == own.machine and own.machine]
+        touch_us = min((offers[i].touch_us for i in places if offers[i].touch_us), default=0.0)
+        if any(offers[i].address.memory < 0 for i in places):
             touch_us = 0.0  # a rank has no memory to share: each reads for itself, but not each checks everything
-        duties = share_out([Touched.decode(hellos[i].touched) for i in places], touch_us)
+        duties = assign_segments([TouchedBytes.decode(offers[i].touched) for i in places], touch_us)
         files = {source.label: source for source, _ in shareable}
         place = places.index(group.rank) if places else 0
-        alone = cls(None, 0, (), {}, list(copies), places)._checking(
-            place, files, [(*one.reads, *one.checks) for one in duties]
-        )
+        alone = cls(None, 0, (), {}, list(copies), places)
+        alone = alone._with_checks(place, files, [(*one.reads, *one.checks) for one in duties])
         if not any(one.reads for one in duties):
             return alone
-        addresses, ranks = [hellos[i].address for i in places], [group.ranks[i] for i in places]
+        addresses, ranks = [offers[i].address for i in places], [group.ranks[i] for i in places]
         try:
-            host = Host(own, addresses, ranks, place, group)
+            memory = MachineMemory(own, addresses, ranks, place, group)
         except OSError:  # a sandbox that does not let one process open what belongs to another
             return replace(alone, refused=True)
-        shared = cls._of(host, copies, files, [one.reads for one in duties], places)
-        return replace(shared._checking(place, files, [one.checks for one in duties]), otherwise=alone)
+        shared = cls._shared(memory, copies, files, [one.reads for one in duties], places)
+        return replace(shared._with_checks(place, files, [one.checks for one in duties]), fallback=alone)
 
-    def _checking(self, place: int, files: Mapping[str, FileSource], lists: Sequence[Sequence[Segment]]) -> HostReading:
+    def _with_checks(
+        self, place: int, files: Mapping[str, FileSource], lists: Sequence[Sequence[Segment]]
+    ) -> MachineReading:
         """The same, where the rank at each place checks a list of segments for all."""
-        checks, left = [], defaultdict(list)
+        checks: list[tuple[FileSource, Segment]] = []
+        others: dict[FileSource, list[tuple[int, int]]] = defaultdict(list)
         for i, segments in enumerate(lists):
             for source, segment in ((files[s.label], s) for s in segments if s.label in files):
                 if i == place:
                     checks.append((source, segment))
                 else:
-                    left[source].append((segment.start, segment.stop))
-        return replace(self, checks=tuple(checks), left={source: merged(ranges) for source, ranges in left.items()})
+                    others[source].append((segment.start, segment.stop))
+        by_others = {source: merge_ranges(ranges) for source, ranges in others.items()}
+        return replace(self, checks=tuple(checks), checked_by_others=by_others)
 
-    def confirmed(self, group: Group) -> tuple[HostReading, bool]:
+    def confirm(self, group: Group) -> tuple[MachineReading, bool]:
         """Collective, and a barrier: itself if all ranks of this machine can take part, else each reads for itself;
         and whether a rank of any machine cannot, which all ranks are told alike."""
         refusals = group.exchange(b"refused" if self.refused else b"")
         mine = any(refusals[i] for i in self.places)
-        return (self.otherwise or self) if mine else self, any(refusals)
+        return (self.fallback or self) if mine else self, any(refusals)
 
     @classmethod
-    def _of(
+    def _shared(
         cls,
-        host: Host,
+        memory: MachineMemory,
         copies: Iterable[Copy],
         files: dict[str, FileSource],
         lists: Sequence[Sequence[Segment]],
         places: list[int],
-    ) -> HostReading:
+    ) -> MachineReading:
         by_file: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         for reader, segments in enumerate(lists):
             for turn, segment in enumerate(segments):
                 by_file[segment.label][segment.number] = (reader, turn)
-        takes: dict[tuple[int, int], list[Part]] = defaultdict(list)
+        wanted: dict[tuple[int, int], list[SegmentPart]] = defaultdict(list)
         rest: list[Copy] = []
         for copy in copies:
             source = _common(copy)
@@ -129,30 +153,32 @@ class HostReading:
             if source is None or shared is None or not copy.place.window.numel:
                 rest.append(copy)
                 continue
-            for number, parts in cut(source, copy):
+            for number, parts in parts_by_segment(source, copy):
                 if number in shared:
-                    takes[shared[number]] += parts
+                    wanted[shared[number]] += parts
                 else:
-                    rest += [part.alone(number * segment_bytes(source)) for part in parts]
-        mine = tuple((files[segment.label], segment) for segment in lists[host.place])
-        return cls(host, max(map(len, lists)), mine, dict(takes), rest, places)
+                    rest += [part.as_copy(number * segment_bytes(source)) for part in parts]
+        mine = tuple((files[segment.label], segment) for segment in lists[memory.place])
+        return cls(memory, max(map(len, lists)), mine, dict(wanted), rest, places)
 
     def spans_to_check(self, copies: Iterable[Copy]) -> dict[FileSource, list[tuple[int, int]]]:
         """What this rank had better compare with checksums before anybody writes: all that it reads for itself without
         gaps and no other rank checks, what it checks for all, and of the segments that it reads for all those that it
         wants whole."""
-        spans = spans_by_file(self.rest)
-        whole = spans_by_file(copies)
-        spans = {source: without(ranges, self.left.get(source, ())) for source, ranges in spans.items()}
+        others, whole = self.checked_by_others, spans_by_file(copies)
+        spans = {
+            source: subtract_ranges(ranges, others.get(source, ()))
+            for source, ranges in spans_by_file(self.rest).items()
+        }
         for source, segment in self.checks:
             spans.setdefault(source, []).append((segment.start, segment.stop))
-        for source, segment in self.mine:
+        for source, segment in self.reads:
             if _common_bytes(segment, whole.get(source, ())) >= WHOLE_SHARE * (segment.stop - segment.start):
                 spans.setdefault(source, []).append((segment.start, segment.stop))
-        return {source: merged(ranges) for source, ranges in spans.items()}
+        return {source: merge_ranges(ranges) for source, ranges in spans.items()}
 
-    def run(self, *, piece_bytes: int, check: Check | None, on_bytes: Callable[[int], None]) -> Done:
-        """Read and take everything that is shared.
+    def run(self, *, piece_bytes: int, check: Check | None, on_bytes: Callable[[int], None]) -> ByteCounts:
+        """Read and copy everything that is shared.
 
         Args:
             piece_bytes: for what is staged on its way to another dtype or device.
@@ -161,27 +187,27 @@ class HostReading:
 
         Raises DamagedCheckpointError if a segment is damaged: targets may be partly written then.
         """
-        done = Done()
-        if self.host is None:
+        done = ByteCounts()
+        if self.memory is None:
             return done
-        host, ranks = self.host, len(self.host.memory)
-        with _Filler(self, host, check, done, on_bytes) as filler:
+        memory, ranks = self.memory, len(self.memory.memory)
+        with _SlotFiller(self.reads, memory, check, done, on_bytes) as filler:
             for turn in range(self.rounds):
-                if turn < len(self.mine):
+                if turn < len(self.reads):
                     filler.fill(turn)
-                    host.call(FILLED)
+                    memory.call(FILLED)
                 taken = 0
-                for reader in ((host.place + i) % ranks for i in range(ranks)):
-                    parts = self.takes.get((reader, turn))
+                for reader in ((memory.place + i) % ranks for i in range(ranks)):
+                    parts = self.parts.get((reader, turn))
                     if parts:
-                        host.wait_filled(reader, turn + 1)
-                        nbytes = take(host.slot(reader, turn), parts, piece_bytes)
-                        done.received += nbytes if reader != host.place else 0
+                        memory.wait_filled(reader, turn + 1)
+                        nbytes = copy_parts(memory.slot(reader, turn), parts, piece_bytes)
+                        done.received += nbytes if reader != memory.place else 0
                         taken += nbytes
                 on_bytes(taken)
-                if turn + 1 >= len(self.mine):  # else the call of the next slot says so
-                    host.call(TAKEN)
-            host.wait_taken(self.rounds)
+                if turn + 1 >= len(self.reads):  # else the call of the next slot says so
+                    memory.call(TAKEN)
+            memory.wait_taken(self.rounds)
         return done
 
 
@@ -198,19 +224,24 @@ def _common_bytes(segment: Segment, ranges: Sequence[tuple[int, int]]) -> int:
     return sum(min(stop, segment.stop) - max(start, segment.start) for start, stop in near)
 
 
-class _Filler:
+class _SlotFiller:
     """Fills this rank's slots: at once where the storage answers at once, else ahead, on threads."""
 
     def __init__(
-        self, reading: HostReading, host: Host, check: Check | None, done: Done, watch: Callable[[int], None]
+        self,
+        reads: Sequence[tuple[FileSource, Segment]],
+        memory: MachineMemory,
+        check: Check | None,
+        done: ByteCounts,
+        watch: Callable[[int], None],
     ) -> None:
-        self._mine, self._host, self._check, self._done, self._watch = reading.mine, host, check, done, watch
-        ahead = host.slots > LOCAL_SLOTS and len(self._mine) > 1
-        self._pool = ThreadPoolExecutor(host.slots, thread_name_prefix="reshard-read") if ahead else None
-        self._under_way: deque[Future[Done]] = deque()
+        self._reads, self._memory, self._check, self._done, self._watch = reads, memory, check, done, watch
+        ahead = memory.slots > LOCAL_SLOTS and len(reads) > 1
+        self._pool = ThreadPoolExecutor(memory.slots, thread_name_prefix="reshard-read") if ahead else None
+        self._under_way: deque[Future[ByteCounts]] = deque()
         self._next = 0
 
-    def __enter__(self) -> _Filler:
+    def __enter__(self) -> _SlotFiller:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -219,11 +250,11 @@ class _Filler:
 
     def fill(self, turn: int) -> None:
         """Until the slot of this turn is filled."""
-        self._host.wait_taken(turn + 1 - self._host.slots)
+        self._memory.wait_taken(turn + 1 - self._memory.slots)
         if self._pool is None:
             self._add(self._read(turn))
             return
-        while self._next < min(len(self._mine), self._host.taken() + self._host.slots):
+        while self._next < min(len(self._reads), self._memory.taken() + self._memory.slots):
             self._under_way.append(self._pool.submit(self._read, self._next))
             self._next += 1
         future = self._under_way.popleft()
@@ -231,18 +262,20 @@ class _Filler:
             self._watch(0)
         self._add(future.result())
 
-    def _read(self, turn: int) -> Done:
-        source, segment = self._mine[turn]
-        done = Done()
-        fetch(source, segment.start, segment.stop, self._host.slot(self._host.place, turn), self._check, done)
+    def _read(self, turn: int) -> ByteCounts:
+        source, segment = self._reads[turn]
+        done = ByteCounts()
+        read_segment(
+            source, segment.start, segment.stop, self._memory.slot(self._memory.place, turn), self._check, done
+        )
         return done
 
-    def _add(self, one: Done) -> None:
+    def _add(self, one: ByteCounts) -> None:
         self._done.read += one.read
         self._done.checked += one.checked
 
 
-def own_slots(copies: Iterable[Copy]) -> tuple[int, int]:
+def slots_for(copies: Iterable[Copy]) -> tuple[int, int]:
     """How many slots this rank shares with the others of its machine, and of how many bytes."""
     sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
     remote = any(source.view() is None for source in sources)

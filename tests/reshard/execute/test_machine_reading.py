@@ -23,11 +23,11 @@ import reshard
 from planners.geometry.byteruns import Window
 from reshard.control.group import Group
 from reshard.errors import DamagedCheckpointError, RankFailedError, ReshardError
-from reshard.execute.reading import merged, without
-from reshard.execute.sharing import host, host_reading, segments
-from reshard.execute.sharing.pieces import _cuts
+from reshard.execute.reading import merge_ranges, subtract_ranges
+from reshard.execute.sharing import machine_memory, machine_reading, segments
+from reshard.execute.sharing.segment_parts import _windows_by_segment
 from reshard.execute.sharing.segments import LOCAL_SEGMENT_BYTES as SIZE
-from reshard.execute.sharing.segments import Segment, Touched, share_out, touch
+from reshard.execute.sharing.segments import Segment, TouchedBytes, add_touched, assign_segments
 from reshard.formats.stored.source import FileSource
 from reshard.state.tensors import local_tensors
 from reshard.storage import LocalStorage, MemoryStorage
@@ -36,7 +36,7 @@ from tests import gloo
 
 def touched(window: Window, nbytes: int, grain: int = 4096) -> list[int]:
     counts = np.zeros(-(-nbytes // SIZE), np.int64)
-    touch(counts, SIZE, window, nbytes, grain)
+    add_touched(counts, SIZE, window, nbytes, grain)
     return counts.tolist()
 
 
@@ -73,14 +73,14 @@ def test_parts_of_long_rows_touch_together_just_what_there_is():
     ]
 
 
-def said(**files: list[int]) -> Touched:
-    return Touched(
+def said(**files: list[int]) -> TouchedBytes:
+    return TouchedBytes(
         {name: segments._File(len(c) * SIZE, SIZE, 0, np.array(c, "<u4").tobytes()) for name, c in files.items()}
     )
 
 
-def reads(*ranks: Touched) -> list[tuple[Segment, ...]]:
-    return [one.reads for one in share_out(ranks)]
+def reads(*ranks: TouchedBytes) -> list[tuple[Segment, ...]]:
+    return [one.reads for one in assign_segments(ranks)]
 
 
 def test_what_all_touch_is_read_in_turns_and_what_one_touches_by_itself():
@@ -93,43 +93,43 @@ def test_what_all_touch_is_read_in_turns_and_what_one_touches_by_itself():
     assert [len(its) for its in lists] == [8, 8, 8]
     assert all(s == Segment("a", s.start // SIZE, s.start, s.start + SIZE) for its in lists for s in its)
     assert reads(said(a=[SIZE] * n), said(b=[SIZE] * n)) == [(), ()]
-    assert share_out([said(a=[SIZE] * n)] * 2 + [said()])[2] == ((), ())
+    assert assign_segments([said(a=[SIZE] * n)] * 2 + [said()])[2] == ((), ())
 
 
 def test_files_of_other_lengths_under_one_name_are_not_shared():
-    longer = Touched({"a": segments._File(25 * SIZE, SIZE, 0, np.array([SIZE] * 25, "<u4").tobytes())})
-    assert share_out([said(a=[SIZE] * 24), longer]) == (((), ()), ((), ()))
+    longer = TouchedBytes({"a": segments._File(25 * SIZE, SIZE, 0, np.array([SIZE] * 25, "<u4").tobytes())})
+    assert assign_segments([said(a=[SIZE] * 24), longer]) == (((), ()), ((), ()))
 
 
 def test_little_is_not_worth_sharing():
     assert reads(*[said(a=[SIZE] * 2)] * 2) == [(), ()]
     assert reads(*[said(a=[SIZE // 4] * 40)] * 4) == [()] * 4  # all together touch no more than there is
-    assert share_out([]) == ()
+    assert assign_segments([]) == ()
 
 
 def test_where_touching_costs_next_to_nothing_each_reads_for_itself():
     ranks = [said(a=[SIZE] * 24)] * 4
-    assert any(one.reads for one in share_out(ranks, 110.0))  # small pages
-    assert not any(one.reads for one in share_out(ranks, 11.0))  # large folios
+    assert any(one.reads for one in assign_segments(ranks, 110.0))  # small pages
+    assert not any(one.reads for one in assign_segments(ranks, 11.0))  # large folios
 
 
 def test_what_each_reads_a_part_of_is_checked_by_one():
-    lists = share_out([said(a=[SIZE // 2] * 6 + [0, SIZE]), said(a=[SIZE // 2] * 5 + [SIZE // 4, SIZE, 0])], 0.0)
+    lists = assign_segments([said(a=[SIZE // 2] * 6 + [0, SIZE]), said(a=[SIZE // 2] * 5 + [SIZE // 4, SIZE, 0])], 0.0)
 
     assert [[s.number for s in one.checks] for one in lists] == [[0, 2, 4], [1, 3]]
     assert not any(one.reads for one in lists)
-    assert [len(one.checks) for one in share_out([said(a=[SIZE] * 24)] * 3, 0.0)] == [8, 8, 8]
-    assert not any(one.checks for one in share_out([said(a=[SIZE] * 24)] * 3))  # who reads it for all checks it
+    assert [len(one.checks) for one in assign_segments([said(a=[SIZE] * 24)] * 3, 0.0)] == [8, 8, 8]
+    assert not any(one.checks for one in assign_segments([said(a=[SIZE] * 24)] * 3))  # who reads it for all checks it
 
 
 ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair)))).map(
-    merged
+    merge_ranges
 )
 
 
 @given(ranges, ranges)
 def test_what_is_without_holes_is_what_lies_outside_of_them(given_, holes):
-    left = without(given_, holes)
+    left = subtract_ranges(given_, holes)
     assert left == sorted(left)
     bytes_of = lambda spans: [i for start, stop in spans for i in range(start, stop)]  # noqa: E731
     assert bytes_of(left) == [i for i in bytes_of(given_) if i not in bytes_of(holes)]
@@ -143,7 +143,7 @@ def test_touching_is_measured_where_it_can_be(tmp_path):
 
 
 def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
-    rank = Touched({"a": segments._File(9 * SIZE + 5, SIZE, 1, np.array([SIZE] * 8 + [5], "<u4").tobytes())})
+    rank = TouchedBytes({"a": segments._File(9 * SIZE + 5, SIZE, 1, np.array([SIZE] * 8 + [5], "<u4").tobytes())})
     lists = reads(*[rank] * 4)
     last = max((s for its in lists for s in its), key=lambda s: s.start)
     assert (last.start, last.stop) == (9 * SIZE, 9 * SIZE + 5)
@@ -152,15 +152,15 @@ def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
 def test_what_a_rank_says_survives_the_wire():
     storage = MemoryStorage("test-host-reading")
     storage.publish("a", bytes(3 * SIZE))
-    said_of = Touched.of([(FileSource(storage, "a"), Window.row_major(SIZE + 1, (SIZE,), 1))])
-    assert Touched.decode(said_of.encode()) == said_of
+    said_of = TouchedBytes.of([(FileSource(storage, "a"), Window.row_major(SIZE + 1, (SIZE,), 1))])
+    assert TouchedBytes.decode(said_of.encode()) == said_of
     assert {name.rpartition("/")[2]: file.first for name, file in said_of.files.items()} == {"a": 1}
 
 
 def test_the_cuts_of_a_window_are_its_elements_by_segment():
     window = Window(SIZE - 3, (5, 40), (SIZE // 2 + 7, 8), 8)  # an element lies across the end of the first segment
     seen = np.zeros((5, 40), int)
-    for number, pieces in enumerate(_cuts(window, SIZE)):
+    for number, pieces in enumerate(_windows_by_segment(window, SIZE)):
         for index, part in pieces:
             seen[index] += 1
             assert 0 <= part.offset < SIZE
@@ -198,7 +198,7 @@ def same(found: dict[str, Any], known: dict[str, Any]) -> list[str]:
 
 def always_share() -> None:
     """Whatever it costs to touch a page where the tests run."""
-    host_reading.touch_us_per_mib = lambda windows: float("inf")
+    machine_reading.touch_us_per_mib = lambda windows: float("inf")
 
 
 def shared_files() -> int:
@@ -313,14 +313,14 @@ def unlucky_job(path: str) -> tuple[bool, int]:
     """One rank may not open what belongs to the others."""
     always_share()
     if dist.get_rank() == 1:
-        host.Own.open = refuse
+        machine_memory.OwnMemory.open = refuse
     known = place({"wide": tensors()["wide"]}, Shard(1))
     target = place({"wide": torch.zeros(ROWS, COLUMNS)}, Shard(1))
     report = reshard.load(target, path, strict=False)
     return not same(target, known), report.bytes_received
 
 
-def refuse(self: host.Own, address: host.Address, what: int, flags: int) -> int:
+def refuse(self: machine_memory.OwnMemory, address: machine_memory.Address, what: int, flags: int) -> int:
     raise PermissionError("not yours")
 
 
@@ -333,7 +333,7 @@ def test_where_one_rank_cannot_take_part_each_reads_for_itself(tmp_path):
 def dying_job(path: str) -> str:
     always_share()
     if dist.get_rank() == 2:
-        host.Host.call = lambda self, what: os._exit(9)
+        machine_memory.MachineMemory.call = lambda self, what: os._exit(9)
     target = place({"wide": torch.zeros(ROWS, COLUMNS)}, Shard(1))
     try:
         reshard.load(target, path, deadline_s=30)
@@ -353,15 +353,15 @@ def test_a_rank_that_dies_while_others_wait_for_its_share_ends_the_load(tmp_path
 def hasty_job(rounds: int) -> int:
     """Ranks that take nothing are through all rounds long before the one that is busy listens."""
     group = Group()
-    with group.together("rounds", deadline_s=60), host.Own(1, 4096) as own:
+    with group.together("rounds", deadline_s=60), machine_memory.OwnMemory(1, 4096) as own:
         fcntl.fcntl(own.pipe, fcntl.F_SETPIPE_SZ, 4096)
         addresses = [pickle.loads(data) for data in group.exchange(pickle.dumps(own.address))]
-        all_of_us = host.Host(own, addresses, group.ranks, group.rank, group)
+        all_of_us = machine_memory.MachineMemory(own, addresses, group.ranks, group.rank, group)
         group.barrier()
         if group.rank == 0:
             time.sleep(0.3)
         for _ in range(rounds):
-            all_of_us.call(host.TAKEN)
+            all_of_us.call(machine_memory.TAKEN)
         all_of_us.wait_taken(rounds)
         return all_of_us.taken()
 
@@ -388,7 +388,7 @@ def outcome(target: dict[str, Any], path: str, **options: Any) -> str:
 def damaged_parts_job(path: str, file: str, places: list[int], budget_bytes: int | None) -> list[str]:
     """Every rank wants a part of every segment, and reads it for itself, since touching pages is cheap here, or
     there is no memory to share."""
-    host_reading.touch_us_per_mib = lambda windows: 0.0 if budget_bytes is None else float("inf")
+    machine_reading.touch_us_per_mib = lambda windows: 0.0 if budget_bytes is None else float("inf")
     mesh = DeviceMesh("cpu", range(4))
     shapes = {"wide": (ROWS, COLUMNS), "b": (ROWS // 4, 1024)}
     out = []
@@ -431,7 +431,7 @@ def test_a_flipped_bit_in_what_each_rank_reads_a_part_of_is_found_before_anythin
 
 def careless_job(path: str, file: str, places: list[int], cost: float) -> list[str]:
     """One rank does not want anything checked."""
-    host_reading.touch_us_per_mib = lambda windows: cost
+    machine_reading.touch_us_per_mib = lambda windows: cost
     mesh, out = DeviceMesh("cpu", range(3)), []
     for at in places:
         if dist.get_rank() == 0:
@@ -466,7 +466,7 @@ def unlucky_damaged_job(paths: list[str]) -> list[str]:
     always_share()
     mesh = DeviceMesh("cpu", [1, 2])
     if dist.get_rank() == 1:
-        host.Own.open = refuse
+        machine_memory.OwnMemory.open = refuse
     out = []
     for path in paths:
         target: Any = torch.zeros(ROWS, COLUMNS)
