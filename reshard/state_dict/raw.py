@@ -7,20 +7,17 @@ elsewhere only if the caller says which names are right. So are PEFT's segments,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from reshard.errors import NormalizationError
-from reshard.state.adapters import PEFT_PREFIX, drop_adapter
 from reshard.state.optimizer_forms import is_flat, is_nested
-from reshard.state.torch_internals import WRAPPER_SEGMENTS
+from reshard.state.wrapper_names import CERTAIN_SEGMENTS, WrapperNames
 
 __all__ = ["NormalizeReport", "Normalized", "normalize"]
-
-_CERTAIN = WRAPPER_SEGMENTS - {"module"}
 
 
 @dataclass(frozen=True)
@@ -74,24 +71,6 @@ def normalize(
     return out
 
 
-@dataclass(frozen=True)
-class _Fronts:
-    """What can only be told from all names of a state together."""
-
-    modules: int
-    """How many leading `module` segments all names have, other wrapper segments aside."""
-    adapted: bool
-    """Whether all names then begin as those of PEFT do."""
-    without_adapter: Callable[[str], str]
-
-    def drop(self, raw: str) -> str:
-        """The name without what wrappers and adapters add."""
-        name = _drop(raw, self.modules)
-        if not self.adapted:
-            return name
-        return self.without_adapter(_without_base_layer(name.removeprefix(PEFT_PREFIX)))
-
-
 class _Work:
     def __init__(self, names: frozenset[str] | None, order: Sequence[str] | None) -> None:
         self.names = names
@@ -114,17 +93,17 @@ class _Work:
     def optimizer(self, raw: Mapping[str, Any], what: str) -> dict[str, Any]:
         groups = raw["param_groups"]
         texts = [key for key in [*raw["state"], *(k for g in groups for k in g["params"])] if isinstance(key, str)]
-        fronts = self.fronts(texts)
+        wrappers = WrapperNames(texts)
         state: dict[Any, Any] = {}
         for key, values in raw["state"].items():
-            name = self.key(key, fronts, what)
+            name = self.key(key, wrappers, what)
             if name in state:
                 raise NormalizationError(f"two entries of {what}['state'] have the canonical name {name!r}")
             state[name] = values
         packed = []
         for group in groups:
             fields = {field: value for field, value in group.items() if field != "param_names"}
-            packed.append({**fields, "params": [self.key(key, fronts, what) for key in group["params"]]})
+            packed.append({**fields, "params": [self.key(key, wrappers, what) for key in group["params"]]})
         rest = {key: value for key, value in raw.items() if key not in ("state", "param_groups")}
         return {**rest, "state": state, "param_groups": packed}
 
@@ -137,11 +116,11 @@ class _Work:
         return out
 
     def renamed_keys(self, raw: Mapping[str, Any], what: str) -> dict[str, Any]:
-        fronts = self.fronts(raw)
+        wrappers = WrapperNames(raw)
         out: dict[str, Any] = {}
         origin: dict[str, str] = {}
         for key, value in raw.items():
-            name = self.name(key, fronts)
+            name = self.name(key, wrappers)
             if name in origin:
                 raise NormalizationError(
                     f"{origin[name]!r} and {key!r} of {what} both have the canonical name {name!r}"
@@ -149,19 +128,10 @@ class _Work:
             origin[name], out[name] = key, value
         return out
 
-    def fronts(self, keys: Iterable[str]) -> _Fronts:
-        """What all keys have in front, and the name of the only adapter."""
-        given = list(keys)
-        modules = min({_leading_modules(key) for key in given}, default=0)
-        bare = [_drop(key, modules) for key in given]
-        adapted = bool(bare) and all(name.startswith(PEFT_PREFIX) for name in bare)
-        inner = [name.removeprefix(PEFT_PREFIX) for name in bare] if adapted else []
-        return _Fronts(modules, adapted, drop_adapter(map(_without_base_layer, inner)))
-
-    def key(self, key: Any, fronts: _Fronts, what: str) -> Any:
+    def key(self, key: Any, wrappers: WrapperNames, what: str) -> Any:
         """The canonical name of a key of optimizer state."""
         if isinstance(key, str):
-            return self.name(key, fronts)
+            return self.name(key, wrappers)
         if not isinstance(key, int) or isinstance(key, bool):
             return key
         if self.order is None:
@@ -174,16 +144,16 @@ class _Work:
         self.ids[key] = self.order[key]
         return self.order[key]
 
-    def name(self, raw: str, fronts: _Fronts) -> str:
+    def name(self, raw: str, wrappers: WrapperNames) -> str:
         """The canonical name of a raw one, and account of what was dropped."""
         if self.names is not None and raw in self.names:
             name = raw
         else:
-            name = self._by_names(raw) or fronts.drop(raw)
+            name = self._by_names(raw) or wrappers(raw)
         if name != raw:
             self.renamed[raw] = name
             kept = name.split(".")
-            for segment in WRAPPER_SEGMENTS:
+            for segment in (*CERTAIN_SEGMENTS, "module"):
                 gone = raw.split(".").count(segment) - kept.count(segment)
                 if gone:
                     self.dropped[segment] = self.dropped.get(segment, 0) + gone
@@ -194,7 +164,7 @@ class _Work:
         """The known name that the raw one can become by dropping segments, if there is exactly one."""
         if self.names is None:
             return None
-        certain = [part for part in raw.split(".") if part not in _CERTAIN]
+        certain = [part for part in raw.split(".") if part not in CERTAIN_SEGMENTS]
         at = [i for i, part in enumerate(certain) if part == "module"]
         found = set()
         for mask in range(1 << min(len(at), 10)):
@@ -206,32 +176,6 @@ class _Work:
         if len(found) > 1:
             raise NormalizationError(f"{raw!r} could be any of {sorted(found)}")
         return found.pop() if found else None
-
-
-def _leading_modules(key: str) -> int:
-    count = 0
-    for part in key.split("."):
-        if part == "module":
-            count += 1
-        elif part not in _CERTAIN:
-            break
-    return count
-
-
-def _drop(raw: str, fronts: int) -> str:
-    out: list[str] = []
-    for part in raw.split("."):
-        if part in _CERTAIN:
-            continue
-        if part == "module" and fronts and not out:
-            fronts -= 1
-            continue
-        out.append(part)
-    return ".".join(out)
-
-
-def _without_base_layer(name: str) -> str:
-    return name.replace(".base_layer.", ".")
 
 
 def _tails(name: str) -> list[str]:

@@ -1,8 +1,4 @@
-"""Canonical names by spelling: what is left of a saved name without the segments that wrappers add.
-
-Here there is no live module to ask, so only segments that nothing else is called are dropped wherever they stand;
-`module.` and the like, which a user's own child may be called too, only if every name of the model begins with it.
-"""
+"""Canonical names of what a checkpoint holds: without wrappers' segments, and as hints say."""
 
 from __future__ import annotations
 
@@ -11,13 +7,10 @@ from collections.abc import Iterable
 
 from reshard.checkpoint.canonical.hints import Hints
 from reshard.errors import NormalizationError
-from reshard.state.adapters import PEFT_PREFIX, drop_adapter
-from reshard.state.torch_internals import WRAPPER_SEGMENTS
+from reshard.state.wrapper_names import CERTAIN_SEGMENTS, WrapperNames
 
 __all__ = ["NameMap", "common_attribute"]
 
-_WRAPPERS = (WRAPPER_SEGMENTS - {"module"}) | {"_fpw_module", "_forward_module"}
-_LEADING = ("module.", PEFT_PREFIX)
 _COUNTERS = frozenset(("n_averaged",))
 """Names that an averaging wrapper adds beside `module.`."""
 
@@ -34,49 +27,29 @@ class NameMap:
         """
         self._hinted = {str(k): str(v) for k, v in hints.mapping("names").items()}
         self._keep = bool(hints.get("keep_parametrizations"))
-        bare = [_without_wrappers(name) for name in names]
         prefix = hints.get("prefix")
-        self._prefixes: list[str] = []
-        for fixed in (extra_prefix if prefix != "" else "", "" if prefix is None else str(prefix)):
-            if fixed:
-                bare = self._take(bare, fixed)
-        bare = self._take_leading(bare)
-        self._drop_adapter = drop_adapter([*bare, *map(self._bare, others)] if PEFT_PREFIX in self._prefixes else ())
-
-    def _take(self, names: list[str], prefix: str) -> list[str]:
-        self._prefixes.append(prefix)
-        return [name.removeprefix(prefix) for name in names]
-
-    def _take_leading(self, names: list[str]) -> list[str]:
-        found = True
-        while found and names:
-            found = False
-            for prefix in _LEADING:
-                rest = [name for name in names if not name.startswith(prefix)]
-                if len(rest) < len(names) and set(rest) <= _COUNTERS:
-                    names, found = self._take(names, prefix), True
-        return names
+        self._wrappers = WrapperNames(
+            names,
+            prefixes=(extra_prefix if prefix != "" else "", "" if prefix is None else str(prefix)),
+            beside=_COUNTERS,
+            certain=CERTAIN_SEGMENTS | {"base_layer"},
+            others=others,
+        )
 
     def __call__(self, name: str) -> str:
         """The canonical name."""
         hinted = self._from_hint(name)
         if hinted is not None:
             return hinted
-        bare = self._bare(name)
+        bare = self._wrappers.without_wrappers(name)
         if "parametrizations" in bare.split(".") and not self._keep:
             raise NormalizationError(
                 f"{name!r} is part of a parametrization, whose parameter is computed from it and is not stored; remove "
                 "the parametrization before saving, or keep such names by the hint {'keep_parametrizations': True}"
             )
-        bare = self._drop_adapter(bare)
+        bare = self._wrappers.without_adapter(bare)
         hinted = self._from_hint(bare)
         return bare if hinted is None else hinted
-
-    def _bare(self, name: str) -> str:
-        bare = _without_wrappers(name)
-        for prefix in self._prefixes:
-            bare = bare.removeprefix(prefix)
-        return bare
 
     def _from_hint(self, name: str) -> str | None:
         """By the whole name, or by the longest leading part that the hint has."""
@@ -91,12 +64,6 @@ class NameMap:
                     tail = name[len(head) + 1 :]
                     return f"{start}.{tail}" if start and not start.endswith(".") else start + tail
         return None
-
-
-def _without_wrappers(name: str) -> str:
-    if not any(wrapper in name for wrapper in _WRAPPERS) and ".base_layer." not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS and part != "base_layer")
 
 
 _HOLDERS = frozenset(
