@@ -11,7 +11,6 @@ from planners.views.view import View
 from reshard.errors import NormalizationError
 from reshard.formats.stored.tensor import StoredTensor
 from reshard.mapping.computed_tensors import cast, dequantized, is_floating, mxfp4, offset
-from reshard.mapping.patterns import Pattern
 from reshard.mapping.rules import Rule
 
 __all__ = ["Cast", "Computing", "Dequantize", "Mxfp4", "Offset"]
@@ -38,16 +37,11 @@ class Cast(Computing):
     `old` is the dtype to go back to; without it there is no inverse.
     """
 
-    sources: tuple[Pattern, ...]
-    targets: tuple[Pattern, ...]
     dtype: str
     old: str | None
 
     def __init__(self, source: str, dtype: str, old: str | None = None) -> None:
-        for name, value in (("dtype", dtype), ("old", old)):
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "sources", (Pattern(source),))
-        object.__setattr__(self, "targets", (Pattern(source),))
+        self._set(source, source, dtype=dtype, old=old)
 
     def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
         (source,) = sources
@@ -71,17 +65,11 @@ class Offset(Computing):
     sign of a zero is not kept.
     """
 
-    sources: tuple[Pattern, ...]
-    targets: tuple[Pattern, ...]
     by: float
     exact: bool
 
     def __init__(self, source: str, target: str, by: float, exact: bool = True) -> None:
-        for name, value in (("by", float(by)), ("exact", exact)):
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "sources", (Pattern(source),))
-        object.__setattr__(self, "targets", (Pattern(target),))
-        Rule.__post_init__(self)
+        self._set(source, target, by=float(by), exact=exact)
 
     def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
         (source,) = sources
@@ -101,8 +89,6 @@ class Dequantize(Computing):
     """
 
     optional: ClassVar[bool] = True
-    sources: tuple[Pattern, ...]
-    targets: tuple[Pattern, ...]
     block: tuple[int, ...]
     dtype: str
 
@@ -114,11 +100,7 @@ class Dequantize(Computing):
         block: Sequence[int] = (128, 128),
         dtype: str = "bfloat16",
     ) -> None:
-        for name, value in (("block", tuple(block)), ("dtype", dtype)):
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "sources", (Pattern(weight), Pattern(scale)))
-        object.__setattr__(self, "targets", (Pattern(target),))
-        Rule.__post_init__(self)
+        self._set((weight, scale), target, block=tuple(block), dtype=dtype)
 
     def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
         weight, scale = sources
@@ -136,8 +118,6 @@ class Mxfp4(Computing):
     """
 
     optional: ClassVar[bool] = True
-    sources: tuple[Pattern, ...]
-    targets: tuple[Pattern, ...]
     dtype: str
 
     def __init__(
@@ -147,10 +127,7 @@ class Mxfp4(Computing):
         target: str = "{name+}",
         dtype: str = "bfloat16",
     ) -> None:
-        object.__setattr__(self, "dtype", dtype)
-        object.__setattr__(self, "sources", (Pattern(blocks), Pattern(scales)))
-        object.__setattr__(self, "targets", (Pattern(target),))
-        Rule.__post_init__(self)
+        self._set((blocks, scales), target, dtype=dtype)
 
     def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
         blocks, scales = sources

@@ -16,9 +16,9 @@ from planners.geometry.layout import TensorSpec
 from planners.views.view import View
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError
+from reshard.mapping.apply_rules import Stage
 from reshard.mapping.rule_matching import Group, Matcher
 from reshard.mapping.rules import Rename, Rule, views_of
-from reshard.mapping.stage import Stage
 
 __all__ = ["Mapping", "apply_dict", "between"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from reshard.errors import KeyMismatchError
-from reshard.mapping.patterns import Pattern, Site, sites
+from reshard.mapping.name_patterns import Pattern, Site, sites
 from reshard.mapping.rules import Rule
 
 __all__ = ["Group", "Hit", "Matcher", "mapped_path"]

@@ -13,20 +13,21 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from planners.geometry.layout import TensorSpec
 from planners.views.view import View, concat, stack
 from reshard.errors import NormalizationError
-from reshard.mapping.patterns import Pattern
+from reshard.mapping.name_patterns import Pattern
 
 __all__ = ["Concat", "Drop", "Rename", "Resize", "Rope", "Rule", "Split", "Stack", "Transpose", "Unstack", "views_of"]
 
 Names = Sequence[str] | str
 
 
+@dataclass(frozen=True, init=False)
 class Rule(ABC):
     """What some targets are made of. Equal rules compare equal and have one hash."""
 
@@ -34,7 +35,7 @@ class Rule(ABC):
     targets: tuple[Pattern, ...]
     optional: ClassVar[bool] = False
     """Whether names are left as they are where not all sources are there; else that is an error."""
-    fill: float | None = None
+    fill: float | None = field(default=None, repr=False, kw_only=True)
     """What stands for states of an optimizer that some of the sources do not have; None: that is an error."""
 
     @abstractmethod
@@ -45,7 +46,24 @@ class Rule(ABC):
     def inverse(self) -> Rule:
         """The rule that makes the sources of the targets. Raises NormalizationError where that cannot be."""
 
-    def __post_init__(self) -> None:
+    def _set(
+        self,
+        sources: Names,
+        targets: Names,
+        *,
+        sources_over: str | None = None,
+        targets_over: str | None = None,
+        **values: Any,
+    ) -> None:
+        """Fill the frozen fields; `sources_over` and `targets_over` are the words that number them."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        for side, names, over in (("sources", sources, sources_over), ("targets", targets, targets_over)):
+            texts = (names,) if isinstance(names, str) else names
+            object.__setattr__(self, side, tuple(Pattern(text, over) for text in texts))
+        self._check_words()
+
+    def _check_words(self) -> None:
         """Raises NormalizationError for a word of a target that no source has, or sources that differ in words."""
         words = {word for pattern in self.sources for word in pattern.words}
         for pattern in self.targets:
@@ -64,7 +82,7 @@ class Rule(ABC):
         for side in ("sources", "targets"):
             patterns = tuple(Pattern(change(p.text), p.number) for p in getattr(self, side))
             object.__setattr__(made, side, patterns)
-        made.__post_init__()
+        made._check_words()
         return made
 
     @property
@@ -84,22 +102,12 @@ def _one(rule: Rule, views: Sequence[View]) -> View:
     return view
 
 
-def _set(rule: Rule, sources: Names, targets: Names, over: tuple[str | None, str | None] = (None, None)) -> None:
-    texts = [(names,) if isinstance(names, str) else tuple(names) for names in (sources, targets)]
-    for name, patterns, number in zip(("sources", "targets"), texts, over):
-        object.__setattr__(rule, name, tuple(Pattern(text, number) for text in patterns))
-    Rule.__post_init__(rule)
-
-
 @dataclass(frozen=True, init=False)
 class Rename(Rule):
     """The same tensor under another name."""
 
-    sources: tuple[Pattern, ...]
-    targets: tuple[Pattern, ...]
-
     def __init__(self, source: str, target: str) -> None:
-        _set(self, source, target)
+        self._set(source, target)
 
     def build(self, views: Sequence[View]) -> list[View]:
         return list(views)
@@ -112,11 +120,8 @@ class Rename(Rule):
 class Drop(Rule):
     """Left out: rotary tables, states of quantization. What was left out does not come back."""
 
-    sources: tuple[Pattern, ...]
-    targets: tuple[Pattern, ...]
-
     def __init__(self, source: str) -> None:
-        _set(self, source, ())
+        self._set(source, ())
 
     def build(self, views: Sequence[View]) -> list[View]:
         return []
@@ -134,8 +139,6 @@ class Concat(Rule):
     `parts` are their sizes in proportion, such as (4, 1, 1): only the inverse needs them.
     """
 
-    sources: tuple[Pattern, ...]
-    targets: tuple[Pattern, ...]
     parts: tuple[int, ...]
     groups: int
     dim: int
@@ -143,10 +146,7 @@ class Concat(Rule):
     def __init__(
         self, sources: Sequence[str], target: str, parts: Sequence[int] = (), groups: int = 1, dim: int = 0
     ) -> None:
-        object.__setattr__(self, "parts", tuple(parts))
-        object.__setattr__(self, "groups", groups)
-        object.__setattr__(self, "dim", dim)
-        _set(self, sources, target)
+        self._set(sources, target, parts=tuple(parts), groups=groups, dim=dim)
         _check_parts(self, self.parts, len(self.sources))
 
     def build(self, views: Sequence[View]) -> list[View]:
@@ -166,8 +166,6 @@ class Concat(Rule):
 class Split(Rule):
     """One tensor cut along `dim` into parts of these sizes in proportion; inverse of `Concat`."""
 
-    sources: tuple[Pattern, ...]
-    targets: tuple[Pattern, ...]
     parts: tuple[int, ...]
     groups: int
     dim: int
@@ -175,10 +173,7 @@ class Split(Rule):
     def __init__(
         self, source: str, targets: Sequence[str], parts: Sequence[int], groups: int = 1, dim: int = 0
     ) -> None:
-        object.__setattr__(self, "parts", tuple(parts))
-        object.__setattr__(self, "groups", groups)
-        object.__setattr__(self, "dim", dim)
-        _set(self, source, targets)
+        self._set(source, targets, parts=tuple(parts), groups=groups, dim=dim)
         _check_parts(self, self.parts, len(self.targets), needed=True)
 
     def build(self, views: Sequence[View]) -> list[View]:
@@ -208,15 +203,11 @@ class Stack(Rule):
     `fill`, the value that stands for theirs: 0 is what an optimizer begins with. A step is then the others' step.
     """
 
-    sources: tuple[Pattern, ...]
-    targets: tuple[Pattern, ...]
     dim: int
     fill: float | None
 
     def __init__(self, source: str, target: str, over: str, dim: int = 0, fill: float | None = None) -> None:
-        object.__setattr__(self, "dim", dim)
-        object.__setattr__(self, "fill", fill)
-        _set(self, source, target, (over, None))
+        self._set(source, target, sources_over=over, dim=dim, fill=fill)
         if over not in self.sources[0].words or over in self.targets[0].words:
             raise NormalizationError(f"{{{over}}} must be in {source!r} and not in {target!r}")
 
@@ -236,15 +227,11 @@ class Unstack(Rule):
     What was filled in is not taken out again: every part has states where the stack has.
     """
 
-    sources: tuple[Pattern, ...]
-    targets: tuple[Pattern, ...]
     dim: int
     fill: float | None
 
     def __init__(self, source: str, target: str, over: str, dim: int = 0, fill: float | None = None) -> None:
-        object.__setattr__(self, "dim", dim)
-        object.__setattr__(self, "fill", fill)
-        _set(self, source, target, (None, over))
+        self._set(source, target, targets_over=over, dim=dim, fill=fill)
         if over in self.sources[0].words or over not in self.targets[0].words:
             raise NormalizationError(f"{{{over}}} must be in {target!r} and not in {source!r}")
 
@@ -262,13 +249,10 @@ class Unstack(Rule):
 class Transpose(Rule):
     """The dims in another order; by default the last two change places."""
 
-    sources: tuple[Pattern, ...]
-    targets: tuple[Pattern, ...]
     dims: tuple[int, ...]
 
     def __init__(self, source: str, target: str, dims: Sequence[int] = ()) -> None:
-        object.__setattr__(self, "dims", tuple(dims))
-        _set(self, source, target)
+        self._set(source, target, dims=tuple(dims))
 
     def build(self, views: Sequence[View]) -> list[View]:
         view = _one(self, views)
@@ -288,16 +272,12 @@ class Resize(Rule):
     A tensor whose dim has the size `new` already stays as it is.
     """
 
-    sources: tuple[Pattern, ...]
-    targets: tuple[Pattern, ...]
     old: int
     new: int
     dim: int
 
     def __init__(self, source: str, target: str, old: int, new: int, dim: int = 0) -> None:
-        for name, value in (("old", old), ("new", new), ("dim", dim)):
-            object.__setattr__(self, name, value)
-        _set(self, source, target)
+        self._set(source, target, old=old, new=new, dim=dim)
 
     def build(self, views: Sequence[View]) -> list[View]:
         view = _one(self, views)
@@ -319,17 +299,13 @@ class Rope(Rule):
     Each head of `head_size` rows is permuted by itself; `to` is "halves" (as Hugging Face wants them) or "pairs".
     """
 
-    sources: tuple[Pattern, ...]
-    targets: tuple[Pattern, ...]
     head_size: int
     to: str
 
     def __init__(self, source: str, target: str, head_size: int, to: str) -> None:
         if to not in ("halves", "pairs"):
             raise NormalizationError(f"rotary rows become 'halves' or 'pairs', not {to!r}")
-        object.__setattr__(self, "head_size", head_size)
-        object.__setattr__(self, "to", to)
-        _set(self, source, target)
+        self._set(source, target, head_size=head_size, to=to)
 
     def build(self, views: Sequence[View]) -> list[View]:
         view = _one(self, views)

@@ -31,7 +31,7 @@ from reshard.mapping import (
     Transpose,
     Unstack,
 )
-from reshard.mapping.patterns import Pattern, sites
+from reshard.mapping.name_patterns import Pattern, sites
 
 
 def whole(checkpoint: reshard.Checkpoint) -> dict[str, torch.Tensor]:
