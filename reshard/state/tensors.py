@@ -5,7 +5,6 @@ Only this module (with the other border modules) knows torch's private names for
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +24,7 @@ from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Placement, Replicate, Shard, StridedShard
 from reshard.errors import LayoutError
 from reshard.state.dtypes import dtype_name
+from reshard.state.placements import readings, same_parts
 from reshard.state.tree import flatten, key_of
 
 __all__ = [
@@ -36,7 +36,9 @@ __all__ = [
     "is_sharded",
     "is_tensor",
     "layout_of",
+    "lines_of",
     "local_tensors",
+    "mesh_line",
     "mesh_of",
     "raw_bytes",
     "spec_of",
@@ -134,6 +136,30 @@ def _mesh_ranks(device_mesh: DeviceMesh) -> torch.Tensor:
     return mesh
 
 
+def lines_of(device_mesh: DeviceMesh, here: int) -> list[tuple[list[int], list[int]]]:
+    """For each axis: the ranks along it through `here`, in the order of the mesh and in that of their process group."""
+    grid = _mesh_ranks(device_mesh)
+    lines = [mesh_line(grid, here, axis) for axis in range(grid.ndim)] if (grid == here).any() else []
+    return [(line, _in_group_order(device_mesh, axis, line)) for axis, line in enumerate(lines)]
+
+
+def mesh_line(grid: torch.Tensor, rank: int, axis: int) -> list[int]:
+    """The ranks along an axis of a mesh through `rank`, in its order."""
+    at = (grid == rank).nonzero()[0].tolist()
+    line: list[int] = grid[(*at[:axis], slice(None), *at[axis + 1 :])].tolist()
+    return line
+
+
+def _in_group_order(device_mesh: DeviceMesh, axis: int, line: list[int]) -> list[int]:
+    """Process groups ascend, unless `new_group(..., sort_ranks=False)` made them. So do those that cannot be asked: a
+    mesh may have none, or outlive them; their names may be those of others by then."""
+    try:
+        ranks = dist.get_process_group_ranks(device_mesh.get_group(axis))
+    except (RuntimeError, LookupError, ValueError, AssertionError):
+        return sorted(line)
+    return ranks if sorted(ranks) == sorted(line) else sorted(line)
+
+
 def form_of(tensor: Any, fqn: str = "") -> Form:
     """How `tensor` is placed. A plain tensor is whole on every rank of the job, or on the one rank without a job.
 
@@ -149,44 +175,47 @@ def form_of(tensor: Any, fqn: str = "") -> Form:
 
 def _dtensor_form(tensor: DTensor, fqn: str) -> Form:
     here = dist.get_rank() if dist.is_initialized() else -1
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    groups = tuple(getattr(mesh, "_dim_group_names", ()))
     try:
-        literal, nested = _readings(tensor.device_mesh, here, tuple(tensor.placements), tensor.ndim)
+        forms = _readings(mesh, here, groups, tuple(tensor.placements), tensor.ndim)
     except LayoutError as error:
         raise LayoutError(f"tensor {fqn!r} {error}") from None
-    shape = tuple(tensor.shape)
-    if nested is not None and _same_parts(nested, literal, shape):
-        nested = None
+    nested, literal = forms
+    if same_parts(nested, literal, shape):
+        nested = literal
     if here not in literal.mesh:
-        return nested or literal
-    # FSDP2 over TP with uneven sizes: its local tensors were cut by TP first, which DTensor's placements, read
-    # from left to right, do not say. What this rank really holds decides; where it cannot, FSDP2's way is taken.
+        return nested
+    # metadata do not tell how a tensor was cut. What this rank really holds decides; where it cannot, FSDP2's way
     local = tuple(tensor._local_tensor.shape)
     for form in (nested, literal):
-        if form is not None and local_shape(form, shape, here) == local:
+        if local_shape(form, shape, here) == local:
             return form
     raise LayoutError(
         f"tensor {fqn!r}: the local tensor of rank {here} has shape {local}, but shape {shape} placed as {literal} "
-        f"gives {local_shape(literal, shape, here)}; a DTensor made of uneven local tensors must follow torch.chunk"
+        f"gives {local_shape(literal, shape, here)}; a DTensor made of uneven local tensors must follow torch.chunk, "
+        "in the order of its process groups"
     )
 
 
 @lru_cache(maxsize=1024)
 def _readings(
-    device_mesh: DeviceMesh, here: int, placements: tuple[object, ...], ndim: int
-) -> tuple[ProductForm, ProductForm | None]:
-    """The form that the placements say, and the one that FSDP2 over TP would mean by them, if it can be meant.
+    device_mesh: DeviceMesh, here: int, groups: tuple[str, ...], placements: tuple[object, ...], ndim: int
+) -> tuple[ProductForm, ProductForm]:
+    """What the placements may mean, the likeliest first.
 
-    The same slice of a mesh has other ranks for another process, yet compares equal: `here` tells them apart.
+    The same slice of a mesh has other ranks for another process, yet compares equal: `here` tells them apart, as the
+    names of its groups tell meshes that differ in nothing but the order of the ranks in these.
     """
-    mesh = mesh_of(device_mesh)
-    ours = tuple(_placement(p, ndim) for p in placements)
-    return ProductForm.make(mesh, ours), _right_to_left(mesh, ours)
-
-
-@lru_cache(maxsize=4096)
-def _same_parts(a: ProductForm, b: ProductForm, shape: tuple[int, ...]) -> bool:
-    """Whether both give every rank the same elements in the same order."""
-    return all(a.parts(shape, int(rank)) == b.parts(shape, int(rank)) for rank in a.mesh.ranks)
+    kept = set()
+    for axis, (line, group) in enumerate(lines_of(device_mesh, here)):
+        if group == line != sorted(line):
+            kept.add(axis)
+        elif group != sorted(line):
+            raise LayoutError(
+                f"is on a mesh with the ranks {line} along axis {axis}, but its group has them as {group}"
+            )
+    return readings(mesh_of(device_mesh), tuple(_placement(p, ndim) for p in placements), frozenset(kept))
 
 
 @lru_cache(maxsize=4096)
@@ -205,36 +234,6 @@ def _placement(placement: object, ndim: int) -> Placement:
     if type(placement).__name__ == "Replicate":
         return Replicate()
     raise LayoutError(f"has the placement {placement}, which is not known here: redistribute it first")
-
-
-def _right_to_left(mesh: Mesh, placements: tuple[Placement, ...]) -> ProductForm | None:
-    """The same cuts applied in the order that FSDP2 over TP really takes: inner axes first, on the transposed mesh.
-
-    `(_S(0, 2), S(0))` on (dp, tp=2) becomes `(S(0), S(0))` on (tp=2, dp). None where no strided shard has a split
-    factor that is the product of the later axes that cut its dim: then the placements mean what they say.
-    """
-    order = list(range(mesh.ndim))
-    out = list(placements)
-    changed = False
-    for axis in reversed(range(mesh.ndim)):
-        placement = placements[axis]
-        if not isinstance(placement, StridedShard):
-            continue
-        later = [
-            a
-            for a in range(axis + 1, mesh.ndim)
-            if not isinstance(placements[a], Replicate) and placements[a].dim == placement.dim  # type: ignore[union-attr]
-        ]
-        if not later or math.prod(mesh.shape[a] for a in later) != placement.split_factor:
-            return None
-        out[axis] = Shard(placement.dim)
-        order.remove(axis)
-        order.insert(max(order.index(a) for a in later) + 1, axis)
-        changed = True
-    if not changed:
-        return None
-    turned = mesh.submesh(*(mesh.names[a] for a in order))
-    return ProductForm.make(turned, tuple(out[a] for a in order))
 
 
 def _sharded_tensor_form(tensor: Any, fqn: str) -> Form:

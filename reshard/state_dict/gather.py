@@ -5,7 +5,7 @@ Who holds which elements comes from the layout, which every rank computes alike;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,16 @@ from torch.distributed.tensor import DTensor
 from planners.geometry.layout_forms import Form, Part
 from reshard.errors import NormalizationError
 from reshard.state.fsdp1 import group_of
-from reshard.state.tensors import dtype_of, form_of, global_shape, is_sharded, local_tensors, raw_bytes
+from reshard.state.tensors import (
+    dtype_of,
+    form_of,
+    global_shape,
+    is_sharded,
+    lines_of,
+    local_tensors,
+    mesh_line,
+    raw_bytes,
+)
 
 __all__ = ["gather", "member_ranks", "parts_of", "scatter"]
 
@@ -80,28 +89,36 @@ def _along_axes(
     tensor: DTensor, form: Form, shape: tuple[int, ...], data: torch.Tensor, to_rank: int | None
 ) -> list[tuple[int, torch.Tensor]] | None:
     """The bytes of all distinct parts with a rank that holds each, collected along one mesh axis after another."""
-    grid = tensor.device_mesh.mesh
-    here = (grid == dist.get_rank()).nonzero()[0].tolist()
+    grid, me = tensor.device_mesh.mesh, dist.get_rank()
+    lines = lines_of(tensor.device_mesh, me)
+    here = (grid == me).nonzero()[0].tolist()
     goal = here if to_rank is None else (grid == to_rank).nonzero()[0].tolist()
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if any(here[axis] != goal[axis] for axis in range(grid.ndim) if axis not in cut):
         return None  # another replica group has the goal
-    coordinates, held = [here], [data]
+    kept = {axis for axis, (line, group) in enumerate(lines) if group == line}
     for axis in reversed(cut):
-        members = [[[*c[:axis], k, *c[axis + 1 :]] for c in coordinates] for k in range(grid.shape[axis])]
-        ranks = [[int(grid[tuple(c)]) for c in member] for member in members]
-        group = tensor.device_mesh.get_group(axis)
-        # the group along this axis that I am in; its member at the goal's coordinate collects
-        goal_rank = None if to_rank is None else dist.get_process_group_ranks(group)[goal[axis]]
-        sizes = _sizes(tensor, form, shape, ranks)
-        pieces = _exchange(torch.cat(held), sizes, group, goal_rank)
+        line, group = lines[axis]  # the group along this axis that I am in; who is at the goal's coordinate collects
+        later = [a for a in cut if a > axis]
+        sizes = _sizes(tensor, form, shape, [_collected(grid, rank, later, kept) for rank in group])
+        goal_rank = None if to_rank is None else line[goal[axis]]
+        pieces = _exchange(data, sizes, tensor.device_mesh.get_group(axis), goal_rank)
         if pieces is None:
             return None
-        coordinates = [c for member in members for c in member]
-        held = []
-        for piece, own in zip(pieces, ranks):
-            held += piece.split_with_sizes(_sizes(tensor, form, shape, [[rank] for rank in own]))
-    return [(int(grid[tuple(c)]), piece) for c, piece in zip(coordinates, held)]
+        data = torch.cat(pieces)
+    ranks = _collected(grid, me, cut, kept)
+    return list(zip(ranks, data.split_with_sizes(_sizes(tensor, form, shape, [[rank] for rank in ranks]))))
+
+
+def _collected(grid: torch.Tensor, rank: int, axes: Sequence[int], kept: Collection[int]) -> list[int]:
+    """The ranks whose bytes `rank` has, in order, once they are collected along `axes`, the last of them first: in the
+    order of the mesh along those that are `kept`, else ascending, as process groups are."""
+    if not axes:
+        return [rank]
+    axis, *later = axes
+    line = mesh_line(grid, rank, axis)
+    members = line if axis in kept else sorted(line)
+    return [held for member in members for held in _collected(grid, member, later, kept)]
 
 
 def _sizes(tensor: Any, form: Form, shape: tuple[int, ...], ranks: Sequence[Sequence[int]]) -> list[int]:

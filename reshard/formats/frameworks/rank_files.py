@@ -17,8 +17,7 @@ import torch
 
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorLayout
-from planners.geometry.placement import StridedShard
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import DamagedCheckpointError, FormatError, LayoutError
 from reshard.formats.pickles.dtensors import Shardlet, is_dtensor, read_dtensor
 from reshard.formats.pickles.reader import load_pickle
 from reshard.formats.pickles.torch_objects import TensorRef
@@ -27,6 +26,7 @@ from reshard.formats.stored.source import Files
 from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.formats.torch_save.file import TorchFile, flat_leaves, read_torch_file, stored_tensor
 from reshard.formats.torch_save.sharded_tensors import is_sharded_tensor, join_sharded, sharded_ranks
+from reshard.state.placements import readings, same_parts
 from reshard.state.tree import KeyPath, key_of
 from reshard.storage.base import Storage
 
@@ -244,7 +244,7 @@ def _dtensor(key: str, leaves: Mapping[int, Any], files: Mapping[int, TorchFile]
     if len(specs) > 1:
         raise DamagedCheckpointError(f"tensor {key!r}: the ranks' files disagree about its shape or dtype: {specs}")
     spec = specs.pop()
-    layouts = _true_layouts(parts)
+    layouts = _true_layouts(parts, files[min(files)].source.label)
     chunks: dict[Box, StoredChunk] = {}
     for rank, part in sorted(parts.items()):
         label = files[rank].source.label
@@ -269,25 +269,25 @@ def _cropped(file: TorchFile, ref: TensorRef, local: Box) -> Place:
     return place.with_window(place.window.crop(local))
 
 
-def _true_layouts(parts: Mapping[int, Shardlet]) -> dict[int, TensorLayout]:
-    """The layout of every rank's part. FSDP2 over TP cuts by TP first, which placements read from left to right do not
-    say: that reading is taken where the shapes of all parts fit it."""
-    nested = {rank: _nested(part.layout) for rank, part in parts.items()}
-    fits = all(
-        layout is not None and all(held.sizes == parts[rank].local.size for held in layout.parts(rank))
-        for rank, layout in nested.items()
-    )
-    return {rank: (nested[rank] if fits else None) or part.layout for rank, part in parts.items()}
+def _true_layouts(parts: Mapping[int, Shardlet], where: str) -> dict[int, TensorLayout]:
+    """The layout of every rank's part: the likeliest reading of its placements that fits the shapes of all parts.
+
+    Raises FormatError where torch itself cannot have cut so.
+    """
+    try:
+        read = {rank: _readings(part.layout) for rank, part in parts.items()}
+    except LayoutError as error:
+        key = next(iter(parts.values())).layout.fqn
+        raise FormatError(f"{where}: tensor {key!r} {error}") from None
+    nested = {rank: layouts[0] for rank, layouts in read.items()}
+    fits = all(part.sizes == parts[r].local.size for r, layout in nested.items() for part in layout.parts(r))
+    return nested if fits else {rank: layouts[1] for rank, layouts in read.items()}
 
 
-def _nested(layout: TensorLayout) -> TensorLayout | None:
-    """The layout that FSDP2 over TP would mean by these placements; None if they mean what they say."""
-    if layout.mesh is None or not any(isinstance(p, StridedShard) for p in layout.placements or ()):
-        return None
-    from reshard.state.tensors import _right_to_left  # imports torch.distributed, which plain files do not need
-
-    form = _right_to_left(layout.mesh, layout.placements or ())
-    nested = None if form is None else TensorLayout.of(layout.spec, form)
-    if nested is None or all(nested.parts(rank) == layout.parts(rank) for rank in layout.mesh.ranks.tolist()):
-        return None
-    return nested
+def _readings(layout: TensorLayout) -> tuple[TensorLayout, TensorLayout]:
+    """The layout as FSDP2 over TP would mean it, and as it says; the latter twice if they are the same."""
+    if layout.mesh is None or layout.placements is None:
+        return layout, layout
+    nested, literal = readings(layout.mesh, layout.placements)
+    said = TensorLayout.of(layout.spec, literal)
+    return (said if same_parts(nested, literal, layout.spec.shape) else TensorLayout.of(layout.spec, nested)), said
