@@ -25,6 +25,7 @@ from reshard.errors import (
 from reshard.formats.native.manifest import MANIFEST
 from reshard.storage import open_storage
 from tests.faulty import Faulty
+from tests.same import assert_same
 
 
 def state():
@@ -62,27 +63,6 @@ def blank(value):
     if isinstance(value, (list, tuple)):
         return type(value)(blank(v) for v in value)
     return "to be replaced"
-
-
-def raw(tensor):
-    return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8)
-
-
-def assert_same(a, b, where=""):
-    if isinstance(b, torch.Tensor):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype), where
-        assert torch.equal(raw(a), raw(b)), where
-    elif isinstance(b, dict):
-        assert a.keys() == b.keys(), where
-        for key in b:
-            assert_same(a[key], b[key], f"{where}[{key!r}]")
-    elif isinstance(b, (list, tuple)):
-        assert type(a) is type(b), where
-        assert len(a) == len(b), where
-        for x, y in zip(a, b):
-            assert_same(x, y, where)
-    else:
-        assert a == b or (a != a and b != b), where
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from tests import gloo
+from tests.same import assert_same
 from tests.stories import roundtrip_jobs as jobs
 
 pytestmark = pytest.mark.gloo
@@ -30,23 +31,6 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def truth():
     return jobs.train_truth()
-
-
-def assert_same(a, b, where=""):
-    assert type(a) is type(b), where
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b)):
-            assert_same(x, y, f"{where}[{i}]")
-    elif isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, where
-        assert torch.equal(a, b), where
-    else:
-        assert a == b, where
 
 
 @pytest.fixture(scope="module")

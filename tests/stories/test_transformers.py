@@ -16,6 +16,7 @@ import reshard
 from reshard.mapping import Mapping, Mxfp4, Rename
 from reshard.mapping.families import ready
 from tests import gloo
+from tests.same import assert_same
 from tests.stories.tiny_models import DECODERS, MODELS, fresh, logits, model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks: their warnings are not ours to mend
@@ -35,7 +36,7 @@ def loaded(name: str, folder: Path, config: Any = None) -> Any:
 def same_state(found: reshard.Checkpoint, wanted: dict[str, torch.Tensor]) -> None:
     """The checkpoint has these tensors, and under tied names, too, and nothing else."""
     assert {*found, *found.aliases} == set(wanted)
-    assert all(torch.equal(found[name][...], tensor) for name, tensor in wanted.items())
+    assert_same({name: found[name][...] for name in wanted}, wanted)
 
 
 @pytest.mark.parametrize("shard", [SHARD_BYTES, "5GB"], ids=["sharded", "one-file"])

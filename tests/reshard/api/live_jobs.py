@@ -18,7 +18,8 @@ from planners import BlockShard, Box, Mesh, TensorLayout, TensorSpec, View, conc
 from planners import Shard as PlannedShard
 from reshard.mapping import Concat, Mapping, Rename
 from tests.reshard.api import live_layouts
-from tests.reshard.api.live_layouts import LAYOUTS, bits, local, numbers, truth
+from tests.reshard.api.live_layouts import LAYOUTS, local, numbers, truth
+from tests.same import bits
 from tests.stories import roundtrip_jobs as jobs
 
 

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.bits import random_bits
+
 State = dict[str, Any]
 SHAPES = {"w": ((13, 10), torch.float32), "b": ((9,), torch.bfloat16), "experts": ((4, 6, 5), torch.float16)}
 SHAPES |= {"step": ((), torch.int64), "none": ((0, 3), torch.float32), "z": ((6, 16), torch.complex128)}
@@ -21,12 +23,7 @@ def truth(seed: int = 0) -> State:
     """The whole state: random bits, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
 
-    def bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        count = torch.Size(shape).numel() * dtype.itemsize
-        raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
-        return raw.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
-
-    return {key: bits(shape, dtype) for key, (shape, dtype) in SHAPES.items()}
+    return {key: random_bits(shape, dtype, generator) for key, (shape, dtype) in SHAPES.items()}
 
 
 def numbers() -> State:
@@ -113,7 +110,3 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[State], State]]] = {
 def local(value: Any) -> torch.Tensor:
     """What this rank holds of a tensor."""
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -11,22 +11,9 @@ import reshard
 from planners import TensorSpec, View, concat
 from tests import gloo
 from tests.reshard.api import live_jobs
-from tests.reshard.api.live_layouts import LAYOUTS, bits
+from tests.reshard.api.live_layouts import LAYOUTS
+from tests.same import assert_same
 from tests.stories import roundtrip_jobs as jobs
-
-
-def assert_same_bits(found, known):
-    """Nested dicts of tensors and numbers, equal to the last bit."""
-    assert found.keys() == known.keys()
-    for key, value in known.items():
-        if isinstance(value, dict):
-            assert_same_bits(found[key], value)
-        elif isinstance(value, torch.Tensor):
-            assert (found[key].dtype, found[key].shape) == (value.dtype, value.shape), key
-            assert bits(found[key]) == bits(value), key
-        else:
-            assert found[key] == value, key
-
 
 pytestmark = pytest.mark.gloo
 
@@ -59,8 +46,8 @@ def test_a_model_with_its_optimizer_goes_from_one_topology_to_another(before, af
     for end in gloo.run(live_jobs.model_job, 4, before, after, known):
         state = end["state"]
         assert state["optim"]["param_groups"][0]["lr"] == 0.123
-        assert_same_bits(state["model"], known["model"])
-        assert_same_bits(state["optim"]["state"], known["optim"]["state"])
+        assert_same(state["model"], known["model"])
+        assert_same(state["optim"]["state"], known["optim"]["state"])
         assert end["report"].missing == end["report"].unexpected == ()
 
 

@@ -13,7 +13,8 @@ import reshard
 from planners import TensorSpec, View, concat
 from tests import gloo
 from tests.reshard.api import live_layouts
-from tests.reshard.api.live_layouts import bits, local
+from tests.reshard.api.live_layouts import local
+from tests.same import bits
 
 pytestmark = pytest.mark.gloo
 

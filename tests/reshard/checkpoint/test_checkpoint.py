@@ -30,8 +30,8 @@ from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import BytesSource, FileSource
 from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.storage import MemoryStorage, open_storage
-from tests.reshard.formats.samples import same
 from tests.reshard.formats.writers import CountingStorage, DcpWriter, grid
+from tests.same import same
 
 
 def in_memory(tensor: torch.Tensor, *pieces: int, permuted: tuple[int, ...] | None = None) -> LazyTensor:

@@ -23,6 +23,7 @@ import reshard.dcp as ours
 from reshard.errors import KeyMismatchError, RankFailedError, StorageError, UnsafeDataError
 from tests import gloo
 from tests.reshard.dcp import jobs
+from tests.same import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -65,16 +66,6 @@ def nest(value):
     }
 
 
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
-
 @pytest.mark.parametrize("saver", [ours, theirs, reshard], ids=["ours", "torch", "native"])
 @pytest.mark.parametrize("planner", [None, ours.DefaultLoadPlanner], ids=["engine", "planner"])
 def test_every_kind_of_container(tmp_path, saver, planner):
@@ -91,7 +82,7 @@ def test_every_kind_of_container(tmp_path, saver, planner):
     reader = reader or ours.FileSystemReader(tmp_path)
     ours.load(target, storage_reader=reader, planner=planner and planner(), no_dist=True)
 
-    assert same(target, {key: value for key, value in nest(2.0).items() if key in target})
+    assert_same(target, {key: value for key, value in nest(2.0).items() if key in target})
 
 
 def test_what_torch_2_3_saved_as_one_object(tmp_path, monkeypatch):
@@ -103,8 +94,8 @@ def test_what_torch_2_3_saved_as_one_object(tmp_path, monkeypatch):
     for reader in (ours.FileSystemReader(tmp_path), theirs.FileSystemReader(tmp_path)):
         target = nest(0.0)
         ours.load(target, storage_reader=reader, no_dist=True)
-        assert same(target["rows"], nest(2.0)["rows"])
-        assert same(target["pair"], nest(2.0)["pair"])
+        assert_same(target["rows"], nest(2.0)["rows"])
+        assert_same(target["pair"], nest(2.0)["pair"])
 
 
 def test_every_entry_of_a_dict_is_matched_for_itself(tmp_path):

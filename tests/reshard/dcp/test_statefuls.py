@@ -16,7 +16,7 @@ import reshard.dcp as ours
 from reshard.errors import KeyMismatchError
 from tests import gloo
 from tests.reshard.dcp import jobs
-from tests.reshard.dcp.test_like_torch import same
+from tests.same import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -106,8 +106,8 @@ def test_a_fresh_optimizer_in_a_stateful_gets_its_state(tmp_path, kind, reader):
 
     ours.load({"app": again}, storage_reader=reader(tmp_path))
 
-    assert same(again.optimizer.state_dict(), app.optimizer.state_dict())
-    assert same(again.model.state_dict(), app.model.state_dict())
+    assert_same(again.optimizer.state_dict(), app.optimizer.state_dict())
+    assert_same(again.model.state_dict(), app.model.state_dict())
 
 
 def test_state_of_an_optimizer_that_cannot_say_where_it_goes_is_not_lost(tmp_path):
@@ -142,7 +142,7 @@ def test_a_fresh_state_dict_is_a_plain_one(tmp_path):
     assert not reshard.load(target, tmp_path / "c", dry_run=True).unexpected
     assert target["app"]["optim"]["state"] == {}
     reshard.load(target, tmp_path / "c")
-    assert same(target["app"]["optim"]["state"], app.state_dict()["optim"]["state"])
+    assert_same(target["app"]["optim"]["state"], app.state_dict()["optim"]["state"])
 
 
 @pytest.mark.gloo

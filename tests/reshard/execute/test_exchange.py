@@ -18,7 +18,8 @@ from planners.transfer.read_once import plan_read_once
 from reshard.execute.messages.exchange import LARGE_BYTES, RankWork, round_bytes
 from tests import gloo
 from tests.reshard.api import live_layouts
-from tests.reshard.api.live_layouts import bits, local
+from tests.reshard.api.live_layouts import local
+from tests.same import bits
 
 
 def plan_of(count: int, shape: tuple[int, ...], dtypes: list[str]) -> Any:

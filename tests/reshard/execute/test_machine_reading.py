@@ -32,6 +32,7 @@ from reshard.formats.stored.source import FileSource
 from reshard.state.tensors import local_tensors
 from reshard.storage import LocalStorage, MemoryStorage
 from tests import gloo
+from tests.same import same
 
 
 def touched(window: Window, nbytes: int, grain: int = 4096) -> list[int]:
@@ -192,8 +193,8 @@ def place(state: dict[str, torch.Tensor], placement: Placement) -> dict[str, DTe
     }
 
 
-def same(found: dict[str, Any], known: dict[str, Any]) -> list[str]:
-    return [name for name in known if not torch.equal(found[name].to_local(), known[name].to_local())]
+def wrong(found: dict[str, Any], known: dict[str, Any]) -> list[str]:
+    return [name for name in known if not same(found[name], known[name])]
 
 
 def always_share() -> None:
@@ -217,14 +218,14 @@ def load_job(path: str) -> list[dict[str, Any]]:
             known = place(whole, placement)
             target = place({name: torch.zeros_like(t) for name, t in whole.items()}, placement)
             report = reshard.load(target, path, memory_budget_bytes=budget)
-            out.append({"report": report, "wrong": same(target, known), "left": shared_files()})
+            out.append({"report": report, "wrong": wrong(target, known), "left": shared_files()})
     # other dtypes on the way, and a rank that wants nothing of what the others share
     target = place({"wide": torch.zeros(ROWS, COLUMNS, dtype=torch.float64)}, Shard(1))
     if dist.get_rank() == 3:
         target = {}
     report = reshard.load(target, path, strict=False, dtype_policy="cast")
     known = place({"wide": whole["wide"].double()}, Shard(1))
-    out.append({"report": report, "wrong": same(target, known) if target else [], "left": 0})
+    out.append({"report": report, "wrong": wrong(target, known) if target else [], "left": 0})
     return out
 
 
@@ -317,7 +318,7 @@ def unlucky_job(path: str) -> tuple[bool, int]:
     known = place({"wide": tensors()["wide"]}, Shard(1))
     target = place({"wide": torch.zeros(ROWS, COLUMNS)}, Shard(1))
     report = reshard.load(target, path, strict=False)
-    return not same(target, known), report.bytes_received
+    return not wrong(target, known), report.bytes_received
 
 
 def refuse(self: machine_memory.OwnMemory, address: machine_memory.Address, what: int, flags: int) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.formats.stored.lazy_tensor import LazyTensor
+from tests.same import same
 
 DATA = Path(__file__).parents[2] / "data"
 """Small samples that are part of the repository."""
@@ -29,16 +30,6 @@ def truth(name: str) -> dict[str, Any]:
     """What a sample's tensors should be."""
     result: dict[str, Any] = torch.load(sample(name.split("/")[0]) / "truth.pt", weights_only=True)
     return result
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in shape, dtype and every bit."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    a, b = (
-        t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1) for t in (a, b)
-    )
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def random_index(rng: random.Random, shape: torch.Size) -> tuple[Any, ...]:

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from planners.geometry.box import Box
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
-from tests.reshard.formats.samples import DATA, check_all, same
+from tests.reshard.formats.samples import DATA, check_all
 from tests.reshard.formats.writers import CountingStorage, DcpWriter, archive, grid
+from tests.same import same
 
 W = torch.arange(70, dtype=torch.float32).reshape(10, 7)
 

@@ -17,8 +17,9 @@ from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Shard, StridedShard
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError
-from tests.reshard.formats.samples import DATA, check_all, same
+from tests.reshard.formats.samples import DATA, check_all
 from tests.reshard.formats.writers import DcpWriter, grid
+from tests.same import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's remark on saving alone
 

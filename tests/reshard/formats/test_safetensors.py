@@ -16,8 +16,9 @@ import reshard
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
 from reshard.state.dtypes import SAFETENSORS_CODES, dtype_from_name
-from tests.reshard.formats.samples import DATA, check_all, same
+from tests.reshard.formats.samples import DATA, check_all
 from tests.reshard.formats.writers import CountingStorage, safetensors_bytes
+from tests.same import same
 
 A = torch.arange(12.0).reshape(3, 4)
 B = torch.arange(5, dtype=torch.int64)

@@ -13,7 +13,8 @@ import reshard
 from reshard.errors import NormalizationError
 from reshard.mapping import Mapping
 from reshard.mapping.families import FAMILIES, NAMINGS, Decoder, in_memory_to_disk, ready
-from tests.reshard.formats.samples import same, sample, truth
+from tests.reshard.formats.samples import sample, truth
+from tests.same import same
 
 LLAMA = Decoder("llama", 4, 2, 8, 53)
 QWEN2 = Decoder("qwen2", 4, 2, 6, 50)

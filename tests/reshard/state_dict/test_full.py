@@ -19,8 +19,9 @@ from reshard.state_dict import (
 )
 from tests import gloo
 from tests.reshard.state_dict import zoo
-from tests.reshard.state_dict.test_layouts import assert_same, ordered
+from tests.reshard.state_dict.test_layouts import ordered
 from tests.reshard.state_dict.test_model import Growing
+from tests.same import assert_same
 
 FULL = StateDictOptions(full_state_dict=True)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

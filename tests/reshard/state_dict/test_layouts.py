@@ -19,29 +19,9 @@ from reshard.state_dict import (
 )
 from tests import gloo
 from tests.reshard.state_dict import zoo
+from tests.same import assert_same
 
 FULL = StateDictOptions(full_state_dict=True)
-
-
-def assert_same(found: Any, wanted: Any, close: bool = False, path: str = "") -> None:
-    """Equal in structure, names, types, dtypes and values."""
-    if isinstance(wanted, torch.Tensor):
-        assert type(found) in (torch.Tensor, torch.nn.Parameter), f"{path}: {type(found)}"
-        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), path
-        if close:
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6, msg=lambda m: f"{path}: {m}")
-        else:
-            assert torch.equal(found, wanted), f"{path}: {found} != {wanted}"
-    elif isinstance(wanted, dict):
-        assert list(found) == list(wanted), f"{path}: {list(found)} != {list(wanted)}"
-        for key in wanted:
-            assert_same(found[key], wanted[key], close, f"{path}.{key}")
-    elif isinstance(wanted, (list, tuple)):
-        assert len(found) == len(wanted), path
-        for i, (a, b) in enumerate(zip(found, wanted)):
-            assert_same(a, b, close, f"{path}[{i}]")
-    else:
-        assert (type(found), found) == (type(wanted), wanted), f"{path}: {found!r} != {wanted!r}"
 
 
 def ordered(optim_state: dict) -> dict:

@@ -22,7 +22,7 @@ from reshard.state_dict import (
     set_state_dict,
 )
 from tests.reshard.state_dict import zoo
-from tests.reshard.state_dict.test_layouts import assert_same
+from tests.same import assert_same
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 LENIENT = StateDictOptions(strict=False)

@@ -27,7 +27,7 @@ from reshard.state_dict import (
 )
 from tests import gloo
 from tests.reshard.state_dict import zoo
-from tests.reshard.state_dict.test_layouts import assert_same
+from tests.same import assert_same
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 FULL = StateDictOptions(full_state_dict=True)

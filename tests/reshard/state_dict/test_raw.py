@@ -23,7 +23,7 @@ from reshard.state_dict import (
     set_optimizer_state_dict,
 )
 from tests.reshard.state_dict import zoo
-from tests.reshard.state_dict.test_layouts import assert_same
+from tests.same import assert_same
 
 SEGMENTS = ["module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"]
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from reshard.formats.stored.lazy_tensor import LazyTensor
+from tests.same import same
 
 EXTRA_STATES = {"step", "fp32_param"}
 """States that files hold, but some frameworks' own way to gather the truth leaves out."""
@@ -84,30 +85,18 @@ def _compare_tensor(name: str, lazy: Any, wanted: Any) -> Iterator[str]:
     if lazy.shape != wanted.shape or lazy.dtype != wanted.dtype:
         yield f"{name}: {list(lazy.shape)} {lazy.dtype} instead of {list(wanted.shape)} {wanted.dtype}"
         return
-    if not same_bits(lazy[...], wanted):
+    if not same(lazy[...], wanted):
         yield f"{name}: other values"
     rng = random.Random(name)
     for _ in range(3):
         index = tuple(_random_slice(rng, size) for size in wanted.shape)
-        if not same_bits(lazy[index], wanted[index]):
+        if not same(lazy[index], wanted[index]):
             yield f"{name}: other values at {index}"
 
 
 def _random_slice(rng: random.Random, size: int) -> slice:
     start = rng.randint(0, size)
     return slice(start, rng.randint(start, size), rng.choice((1, 1, 2, 3)))
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether shapes, dtypes and all bits are the same."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return a.numel() == 0 or torch.equal(_bytes(a), _bytes(b.resolve_conj().resolve_neg()))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # clone, because contiguous() keeps an odd stride of a dim of size 1
-    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def compare_groups(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> Iterator[str]:
