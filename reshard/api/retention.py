@@ -9,7 +9,8 @@ from urllib.parse import quote
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError
 from reshard.formats.native.generations import generations_in, is_alive, remove_dead, remove_empty
-from reshard.formats.native.manifest import HF_INDEX, MANIFEST, detect, is_generation, read_manifest, refuse_newer
+from reshard.formats.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, refuse_newer
+from reshard.formats.native.reader import detect
 from reshard.storage import Storage, open_storage
 
 __all__ = ["latest_complete", "prune"]

@@ -22,7 +22,7 @@ from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError
 from reshard.formats.native.hf_index import index_problem
-from reshard.formats.native.manifest import NativeFacts
+from reshard.formats.native.reader import NativeFacts
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import Files
 from reshard.formats.stored.streaming import windows
@@ -65,8 +65,8 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
             raise
         return Report(str(path), (Finding(str(error)),), 0)
     findings = [Finding(problem) for problem in checkpoint.problems()]
-    native = checkpoint.contents.facts.get("native")
-    if isinstance(native, NativeFacts):
+    native = checkpoint.contents.facts_of(NativeFacts)
+    if native is not None:
         findings += _plan_findings(native.plan)
         findings += map(Finding, filter(None, [index_problem(native)]))
     if deep and not findings:
@@ -74,7 +74,7 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
             Progress(show=progress) as bar,
             bar.phase("verify", total_bytes=sum(t.nbytes for t in checkpoint.values())) as step,
         ):
-            if isinstance(native, NativeFacts):
+            if native is not None:
                 findings += _block_findings(checkpoint, native)
             else:
                 findings += map(Finding, changed_records(checkpoint.contents.files))
@@ -209,8 +209,7 @@ class _Side:
         names = [*checkpoint, *(alias for alias in checkpoint.aliases if alias not in checkpoint.contents.tensors)]
         self.tensors = {name: checkpoint[name] for name in names}
         self.objects = _values(checkpoint.objects)
-        own = checkpoint.contents.facts.get("per_rank")
-        self.own = own if isinstance(own, Mapping) else {}
+        self.own = checkpoint.contents.per_rank
         self.fingerprints = checkpoint.fingerprints or {}
 
 

@@ -80,18 +80,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def __getitem__(self, name: str) -> LazyTensor:
         """Raises KeyMismatchError, naming similar keys, if there is no such tensor."""
-        stored = self._find(name)
+        stored = self.contents.find(name)
         if stored is None:
             what = "it is an object, see .objects" if name in self.objects else _similar(name, self)
             raise KeyMismatchError(f"{self.url} has no tensor {name!r}: {what}")
         return LazyTensor(stored)
-
-    def _find(self, name: str) -> StoredTensor | None:
-        if name in self.contents.tensors:
-            return self.contents.tensors[name]
-        if name in self.aliases and self.aliases[name] in self.contents.tensors:
-            return self.contents.tensors[self.aliases[name]].renamed(name)
-        return None
 
     def __contains__(self, name: object) -> bool:
         return name in self.contents.tensors or (name in self.aliases)

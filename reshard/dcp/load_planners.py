@@ -23,8 +23,9 @@ from planners.geometry.cover import tiling_fault
 from planners.geometry.overlap import Sweep
 from reshard.api.load.matching import needs_code
 from reshard.dcp.objects import object_from_bytes
-from reshard.dcp.state import chunk_of, flat_state, put_at, regions_of
+from reshard.dcp.state import flat_state, put_at, regions_of
 from reshard.errors import DamagedCheckpointError, KeyMismatchError, UnsafeDataError
+from reshard.formats.dcp.metadata import chunk_of
 from reshard.formats.pickles.record import unknown_class
 from reshard.state.container_types import retyped
 from reshard.state.tensors import global_shape, is_tensor

@@ -12,8 +12,6 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
     StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem as TorchReadItem
@@ -22,16 +20,15 @@ from torch.futures import Future
 
 from planners.geometry.box import Box
 from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.dcp.objects import object_to_bytes
-from reshard.dcp.state import chunk_of
 from reshard.errors import DamagedCheckpointError, StorageError
 from reshard.formats import open_contents
 from reshard.formats.dcp import reader as dcp
+from reshard.formats.dcp.metadata import object_to_bytes, paths_of, tensor_metadata
+from reshard.formats.dcp.reader import DcpFacts
 from reshard.formats.stored.copying import copy_place
 from reshard.formats.stored.tensor import Place, StoredChunk
 from reshard.state.arrays import as_array
 from reshard.state.dtypes import dtype_from_name
-from reshard.state.tree import IntKey
 
 __all__ = ["FileSystemReader"]
 
@@ -80,15 +77,11 @@ class FileSystemReader(StorageReader):
         checkpoint = self.checkpoint
         table: dict[str, Any] = {}
         for name, tensor in checkpoint.items():
-            chunks = [chunk_of(chunk.box) for chunk in tensor.stored.chunks]
-            table[name] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, chunks)
+            table[name] = tensor_metadata(tensor.stored.spec, tensor.stored.boxes)
         table.update({key: BytesStorageMetadata() for key in checkpoint.objects})
-        paths = checkpoint.contents.paths
-        planner_data = {
-            key: tuple(part.value if isinstance(part, IntKey) else part for part in paths.get(key, (key,)))
-            for key in table
-        }
-        save_id = checkpoint.contents.facts.get("save_id")
+        planner_data = paths_of(table, checkpoint.contents.paths)
+        facts = checkpoint.contents.facts_of(DcpFacts)
+        save_id = None if facts is None else facts.save_id
         meta = StorageMeta(checkpoint_id=self.path, save_id=save_id, load_id=self.load_id)
         return Metadata(state_dict_metadata=table, planner_data=planner_data, storage_meta=meta)
 

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.planner import WriteItem as TorchWriteItem
 
 from planners.geometry.box import Box
 from planners.geometry.cover import tiling_fault
-from reshard.dcp.state import Region, chunk_of, flat_state, regions_of
+from reshard.dcp.state import Region, flat_state, regions_of
 from reshard.errors import KeyMismatchError, LayoutError
+from reshard.formats.dcp.metadata import chunk_of
 from reshard.state.tensors import global_shape, is_sharded, is_tensor
 
 __all__ = ["DefaultSavePlanner"]

@@ -9,13 +9,13 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # its rule for lists decides the keys on disk
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.stateful import Stateful
 
 from planners.geometry.box import Box
 from reshard.state.tensors import form_of, is_tensor, local_tensors, spec_of
 
-__all__ = ["Region", "chunk_of", "flat_state", "put_at", "put_state_back", "regions_of", "unwrapped"]
+__all__ = ["Region", "flat_state", "put_at", "put_state_back", "regions_of", "unwrapped"]
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,6 @@ def regions_of(fqn: str, tensor: Any) -> Iterator[Region]:
     for part, local in zip(form.parts(spec.shape, rank), local_tensors(tensor)):
         for box, place in part.boxes():
             yield Region(box, local[place.slices] if place.ndim else local)
-
-
-def chunk_of(box: Box) -> ChunkStorageMetadata:
-    """torch's record of a box."""
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
 def unwrapped(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from reshard.control.group import Group
 from reshard.execute.reading import Copy, Workspace, run_copies, spans_by_file
 from reshard.formats.native.checksums import check_blocks, segment_check
-from reshard.formats.native.manifest import NativeFacts
+from reshard.formats.native.reader import NativeFacts
 from reshard.formats.stored.source import FileSource
 
 if TYPE_CHECKING:  # reading by segments is imported by those who do it: several ranks, or from far away

@@ -11,7 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, StorageError
 from reshard.formats.dcp.names import has_dcp
-from reshard.formats.native import manifest as native
+from reshard.formats.native import reader as native
+from reshard.formats.native.manifest import is_generation
 from reshard.formats.stored.contents import Contents, Format
 from reshard.formats.stored.source import Files
 from reshard.storage import Storage, is_temporary, open_storage
@@ -68,7 +69,7 @@ def open_contents(path: str | os.PathLike[str] | Storage, *, preferred: Format |
 
 def _open(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Contents:
     if not names:
-        killed = any(map(native.is_generation, storage.empty_folders()))
+        killed = any(map(is_generation, storage.empty_folders()))
         why = ": a save was killed before it wrote anything, or is just beginning" if killed else ""
         raise CheckpointNotFoundError(f"there is nothing at {url}{why}")
     return _pick(storage, names, url, preferred).open(storage, names)

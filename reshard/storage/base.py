@@ -67,6 +67,18 @@ class Storage(ABC):
     def delete(self, name: str) -> None:
         """Remove an object; one that is not there is no error, so that a removal can be repeated after a crash."""
 
+    def staged(self, name: str, token: str) -> str:
+        """The name under which to write an object that must not be seen yet; `unstage` gives it its own.
+
+        It is `name` itself where an object can only be seen when it is whole; else one that `is_temporary`.
+        """
+        return name
+
+    def unstage(self, staged: str, name: str) -> None:
+        """Give a staged object its name, over an older object, durably. A second time does nothing."""
+        if staged != name:
+            raise StorageError(f"{self.url} has no staged objects: {staged!r} is none of them")
+
     def empty_folders(self) -> builtins.list[str]:
         """Names of the folders that hold nothing, left by killed writers; none where a folder is only a part of names.
 

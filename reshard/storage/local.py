@@ -155,6 +155,15 @@ class LocalStorage(Storage):
                 (self.root / beside).unlink(missing_ok=True)
                 raise
 
+    def staged(self, name: str, token: str) -> str:
+        return temporary_name(name, token)
+
+    def unstage(self, staged: str, name: str) -> None:
+        path = self._path(name)
+        with self._errors("publish", name), suppress(FileNotFoundError):
+            os.replace(self._path(staged), path)
+            _sync_folder(path.parent)
+
     def delete(self, name: str) -> None:
         path = self._path(name)
         with self._errors("delete", name):

@@ -1,7 +1,6 @@
-"""Writing a lazy checkpoint in another format: what each file holds, and how its bytes are streamed.
+"""Any checkpoint into any format that can be written.
 
-job = Job(source, target, "safetensors", ...)       # what is wanted, as a value
-exporter = job.exporter()                            # the state, opened lazily, and the plan of the files
-for file in exporter.files: exporter.write(storage, file)
-exporter.finish(storage, done)                       # publishes: before that, there is no checkpoint
+job = Job(source, target, "safetensors", ...)       what is wanted, as a value that worker processes get
+writer = job.writer(job.state(), job_id)            the state, opened lazily, and the plan of the files
+journal                                             which of them are done, so that a second call continues
 """

@@ -20,7 +20,7 @@ from reshard.control.group import Group
 from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, FormatError
 from reshard.formats.native import generations
-from reshard.formats.stored.writer import Exporter
+from reshard.formats.stored.writer import FormatWriter
 from reshard.storage.base import Storage
 
 __all__ = ["ConvertReport", "convert"]
@@ -108,18 +108,18 @@ def convert(
     group = Group(process_group, deadline_s=deadline_s)
     with group.together("convert"):
         state = job.state()
-        exporter, resumed = _run(job, state, group, workers, overwrite=overwrite, resume=resume, progress=progress)
+        writer, resumed = _run(job, state, group, workers, overwrite=overwrite, resume=resume, progress=progress)
     return ConvertReport(
         source=state.url,
         target=target.url if isinstance(target, Storage) else os.fspath(target),
         format=format,
-        tensors=len(exporter.names),
+        tensors=len(writer.names),
         objects=len(state.objects) if format != "safetensors" else 0,
-        files=tuple(file.name for file in exporter.files),
-        total_bytes=exporter.total_bytes,
+        files=tuple(file.name for file in writer.files),
+        total_bytes=writer.total_bytes,
         resumed=resumed,
         aliases=dict(state.aliases),
-        left_out=exporter.left_out,
+        left_out=writer.left_out,
         warnings=tuple(state.warnings),
         seconds=time.perf_counter() - started,
     )
@@ -127,7 +127,7 @@ def convert(
 
 def _run(
     job: Job, state: Checkpoint, group: Group, workers: int, *, overwrite: bool, resume: bool, progress: bool
-) -> tuple[Exporter, tuple[str, ...]]:
+) -> tuple[FormatWriter, tuple[str, ...]]:
     """Write all files and publish; what was written, and the files that an earlier try had finished."""
     digest = job.digest(state)
     group.agree(digest.encode(), "what is to be converted", error=CheckpointError)
@@ -135,26 +135,26 @@ def _run(
     journal = Journal(storage, digest)
     job_id = b""
     if group.rank == 0:
-        _check_vacant(job.exporter(state, "0" * 24), storage, overwrite)
+        _check_vacant(job.writer(state, "0" * 24), storage, overwrite)
         job_id = journal.begin(resume=resume).encode()
     job_id = group.share(job_id if group.rank == 0 else None)
-    exporter = job.exporter(state, job_id.decode())
+    writer = job.writer(state, job_id.decode())
     if group.rank == 0 and job.format == "native":
-        generations.claim(storage, exporter.save_id)  # type: ignore[attr-defined]  # only this one has
+        generations.claim(storage, writer.save_id)  # type: ignore[attr-defined]  # only this one has
     group.barrier()
-    resumed = _write(job, exporter, journal, group, workers, progress)
+    resumed = _write(job, writer, journal, group, workers, progress)
     if group.rank == 0:
-        exporter.finish(storage, journal.records(file.name for file in exporter.files))
+        writer.finish(storage, journal.records(file.name for file in writer.files))
         journal.end()
     group.barrier()
-    return exporter, resumed
+    return writer, resumed
 
 
 def _write(
-    job: Job, exporter: Exporter, journal: Journal, group: Group, workers: int, progress: bool
+    job: Job, writer: FormatWriter, journal: Journal, group: Group, workers: int, progress: bool
 ) -> tuple[str, ...]:
     """This rank's share of the files that are not finished; returns all that were."""
-    mine = dealt(exporter.files, group.world_size)[group.rank]
+    mine = dealt(writer.files, group.world_size)[group.rank]
     kept = {file.name for file in mine if journal.finished(file.name) is not None}
     todo = [file for file in mine if file.name not in kept]
     everybody = group.exchange("\n".join(sorted(kept)).encode())
@@ -172,9 +172,9 @@ def _write(
         if workers > 1 and len(todo) > 1:
             hands = [hand for hand in dealt(todo, workers) if hand]
             digest = journal.folder.partition("-")[2]
-            write_in_processes(job, exporter.job_id, digest, hands, on_bytes)
+            write_in_processes(job, writer.job_id, digest, hands, on_bytes)
         else:
-            write_files(exporter, journal, todo, on_bytes)
+            write_files(writer, journal, todo, on_bytes)
     return tuple(sorted(name for names in everybody for name in names.decode().split("\n") if name))
 
 
@@ -187,8 +187,8 @@ def _check(source: Any, target: Any, workers: int) -> None:
         raise CheckpointError("worker processes cannot see the memory of this one: give a folder")
 
 
-def _check_vacant(exporter: Exporter, storage: Storage, overwrite: bool) -> None:
-    found = None if overwrite else exporter.occupied(storage.list())
+def _check_vacant(writer: FormatWriter, storage: Storage, overwrite: bool) -> None:
+    found = None if overwrite else writer.occupied(storage.list())
     if found is not None:
         raise FormatError(
             f"there is a checkpoint in {storage.url} already ({found}): choose another folder, or overwrite=True"

@@ -17,11 +17,11 @@ from planners.topologies.topology import Topology
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import FormatError, KeyMismatchError, LayoutError
-from reshard.formats.native.writer import NativeExporter
-from reshard.formats.safetensors.writer import SafetensorsExporter
+from reshard.formats.native.writer import NativeWriter
+from reshard.formats.safetensors.writer import SafetensorsWriter
 from reshard.formats.stored.tensor import StoredTensor
-from reshard.formats.stored.writer import Exporter
-from reshard.formats.torch_save.writer import TorchSaveExporter
+from reshard.formats.stored.writer import FormatWriter
+from reshard.formats.torch_save.writer import TorchSaveWriter
 from reshard.mapping import Cast, apply_dict
 from reshard.mapping import Mapping as StateMapping
 from reshard.storage import Storage, open_storage
@@ -70,45 +70,44 @@ class Job:
         state = self.source if isinstance(self.source, Checkpoint) else open_checkpoint(self.source)
         if self.normalized or self.model_only:
             state = state.canonical(self.hints, model_only=self.model_only)
-        facts = _lasting(state)
         if isinstance(self.mapping, StateMapping):
             _check_taken(self.mapping, state)
             state = self.mapping.apply(state)
         elif self.mapping is not None:
             state = apply_dict(self.mapping, state)
-        state = _with(state, facts)
         if self.select:
             state = selected(state, self.select)
         if self.dtype is not None:
-            state = _with(StateMapping([Cast("{name+}", self.dtype)]).apply(state), _lasting(state))
+            state = StateMapping([Cast("{name+}", self.dtype)]).apply(state)
         return state
 
-    def exporter(self, state: Checkpoint, job_id: str) -> Exporter:
+    def writer(self, state: Checkpoint, job_id: str) -> FormatWriter:
         """What writes the state. Raises FormatError where the format cannot hold it."""
-        exporter = self._exporter(state, job_id)
-        for key, why in exporter.refused.items():
-            globs = [*(self.select or ("*",)), *("!" + escape(key) for key in exporter.refused)]
+        writer = self._writer(state, job_id)
+        for key, why in writer.refused.items():
+            globs = [*(self.select or ("*",)), *("!" + escape(key) for key in writer.refused)]
             raise FormatError(
-                f"{len(exporter.refused)} objects of {state.url} cannot be written, such as {key!r}: {why}. To leave "
+                f"{len(writer.refused)} objects of {state.url} cannot be written, such as {key!r}: {why}. To leave "
                 f"them out: select={globs}"
             )
-        return exporter
+        return writer
 
-    def _exporter(self, state: Checkpoint, job_id: str) -> Exporter:
+    def _writer(self, state: Checkpoint, job_id: str) -> FormatWriter:
+        contents = state.contents
         if self.format == "torch_save":
-            return TorchSaveExporter(state, job_id, file=os.fspath(self.target).rstrip("/").rpartition("/")[2])
+            return TorchSaveWriter(contents, job_id, file=os.fspath(self.target).rstrip("/").rpartition("/")[2])
         if self.format == "safetensors":
-            return SafetensorsExporter(state, job_id, max_shard_bytes=self.max_shard_bytes)
+            return SafetensorsWriter(contents, job_id, max_shard_bytes=self.max_shard_bytes)
         onto = self.onto
         if isinstance(onto, Topology):
             onto = onto.layout({n: state[n].stored.spec for n in state if n not in state.aliases})
         if onto is not None:
             _check_onto(onto, state)
         if self.format == "native":
-            return NativeExporter(state, job_id, onto=onto, max_shard_bytes=self.max_shard_bytes)
-        from reshard.formats.dcp.writer import DcpExporter  # torch's checkpoint package takes long to import
+            return NativeWriter(contents, job_id, onto=onto, max_shard_bytes=self.max_shard_bytes)
+        from reshard.formats.dcp.writer import DcpWriter  # torch's checkpoint package takes long to import
 
-        return DcpExporter(state, job_id, onto=onto, max_shard_bytes=self.max_shard_bytes)
+        return DcpWriter(contents, job_id, onto=onto, max_shard_bytes=self.max_shard_bytes)
 
     def digest(self, state: Checkpoint) -> str:
         """The same for equal work on an unchanged source, so that interrupted work is found again."""
@@ -119,16 +118,6 @@ class Job:
         for name in state:
             seen.update(repr(state[name].stored.spec).encode())
         return str(seen.hexdigest())
-
-
-def _lasting(state: Checkpoint) -> dict[str, Any]:
-    """What mappings do not know: values that are each rank's own, which keep their names, and what was left out."""
-    facts = state.contents.facts
-    return {name: facts[name] for name in ("per_rank", "left_out") if name in facts}
-
-
-def _with(state: Checkpoint, facts: Mapping[str, Any]) -> Checkpoint:
-    return Checkpoint(replace(state.contents, facts={**state.contents.facts, **facts}), state.url)
 
 
 def _check_taken(mapping: StateMapping, state: Checkpoint) -> None:
@@ -168,8 +157,7 @@ def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
     wanted = [glob for glob in globs if not glob.startswith("!")] or ["*"]
     unwanted = [glob[1:] for glob in globs if glob.startswith("!")]
     contents = state.contents
-    per_rank = contents.facts.get("per_rank")
-    own = dict(per_rank) if isinstance(per_rank, Mapping) else {}
+    own = dict(contents.per_rank)
     names = [*state, *(alias for alias in state.aliases if alias not in contents.tensors), *state.objects, *own]
 
     def kept(name: str) -> bool:
@@ -195,7 +183,6 @@ def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
             tensors[name] = state[name].stored
     objects = {key: value for key, value in state.objects.items() if kept(key)}
     own = {key: values for key, values in own.items() if kept(key)}
-    facts = {**contents.facts, "per_rank": own} if isinstance(per_rank, Mapping) else contents.facts
     here = {*tensors, *aliases, *objects, *own}
     paths = {key: path for key, path in contents.paths.items() if key in here}
     whole = len(here) == len(names)
@@ -205,7 +192,7 @@ def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
         objects=objects,
         aliases=aliases,
         paths=paths,
-        facts=facts,
+        per_rank=own,
         containers=contents.containers if whole else _containers(contents.containers, paths.values()),
     )
     return Checkpoint(made, state.url)

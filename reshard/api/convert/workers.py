@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from reshard.api.convert.job import Job
 from reshard.api.convert.journal import Journal
 from reshard.errors import CheckpointError
-from reshard.formats.stored.writer import Exporter, FilePlan
+from reshard.formats.stored.writer import FilePlan, FormatWriter
 
 __all__ = ["dealt", "write_files", "write_in_processes"]
 
@@ -47,11 +47,11 @@ def dealt(files: Sequence[FilePlan], count: int) -> list[list[FilePlan]]:
 
 
 def write_files(
-    exporter: Exporter, journal: Journal, files: Sequence[FilePlan], on_bytes: Callable[[int], None]
+    writer: FormatWriter, journal: Journal, files: Sequence[FilePlan], on_bytes: Callable[[int], None]
 ) -> None:
     """Write these files, one after another, and record each."""
     for file in files:
-        journal.add(file.name, exporter.write(journal.storage, file, on_bytes))
+        journal.add(file.name, writer.write(journal.storage, file, on_bytes))
 
 
 def write_in_processes(
@@ -140,10 +140,10 @@ def _main() -> None:
             pending = 0
 
     try:
-        exporter = order.job.exporter(order.job.state(), order.job_id)
-        by_name = {file.name: file for file in exporter.files}
+        writer = order.job.writer(order.job.state(), order.job_id)
+        by_name = {file.name: file for file in writer.files}
         journal = Journal(order.job.storage(), order.digest)
-        write_files(exporter, journal, [by_name[name] for name in order.files], on_bytes)
+        write_files(writer, journal, [by_name[name] for name in order.files], on_bytes)
         say(bytes=pending)
         say(end=True)
     except Exception as error:

@@ -24,7 +24,7 @@ from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, KeyMismatchError
 from reshard.execute.load_bytes import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
-from reshard.formats.native.manifest import is_replaced
+from reshard.formats.native.reader import NativeFacts, is_replaced
 from reshard.formats.stored.tensor import StoredTensor
 from reshard.state.arrays import as_array
 from reshard.state.deferred_optimizer import Saved, places
@@ -178,7 +178,7 @@ def load_with(
         with places(state_dict, saved_in(checkpoint), keep=not options.dry_run):
             return _load_into(group, state_dict, checkpoint, options, process_group)
     except (CheckpointNotFoundError, DamagedCheckpointError) as error:
-        native = checkpoint.contents.facts.get("native")
+        native = checkpoint.contents.facts_of(NativeFacts)
         if native is None or not is_replaced(native):
             raise
         raise CheckpointError(
@@ -236,7 +236,7 @@ def _load_into(
     settle_streams(device_of(targets.tensors[key]) for key in names)
     planned = time.perf_counter()
     together = options.read_once is None and group.world_size > 1 and not options.dry_run
-    native = checkpoint.contents.facts.get("native") if options.check else None
+    native = checkpoint.contents.facts_of(NativeFacts) if options.check else None
     with (
         Fetch(job.copies, group, space, native, together, options.memory_budget_bytes) as fetch,
         Progress(show=group.rank == 0, bars=options.progress) as bar,

@@ -19,6 +19,7 @@ import xxhash
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.control.group import Group
 from reshard.errors import CheckpointError, KeyMismatchError
+from reshard.formats.native.reader import NativeFacts
 from reshard.formats.pickles.record import unknown_class
 from reshard.state.container_types import retyped
 from reshard.state.dtypes import dtype_from_name, dtype_name
@@ -106,7 +107,7 @@ def used_by_all(match: Match, group: Group, checkpoint: Checkpoint) -> tuple[fro
         return match.used, 1
     bits = np.packbits([name in match.used for name in match.names]) if match.names else np.zeros(0, np.uint8)
     names = xxhash.xxh3_64_digest(msgspec.msgpack.encode(match.names))
-    native = checkpoint.contents.facts.get("native")
+    native = checkpoint.contents.facts_of(NativeFacts)
     is_one = not checkpoint.url.startswith("memory:")  # each process has memory of its own
     save = (checkpoint.url, native.manifest.save_id) if native is not None and is_one else ("", "")
     mine = (socket.gethostname(), names, zlib.compress(bits.tobytes()), save)
@@ -136,8 +137,7 @@ class _Work:
     def __init__(self, targets: Targets, checkpoint: Checkpoint, dtype_policy: str, mapping: Mapping[str, str]) -> None:
         self.targets, self.checkpoint, self.mapping = targets, checkpoint, mapping
         self.dtype_policy = dtype_policy
-        facts = checkpoint.contents.facts
-        self.saved_per_rank: Mapping[str, Any] = facts.get("per_rank", {})
+        self.saved_per_rank: Mapping[str, Any] = checkpoint.contents.per_rank
         self.names = [*checkpoint, *checkpoint.objects, *self.saved_per_rank]
         self.used: set[str] = set()
         self.tensors: dict[str, str] = {}

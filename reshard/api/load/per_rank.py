@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.control.group import Group
+from reshard.formats.native.reader import NativeFacts
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.tensor import StoredTensor
 from reshard.state.per_rank import PerRank
@@ -24,10 +25,10 @@ def own_values(
 
     Raises KeyMismatchError where another number of ranks saved, and the target has no rule for that.
     """
-    saved = checkpoint.contents.facts.get("per_rank", {})
+    saved = checkpoint.contents.per_rank
     rank = group.ranks[group.rank]
     job_size = dist.get_world_size() if dist.is_initialized() else 1
-    native = checkpoint.contents.facts.get("native")
+    native = checkpoint.contents.facts_of(NativeFacts)
     saved_size = int(native.manifest.layout["world_size"]) if native is not None else 0
     out = {}
     for key in keys:

@@ -32,8 +32,6 @@ from reshard.storage.opening import place_of
 
 __all__ = ["PendingSave", "SaveReport", "async_save", "save"]
 
-_WRITER = "reshard 0.1"
-
 
 @dataclass(frozen=True)
 class SaveReport:
@@ -312,7 +310,7 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
             rows = group.exchange(msgspec.msgpack.encode((job.rank, record)))
             if group.rank == 0:
                 decoded = [msgspec.msgpack.decode(row, type=tuple[int, FileRecord | None]) for row in rows]
-                litter = generation.publish({rank: row for rank, row in decoded if row is not None}, _WRITER)
+                litter = generation.publish({rank: row for rank, row in decoded if row is not None})
     except BaseException as error:
         if group.rank == 0:
             _clear(job, error)

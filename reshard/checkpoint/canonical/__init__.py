@@ -22,6 +22,7 @@ from reshard.checkpoint.canonical.orbax import normalize_orbax
 from reshard.checkpoint.canonical.result import Canonical
 from reshard.checkpoint.canonical.stages import normalize_stages, stages_by_key
 from reshard.errors import DamagedCheckpointError, NormalizationError, ReshardError
+from reshard.formats.frameworks.pipeline_stages import StageFacts
 from reshard.formats.stored.contents import Contents
 
 __all__ = ["HINTS", "Canonical", "normalize"]
@@ -52,7 +53,7 @@ def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: 
         normalizer = _BY_FORMAT.get(contents.format, normalize_generic)
         stages = stages_by_key(contents) if contents.format not in _BY_FORMAT else None
         if stages is not None:
-            normalizer, contents = normalize_stages, replace(contents, facts={**contents.facts, "stages": stages})
+            normalizer, contents = normalize_stages, replace(contents, facts=StageFacts(stages))
         return _tie(normalizer(contents, given, what), given).rename()
     except ReshardError:
         raise

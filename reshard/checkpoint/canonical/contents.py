@@ -48,8 +48,7 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
     for number, group in enumerate(found.groups if not model_only else ()):
         for name, value in group.items():
             add(("optim", "param_groups", number, name), value)
-    own = contents.facts.get("per_rank")
     # values that are each rank's own have no canonical name
-    facts = {"left_out": tuple(own)} if isinstance(own, Mapping) and not model_only else {}
+    left_out = () if model_only else tuple(contents.per_rank)
     warnings = (*contents.warnings, *found.notes)
-    return Contents("normalized", tensors, objects, aliases, paths, facts, warnings=warnings)
+    return Contents("normalized", tensors, objects, aliases, paths, warnings=warnings, left_out=left_out)

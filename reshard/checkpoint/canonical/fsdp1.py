@@ -22,6 +22,7 @@ from reshard.checkpoint.canonical.optim import SavedOptimizer, name_ids
 from reshard.checkpoint.canonical.result import Canonical, Value
 from reshard.checkpoint.canonical.views import assemble, unflatten
 from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.formats.frameworks.fsdp1 import Fsdp1Facts
 from reshard.formats.pickles.torch_objects import TensorRef
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.tensor import StoredTensor
@@ -50,7 +51,9 @@ def normalize_fsdp1(contents: Contents, hints: Hints, what: str) -> Canonical:
         NormalizationError: shapes or names that a hint must give; the message says which.
         DamagedCheckpointError: the pieces of the ranks do not make up what the hint says.
     """
-    sections: Mapping[str, Mapping[int, TorchFile]] = contents.facts["sections"]
+    facts = contents.facts
+    assert isinstance(facts, Fsdp1Facts)
+    sections = facts.sections
     found = [_find(_first_copy(name, files, hints)) for name, files in sections.items()]
     models = [one for one in found if one.model]
     flat_names = [name for one in models for name in one.model[0] if name.endswith(FLAT)]

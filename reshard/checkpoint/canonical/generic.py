@@ -16,6 +16,7 @@ from reshard.checkpoint.canonical.result import Canonical, check_shapes
 from reshard.checkpoint.canonical.sections import Leaf, find_sections
 from reshard.checkpoint.canonical.views import assemble, narrow
 from reshard.errors import NormalizationError
+from reshard.formats.safetensors.reader import HuggingFaceFacts
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.tensor import StoredTensor
 
@@ -62,7 +63,8 @@ def _tensors(contents: Contents, leaves: list[tuple[str, Leaf]], hints: Hints) -
         tensors = [one for name, tensor in tensors for one in parts.get(name, {name: tensor}).items()]
         # each rank's 1-D piece of an original parameter is a view of the flat one
         tensors = [(name, tensor) for name, tensor in tensors if _PIECE.sub("", name) not in inside or name in inside]
-    on_disk = "safetensors" in contents.format or contents.facts.get("config")
+    beside = contents.facts_of(HuggingFaceFacts)
+    on_disk = "safetensors" in contents.format or (beside is not None and beside.config)
     if on_disk and not hints.get("stored_names"):
         return in_memory(tensors)
     return tensors

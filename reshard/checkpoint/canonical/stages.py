@@ -20,6 +20,7 @@ from reshard.checkpoint.canonical.optim import SavedOptimizer, name_ids, read_op
 from reshard.checkpoint.canonical.result import Canonical, check_shapes
 from reshard.checkpoint.canonical.sections import find_sections, is_beside
 from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.formats.frameworks.pipeline_stages import StageFacts
 from reshard.formats.stored.contents import Contents, LazyMapping
 from reshard.formats.stored.tensor import StoredTensor
 from reshard.state.tree import KeyPath
@@ -86,7 +87,9 @@ def normalize_stages(contents: Contents, hints: Hints, what: str) -> Canonical:
 
     Raises NormalizationError if ids have no names, and DamagedCheckpointError if stages contradict each other.
     """
-    stages = [_read(number, one, hints) for number, one in contents.facts["stages"].items()]
+    facts = contents.facts
+    assert isinstance(facts, StageFacts)
+    stages = [_read(number, one, hints) for number, one in facts.stages.items()]
     offsets = _offsets(stages, hints)
     result = Canonical()
     for stage in stages:

@@ -21,14 +21,15 @@ from reshard.formats.dcp.items import Item, Items
 from reshard.formats.dcp.names import DATA_FILE, RANK_METADATA, has_dcp
 from reshard.formats.pickles.reader import load_pickle
 from reshard.formats.pickles.record import Record
-from reshard.formats.stored.contents import Contents, LazyMapping
+from reshard.formats.stored.contents import Contents, Facts, LazyMapping
 from reshard.formats.stored.source import Files
 from reshard.formats.stored.tensor import StoredChunk, StoredTensor
+from reshard.formats.torch_save.file import TorchFile
 from reshard.state.dtypes import dtype_name
 from reshard.state.tree import KeyPath
 from reshard.storage.base import Storage
 
-__all__ = ["detect", "looks_for", "name", "open", "open_folder"]
+__all__ = ["DcpFacts", "detect", "looks_for", "name", "open", "open_folder"]
 
 name = "dcp"
 looks_for = ".metadata and *.distcp, or __<rank>.metadata"
@@ -44,6 +45,17 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
     return open_folder(storage, names, "")
 
 
+@dataclass(frozen=True)
+class DcpFacts(Facts):
+    """What a DCP checkpoint knows beyond its contents."""
+
+    object_file: Callable[[str], TorchFile]
+    """Of the key of an object: its item as a file of `torch.save`, whose tensors are not read."""
+    save_id: str | None = None
+    mcore_data: Any = None
+    """What Megatron-core puts into `.metadata`: how tensors were reshaped before they were saved."""
+
+
 @dataclass
 class _Index:
     """What all `.metadata` files of a checkpoint say together."""
@@ -52,7 +64,8 @@ class _Index:
     objects: list[str] = field(default_factory=list)
     items: dict[str, dict[tuple[int, ...] | None, Item]] = field(default_factory=dict)
     paths: dict[str, KeyPath] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    save_id: str | None = None
+    mcore_data: Any = None
 
 
 def open_folder(storage: Storage, names: Mapping[str, int], folder: str) -> Contents:
@@ -84,11 +97,7 @@ def open_folder(storage: Storage, names: Mapping[str, int], folder: str) -> Cont
         key: lambda key=key: items.object(key, index.items.get(key, {}).get(None))  # type: ignore[misc]
         for key in index.objects
     }
-    facts = {
-        **index.facts,
-        "per_rank_metadata": not found,
-        "object_file": lambda key: items.file(key, index.items.get(key, {}).get(None)),
-    }
+    facts = DcpFacts(lambda key: items.file(key, index.items.get(key, {}).get(None)), index.save_id, index.mcore_data)
     return Contents(name, LazyMapping(tensors), LazyMapping(objects), paths=index.paths, facts=facts)
 
 
@@ -124,9 +133,9 @@ def _add(index: _Index, fields: Mapping[str, Any], where: str) -> None:
         raise DamagedCheckpointError(
             f"{where}: the metadata makes no sense: {type(error).__name__}: {error}; wanted what torch writes"
         ) from None
-    index.facts.update({k: v for k, v in fields.items() if k in ("version", "mcore_data")})
+    index.mcore_data = fields.get("mcore_data", index.mcore_data)
     if isinstance(meta := fields.get("storage_meta"), Record) and isinstance(meta.fields.get("save_id"), str):
-        index.facts["save_id"] = meta.fields["save_id"]
+        index.save_id = meta.fields["save_id"]
 
 
 def _ints(values: Iterable[Any]) -> tuple[int, ...]:

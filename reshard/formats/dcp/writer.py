@@ -8,22 +8,14 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what torch's reader looks for in .metadata
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout
-from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.dcp.objects import object_to_bytes
-from reshard.dcp.state import chunk_of
+from reshard.formats.dcp.metadata import chunk_of, object_to_bytes, paths_of, tensor_metadata
+from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.streaming import stream
-from reshard.formats.stored.writer import Done, Exporter, FilePlan, HashingWriter, Part, spread
+from reshard.formats.stored.writer import Done, FilePlan, FormatWriter, HashingWriter, Part, spread
 from reshard.formats.torch_save.writer import tensor_record
 from reshard.formats.torch_save.zip_writer import (
     TensorStub,
@@ -32,24 +24,22 @@ from reshard.formats.torch_save.zip_writer import (
     pickled_state,
     unknown_objects,
 )
-from reshard.state.dtypes import dtype_from_name
-from reshard.state.tree import IntKey
 from reshard.storage.base import Storage
 
-__all__ = ["DcpExporter"]
+__all__ = ["DcpWriter"]
 
 _METADATA = ".metadata"
 
 
-class DcpExporter(Exporter):
+class DcpWriter(FormatWriter):
     """One file for each rank of `onto`, or files of a limited size; objects are in the first."""
 
     format = "dcp"
 
-    def __init__(self, state: Checkpoint, job_id: str, *, onto: StateLayout | None, max_shard_bytes: int) -> None:
-        super().__init__(state, job_id)
-        self.left_out += tuple(self.per_rank)
-        self.refused = dict.fromkeys(unknown_objects(state.objects), "its class is not known here")
+    def __init__(self, contents: Contents, job_id: str, *, onto: StateLayout | None, max_shard_bytes: int) -> None:
+        super().__init__(contents, job_id)
+        self.left_out += tuple(contents.per_rank)
+        self.refused = dict.fromkeys(unknown_objects(contents.objects), "its class is not known here")
         self.plan = spread([self.stored(name).spec for name in self.names], onto, max_shard_bytes)
         specs, files = self.plan.layout.specs, []
         written: set[str] = set()
@@ -86,7 +76,7 @@ class DcpExporter(Exporter):
                 end_archive(archive)
                 items.append([part.spec.fqn, list(part.box.offsets), list(part.box.sizes), start, out.nbytes - start])
             if file is self.files[0]:
-                for key, value in self.state.objects.items():
+                for key, value in self.contents.objects.items():
                     start = out.nbytes
                     out.write(object_to_bytes(value))
                     items.append([key, None, None, start, out.nbytes - start])
@@ -98,7 +88,7 @@ class DcpExporter(Exporter):
         table: dict[str, Any] = {}
         places: dict[MetadataIndex, _StorageInfo] = {}
         names: dict[str, list[str]] = {}
-        for alias, kept in self.state.aliases.items():
+        for alias, kept in self.contents.aliases.items():
             names.setdefault(kept, []).append(alias)
         specs = self.plan.layout.specs
         for name, written in done.items():
@@ -109,16 +99,9 @@ class DcpExporter(Exporter):
                     places[MetadataIndex(key)] = info
                     continue
                 for fqn in (key, *names.get(key, ())):  # tied tensors are several names of the same items
-                    spec = specs[key]
-                    properties = TensorProperties(dtype=dtype_from_name(spec.dtype))
-                    entry = table.setdefault(fqn, TensorStorageMetadata(properties, torch.Size(spec.shape), []))
-                    entry.chunks.append(chunk_of(Box(offsets, sizes)))
+                    table.setdefault(fqn, tensor_metadata(specs[key])).chunks.append(chunk_of(Box(offsets, sizes)))
                     places[MetadataIndex(fqn, torch.Size(offsets))] = info
-        paths = self.state.contents.paths
-        planner_data = {
-            key: tuple(part.value if isinstance(part, IntKey) else part for part in paths.get(key, (key,)))
-            for key in table
-        }
+        planner_data = paths_of(table, self.contents.paths)
         metadata = Metadata(table, planner_data, places, StorageMeta(save_id=self.job_id), version="1.0.0")
         old = [name for name in storage.list() if name.endswith(".distcp") and name not in done]
         storage.publish(_METADATA, pickle.dumps(metadata, protocol=4))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from reshard.errors import DamagedCheckpointError, FormatError, UnsafeDataError
 from reshard.formats.dcp import reader as dcp
@@ -92,15 +91,13 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
             parts.append((beside[1], contents_of(name, {(): read_torch_file(files[file])})))
         elif whole := _WHOLE.fullmatch(file):
             parts.append(_whole(files[file], whole[1], apart=bool(_CUSTOM.fullmatch(file))))
-    facts: dict[str, Any] = {}
+    facts = None
     for section, opened in _weights(storage, names):
         parts.append((section, opened))
         # on disk, the weights of a Hugging Face model have other names than in memory
-        facts |= {"config": opened.facts["config"]} if opened.facts.get("config") else {}
+        facts = opened.facts_of(safetensors.HuggingFaceFacts) or facts
     if by_rank:
-        opened = rank_files.open_sections(name, storage, by_rank)
-        parts.append(("", opened))
-        facts |= opened.facts
+        parts.append(("", rank_files.open_sections(name, storage, by_rank)))
     return merge(name, parts, facts)
 
 

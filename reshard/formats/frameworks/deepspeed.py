@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.contents import Contents, Facts
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import TorchFile, contents_of, read_torch_file
 from reshard.state.tree import KeyPath
 from reshard.storage.base import Storage
 
-__all__ = ["detect", "looks_for", "name", "open"]
+__all__ = ["DeepSpeedFacts", "detect", "looks_for", "name", "open"]
 
 name = "deepspeed"
 looks_for = "latest, and mp_rank_*_model_states.pt, zero_pp_rank_*_optim_states.pt or layer_*-model_states.pt below it"
@@ -39,6 +39,14 @@ _OF_RANK = re.compile(
 _UNIVERSAL = re.compile(r"zero/([^/]+)/([^/]+)\.pt")
 _UNIVERSAL_STATE = "zero/optimizer_state.pt"
 _LATEST = ("latest", "latest_universal")
+
+
+@dataclass(frozen=True)
+class DeepSpeedFacts(Facts):
+    """What `normalized` puts parameters together from."""
+
+    files: Mapping[str, TorchFile]
+    """By the path below the checkpoint's folder, without `.pt`."""
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -70,7 +78,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
             opened["zero", universal[1], universal[2]] = read_torch_file(files[file])
         elif _STATES.fullmatch(inner) or inner == _UNIVERSAL_STATE:
             opened[tuple(inner.removesuffix(".pt").split("/"))] = read_torch_file(files[file])
-    facts = {"files": {"/".join(map(str, path)): file for path, file in opened.items()}, "folder": folder}
+    facts = DeepSpeedFacts({"/".join(map(str, path)): file for path, file in opened.items()})
     contents = contents_of(name, opened, facts)
     lost = _lost_models([file.removeprefix(folder) for file in names if file.startswith(folder)])
     told = (f"{folder}{file} is missing: other files of that rank, or of higher ones, are there" for file in lost)

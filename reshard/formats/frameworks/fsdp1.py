@@ -11,23 +11,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.pickles.torch_objects import TensorRef
-from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.contents import Contents, Facts
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import TorchFile, contents_of, read_torch_file
 from reshard.formats.torch_save.sharded_tensors import is_sharded_tensor
 from reshard.state.tree import KeyPath
 from reshard.storage.base import Storage
 
-__all__ = ["detect", "looks_for", "name", "numbered", "open"]
+__all__ = ["Fsdp1Facts", "detect", "looks_for", "name", "numbered", "open"]
 
 name = "fsdp1"
 looks_for = "<name>_<rank>.pt, with flat parameters or pieces of optimizer states"
 
 _FILE = re.compile(r"(?P<section>.*?\D)?(?P<rank>\d+)\.(?:pt|pth|bin)")
+
+
+@dataclass(frozen=True)
+class Fsdp1Facts(Facts):
+    """The files of all ranks, by what they are called and their rank."""
+
+    sections: Mapping[str, Mapping[int, TorchFile]]
 
 
 def numbered(names: Mapping[str, int]) -> dict[str, dict[int, str]]:
@@ -88,4 +96,4 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
     opened: dict[KeyPath, TorchFile] = {
         (f"{s}_{rank}",): file for s, ranks in sections.items() for rank, file in ranks.items()
     }
-    return contents_of(name, opened, {"sections": sections})
+    return contents_of(name, opened, Fsdp1Facts(sections))

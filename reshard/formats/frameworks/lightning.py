@@ -26,4 +26,4 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
     """Both parts as one checkpoint. Raises DamagedCheckpointError, also if the save did not end."""
     sharded = dcp.open(storage, names)
     rest = contents_of(name, {(): read_torch_file(Files(storage)["meta.pt"])})
-    return merge(name, [("", sharded), ("", rest)], {"framework": "lightning"})
+    return merge(name, [("", sharded), ("", rest)])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.errors import DamagedCheckpointError, FormatError
@@ -23,13 +23,22 @@ from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import contents_of, read_torch_file
 from reshard.storage.base import Storage
 
-__all__ = ["LATEST", "detect", "iteration_folder", "looks_for", "name", "open"]
+__all__ = ["LATEST", "MegatronFacts", "detect", "iteration_folder", "looks_for", "name", "open"]
 
 name = "megatron"
 looks_for = "latest_checkpointed_iteration.txt, or metadata.json with a sharded_backend, beside .metadata"
 
 LATEST = "latest_checkpointed_iteration.txt"
 _BACKENDS = ("torch_dist", "torch_dcp", "fsdp_dtensor")
+
+
+@dataclass(frozen=True)
+class MegatronFacts(dcp.DcpFacts):
+    """What `normalized` needs to know of how Megatron-core saved."""
+
+    backend: str = "torch_dist"
+    common: Mapping[str, Any] = field(default_factory=dict)
+    """What `common.pt` holds, but for random states."""
 
 
 def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
@@ -79,7 +88,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
             f"{storage.url}/{folder}: there is no .metadata, which comes last: the save did not end"
         )
     sharded = dcp.open_folder(storage, names, folder)
-    facts: dict[str, Any] = {**sharded.facts, "backend": backend}
+    shared: dict[str, Any] = {}
     parts = [("", sharded)]
     common = folder + "common.pt"
     if common not in names and described.get("common_backend") == "torch" and backend != "fsdp_dtensor":
@@ -89,8 +98,11 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
     if common in names:
         file = read_torch_file(Files(storage)[common])
         if isinstance(file.value, dict):
-            facts["common"] = {key: file.plain(value) for key, value in file.value.items() if key != "rng_state"}
+            shared = {key: file.plain(value) for key, value in file.value.items() if key != "rng_state"}
         parts.append(("common", contents_of(name, {(): file})))
+    known = sharded.facts_of(dcp.DcpFacts)
+    assert known is not None
+    facts = MegatronFacts(known.object_file, known.save_id, known.mcore_data, backend, shared)
     merged = merge(name, parts, facts)
     if folder + "metadata.json" in names:
         return merged

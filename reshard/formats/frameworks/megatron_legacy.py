@@ -17,13 +17,13 @@ from typing import Any
 
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.frameworks.megatron import LATEST, iteration_folder
-from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.contents import Contents, Facts
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import TorchFile, contents_of, read_torch_file
 from reshard.state.tree import KeyPath
 from reshard.storage.base import Storage
 
-__all__ = ["RankFiles", "arguments", "detect", "looks_for", "name", "open"]
+__all__ = ["LegacyFacts", "RankFiles", "arguments", "detect", "looks_for", "name", "open"]
 
 name = "megatron_legacy"
 looks_for = "mp_rank_<tp>[_<pp>][_<ep>]/model_optim_rng.pt"
@@ -45,6 +45,13 @@ class RankFiles:
     model: TorchFile
     optimizer: TorchFile | None = None
     """Of the distributed optimizer."""
+
+
+@dataclass(frozen=True)
+class LegacyFacts(Facts):
+    """The files of all ranks, in the order of their place in the grid."""
+
+    ranks: list[RankFiles]
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -74,7 +81,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
     grid = [_place(at, of, storage.url) for at, of in sorted(ranks.items())]
     _check_grid(grid, storage.url)
     _check_optimizers(grid, storage.url)
-    return contents_of(name, opened, {"ranks": grid})
+    return contents_of(name, opened, LegacyFacts(grid))
 
 
 def _place(at: tuple[int, ...], of: Mapping[str, TorchFile], url: str) -> RankFiles:

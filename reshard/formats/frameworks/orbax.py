@@ -72,7 +72,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         else:
             tensors[key] = partial(_tensor, key, root)
         paths[key] = path
-    return Contents(name, LazyMapping(tensors), objects, paths=paths, containers=containers, facts={"orbax": tree})
+    return Contents(name, LazyMapping(tensors), objects, paths=paths, containers=containers)
 
 
 def _tree(storage: Storage, file: str) -> dict[str, Any]:

@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.frameworks.fsdp1 import numbered
-from reshard.formats.stored.contents import Contents, merge
+from reshard.formats.stored.contents import Contents, Facts, merge
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import contents_of, read_torch_file
 from reshard.storage.base import Storage
 
-__all__ = ["detect", "looks_for", "name", "open"]
+__all__ = ["StageFacts", "detect", "looks_for", "name", "open"]
 
 name = "pipeline_stages"
 looks_for = "stage_<n>.pt, or pp_rank_<n>.pt"
 
 _STAGE = re.compile(r".*(stage|pp|pp_?rank|pipe(line)?_?(rank)?)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class StageFacts(Facts):
+    """The stages of a pipeline, by number."""
+
+    stages: Mapping[int, Contents]
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -42,4 +50,4 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
     files = Files(storage)
     stages = {stage: contents_of(name, {(): read_torch_file(files[found[stage]])}) for stage in sorted(found)}
     parts = [(found[stage].rpartition(".")[0], contents) for stage, contents in stages.items()]
-    return merge(name, parts, {"stages": stages})
+    return merge(name, parts, StageFacts(stages))

@@ -127,9 +127,8 @@ def open_sections(kind: str, storage: Storage, sections: list[Section]) -> Conte
         ranks = {rank: read_torch_file(files[section.files[rank]]) for rank in sorted(section.files)}
         _check_ranks(storage, section, _ranks_meant(ranks))
         _add_section(out, (section.name,), ranks)
-    facts = {"per_rank": tuple(sorted(out.per_rank)), "world_size": max(len(section.files) for section in sections)}
     return Contents(
-        kind, LazyMapping(out.tensors), LazyMapping(out.objects), {}, out.paths, facts, containers=out.containers
+        kind, LazyMapping(out.tensors), LazyMapping(out.objects), paths=out.paths, containers=out.containers
     )
 
 
@@ -161,7 +160,6 @@ class _Out:
     objects: dict[str, Callable[[], Any]] = field(default_factory=dict)
     paths: dict[str, KeyPath] = field(default_factory=dict)
     containers: dict[KeyPath, str] = field(default_factory=dict)
-    per_rank: set[str] = field(default_factory=set)
 
     def claim(self, path: KeyPath) -> str:
         key = key_of(path)
@@ -193,7 +191,6 @@ def _add_section(out: _Out, prefix: KeyPath, files: Mapping[int, TorchFile]) -> 
         elif _replicas(leaves, files):
             _add_leaf(out, path, min(leaves), leaves[min(leaves)], files)
         else:  # values that differ are all kept, each under its rank
-            out.per_rank.add(key_of(path))
             for rank, leaf in leaves.items():
                 _add_leaf(out, (*path[:-1], f"{path[-1]}.rank_{rank}"), rank, leaf, files)
 

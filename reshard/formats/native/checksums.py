@@ -9,7 +9,8 @@ import numpy as np
 import xxhash
 
 from reshard.errors import DamagedCheckpointError
-from reshard.formats.native.manifest import FileRecord, NativeFacts
+from reshard.formats.native.manifest import FileRecord
+from reshard.formats.native.reader import NativeFacts
 from reshard.formats.stored.source import FileSource
 
 __all__ = ["blocks_to_check", "check_blocks", "segment_check", "whole_blocks"]

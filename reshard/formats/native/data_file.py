@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import numpy as np
 import torch
 import xxhash
 
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
-from reshard.errors import FormatError
 from reshard.formats.native.manifest import BLOCK_BYTES, FileRecord, entry_key
+from reshard.formats.safetensors.header import encode_header
 from reshard.state.arrays import as_array, row_major_bytes
-from reshard.state.dtypes import SAFETENSORS_CODES
 from reshard.state.fingerprints import Partial, partial
 from reshard.storage.base import Storage
 
-__all__ = ["STAGE_BYTES", "BlockSums", "Entry", "Keyed", "Sink", "digest128", "header_of", "sum_up", "write_file"]
+__all__ = ["STAGE_BYTES", "BlockSums", "Entry", "Sink", "digest128", "sum_up", "write_file"]
 
 STAGE_BYTES = 32 << 20
 """Default memory for elements that do not lie in row-major order, or not on the CPU, on their way to the file."""
-_CODES = {name: code for code, name in SAFETENSORS_CODES.items() if name != "float4_e2m1fn_x2"}
 
 
 class Sink(Protocol):
@@ -32,26 +29,6 @@ class Sink(Protocol):
 
     def write(self, data: memoryview) -> None:
         """Append."""
-
-
-class Keyed(Protocol):
-    """One array of a data file, as its header tells it."""
-
-    @property
-    def spec(self) -> TensorSpec:
-        """Of the whole tensor."""
-
-    @property
-    def box(self) -> Box:
-        """The region of it that the array holds."""
-
-    @property
-    def key(self) -> str:
-        """Its name in the file."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +69,7 @@ def write_file(
     Raises FormatError if two entries have one key; StorageError if the storage fails.
     """
     ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
-    header = header_of(ordered)
+    header = encode_header((entry.key, entry.spec.dtype, entry.box.sizes) for entry in ordered)
     with storage.create(name) as out:
         sums = BlockSums(out)
         sums.write(memoryview(header))
@@ -119,31 +96,6 @@ def sum_up(entries: Sequence[Entry]) -> dict[str, Partial]:
 def digest128(data: bytes) -> str:
     """XXH3-128, in hex."""
     return str(xxhash.xxh3_128_hexdigest(data))
-
-
-def header_of(entries: Sequence[Keyed], note: Mapping[str, str] | None = None) -> bytes:
-    """The length and header of a safetensors file whose data follow one another in this order; `note` is metadata.
-
-    Raises FormatError if two arrays have one key.
-    """
-    table: dict[str, object] = {"__metadata__": {"format": "pt", **(note or {})}}
-    at = 0
-    for entry in entries:
-        if entry.key == "__metadata__":
-            raise FormatError(
-                'no tensor can be called "__metadata__": safetensors keeps that name for itself; rename it'
-            )
-        if entry.key in table:
-            raise FormatError(f"two arrays of one file would be called {entry.key!r}: rename one of the tensors")
-        stop = at + entry.nbytes
-        code, shape = _CODES.get(entry.spec.dtype), list(entry.box.sizes)
-        if code is None:  # safetensors has no code for it: bytes, in a last dim of their own
-            code, shape = "U8", [*shape, entry.spec.itemsize]
-        table[entry.key] = {"dtype": code, "shape": shape, "data_offsets": [at, stop]}
-        at = stop
-    text = msgspec.json.encode(table)
-    text += b" " * (-(8 + len(text)) % 64)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _pieces(tensor: torch.Tensor, stage_bytes: int) -> Iterator[memoryview]:

@@ -21,8 +21,8 @@ import msgspec
 from reshard.control.liveness import is_gone, machine, start_of
 from reshard.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from reshard.formats.dcp.names import has_dcp
-from reshard.formats.native import manifest as native
-from reshard.formats.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest
+from reshard.formats.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, refuse_newer
+from reshard.formats.native.reader import detect
 from reshard.storage import Storage, is_temporary
 
 __all__ = [
@@ -91,7 +91,7 @@ def refuse_foreign(storage: Storage) -> None:
     which ours could not be told apart; FormatError for a checkpoint of a newer version.
     """
     names = storage.list()
-    ours = native.detect(storage, names)
+    ours = detect(storage, names)
     if ours and MANIFEST in names:
         _refuse_newer(storage)
     foreign = [name for name in (MANIFEST, HF_INDEX) if name in names and not ours]
@@ -104,7 +104,7 @@ def refuse_foreign(storage: Storage) -> None:
 
 
 def _refuse_newer(storage: Storage) -> None:
-    native.refuse_newer(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
+    refuse_newer(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
 
 
 _running: set[str] = set()

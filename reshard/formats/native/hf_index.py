@@ -11,7 +11,8 @@ import msgspec
 
 from planners.save.plan import SavePlan
 from reshard.formats.native import generations
-from reshard.formats.native.manifest import HF_INDEX, NativeFacts
+from reshard.formats.native.manifest import HF_INDEX
+from reshard.formats.native.reader import NativeFacts
 from reshard.storage.base import Storage
 
 __all__ = ["index_problem", "publish_index"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -45,12 +45,12 @@ class Generation:
         packed = msgspec.msgpack.encode({fqn: part.to_bytes() for fqn, part in parts.items()})
         self.storage.publish(f"{self.folder}/{rank:05d}{_PRINTS}", packed)
 
-    def publish(self, records: Mapping[int, FileRecord], writer: str) -> list[str]:
+    def publish(self, records: Mapping[int, FileRecord], parts: Iterable[Mapping[str, Partial]] = ()) -> list[str]:
         """Make the generation count; returns what is no longer needed. For the first rank, when all ranks have written.
 
         Args:
             records: what each rank that writes has written.
-            writer: the name of this library, for the manifest.
+            parts: of the fingerprints, beside those that ranks have left as files.
 
         Raises StorageError if a file is not there with its whole length.
         """
@@ -62,7 +62,7 @@ class Generation:
                     f"{self.storage.url}: the folder must be the same, shared one for all ranks"
                 )
         prints = [name for name in seen if name.endswith(_PRINTS)]
-        manifest = self._manifest(records, self._collect_prints(prints) if prints else {}, writer)
+        manifest = self._manifest(records, self._fingerprints([*parts, *map(self._left_prints, prints)]))
         self.storage.publish(MANIFEST, encode_manifest(manifest))
         publish_index(self.storage, self.save_id, self.plan, {rank: record.name for rank, record in records.items()})
         return prints
@@ -80,13 +80,12 @@ class Generation:
         except ReshardError as error:
             _log.warning("%s is saved, but what is no longer needed could not be removed: %s", self.storage.url, error)
 
-    def _manifest(self, records: Mapping[int, FileRecord], prints: dict[str, str], writer: str) -> Manifest:
+    def _manifest(self, records: Mapping[int, FileRecord], fingerprints: dict[str, str]) -> Manifest:
         census = self.census
         layout = {key: value for key, value in to_json(census.layout).items() if key not in ("reshard", "version")}
         return Manifest(
             save_id=self.save_id,
             created_unix_s=self.started_unix_s,
-            writer=writer,
             divide_above_bytes=self.plan.divide_above_bytes,
             files={str(rank): record for rank, record in sorted(records.items())},
             layout=layout,
@@ -95,15 +94,20 @@ class Generation:
             objects=census.objects,
             per_rank={key: {str(r): row for r, row in rows.items()} for key, rows in census.per_rank.items()},
             aliases=census.aliases,
-            fingerprints=prints,
+            fingerprints=fingerprints,
             subset=None if self.subset is None else list(self.subset),
         )
 
-    def _collect_prints(self, names: list[str]) -> dict[str, str]:
-        """The fingerprint of every tensor, out of what all ranks left; a tensor without elements is in no file."""
-        totals = {fqn: Partial() for fqn in self.census.layout}
-        for name in names:
-            for fqn, part in msgspec.msgpack.decode(self.storage.read(name), type=dict[str, bytes]).items():
-                totals[fqn] = totals[fqn] + Partial.from_bytes(part)
+    def _left_prints(self, name: str) -> dict[str, Partial]:
+        """What a rank left by `leave_prints`."""
+        packed = msgspec.msgpack.decode(self.storage.read(name), type=dict[str, bytes])
+        return {fqn: Partial.from_bytes(part) for fqn, part in packed.items()}
+
+    def _fingerprints(self, parts: Sequence[Mapping[str, Partial]]) -> dict[str, str]:
+        """Of every tensor, {} if nobody took any; a tensor without elements has a part in no file."""
         specs = self.census.layout.specs
+        totals = dict.fromkeys(specs, Partial()) if parts else {}
+        for of_file in parts:
+            for fqn, part in of_file.items():
+                totals[fqn] = totals[fqn] + part
         return {fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()}

@@ -8,36 +8,31 @@ from typing import Any
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Replicate
-from planners.reports.codec import to_json
-from planners.save.plan import DIVIDE_ABOVE_BYTES
-from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.control.global_state import OWN_TENSOR_BYTES, per_rank_name
+from reshard.control.global_state import OWN_TENSOR_BYTES, Census, per_rank_name
 from reshard.errors import FormatError
 from reshard.formats.native import generations
-from reshard.formats.native.data_file import BlockSums, digest128, header_of
-from reshard.formats.native.hf_index import publish_index
-from reshard.formats.native.manifest import MANIFEST, FileRecord, Manifest, encode_manifest
+from reshard.formats.native.data_file import BlockSums, digest128
+from reshard.formats.native.manifest import MANIFEST, FileRecord, entry_key
+from reshard.formats.native.publish import Generation
+from reshard.formats.safetensors.header import encode_header
+from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.streaming import stream
 from reshard.formats.stored.tensor import StoredTensor
-from reshard.formats.stored.writer import Done, Exporter, FilePlan, HashingWriter, Part, spread
+from reshard.formats.stored.writer import Done, FilePlan, FormatWriter, HashingWriter, Part, spread
 from reshard.state.fingerprints import Partial, partial
 from reshard.state.tree import encode_plain, path_to_json
 from reshard.storage.base import Storage
 
-__all__ = ["NativeExporter"]
-
-_WRITER = "reshard 0.1"
+__all__ = ["NativeWriter"]
 
 
-class NativeExporter(Exporter):
+class NativeWriter(FormatWriter):
     """Whole tensors in files of limited size, or the files that the ranks of `onto` would have written."""
 
     format = "native"
-    refused: dict[str, str]
 
-    def __init__(self, state: Checkpoint, job_id: str, *, onto: StateLayout | None, max_shard_bytes: int) -> None:
-        super().__init__(state, job_id)
-        self.refused = {}
+    def __init__(self, contents: Contents, job_id: str, *, onto: StateLayout | None, max_shard_bytes: int) -> None:
+        super().__init__(contents, job_id)
         self._table, self._own = self._values_of_ranks()
         self.plan = spread(
             [self.stored(name).spec for name in (*self.names, *self._own)], _with(onto, self._own), max_shard_bytes
@@ -52,13 +47,13 @@ class NativeExporter(Exporter):
                 parts.sort(key=lambda part: -part.spec.itemsize)
                 files.append(FilePlan(f"{folder}/{rank:05d}.safetensors", tuple(parts), rank))
         self.files = tuple(files)
-        self.objects = {key: self._encoded(key, value) for key, value in state.objects.items()}
+        self.objects = {key: self._encoded(key, value) for key, value in contents.objects.items()}
 
-    def _values_of_ranks(self) -> tuple[dict[str, dict[str, dict[str, Any]]], dict[str, StoredTensor]]:
+    def _values_of_ranks(self) -> tuple[dict[str, dict[int, Any]], dict[str, StoredTensor]]:
         """The manifest's table of values that are each rank's own, and the tensors among these, by hidden names."""
-        table: dict[str, dict[str, dict[str, Any]]] = {}
+        table: dict[str, dict[int, Any]] = {}
         tensors: dict[str, StoredTensor] = {}
-        for key, values in self.per_rank.items():
+        for key, values in self.contents.per_rank.items():
             for rank, value in values.items():
                 if isinstance(value, StoredTensor):
                     name = per_rank_name(key, rank)
@@ -66,7 +61,7 @@ class NativeExporter(Exporter):
                     row = {"tensor": name}
                 else:
                     row = {"object": self._encoded(key, value, tensor_bytes=OWN_TENSOR_BYTES)}
-                table.setdefault(key, {})[str(rank)] = row
+                table.setdefault(key, {})[rank] = row
         return table, tensors
 
     def _encoded(self, key: str, value: Any, tensor_bytes: int = 0) -> Any:
@@ -85,7 +80,10 @@ class NativeExporter(Exporter):
         """Stream one rank's file and its checksums."""
         storage.delete(file.name)
         storage.delete(f"{file.name}.sums")
-        header = header_of(file.parts)
+        header = encode_header(
+            (entry_key(part.spec.fqn, part.box, part.spec.shape), part.spec.dtype, part.box.sizes)
+            for part in file.parts
+        )
         regions = [self.region(part) for part in file.parts]
         prints: dict[str, Partial] = {}
         with storage.create(file.name) as raw, stream(regions, in_place=False) as feed:
@@ -111,35 +109,25 @@ class NativeExporter(Exporter):
 
     def finish(self, storage: Storage, done: Mapping[str, Done]) -> None:
         """Publish the manifest."""
-        specs = self.plan.layout.specs
-        totals = dict.fromkeys(specs, Partial())
-        for written in done.values():
-            for fqn, data in written.facts["prints"].items():
-                totals[fqn] = totals[fqn] + Partial.from_bytes(bytes.fromhex(data))
-        rank_of = {file.name: file.rank for file in self.files}
-        layout = {k: v for k, v in to_json(self.plan.layout).items() if k not in ("reshard", "version")}
-        contents = self.state.contents
-        manifest = Manifest(
-            save_id=self.save_id,
-            created_unix_s=generations.begin(),
-            writer=_WRITER,
-            divide_above_bytes=DIVIDE_ABOVE_BYTES,
-            files={
-                str(rank_of[name]): FileRecord(name, row.nbytes, row.facts["header_bytes"], row.facts["sums"])
-                for name, row in done.items()
-            },
-            layout=layout,
-            paths={key: path_to_json(path) for key, path in contents.paths.items() if path != (key,)},
-            containers=[(path_to_json(path), kind) for path, kind in contents.containers.items()],
+        contents = self.contents
+        census = Census(
+            layout=self.plan.layout,
             objects=self.objects,
             per_rank=self._table,
+            paths={key: path_to_json(path) for key, path in contents.paths.items()},
+            containers=[(path_to_json(path), kind) for path, kind in contents.containers.items()],
             aliases=dict(contents.aliases),
-            fingerprints={fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()},
         )
-        storage.publish(MANIFEST, encode_manifest(manifest))
-        generations.release(storage, self.save_id)
-        publish_index(storage, self.save_id, self.plan, {rank_of[name]: name for name in done})
-        generations.remove_dead(storage)
+        rank_of = {file.name: file.rank for file in self.files}
+        records = {
+            rank_of[name]: FileRecord(name, row.nbytes, row.facts["header_bytes"], row.facts["sums"])
+            for name, row in done.items()
+        }
+        parts: list[dict[str, Partial]] = [{}]  # tensors without elements have a fingerprint, but no file
+        for row in done.values():
+            parts.append({fqn: Partial.from_bytes(bytes.fromhex(data)) for fqn, data in row.facts["prints"].items()})
+        generation = Generation(storage, self.save_id, generations.begin(), census, self.plan, None)
+        generation.tidy(generation.publish(records, parts))
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """A manifest."""

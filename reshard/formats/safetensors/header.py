@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensor lies where. The header is checked in full before it is believed.
+"""The header of a safetensors file, which says where each tensor lies: reading with all checks or few, and writing.
 
 8 bytes: length N      N bytes: JSON {name: {dtype, shape, data_offsets}, "__metadata__": {text: text}}      data
 """
@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from planners.geometry.byteruns import Window
 from planners.geometry.dtypes import itemsize
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.stored.source import Source
 from reshard.formats.stored.tensor import Place
-from reshard.state.dtypes import dtype_from_code
+from reshard.state.dtypes import SAFETENSORS_CODES, dtype_from_code
 
-__all__ = ["Entry", "Header", "looks_like_header", "read_header"]
+__all__ = ["Entry", "Header", "Offsets", "encode_header", "looks_like_header", "read_header", "read_offsets"]
 
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library refuses to go beyond."""
+_MAX_OWN_HEADER_BYTES = 1 << 30
+"""Of our own files, whose manifest says how long their headers are."""
+_ALIGNMENT = 64
+_CODES = {name: code for code, name in SAFETENSORS_CODES.items() if name != "float4_e2m1fn_x2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +160,50 @@ def _check_tiling(source: Source, found: list[tuple[str, Entry, int, int]], data
             f"{source.label}: its tensors need {data_at + at} bytes, but the file has {source.nbytes}; it was cut "
             "short or appended to"
         )
+
+
+class Offsets(msgspec.Struct):
+    """Where the data of a tensor begin and end, counted from the end of the header; None in the entry of metadata."""
+
+    data_offsets: tuple[int, int] | None = None
+
+
+def read_offsets(source: Source, header_bytes: int) -> dict[str, Offsets]:
+    """The entries of a header whose length is known, and whose tensors are told elsewhere: nothing else is looked at.
+
+    Raises DamagedCheckpointError if the header is no such one.
+    """
+    if not 8 <= header_bytes <= min(source.nbytes, _MAX_OWN_HEADER_BYTES):
+        raise DamagedCheckpointError(f"{source.label}: a header of {header_bytes} bytes does not fit the file")
+    data = bytes(source.read(0, header_bytes))
+    if int.from_bytes(data[:8], "little") != header_bytes - 8:
+        raise DamagedCheckpointError(f"{source.label}: its header does not have the length that the manifest says")
+    try:
+        return msgspec.json.decode(data[8:], type=dict[str, Offsets])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{source.label}: its header is damaged: {error}") from None
+
+
+def encode_header(arrays: Iterable[tuple[str, str, Sequence[int]]], note: Mapping[str, str] | None = None) -> bytes:
+    """The length and header of a file whose arrays (name, dtype, sizes) follow one another; `note` is metadata.
+
+    Raises FormatError if two arrays have one name.
+    """
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **(note or {})}}
+    at = 0
+    for key, dtype, sizes in arrays:
+        if key == "__metadata__":
+            raise FormatError(
+                'no tensor can be called "__metadata__": safetensors keeps that name for itself; rename it'
+            )
+        if key in table:
+            raise FormatError(f"two arrays of one file would be called {key!r}: rename one of the tensors")
+        stop = at + math.prod(sizes) * itemsize(dtype)
+        code, shape = _CODES.get(dtype), list(sizes)
+        if code is None:  # safetensors has no code for it: bytes, in a last dim of their own
+            code, shape = "U8", [*shape, itemsize(dtype)]
+        table[key] = {"dtype": code, "shape": shape, "data_offsets": [at, stop]}
+        at = stop
+    text = msgspec.json.encode(table)
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planners.geometry.box import Box
@@ -17,12 +17,12 @@ from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.safetensors.header import Header, read_header
 from reshard.formats.safetensors.tied_names import tied_names
-from reshard.formats.stored.contents import Contents
+from reshard.formats.stored.contents import Contents, Facts
 from reshard.formats.stored.source import Files
 from reshard.formats.stored.tensor import StoredChunk, StoredTensor
 from reshard.storage.base import Storage
 
-__all__ = ["detect", "looks_for", "name", "open", "open_files"]
+__all__ = ["HuggingFaceFacts", "detect", "looks_for", "name", "open", "open_files"]
 
 name = "safetensors"
 looks_for = "*.safetensors, *.safetensors.index.json"
@@ -30,6 +30,15 @@ looks_for = "*.safetensors, *.safetensors.index.json"
 _NUMBERED = re.compile(r"(.*?)-?(\d+)-of-(\d+)\.safetensors")
 _SHARD = re.compile(r"shard-(\d+)-(.*)-(\d+)-of-(\d+)\.safetensors")
 _INDEX = ".safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class HuggingFaceFacts(Facts):
+    """What stands in the files' headers and beside them."""
+
+    metadata: Mapping[str, str]
+    config: Mapping[str, Any]
+    """The model's config.json, {} if there is none."""
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -172,8 +181,8 @@ def open_files(storage: Storage, names: Mapping[str, int], found: list[str]) -> 
             "values are in sharded/"
         )
     config = _config(storage, names)
-    facts = {"metadata": metadata, "config": config, "inferred_shapes": inferred}
-    return Contents(name, tensors, aliases=tied_names(tensors, config, metadata), facts=facts, warnings=tuple(warnings))
+    aliases = tied_names(tensors, config, metadata)
+    return Contents(name, tensors, aliases=aliases, facts=HuggingFaceFacts(metadata, config), warnings=tuple(warnings))
 
 
 def _tensor(key: str, parts: list[tuple[str, Header, tuple[int, ...]]]) -> StoredTensor:

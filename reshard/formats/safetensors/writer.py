@@ -7,29 +7,28 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from planners.geometry.box import Box
-from reshard.api.convert.staging import move, stage_name
-from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.formats.native.data_file import header_of
+from reshard.formats.safetensors.header import encode_header
+from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.streaming import stream
-from reshard.formats.stored.writer import Done, Exporter, FilePlan, HashingWriter, Part, grouped
+from reshard.formats.stored.writer import Done, FilePlan, FormatWriter, HashingWriter, Part, grouped
 from reshard.state.dtypes import safetensors_code
 from reshard.storage.base import Storage
 
-__all__ = ["SafetensorsExporter"]
+__all__ = ["SafetensorsWriter"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SUFFIXES = (".safetensors", ".safetensors.index.json")
 
 
-class SafetensorsExporter(Exporter):
+class SafetensorsWriter(FormatWriter):
     """Tensors only. Of tied tensors one is stored; the names of the others stand in the files' metadata."""
 
     format = "safetensors"
 
-    def __init__(self, state: Checkpoint, job_id: str, *, max_shard_bytes: int) -> None:
+    def __init__(self, contents: Contents, job_id: str, *, max_shard_bytes: int) -> None:
         """Raises FormatError for a dtype that safetensors does not have."""
-        super().__init__(state, job_id)
+        super().__init__(contents, job_id)
         specs = [self.stored(name).spec for name in self.names]
         for spec in specs:
             safetensors_code(spec.dtype)
@@ -43,18 +42,18 @@ class SafetensorsExporter(Exporter):
             )
             for number, group in enumerate(groups, 1)
         )
-        self.left_out += (*self.per_rank, *state.objects)
+        self.left_out += (*contents.per_rank, *contents.objects)
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
         """Stream one file."""
-        name = stage_name(storage, file.name, self.job_id)
+        name = storage.staged(file.name, self.job_id)
         storage.delete(name)
         mine = {part.spec.fqn for part in file.parts}
-        tied = {alias: kept for alias, kept in self.state.aliases.items() if kept in mine}
+        tied = {alias: kept for alias, kept in self.contents.aliases.items() if kept in mine}
         regions = [self.region(part) for part in file.parts]
         with storage.create(name) as raw, stream(regions) as feed:
             out = HashingWriter(raw)
-            out.write(header_of(file.parts, tied))
+            out.write(encode_header(((part.spec.fqn, part.spec.dtype, part.spec.shape) for part in file.parts), tied))
             for region in regions:
                 for piece in feed.take(region):
                     out.write(piece.data)
@@ -69,7 +68,7 @@ class SafetensorsExporter(Exporter):
             if name not in done:
                 storage.delete(name)
         for name, written in done.items():
-            move(storage, written.name, name)
+            storage.unstage(written.name, name)
         if len(done) > 1:
             index = {
                 "metadata": {"total_size": self.total_bytes},

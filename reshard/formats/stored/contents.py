@@ -12,9 +12,10 @@ from reshard.formats.stored.source import FileSource
 from reshard.formats.stored.tensor import StoredTensor
 from reshard.storage.base import Storage
 
-__all__ = ["Contents", "Format", "LazyMapping", "merge"]
+__all__ = ["Contents", "Facts", "Format", "LazyMapping", "merge"]
 
 V = TypeVar("V")
+F = TypeVar("F", bound="Facts")
 
 
 class LazyMapping(Mapping[str, V], Generic[V]):
@@ -40,6 +41,11 @@ class LazyMapping(Mapping[str, V], Generic[V]):
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What a format knows beyond `Contents`. Each that knows something has a class of its own."""
+
+
+@dataclass(frozen=True)
 class Contents:
     """A checkpoint as its format tells it, under the keys as stored."""
 
@@ -53,8 +59,8 @@ class Contents:
     """Further names of stored tensors: tied weights that are stored once."""
     paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """The path of each key in the nested state that was saved, where it is not just the key, see `state.tree`."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """What this format knows beyond that, for `normalized()`: sharding types, versions, parameter shapes ..."""
+    facts: Facts | None = None
+    """What this format knows beyond that, see `facts_of`."""
     fingerprints: Mapping[str, str] | None = None
     """Digests of the tensors' values, where they were saved."""
     warnings: tuple[str, ...] = ()
@@ -65,6 +71,21 @@ class Contents:
     """The globs that chose what was saved, where a checkpoint is declared to be a part of something."""
     files: tuple[FileSource, ...] = ()
     """The files that were looked at, if it was opened from a folder."""
+    per_rank: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    """Values that are each rank's own, by key and rank: a `StoredTensor` or plain data."""
+    left_out: tuple[str, ...] = ()
+    """Keys of what was opened that have no place here, such as each rank's own values among canonical names."""
+
+    def facts_of(self, kind: type[F]) -> F | None:
+        """What the format knows, if that is of this kind."""
+        return self.facts if isinstance(self.facts, kind) else None
+
+    def find(self, name: str) -> StoredTensor | None:
+        """The tensor of a name, or of one that is tied to it; None if there is none."""
+        if name in self.tensors:
+            return self.tensors[name]
+        kept = self.aliases.get(name, "")
+        return self.tensors[kept].renamed(name) if kept in self.tensors else None
 
 
 class Format(Protocol):
@@ -80,7 +101,7 @@ class Format(Protocol):
         """The checkpoint. Raises FormatError or DamagedCheckpointError, naming the file."""
 
 
-def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Mapping[str, Any] | None = None) -> Contents:
+def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Facts | None = None) -> Contents:
     """The contents of all parts, each under its section ("" for keys as they are).
 
     Raises FormatError if two parts have the same key.
@@ -109,7 +130,7 @@ def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Mapping[str, 
         containers.update({(*front, *path): kind for path, kind in part.containers.items()})
         warnings += part.warnings
     return Contents(
-        name, LazyMapping(tensors), LazyMapping(objects), aliases, paths, facts or {},
+        name, LazyMapping(tensors), LazyMapping(objects), aliases, paths, facts,
         warnings=tuple(warnings), containers=containers,
     )  # fmt: skip
 

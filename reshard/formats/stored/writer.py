@@ -1,4 +1,4 @@
-"""What every exporter has: a plan of files, and a way to stream each of them, independently of the others."""
+"""What the writers of all formats share: a plan of files, each streamed from stored tensors, published at the end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Replicate
 from planners.save.plan import SavePlan, plan_writes
-from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.formats.native.manifest import entry_key
+from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.streaming import Region
 from reshard.formats.stored.tensor import StoredTensor
 from reshard.storage.base import Storage, Writer
 
-__all__ = ["Done", "Exporter", "FilePlan", "HashingWriter", "Part", "grouped", "spread"]
+__all__ = ["Done", "FilePlan", "FormatWriter", "HashingWriter", "Part", "grouped", "spread"]
 
 
 @dataclass(frozen=True)
@@ -32,17 +31,9 @@ class Part:
     box: Box
 
     @property
-    def key(self) -> str:
-        """Its name in a file of arrays."""
-        return entry_key(self.spec.fqn, self.box, self.spec.shape)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the elements."""
         return self.box.numel * self.spec.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.spec.fqn}[{self.box}]{self.spec.dtype}{self.spec.shape}"
 
 
 @dataclass(frozen=True)
@@ -72,20 +63,26 @@ class Done(msgspec.Struct, frozen=True):
     """What `finish` needs to know of it."""
 
 
-class Exporter(ABC):
-    """Writes one state in one format."""
+class FormatWriter(ABC):
+    """Writes one state in one format: a plan of files, each of which can be written independently of the others.
+
+    writer = SafetensorsWriter(contents, job_id, max_shard_bytes=...)
+    done = {file.name: writer.write(storage, file, on_bytes) for file in writer.files}
+    writer.finish(storage, done)           # publishes: before that, there is no checkpoint
+    """
 
     format: str
     files: tuple[FilePlan, ...]
     left_out: tuple[str, ...]
     """Keys that the format cannot hold, or that have no canonical name."""
-    refused: Mapping[str, str]
+    refused: dict[str, str]
     """Objects that cannot be written, by key, and why: they must be left out on purpose."""
 
-    def __init__(self, state: Checkpoint, job_id: str) -> None:
-        self.state = state
+    def __init__(self, contents: Contents, job_id: str) -> None:
+        """`job_id`, in hex, is in the names of files that are not to be taken for those of another job."""
+        self.contents = contents
         self.job_id = job_id
-        self.left_out = tuple(state.contents.facts.get("left_out", ()))
+        self.left_out = contents.left_out
         self.refused = {}
 
     @abstractmethod
@@ -105,19 +102,13 @@ class Exporter(ABC):
         return Region(self.stored(part.spec.fqn), part.box)
 
     def stored(self, name: str) -> StoredTensor:
-        """The stored tensor of a name or alias."""
-        return self.state[name].stored
-
-    @property
-    def per_rank(self) -> Mapping[str, Any]:
-        """Values that are each rank's own, by key and rank; formats of others have them under their ranks' names."""
-        found = self.state.contents.facts.get("per_rank")
-        return found if isinstance(found, Mapping) else {}
+        """The stored tensor of one of `names`."""
+        return self.contents.tensors[name]
 
     @property
     def names(self) -> list[str]:
         """The tensors that are stored, tied ones once."""
-        return [name for name in self.state if name not in self.state.aliases]
+        return [name for name in self.contents.tensors if name not in self.contents.aliases]
 
     @property
     def total_bytes(self) -> int:

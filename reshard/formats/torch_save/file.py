@@ -19,7 +19,7 @@ from reshard.errors import DamagedCheckpointError, FormatError, KeyMismatchError
 from reshard.formats.pickles.reader import load_pickle_at
 from reshard.formats.pickles.record import Record
 from reshard.formats.pickles.torch_objects import StorageRef, TensorRef, plain
-from reshard.formats.stored.contents import Contents, LazyMapping
+from reshard.formats.stored.contents import Contents, Facts, LazyMapping
 from reshard.formats.stored.copying import read_place
 from reshard.formats.stored.source import Source
 from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
@@ -191,7 +191,7 @@ class _Parts:
         )
 
 
-def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Mapping[str, Any] | None = None) -> Contents:
+def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts | None = None) -> Contents:
     """The contents of files that are whole each; the keys of each get a prefix.
 
     Raises FormatError for a file that is a pickled module or other object rather than a state.
@@ -208,7 +208,7 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Mapping[st
         containers.update(flat.containers)
         _add(parts, file, flat)
     return Contents(
-        name, LazyMapping(parts.tensors), LazyMapping(parts.objects), parts.aliases, parts.paths, facts or {},
+        name, LazyMapping(parts.tensors), LazyMapping(parts.objects), parts.aliases, parts.paths, facts,
         warnings=parts.warnings(), containers=containers,
     )  # fmt: skip
 

@@ -48,10 +48,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
             f"{', '.join(sorted(found)[:5])}; open one by its path"
         )
     file = read_torch_file(Files(storage)[found[0]])
-    facts: dict[str, Any] = {}
-    if isinstance(file.value, dict) and "pytorch-lightning_version" in file.value:
-        facts["framework"] = "lightning"
-    return contents_of(name, {(): file}, facts)
+    return contents_of(name, {(): file})
 
 
 def _open_indexed(storage: Storage, names: Mapping[str, int], index: str) -> Contents:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from planners.geometry.box import Box
-from reshard.api.convert.staging import move, stage_name
-from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.streaming import Feed, Region, stream
-from reshard.formats.stored.writer import Done, Exporter, FilePlan, HashingWriter, Part
+from reshard.formats.stored.writer import Done, FilePlan, FormatWriter, HashingWriter, Part
 from reshard.formats.torch_save.zip_writer import (
     ArchiveWriter,
     TensorStub,
@@ -21,19 +20,19 @@ from reshard.formats.torch_save.zip_writer import (
 from reshard.state.tree import unflatten
 from reshard.storage.base import Storage
 
-__all__ = ["TorchSaveExporter", "tensor_record"]
+__all__ = ["TorchSaveWriter", "tensor_record"]
 
 
-class TorchSaveExporter(Exporter):
+class TorchSaveWriter(FormatWriter):
     """Everything in one archive. Tied tensors share their memory when they are loaded."""
 
     format = "torch_save"
 
-    def __init__(self, state: Checkpoint, job_id: str, *, file: str) -> None:
+    def __init__(self, contents: Contents, job_id: str, *, file: str) -> None:
         """`file` is the name of the file."""
-        super().__init__(state, job_id)
-        self.left_out += tuple(self.per_rank)
-        self.refused = dict.fromkeys(unknown_objects(state.objects), "its class is not known here")
+        super().__init__(contents, job_id)
+        self.left_out += tuple(contents.per_rank)
+        self.refused = dict.fromkeys(unknown_objects(contents.objects), "its class is not known here")
         specs = [self.stored(name).spec for name in self.names]
         self.files = (FilePlan(file, tuple(Part(spec, Box.full(spec.shape)) for spec in specs)),)
 
@@ -41,7 +40,7 @@ class TorchSaveExporter(Exporter):
         """Stream the archive."""
         numbers = {part.spec.fqn: number for number, part in enumerate(file.parts)}
         regions = [self.region(part) for part in file.parts]
-        name = stage_name(storage, file.name, self.job_id)
+        name = storage.staged(file.name, self.job_id)
         storage.delete(name)
         with storage.create(name) as raw, stream(regions) as feed:
             out = HashingWriter(raw)
@@ -54,19 +53,19 @@ class TorchSaveExporter(Exporter):
 
     def _nest(self, numbers: Mapping[str, int]) -> Any:
         """The state, in the order in which it was saved, with a stub for each tensor."""
-        state, paths = self.state, self.state.contents.paths
+        contents, paths = self.contents, self.contents.paths
         leaves: dict[str, Any] = {}
-        for name in (*state, *state.aliases):
-            spec = state[name].stored.spec
-            leaves[name] = TensorStub(spec, numbers[state.aliases.get(name, name)])
-        leaves.update(state.objects)
+        for name in (*contents.tensors, *contents.aliases):
+            kept = contents.aliases.get(name, name)
+            leaves[name] = TensorStub((contents.tensors.get(name) or contents.tensors[kept]).spec, numbers[kept])
+        leaves.update(contents.objects)
         ordered = [key for key in paths if key in leaves] + [key for key in leaves if key not in paths]
-        return unflatten({paths.get(key, (key,)): leaves[key] for key in ordered}, state.contents.containers)
+        return unflatten({paths.get(key, (key,)): leaves[key] for key in ordered}, contents.containers)
 
     def finish(self, storage: Storage, done: Mapping[str, Done]) -> None:
         """Put the file in its place, over an older one."""
         for name, written in done.items():
-            move(storage, written.name, name)
+            storage.unstage(written.name, name)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """A file is replaced in one step, as torch.save would: nothing is in the way."""

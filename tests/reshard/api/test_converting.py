@@ -21,8 +21,8 @@ import torch.distributed.checkpoint as dcp
 import reshard
 from planners.topologies.topology import Topology
 from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError, ReshardError
-from reshard.formats.safetensors.writer import SafetensorsExporter
-from reshard.formats.stored.writer import Exporter
+from reshard.formats.safetensors.writer import SafetensorsWriter
+from reshard.formats.stored.writer import FormatWriter
 from tests import gloo
 from tests.reshard.formats.samples import sample, truth
 from tests.same import assert_same, same
@@ -94,7 +94,7 @@ def test_values_of_each_rank_go_along(tmp_path: Path) -> None:
             assert found["position"].value == position
             assert list(reshard.open(tmp_path / str(i))) == ["w"]
     reshard.convert(tmp_path / "saved", tmp_path / "less", select=["w", "data.rng"])
-    assert list(reshard.open(tmp_path / "less").contents.facts["per_rank"]) == ["data.rng"]
+    assert list(reshard.open(tmp_path / "less").contents.per_rank) == ["data.rng"]
     for format in ("dcp", "safetensors", "torch_save"):
         report = reshard.convert(tmp_path / "saved", place(tmp_path, format), format=format)
         assert set(report.left_out) == {"data.rng", "data.position"}
@@ -277,16 +277,16 @@ def test_an_interrupted_conversion_goes_on(
 ) -> None:
     """What is left is no checkpoint; the second call keeps what is whole, and writes what is damaged again."""
     target = tmp_path / "c"
-    exporters = {"safetensors": SafetensorsExporter}
+    writers = {"safetensors": SafetensorsWriter}
     if format == "native":
-        from reshard.formats.native.writer import NativeExporter
+        from reshard.formats.native.writer import NativeWriter
 
-        exporters["native"] = NativeExporter
+        writers["native"] = NativeWriter
     elif format == "dcp":
-        from reshard.formats.dcp.writer import DcpExporter
+        from reshard.formats.dcp.writer import DcpWriter
 
-        exporters["dcp"] = DcpExporter
-    kind: type[Exporter] = exporters[format]
+        writers["dcp"] = DcpWriter
+    kind: type[FormatWriter] = writers[format]
     written: list[str] = []
     real = kind.write
 
@@ -325,11 +325,11 @@ def test_other_arguments_begin_anew(saved: Path, tmp_path: Path, monkeypatch: py
     def failing(self: Any, storage: Any, done: Any) -> None:
         raise OSError("no")
 
-    real = SafetensorsExporter.finish
-    monkeypatch.setattr(SafetensorsExporter, "finish", failing)
+    real = SafetensorsWriter.finish
+    monkeypatch.setattr(SafetensorsWriter, "finish", failing)
     with pytest.raises(OSError, match="no"):
         reshard.convert(saved, tmp_path / "c", format="safetensors")
-    monkeypatch.setattr(SafetensorsExporter, "finish", real)
+    monkeypatch.setattr(SafetensorsWriter, "finish", real)
 
     report = reshard.convert(saved, tmp_path / "c", format="safetensors", dtype="float16", select="model.e*")
 

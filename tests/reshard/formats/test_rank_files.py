@@ -108,7 +108,6 @@ def test_plain_values_of_several_ranks(tmp_path: Path) -> None:
 
     assert sorted(checkpoint) == ["model.nan", "model.rng.rank_0", "model.rng.rank_1", "model.w"]
     assert dict(checkpoint.objects) == {"model.epoch": 3, "model.r.rank_0": 0, "model.r.rank_1": 1}
-    assert checkpoint.contents.facts["per_rank"] == ("model.r", "model.rng")
     assert same(checkpoint["model.w"][1:], A[1:])
     assert same(checkpoint["model.rng.rank_1"][...], torch.tensor([1]))
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file, save_model
 import reshard
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
+from reshard.formats.safetensors.reader import HuggingFaceFacts
 from reshard.state.dtypes import SAFETENSORS_CODES, dtype_from_name
 from tests.reshard.formats.samples import DATA, check_all
 from tests.reshard.formats.writers import CountingStorage, safetensors_bytes
@@ -42,7 +43,7 @@ def test_every_dtype_as_the_library_writes_it(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path / "try.safetensors")
 
     check_all(checkpoint, state)
-    assert checkpoint.contents.facts["metadata"] == {"format": "pt"}
+    assert checkpoint.contents.facts == HuggingFaceFacts({"format": "pt"}, {})
 
 
 def indexed(folder: Path, **changes: str) -> Path:

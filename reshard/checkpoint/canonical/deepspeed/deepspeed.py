@@ -31,6 +31,7 @@ from reshard.checkpoint.canonical.optim import SavedOptimizer, name_ids
 from reshard.checkpoint.canonical.result import Canonical, Value, check_shapes
 from reshard.checkpoint.canonical.views import assemble, narrow, unflatten
 from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
+from reshard.formats.frameworks.deepspeed import DeepSpeedFacts
 from reshard.formats.pickles.torch_objects import TensorRef
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.tensor import StoredTensor
@@ -88,7 +89,9 @@ def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonica
         DamagedCheckpointError: the file of a rank is missing, or the pieces do not make up the parameters.
         NormalizationError: a hint is missing.
     """
-    files: Mapping[str, TorchFile] = contents.facts["files"]
+    facts = contents.facts
+    assert isinstance(facts, DeepSpeedFacts)
+    files = facts.files
     stages = _stages(files)
     parts = _Parts()
     _add_universal(parts, files, stages, hints)

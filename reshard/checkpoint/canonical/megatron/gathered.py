@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.formats.dcp.reader import DcpFacts
 from reshard.formats.pickles.torch_objects import TensorRef
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.tensor import StoredTensor
@@ -31,11 +32,13 @@ def gathered_buffers(contents: Contents) -> Iterator[tuple[Place, dict[str, Stor
 
     Raises DamagedCheckpointError if an object is not what Megatron writes, FormatError for the form of before 2024.
     """
+    facts = contents.facts
+    assert isinstance(facts, DcpFacts)
     for key in contents.objects:
         match = _KEY.fullmatch(key)
         if match is None:
             continue
-        file: TorchFile = contents.facts["object_file"](key)
+        file = facts.object_file(key)
         value = file.value[0] if isinstance(file.value, (list, tuple)) and len(file.value) == 1 else file.value
         if not isinstance(value, dict):
             raise DamagedCheckpointError(f"{file.source.label}: the object {key!r} holds no optimizer states")

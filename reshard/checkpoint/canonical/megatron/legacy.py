@@ -17,7 +17,7 @@ from reshard.checkpoint.canonical.megatron.rank_optimizers import RankModel, rea
 from reshard.checkpoint.canonical.megatron.tensor_parallel import is_gated, join_shards, tp_dim
 from reshard.checkpoint.canonical.result import Canonical, Value, elementwise
 from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.formats.frameworks.megatron_legacy import arguments
+from reshard.formats.frameworks.megatron_legacy import LegacyFacts, arguments
 from reshard.formats.pickles.torch_objects import TensorRef
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.tensor import StoredTensor
@@ -38,7 +38,9 @@ def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Ca
         FormatError: experts that are one matrix, spread over ranks.
         NormalizationError: a parameter of an unknown name, or ids that cannot be named; the hint is named.
     """
-    ranks = [RankModel(files, _chunks(files.model)) for files in contents.facts["ranks"]]
+    facts = contents.facts
+    assert isinstance(facts, LegacyFacts)
+    ranks = [RankModel(files, _chunks(files.model)) for files in facts.ranks]
     args = arguments(ranks[0].files.model)
     naming = _Naming(ranks, hints)
     parts: dict[str, dict[int, StoredTensor]] = {}

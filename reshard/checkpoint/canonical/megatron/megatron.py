@@ -27,6 +27,7 @@ from reshard.checkpoint.canonical.result import Canonical, Value
 from reshard.checkpoint.canonical.sections import find_sections
 from reshard.checkpoint.canonical.views import ungrid
 from reshard.errors import FormatError
+from reshard.formats.frameworks.megatron import MegatronFacts
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.tensor import StoredTensor
 
@@ -45,17 +46,18 @@ def normalize_megatron(contents: Contents, hints: Hints, what: str) -> Canonical
         DamagedCheckpointError: parts of a tensor are missing or do not fit.
         NormalizationError: buckets whose order of parameters is not known, and no hint says it.
     """
-    common: Mapping[str, Any] = contents.facts.get("common", {})
-    args = common.get("args")
+    facts = contents.facts
+    assert isinstance(facts, MegatronFacts)
+    args = facts.common.get("args")
     args = args if isinstance(args, dict) else {}
-    if contents.facts.get("backend") == "fsdp_dtensor":
+    if facts.backend == "fsdp_dtensor":
         model, state, settings = _from_dtensors(contents)
     else:
         model = join_halves(dict(_model(contents)))
-        state = _states(contents)
+        state = _states(contents, facts.mcore_data or {})
         for fqn, states in cut_buckets(contents, model, args, hints).items():
             state.setdefault(fqn, {}).update(states)
-        settings = find_groups(contents, common)
+        settings = find_groups(contents, facts.common)
     if not model and not state:
         raise FormatError(f"{what}: none of its tensors is a parameter of Megatron's")
     return finish(model, state, settings, args, hints, step=_common_step(contents))
@@ -104,10 +106,9 @@ def _model(contents: Contents) -> Iterator[tuple[str, StoredTensor]]:
             yield from expand(key, contents.tensors[key])
 
 
-def _states(contents: Contents) -> dict[str, dict[str, Value]]:
-    """States that have the shape of their parameter, or are grids of its flattened cells."""
+def _states(contents: Contents, original: Mapping[str, Any]) -> dict[str, dict[str, Value]]:
+    """States that have the shape of their parameter, or are grids of its flattened cells: `original` tells."""
     out: dict[str, dict[str, Value]] = {}
-    original = contents.facts.get("mcore_data") or {}
     for key in contents.tensors:
         match = _OPTIMIZER.fullmatch(key)
         inner = _STATE.fullmatch(match["rest"]) if match and not skipped(key) else None

@@ -14,9 +14,11 @@ import torch
 from planners.geometry.box import Box
 from planners.geometry.byteruns import Window
 from planners.geometry.layout import TensorSpec
+from reshard.formats.frameworks.megatron import MegatronFacts
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.source import BytesSource
 from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
+from reshard.formats.torch_save.file import TorchFile
 from reshard.state.dtypes import dtype_name
 
 Tensors = dict[str, torch.Tensor]
@@ -210,7 +212,11 @@ def buckets(
     return out
 
 
+def _no_object(key: str) -> TorchFile:
+    raise AssertionError(key)
+
+
 def contents(tensors_: Mapping[str, StoredTensor], args: Mapping[str, Any], **facts: Any) -> Contents:
     """What the reader of `torch_dist` would find."""
     common = {"args": {"vocab_size": VOCAB, "padded_vocab_size": PADDED, **args}, "optimizer": {}}
-    return Contents("megatron", dict(tensors_), {}, facts={"common": common, "backend": "torch_dist", **facts})
+    return Contents("megatron", dict(tensors_), {}, facts=MegatronFacts(_no_object, common=common, **facts))

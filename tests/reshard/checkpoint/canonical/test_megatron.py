@@ -20,6 +20,7 @@ from reshard.checkpoint.canonical.megatron.order import Grid, chunk_names, order
 from reshard.checkpoint.canonical.megatron.slots import place_joined, place_params
 from reshard.checkpoint.canonical.megatron.tensor_parallel import tp_dim
 from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
+from reshard.formats.frameworks.megatron import MegatronFacts
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import Files
@@ -28,6 +29,17 @@ from reshard.formats.torch_save.file import read_torch_file
 from reshard.storage.opening import open_storage
 from tests.reshard.checkpoint.canonical import megatron_maker as make
 from tests.reshard.checkpoint.canonical.megatron_maker import Shape
+
+
+def facts_of(made: Contents) -> MegatronFacts:
+    assert isinstance(made.facts, MegatronFacts)
+    return made.facts
+
+
+def common_of(made: Contents) -> dict[str, Any]:
+    common = facts_of(made).common
+    assert isinstance(common, dict)
+    return common
 
 
 def check(found: Mapping[str, StoredTensor], wanted: Mapping[str, torch.Tensor]) -> None:
@@ -202,7 +214,7 @@ def gathered(made: Contents, folder: Path) -> Contents:
         torch.save([value], folder / f"{i}.pt")
         objects[key] = folder / f"{i}.pt"
     files = Files(open_storage(str(folder)))
-    facts = {**made.facts, "object_file": lambda key: read_torch_file(files[objects[key].name])}
+    facts = replace(facts_of(made), object_file=lambda key: read_torch_file(files[objects[key].name]))
     return replace(made, tensors=rest, objects=objects, facts=facts)
 
 
@@ -223,7 +235,7 @@ def test_gathered_experts_need_to_be_told_apart(tmp_path: Path) -> None:
     made = gathered(made, tmp_path)
     with pytest.raises(NormalizationError, match="param_order"):
         normalize(made)
-    made.facts["common"]["args"]["moe_grouped_gemm"] = False
+    common_of(made)["args"]["moe_grouped_gemm"] = False
     check_state(normalize(made), {"exp_avg": make.cropped(states["exp_avg"])})
 
 
@@ -345,7 +357,7 @@ def test_groups_get_their_parameters_by_the_default_rules() -> None:
         }
     )
     made = make.contents(saved, {})
-    made.facts["common"]["optimizer"] = {"param_groups": [{"wd_mult": 1.0, "step": 5}, {"wd_mult": 0.0, "step": 5}]}
+    common_of(made)["optimizer"] = {"param_groups": [{"wd_mult": 1.0, "step": 5}, {"wd_mult": 0.0, "step": 5}]}
     result = normalize(made)
     decay, rest = (set(group["params"]) for group in result.groups)
     assert "output_layer.weight" in decay
@@ -363,7 +375,7 @@ def test_a_learning_rate_of_embeddings_and_output_layer(told: bool) -> None:
     saved.update({key: make.stored(key, t) for key, t in states.items()})
     made = make.contents(saved, {"decoupled_lr": 0.5} if told else {})
     common = {"is_decoupled_lr": False, "step": 5}
-    made.facts["common"]["optimizer"] = {
+    common_of(made)["optimizer"] = {
         "param_groups": [
             {"wd_mult": 1.0, "max_lr": 0.1, "default_config": True, **common},
             {"wd_mult": 1.0, "max_lr": 0.5, "default_config": False, **common},
