@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
 from reshard.errors import CheckpointError, KeyMismatchError
-from reshard.formats import open_contents
+from reshard.formats.opening import open_contents
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.tensor import StoredTensor, check_cover
@@ -146,7 +146,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             NormalizationError: a hint is missing (the message says which, and what it looks like) or wrong.
             DamagedCheckpointError: parts of a tensor are missing or do not fit together.
         """
-        from reshard.checkpoint.canonical import normalize
+        from reshard.checkpoint.canonical.normalize import normalize
 
         found = normalize(self.contents, hints, self.url)
         state = {fqn: {name: _lazy(value) for name, value in of.items()} for fqn, of in found.state.items()}
@@ -162,7 +162,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         Raises as `normalized` does.
         """
-        from reshard.checkpoint.canonical.contents import canonical_contents
+        from reshard.checkpoint.canonical.normalize import canonical_contents
 
         return Checkpoint(canonical_contents(self.contents, hints, self.url, model_only=model_only), self.url)
 

@@ -21,10 +21,10 @@ from torch.futures import Future
 from planners.geometry.box import Box
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.errors import DamagedCheckpointError, StorageError
-from reshard.formats import open_contents
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.dcp.metadata import object_to_bytes, paths_of, tensor_metadata
 from reshard.formats.dcp.reader import DcpFacts
+from reshard.formats.opening import open_contents
 from reshard.formats.stored.copying import copy_place
 from reshard.formats.stored.tensor import Place, StoredChunk
 from reshard.state.arrays import as_array

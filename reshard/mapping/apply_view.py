@@ -16,7 +16,6 @@ import torch
 from planners.geometry.box import Box, Dims
 from planners.geometry.byteruns import Window
 from planners.geometry.layout import TensorSpec
-from planners.geometry.overlap import Sweep
 from planners.views.patches import Fill, Patch, ViewGeometry
 from planners.views.view import View
 from reshard.formats.stored.source import BytesSource
@@ -24,8 +23,6 @@ from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.state.dtypes import dtype_from_name
 
 __all__ = ["assembled", "constant"]
-
-_MANY_CHUNKS = 8
 
 
 @dataclass(frozen=True)
@@ -43,10 +40,9 @@ class _Strip:
 def assembled(view: View, sources: Sequence[StoredTensor], fqn: str) -> StoredTensor:
     """The tensor that `view` makes of its sources, which are given by their number: view source "2" is `sources[2]`."""
     given = [sources[int(spec.fqn)] for spec in view.sources]
-    sweeps = [Sweep(enumerate(s.boxes)) if len(s.chunks) > _MANY_CHUNKS else None for s in given]
     chunks: list[StoredChunk] = []
     for strip in _strips(view.geometry):
-        chunks += _chunks(strip, given[strip.tensor], sweeps[strip.tensor])
+        chunks += _chunks(strip, given[strip.tensor])
     spec = TensorSpec(fqn, view.shape, view.spec.dtype)
     chunks += [_constant(fill, spec) for fill in view.fills if not fill.target.is_empty]
     return StoredTensor(spec, tuple(chunks))
@@ -108,17 +104,13 @@ def _joined(left: _Strip, right: _Strip, d: int) -> _Strip | None:
     )
 
 
-def _chunks(strip: _Strip, source: StoredTensor, sweep: Sweep | None) -> Iterator[StoredChunk]:
+def _chunks(strip: _Strip, source: StoredTensor) -> Iterator[StoredChunk]:
     """The stored chunks of the source that have elements of the strip, cut and placed in the target."""
     span = tuple((n - 1) * step + 1 if n else 0 for n, step in zip(strip.counts, strip.steps))
     hull = Box.of(strip.start, span)
     if hull.is_empty:
         return
-    if sweep is not None:
-        found = [source.chunks[int(i)] for i, _, _ in sweep.meeting(hull)]
-    else:
-        found = [chunk for chunk in source.chunks if chunk.box & hull is not None]
-    for chunk in found:
+    for chunk, _ in source.meeting(hull):
         ranges = []  # of the strip's own indexes, those that the chunk has
         for start, n, step, low, high in zip(
             strip.start, strip.counts, strip.steps, chunk.box.offsets, chunk.box.stops, strict=True

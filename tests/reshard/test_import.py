@@ -13,7 +13,7 @@ import torch
 
 import reshard
 from reshard.errors import KeyMismatchError
-from reshard.formats import COMPOSITE_FORMATS, PLAIN_FORMATS, format_named
+from reshard.formats.opening import COMPOSITE_FORMATS, PLAIN_FORMATS, format_named
 from reshard.formats.stored.contents import Format
 
 UNUSED = (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from planners.geometry.box import Box
-from reshard.checkpoint.canonical.fsdp1_flat import FLAT, cut_flat
+from reshard.checkpoint.canonical.fsdp1.flat_parameters import FLAT, cut_flat
 from reshard.checkpoint.canonical.hints import Hints
 from reshard.checkpoint.canonical.huggingface import in_memory
 from reshard.checkpoint.canonical.names import NameMap, common_attribute
@@ -19,8 +19,13 @@ from reshard.errors import NormalizationError
 from reshard.formats.safetensors.reader import HuggingFaceFacts
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.tensor import StoredTensor
+from reshard.state.tree import KeyPath, key_of
 
-__all__ = ["normalize_generic", "take_optimizer"]
+__all__ = ["normalize_generic", "normalize_orbax", "take_optimizer"]
+
+
+_ORBAX_MODEL = "params"
+_ORBAX_OPTIMIZER = ("opt_state", "opt", "optimizer", "optim")
 
 
 def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
@@ -172,3 +177,36 @@ def _rows(fused: StoredTensor, per_head: dict[str, int], kv: int, part: str) -> 
         at = Box((head * size, *(0,) * len(rest)), (size, *rest))
         pieces.append((at, narrow(fused, 0, start, start + size)))
     return assemble(fused.fqn, (kv * size, *rest), pieces)
+
+
+def normalize_orbax(contents: Contents, hints: Hints, what: str) -> Canonical:
+    """Orbax: a tree of whole JAX arrays. The model has the dotted names of what lies under `params`; optimizers of
+    optax mirror its tree, so states are the arrays whose path ends in a parameter's path.
+
+    A tree without `params` is all model. Further levels of `params` (Flax wraps one around another) are taken off.
+    """
+    del hints, what
+    result = Canonical()
+    paths = {name: contents.paths.get(name, (name,)) for name in contents.tensors}
+    split = any(path[0] == _ORBAX_MODEL for path in paths.values())
+    by_path: dict[KeyPath, str] = {}
+    for name, path in paths.items():
+        if split and path[0] != _ORBAX_MODEL:
+            continue
+        short = path
+        while split and len(short) > 1 and short[0] == _ORBAX_MODEL:
+            short = short[1:]
+        by_path[short] = key_of(short)
+        result.add_model(key_of(short), contents.tensors[name], name)
+    for name, path in paths.items():
+        if not split or path[0] not in _ORBAX_OPTIMIZER:
+            continue
+        found = next((i for i in range(1, len(path)) if path[i:] in by_path), None)
+        if found is None:
+            result.notes.append(f"{name!r} belongs to no parameter: it is left out")
+            continue
+        state = next(
+            (str(part) for part in reversed(path[:found]) if isinstance(part, str) and part != _ORBAX_MODEL), "state"
+        )
+        result.add_state(by_path[path[found:]], state, contents.tensors[name])
+    return result

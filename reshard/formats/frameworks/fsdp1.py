@@ -4,7 +4,7 @@ local_model_0.pt, local_model_1.pt ...    {"layers.0._flat_param": ShardedTensor
 raw_optim_0.pt, raw_optim_1.pt ...        {"state": {0: {"exp_avg": 1-D piece, ...}}, "param_groups": [...]}
 
 Their names are the training program's, so files that are numbered from 0 on are looked into. The keys are those of each
-file, behind the file's name; `reshard.checkpoint.canonical.fsdp1` puts the pieces together.
+file, behind the file's name; `reshard.checkpoint.canonical.fsdp1.rank_files` puts the pieces together.
 """
 
 from __future__ import annotations

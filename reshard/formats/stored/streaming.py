@@ -10,6 +10,7 @@ Memory is `DEPTH` pieces of at most `PIECE_BYTES`, however large the tensors are
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +24,6 @@ import torch
 
 from planners.geometry.box import Box
 from planners.geometry.byteruns import Window
-from planners.geometry.overlap import Sweep
 from reshard.errors import ReshardError
 from reshard.formats.stored.copying import copy_place
 from reshard.formats.stored.source import DIRECT_BYTES, FileSource
@@ -198,45 +198,39 @@ class _Loaded:
 
 
 class _Reader:
-    """Reads boxes of one region; knows which chunks meet a box without looking at all of them each time."""
-
-    _MANY = 8
+    """Reads boxes of one region."""
 
     def __init__(self, region: Region) -> None:
         self.stored = region.stored
         self._region = region
-        self._sweep: Sweep | None = None
         self._checked = False
 
     def mapped(self, box: Box) -> _Loaded | None:
         """The bytes in place: if they are one long run of one mapped file, as they are to be written."""
         self._check()
-        if len(self.stored.chunks) > self._MANY or box.numel * self.stored.itemsize < DIRECT_BYTES:
+        if box.numel * self.stored.itemsize < DIRECT_BYTES:
             return None
-        found = [number for number, _ in self._meeting(box)]
-        if len(found) != 1 or not isinstance(self.stored.chunks[found[0]].source, FileSource):
+        found = list(itertools.islice(self.stored.meeting(box), 2))
+        if len(found) != 1:
             return None
-        chunk = self.stored.chunks[found[0]]
-        window = chunk.window.crop(box.relative_to(chunk.box))
+        ((chunk, _),) = found
         source = chunk.source
-        if chunk.place.conjugate or not window.is_contiguous or not isinstance(source, FileSource):
+        if not isinstance(source, FileSource) or chunk.place.conjugate:
             return None
-        data = source.mapped(window.offset, window.nbytes)
+        window = chunk.window.crop(box.relative_to(chunk.box))
+        data = source.mapped(window.offset, window.nbytes) if window.is_contiguous else None
         return None if data is None else _Loaded(data, source, window.offset)
 
     def _check(self) -> None:
         if not self._checked:  # twice, if two threads come at once: no harm
             check_cover(self.stored, self._region.box)
-            if len(self.stored.chunks) > self._MANY:
-                self._sweep = Sweep(enumerate(self.stored.boxes))
             self._checked = True
 
     def read(self, box: Box, out: Array) -> set[FileSource]:
         """Fill `out`, an array of the box's sizes; returns the files that were read."""
         self._check()
         sources: set[FileSource] = set()
-        for number, common in self._meeting(box):
-            chunk = self.stored.chunks[number]
+        for chunk, common in self.stored.meeting(box):
             place = chunk.place
             window = place.window.crop(common.relative_to(chunk.box))
             for part in _narrow(window):
@@ -248,15 +242,6 @@ class _Reader:
                     if part.sizes != window.sizes:
                         place.source.unmap(near.offset, near.stop - near.offset)
         return sources
-
-    def _meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
-        if self._sweep is not None:
-            yield from ((int(i), common) for i, _, common in self._sweep.meeting(box))
-            return
-        for number, chunk in enumerate(self.stored.chunks):
-            common = chunk.box & box
-            if common is not None:
-                yield number, common
 
 
 def _narrow(window: Window) -> Iterator[Box]:

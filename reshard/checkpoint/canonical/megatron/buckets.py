@@ -10,7 +10,7 @@ So the order is rebuilt from the model: its keys in the order in which they were
 layers. An order is taken only if every parameter fits and the buckets come out full; the hint "param_order" helps.
 
 Older versions (`dp_zero_gather_scatter`) joined the buckets of a buffer, without the padding at their ends, into one
-flat tensor inside an object; see `megatron_gathered`.
+flat tensor inside an object; see `gathered`.
 """
 
 from __future__ import annotations

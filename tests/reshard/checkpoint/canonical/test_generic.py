@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import reshard
 from reshard.checkpoint import checkpoint
-from reshard.checkpoint.canonical import HINTS
+from reshard.checkpoint.canonical.hints import HINTS
 from reshard.errors import DamagedCheckpointError, NormalizationError
 
 W, B = torch.arange(6.0).reshape(2, 3), torch.arange(2.0)

@@ -14,11 +14,12 @@ import torch
 import torch.distributed.checkpoint
 
 from reshard.checkpoint import checkpoint
-from reshard.checkpoint.canonical import Canonical, normalize
 from reshard.checkpoint.canonical.hints import Hints
 from reshard.checkpoint.canonical.megatron.order import Grid, chunk_names, orders
 from reshard.checkpoint.canonical.megatron.slots import place_joined, place_params
 from reshard.checkpoint.canonical.megatron.tensor_parallel import tp_dim
+from reshard.checkpoint.canonical.normalize import normalize
+from reshard.checkpoint.canonical.result import Canonical
 from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
 from reshard.formats.frameworks.megatron import MegatronFacts
 from reshard.formats.stored.contents import Contents

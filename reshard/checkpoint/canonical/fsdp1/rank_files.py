@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planners.geometry.box import Box
-from reshard.checkpoint.canonical.fsdp1_flat import FLAT, FlatLayout, ask_copies, cut_flat, hinted_params, layout_of
+from reshard.checkpoint.canonical.fsdp1.flat_parameters import (
+    FLAT,
+    FlatLayout,
+    ask_copies,
+    cut_flat,
+    hinted_params,
+    layout_of,
+)
 from reshard.checkpoint.canonical.generic import take_optimizer
 from reshard.checkpoint.canonical.hints import Hints
 from reshard.checkpoint.canonical.names import NameMap

@@ -1,0 +1,196 @@
+"""The formats: one reader each. A reader has a `name`, `detect(storage, names)` and `open(storage, names)`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, StorageError
+from reshard.formats.dcp.names import has_dcp
+from reshard.formats.native import reader as native
+from reshard.formats.native.manifest import is_generation
+from reshard.formats.stored.contents import Contents, Format
+from reshard.formats.stored.source import Files
+from reshard.storage import Storage, is_temporary, open_storage
+
+__all__ = ["COMPOSITE_FORMATS", "PLAIN_FORMATS", "format_named", "open_contents"]
+
+COMPOSITE_FORMATS = (
+    "native",
+    "megatron",
+    "megatron_legacy",
+    "deepspeed",
+    "accelerate",
+    "rank_files",
+    "lightning",
+    "pipeline_stages",
+    "fsdp1",
+    "orbax",
+)
+"""Formats made of files of other formats, plus something that tells them apart: the first that fits is taken."""
+
+PLAIN_FORMATS = ("dcp", "safetensors", "torch_save")
+"""Formats of one kind of file: if two fit, the folder is a mixture and refused."""
+
+_OF_DCP = ("megatron", "lightning")
+"""The composite formats that are made of a DCP checkpoint: any other beside one is a mixture."""
+
+_ATTEMPTS = 5
+"""So often a checkpoint is looked at that is being replaced just then."""
+
+_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
+
+
+def open_contents(path: str | os.PathLike[str] | Storage, *, preferred: Format | None = None) -> tuple[Contents, str]:
+    """What is at `path`, by the format that its files show, and a text that says where that is.
+
+    Where they show several, and `preferred` is one of them, it is taken.
+
+    Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
+    """
+    storage, names = _find(path)
+    url = storage.url if isinstance(path, Storage) else os.fspath(path)
+    for attempt in range(_ATTEMPTS):
+        try:
+            contents = _open(storage, names, url, preferred)
+            break
+        except (CheckpointNotFoundError, DamagedCheckpointError):
+            # a save may have taken the place of what was listed, which is gone then: the new one is whole
+            listed, (storage, names) = names, _find(path)
+            if names == listed or attempt + 1 == _ATTEMPTS:
+                raise
+    files = Files(storage)
+    return replace(contents, files=tuple(files[name] for name in names)), url
+
+
+def _open(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Contents:
+    if not names:
+        killed = any(map(is_generation, storage.empty_folders()))
+        why = ": a save was killed before it wrote anything, or is just beginning" if killed else ""
+        raise CheckpointNotFoundError(f"there is nothing at {url}{why}")
+    return _pick(storage, names, url, preferred).open(storage, names)
+
+
+def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, int]]:
+    """The storage and the files to look at: those of a folder, or a single file."""
+    if isinstance(path, Storage):
+        storage, file = path, ""
+    else:
+        text = os.fspath(path)
+        parent, _, last = text.rstrip("/").rpartition("/")
+        if "*" in last:  # some files of a folder that holds more than one checkpoint
+            storage = open_storage(parent or ("/" if text.startswith("/") else "."))
+            found = {name: size for name, size in storage.list().items() if "/" not in name}
+            return storage, {name: size for name, size in found.items() if fnmatchcase(name, last)}
+        remote = "://" in text and urlsplit(text).scheme not in ("file", "memory")
+        single = last.endswith(_FILE_SUFFIXES) if remote else _is_local_file(text)
+        file = (unquote(last) if "://" in text else last) if single else ""
+        storage = open_storage((parent or ("/" if text.startswith("/") else ".")) if single else path)
+    names = storage.list(file)
+    if file and file in names:
+        return storage, {file: names[file]}
+    return storage, {name: size for name, size in names.items() if not is_temporary(name)}
+
+
+def _is_local_file(text: str) -> bool:
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme != "file":
+        return False
+    try:
+        return Path(unquote(rest) if separator else text).is_file()
+    except OSError as error:
+        raise StorageError(f"cannot look at {text}: {error.strerror or error}") from error
+
+
+def format_named(name: str) -> Format:
+    """The reader of a format, imported when it is its turn: our own, the first, needs none of the others."""
+    match name:
+        case "native":
+            return native
+        case "megatron":
+            from reshard.formats.frameworks import megatron
+
+            return megatron
+        case "megatron_legacy":
+            from reshard.formats.frameworks import megatron_legacy
+
+            return megatron_legacy
+        case "deepspeed":
+            from reshard.formats.frameworks import deepspeed
+
+            return deepspeed
+        case "accelerate":
+            from reshard.formats.frameworks import accelerate
+
+            return accelerate
+        case "rank_files":
+            from reshard.formats.frameworks import rank_files
+
+            return rank_files
+        case "lightning":
+            from reshard.formats.frameworks import lightning
+
+            return lightning
+        case "pipeline_stages":
+            from reshard.formats.frameworks import pipeline_stages
+
+            return pipeline_stages
+        case "fsdp1":
+            from reshard.formats.frameworks import fsdp1
+
+            return fsdp1
+        case "orbax":
+            from reshard.formats.frameworks import orbax
+
+            return orbax
+        case "dcp":
+            from reshard.formats.dcp import reader as dcp
+
+            return dcp
+        case "safetensors":
+            from reshard.formats.safetensors import reader as safetensors
+
+            return safetensors
+        case "torch_save":
+            from reshard.formats.torch_save import reader as torch_save
+
+            return torch_save
+    raise FormatError(f"there is no format {name!r}: there are {', '.join((*COMPOSITE_FORMATS, *PLAIN_FORMATS))}")
+
+
+def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Format:
+    """The format that fits. Raises FormatError if none does, or more than one."""
+    composite = next((format for format in map(format_named, COMPOSITE_FORMATS) if format.detect(storage, names)), None)
+    if composite is None:
+        fitting = [format for format in map(format_named, PLAIN_FORMATS) if format.detect(storage, names)]
+    elif has_dcp(names) and composite.name not in _OF_DCP:
+        fitting = [composite, format_named("dcp")]
+    else:
+        return composite
+    if len(fitting) == 1:
+        return fitting[0]
+    if preferred in fitting:
+        return preferred
+    if fitting:
+        kinds = " and ".join(format.name for format in fitting)
+        raise FormatError(
+            f"{url} is a mixture: its files look like {kinds}; open the one that you mean by the path of its file, or "
+            "move the others elsewhere"
+        )
+    every = map(format_named, (*COMPOSITE_FORMATS, *PLAIN_FORMATS))
+    known = "; ".join(f"{format.name} ({format.looks_for})" for format in every)
+    nested = _nested(storage, names)
+    hint = f" Below it there seem to be checkpoints in {', '.join(nested)}: open one of these." if nested else ""
+    some = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+    raise FormatError(f"{url} is no checkpoint of a known format.{hint} It holds {some}. Looked for: {known}")
+
+
+def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:
+    """Folders below that hold what looks like a checkpoint, for the message; at most five."""
+    folders = sorted({name.rpartition("/")[0] for name in names if "/" in name})
+    marks = (".metadata", ".safetensors", ".pt", ".bin", ".ckpt", "manifest.json")
+    return [f for f in folders if any(n.startswith(f + "/") and n.endswith(marks) for n in names)][:5]
