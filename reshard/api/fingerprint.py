@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch.distributed as dist
 
+from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.geometry.layout_forms import Part
+from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.control.group import Group
-from reshard.errors import FormatError, LayoutError, ReplicaDriftError
+from reshard.errors import CheckpointError, FormatError, LayoutError, ReplicaDriftError
+from reshard.formats.stored.lazy_tensor import LazyTensor
+from reshard.formats.stored.streaming import Region, stream
 from reshard.state.fingerprints.keys import PUBLIC, Key
-from reshard.state.fingerprints.parts import Partial, partial
+from reshard.state.fingerprints.parts import Fingerprinter, Partial, partial
 from reshard.state.tensors import is_tensor, layout_of, local_tensors
 from reshard.state.tree import flatten, key_of
+from reshard.storage.base import Storage
 
 __all__ = ["Exchange", "Holding", "alone", "fingerprint", "holdings", "join"]
 
@@ -42,20 +49,25 @@ def alone(data: bytes) -> Sequence[bytes]:
 
 
 def fingerprint(
-    state_dict: Mapping[str, Any],
+    state_dict: Any,
     *,
     layouts: Mapping[str, TensorLayout] | None = None,
     rank: int | None = None,
     exchange: Exchange | None = None,
     key: Key = PUBLIC,
 ) -> dict[str, str]:
-    """The fingerprint of every tensor of a (nested) state dict by its dotted key, the same on every rank.
+    """The fingerprint of every tensor of a (nested) state dict, or of a checkpoint, by its dotted key.
 
-    With torch.distributed initialised this is collective over the default group: all ranks call it, and each adds up
-    its own part of DTensors and ShardedTensors; no tensor is gathered, only its name and some 60 bytes per rank.
-    Replicas, and plain tensors of one name on several ranks, must agree bit by bit.
+    Of a state dict it is the same on every rank. With torch.distributed initialised this is collective over the
+    default group: all ranks call it, and each adds up its own part of DTensors and ShardedTensors; no tensor is
+    gathered, only its name and some 60 bytes per rank. Replicas, and plain tensors of one name on several ranks, must
+    agree bit by bit.
+
+    Of a checkpoint, given as a path, `Storage` or open `Checkpoint`, this process reads every tensor, a window at a
+    time; nobody else takes part, and what was saved along is not believed.
 
     Args:
+        state_dict: tensors of any kind in nested containers, `LazyTensor`s of a checkpoint included; or a checkpoint.
         layouts: how plain local tensors lie in their global tensors, by dotted key; default: what the tensors say.
         rank: this process's rank in those layouts; default: its rank in the default group, else 0.
         exchange: how bytes reach the other ranks; default: `reshard.control.group.Group`; `alone` asks no other rank.
@@ -64,7 +76,19 @@ def fingerprint(
     Raises:
         ReplicaDriftError: replicas differ; names the tensors and the ranks, on all ranks.
         LayoutError: ranks disagree about dtype or shape, or their parts do not make up whole tensors.
+        CheckpointError: neither a state dict nor a checkpoint was given, or layouts for a checkpoint.
     """
+    if isinstance(state_dict, str | os.PathLike | Storage):
+        state_dict = open_checkpoint(state_dict)
+    if isinstance(state_dict, Checkpoint):
+        if layouts is not None or rank is not None or exchange is not None:
+            raise CheckpointError("layouts, rank and exchange are for state dicts; a checkpoint knows its own")
+        names = dict.fromkeys((*state_dict, *state_dict.aliases))
+        return {name: _read(state_dict[name], key).digest() for name in names}
+    if not (isinstance(state_dict, Mapping | list | tuple) or is_tensor(state_dict)):
+        raise CheckpointError(
+            f"fingerprint wants a state dict, a path or an open Checkpoint, got {type(state_dict).__name__}"
+        )
     if rank is None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if exchange is not None:
@@ -75,6 +99,16 @@ def fingerprint(
     return join(payloads, ranks=group.ranks, key=key)
 
 
+def _read(tensor: LazyTensor, key: Key) -> Fingerprinter:
+    """The fingerprint of a stored tensor, read in windows."""
+    digest = Fingerprinter(tensor.dtype, tensor.shape, key=key)
+    region = Region.whole(tensor.stored)
+    with stream([region], in_place=False) as feed:
+        for piece in feed.take(region):
+            digest.add_bytes(piece.data, piece.box)
+    return digest
+
+
 def holdings(
     state_dict: Mapping[str, Any], layouts: Mapping[str, TensorLayout] | None, rank: int, key: Key = PUBLIC
 ) -> list[Holding]:
@@ -83,7 +117,8 @@ def holdings(
     Raises:
         LayoutError: a tensor whose layout is not given, or whose local shape is not what the layout says.
     """
-    leaves = flatten(state_dict, is_leaf=is_tensor).leaves
+    leaves = flatten(state_dict, is_leaf=lambda value: is_tensor(value) or isinstance(value, LazyTensor)).leaves
+    lazy = {key_of(path): value for path, value in leaves.items() if isinstance(value, LazyTensor)}
     tensors = {key_of(path): value for path, value in leaves.items() if is_tensor(value)}
     given: StateLayout = layout_of(tensors) if layouts is None else _pick(layouts, tensors)
     found = []
@@ -99,6 +134,9 @@ def holdings(
             found.append(Holding(fqn, spec.dtype, spec.shape, _place(part), sums.to_bytes()))
         if not held:
             found.append(Holding(fqn, spec.dtype, spec.shape, b"", Partial().to_bytes()))
+    for fqn, stored in lazy.items():
+        shape, read = tuple(stored.shape), _read(stored, key).partial.to_bytes()
+        found.append(Holding(fqn, stored.stored.spec.dtype, shape, _place(Part.of_box(Box.full(shape))), read))
     return found
 
 

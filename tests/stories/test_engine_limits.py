@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import reshard
+from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Shard
@@ -19,6 +20,7 @@ from planners.reports.codec import to_json
 from reshard.control.progress import listening
 from reshard.errors import CheckpointError, KeyMismatchError, StorageError
 from reshard.formats.native import manifest as native
+from reshard.formats.native.reader import open as open_native
 from reshard.storage import open_storage
 from reshard.storage.memory import MemoryStorage
 from tests.faulty import Faulty
@@ -300,9 +302,9 @@ class TestScale:
             found[record.name], found[f"{record.name}.sums"] = MIB, 8
 
         begin = time.process_time()
-        contents = native.open(storage, found)
+        contents = open_native(storage, found)
         tensor = contents.tensors["layers.500.w"]
-        row = next(tensor.meeting(native.Box((2000, 0), (1, 64))))
+        row = next(tensor.meeting(Box((2000, 0), (1, 64))))
         seconds = time.process_time() - begin
 
         assert seconds < 0.5

@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+import reshard
 from planners.geometry.box import Box
 from reshard.api.fingerprint import fingerprint
+from reshard.errors import CheckpointError, CheckpointNotFoundError
 from reshard.state.dtypes import dtype_name
 from reshard.state.fingerprints import PUBLIC, Key, Partial, comparable, partial
 from reshard.state.fingerprints import fold as fold_module
 from reshard.state.fingerprints import words as words_module
 from reshard.state.fingerprints.fold import Axis, fold, tiles
 from reshard.state.fingerprints.keys import BLOCK, LANES, LIMB_BITS, LIMBS, PRIME, multiply, to_limbs
+from reshard.storage import open_storage
 from tests.bits import DTYPES, INTS, random_bits, select
 
 
@@ -349,3 +352,57 @@ def test_another_key_gives_another_string_that_is_not_compared():
     assert comparable(ours, fingerprint({"w": torch.zeros(3)}, key=Key(b"a"))["w"])
     with pytest.raises(TypeError, match="made of bytes"):
         Key("text")
+
+
+STATE = {
+    "model": {"w": torch.arange(60.0).reshape(12, 5), "none": torch.empty(0, 3), "turned": torch.ones(4, 6).T},
+    "steps": [torch.tensor(3), torch.tensor([1.5, -0.0]).bfloat16()],
+    "note": "text",
+}
+
+
+@pytest.mark.parametrize("format", ["native", "dcp", "safetensors", "torch_save"])
+def test_of_a_checkpoint_in_any_form_it_is_given(format, tmp_path):
+    """A path, URL, storage, open checkpoint or its lazy tensors: as of what was saved."""
+    path = tmp_path / ("c.pt" if format == "torch_save" else "c")
+    reshard.save(STATE, tmp_path / "native")
+    reshard.convert(tmp_path / "native", path, format=format)
+    opened = reshard.open(path)
+    forms = [str(path), path, f"file://{path}", opened, opened.nested()]
+    forms += [] if format == "torch_save" else [open_storage(path)]
+
+    wanted = fingerprint(STATE)
+
+    assert set(wanted) == {"model.w", "model.none", "model.turned", "steps.0", "steps.1"}
+    assert all(fingerprint(form) == wanted for form in forms)
+    assert fingerprint({"half": opened["model.w"], "live": STATE["steps"][0]}) == {
+        **fingerprint({"half": STATE["model"]["w"], "live": STATE["steps"][0]})
+    }
+
+
+def test_of_a_checkpoint_it_is_read_and_not_believed(tmp_path):
+    reshard.save(STATE, tmp_path)
+    (file,) = tmp_path.glob("data-*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[data.index(STATE["model"]["w"].numpy().tobytes()) + 7] ^= 1
+    file.write_bytes(data)
+
+    assert [name for name, value in fingerprint(tmp_path).items() if value != fingerprint(STATE)[name]] == ["model.w"]
+    with pytest.raises(CheckpointError, match="layouts, rank and exchange are for state dicts"):
+        fingerprint(tmp_path, rank=0)
+
+
+def test_tied_tensors_of_a_checkpoint_have_all_their_names(tmp_path):
+    tied = {"a": STATE["model"]["w"], "b": STATE["model"]["w"]}
+    reshard.save(tied, tmp_path)
+    assert fingerprint(tmp_path) == fingerprint(tied)
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 5, torch.nn.Linear(2, 2), {1, 2}, object()], ids=lambda wrong: type(wrong).__name__
+)
+def test_of_what_is_neither_a_state_nor_a_checkpoint_is_refused(wrong):
+    with pytest.raises(CheckpointError, match=f"got {type(wrong).__name__}"):
+        fingerprint(wrong)
+    with pytest.raises(CheckpointNotFoundError):
+        fingerprint("/nowhere/at/all")
