@@ -21,8 +21,9 @@ from reshard.state_dict.collect import collect_model, collect_optimizer
 from reshard.state_dict.model import apply_model, plan_model, read_model
 from reshard.state_dict.names import LiveModel, Models
 from reshard.state_dict.optimizer.parameters import LiveOptimizers, as_optimizers
+from reshard.state_dict.optimizer.plan import plan_optimizers
 from reshard.state_dict.optimizer.read import read_optimizers
-from reshard.state_dict.optimizer.restore import apply_optimizers, plan_optimizers
+from reshard.state_dict.optimizer.restore import apply_optimizers
 from reshard.state_dict.options import OptimizerReport, SetReport, StateDictOptions, as_options
 
 __all__ = [

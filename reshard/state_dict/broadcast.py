@@ -26,7 +26,7 @@ from reshard.state_dict.gather import parts_of
 from reshard.state_dict.model import plan_model
 from reshard.state_dict.names import LiveModel, Region, Slot
 from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
-from reshard.state_dict.optimizer.restore import plan_optimizers
+from reshard.state_dict.optimizer.plan import plan_optimizers
 from reshard.state_dict.optimizer.saved import read_saved
 from reshard.state_dict.options import StateDictOptions
 

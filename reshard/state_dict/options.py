@@ -82,6 +82,8 @@ class OptimizerReport:
     """Parameters that the dict lists in a group but has no state for: saved before their first gradient."""
     unexpected: tuple[str, ...] = ()
     """Names in the dict that are no parameter of these optimizers."""
+    foreign: tuple[str, ...] = ()
+    """State of a kind that the optimizer does not have, "<parameter>.<key>", such as Adam's in SGD; it was left out."""
     kept_fields: tuple[str, ...] = ()
     """Group fields that the dict lacks, so that the live value stayed: "<optimizer>.<group>.<field>"."""
     added_fields: tuple[str, ...] = ()

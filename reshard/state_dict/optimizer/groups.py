@@ -116,6 +116,10 @@ def _as_live(live: Any, value: Any) -> Any:
         return torch.full_like(live, value)
     if isinstance(live, (int, float)) and isinstance(value, str):
         raise TypeError("text is no number")
+    if isinstance(live, (list, tuple)) and isinstance(value, (int, float, str)):
+        raise TypeError("one value is no list of values")
+    if isinstance(live, float) and isinstance(value, (list, tuple)):
+        raise TypeError("a list of values is no number")
     if isinstance(live, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(live, (list, tuple)) and isinstance(value, (list, tuple)):

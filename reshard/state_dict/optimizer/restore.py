@@ -1,84 +1,22 @@
-"""Putting optimizer state back: from what was saved, whatever the optimizer holds at the moment."""
+"""Putting optimizer state back: what was planned is written, whatever the optimizer holds at the moment."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from reshard.errors import KeyMismatchError
 from reshard.state.tensors import global_shape
 from reshard.state.torch_internals import copy_all, loads_itself
-from reshard.state_dict.names import where
-from reshard.state_dict.optimizer.flat_parameters import joined_pieces
-from reshard.state_dict.optimizer.groups import GroupWrite, plan_groups
-from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
-from reshard.state_dict.optimizer.saved import SavedOptimizer, read_saved
-from reshard.state_dict.options import OptimizerReport, StateDictOptions
+from reshard.state_dict.optimizer.parameters import LiveOptimizers
+from reshard.state_dict.optimizer.plan import OptimizerWrites
+from reshard.state_dict.options import OptimizerReport
 from reshard.state_dict.values import like, write
 
-__all__ = ["OptimizerWrites", "apply_optimizers", "plan_optimizers"]
-
-
-class OptimizerWrites(NamedTuple):
-    """All that setting optimizer state will do, checked before anything is touched."""
-
-    state: list[tuple[OptimizedParameter, Mapping[str, Any] | None]]
-    """Every parameter of the optimizers; None where it shall have no state."""
-    other: list[tuple[int, Any, Any]]
-    """(optimizer, key, state) under keys that are no parameter."""
-    groups: list[GroupWrite]
-    report: OptimizerReport
-
-
-def plan_optimizers(
-    live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions, *, outlines: bool = False
-) -> OptimizerWrites:
-    """Match `given` with the live parameters; touches nothing. `outlines`: its tensors are on the meta device for now,
-    so that only names and shapes can be checked.
-
-    Raises KeyMismatchError for parameters that the dict says nothing about and names that the model does not have
-    (both only if strict), and for state of a wrong shape; NormalizationError for groups that contradict each other.
-    """
-    saved = read_saved(given, live)
-    state: list[tuple[OptimizedParameter, Mapping[str, Any] | None]] = []
-    missing: list[str] = []
-    cold: list[str] = []
-    for own in live.parameters:
-        for one in own:
-            values = saved.state.get(one.name)
-            if values is None and len(one.names) > 1:
-                values = next((saved.state[name] for name in one.names if name in saved.state), None)
-            state.append((one, values))
-            if values is None:
-                listed = any(name in saved.fields for name in one.names)
-                if one.parameter.requires_grad or listed:
-                    (cold if listed else missing).append(one.name)
-    other = [
-        (k, key, saved.state[key])
-        for k, optimizer in enumerate(live.optimizers)
-        for key in _other_keys(optimizer)
-        if key in saved.state
-    ]
-    known = {key for _, key, _ in other}
-    names = dict.fromkeys([*saved.state, *saved.fields])
-    unexpected = [name for name in names if name not in live.by_name and name not in known]
-    strangers = [name for name in unexpected if name not in live.live.by_name]
-    faults = _misshapen(state, saved)
-    if faults or (options.strict and (missing or strangers)):
-        raise KeyMismatchError(_message(live, missing, strangers, faults, options.strict))
-    groups = [] if outlines else plan_groups(live, saved)
-    report = OptimizerReport(
-        missing=tuple(missing),
-        cold=tuple(cold),
-        unexpected=tuple(unexpected),
-        kept_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.kept),
-        added_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.added),
-    )
-    return OptimizerWrites([] if outlines else list(joined_pieces(state)), other, groups, report)
+__all__ = ["apply_optimizers"]
 
 
 def apply_optimizers(live: LiveOptimizers, writes: OptimizerWrites) -> OptimizerReport:
@@ -160,12 +98,6 @@ class _Copies:
             state[parameter] = new
 
 
-def _other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Keys of its state that are no parameter: some optimizers keep state of the whole there."""
-    keys: list[Any] = list(optimizer.state)
-    return [key for key in keys if not isinstance(key, torch.Tensor)]
-
-
 def _own_dict(live: LiveOptimizers, k: int, state: dict[Any, Any], groups: list[Mapping[str, Any]]) -> dict[str, Any]:
     """What the optimizer's own `load_state_dict` takes: integer ids, in the order of its groups."""
     optimizer, packed, ids = live.optimizers[k], [], itertools.count()
@@ -198,47 +130,3 @@ def _restored(value: Any, old: Any, parameter: torch.Tensor, key: Any, fields: M
     if type(value) is list or type(value) is tuple:
         return type(value)(_restored(item, None, parameter, None, fields) for item in value)
     return value if isinstance(value, (bool, int, float, str, type(None))) else copy.deepcopy(value)
-
-
-def _misshapen(state: list[tuple[OptimizedParameter, Mapping[str, Any] | None]], saved: SavedOptimizer) -> list[str]:
-    """State tensors that should have the shape of their parameter and do not.
-
-    No schema says which state has that shape; a name counts as such if most parameters' tensors of that name have it.
-    """
-    misfits: dict[Any, list[str]] = {}
-    for one, values in state:
-        parameter = one.parameter
-        plain = one.piece is None and type(parameter) in (torch.Tensor, torch.nn.Parameter)
-        for key, value in values.items() if values else ():
-            if plain and type(value) is torch.Tensor and (not value.dim() or value.is_same_size(parameter)):
-                continue  # nearly always
-            if not isinstance(value, torch.Tensor):
-                continue
-            shape = global_shape(value)
-            if shape and shape != one.shape:
-                misfits.setdefault(key, []).append(
-                    f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {shape}, "
-                    f"which fits no layout of the parameter's shape {tuple(one.shape)}"
-                )
-    fits = {
-        key: sum(isinstance(v, torch.Tensor) and global_shape(v) == one.shape for one, v in _entries(state, key))
-        for key in misfits
-    }
-    return [line for key, lines in misfits.items() if fits[key] > len(lines) for line in lines]
-
-
-def _entries(
-    state: list[tuple[OptimizedParameter, Mapping[str, Any] | None]], key: Any
-) -> list[tuple[OptimizedParameter, Any]]:
-    return [(one, values[key]) for one, values in state if values and key in values]
-
-
-def _message(live: LiveOptimizers, missing: list[str], strangers: list[str], faults: list[str], strict: bool) -> str:
-    lines = [f"the optimizer state dict does not fit the optimizers{where()}:"]
-    if strict:
-        lines += [f"  missing: {name} (optimizer {live.by_name[name].optimizer})" for name in missing]
-        lines += [f"  unexpected: {name}, the model has no parameter of this name" for name in strangers]
-    lines += [f"  misfit: {fault}" for fault in faults]
-    if strict and (missing or strangers):
-        lines.append("pass StateDictOptions(strict=False) to set what fits and have the rest reported")
-    return "\n".join(lines)

@@ -1,0 +1,169 @@
+"""What setting optimizer state will do, found out and checked before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from reshard.errors import KeyMismatchError
+from reshard.state.tensors import global_shape
+from reshard.state_dict.names import where
+from reshard.state_dict.optimizer.flat_parameters import joined_pieces
+from reshard.state_dict.optimizer.groups import GroupWrite, plan_groups
+from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
+from reshard.state_dict.optimizer.saved import SavedOptimizer, read_saved
+from reshard.state_dict.optimizer.schemas import StateKind
+from reshard.state_dict.options import OptimizerReport, StateDictOptions
+
+__all__ = ["OptimizerWrites", "plan_optimizers"]
+
+State = Mapping[Any, Any]
+Entry = tuple[OptimizedParameter, State | None]
+
+
+class OptimizerWrites(NamedTuple):
+    """All that setting optimizer state will do, checked before anything is touched."""
+
+    state: list[Entry]
+    """Every parameter of the optimizers; None where it shall have no state."""
+    other: list[tuple[int, Any, Any]]
+    """(optimizer, key, state) under keys that are no parameter."""
+    groups: list[GroupWrite]
+    report: OptimizerReport
+
+
+def plan_optimizers(
+    live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions, *, outlines: bool = False
+) -> OptimizerWrites:
+    """Match `given` with the live parameters; touches nothing. `outlines`: its tensors are on the meta device for now,
+    so that only names and shapes can be checked.
+
+    Raises KeyMismatchError for parameters that the dict says nothing about, names that the model does not have and
+    state that an optimizer has no use for (all three only if strict), and for state that is incomplete or of a wrong
+    shape; NormalizationError for groups that contradict each other.
+    """
+    saved = read_saved(given, live)
+    match = _Match(live, saved)
+    faults = [*match.faults, *_misshapen(match.state)]
+    if faults or (options.strict and (match.missing or match.strangers or match.foreign)):
+        raise KeyMismatchError(_message(live, match, faults, options.strict))
+    groups = [] if outlines else plan_groups(live, saved)
+    report = OptimizerReport(
+        missing=tuple(match.missing),
+        cold=tuple(match.cold),
+        unexpected=tuple(match.unexpected),
+        foreign=tuple(f"{one.name}.{key}" for one, key in match.foreign),
+        kept_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.kept),
+        added_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.added),
+    )
+    return OptimizerWrites([] if outlines else list(joined_pieces(match.state)), match.other, groups, report)
+
+
+class _Match:
+    """Finds the saved state of each live parameter, and keeps account."""
+
+    def __init__(self, live: LiveOptimizers, saved: SavedOptimizer) -> None:
+        self.live = live
+        self.saved = saved
+        self.state: list[Entry] = []
+        self.missing: list[str] = []
+        self.cold: list[str] = []
+        self.foreign: list[tuple[OptimizedParameter, Any]] = []
+        self.faults: list[str] = []
+        self._fields: dict[tuple[int, int, int], Mapping[str, Any]] = {}
+        for k, own in enumerate(live.parameters):
+            kind = StateKind(live.optimizers[k])
+            for one in own:
+                values = self._state_of(one)
+                self.state.append((one, self._checked(one, values, kind) if values is not None else None))
+        self.other = [
+            (k, key, saved.state[key])
+            for k, optimizer in enumerate(live.optimizers)
+            for key in _other_keys(optimizer)
+            if key in saved.state
+        ]
+        known = {key for _, key, _ in self.other}
+        names = dict.fromkeys([*saved.state, *saved.fields])
+        self.unexpected = [name for name in names if name not in live.by_name and name not in known]
+        self.strangers = [name for name in self.unexpected if name not in live.live.by_name]
+
+    def _state_of(self, one: OptimizedParameter) -> State | None:
+        values = self.saved.state.get(one.name)
+        if values is None and len(one.names) > 1:
+            values = next((self.saved.state[name] for name in one.names if name in self.saved.state), None)
+        if values is None:
+            listed = any(name in self.saved.fields for name in one.names)
+            if one.parameter.requires_grad or listed:
+                (self.cold if listed else self.missing).append(one.name)
+        return values
+
+    def _checked(self, one: OptimizedParameter, values: State, kind: StateKind) -> State | None:
+        """The state without what the optimizer has no use for."""
+        misfit = kind.check(values, one.parameter, self._fields_of(one))
+        if not (misfit.lacking or misfit.foreign):
+            return values
+        self.faults += [f"{one.name}: its state lacks {key!r}, which {kind.name} needs" for key in misfit.lacking]
+        self.foreign += [(one, key) for key in misfit.foreign]
+        return {key: value for key, value in values.items() if key not in misfit.foreign} or None
+
+    def _fields_of(self, one: OptimizedParameter) -> Mapping[str, Any]:
+        """The fields that the parameter's group will have; the same object for all of a group."""
+        saved = self.saved.fields.get(one.name, {})
+        key = (one.optimizer, one.group, id(saved))
+        found = self._fields.get(key)
+        if found is None:
+            found = self._fields[key] = {**self.live.optimizers[one.optimizer].param_groups[one.group], **saved}
+        return found
+
+
+def _other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Keys of its state that are no parameter: some optimizers keep state of the whole there."""
+    keys: list[Any] = list(optimizer.state)
+    return [key for key in keys if not isinstance(key, torch.Tensor)]
+
+
+def _misshapen(state: list[Entry]) -> list[str]:
+    """State tensors that should have the shape of their parameter and do not.
+
+    No schema says which state has that shape; a name counts as such if most parameters' tensors of that name have it.
+    """
+    misfits: dict[Any, list[str]] = {}
+    for one, values in state:
+        parameter = one.parameter
+        plain = one.piece is None and type(parameter) in (torch.Tensor, torch.nn.Parameter)
+        for key, value in values.items() if values else ():
+            if plain and type(value) is torch.Tensor and (not value.dim() or value.is_same_size(parameter)):
+                continue  # nearly always
+            if not isinstance(value, torch.Tensor):
+                continue
+            shape = global_shape(value)
+            if shape and shape != one.shape:
+                misfits.setdefault(key, []).append(
+                    f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {shape}, "
+                    f"which fits no layout of the parameter's shape {tuple(one.shape)}"
+                )
+    fits = {
+        key: sum(isinstance(v, torch.Tensor) and global_shape(v) == one.shape for one, v in _entries(state, key))
+        for key in misfits
+    }
+    return [line for key, lines in misfits.items() if fits[key] > len(lines) for line in lines]
+
+
+def _entries(state: list[Entry], key: Any) -> list[tuple[OptimizedParameter, Any]]:
+    return [(one, values[key]) for one, values in state if values and key in values]
+
+
+def _message(live: LiveOptimizers, match: _Match, faults: list[str], strict: bool) -> str:
+    lines = [f"the optimizer state dict does not fit the optimizers{where()}:"]
+    if strict:
+        lines += [f"  missing: {name} (optimizer {live.by_name[name].optimizer})" for name in match.missing]
+        lines += [f"  unexpected: {name}, the model has no parameter of this name" for name in match.strangers]
+        for one, key in match.foreign:
+            kind = type(live.optimizers[one.optimizer]).__name__
+            lines.append(f"  unexpected: state {key!r} of {one.name}, for which {kind} has no use")
+    lines += [f"  misfit: {fault}" for fault in faults]
+    if strict and (match.missing or match.strangers or match.foreign):
+        lines.append("pass StateDictOptions(strict=False) to set what fits and have the rest reported")
+    return "\n".join(lines)

@@ -1,0 +1,132 @@
+"""Which state an optimizer keeps of a parameter: what it cannot go on without, and what it has any use for.
+
+Of torch's own optimizers both are known. Of others nobody can say what they need; what they have a use for is told by
+the state that they hold already, if they hold any.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from reshard.state.torch_internals import loads_itself
+
+__all__ = ["Misfit", "StateKind"]
+
+
+class _Schema(NamedTuple):
+    """The state that an optimizer of torch keeps of each parameter."""
+
+    always: tuple[str, ...] = ()
+    under: Mapping[str, str] = {}
+    """Group field -> the key that it adds where it is set."""
+    at_will: tuple[str, ...] = ()
+    """Keys that may be there, and that the optimizer makes anew where they are not."""
+
+
+_LBFGS = ("d", "t", "old_dirs", "old_stps", "ro", "H_diag", "prev_flat_grad", "prev_loss")
+"""What LBFGS has from its first iteration on."""
+
+_SCHEMAS = {
+    "Adadelta": _Schema(("step", "square_avg", "acc_delta")),
+    "Adafactor": _Schema(("step",), at_will=("row_var", "col_var", "variance")),
+    "Adagrad": _Schema(("step", "sum")),
+    "Adam": _Schema(("step", "exp_avg", "exp_avg_sq"), {"amsgrad": "max_exp_avg_sq"}),
+    "AdamW": _Schema(("step", "exp_avg", "exp_avg_sq"), {"amsgrad": "max_exp_avg_sq"}),
+    "Adamax": _Schema(("step", "exp_avg", "exp_inf")),
+    "ASGD": _Schema(("step", "eta", "mu", "ax")),
+    "LBFGS": _Schema(("func_evals", "n_iter"), at_will=(*_LBFGS, "al")),
+    "Muon": _Schema(("momentum_buffer",)),
+    "NAdam": _Schema(("step", "mu_product", "exp_avg", "exp_avg_sq")),
+    "RAdam": _Schema(("step", "exp_avg", "exp_avg_sq")),
+    "RMSprop": _Schema(("step", "square_avg"), {"momentum": "momentum_buffer", "centered": "grad_avg"}),
+    "Rprop": _Schema(("step", "prev", "step_size")),
+    "SGD": _Schema(at_will=("momentum_buffer",)),
+    "SparseAdam": _Schema(("step", "exp_avg", "exp_avg_sq")),
+}
+
+
+class Misfit(NamedTuple):
+    """What is wrong with the keys of one parameter's saved state."""
+
+    lacking: tuple[str, ...]
+    """Keys without which the optimizer's next step would fail, or begin anew."""
+    foreign: tuple[Any, ...]
+    """Keys that the optimizer has no use for."""
+
+
+_FITS = Misfit((), ())
+
+
+class StateKind:
+    """The kind of state that one live optimizer keeps.
+
+    Attributes:
+        name: class of the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.name = type(optimizer).__name__
+        self._optimizer = optimizer
+        self._base = _torch_class(optimizer)
+        self._schema = _SCHEMAS.get(self._base)
+        self._checked: dict[Any, Misfit] = {}
+
+    def check(self, values: Mapping[Any, Any], parameter: torch.Tensor, fields: Mapping[str, Any]) -> Misfit:
+        """What is wrong with the keys of `values`, saved for `parameter`, in a group that will have `fields`."""
+        if self._optimizer_has_a_say:
+            return _FITS
+        # a model has many parameters and few kinds of state
+        key = (id(fields), parameter.dim() > 1, *values)
+        found = self._checked.get(key)
+        if found is None or self._base == "LBFGS":
+            needed = self._needed(values, parameter, fields)
+            lacking = tuple(name for name in needed if name not in values)
+            foreign = tuple(key for key in values if self._known is not None and str(key) not in self._known)
+            found = self._checked[key] = Misfit(lacking, foreign)
+        return found
+
+    @functools.cached_property
+    def _optimizer_has_a_say(self) -> bool:
+        return loads_itself(self._optimizer)
+
+    @functools.cached_property
+    def _known(self) -> Collection[str] | None:
+        """Keys that the optimizer has a use for; None if that cannot be told."""
+        held = {str(key) for own in self._optimizer.state.values() if isinstance(own, dict) for key in own}
+        if self._schema is None:
+            return held or None
+        return held.union(self._schema.always, self._schema.under.values(), self._schema.at_will)
+
+    def _needed(self, values: Mapping[Any, Any], parameter: torch.Tensor, fields: Mapping[str, Any]) -> list[str]:
+        if self._schema is None:
+            return []
+        needed = list(self._schema.always)
+        needed += [key for field, key in self._schema.under.items() if _is_set(fields.get(field))]
+        if self._base == "Adafactor":
+            needed += ["row_var", "col_var"] if parameter.dim() > 1 else ["variance"]
+        if self._base == "LBFGS" and values.get("n_iter", 1):
+            needed += _LBFGS
+        return needed
+
+
+def _torch_class(optimizer: Optimizer) -> str:
+    """Name of the class in torch.optim whose state the optimizer's is; "" if it steps in a way of its own."""
+    cls = type(optimizer)
+    if not all(_is_torchs(getattr(cls, method, None)) for method in ("step", "_init_group", "__setstate__")):
+        return ""
+    return next((c.__name__ for c in cls.__mro__ if _is_torchs(c)), "")
+
+
+def _is_torchs(thing: Any) -> bool:
+    return thing is None or f"{thing.__module__}.".startswith("torch.optim.")
+
+
+def _is_set(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.is_meta and bool(value.any())
+    return bool(value)

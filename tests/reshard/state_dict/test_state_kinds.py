@@ -1,0 +1,158 @@
+"""The kinds of state that optimizers keep: what they need is asked for, what they have no use for is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from reshard.errors import KeyMismatchError
+from reshard.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from tests.reshard.state_dict.test_layouts import assert_same
+from tests.reshard.state_dict.torch_optimizers import CLASSES, OPTIONS, make, step, takes
+
+LENIENT = StateDictOptions(strict=False)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+KINDS = [
+    (name, options)
+    for name in CLASSES
+    for options in [{}, *({option: value} for option, values in OPTIONS.get(name, {}).items() for value in values)]
+]
+
+
+class Net(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 2, bias=takes(name, torch.empty(2)))
+        self.b = nn.Linear(3, 2, bias=False)
+
+
+def warm(name: str, options: Any, steps: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net(name)
+    optimizer = make(name, model.parameters(), options)
+    for _ in range(steps):
+        step(optimizer)
+    return model, optimizer
+
+
+def test_the_options_of_every_optimizer_of_torch_are_known() -> None:
+    assert set(CLASSES) == set(OPTIONS)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(("name", "options"), KINDS, ids=str)
+def test_every_single_key_left_out_is_named_before_anything_changes(name: str, options: Any, flat: bool) -> None:
+    saved_from, saver = warm(name, options, 2)
+    state = copy.deepcopy(get_optimizer_state_dict(saved_from, saver, options=FLAT if flat else None))
+    model, optimizer = warm(name, options, 3)
+    if flat:
+        keys = [key for key in state if key.startswith("state.")]
+    else:
+        keys = [(fqn, key) for fqn, values in state["state"].items() for key in values]
+    for key in keys:
+        given = copy.deepcopy(state)
+        fqn = key.removeprefix("state.").rpartition(".")[0] if flat else key[0]
+        if flat:
+            del given[key]
+        else:
+            del given["state"][fqn][key[1]]
+        before = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+        if name in ("SGD", "Muon") or (name == "LBFGS" and (key if flat else key[1]).endswith("al")):
+            # LBFGS makes it anew; a parameter that has no other state is reported to have none
+            report = set_optimizer_state_dict(model, optimizer, given)
+            assert name == "LBFGS" or fqn in report.cold
+            step(optimizer)
+            continue
+        for lenient in (None, LENIENT):
+            with pytest.raises(KeyMismatchError, match=f"{fqn}: its state lacks"):
+                set_optimizer_state_dict(model, optimizer, given, options=lenient)
+            assert_same(get_optimizer_state_dict(model, optimizer), before)
+
+
+@pytest.mark.parametrize(("name", "options"), KINDS, ids=str)
+def test_state_of_one_optimizer_goes_into_another_only_where_it_is_of_its_kind(name: str, options: Any) -> None:
+    model, optimizer = warm(name, options, 2)
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    state["param_groups"] = [{"params": group["params"]} for group in state["param_groups"]]
+    for other in CLASSES:
+        if not all(takes(other, p) for p in model.parameters()):
+            continue
+        fresh = make(other, model.parameters())
+        before = copy.deepcopy(fresh.state_dict())
+        refused = ""
+        try:
+            set_optimizer_state_dict(model, fresh, state)
+        except KeyMismatchError as error:
+            refused = str(error)
+        if refused:
+            assert "for which" in refused or "lacks" in refused
+            assert_same(fresh.state_dict(), before)
+            continue
+        for p, values in fresh.state.items():
+            own = optimizer.state[p]
+            # torch itself makes a tensor of a step that was a number
+            assert_same({**values, "step": float(values.get("step", 0))}, {**own, "step": float(own.get("step", 0))})
+        step(fresh)
+
+
+def test_adams_state_in_sgd_is_refused_or_reported_and_never_left_behind() -> None:
+    model, adam = warm("Adam", {})
+    state = get_optimizer_state_dict(model, adam)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(KeyMismatchError, match=r"state 'exp_avg' of a.weight, for which SGD has no use"):
+        set_optimizer_state_dict(model, sgd, state)
+    assert sgd.param_groups[0]["lr"] == 0.5
+    report = set_optimizer_state_dict(model, sgd, state, options=LENIENT)
+    names = [name for name, _ in model.named_parameters()]
+    assert set(report.foreign) == {f"{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert not sgd.state
+
+
+class Own(torch.optim.Optimizer):
+    """Of no kind that could be known beforehand."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["memory"] = torch.ones_like(p)
+
+
+def test_an_optimizer_of_unknown_kind_takes_what_it_is_given_until_it_has_state() -> None:
+    model, adam = warm("Adam", {})
+    state = copy.deepcopy(get_optimizer_state_dict(model, adam))
+    fresh = Own(model.parameters())
+    set_optimizer_state_dict(model, fresh, state)
+    assert_same(get_optimizer_state_dict(model, fresh)["state"], state["state"])
+    stepped = Own(model.parameters())
+    stepped.step()
+    with pytest.raises(KeyMismatchError, match=r"state 'exp_avg' of a.weight, for which Own has no use"):
+        set_optimizer_state_dict(model, stepped, state)
+
+
+def test_state_that_was_added_to_torchs_own_is_known_where_it_is_held() -> None:
+    model, adam = warm("AdamW", {})
+    for values in adam.state.values():
+        values["shadow"] = torch.ones(2)
+    state = copy.deepcopy(get_optimizer_state_dict(model, adam))
+    set_optimizer_state_dict(model, adam, state)
+    assert_same(get_optimizer_state_dict(model, adam), state)
+    with pytest.raises(KeyMismatchError, match=r"'shadow' of a.weight"):
+        set_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), state)
+
+
+def test_an_optimizer_that_steps_as_torchs_does_is_known_by_its_base() -> None:
+    class Renamed(torch.optim.AdamW):
+        pass
+
+    model, adam = warm("AdamW", {})
+    state = copy.deepcopy(get_optimizer_state_dict(model, adam))
+    del state["state"]["b.weight"]["exp_avg"]
+    with pytest.raises(KeyMismatchError, match=r"b.weight: its state lacks 'exp_avg', which Renamed needs"):
+        set_optimizer_state_dict(model, Renamed(model.parameters()), state)
