@@ -134,8 +134,11 @@ def one_mesh(draw):
 def test_the_busiest_rank_is_near_the_optimum_by_flow(layout):
     plan = plan_writes(layout, divide_above_bytes=1)
 
-    # each deal levels loads up to one row of a chunk; deals follow one another
-    slack = sum(int(deal.chunks.sizes.prod(axis=1).max() // deal.units.min()) * deal.itemsize for deal in plan.deals)
+    # each assignment levels loads up to one row of a chunk; assignments follow one another
+    slack = sum(
+        int(assigned.chunks.sizes.prod(axis=1).max() // assigned.units.min()) * assigned.itemsize
+        for assigned in plan.assignments
+    )
     assert int(plan.rank_bytes().max()) <= best_level(plan) + slack
 
 
@@ -157,36 +160,36 @@ def test_a_model_on_a_hybrid_mesh_is_written_evenly(ranks_per_host):
 @settings(max_examples=200)
 def test_verify_finds_any_one_spoiled_entry_of_a_deal(data):
     plan = plan_of(data)
-    deals = [i for i, deal in enumerate(plan.deals) if len(deal.ranks)]
-    if not deals:
+    assignments = [i for i, assigned in enumerate(plan.assignments) if len(assigned.ranks)]
+    if not assignments:
         return
-    which = data.draw(st.sampled_from(deals))
-    deal = plan.deals[which]
-    entry = data.draw(st.integers(0, len(deal.ranks) - 1))
+    which = data.draw(st.sampled_from(assignments))
+    assigned = plan.assignments[which]
+    entry = data.draw(st.integers(0, len(assigned.ranks) - 1))
     spoiled = []
     for name, by in (("ranks", 1), ("ranks", -1), ("indices", 1)):
-        column = getattr(deal, name).copy()
+        column = getattr(assigned, name).copy()
         column[entry] += by
-        rank, index = int(deal.ranks[entry]), int(deal.indices[entry])
-        chunk = int(np.searchsorted(deal.chunks.indptr, entry, side="right")) - 1
-        boxes = [box for box, _ in deal.chunks.part(chunk).boxes()]
-        layout = plan.layout[deal.names[0]]
+        rank, index = int(assigned.ranks[entry]), int(assigned.indices[entry])
+        chunk = int(np.searchsorted(assigned.chunks.indptr, entry, side="right")) - 1
+        boxes = [box for box, _ in assigned.chunks.part(chunk).boxes()]
+        layout = plan.layout[assigned.names[0]]
         rank, index = (int(column[entry]), index) if name == "ranks" else (rank, int(column[entry]))
         parts = layout.parts(rank) if 0 <= rank < layout.world_size else ()
         if index < len(parts) and [box for box, _ in parts[index].boxes()] == boxes:
             continue  # a replica: it may write the chunk just as well
-        spoiled.append(dataclasses.replace(deal, **{name: column}))
-    last = int(deal.chunks.indptr[np.searchsorted(deal.chunks.indptr, entry, side="right")]) - 1
+        spoiled.append(dataclasses.replace(assigned, **{name: column}))
+    last = int(assigned.chunks.indptr[np.searchsorted(assigned.chunks.indptr, entry, side="right")]) - 1
     for by in (1, -1):
-        ends = deal.ends.copy()
+        ends = assigned.ends.copy()
         ends[last] += by
-        spoiled.append(dataclasses.replace(deal, ends=ends))
-    spoiled.append(dataclasses.replace(deal, names=deal.names[1:]))
-    spoiled.append(dataclasses.replace(deal, names=(*deal.names, deal.names[0])))
+        spoiled.append(dataclasses.replace(assigned, ends=ends))
+    spoiled.append(dataclasses.replace(assigned, names=assigned.names[1:]))
+    spoiled.append(dataclasses.replace(assigned, names=(*assigned.names, assigned.names[0])))
 
     for instead in spoiled:
         broken = plan_writes(plan.layout)
-        broken.deals = (*plan.deals[:which], instead, *plan.deals[which + 1 :])
+        broken.assignments = (*plan.assignments[:which], instead, *plan.assignments[which + 1 :])
         assert not verify(broken).ok
 
 

@@ -90,6 +90,9 @@ class Form(Protocol):
     def chunks(self, shape: Shape) -> Iterator[tuple[int, Box]]:
         """Every distinct region once, with the lowest rank that holds it."""
 
+    def replicas(self, shape: Shape) -> Iterator[Ints]:
+        """The ranks that hold anything, those that are sure to hold the same together."""
+
 
 @dataclass(frozen=True)
 class ProductGeometry:
@@ -197,6 +200,10 @@ class ProductForm:
             for box, _ in geometry.part(owners).boxes():
                 yield rank, box
 
+    def replicas(self, shape: Shape) -> Iterator[Ints]:
+        geometry = self.geometry(shape)
+        return (np.sort(geometry.replicas(owners)) for owners in geometry.distinct())
+
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, ProductForm)
@@ -303,6 +310,9 @@ class BoxesForm:
                     seen.add(box)
                     yield rank, box
 
+    def replicas(self, shape: Shape) -> Iterator[Ints]:
+        return (np.array([rank], dtype=np.int64) for rank, _ in self.boxes)
+
     def __str__(self) -> str:
         return "boxes{" + "; ".join(f"{rank}: {', '.join(map(str, its))}" for rank, its in self.boxes) + "}"
 
@@ -355,6 +365,9 @@ class FlatForm:
                 if box not in seen:
                     seen.add(box)
                     yield rank, box
+
+    def replicas(self, shape: Shape) -> Iterator[Ints]:
+        return (np.array([rank], dtype=np.int64) for rank, _, _ in self.ranges)
 
     def __str__(self) -> str:
         return "flat{" + "; ".join(f"{rank}: {start}:{stop}" for rank, start, stop in self.ranges) + "}"

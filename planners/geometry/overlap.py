@@ -1,25 +1,29 @@
 """The overlap of two layouts of one tensor: a product of per-dim overlaps, or one general sweep.
 
-Both kinds answer the same question for a wanted rank: which pieces of which saved chunks go where.
+Both kinds answer the same question for a wanted rank: which pieces of which saved chunks go where. A view of saved
+tensors is a third kind, see `planners.views.pullback`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from planners.errors import CoverageError
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Dims
 from planners.geometry.cover import tiling_fault
-from planners.geometry.layout_forms import Form, Part, ProductForm, ProductGeometry
-from planners.geometry.ownership import Ints, Segments, distinct, overlap
+from planners.geometry.layout_forms import Form, ProductForm, ProductGeometry
+from planners.geometry.ownership import Ints, Ownership, SegmentRow, Segments, distinct, overlap
 
-__all__ = ["Overlap", "Piece", "ProductOverlap", "Sweep", "SweepOverlap", "cover", "overlap_of"]
+__all__ = [
+    "FilledSlot", "Origin", "Overlap", "Piece", "ProductOverlap", "Sweep", "SweepOverlap", "chunks_of", "overlap_of",
+]  # fmt: skip
 
 
 class Piece(NamedTuple):
@@ -28,40 +32,96 @@ class Piece(NamedTuple):
     owner: int
     """The lowest rank that holds the saved chunk."""
     chunk: Box
-    """The saved chunk, in global coordinates."""
+    """The saved chunk, in global coordinates of the saved tensor."""
     source: Box
     """The overlap in the chunk's coordinates."""
     target: Box
     """The overlap in the wanted local tensor's coordinates."""
-    part: int
+    part: int = 0
     """Which of the wanted rank's local tensors."""
+    tensor: int = 0
+    """Which of the saved tensors, if the wanted one is a view of several."""
+    dims: Dims | None = None
+    """How the dims of `source` lie in `target`; None: in the same order."""
 
 
-class Overlap(Protocol):
-    """Pieces of every wanted rank."""
+class FilledSlot(NamedTuple):
+    """A constant in a local tensor of a wanted rank."""
 
+    part: int
+    """Which of the local tensors."""
+    box: Box
+    """In its coordinates."""
+    value: float
+
+
+class Origin(NamedTuple):
+    """Where a box of the wanted tensor comes from."""
+
+    box: Box
+    """In global coordinates of the wanted tensor."""
+    tensor: int
+    source: Box
+    """In global coordinates of the saved tensor."""
+    dims: Dims | None
+
+
+class Overlap(ABC):
+    """The pieces of every wanted rank."""
+
+    shape: tuple[int, ...]
+    """Of the wanted tensor."""
+    wanted_form: Form
+
+    @abstractmethod
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """All pieces of `rank`, in the order of its local elements. Raises CoverageError at a hole."""
+        """All pieces of `rank`, by its local tensors. Raises CoverageError at a hole, with the saved region."""
+
+    @property
+    def product(self) -> ProductOverlap | None:
+        """Itself, if both sides are products, so that tables of its dims say it all for all ranks."""
+        return None
+
+    def fills(self, rank: int) -> tuple[FilledSlot, ...]:
+        """The constants of `rank`."""
+        return ()
+
+    def origins(self, box: Box) -> Iterator[Origin]:
+        """Where the elements of a box of the wanted tensor come from."""
+        yield Origin(box, 0, box, None)
+
+    def replicas(self) -> Iterator[Ints]:
+        """The wanted ranks, those that are sure to want the same together."""
+        return self.wanted_form.replicas(self.shape)
+
+    def local_boxes(self, rank: int) -> Iterator[tuple[int, Box, Box]]:
+        """(which local tensor, global box, the same in its coordinates) of all that `rank` wants."""
+        if rank < self.wanted_form.world_size:
+            for index, part in enumerate(self.wanted_form.parts(self.shape, rank)):
+                yield from ((index, box, local) for box, local in part.boxes())
 
 
 @dataclass(frozen=True)
-class ProductOverlap:
+class ProductOverlap(Overlap):
     """Both sides are products: one table of segments per dim says it all, for all ranks."""
 
+    shape: tuple[int, ...]
+    wanted_form: ProductForm
     saved: ProductGeometry
     wanted: ProductGeometry
     dims: tuple[Segments, ...]
 
+    @property
+    def product(self) -> ProductOverlap:
+        return self
+
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         if rank not in self.wanted.mesh:
             return ()
-        return self.pieces_of(self.wanted.owners_of(rank))
+        owners = self.wanted.owners_of(rank)
+        return tuple(self._product([segments.rows(owner) for segments, owner in zip(self.dims, owners)]))
 
-    def pieces_of(self, owners: tuple[int, ...]) -> tuple[Piece, ...]:
-        """Pieces of the wanted part of these owners (one per dim)."""
-        return tuple(self._product([_rows(segments, owner) for segments, owner in zip(self.dims, owners)]))
-
-    def _product(self, rows: list[list[_Row]]) -> Iterator[Piece]:
+    def _product(self, rows: list[list[SegmentRow]]) -> Iterator[Piece]:
         saved = self.saved
         lowest: dict[tuple[int, ...], int] = {}
         for combo in itertools.product(*rows):
@@ -75,34 +135,27 @@ class ProductOverlap:
                 Box.of(tuple(row.chunk_start for row in combo), tuple(row.chunk_size for row in combo)),
                 Box.of(tuple(row.start - row.chunk_start for row in combo), sizes),
                 Box.of(tuple(row.local_start for row in combo), sizes),
-                0,
             )
 
 
-class _Row(NamedTuple):
-    """One segment of one dim, as plain integers."""
+@dataclass(frozen=True)
+class SweepOverlap(Overlap):
+    """At least one side is no product. Where saved chunks overlap one another, the first one gives the element."""
 
-    saved_owner: int
-    chunk_start: int
-    chunk_size: int
-    start: int
-    size: int
-    local_start: int
+    shape: tuple[int, ...]
+    saved: Form
+    wanted_form: Form
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        return tuple(
+            Piece(owner, chunk, common.relative_to(chunk), common.relative_to(box).shift(local.offsets), index)
+            for index, box, local in self.local_boxes(rank)
+            for owner, chunk, common in chunks_of(self.shape, self.saved).covering(box)
+        )
 
 
-def _rows(segments: Segments, owner: int) -> list[_Row]:
-    at = slice(segments.indptr[owner], segments.indptr[owner + 1])
-    row = segments.saved_row[at]
-    chunk_start = segments.saved.starts[row]
-    columns = (
-        segments.saved.owner_of[row],
-        chunk_start,
-        segments.saved.stops[row] - chunk_start,
-        segments.starts[at],
-        segments.stops[at] - segments.starts[at],
-        segments.local_starts[at],
-    )
-    return [_Row(*values) for values in zip(*(column.tolist() for column in columns))]
+Found = tuple[int, Box, Box]
+"""Who owns a chunk, the chunk, and what it has in common with a box that was asked for."""
 
 
 class Sweep:
@@ -122,8 +175,8 @@ class Sweep:
         self._lows, self._highs = lows[order], highs[order]
         self._reach: Ints = np.maximum.accumulate(self._highs[:, self.dim])
 
-    def meeting(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
-        """(owner, chunk, what it has in common with `box`) of every chunk that shares an element with it."""
+    def meeting(self, box: Box) -> Iterator[Found]:
+        """Every chunk that shares an element with `box`."""
         if box.is_empty or not self.chunks:
             return
         if not box.ndim:
@@ -140,54 +193,72 @@ class Sweep:
             if common is not None:
                 yield owner, chunk, common
 
-
-@dataclass(frozen=True)
-class SweepOverlap:
-    """At least one side is no product. Where saved chunks overlap one another, the first one gives the element."""
-
-    shape: tuple[int, ...]
-    saved: Form
-    wanted: Form
-
-    @cached_property
-    def _sweep(self) -> Sweep:
-        return Sweep(self.saved.chunks(self.shape))
-
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        if rank >= self.wanted.world_size:
-            return ()
-        return tuple(
-            piece
-            for index, part in enumerate(self.wanted.parts(self.shape, rank))
-            for piece in self._part_pieces(index, part)
-        )
-
-    def _part_pieces(self, index: int, part: Part) -> Iterator[Piece]:
-        for box, local in part.boxes():
-            for owner, chunk, common in cover(box, list(self._sweep.meeting(box))):
-                target = common.relative_to(box).shift(local.offsets)
-                yield Piece(owner, chunk, common.relative_to(chunk), target, index)
+    def covering(self, box: Box, prefer: Container[int] = ()) -> list[Found]:
+        """Chunks that cover `box` exactly once, what they have in common with it cut down where they overlap: the first
+        one keeps an element, those of the owners `prefer` before all others. Raises CoverageError at a hole."""
+        found = sorted(self.meeting(box), key=lambda row: row[0] not in prefer)
+        pieces = [common for _, _, common in found]
+        if sum(piece.numel for piece in pieces) == box.numel and tiling_fault([box], pieces) is None:
+            return found
+        rest, out = [box], []
+        for owner, chunk, common in found:
+            holes = []
+            for hole in rest:
+                piece = hole & common
+                if piece is None:
+                    holes.append(hole)
+                else:
+                    out.append((owner, chunk, piece))
+                    holes.extend(hole - piece)
+            rest = holes
+        if rest:
+            raise CoverageError(f"no saved chunk holds element {rest[0].offsets}", box=rest[0])
+        return out
 
 
-def cover(box: Box, found: list[tuple[int, Box, Box]]) -> list[tuple[int, Box, Box]]:
-    """`found`, cut down so that it covers `box` exactly once, earlier ones first. Raises CoverageError at a hole."""
-    pieces = [common for _, _, common in found]
-    if sum(piece.numel for piece in pieces) == box.numel and tiling_fault([box], pieces) is None:
-        return found
-    rest, out = [box], []
-    for owner, chunk, common in found:
-        still = []
-        for hole in rest:
-            piece = hole & common
-            if piece is None:
-                still.append(hole)
-            else:
-                out.append((owner, chunk, piece))
-                still.extend(hole - piece)
-        rest = still
-    if rest:
-        raise CoverageError(f"no saved chunk holds element {rest[0].offsets}", box=rest[0])
-    return out
+class _ProductChunks:
+    """The chunks of a product layout, found dim by dim: the same answers as those of a `Sweep` of them all."""
+
+    def __init__(self, geometry: ProductGeometry) -> None:
+        self._geometry = geometry
+        self._rows = [_Sorted(own) for own in geometry.dims]
+        self._lowest: dict[tuple[int, ...], int] = {}
+
+    def covering(self, box: Box) -> Iterator[Found]:
+        """The chunks that meet `box`; those of a product cover it once."""
+        found = [rows.meeting(start, start + size) for rows, start, size in zip(self._rows, box.offsets, box.sizes)]
+        for combo in itertools.product(*found):
+            owners = tuple(owner for owner, _, _ in combo)
+            rank = self._lowest.get(owners)
+            if rank is None:
+                rank = self._lowest[owners] = self._geometry.lowest_rank(owners)
+            chunk = Box.of(tuple(start for _, start, _ in combo), tuple(stop - start for _, start, stop in combo))
+            common = chunk & box
+            if common is not None:
+                yield rank, chunk, common
+
+
+class _Sorted:
+    """The intervals of a dim by where they begin."""
+
+    def __init__(self, own: Ownership) -> None:
+        order = np.argsort(own.starts, kind="stable")
+        self.starts, self.stops, self.owners = own.starts[order], own.stops[order], own.owner_of[order]
+
+    def meeting(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(owner, start, stop) of the intervals that share an element with `[start, stop)`."""
+        if start >= stop:
+            return []
+        first = int(np.searchsorted(self.stops, start, side="right"))
+        last = int(np.searchsorted(self.starts, stop, side="left"))
+        at = slice(first, last)
+        return list(zip(self.owners[at].tolist(), self.starts[at].tolist(), self.stops[at].tolist()))
+
+
+@lru_cache(maxsize=1024)
+def chunks_of(shape: tuple[int, ...], saved: Form) -> _ProductChunks | Sweep:
+    """The chunks of a form, to be asked by `covering` which of them make up a box; sorted once for each form."""
+    return _ProductChunks(saved.geometry(shape)) if isinstance(saved, ProductForm) else Sweep(saved.chunks(shape))
 
 
 @lru_cache(maxsize=4096)
@@ -195,5 +266,6 @@ def overlap_of(shape: tuple[int, ...], saved: Form, wanted: Form) -> ProductOver
     """The overlap of two forms for one shape; computed once for each."""
     if isinstance(saved, ProductForm) and isinstance(wanted, ProductForm):
         left, right = saved.geometry(shape), wanted.geometry(shape)
-        return ProductOverlap(left, right, tuple(overlap(s, w) for s, w in zip(left.dims, right.dims)))
+        dims = tuple(overlap(s, w) for s, w in zip(left.dims, right.dims))
+        return ProductOverlap(shape, wanted, left, right, dims)
     return SweepOverlap(shape, saved, wanted)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from planners.errors import PlanError
 from planners.geometry.placement import BlockShard, Shard, StridedShard
 
-__all__ = ["Cut", "Ownership", "Segments", "distinct", "overlap", "ownership"]
+__all__ = ["Cut", "Ownership", "SegmentRow", "Segments", "distinct", "overlap", "ownership"]
 
 Ints = npt.NDArray[np.int64]
 Cut = Shard | StridedShard | BlockShard
@@ -187,6 +188,38 @@ class Segments:
     def saved_owner(self) -> Ints:
         """The saved owner of each row."""
         return self.saved.owner_of[self.saved_row]
+
+    def rows(self, wanted_owner: int) -> list[SegmentRow]:
+        """The rows of one wanted owner, in its local order."""
+        at, saved = slice(self.indptr[wanted_owner], self.indptr[wanted_owner + 1]), self.saved
+        row, start = self.saved_row[at], self.starts[at]
+        chunk_start = saved.starts[row]
+        columns = (
+            saved.owner_of[row],
+            chunk_start,
+            saved.stops[row] - chunk_start,
+            saved.local_starts[row] + start - chunk_start,
+            start,
+            self.stops[at] - start,
+            self.local_starts[at],
+        )
+        return [SegmentRow(*values) for values in zip(*(column.tolist() for column in columns))]
+
+
+class SegmentRow(NamedTuple):
+    """A row of `Segments`, in elements."""
+
+    saved_owner: int
+    chunk_start: int
+    """Where the saved interval begins in the dim."""
+    chunk_size: int
+    saved_local_start: int
+    """Where the row's elements begin in the local dim of the saved owner."""
+    start: int
+    """Where they begin in the dim."""
+    size: int
+    local_start: int
+    """Where they begin in the local dim of the wanted owner."""
 
 
 def overlap(saved: Ownership, wanted: Ownership) -> Segments:

@@ -12,12 +12,11 @@ import numpy as np
 from planners.errors import CoverageError, LayoutMismatchError, PlanError
 from planners.geometry.box import Box, Dims
 from planners.geometry.layout import StateLayout, TensorSpec
-from planners.geometry.overlap import ProductOverlap, SweepOverlap, overlap_of
+from planners.geometry.overlap import Overlap, overlap_of
 from planners.geometry.ownership import Ints
 
 if TYPE_CHECKING:  # imported when there is a view: most plans have none
     from planners.views.view import View
-    from planners.views.view_overlap import ViewOverlap
 
 __all__ = ["FillItem", "LoadPlan", "ReadItem", "ReadItems", "plan_reads"]
 
@@ -124,21 +123,23 @@ class LoadPlan:
         """The same plan, but with the items of the given ranks replaced."""
         return LoadPlan(self.saved, self.wanted, {**self.explicit, **items}, self.views)
 
-    def overlap(self, fqn: str) -> ProductOverlap | SweepOverlap | ViewOverlap:
+    def overlap(self, fqn: str) -> Overlap:
         """The overlap of the saved and the wanted layout of a tensor, shared by all of the same geometry."""
         wanted, view = self.wanted[fqn], self.views.get(fqn)
         if view is None:
             return overlap_of(wanted.spec.shape, self.saved[fqn].form, wanted.form)
-        from planners.views.view_overlap import view_overlap_of
+        return view.overlap([self.saved[source.fqn].form for source in view.sources], wanted.form)
 
-        return view_overlap_of(view.geometry, tuple(self.saved[s.fqn].form for s in view.sources), wanted.form)
+    def sources(self, fqn: str) -> tuple[str, ...]:
+        """Names of the saved tensors that a wanted one is made of."""
+        view = self.views.get(fqn)
+        return (fqn,) if view is None else tuple(source.fqn for source in view.sources)
 
     def geometry_key(self, fqn: str) -> tuple[object, ...]:
         """All that the plan of a tensor depends on but for names: those with equal keys share one plan."""
-        wanted, view = self.wanted[fqn], self.views.get(fqn)
-        if view is None:
-            return wanted.geometry_key, self.saved[fqn].geometry_key
-        return wanted.geometry_key, view.geometry, tuple(self.saved[s.fqn].geometry_key for s in view.sources)
+        view = self.views.get(fqn)
+        saved = tuple(self.saved[source].geometry_key for source in self.sources(fqn))
+        return self.wanted[fqn].geometry_key, None if view is None else view.geometry, saved
 
     def saved_itemsize(self, fqn: str) -> int:
         """Bytes per element of a wanted tensor, as saved."""
@@ -160,12 +161,11 @@ class LoadPlan:
             if not pattern:
                 continue
             for fqn, position in group.items():
-                if fqn not in self.views:
-                    found.append((position, [ReadItem(fqn, *item[1:]) for item in pattern]))
-                    continue
-                sources = zip(self.views[first].sources, self.views[fqn].sources)
-                names = {one.fqn: other.fqn for one, other in sources}
-                items = [ReadItem(fqn, *item[1:7], names[item.saved_fqn], item.dims) for item in pattern]
+                if fqn in self.views:
+                    names = dict(zip(self.sources(first), self.sources(fqn)))
+                    items = [ReadItem(fqn, *item[1:7], names[item.saved_fqn], item.dims) for item in pattern]
+                else:
+                    items = [ReadItem(fqn, *item[1:]) for item in pattern]
                 found.append((position, items))
         found.sort(key=lambda row: row[0])
         return ReadItems(itertools.chain.from_iterable(items for _, items in found))
@@ -187,17 +187,11 @@ class LoadPlan:
 
     def tensor_items(self, fqn: str, rank: int) -> list[ReadItem]:
         """What the layouts make `rank` read of one tensor, whatever was listed explicitly."""
-        overlap, view, itemsize = self.overlap(fqn), self.views.get(fqn), self.saved_itemsize(fqn)
+        names, itemsize = self.sources(fqn) if fqn in self.views else (None,), self.saved_itemsize(fqn)
         try:
-            if isinstance(overlap, ProductOverlap | SweepOverlap):
-                return [
-                    ReadItem(fqn, owner, chunk, source, target, source.numel * itemsize, part)
-                    for owner, chunk, source, target, part in overlap.pieces(rank)
-                ]
-            assert view is not None
             return [
-                ReadItem(fqn, *piece[:4], piece.source.numel * itemsize, piece.part, view.sources[tensor].fqn, dims)
-                for piece, tensor, dims in overlap.pieces(rank)
+                ReadItem(fqn, owner, chunk, source, target, source.numel * itemsize, part, names[tensor], dims)
+                for owner, chunk, source, target, part, tensor, dims in self.overlap(fqn).pieces(rank)
             ]
         except CoverageError as error:
             raise CoverageError(str(error), fqn=fqn, rank=rank, box=error.box) from None
@@ -205,12 +199,11 @@ class LoadPlan:
     def fills(self, rank: int) -> tuple[FillItem, ...]:
         """The constants that views put in the local tensors of `rank`: padding, above all."""
         self._check(rank)
-        overlaps = [(fqn, self.overlap(fqn)) for fqn in self.wanted if fqn in self.views and self.views[fqn].fills]
         return tuple(
-            FillItem(fqn, *filled)
-            for fqn, overlap in overlaps
-            if not isinstance(overlap, ProductOverlap | SweepOverlap)
-            for filled in overlap.fills(rank)
+            FillItem(fqn, slot.box, slot.value, slot.part)
+            for fqn in self.wanted
+            if fqn in self.views
+            for slot in self.overlap(fqn).fills(rank)
         )
 
     def rank_bytes(self) -> Ints:
@@ -231,9 +224,10 @@ class LoadPlan:
             groups.setdefault((wanted.geometry_key, self.saved_itemsize(fqn), filled), []).append(fqn)
         for names in groups.values():
             held, view = self.wanted[names[0]].numels(), self.views.get(names[0])
-            overlap = self.overlap(names[0]) if view is not None and view.fills else None
-            if overlap is not None and not isinstance(overlap, ProductOverlap | SweepOverlap):
-                held = held - overlap.filled()
+            if view is not None and view.fills:
+                overlap, held = self.overlap(names[0]), held.copy()
+                for ranks in overlap.replicas():
+                    held[ranks] -= sum(slot.box.numel for slot in overlap.fills(int(ranks[0])))
             total[: len(held)] += held * (self.saved_itemsize(names[0]) * len(names))
         for rank, items in self.explicit.items():
             total[rank] = items.nbytes

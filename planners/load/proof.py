@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -12,11 +12,11 @@ from planners.geometry.box import Box, rearranged
 from planners.geometry.cover import tiling_fault
 from planners.geometry.layout import StateLayout
 from planners.geometry.layout_forms import Part
-from planners.geometry.overlap import ProductOverlap, SweepOverlap
+from planners.geometry.overlap import ProductOverlap
 from planners.geometry.ownership import Segments
 from planners.load.plan import LoadPlan, ReadItem
 
-__all__ = ["global_box", "segments_fault", "verify_load"]
+__all__ = ["global_box", "product_findings", "tiling_findings", "verify_load"]
 
 
 def verify_load(plan: LoadPlan) -> Report:
@@ -56,40 +56,14 @@ def _unfit(plan: LoadPlan) -> Iterator[tuple[str, str]]:
 
 
 def _geometry_findings(plan: LoadPlan, names: Sequence[str]) -> Iterator[Finding]:
-    fqn = names[0]
-    wanted, overlap = plan.wanted[fqn], plan.overlap(fqn)
-    if isinstance(overlap, ProductOverlap):
-        for d, segments in enumerate(overlap.dims):
-            wrong = segments_fault(segments)
-            if wrong is not None:
-                owner, at, what = wrong
-                index = tuple(at if i == d else 0 for i in range(len(wanted.spec.shape)))
-                product = wanted.product
-                assert product is not None
-                rank = product.lowest_rank([owner if i == d else 0 for i in range(len(product.dims))])
-                yield from (Finding(f"index {at} of dim {d} {what}", name, rank, index) for name in names)
+    """What is wrong with tensors of one geometry: dim by dim if both sides are products, else rank by rank."""
+    fqn, overlap = names[0], plan.overlap(names[0])
+    if overlap.product is not None:
+        yield from product_findings(overlap.product, names)
         return
-    if not isinstance(overlap, SweepOverlap) and overlap.tables is not None and wanted.product is not None:
-        for d, own in enumerate(wanted.product.dims):
-            wrong_owner = own.uncovered()
-            if wrong_owner is not None:
-                place = tuple(wrong_owner[0] if i == d else 0 for i in range(len(wanted.spec.shape)))
-                yield from (
-                    Finding(f"index {wrong_owner[0]} of dim {d} {wrong_owner[1]}", n, None, place) for n in names
-                )
-        for table in overlap.tables:
-            fault = table.fault()
-            if fault is not None:
-                dim, at, what = fault
-                place = tuple(at if i == dim else o for i, o in enumerate(table.patch.target.offsets))
-                yield from (Finding(f"index {at} of dim {dim} {what}", name, None, place) for name in names)
-        return
-    if not isinstance(overlap, SweepOverlap):
-        ranks = [alike.first for alike in overlap.distinct_ranks()]
-    else:
-        ranks = list(wanted.form.ranks())
-    for rank in ranks:
-        if rank in plan.explicit:
+    for alike in overlap.replicas():
+        rank = next((rank for rank in alike.tolist() if rank not in plan.explicit), None)
+        if rank is None:
             continue
         try:
             items = plan.tensor_items(fqn, rank)
@@ -101,7 +75,18 @@ def _geometry_findings(plan: LoadPlan, names: Sequence[str]) -> Iterator[Finding
             yield from (Finding(finding.message, name, rank, finding.element) for name in names)
 
 
-def segments_fault(segments: Segments) -> tuple[int, int, str] | None:
+def product_findings(overlap: ProductOverlap, names: Iterable[str]) -> Iterator[Finding]:
+    """What is wrong with the tensors `names` of one geometry, each dim being proved by itself for all ranks."""
+    for d, segments in enumerate(overlap.dims):
+        wrong = _segments_fault(segments)
+        if wrong is not None:
+            owner, at, what = wrong
+            index = tuple(at if i == d else 0 for i in range(len(overlap.dims)))
+            rank = overlap.wanted.lowest_rank([owner if i == d else 0 for i in range(len(overlap.dims))])
+            yield from (Finding(f"index {at} of dim {d} {what}", name, rank, index) for name in names)
+
+
+def _segments_fault(segments: Segments) -> tuple[int, int, str] | None:
     """(wanted owner, global index, what is wrong) of one dim's table; None if it is right."""
     wanted, saved = segments.wanted, segments.saved
     lengths = segments.stops - segments.starts
@@ -148,33 +133,37 @@ def _item_findings(plan: LoadPlan, rank: int, items: Sequence[ReadItem], judged:
 
 
 def _tensor_findings(plan: LoadPlan, rank: int, fqn: str, items: Sequence[ReadItem]) -> Iterator[Finding]:
-    parts = plan.wanted.parts(fqn, rank)
-    overlap = plan.overlap(fqn)
-    sound: dict[int, list[Box]] = {index: [] for index in range(len(parts))}
+    parts, view = plan.wanted.parts(fqn, rank), plan.views.get(fqn)
+    written: dict[int, list[Box]] = {}
     for item in items:
         message = _item_fault(item, plan, parts)
         if message is not None:
             yield Finding(message, fqn, rank, item.box.offsets)
-        elif not item.source.is_empty:
-            sound[item.part].append(item.target)
-    if not isinstance(overlap, ProductOverlap | SweepOverlap):
-        for filled in overlap.fills(rank):
-            meant = global_box(parts[filled.part], filled.target)
-            declared = [fill for fill in overlap.view.fills if fill.value == filled.value]
-            if meant is None or not any(fill.target.contains(meant) for fill in declared):
-                yield Finding(f"fills {filled.target} of the local tensor, which no view declares", fqn, rank)
-            sound[filled.part].append(filled.target)
+        else:
+            written.setdefault(item.part, []).append(item.target)
+    for slot in plan.overlap(fqn).fills(rank):
+        meant = global_box(parts[slot.part], slot.box)
+        declared = [fill for fill in view.fills if fill.value == slot.value] if view is not None else []
+        if meant is None or not any(fill.target.contains(meant) for fill in declared):
+            yield Finding(f"fills {slot.box} of the local tensor, which no view declares", fqn, rank)
+        written.setdefault(slot.part, []).append(slot.box)
+    yield from tiling_findings(parts, written, fqn, rank)
+
+
+def tiling_findings(
+    parts: Sequence[Part], written: Mapping[int, Sequence[Box]], fqn: str, rank: int
+) -> Iterator[Finding]:
+    """The local tensors of a rank of which not every element is written exactly once.
+
+    `written`: which local tensor -> boxes in its coordinates.
+    """
     for index, part in enumerate(parts):
-        fault = tiling_fault([local for _, local in part.boxes()], sound[index])
+        fault = tiling_fault([local for _, local in part.boxes()], written.get(index, ()))
         if fault is not None:
             element = global_box(part, Box(fault.element, (1,) * len(fault.element)))
             times = "never" if fault.count == 0 else f"{fault.count} times"
-            yield Finding(
-                f"is written {times}, at {fault.element} of the local tensor",
-                fqn,
-                rank,
-                None if element is None else element.offsets,
-            )
+            message = f"is written {times}, at {fault.element} of the local tensor"
+            yield Finding(message, fqn, rank, None if element is None else element.offsets)
 
 
 def _item_fault(item: ReadItem, plan: LoadPlan, parts: Sequence[Part]) -> str | None:
@@ -207,16 +196,13 @@ def _item_fault(item: ReadItem, plan: LoadPlan, parts: Sequence[Part]) -> str | 
 
 def _origin_fault(item: ReadItem, plan: LoadPlan, meant: Box) -> str | None:
     """What is wrong with where the elements of `meant`, in global coordinates of the target, come from; or None."""
-    view, overlap = plan.views.get(item.fqn), plan.overlap(item.fqn)
-    if view is None or isinstance(overlap, ProductOverlap | SweepOverlap):
-        if item.saved_fqn != item.fqn or item.dims not in (None, tuple(range(meant.ndim))):
-            return f"writes to {meant} what is at {item.box} of {item.saved_fqn!r} with dims {item.dims}"
-        return None if meant == item.box else f"writes to {meant} what is at {item.box}"
-    for patch, common in overlap.patches_meeting(meant):
-        name, dims = view.sources[patch.tensor].fqn, item.dims or tuple(range(meant.ndim))
-        if (common, name, dims) == (meant, item.saved_fqn, patch.dims) and patch.to_source(meant) == item.box:
+    identity, names = tuple(range(meant.ndim)), plan.sources(item.fqn)
+    found = (meant, item.saved_fqn, item.box, item.dims or identity)
+    for box, tensor, source, dims in plan.overlap(item.fqn).origins(meant):
+        if found == (box, names[tensor], source, dims or identity):
             return None
-    return f"writes to {meant} what is at {item.box} of {item.saved_fqn!r}, which no view declares"
+    turned = "" if item.dims is None else f" with dims {item.dims}"
+    return f"writes to {meant} what is at {item.box} of {item.saved_fqn!r}{turned}, which comes from elsewhere"
 
 
 def global_box(part: Part, local_box: Box) -> Box | None:

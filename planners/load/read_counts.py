@@ -10,7 +10,7 @@ product plan is counted by kinds of segments, of which there are a handful:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,6 @@ from planners.geometry.byteruns import Window
 from planners.geometry.overlap import ProductOverlap
 from planners.geometry.ownership import Ints, Segments
 from planners.load.plan import LoadPlan, ReadItem
-from planners.views.view_overlap import ViewOverlap
 
 __all__ = ["ReadCounts", "count_reads", "group_loads"]
 
@@ -47,18 +46,13 @@ def count_reads(plan: LoadPlan, max_gap_bytes: int = 0) -> ReadCounts:
     """Items, requests and bytes of every rank, if gaps of up to `max_gap_bytes` within an item are read as well."""
     total = np.zeros((3, plan.world_size), dtype=np.int64)
     for names in group_loads(plan).values():
-        overlap, itemsize = plan.overlap(names[0]), plan.saved_itemsize(names[0])
-        if isinstance(overlap, ProductOverlap):
-            counted = _count_product(overlap, itemsize, max_gap_bytes)
-            total[:, overlap.wanted.mesh.ranks] += counted * len(names)
+        overlap = plan.overlap(names[0])
+        if overlap.product is not None:
+            counted = _count_product(overlap.product, plan.saved_itemsize(names[0]), max_gap_bytes)
+            total[:, overlap.product.wanted.mesh.ranks] += counted * len(names)
             continue
-        ranks: Iterable[tuple[int, Ints]]
-        if isinstance(overlap, ViewOverlap):
-            ranks = overlap.distinct_ranks()
-        else:
-            ranks = ((rank, np.array([rank])) for rank in plan.wanted[names[0]].form.ranks())
-        for first, alike in ranks:
-            counts = _count_items(plan, plan.tensor_items(names[0], first), max_gap_bytes)
+        for alike in overlap.replicas():
+            counts = _count_items(plan, plan.tensor_items(names[0], int(alike[0])), max_gap_bytes)
             total[:, alike] += np.array(counts, dtype=np.int64)[:, None] * len(names)
     for rank, items in plan.explicit.items():
         total[:, rank] = _count_items(plan, items, max_gap_bytes)

@@ -15,7 +15,7 @@ from planners.geometry.ownership import Ints
 from planners.load.plan import LoadPlan
 from planners.reports.figures import bars, cuts, matrix
 from planners.save.plan import SavePlan
-from planners.transfer.intersection import meeting_of
+from planners.transfer.intersection import intersection_of
 from planners.transfer.plan import TransferPlan
 from planners.transfer.routing import Traffic, pair_groups
 from planners.units import format_bytes
@@ -125,9 +125,9 @@ def _busiest(loads: Ints) -> list[tuple[str, str]]:
 def _reads(plan: LoadPlan) -> Iterator[Traffic]:
     """Bytes from owners of chunks to readers."""
     for group in pair_groups(plan.saved, plan.wanted, plan.wanted):
-        meeting = meeting_of(group.before.spec.shape, group.before.form, group.after.form)
-        holders, nbytes = meeting.holders, group.before.spec.itemsize * len(group)
-        for source, receiver, numel in meeting.blocks():
+        intersection = intersection_of(group.before.spec.shape, group.before.form, group.after.form)
+        holders, nbytes = intersection.holders, group.before.spec.itemsize * len(group)
+        for source, receiver, numel in intersection.blocks():
             yield Traffic(holders.ranks[holders.indptr[source]], receiver, numel * nbytes)
 
 

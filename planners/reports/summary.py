@@ -12,7 +12,6 @@ from planners.geometry.ownership import Ints
 from planners.load.plan import LoadPlan
 from planners.load.read_counts import count_reads, group_loads
 from planners.save.plan import SavePlan
-from planners.transfer.intersection import ProductMeeting
 from planners.transfer.plan import TransferPlan
 from planners.units import format_bytes
 
@@ -117,16 +116,7 @@ def _count_transfers(plan: TransferPlan) -> Ints:
     """Items to each rank, copies within a rank included."""
     total = np.zeros(plan.world_size, dtype=np.int64)
     for route in plan.routes:
-        meeting, tensors = route.meeting, len(route.group)
-        if isinstance(meeting, ProductMeeting):
-            items = np.ones(meeting.after.mesh.size, dtype=np.int64)
-            for segments, owner in zip(meeting.dims, meeting.after.rank_owners):
-                items *= np.diff(segments.indptr)[owner]
-            total[meeting.after.mesh.ranks] += items * tensors
-        else:
-            for rank in route.group.after.form.ranks():
-                count = sum(len(meeting.commons(source, rank)) for source in meeting.sources(rank))
-                total[rank] += count * tensors
+        total += route.intersection.counts(plan.world_size) * len(route.group)
     for rank, listed in plan.explicit.items():
         total[rank] = len(listed)
     return total

@@ -1,4 +1,4 @@
-"""How the tensors of one geometry are dealt to the ranks that hold their chunks: water runs to the lowest place.
+"""Which holders of its chunks write the tensors of one geometry: the least loaded first, until loads are level.
 
 Tensors of one geometry have the same chunks with the same holders. Each chunk of all of them is one long strip of
 units, laid tensor behind tensor; a unit is a whole chunk, or one row of a large one. The holders of the chunk, least
@@ -7,7 +7,7 @@ loaded first, cut the strip among them so that their loads become level:
     loads before   #### ## #            3 tensors     |---a---|---b---|---c---|
     loads after    #### #### ####       holder 2 1 0  |2222222|2222211|1111111|
 
-The deal is a function of layouts alone and part of the native format: another deal needs another format version.
+The assignment is a function of layouts alone and part of the native format: another one needs another format version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from planners.geometry.layout_forms import Part, ProductGeometry
 from planners.geometry.overlap import Sweep
 from planners.geometry.ownership import Ints, distinct
 
-__all__ = ["ChunkTable", "Deal", "deal"]
+__all__ = ["Assignment", "ChunkTable", "assign"]
 
 
 class ChunkTable(Protocol):
@@ -123,7 +123,7 @@ class BoxTable:
 
 
 @dataclass(frozen=True)
-class Deal:
+class Assignment:
     """Who writes which units of the strips of one geometry."""
 
     names: tuple[str, ...]
@@ -220,8 +220,8 @@ def _cut(box: Box, dim: int, skip: int, size: int) -> Box:
     return Box.of(tuple(offsets), tuple(sizes))
 
 
-def deal(layout: TensorLayout, names: tuple[str, ...], loads: Ints, divide_above_bytes: int) -> Deal:
-    """Deal the tensors `names`, all placed like `layout`, to the holders of their chunks.
+def assign(layout: TensorLayout, names: tuple[str, ...], loads: Ints, divide_above_bytes: int) -> Assignment:
+    """Assign the tensors `names`, all placed like `layout`, to the holders of their chunks.
 
     `loads` has, per rank, the bytes that count against it so far.
     """
@@ -247,11 +247,11 @@ def deal(layout: TensorLayout, names: tuple[str, ...], loads: Ints, divide_above
         if product is None:
             begins = np.concatenate((np.zeros((len(rows), 1), dtype=np.int64), ends[entries][:, :-1]), axis=1)
             loads[ranks[entries]] += (ends[entries] - begins) * unit_bytes[:, None]
-    return Deal(names, layout.spec.itemsize, chunks, units, dims, ranks, indices, ends)
+    return Assignment(names, layout.spec.itemsize, chunks, units, dims, ranks, indices, ends)
 
 
 def _batches(counts: Ints, *, shared: bool) -> Iterator[Ints]:
-    """Chunks of several holders that can be dealt at once: all of them, or one by one if holders are shared."""
+    """Chunks of several holders that can be assigned at once: all of them, or one by one if holders are shared."""
     several = np.flatnonzero(counts > 1)
     if not shared and len(several):
         yield several

@@ -11,7 +11,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.geometry.ownership import Ints
-from planners.save.assignment import Deal, deal
+from planners.save.assignment import Assignment, assign
 
 __all__ = ["DIVIDE_ABOVE_BYTES", "SavePlan", "WriteItem", "WriteItems", "plan_writes"]
 
@@ -49,13 +49,13 @@ class SavePlan:
     A plan whose items were listed explicitly (`with_items`) keeps them, and `verify` judges them.
     """
 
-    __slots__ = ("_place", "_rank_bytes", "deals", "divide_above_bytes", "explicit", "layout", "ranks_per_host")
+    __slots__ = ("_place", "_rank_bytes", "assignments", "divide_above_bytes", "explicit", "layout", "ranks_per_host")
 
     layout: StateLayout
     divide_above_bytes: int
     ranks_per_host: int | None
-    deals: tuple[Deal, ...]
-    """How the tensors of each geometry are dealt."""
+    assignments: tuple[Assignment, ...]
+    """How the tensors of each geometry are assigned."""
     explicit: dict[int, WriteItems]
     """Items listed by hand, by rank; they stand in for those that would be derived."""
 
@@ -70,13 +70,13 @@ class SavePlan:
             raise PlanError(f"limits must be >= 1, got {divide_above_bytes=} and {ranks_per_host=}")
         self.layout, self.divide_above_bytes, self.ranks_per_host = layout, divide_above_bytes, ranks_per_host
         loads = np.zeros(layout.world_size, dtype=np.int64)
-        deals = []
+        assignments = []
         for names in sorted(layout.geometries().values(), key=lambda names: _freedom(layout[names[0]])):
-            dealt = deal(layout[names[0]], tuple(names), _felt(loads, ranks_per_host), divide_above_bytes)
-            np.add.at(loads, dealt.ranks, dealt.bytes_by_entry())
-            deals.append(dealt)
-        self.deals = tuple(deals)
-        self._place = {fqn: (dealt, t) for dealt in deals for t, fqn in enumerate(dealt.names)}
+            assigned = assign(layout[names[0]], tuple(names), _felt(loads, ranks_per_host), divide_above_bytes)
+            np.add.at(loads, assigned.ranks, assigned.bytes_by_entry())
+            assignments.append(assigned)
+        self.assignments = tuple(assignments)
+        self._place = {fqn: (assigned, t) for assigned in assignments for t, fqn in enumerate(assigned.names)}
         self.explicit = {rank: WriteItems(items) for rank, items in (explicit or {}).items()}
         for rank, items in self.explicit.items():
             self._check(rank)
@@ -99,17 +99,17 @@ class SavePlan:
         if rank in self.explicit:
             return self.explicit[rank]
         out = []
-        for dealt in self.deals:
-            for chunk, index, begin, end in dealt.taken(rank):
-                units, whole = int(dealt.units[chunk]), None
+        for assigned in self.assignments:
+            for chunk, index, begin, end in assigned.taken(rank):
+                units, whole = int(assigned.units[chunk]), None
                 for t in range(begin // units, -(-end // units)):
                     first, last = max(begin - t * units, 0), min(end - t * units, units)
                     if (first, last) != (0, units):
-                        boxes = list(dealt.boxes(chunk, first, last))
+                        boxes = list(assigned.boxes(chunk, first, last))
                     else:
-                        boxes = whole = whole or list(dealt.boxes(chunk, 0, units))
+                        boxes = whole = whole or list(assigned.boxes(chunk, 0, units))
                     for box, local in boxes:
-                        out.append(WriteItem(dealt.names[t], box, local, box.numel * dealt.itemsize, index))
+                        out.append(WriteItem(assigned.names[t], box, local, box.numel * assigned.itemsize, index))
         return WriteItems(sorted(out, key=lambda item: (item.fqn, item.part, item.source)))
 
     def writers(self, fqn: str, chunk: Box) -> tuple[tuple[int, Box], ...]:
@@ -127,10 +127,10 @@ class SavePlan:
         """(rank, region in global coordinates) of all that is written and shares an element with `box`."""
         if fqn not in self._place:
             raise PlanError("there is no such tensor in this plan", fqn=fqn)
-        dealt, t = self._place[fqn]
-        for index in dealt.near(box):
-            for rank, first, last in dealt.takers(index, t):
-                for region, _ in dealt.boxes(index, first, last):
+        assigned, t = self._place[fqn]
+        for index in assigned.near(box):
+            for rank, first, last in assigned.takers(index, t):
+                for region, _ in assigned.boxes(index, first, last):
                     if region & box is not None:
                         yield rank, region
 

@@ -1,7 +1,7 @@
 """Proof of save plans: every element of every tensor is written once, by a rank that holds it.
 
-Plans that are derived are proved deal by deal: the chunks tile the tensor, every entry's rank holds its chunk, and the
-entries of a chunk cut its strip of units from the first to the last. No rank's items are listed.
+Plans that are derived are proved geometry by geometry: the chunks tile the tensor, every entry's rank holds its chunk,
+and the entries of a chunk cut its strip of units from the first to the last. No rank's items are listed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from planners.geometry.box import Box
 from planners.geometry.cover import tiling_fault
 from planners.geometry.layout import TensorLayout
 from planners.geometry.ownership import Ints
-from planners.save.assignment import Deal, ProductTable
+from planners.save.assignment import Assignment, ProductTable
 from planners.save.plan import SavePlan, WriteItem
 
 __all__ = ["verify_save"]
@@ -33,81 +33,87 @@ def _save_findings(plan: SavePlan) -> Iterator[Finding]:
     if plan.explicit:
         yield from _listed_findings(plan)
         return
-    dealt = Counter(fqn for deal in plan.deals for fqn in deal.names)
-    yield from (Finding("is not written", fqn) for fqn in plan.layout if fqn not in dealt)
-    yield from (Finding(f"is dealt {times} times", fqn) for fqn, times in dealt.items() if times > 1)
-    for deal in plan.deals:
-        if deal.names:
-            layout = plan.layout[deal.names[0]]
-            others = [fqn for fqn in deal.names if plan.layout[fqn].geometry_key != layout.geometry_key]
-            yield from (Finding("is dealt with tensors of another geometry", fqn) for fqn in others)
-            yield from _deal_findings(deal, layout)
+    times = Counter(fqn for assigned in plan.assignments for fqn in assigned.names)
+    yield from (Finding("is not written", fqn) for fqn in plan.layout if fqn not in times)
+    yield from (Finding(f"is assigned {count} times", fqn) for fqn, count in times.items() if count > 1)
+    for assigned in plan.assignments:
+        if assigned.names:
+            layout = plan.layout[assigned.names[0]]
+            others = [fqn for fqn in assigned.names if plan.layout[fqn].geometry_key != layout.geometry_key]
+            yield from (Finding("is assigned with tensors of another geometry", fqn) for fqn in others)
+            yield from _assignment_findings(assigned, layout)
 
 
-def _deal_findings(deal: Deal, layout: TensorLayout) -> Iterator[Finding]:
-    yield from _tiling_findings(deal, layout)
-    chunks, counts = deal.chunks, np.diff(deal.chunks.indptr)
+def _assignment_findings(assigned: Assignment, layout: TensorLayout) -> Iterator[Finding]:
+    yield from _tiling_findings(assigned, layout)
+    chunks, counts = assigned.chunks, np.diff(assigned.chunks.indptr)
     chunk_of = np.repeat(np.arange(len(counts)), counts)
-    for entry in np.flatnonzero(~_held(deal, layout, chunk_of)).tolist():
-        element = _first(deal, int(chunk_of[entry]))
+    for entry in np.flatnonzero(~_held(assigned, layout, chunk_of)).tolist():
+        element = _first(assigned, int(chunk_of[entry]))
         yield from (
-            Finding("is written by a rank that does not hold it", f, int(deal.ranks[entry]), element)
-            for f in deal.names
+            Finding("is written by a rank that does not hold it", f, int(assigned.ranks[entry]), element)
+            for f in assigned.names
         )
-    begins = np.concatenate(([0], deal.ends[:-1])) if len(deal.ends) else deal.ends
+    begins = np.concatenate(([0], assigned.ends[:-1])) if len(assigned.ends) else assigned.ends
     begins[chunks.indptr[:-1]] = 0
-    bad = set(chunk_of[deal.ends < begins].tolist())
-    bad |= set(np.flatnonzero(deal.ends[chunks.indptr[1:] - 1] != deal.units * len(deal.names)).tolist())
-    longest = np.take_along_axis(chunks.sizes, deal.dims[:, None], axis=1)[:, 0] if layout.spec.shape else deal.units
-    bad |= set(np.flatnonzero((deal.units != 1) & (deal.units != longest)).tolist())
+    bad = set(chunk_of[assigned.ends < begins].tolist())
+    bad |= set(np.flatnonzero(assigned.ends[chunks.indptr[1:] - 1] != assigned.units * len(assigned.names)).tolist())
+    longest = (
+        np.take_along_axis(chunks.sizes, assigned.dims[:, None], axis=1)[:, 0] if layout.spec.shape else assigned.units
+    )
+    bad |= set(np.flatnonzero((assigned.units != 1) & (assigned.units != longest)).tolist())
     for chunk in sorted(bad):
-        yield from (Finding("is not written exactly once", f, None, _first(deal, chunk)) for f in deal.names)
+        yield from (Finding("is not written exactly once", f, None, _first(assigned, chunk)) for f in assigned.names)
 
 
-def _tiling_findings(deal: Deal, layout: TensorLayout) -> Iterator[Finding]:
-    """The chunks of the deal are those of the tensor, and tile it."""
-    if isinstance(deal.chunks, ProductTable) and layout.product is not None:
-        for d, (own, owners) in enumerate(zip(layout.product.dims, deal.chunks.owners)):
+def _tiling_findings(assigned: Assignment, layout: TensorLayout) -> Iterator[Finding]:
+    """The chunks of the assignment are those of the tensor, and tile it."""
+    if isinstance(assigned.chunks, ProductTable) and layout.product is not None:
+        for d, (own, owners) in enumerate(zip(layout.product.dims, assigned.chunks.owners)):
             wrong = own.uncovered()
             if wrong is not None or not np.array_equal(owners, np.flatnonzero(own.local_sizes)):
                 at = 0 if wrong is None else wrong[0]
                 element = tuple(at if i == d else 0 for i in range(len(layout.spec.shape)))
-                yield from (Finding("is not written exactly once", fqn, None, element) for fqn in deal.names)
+                yield from (Finding("is not written exactly once", fqn, None, element) for fqn in assigned.names)
         return
-    boxes = [box for chunk in range(len(deal.units)) for box, _ in deal.chunks.part(chunk).boxes()]
+    boxes = [box for chunk in range(len(assigned.units)) for box, _ in assigned.chunks.part(chunk).boxes()]
     fault = tiling_fault([Box.full(layout.spec.shape)], boxes)
     if fault is not None:
         yield from (
-            Finding(f"is written {fault.count} times, not once", fqn, None, fault.element) for fqn in deal.names
+            Finding(f"is written {fault.count} times, not once", fqn, None, fault.element) for fqn in assigned.names
         )
 
 
-def _held(deal: Deal, layout: TensorLayout, chunk_of: Ints) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def _held(
+    assigned: Assignment, layout: TensorLayout, chunk_of: Ints
+) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     """Whether the rank of each entry holds its chunk, as the local tensor that the entry names."""
     product = layout.product
-    if isinstance(deal.chunks, ProductTable) and product is not None:
-        held = np.isin(deal.ranks, product.mesh.ranks) & (deal.indices == 0)
-        positions = product.mesh.positions(deal.ranks[held])
-        index = np.unravel_index(chunk_of[held], deal.chunks.shape) if deal.chunks.shape else ()
+    if isinstance(assigned.chunks, ProductTable) and product is not None:
+        held = np.isin(assigned.ranks, product.mesh.ranks) & (assigned.indices == 0)
+        positions = product.mesh.positions(assigned.ranks[held])
+        index = np.unravel_index(chunk_of[held], assigned.chunks.shape) if assigned.chunks.shape else ()
         same = np.ones(len(positions), dtype=bool)
-        for owner, owners, at in zip(product.rank_owners, deal.chunks.owners, index):
+        for owner, owners, at in zip(product.rank_owners, assigned.chunks.owners, index):
             same &= owner[positions] == owners[at]
         held[held] = same
         return np.asarray(held)
-    out = np.zeros(len(deal.ranks), dtype=bool)
-    for entry, (rank, index_, chunk) in enumerate(zip(deal.ranks.tolist(), deal.indices.tolist(), chunk_of.tolist())):
+    out = np.zeros(len(assigned.ranks), dtype=bool)
+    for entry, (rank, index_, chunk) in enumerate(
+        zip(assigned.ranks.tolist(), assigned.indices.tolist(), chunk_of.tolist())
+    ):
         try:
             parts = layout.parts(rank)
         except PlanError:
             continue
         mine = [box for box, _ in parts[index_].boxes()] if index_ < len(parts) else []
-        out[entry] = mine == [box for box, _ in deal.chunks.part(chunk).boxes()]
+        out[entry] = mine == [box for box, _ in assigned.chunks.part(chunk).boxes()]
     return out
 
 
-def _first(deal: Deal, chunk: int) -> tuple[int, ...]:
+def _first(assigned: Assignment, chunk: int) -> tuple[int, ...]:
     """An element of a chunk."""
-    return next(iter(deal.chunks.part(chunk).boxes()))[0].offsets
+    return next(iter(assigned.chunks.part(chunk).boxes()))[0].offsets
 
 
 def _listed_findings(plan: SavePlan) -> Iterator[Finding]:

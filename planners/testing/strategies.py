@@ -19,19 +19,8 @@ from planners.topologies.topology import Home, Rule, Topology
 from planners.views.view import View, concat, stack
 
 __all__ = [
-    "block_placements",
-    "box_layouts",
-    "boxes",
-    "flat_layouts",
-    "layouts",
-    "meshes",
-    "placements",
-    "product_layouts",
-    "shapes",
-    "specs",
-    "state_pairs",
-    "topologies",
-    "views",
+    "block_placements", "box_layouts", "boxes", "flat_layouts", "layouts", "meshes", "placements",
+    "product_layouts", "shapes", "specs", "state_pairs", "topologies", "views",
 ]  # fmt: skip
 
 DTYPES = ("bool", "uint8", "bfloat16", "float32", "int64", "complex128")

@@ -1,7 +1,8 @@
-"""Which parts of one layout meet which ranks of another, and in which boxes: the geometry under transfers.
+"""The intersection of two layouts of one tensor, before and after: the geometry under transfers.
 
 A *source* is a distinct region of the layout before, numbered from 0, with the ranks that hold it. A receiver is a rank
-of the layout after. Both kinds of meeting answer alike; the product kind does so without listing ranks.
+of the layout after. Both kinds of intersection answer alike; the product kind, which is made of the same overlap as
+loads are, does so without listing ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import numpy.typing as npt
 
 from planners.errors import CoverageError
 from planners.geometry.box import Box
-from planners.geometry.layout_forms import Form, ProductForm, ProductGeometry
-from planners.geometry.overlap import Sweep, cover
-from planners.geometry.ownership import Ints, Segments, overlap
+from planners.geometry.layout_forms import Form, ProductGeometry
+from planners.geometry.overlap import ProductOverlap, Sweep, overlap_of
+from planners.geometry.ownership import Ints, SegmentRow, Segments
 
-__all__ = ["Block", "Common", "Holders", "Meeting", "ProductMeeting", "SweptMeeting", "meeting_of"]
+__all__ = ["Block", "Common", "Holders", "Intersection", "ProductIntersection", "SweepIntersection", "intersection_of"]
 
 _BLOCK_DELIVERIES = 1 << 20
 
@@ -81,11 +82,15 @@ class Holders:
         return end > begin
 
 
-class Meeting(Protocol):
+class Intersection(Protocol):
     """All that transfers of one geometry ask for."""
 
     @property
     def holders(self) -> Holders: ...
+
+    @property
+    def overlap(self) -> ProductOverlap | None:
+        """The tables of all dims, if both sides are products."""
 
     def sources(self, receiver: int) -> Sequence[int]:
         """Sources that `receiver` needs something of, ascending."""
@@ -102,6 +107,9 @@ class Meeting(Protocol):
     def blocks(self) -> Iterator[Block]:
         """Every (source, receiver) with the elements between them, those that the receiver holds itself included."""
 
+    def counts(self, world_size: int) -> Ints:
+        """How many boxes each rank has in common with sources, its own included."""
+
     def local_numels(self, world_size: int) -> Ints:
         """Elements that each rank needs and holds itself."""
 
@@ -110,12 +118,20 @@ class Meeting(Protocol):
 
 
 @dataclass(frozen=True)
-class ProductMeeting:
-    """Both sides are products: one table of meeting owners per dim."""
+class ProductIntersection:
+    """Both sides are products: one table per dim of the owners that have elements in common."""
 
-    before: ProductGeometry
-    after: ProductGeometry
-    dims: tuple[Segments, ...]
+    overlap: ProductOverlap
+
+    @property
+    def before(self) -> ProductGeometry:
+        """The layout that holds the sources."""
+        return self.overlap.saved
+
+    @property
+    def after(self) -> ProductGeometry:
+        """The layout of the receivers."""
+        return self.overlap.wanted
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -130,8 +146,8 @@ class ProductMeeting:
 
     @cached_property
     def tables(self) -> tuple[_DimTable, ...]:
-        """Per dim: which owners meet."""
-        return tuple(_DimTable(segments) for segments in self.dims)
+        """Per dim: which owners have elements in common."""
+        return tuple(_DimTable(segments) for segments in self.overlap.dims)
 
     def sources(self, receiver: int) -> Sequence[int]:
         if receiver not in self.after.mesh:
@@ -179,6 +195,14 @@ class ProductMeeting:
         order = np.lexsort((receiver, sources))
         return Block(sources[order], receiver[order], numels[order])
 
+    def counts(self, world_size: int) -> Ints:
+        numbers = np.ones(self.after.mesh.size, dtype=np.int64)
+        for segments, owner in zip(self.overlap.dims, self.after.rank_owners):
+            numbers *= np.diff(segments.indptr)[owner]
+        out = np.zeros(world_size, dtype=np.int64)
+        out[self.after.mesh.ranks] = numbers
+        return out
+
     def local_numels(self, world_size: int) -> Ints:
         out = np.zeros(world_size, dtype=np.int64)
         ranks = np.intersect1d(self.before.mesh.ranks, self.after.mesh.ranks)
@@ -211,7 +235,7 @@ class ProductMeeting:
 
 
 class _DimTable:
-    """Which owners of a dim meet, sorted by giver and taker, with the elements between them."""
+    """Which owners of a dim have elements in common, sorted by giver and taker, and how many."""
 
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
@@ -224,7 +248,7 @@ class _DimTable:
         self._from = np.searchsorted(self.giver, np.arange(segments.saved.owners + 1))
         self._by_taker = np.argsort(self.taker, kind="stable")
         self._to = np.searchsorted(self.taker[self._by_taker], np.arange(segments.wanted.owners + 1))
-        self._rows: dict[tuple[int, int], list[_Row]] = {}
+        self._rows: dict[tuple[int, int], list[SegmentRow]] = {}
 
     def takers(self, giver: int) -> Ints:
         return np.asarray(self.taker[self._from[giver] : self._from[giver + 1]], dtype=np.int64)
@@ -241,41 +265,23 @@ class _DimTable:
         at = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
         return np.asarray(np.where(self._keys[at] == wanted, self.length[at], 0), dtype=np.int64)
 
-    def rows(self, giver: int, taker: int) -> list[_Row]:
-        found = self._rows.get((giver, taker))
-        if found is None:
-            self._rows.update(self._rows_of(taker))
-            found = self._rows[giver, taker]
-        return found
-
-    def _rows_of(self, taker: int) -> dict[tuple[int, int], list[_Row]]:
-        table = self._segments
-        at = slice(table.indptr[taker], table.indptr[taker + 1])
-        row, start = table.saved_row[at], table.starts[at]
-        local = table.saved.local_starts[row] + start - table.saved.starts[row]
-        columns = (table.saved.owner_of[row], start, table.stops[at] - start, local, table.local_starts[at])
-        out: dict[tuple[int, int], list[_Row]] = {}
-        for giver, *values in zip(*(column.tolist() for column in columns)):
-            out.setdefault((giver, taker), []).append(_Row(*values))
-        return out
+    def rows(self, giver: int, taker: int) -> list[SegmentRow]:
+        """Their segments, in the order of the taker's local dim."""
+        if (giver, taker) not in self._rows:
+            fresh: dict[tuple[int, int], list[SegmentRow]] = {}
+            for row in self._segments.rows(taker):
+                fresh.setdefault((row.saved_owner, taker), []).append(row)
+            self._rows |= fresh
+        return self._rows[giver, taker]
 
 
-class _Row(NamedTuple):
-    """One segment of one dim: where it begins globally and in both local dims."""
-
-    start: int
-    size: int
-    source: int
-    target: int
-
-
-def _commons(rows: list[list[_Row]]) -> Iterator[Common]:
+def _commons(rows: list[list[SegmentRow]]) -> Iterator[Common]:
     for combo in itertools.product(*rows):
         sizes = tuple(row.size for row in combo)
         yield Common(
             Box.of(tuple(row.start for row in combo), sizes),
-            Box.of(tuple(row.source for row in combo), sizes),
-            Box.of(tuple(row.target for row in combo), sizes),
+            Box.of(tuple(row.saved_local_start for row in combo), sizes),
+            Box.of(tuple(row.local_start for row in combo), sizes),
             0,
             0,
         )
@@ -292,8 +298,10 @@ def _steps(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
-class SweptMeeting:
+class SweepIntersection:
     """At least one side is no product: every receiver's boxes are swept over all that is held."""
+
+    overlap: ProductOverlap | None = None
 
     def __init__(self, shape: tuple[int, ...], before: Form, after: Form) -> None:
         """Raises CoverageError (with rank and region) where nobody holds what a receiver needs."""
@@ -307,9 +315,8 @@ class SweptMeeting:
             own = set(self._held.get(rank, ()))
             for index, part in enumerate(after.parts(shape, rank)):
                 for box, local in part.boxes():
-                    found = sorted(sweep.meeting(box), key=lambda row: row[0] not in own)  # its own chunks first
                     try:
-                        pieces = cover(box, found)
+                        pieces = sweep.covering(box, prefer=own)
                     except CoverageError as error:
                         raise CoverageError("nobody holds what is needed", rank=rank, box=error.box) from None
                     for s, chunk, common in pieces:
@@ -358,6 +365,12 @@ class SweptMeeting:
         if len(self._source):
             yield Block(self._source, self._receiver, self._numel)
 
+    def counts(self, world_size: int) -> Ints:
+        out = np.zeros(world_size, dtype=np.int64)
+        for rank, mine in self._commons.items():
+            out[rank] = sum(map(len, mine.values()))
+        return out
+
     def local_numels(self, world_size: int) -> Ints:
         out = np.zeros(world_size, dtype=np.int64)
         own = self.holders.hold(self._source, self._receiver)
@@ -369,9 +382,7 @@ class SweptMeeting:
 
 
 @lru_cache(maxsize=256)
-def meeting_of(shape: tuple[int, ...], before: Form, after: Form) -> ProductMeeting | SweptMeeting:
-    """The meeting of two forms for one shape; computed once for each."""
-    if isinstance(before, ProductForm) and isinstance(after, ProductForm):
-        left, right = before.geometry(shape), after.geometry(shape)
-        return ProductMeeting(left, right, tuple(overlap(s, w) for s, w in zip(left.dims, right.dims)))
-    return SweptMeeting(shape, before, after)
+def intersection_of(shape: tuple[int, ...], before: Form, after: Form) -> ProductIntersection | SweepIntersection:
+    """The intersection of two forms for one shape; computed once for each."""
+    overlap = overlap_of(shape, before, after).product
+    return SweepIntersection(shape, before, after) if overlap is None else ProductIntersection(overlap)

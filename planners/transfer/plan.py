@@ -20,7 +20,7 @@ from planners.errors import CoverageError, LayoutMismatchError, PlanError
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout
 from planners.geometry.ownership import Ints
-from planners.transfer.intersection import meeting_of
+from planners.transfer.intersection import intersection_of
 from planners.transfer.routing import Route, Traffic, pair_groups, total_traffic
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class TransferPlan:
         found: list[tuple[int, TransferItem]] = []
         for route in self.routes:
             names, positions = route.group.names, route.group.positions
-            for source in route.meeting.sources_of(rank):
+            for source in route.intersection.sources_of(rank):
                 commons: dict[int, list[_Common]] = {}
                 for tensor, receiver in route.served(source, rank):
                     if receiver not in self.explicit:
@@ -158,7 +158,7 @@ class TransferPlan:
     def _derived_to(self, rank: int) -> TransferItems:
         found: list[tuple[int, TransferItem]] = []
         for route in self.routes:
-            for source in route.meeting.sources(rank):
+            for source in route.intersection.sources(rank):
                 commons = _commons(route, source, rank)
                 for fqn, position, sender in zip(route.group.names, route.group.positions, route.senders(source, rank)):
                     found.extend((position, TransferItem(fqn, sender, rank, *common)) for common in commons)
@@ -170,7 +170,7 @@ class TransferPlan:
         fqn = route.group.names[0]
         return [
             TransferItem(fqn, route.senders(source, rank)[0], rank, *common)
-            for source in route.meeting.sources(rank)
+            for source in route.intersection.sources(rank)
             for common in _commons(route, source, rank)
         ]
 
@@ -184,10 +184,10 @@ class TransferPlan:
         loads, out = np.zeros(self.world_size, dtype=np.int64), []
         for group in heavy:
             try:
-                meeting = meeting_of(group.before.spec.shape, group.before.form, group.after.form)
+                intersection = intersection_of(group.before.spec.shape, group.before.form, group.after.form)
             except CoverageError as error:
                 raise CoverageError("nobody holds it", fqn=group.names[0], rank=error.rank, box=error.box) from None
-            route = Route(group, meeting, loads, self.ranks_per_host)
+            route = Route(group, intersection, loads, self.ranks_per_host)
             loads = loads + route.sent_bytes(self.world_size)
             out.append(route)
         self._derived_sent = loads
@@ -230,7 +230,7 @@ class TransferPlan:
         received, local = (np.zeros(self.world_size, dtype=np.int64) for _ in range(2))
         for route in self.routes:
             nbytes = route.group.before.spec.itemsize * len(route.group)
-            here = route.meeting.local_numels(self.world_size) * nbytes
+            here = route.intersection.local_numels(self.world_size) * nbytes
             held = route.group.after.numels() * nbytes
             received[: len(held)] += held
             received -= here
@@ -289,7 +289,7 @@ def _commons(route: Route, source: int, receiver: int) -> list[_Common]:
     itemsize = route.group.before.spec.itemsize
     return [
         (box, mine, its, box.numel * itemsize, source_part, target_part)
-        for box, mine, its, source_part, target_part in route.meeting.commons(source, receiver)
+        for box, mine, its, source_part, target_part in route.intersection.commons(source, receiver)
     ]
 
 

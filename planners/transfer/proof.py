@@ -9,11 +9,9 @@ import numpy as np
 from planners.errors import CoverageError
 from planners.findings import Finding, Report
 from planners.geometry.box import Box
-from planners.geometry.cover import tiling_fault
-from planners.geometry.layout_forms import Part
+from planners.geometry.layout_forms import Part, ProductGeometry
 from planners.geometry.ownership import Ints
-from planners.load.proof import global_box, segments_fault
-from planners.transfer.intersection import ProductMeeting
+from planners.load.proof import global_box, product_findings, tiling_findings
 from planners.transfer.plan import TransferItem, TransferPlan
 from planners.transfer.rounds import Schedule, slack_bytes
 from planners.transfer.routing import Route
@@ -36,8 +34,9 @@ def _transfer_findings(plan: TransferPlan) -> Iterator[Finding]:
         return
     for route in routes:
         yield from _dealing_findings(route)
-        if isinstance(route.meeting, ProductMeeting):
-            yield from _product_findings(route, route.meeting)
+        if route.intersection.overlap is not None:
+            yield from product_findings(route.intersection.overlap, route.group.names)
+            yield from _holders_findings(route, route.intersection.overlap.saved)
         else:
             yield from _swept_findings(plan, route)
     for rank, items in plan.explicit.items():
@@ -45,20 +44,11 @@ def _transfer_findings(plan: TransferPlan) -> Iterator[Finding]:
     yield from _conservation(plan)
 
 
-def _product_findings(route: Route, meeting: ProductMeeting) -> Iterator[Finding]:
-    """Each dim on its own: what an owner needs is tiled by segments that their givers hold."""
-    for d, segments in enumerate(meeting.dims):
-        wrong = segments_fault(segments)
-        if wrong is not None:
-            owner, at, what = wrong
-            index = tuple(at if i == d else 0 for i in range(len(meeting.dims)))
-            rank = meeting.after.lowest_rank([owner if i == d else 0 for i in range(len(meeting.dims))])
-            yield from (Finding(f"index {at} of dim {d} {what}", fqn, rank, index) for fqn in route.group.names)
-    # the table of holders against the owners of every rank
-    before, holders = meeting.before, meeting.holders
-    number = np.zeros(before.mesh.size, dtype=np.int64)
-    for owners, size in zip(before.rank_owners, meeting.shape):
-        number = number * size + owners
+def _holders_findings(route: Route, before: ProductGeometry) -> Iterator[Finding]:
+    """The table of holders against the owners of every rank."""
+    holders, number = route.intersection.holders, np.zeros(before.mesh.size, dtype=np.int64)
+    for owners, own in zip(before.rank_owners, before.dims):
+        number = number * own.owners + owners
     wrong_ranks = holders.ranks[number[before.mesh.positions(holders.ranks)] != holders.source_of]
     for rank in wrong_ranks[:1].tolist():
         yield from (Finding("sends a region that it does not hold", fqn, rank) for fqn in route.group.names)
@@ -66,7 +56,7 @@ def _product_findings(route: Route, meeting: ProductMeeting) -> Iterator[Finding
 
 def _dealing_findings(route: Route) -> Iterator[Finding]:
     """The order in which holders are dealt deliveries must name each of them once."""
-    holders = route.meeting.holders
+    holders = route.intersection.holders
     order = np.lexsort((route.order, holders.source_of))
     wrong = np.flatnonzero(route.order[order] != holders.ranks)
     for place in wrong[:1].tolist():
@@ -95,20 +85,14 @@ def _item_findings(plan: TransferPlan, rank: int, items: Sequence[TransferItem])
 
 def _tensor_findings(plan: TransferPlan, rank: int, fqn: str, items: Sequence[TransferItem]) -> Iterator[Finding]:
     parts = plan.after.parts(fqn, rank) if rank < plan.after.world_size else ()
-    sound: dict[int, list[Box]] = {index: [] for index in range(len(parts))}
+    written: dict[int, list[Box]] = {}
     for item in items:
         message = _item_fault(item, plan, parts)
         if message is not None:
             yield Finding(message, fqn, rank, item.box.offsets)
-        elif not item.target.is_empty:
-            sound[item.target_part].append(item.target)
-    for index, part in enumerate(parts):
-        fault = tiling_fault([local for _, local in part.boxes()], sound[index])
-        if fault is not None:
-            element = global_box(part, Box(fault.element, (1,) * len(fault.element)))
-            times = "never" if fault.count == 0 else f"{fault.count} times"
-            message = f"is written {times}, at {fault.element} of the local tensor"
-            yield Finding(message, fqn, rank, None if element is None else element.offsets)
+        else:
+            written.setdefault(item.target_part, []).append(item.target)
+    yield from tiling_findings(parts, written, fqn, rank)
 
 
 def _item_fault(item: TransferItem, plan: TransferPlan, parts: Sequence[Part]) -> str | None:

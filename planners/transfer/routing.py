@@ -19,7 +19,7 @@ from planners.geometry.dtypes import ITEM_SIZES
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.geometry.layout_forms import Form
 from planners.geometry.ownership import Ints
-from planners.transfer.intersection import Meeting
+from planners.transfer.intersection import Intersection
 
 __all__ = ["PairGroup", "Route", "Traffic", "pair_groups", "total_traffic"]
 
@@ -84,12 +84,12 @@ def pair_groups(before: StateLayout, after: StateLayout, names: Iterable[str]) -
 class Route:
     """The deliveries of one group of tensors. Frozen."""
 
-    def __init__(self, group: PairGroup, meeting: Meeting, loads: Ints, ranks_per_host: int | None) -> None:
+    def __init__(self, group: PairGroup, intersection: Intersection, loads: Ints, ranks_per_host: int | None) -> None:
         """`loads`: bytes that each rank sends already, for groups that come before this one."""
-        self.group, self.meeting = group, meeting
+        self.group, self.intersection = group, intersection
         self._tensors, self._itemsize = len(group), group.before.spec.itemsize
         self._ranks_per_host = ranks_per_host
-        holders = self.meeting.holders
+        holders = self.intersection.holders
         self._alone = bool(holders.counts.max(initial=0) <= 1)
         self.order = holders.ranks
         """The holders of each source, least loaded first; otherwise like `Holders.ranks`."""
@@ -102,7 +102,7 @@ class Route:
 
     def senders(self, source: int, receiver: int) -> list[int]:
         """Who sends the part of `source` that `receiver` needs, for each tensor of the group; itself if it holds it."""
-        holders = self.meeting.holders
+        holders = self.intersection.holders
         begin, end = int(holders.indptr[source]), int(holders.indptr[source + 1])
         if self._holds(source, receiver):
             return [receiver] * self._tensors
@@ -118,10 +118,10 @@ class Route:
 
     def served(self, source: int, rank: int) -> Iterator[tuple[int, int]]:
         """(tensor, receiver) of all that holder `rank` sends of `source` to others; receivers of a tensor ascend."""
-        holders = self.meeting.holders
+        holders = self.intersection.holders
         begin, end = int(holders.indptr[source]), int(holders.indptr[source + 1])
         if end - begin == 1:
-            others = [r for r in self.meeting.receivers(source).tolist() if r != rank]
+            others = [r for r in self.intersection.receivers(source).tolist() if r != rank]
             yield from ((t, r) for t in range(self._tensors) for r in others)
             return
         far, count = self._far_receivers(source), end - begin
@@ -137,13 +137,13 @@ class Route:
             return [], 1, 0
         near, past = self._near(source, rank)
         first = rank - rank % self._ranks_per_host
-        receivers = self.meeting.receivers(source)
+        receivers = self.intersection.receivers(source)
         receivers = receivers[(receivers >= first) & (receivers < first + self._ranks_per_host)]
-        needy = receivers[~self.meeting.holders.hold(np.full(len(receivers), source, dtype=np.int64), receivers)]
-        return needy.tolist(), past - near, self.meeting.holders.ranks[near:past].tolist().index(rank)
+        needy = receivers[~self.intersection.holders.hold(np.full(len(receivers), source, dtype=np.int64), receivers)]
+        return needy.tolist(), past - near, self.intersection.holders.ranks[near:past].tolist().index(rank)
 
     def _holds(self, source: int, rank: int) -> bool:
-        return bool(self.meeting.holders.hold(np.array([source]), np.array([rank]))[0])
+        return bool(self.intersection.holders.hold(np.array([source]), np.array([rank]))[0])
 
     def _near(self, source: int, rank: int) -> tuple[int, int]:
         begin, end = self._near_all(np.array([source]), np.array([rank]))
@@ -155,16 +155,16 @@ class Route:
             nobody = np.zeros(len(ranks), dtype=np.int64)
             return nobody, nobody
         first = ranks - ranks % self._ranks_per_host
-        return self.meeting.holders.between(sources, first, first + self._ranks_per_host)
+        return self.intersection.holders.between(sources, first, first + self._ranks_per_host)
 
     def _far_receivers(self, source: int) -> list[int]:
         """Receivers that all holders of `source` serve in turn, ascending."""
         found = self._far.get(source)
         if found is None:
-            receivers = self.meeting.receivers(source)
+            receivers = self.intersection.receivers(source)
             sources = np.full(len(receivers), source, dtype=np.int64)
             begin, end = self._near_all(sources, receivers)
-            alien = ~self.meeting.holders.hold(sources, receivers) & (begin == end)
+            alien = ~self.intersection.holders.hold(sources, receivers) & (begin == end)
             found = self._far[source] = receivers[alien].tolist()
         return found
 
@@ -172,8 +172,8 @@ class Route:
 
     def traffic(self) -> Iterator[Traffic]:
         """Bytes of all tensors of the group between different ranks, in blocks; pairs may come up several times."""
-        holders = self.meeting.holders
-        for source, receiver, numel in self.meeting.blocks():
+        holders = self.intersection.holders
+        for source, receiver, numel in self.intersection.blocks():
             nbytes = numel * self._itemsize
             alien = ~holders.hold(source, receiver)
             source, receiver, nbytes = source[alien], receiver[alien], nbytes[alien]
@@ -188,11 +188,11 @@ class Route:
     def sent_bytes(self, world_size: int) -> Ints:
         """Bytes that each rank sends to others."""
         out = np.zeros(world_size, dtype=np.int64)
-        whole = self.meeting.source_numels() if self._alone else None
+        whole = self.intersection.source_numels() if self._alone else None
         if whole is not None:
             numel, needed_by = whole
-            out[self.meeting.holders.ranks] = numel * needed_by
-            out -= self.meeting.local_numels(world_size)
+            out[self.intersection.holders.ranks] = numel * needed_by
+            out -= self.intersection.local_numels(world_size)
             return np.asarray(out * (self._itemsize * self._tensors), dtype=np.int64)
         for sender, _, nbytes in self.traffic():
             np.add.at(out, sender, nbytes)
@@ -205,13 +205,13 @@ class Route:
             mates, to = (end - begin)[some], receiver[some]
             times = (self._tensors - (j - to) % mates + mates - 1) // mates
             sent = times > 0
-            senders = self.meeting.holders.ranks[begin[some] + j]
+            senders = self.intersection.holders.ranks[begin[some] + j]
             yield Traffic(senders[sent], to[sent], (nbytes[some] * times)[sent])
 
     def _far_traffic(self, source: Ints, receiver: Ints, nbytes: Ints) -> Iterator[Traffic]:
         if not len(source):
             return
-        holders = self.meeting.holders
+        holders = self.intersection.holders
         fresh = np.concatenate(([True], source[1:] != source[:-1]))
         start = np.flatnonzero(fresh)
         far = np.diff(np.append(start, len(source)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,9 @@ from planners.errors import PlanError
 from planners.geometry.box import Box, arrange, rearranged
 from planners.geometry.cover import tiling_fault
 from planners.geometry.layout import TensorSpec
+from planners.geometry.layout_forms import Form
 from planners.views.patches import Fill, Patch, ViewGeometry, merged
+from planners.views.pullback import ViewOverlap
 
 __all__ = ["View", "concat", "inverse", "stack", "viewed"]
 
@@ -90,6 +92,10 @@ class View:
     def geometry(self) -> ViewGeometry:
         """The view without names: views of equal geometry map alike."""
         return ViewGeometry(self.shape, tuple(source.shape for source in self.sources), self.patches, self.fills)
+
+    def overlap(self, saved: Sequence[Form], wanted: Form) -> ViewOverlap:
+        """What ranks that want the target placed as `wanted` take of sources that are placed as `saved`."""
+        return _overlap(self.geometry, tuple(saved), wanted)
 
     def rename(self, fqn: str) -> View:
         """The same under another name."""
@@ -257,6 +263,11 @@ class View:
     def _made(self, shape: Sequence[int], parts: Iterable[Patch | Fill]) -> View:
         spec = TensorSpec(self.spec.fqn, shape, self.spec.dtype)
         return _joined(spec, [(self.sources, part, (0,) * len(spec.shape)) for part in parts])
+
+
+@lru_cache(maxsize=1024)
+def _overlap(view: ViewGeometry, saved: tuple[Form, ...], wanted: Form) -> ViewOverlap:
+    return ViewOverlap(view, saved, wanted)
 
 
 def concat(fqn: str, views: Sequence[View], dim: int = 0) -> View:

@@ -24,7 +24,7 @@ UNUSED = (
         "planners.topologies.presets",
         "planners.transfer.rounds",
     ),
-    *("planners.transfer.plan", "planners.views.view", "planners.views.view_overlap", "numpy.ma"),
+    *("planners.transfer.plan", "planners.views.view", "planners.views.pullback", "numpy.ma"),
     *(
         "reshard.formats.dcp.reader",
         "reshard.formats.frameworks.deepspeed",

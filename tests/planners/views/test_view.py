@@ -5,7 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planners import Box, PlanError, TensorSpec, View, concat, dumps, inverse, loads, stack, viewed
+from planners import (
+    Box,
+    PlanError,
+    StateLayout,
+    TensorLayout,
+    TensorSpec,
+    View,
+    concat,
+    dumps,
+    inverse,
+    loads,
+    plan_reads,
+    stack,
+    verify,
+    viewed,
+)
 from planners.geometry.box import arrange, rearranged
 from planners.views.patches import Fill, Patch, merged
 
@@ -191,3 +206,20 @@ def test_json_keeps_a_view():
     view = FUSED.pad([(0, 0), (1, 0)], 0.5)
 
     assert loads(dumps(view)) == view
+
+
+def test_hundreds_of_ranks_are_read_and_proved_through_views():
+    sizes = {"q": 4096, "k": 1024, "v": 1024}
+    specs = [TensorSpec(name, (rows, 4096), "bfloat16") for name, rows in sizes.items()]
+    saved = StateLayout({s.fqn: TensorLayout(s, "dp=512", "S(0)") for s in specs})
+    fused = concat("qkv", [View.of(s) for s in specs])
+    wanted = TensorLayout(fused.spec, "tp=8,dp=64", "B(0, 4096+1024+1024),S(0)")
+
+    plan = plan_reads(saved, StateLayout({"qkv": wanted}), views=[fused])
+
+    assert verify(plan).ok
+    items = plan.items(77)
+    assert items.nbytes == plan.bytes(77) == wanted.nbytes(77)
+    spoiled = plan.with_items({77: [items[0]._replace(owner=items[0].owner + 1), *items[1:]]})
+    first = verify(spoiled).findings[0]
+    assert (first.fqn, first.rank) == ("qkv", 77)
