@@ -1,12 +1,25 @@
 """The engine behind the names and signatures of `torch.distributed.checkpoint`: change one import and keep the rest.
 
     import reshard.dcp as dcp          # was: import torch.distributed.checkpoint as dcp
+    from reshard.dcp.state_dict import get_model_state_dict
 
-The interfaces (`StorageReader`, `StorageWriter`, `LoadPlanner`, `SavePlanner`, `Stateful` and the plan items) are
-torch's own classes, so third-party planners and storages work here, and those defined here work under torch's `save`
-and `load`. What is written is what torch reads, and the other way round; `load` reads all formats of `reshard.open`.
+Submodules have torch's names, too. The interfaces (`StorageReader`, `StorageWriter`, `LoadPlanner`, `SavePlanner`,
+`Stateful` and the plan items) are torch's own classes, so third-party planners and storages work here, and those
+defined here work under torch's `save` and `load`. What is written is what torch reads, and the other way round; `load`
+reads all formats of `reshard.open`.
 """
 
+from functools import partial
+
+from torch.distributed import checkpoint as _torch
+from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata as BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata as Metadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorStorageMetadata
+from torch.distributed.checkpoint.optimizer import (
+    load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.planner import LoadPlan as LoadPlan
 from torch.distributed.checkpoint.planner import LoadPlanner as LoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem as ReadItem
@@ -17,16 +30,18 @@ from torch.distributed.checkpoint.stateful import Stateful as Stateful
 from torch.distributed.checkpoint.storage import StorageReader as StorageReader
 from torch.distributed.checkpoint.storage import StorageWriter as StorageWriter
 
-from reshard.dcp.files import BroadcastingTorchSaveReader as BroadcastingTorchSaveReader
-from reshard.dcp.files import dcp_to_torch_save as dcp_to_torch_save
-from reshard.dcp.files import torch_save_to_dcp as torch_save_to_dcp
-from reshard.dcp.load_planners import DefaultLoadPlanner as DefaultLoadPlanner
-from reshard.dcp.load_planners import DynamicMetaLoadPlanner as DynamicMetaLoadPlanner
-from reshard.dcp.loading import load as load
-from reshard.dcp.loading import load_state_dict as load_state_dict
-from reshard.dcp.reader import FileSystemReader as FileSystemReader
-from reshard.dcp.save_planner import DefaultSavePlanner as DefaultSavePlanner
-from reshard.dcp.saving import async_save as async_save
-from reshard.dcp.saving import save as save
-from reshard.dcp.saving import save_state_dict as save_state_dict
-from reshard.dcp.writer import FileSystemWriter as FileSystemWriter
+from reshard.dcp.default_planner import DefaultLoadPlanner as DefaultLoadPlanner
+from reshard.dcp.default_planner import DefaultSavePlanner as DefaultSavePlanner
+from reshard.dcp.filesystem import FileSystemReader as FileSystemReader
+from reshard.dcp.filesystem import FileSystemWriter as FileSystemWriter
+from reshard.dcp.format_utils import BroadcastingTorchSaveReader as BroadcastingTorchSaveReader
+from reshard.dcp.format_utils import DynamicMetaLoadPlanner as DynamicMetaLoadPlanner
+from reshard.dcp.format_utils import dcp_to_torch_save as dcp_to_torch_save
+from reshard.dcp.format_utils import torch_save_to_dcp as torch_save_to_dcp
+from reshard.dcp.state_dict_loader import load as load
+from reshard.dcp.state_dict_loader import load_state_dict as load_state_dict
+from reshard.dcp.state_dict_saver import async_save as async_save
+from reshard.dcp.state_dict_saver import save as save
+from reshard.dcp.state_dict_saver import save_state_dict as save_state_dict
+
+__getattr__ = partial(getattr, _torch)

@@ -273,3 +273,77 @@ def fresh_sharded_optimizer(folder: str, kind: str) -> bool:
             for name, value in values.items()
         )
     )
+
+
+class _Fails(theirs.DefaultSavePlanner):
+    """Fails in a step on some ranks."""
+
+    def __init__(self, step: str, ranks: tuple[int, ...], error: type[Exception] = ValueError) -> None:
+        super().__init__()
+        self.step, self.ranks, self.error = step, ranks, error
+
+    def _try(self, step: str) -> None:
+        rank = dist.get_rank()
+        if step == self.step and rank in self.ranks:
+            raise self.error(f"rank {rank} cannot")
+
+    def create_local_plan(self) -> Any:
+        self._try("create_local_plan")
+        return super().create_local_plan()
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self._try("resolve_data")
+        return super().resolve_data(write_item)
+
+
+class Stubborn(Exception):
+    """Does not let itself be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not me")
+
+
+Told = tuple[list[str], dict[int, tuple[str, str]]]
+
+
+def _told(call: Callable[[], Any]) -> Told:
+    """The classes of the error that this rank sees, and what it says of each rank that failed."""
+    try:
+        call()
+    except theirs.CheckpointException as error:
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        return kinds, {place: (type(own).__name__, str(own)) for place, (own, _) in error.failures.items()}
+    return [], {}
+
+
+def _shards() -> dict[str, Any]:
+    """Something that every rank has a part of to write."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"x": distribute_tensor(torch.arange(16.0), mesh, [Shard(0)])}
+
+
+def some_ranks_fail(folder: str, step: str) -> Told:
+    """Three of four ranks fail in a step of the protocol."""
+    state = _shards()
+    return _told(lambda: ours.save(state, checkpoint_id=folder, planner=_Fails(step, (0, 2, 3))))
+
+
+def unpicklable_failure(folder: str) -> Told:
+    """A rank fails with an error that cannot be sent."""
+    state = _shards()
+    return _told(lambda: ours.save(state, checkpoint_id=folder, planner=_Fails("resolve_data", (1,), Stubborn)))
+
+
+def some_ranks_miss(folder: str) -> Told:
+    """Two of three ranks want what is not there."""
+    target = {"w" if dist.get_rank() == 1 else "v": torch.zeros(2)}
+    return _told(lambda: ours.load(target, checkpoint_id=folder))
+
+
+def some_ranks_fail_later(folder: str) -> Told:
+    """One rank fails in the background, while others make groups of their own."""
+    state = _shards()
+    future = ours.async_save(state, checkpoint_id=folder, planner=_Fails("resolve_data", (1,)))
+    for number in range(3):
+        reshard.save({"n": number}, f"{folder}/{number}")
+    return _told(future.result)

@@ -82,7 +82,7 @@ def test_an_overwrite_replaces_the_old_files(tmp_path):
 
     assert before.isdisjoint({p.name for p in tmp_path.iterdir()} - {".metadata"})
     assert reshard.open(tmp_path)["w"][...].tolist() == [1, 1, 1]
-    with pytest.raises(StorageError, match="overwrite is off"):
+    with pytest.raises(StorageError, match="already exists"):
         ours.save({"w": torch.ones(3)}, storage_writer=ours.FileSystemWriter(tmp_path, overwrite=False))
 
 
@@ -96,10 +96,10 @@ def test_other_formats_load_too(tmp_path):
 
 
 def test_deprecated_names_work_and_say_so(tmp_path):
-    with pytest.warns(FutureWarning, match="use save"):
+    with pytest.warns(FutureWarning, match="Please use `save`"):
         ours.save_state_dict({"w": torch.ones(2)}, ours.FileSystemWriter(tmp_path), no_dist=True)
     target = {"w": torch.zeros(2)}
-    with pytest.warns(FutureWarning, match="use load"):
+    with pytest.warns(FutureWarning, match="Please use `load`"):
         ours.load_state_dict(target, ours.FileSystemReader(tmp_path), no_dist=True)
     assert target["w"].sum() == 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import default_planner as _torch_planner
+from torch.distributed.checkpoint import state_dict_saver as _torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -19,14 +22,16 @@ from torch.distributed.tensor import DTensor
 
 from reshard.api.save import background
 from reshard.control.group import Group
-from reshard.dcp.errors import also_as_torch_raises
-from reshard.dcp.places import storage_by_position, writer_for
-from reshard.dcp.protocol import run_save
-from reshard.dcp.save_planner import DefaultSavePlanner
-from reshard.dcp.state import unwrapped
+from reshard.dcp.default_planner import DefaultSavePlanner
+from reshard.dcp.engine.calls import Call
+from reshard.dcp.engine.protocol import run_save
+from reshard.dcp.engine.states import unwrapped
+from reshard.dcp.engine.storages import storage_by_position, writer_for
 from reshard.state.tensors import is_sharded
 
 __all__ = ["async_save", "save", "save_state_dict"]
+
+__getattr__ = functools.partial(getattr, _torch)
 
 
 @storage_by_position
@@ -46,14 +51,12 @@ def save(
     is written in any case. Values with a `state_dict` method are asked for it.
 
     Raises as `reshard.save` does, on every rank; what is raised is a `CheckpointException` of torch's as well, whose
-    `failures` has the rank that failed.
+    `failures` has the own error of each rank that failed.
     """
     del use_collectives
-    with also_as_torch_raises():
+    with Call(process_group, no_dist).as_torch_raises() as group, group.together("save"):
         writer = writer_for(checkpoint_id, storage_writer)
-        group = Group.alone() if no_dist else Group(process_group)
-        with group.together("save"):
-            return run_save(unwrapped(state_dict), writer, planner or DefaultSavePlanner(), group, 0)
+        return _save(unwrapped(state_dict), writer, planner, group, 0)
 
 
 def save_state_dict(
@@ -65,13 +68,24 @@ def save_state_dict(
     planner: SavePlanner | None = None,
 ) -> Metadata:
     """The older name of `save`; deprecated upstream, and here."""
-    warnings.warn("save_state_dict is deprecated: use save", FutureWarning, stacklevel=2)
-    with also_as_torch_raises():
+    warnings.warn("`save_state_dict` is deprecated. Please use `save` instead.", FutureWarning, stacklevel=2)
+    with Call(process_group, no_dist).as_torch_raises() as group, group.together("save"):
         storage_writer.reset()
-        group = Group.alone() if no_dist else Group(process_group)
-        with group.together("save"):
-            state = unwrapped(state_dict)
-            return run_save(state, storage_writer, planner or DefaultSavePlanner(), group, coordinator_rank)
+        return _save(unwrapped(state_dict), storage_writer, planner, group, coordinator_rank)
+
+
+def _save(
+    state: dict[str, Any], writer: StorageWriter, planner: SavePlanner | None, group: Group, coordinator: int
+) -> Metadata:
+    """torch's own planner as it is means the same as none: ours is quicker. Callers find in it what it would know."""
+    if planner is not None and type(planner) is not _torch_planner.DefaultSavePlanner:
+        return run_save(state, writer, planner, group, coordinator)
+    choices = ("flatten_state_dict", "dedup_save_to_lowest_rank")
+    ours = DefaultSavePlanner(**{name: getattr(planner, name) for name in choices if planner is not None})
+    metadata = run_save(state, writer, ours, group, coordinator)
+    if planner is not None:
+        vars(planner).update({name: value for name, value in vars(ours).items() if not name.startswith("_")})
+    return metadata
 
 
 def async_save(
@@ -99,31 +113,30 @@ def async_save(
         A `Future` of the metadata; where the stager itself answers with a future, an `AsyncSaveResponse` of two.
     """
     del async_checkpointer_type, use_collectives
-    with also_as_torch_raises():
+    call = Call(process_group, no_dist)
+    with call.as_torch_raises() as group, group.together("stage", meet=False):
         writer = writer_for(checkpoint_id, storage_writer)
-        group = Group.alone() if no_dist else Group(process_group)
         stager = async_stager if async_stager is not None else writer if isinstance(writer, AsyncStager) else None
         state = unwrapped(state_dict)
         staged = _copied(state) if stager is None else stager.stage(state)
-    done = _in_background(lambda: run_save(_now(staged), writer, planner or DefaultSavePlanner(), group, 0), group)
+    done = _in_background(lambda: _save(_now(staged), writer, planner, group, 0), call)
     if isinstance(staged, Future):
-        from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse  # newer than torch 2.6
-
-        return AsyncSaveResponse(staging_completion=_without_value(staged), upload_completion=done)  # type: ignore[arg-type]  # it is of the metadata
+        # newer than torch 2.6
+        return _torch.AsyncSaveResponse(staging_completion=_without_value(staged), upload_completion=done)  # type: ignore[arg-type]  # it is of the metadata
     if stager is not None and stager.should_synchronize_after_execute:
         stager.synchronize_staging()
     return done
 
 
-def _in_background(save: Callable[[], Metadata], group: Group) -> Future[Metadata]:
+def _in_background(save: Callable[[], Metadata], call: Call) -> Future[Metadata]:
     def work() -> Metadata:
-        with also_as_torch_raises(), group.together("save"):
+        with call.as_torch_raises() as group, group.together("save"):
             return save()
 
     try:
         return background.start(work, "reshard-dcp-save")
     except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
-        with group.together("save"):
+        with call.group.together("save"):
             raise
 
 

@@ -1,31 +1,59 @@
-"""`FileSystemWriter`: DCP's files, written so that torch reads them, and an old checkpoint stays whole meanwhile."""
+"""`FileSystemWriter`: DCP's files, written so that torch reads them, and an old checkpoint stays whole meanwhile.
+`FileSystemReader`: any checkpoint that `reshard.open` reads, behind torch's `StorageReader`."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import pickle
 import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem as _torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what torch's reader looks for in .metadata
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner import ReadItem as TorchReadItem
 from torch.distributed.checkpoint.planner import WriteItem as TorchWriteItem
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from reshard.errors import CheckpointNotFoundError, StorageError
+from planners.geometry.box import Box
+from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from reshard.formats.dcp import reader as dcp
+from reshard.formats.dcp.metadata import object_to_bytes, paths_of, tensor_metadata
+from reshard.formats.dcp.reader import DcpFacts
+from reshard.formats.opening import open_contents
+from reshard.formats.stored.copying import copy_place
+from reshard.formats.stored.tensor import Place, StoredChunk
+from reshard.state.arrays import as_array
+from reshard.state.dtypes import dtype_from_name
 from reshard.storage import Storage, open_storage
 from reshard.storage.base import Writer
 
-__all__ = ["FileSystemWriter"]
+__all__ = ["FileSystemReader", "FileSystemWriter"]
 
 _METADATA = ".metadata"
+
+__getattr__ = partial(getattr, _torch)
+
+
+class CheckpointExistsError(StorageError, FileExistsError, RuntimeError):
+    """There is a checkpoint already, and it is not to be overwritten."""
 
 
 class FileSystemWriter(StorageWriter):
@@ -96,12 +124,14 @@ class FileSystemWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give each rank the prefix of its files.
 
-        Raises StorageError if there is a checkpoint and no `overwrite`, or if there is one of all ranks, which would be
-        read instead, where each rank saves for itself.
+        Raises CheckpointExistsError if there is a checkpoint and no `overwrite`; StorageError if there is one of all
+        ranks, which would be read instead, where each rank saves for itself.
         """
         names = self.storage.list()
         if self._metadata_name in names and not self.overwrite:
-            raise StorageError(f"there is a checkpoint in {self.path} already, and overwrite is off")
+            raise CheckpointExistsError(
+                f"Checkpoint already exists in {self.path} and self.overwrite=False: give overwrite=True to replace it"
+            )
         if self._each_for_itself and _METADATA in names:
             raise StorageError(
                 f"there is a checkpoint of all ranks in {self.path}, which would be read instead of what each rank "
@@ -215,3 +245,112 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() and tensor.is_contiguous()
     return tensor if whole else tensor.contiguous().clone()
+
+
+class FileSystemReader(StorageReader):
+    """Reads just the bytes that a plan asks for, in order of their position. Runs no pickle.
+
+    `path` may be a folder, a file or a URL, of any format that `reshard.open` knows. Where there are files of several,
+    those of DCP count.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
+        """Raises StorageError for an `_extension_registry`: the transforms that are read are known beforehand."""
+        if _extension_registry is not None:
+            raise StorageError(
+                "_extension_registry would run code that the checkpoint names; zstandard is read without it, and for "
+                "others there is torch.distributed.checkpoint.FileSystemReader, which works here as well"
+            )
+        self.path = path
+        self.load_id = uuid.uuid4().hex
+        self._checkpoint: Checkpoint | None = None
+        self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where it reads."""
+        return self.path
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint, opened when first needed."""
+        if self._checkpoint is None:
+            self._checkpoint = Checkpoint(*open_contents(self.path, preferred=dcp))
+        return self._checkpoint
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget what was opened; from now on read `checkpoint_id`, if given."""
+        self._checkpoint = None
+        self._chunks = {}
+        self.load_id = uuid.uuid4().hex
+        if checkpoint_id:
+            self.path = checkpoint_id
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """torch's metadata of whatever is there."""
+        checkpoint = self.checkpoint
+        table: dict[str, Any] = {}
+        for name, tensor in checkpoint.items():
+            table[name] = tensor_metadata(tensor.stored.spec, tensor.stored.boxes)
+        table.update({key: BytesStorageMetadata() for key in checkpoint.objects})
+        planner_data = paths_of(table, checkpoint.contents.paths)
+        facts = checkpoint.contents.facts_of(DcpFacts)
+        save_id = None if facts is None else facts.save_id
+        meta = StorageMeta(checkpoint_id=self.path, save_id=save_id, load_id=self.load_id)
+        return Metadata(state_dict_metadata=table, planner_data=planner_data, storage_meta=meta)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up: where bytes are is asked of the checkpoint."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Obey `plan`: find all bytes first, then read them in order of file and position.
+
+        Raises DamagedCheckpointError, before anything is written, if bytes are not there.
+        """
+        found: list[tuple[str, int, TorchReadItem, Place]] = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                value = self.checkpoint.objects[item.storage_index.fqn]
+                planner.load_bytes(item, io.BytesIO(object_to_bytes(value)))
+                continue
+            place = self._place(item)
+            found.append((place.source.label, place.window.offset, item, place))
+        for _, _, item, place in sorted(found, key=lambda row: row[:2]):
+            target = planner.resolve_tensor(item).detach()
+            dtype = dtype_from_name(self.checkpoint[item.storage_index.fqn].stored.spec.dtype)
+            if target.dtype == dtype and target.device.type == "cpu" and not target.is_conj():
+                copy_place(place, as_array(target))
+            else:
+                staged = torch.empty(tuple(item.lengths), dtype=dtype)
+                copy_place(place, as_array(staged))
+                target.copy_(staged)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _place(self, item: TorchReadItem) -> Place:
+        fqn, offset = item.storage_index.fqn, item.storage_index.offset
+        if fqn not in self._chunks:
+            chunks = self.checkpoint[fqn].stored.chunks
+            self._chunks[fqn] = {chunk.box.offsets: chunk for chunk in chunks if not chunk.box.is_empty}
+        at = tuple(offset) if offset is not None else (0,) * len(item.lengths)
+        chunk = self._chunks[fqn].get(at)
+        if chunk is None:
+            raise DamagedCheckpointError(f"tensor {fqn!r}: no chunk at {at} is stored in {self.path}")
+        window = chunk.window.crop(Box(item.storage_offsets, item.lengths))
+        chunk.source.check(window.offset, window.stop)
+        return chunk.place.with_window(window)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this could be a place to read from."""
+        return bool(os.fspath(checkpoint_id))

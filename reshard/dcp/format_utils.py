@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint import format_utils as _torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from planners.geometry.box import Box
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
-from reshard.dcp.saving import save
+from reshard.dcp.default_planner import DefaultLoadPlanner
+from reshard.dcp.state_dict_saver import save
 from reshard.errors import CheckpointError, KeyMismatchError
+from reshard.formats.dcp.metadata import chunk_of
 from reshard.formats.stored.lazy_tensor import LazyTensor
+from reshard.state.tensors import global_shape, is_tensor
 
-__all__ = ["BroadcastingTorchSaveReader", "dcp_to_torch_save", "torch_save_to_dcp"]
+__all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torch_save", "torch_save_to_dcp"]
+
+__getattr__ = partial(getattr, _torch)
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
@@ -40,6 +49,26 @@ def _read(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_read(item) for item in value)
     return value
+
+
+class DynamicMetaLoadPlanner(DefaultLoadPlanner):
+    """For readers without metadata, such as `BroadcastingTorchSaveReader`: the target itself says what is saved."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the target apart, and make metadata of it. Raises KeyMismatchError for anything that is no tensor."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        objects = [key for key, value in self.state_dict.items() if not is_tensor(value)]
+        if objects:
+            raise KeyMismatchError(f"only tensors can be read this way, but {objects[0]!r} is an object")
+        table: dict[str, Any] = {}
+        for fqn, value in self.state_dict.items():
+            shape = global_shape(value)
+            table[fqn] = TensorStorageMetadata(
+                TensorProperties(dtype=value.dtype), torch.Size(shape), [chunk_of(Box.full(shape))]
+            )
+        self.metadata = Metadata(state_dict_metadata=table)
 
 
 class BroadcastingTorchSaveReader(StorageReader):

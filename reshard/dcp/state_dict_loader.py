@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import default_planner as _torch_planner
+from torch.distributed.checkpoint import state_dict_loader as _torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from reshard.api.load.loading import LoadOptions, load_with, saved_in
 from reshard.control.group import Group
-from reshard.dcp.errors import also_as_torch_raises
-from reshard.dcp.load_planners import DefaultLoadPlanner
-from reshard.dcp.places import reader_for, storage_by_position
-from reshard.dcp.protocol import refuse_lost_state, run_load
-from reshard.dcp.reader import FileSystemReader
-from reshard.dcp.state import put_state_back, unwrapped
+from reshard.dcp.default_planner import DefaultLoadPlanner
+from reshard.dcp.engine.calls import Call
+from reshard.dcp.engine.misfits import refuse_lost_state
+from reshard.dcp.engine.protocol import run_load
+from reshard.dcp.engine.states import put_state_back, unwrapped
+from reshard.dcp.engine.storages import reader_for, storage_by_position
+from reshard.dcp.filesystem import FileSystemReader
 from reshard.state.deferred_optimizer import places
 
 __all__ = ["load", "load_state_dict"]
+
+__getattr__ = functools.partial(getattr, _torch)
 
 
 @storage_by_position
@@ -39,14 +45,16 @@ def load(
     `load_state_dict` method are given what was loaded.
 
     Without a planner or reader of the caller's own, the engine of `reshard.load` does it: any format, byte ranges,
-    a proved plan, checksums. Otherwise torch's protocol between planner and reader is followed.
+    a proved plan, checksums. A `DefaultLoadPlanner`, torch's or ours, is none of the caller's own. Otherwise torch's
+    protocol between planner and reader is followed.
 
     Raises as `reshard.load` does, on every rank; what is raised is a `CheckpointException` of torch's as well, whose
-    `failures` has the rank that failed.
+    `failures` has the own error of each rank that failed.
     """
-    with also_as_torch_raises():
-        reader = reader_for(checkpoint_id, storage_reader)
-        _load(state_dict, reader, planner, Group.alone() if no_dist else Group(process_group), 0)
+    with Call(process_group, no_dist).as_torch_raises() as group:
+        with group.together("open"):
+            reader = reader_for(checkpoint_id, storage_reader)
+        _load(state_dict, reader, planner, group, 0)
 
 
 def load_state_dict(
@@ -58,20 +66,21 @@ def load_state_dict(
     planner: LoadPlanner | None = None,
 ) -> None:
     """The older name of `load`; deprecated upstream, and here."""
-    warnings.warn("load_state_dict is deprecated: use load", FutureWarning, stacklevel=2)
-    with also_as_torch_raises():
+    warnings.warn("`load_state_dict` is deprecated. Please use `load` instead.", FutureWarning, stacklevel=2)
+    with Call(process_group, no_dist).as_torch_raises() as group:
         storage_reader.reset()
-        _load(state_dict, storage_reader, planner, Group.alone() if no_dist else Group(process_group), coordinator_rank)
+        _load(state_dict, storage_reader, planner, group, coordinator_rank)
 
 
 def _load(
     state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner | None, group: Group, coordinator: int
 ) -> None:
     state = unwrapped(state_dict)
-    plain_planner = planner is None or type(planner) is DefaultLoadPlanner
-    if type(reader) is FileSystemReader and plain_planner:
-        partial = isinstance(planner, DefaultLoadPlanner) and planner.allow_partial_load
+    if type(reader) is FileSystemReader and _is_default(planner):
+        partial = getattr(planner, "allow_partial_load", False)
         with group.together("load"):
+            if planner is not None:  # callers read afterwards what it was told
+                planner.set_up_planner(state, reader.read_metadata(), group.rank == coordinator)
             strict = {"*": "partial" if partial else "subset"}
             options = LoadOptions(strict=strict, dtype_policy="cast", entry_by_entry=True)
             if not partial:
@@ -82,3 +91,9 @@ def _load(
         with group.together("load"):
             run_load(state, reader, planner or DefaultLoadPlanner(), group, coordinator)
     put_state_back(state_dict, state)
+
+
+def _is_default(planner: LoadPlanner | None) -> bool:
+    """Whether the planner asks for nothing that the engine does not do."""
+    defaults = DefaultLoadPlanner, _torch_planner.DefaultLoadPlanner
+    return planner is None or (type(planner) in defaults and getattr(planner, "flatten_state_dict", False))

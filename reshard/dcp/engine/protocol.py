@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from reshard.control.group import Group
-from reshard.errors import KeyMismatchError
-from reshard.state.deferred_optimizer import Saved, lost_state, places
+from reshard.dcp.engine.misfits import refuse_lost_state
+from reshard.state.deferred_optimizer import Saved, places
 from reshard.state.dtypes import dtype_name
 
-__all__ = ["refuse_lost_state", "run_load", "run_save"]
+__all__ = ["run_load", "run_save"]
 
 
 def run_save(
@@ -92,16 +92,6 @@ def saved_in(metadata: Metadata) -> Iterator[Saved]:
             yield Saved(paths.get(key, (key,)), tuple(entry.size), dtype_name(entry.properties.dtype))
         else:
             yield Saved(paths.get(key, (key,)), None)
-
-
-def refuse_lost_state(state_dict: dict[str, Any], saved: Iterable[Saved]) -> None:
-    """Raises KeyMismatchError where a whole optimizer's state would stay behind, since there is no place for it."""
-    for key in lost_state(state_dict, saved):
-        raise KeyMismatchError(
-            f"{key!r} is empty, and the checkpoint has state there, which would be lost: a load fills what is there. "
-            "Get the dict by reshard.get_optimizer_state_dict(model, optimizer), which knows where state is to go; or "
-            "load without it by DefaultLoadPlanner(allow_partial_load=True)"
-        )
 
 
 def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:

@@ -11,8 +11,7 @@ from typing import Any, TypeVar, cast
 
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from reshard.dcp.reader import FileSystemReader
-from reshard.dcp.writer import FileSystemWriter
+from reshard.dcp.filesystem import FileSystemReader, FileSystemWriter
 from reshard.errors import CheckpointError
 from reshard.storage.opening import is_known
 

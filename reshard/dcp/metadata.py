@@ -1,0 +1,8 @@
+"""torch's own: the records of `.metadata`."""
+
+from functools import partial
+
+from torch.distributed.checkpoint import metadata as _torch
+from torch.distributed.checkpoint.metadata import *  # noqa: F403
+
+__getattr__ = partial(getattr, _torch)

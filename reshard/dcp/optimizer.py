@@ -1,0 +1,8 @@
+"""torch's own: loading the state of an optimizer without its targets."""
+
+from functools import partial
+
+from torch.distributed.checkpoint import optimizer as _torch
+from torch.distributed.checkpoint.optimizer import *  # noqa: F403
+
+__getattr__ = partial(getattr, _torch)

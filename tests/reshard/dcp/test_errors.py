@@ -1,0 +1,117 @@
+"""Errors of the face: torch's types and key phrases, advice that can be followed, and every failed rank's own error."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as theirs
+from torch.distributed.checkpoint import CheckpointException
+
+import reshard.dcp as ours
+from reshard.errors import KeyMismatchError, RankFailedError, StorageError
+from tests import gloo
+from tests.reshard.dcp import jobs
+
+ENGINE = "engine", lambda path: {"checkpoint_id": path}
+PROTOCOL = "protocol", lambda path: {"storage_reader": theirs.FileSystemReader(path)}
+WAYS = [pytest.param(way, id=name) for name, way in (ENGINE, PROTOCOL)]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    ours.save({"w": torch.ones(2), "n": {"deep": torch.ones(3)}}, checkpoint_id=tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_missing_key(saved, way):
+    with pytest.raises(RuntimeError, match=r"Missing key in checkpoint state_dict(.|\n)*n\.more") as caught:
+        ours.load({"w": torch.zeros(2), "n": {"more": torch.zeros(1)}, "v": torch.zeros(1)}, **way(saved))
+
+    assert isinstance(caught.value, KeyMismatchError)
+    assert isinstance(caught.value, CheckpointException)
+    text = str(caught.value)
+    assert "v" in text.split()
+    assert "allow_partial_load=True" in text
+    assert "strict" not in text
+    assert "mapping=" not in text
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_size_that_does_not_fit(saved, way):
+    with pytest.raises(ValueError, match="Size mismatch") as caught:
+        ours.load({"w": torch.zeros(7)}, **way(saved))
+
+    assert isinstance(caught.value, KeyMismatchError)
+    assert isinstance(caught.value, CheckpointException)
+    assert "w" in str(caught.value)
+    assert "[7]" in str(caught.value)
+    assert "[2]" in str(caught.value)
+    assert "policy" not in str(caught.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_advised_helps(saved, way):
+    target = {"w": torch.zeros(2), "v": torch.zeros(1)}
+
+    ours.load(target, planner=ours.DefaultLoadPlanner(allow_partial_load=True), **way(saved))
+
+    assert (target["w"].tolist(), target["v"].tolist()) == ([1, 1], [0])
+
+
+def test_a_checkpoint_that_is_there_already(saved):
+    with pytest.raises(RuntimeError, match="Checkpoint already exists") as caught:
+        ours.save({"w": torch.ones(2)}, storage_writer=ours.FileSystemWriter(saved, overwrite=False))
+
+    assert isinstance(caught.value, StorageError)
+    assert isinstance(caught.value, FileExistsError)
+    assert isinstance(caught.value, CheckpointException)
+    assert str(saved) in str(caught.value)
+
+
+def test_an_error_travels_with_all_it_has(saved):
+    with pytest.raises(CheckpointException) as caught:
+        ours.load({"v": torch.ones(2)}, checkpoint_id=saved)
+
+    for again in (copy.copy(caught.value), pickle.loads(pickle.dumps(caught.value))):
+        assert type(again) is type(caught.value)
+        assert str(again) == str(caught.value)
+        ((place, (error, trace)),) = again.failures.items()
+        assert (place, type(error)) == (0, KeyMismatchError)
+        assert any(frame.name == "load" for frame in trace)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("step", ["create_local_plan", "resolve_data"])
+def test_every_rank_has_the_own_error_of_each_rank_that_failed(tmp_path, step):
+    for rank, (kinds, failures) in enumerate(gloo.run(jobs.some_ranks_fail, 4, str(tmp_path), step)):
+        assert ("ValueError" in kinds) == (rank in (0, 2, 3))
+        assert (RankFailedError.__name__ in kinds) == (rank == 1)
+        assert failures == {n: ("ValueError", f"rank {n} cannot") for n in (0, 2, 3)}
+
+
+@pytest.mark.gloo
+def test_a_rank_whose_error_does_not_travel_is_told_of_in_words(tmp_path):
+    for rank, (_, failures) in enumerate(gloo.run(jobs.unpicklable_failure, 2, str(tmp_path))):
+        ((place, (kind, text)),) = failures.items()
+        assert place == 1
+        assert "Stubborn" in (kind if rank == 1 else text)
+
+
+@pytest.mark.gloo
+def test_loads_tell_of_every_rank_that_misses_a_key(tmp_path):
+    ours.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    for kinds, failures in gloo.run(jobs.some_ranks_miss, 3, str(tmp_path)):
+        assert "KeyMismatchError" in kinds or "RankFailedError" in kinds
+        assert {0, 2} <= failures.keys()
+        assert all(kind == "KeyMismatchError" for kind, _ in failures.values())
+
+
+@pytest.mark.gloo
+def test_a_failure_in_the_background_is_every_rank_s(tmp_path):
+    for rank, (kinds, failures) in enumerate(gloo.run(jobs.some_ranks_fail_later, 3, str(tmp_path))):
+        assert ("ValueError" in kinds) == (rank == 1)
+        assert failures == {1: ("ValueError", "rank 1 cannot")}

@@ -1,0 +1,62 @@
+"""Only the import line changes: all names of the torch that is installed, in submodules of the same names."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+import torch.distributed.checkpoint as theirs
+
+import reshard.dcp as ours
+
+MODULES = ["", *(f".{m.name}" for m in pkgutil.iter_modules(theirs.__path__) if not m.name.startswith("_"))]
+STATE = {f"{verb}_{what}state_dict" for verb in ("get", "set") for what in ("", "model_", "optimizer_")}
+PLANNERS = {"DefaultLoadPlanner", "DefaultSavePlanner"}
+STORAGES = {"FileSystemReader", "FileSystemWriter"}
+CALLS = {"async_save", "load", "load_state_dict", "save", "save_state_dict"}
+OURS = {
+    "": PLANNERS | STORAGES | CALLS,
+    ".default_planner": PLANNERS,
+    ".filesystem": STORAGES,
+    ".format_utils": {
+        *("BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torch_save", "torch_save_to_dcp"),
+        "DefaultLoadPlanner",
+    },
+    ".state_dict": STATE | {"StateDictOptions"},
+    ".state_dict_loader": {"load", "load_state_dict", "DefaultLoadPlanner"},
+    ".state_dict_saver": {"async_save", "save", "save_state_dict", "DefaultSavePlanner"},
+}
+"""What must differ; everything else is torch's own object, so that `isinstance` means the same on both sides."""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_name_of_torch_is_there_and_is_torch_s_own_where_it_need_not_differ(module):
+    their = importlib.import_module(theirs.__name__ + module)
+    our = importlib.import_module(ours.__name__ + module)
+    names = {name for name in vars(their) if not name.startswith("__")}
+    submodules = {m.name for m in pkgutil.iter_modules(theirs.__path__)} if not module else set()
+
+    assert [name for name in names if not hasattr(our, name)] == []
+    differing = {name for name in names - submodules if getattr(our, name) is not getattr(their, name)}
+    assert {name for name in differing if not name.startswith("_")} == OURS.get(module, set()) & names
+
+
+def test_names_can_be_imported_from_where_programs_import_them():
+    from reshard.dcp.filesystem import SerializationFormat
+    from reshard.dcp.metadata import STATE_DICT_TYPE, Metadata
+    from reshard.dcp.planner import LoadItemType, WriteItemType
+    from reshard.dcp.state_dict import StateDictOptions, get_model_state_dict
+    from reshard.dcp.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+    assert AsyncCheckpointerType.THREAD.value == "thread"
+    assert None not in (SerializationFormat, STATE_DICT_TYPE, Metadata, LoadItemType, WriteItemType, AsyncSaveResponse)
+    assert StateDictOptions(full_state_dict=True).full_state_dict
+    assert get_model_state_dict is not None
+
+
+def test_what_neither_has_is_an_error_that_names_the_module():
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        _ = ours.nothing_of_the_kind
+    with pytest.raises(ImportError, match="nothing_of_the_kind"):
+        exec("from reshard.dcp.filesystem import nothing_of_the_kind")
