@@ -31,8 +31,9 @@ from reshard.formats.torch_save.zip_checksums import changed_records
 from reshard.state.dtypes import dtype_name
 from reshard.state.fingerprints import Fingerprinter, comparable
 from reshard.state.per_rank import PerRank
+from reshard.state.plain_data import encode_plain
 from reshard.state.tensors import is_sharded, is_tensor, raw_bytes
-from reshard.state.tree import encode_plain, flatten, key_of
+from reshard.state.tree import flatten, key_of
 from reshard.storage.base import Storage
 
 __all__ = ["compare", "verify"]

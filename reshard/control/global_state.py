@@ -32,9 +32,10 @@ from reshard.control.nests import check_nests
 from reshard.errors import FormatError, KeyMismatchError, LayoutError
 from reshard.state.arrays import as_array, row_major_bytes
 from reshard.state.per_rank import PerRank
+from reshard.state.plain_data import check_text, encode_plain
 from reshard.state.tensor_subclasses import expanded
 from reshard.state.tensors import device_of, form_of, identity_of, is_sharded, is_tensor, local_tensors, spec_of
-from reshard.state.tree import Flat, KeyPath, check_text, encode_plain, flatten, key_of, path_to_json
+from reshard.state.tree import Flat, KeyPath, flatten, key_of, path_to_json
 
 __all__ = [
     "OWN_TENSOR_BYTES",

@@ -10,8 +10,9 @@ from reshard.api.redistribute.agreement import Side
 from reshard.control.global_state import Holdings, agree_on_values
 from reshard.control.group import Group
 from reshard.errors import FormatError
+from reshard.state.plain_data import decode_plain, encode_plain
 from reshard.state.targets import Targets
-from reshard.state.tree import IntKey, decode_plain, encode_plain
+from reshard.state.tree import IntKey
 
 __all__ = ["Values", "check_replicas"]
 

@@ -23,7 +23,8 @@ from reshard.formats.safetensors.header import Offsets, read_offsets
 from reshard.formats.stored.contents import Contents, Facts, LazyMapping
 from reshard.formats.stored.source import Files, FileSource
 from reshard.formats.stored.tensor import LazyChunks, Place, StoredChunk, StoredTensor
-from reshard.state.tree import decode_plain, key_of, path_from_json
+from reshard.state.plain_data import decode_plain
+from reshard.state.tree import key_of, path_from_json
 from reshard.storage.base import Storage
 
 __all__ = ["NativeFacts", "detect", "is_replaced", "looks_for", "name", "open"]

@@ -20,7 +20,8 @@ from reshard.formats.stored.streaming import stream
 from reshard.formats.stored.tensor import StoredTensor
 from reshard.formats.stored.writer import Done, FilePlan, FormatWriter, HashingWriter, Part, spread
 from reshard.state.fingerprints import Partial, partial
-from reshard.state.tree import encode_plain, path_to_json
+from reshard.state.plain_data import encode_plain
+from reshard.state.tree import path_to_json
 from reshard.storage.base import Storage
 
 __all__ = ["NativeWriter"]

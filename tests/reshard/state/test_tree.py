@@ -14,16 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import FormatError, KeyMismatchError
-from reshard.state.tree import (
-    IntKey,
-    decode_plain,
-    encode_plain,
-    flatten,
-    key_of,
-    path_from_json,
-    path_to_json,
-    unflatten,
-)
+from reshard.state.plain_data import decode_plain, encode_plain
+from reshard.state.tree import IntKey, flatten, key_of, path_from_json, path_to_json, unflatten
 
 keys = st.one_of(st.text(max_size=3), st.integers(-2, 12))
 leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.floats(allow_nan=False))
