@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import planners
-from reshard.api.trace import trace_layout
+from reshard.trace import trace_layout
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import planners
-from reshard.api.trace import trace_layout
+from reshard.trace import trace_layout
 
 
 @dataclass(frozen=True)
