@@ -87,7 +87,12 @@ def _flat(checkpoint: Checkpoint, place: tuple[str, ...], parameters: Mapping[st
 
 
 def _place(saved: Any, parameter: Any) -> Any:
-    """For a tensor, unfilled memory, placed like its parameter where the shapes are the same; all else as saved."""
+    """For a tensor, unfilled memory, placed like its parameter where the shapes are the same; all else as saved, with
+    such memory inside containers, too: an optimizer's betas may be two tensors."""
+    if isinstance(saved, dict):
+        return {key: _place(item, parameter) for key, item in saved.items()}
+    if type(saved) in (list, tuple):
+        return type(saved)(_place(item, parameter) for item in saved)
     if not isinstance(saved, LazyTensor):
         return saved
     return place_like(parameter, tuple(saved.shape), saved.dtype)

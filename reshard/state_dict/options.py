@@ -84,6 +84,11 @@ class OptimizerReport:
     """Names in the dict that are no parameter of these optimizers."""
     foreign: tuple[str, ...] = ()
     """State of a kind that the optimizer does not have, "<parameter>.<key>", such as Adam's in SGD; it was left out."""
+    outside: tuple[str, ...] = ()
+    """Parameters of the optimizers that the model does not have, "outside_model.<optimizer>.<group>.<position>"."""
+    filled: tuple[str, ...] = ()
+    """Parameters without saved state whose state is zeros now, since they share an FSDP1 flat parameter with others
+    that have some: `use_orig_params=True` keeps them apart."""
     kept_fields: tuple[str, ...] = ()
     """Group fields that the dict lacks, so that the live value stayed: "<optimizer>.<group>.<field>"."""
     added_fields: tuple[str, ...] = ()

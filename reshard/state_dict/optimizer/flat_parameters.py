@@ -18,7 +18,7 @@ from reshard.state.tensors import dtype_of, global_shape, is_sharded
 from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.values import copy_containers, same_value, write
 
-__all__ = ["fill_absent", "joined_pieces", "split_state"]
+__all__ = ["fill_absent", "filled_names", "joined_pieces", "split_state"]
 
 Entry = tuple[OptimizedParameter, Mapping[str, Any] | None]
 
@@ -49,6 +49,16 @@ def joined_pieces(entries: Iterable[Entry]) -> Iterator[Entry]:
     for together in waiting.values():
         first = together[0][0]
         yield first, _join(first.parameter, together)
+
+
+def filled_names(entries: Iterable[Entry]) -> list[str]:
+    """Original parameters without state that share a flat parameter with others that have some: a flat parameter has
+    one state for all, so that theirs becomes zeros."""
+    units: dict[int, list[Entry]] = {}
+    for one, values in entries:
+        if one.piece is not None and one.parameter is one.piece.flat:
+            units.setdefault(id(one.parameter), []).append((one, values))
+    return [one.name for unit in units.values() if any(v for _, v in unit) for one, values in unit if not values]
 
 
 def _join(parameter: torch.Tensor, together: Sequence[Entry]) -> dict[Any, Any] | None:

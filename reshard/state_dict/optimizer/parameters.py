@@ -47,7 +47,8 @@ class OptimizedParameter(NamedTuple):
 class LiveOptimizers:
     """The parameters of one or several optimizers, by canonical name.
 
-    Raises NormalizationError for a parameter that two optimizers have.
+    Raises NormalizationError for a parameter that two optimizers have, and for optimizers that have none of
+    the model's.
     """
 
     def __init__(self, live: LiveModel, optimizers: Sequence[Optimizer]) -> None:
@@ -59,9 +60,12 @@ class LiveOptimizers:
         """Per optimizer and id in its own state dict: one parameter, or all that an FSDP1 flat one consists of."""
         self.by_name: dict[str, OptimizedParameter] = {}
         """By every name, aliases too."""
+        self.outside: list[OptimizedParameter] = []
+        """Those that the model does not have."""
         seen: dict[int, OptimizedParameter] = {}
         for k, optimizer in enumerate(self.optimizers):
             found = list(self._parameters(k, optimizer))
+            self.outside += [one for one in found if one.piece is None and id(one.parameter) not in live.names_of]
             self.parameters.append(found)
             self.by_id.append({})
             for one in found:
@@ -74,6 +78,8 @@ class LiveOptimizers:
                     )
                 for name in one.names:
                     self.by_name.setdefault(name, one)
+        if self.outside and len(self.outside) == sum(map(len, self.parameters)):
+            raise NormalizationError(_none_of_this_model(self.optimizers))
 
     def _parameters(self, k: int, optimizer: Optimizer) -> Iterator[OptimizedParameter]:
         names_of, pieces_of, number = self.live.names_of, self.live.pieces_of, 0
@@ -90,6 +96,15 @@ class LiveOptimizers:
                     outside = (f"{OUTSIDE}.{k}.{g}.{position}",)
                     yield OptimizedParameter(parameter, outside, k, g, position, number)
                 number += 1
+
+
+def _none_of_this_model(optimizers: Sequence[Optimizer]) -> str:
+    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    return (
+        f"{names} has no parameter of the model{where()}. Perhaps it was made before the model was wrapped: "
+        "fully_shard, to_empty and their like put new parameters in the place of the old ones, which it goes on to "
+        "train in vain. Make it of model.parameters() after wrapping; if it was made for another model, give that one"
+    )
 
 
 def as_optimizers(given: Any) -> tuple[Optimizer, ...]:

@@ -10,7 +10,7 @@ import torch
 from reshard.errors import KeyMismatchError
 from reshard.state.tensors import global_shape
 from reshard.state_dict.names import where
-from reshard.state_dict.optimizer.flat_parameters import joined_pieces
+from reshard.state_dict.optimizer.flat_parameters import filled_names, joined_pieces
 from reshard.state_dict.optimizer.groups import GroupWrite, plan_groups
 from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.optimizer.saved import SavedOptimizer, read_saved
@@ -54,7 +54,9 @@ def plan_optimizers(
         missing=tuple(match.missing),
         cold=tuple(match.cold),
         unexpected=tuple(match.unexpected),
+        outside=tuple(one.name for one in live.outside),
         foreign=tuple(f"{one.name}.{key}" for one, key in match.foreign),
+        filled=tuple(filled_names(match.state)) if live.live.pieces_of else (),
         kept_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.kept),
         added_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.added),
     )

@@ -154,6 +154,26 @@ def test_the_flat_form_gets_places_of_the_flat_form(kind, tmp_path) -> None:
     assert reshard.compare({"o": reshard.get_optimizer_state_dict(fresh, other, options=FLAT)}, {"o": saved}).ok
 
 
+def test_fields_that_are_several_tensors_get_places_of_the_flat_form(tmp_path) -> None:
+    def adam(model):
+        betas = torch.tensor(0.9), torch.tensor(0.99)
+        return torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-3), betas=betas, foreach=False)
+
+    model, _ = _trained()
+    optimizer = adam(model)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["betas"][1].fill_(0.5)
+    reshard.save({"optim": reshard.get_optimizer_state_dict(model, optimizer, options=FLAT)}, tmp_path)
+    fresh = _model(1)
+    other = adam(fresh)
+    state = {"optim": reshard.optimizer_destinations(fresh, other, tmp_path)}
+    assert reshard.load(state, tmp_path).ok
+    reshard.set_optimizer_state_dict(fresh, other, state["optim"])
+    assert other.param_groups[0]["betas"] == (torch.tensor(0.9), torch.tensor(0.5))
+    assert other.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
 def test_a_part_of_the_model_gets_places_for_its_part_of_the_flat_form(tmp_path) -> None:
     model, optimizer = _trained()
     reshard.save({"optim": reshard.get_optimizer_state_dict(model, optimizer, options=FLAT)}, tmp_path)

@@ -325,11 +325,33 @@ def test_several_optimizers_and_parameters_outside_the_model() -> None:
     assert set(state["state"]) == {name for name, _ in model.named_parameters()} | {outside}
     assert fqn_map(model, *optimizers)[outside].ids == ((1, 6),)
     other, others = make(1)
-    set_optimizer_state_dict(other, others, state)
+    assert set_optimizer_state_dict(other, others, state).outside == (outside,)
     assert_same(get_optimizer_state_dict(other, others), state)
     # a dict of all may be set into one of them
     report = set_optimizer_state_dict(other, others[0], state, options=LENIENT)
     assert outside in report.unexpected
+
+
+def test_optimizers_that_have_none_of_the_models_parameters_are_refused_and_some_are_named() -> None:
+    model = zoo.make(0)
+    stale = torch.optim.AdamW(model.parameters())
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(p.detach().clone()))  # as fully_shard and to_empty do
+    state = get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
+    for call in (
+        lambda: get_optimizer_state_dict(model, stale),
+        lambda: get_state_dict(model, [stale]),
+        lambda: set_optimizer_state_dict(model, stale, state),
+        lambda: fqn_map(model, stale),
+    ):
+        with pytest.raises(NormalizationError, match=r"AdamW has no parameter of the model.*after wrapping"):
+            call()
+    fresh = torch.optim.AdamW(model.parameters())
+    report = set_optimizer_state_dict(model, [fresh, stale], state, options=LENIENT)
+    outside = [f"outside_model.1.0.{i}" for i in range(len(stale.param_groups[0]["params"]))]
+    assert list(report.outside) == outside
+    assert [name for name in fqn_map(model, fresh, stale) if name.startswith("outside_model")] == outside
 
 
 def test_a_parameter_in_two_optimizers_is_refused() -> None:

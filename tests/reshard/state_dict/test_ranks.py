@@ -260,6 +260,30 @@ def test_factored_state_of_sharded_parameters() -> None:
     gloo.run(run_shapes, 2)
 
 
+def run_fsdp1_without_gradients() -> None:
+    """A parameter that had no gradient has no state; in a flat parameter it gets zeros, and the report says so."""
+    model = zoo.ddp(zoo.make(0, hidden=9))
+    optimizer = zoo.OPTIMIZERS["adamw"](model.parameters())
+    zoo.train(model, optimizer, 1)
+    state = get_optimizer_state_dict(model, optimizer)
+    cold = "layers.0.up.weight"
+    del state["state"][cold]
+    for use_orig_params in (False, True):
+        other = zoo.fsdp1("FULL_SHARD", use_orig_params)(zoo.make(1, hidden=9))
+        other_optimizer = zoo.OPTIMIZERS["adamw"](other.parameters())
+        report = set_optimizer_state_dict(other, other_optimizer, state, options=FULL)
+        assert cold in report.cold
+        assert report.filled == (() if use_orig_params else (cold,))
+        found = get_optimizer_state_dict(other, other_optimizer, options=FULL)
+        assert (cold in found["state"]) is not use_orig_params
+        assert cold not in found["state"] or not found["state"][cold]["exp_avg"].any()
+
+
+@pytest.mark.gloo
+def test_parameters_that_gain_state_in_a_flat_parameter_are_reported() -> None:
+    gloo.run(run_fsdp1_without_gradients, 2)
+
+
 def run_alone() -> None:
     """What stays sharded needs no other rank: rank 0 calls alone, in the middle of a training step."""
     for layout in (zoo.fsdp1("SHARD_GRAD_OP", False), zoo.fsdp1("SHARD_GRAD_OP", True), zoo.fsdp2, zoo.ddp):
