@@ -73,17 +73,27 @@ class Module:
                 yield node.lineno, first.value if literal else None
 
     def strings(self) -> Iterator[str]:
-        """Every string in the file that could be a dotted name below our packages."""
+        """Every string in the file that could name a module; the tables of the packages leave their own name out."""
         for node in self.nodes:
             text = node.value if isinstance(node, ast.Constant) else None
-            if isinstance(text, str) and re.fullmatch(r"(planners|reshard)(\.\w+)+", text):
-                yield text
+            if isinstance(text, str) and re.fullmatch(r"\w+(\.\w+)*", text):
+                if re.match(r"(planners|reshard)\.", text):
+                    yield text
+                elif self.name in PACKAGES:
+                    yield f"{self.name}.{text}"
 
-    def homes(self) -> Iterator[str]:
-        """The modules that the public table `_HOME` of a package names."""
-        for node in self.tree.body if self.is_package else []:
-            if isinstance(node, ast.Assign) and [getattr(t, "id", None) for t in node.targets] == ["_HOME"]:
-                yield from (f"{self.name}.{home}" for home in ast.literal_eval(node.value).values())
+    @property
+    def is_face(self) -> bool:
+        """Whether it only gives names of others: an old name of a module, or torch's name for it."""
+        kinds = {
+            type(node)
+            for node in self.tree.body
+            if not (
+                isinstance(node, ast.Assign)
+                and {getattr(t, "id", "") for t in node.targets} <= {"__getattr__", "__all__"}
+            )
+        }
+        return not self.is_package and kinds <= {ast.Expr, ast.Import, ast.ImportFrom}
 
     def functions(self) -> Iterator[tuple[str, int]]:
         """(name, lines) of each function."""
@@ -146,7 +156,7 @@ class House:
         graph.add_nodes_from(self.modules)
         for module in self.modules.values():
             named = [f"{base}.{name}" if f"{base}.{name}" in self.modules else base for base, name in module.imports()]
-            targets = {*named, *module.strings(), *module.homes()} & self.modules.keys()
+            targets = {*named, *module.strings()} & self.modules.keys()
             graph.add_edges_from((module.name, target) for target in targets - {module.name})
         return graph
 
@@ -190,9 +200,11 @@ class House:
         return wrong
 
     def entries(self) -> dict[str, int]:
-        """How many modules and folders each folder has."""
+        """How many modules and folders each folder has, but for those that only give names of others."""
         inside: dict[str, set[str]] = {}
         for module in self.modules.values():
+            if module.is_face:
+                continue
             parts = Path(module.path).parts
             for i in range(1, len(parts)):
                 inside.setdefault("/".join(parts[:i]), set()).add(parts[i])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 TEST_FILES = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("property_tests/test_*.py")]
 PAINS = (DOCS / "pains.md").read_text(encoding="utf-8")
+FOLDERS = "benchmarks|docs|examples|planners|property_tests|reshard|tests"
 
 
 def functions(page: str) -> list[tuple[str, str]]:
@@ -46,6 +48,15 @@ def test_a_test_that_is_not_there_is_seen() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
+    """Paths below the repository, and dotted names below a package: modules, functions, methods."""
+    text = page.read_text(encoding="utf-8")
+    assert [path for path in re.findall(rf"`((?:{FOLDERS})/[\w/.]*)`", text) if not (ROOT / path).exists()] == []
+    for name in sorted(set(re.findall(r"\b((?:planners|reshard)(?:\.[A-Za-z_]\w*)+)", text))):
+        pkgutil.resolve_name(name.removesuffix(".py"))
 
 
 def test_the_index_lists_every_page() -> None:
