@@ -295,9 +295,9 @@ class FileSystemReader(StorageReader):
         table.update({key: BytesStorageMetadata() for key in checkpoint.objects})
         planner_data = paths_of(table, checkpoint.contents.paths)
         facts = checkpoint.contents.facts_of(DcpFacts)
-        save_id = None if facts is None else facts.save_id
+        save_id, version = (None, None) if facts is None else (facts.save_id, facts.version)
         meta = StorageMeta(checkpoint_id=self.path, save_id=save_id, load_id=self.load_id)
-        return Metadata(state_dict_metadata=table, planner_data=planner_data, storage_meta=meta)
+        return Metadata(state_dict_metadata=table, planner_data=planner_data, storage_meta=meta, version=version)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up: where bytes are is asked of the checkpoint."""

@@ -76,8 +76,10 @@ def _load(
     state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner | None, group: Group, coordinator: int
 ) -> None:
     state = unwrapped(state_dict)
-    if type(reader) is FileSystemReader and _is_default(planner):
-        partial = getattr(planner, "allow_partial_load", False)
+    defaults = DefaultLoadPlanner, _torch_planner.DefaultLoadPlanner
+    is_default = planner is None or type(planner) in defaults
+    flat, partial = getattr(planner, "flatten_state_dict", True), getattr(planner, "allow_partial_load", False)
+    if type(reader) is FileSystemReader and is_default and flat:
         with group.together("load"):
             if planner is not None:  # callers read afterwards what it was told
                 planner.set_up_planner(state, reader.read_metadata(), group.rank == coordinator)
@@ -88,12 +90,8 @@ def _load(
                     refuse_lost_state(state, saved_in(reader.checkpoint))
             load_with(group, state, reader.checkpoint, options)
     else:
+        if planner is None or (is_default and isinstance(reader, FileSystemReader)):
+            planner = DefaultLoadPlanner(flat, allow_partial_load=partial)  # torch's own loses objects of a flat dict
         with group.together("load"):
-            run_load(state, reader, planner or DefaultLoadPlanner(), group, coordinator)
+            run_load(state, reader, planner, group, coordinator)
     put_state_back(state_dict, state)
-
-
-def _is_default(planner: LoadPlanner | None) -> bool:
-    """Whether the planner asks for nothing that the engine does not do."""
-    defaults = DefaultLoadPlanner, _torch_planner.DefaultLoadPlanner
-    return planner is None or (type(planner) in defaults and getattr(planner, "flatten_state_dict", False))

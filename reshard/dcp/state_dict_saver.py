@@ -84,7 +84,8 @@ def _save(
     ours = DefaultSavePlanner(**{name: getattr(planner, name) for name in choices if planner is not None})
     metadata = run_save(state, writer, ours, group, coordinator)
     if planner is not None:
-        vars(planner).update({name: value for name, value in vars(ours).items() if not name.startswith("_")})
+        known = {**vars(ours), "metadata": metadata}
+        vars(planner).update({name: value for name, value in known.items() if not name.startswith("_")})
     return metadata
 
 

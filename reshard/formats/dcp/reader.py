@@ -52,6 +52,8 @@ class DcpFacts(Facts):
     object_file: Callable[[str], TorchFile]
     """Of the key of an object: its item as a file of `torch.save`, whose tensors are not read."""
     save_id: str | None = None
+    version: str | None = None
+    """Of torch's planner."""
     mcore_data: Any = None
     """What Megatron-core puts into `.metadata`: how tensors were reshaped before they were saved."""
 
@@ -65,6 +67,7 @@ class _Index:
     items: dict[str, dict[tuple[int, ...] | None, Item]] = field(default_factory=dict)
     paths: dict[str, KeyPath] = field(default_factory=dict)
     save_id: str | None = None
+    version: str | None = None
     mcore_data: Any = None
 
 
@@ -97,7 +100,9 @@ def open_folder(storage: Storage, names: Mapping[str, int], folder: str) -> Cont
         key: lambda key=key: items.object(key, index.items.get(key, {}).get(None))  # type: ignore[misc]
         for key in index.objects
     }
-    facts = DcpFacts(lambda key: items.file(key, index.items.get(key, {}).get(None)), index.save_id, index.mcore_data)
+    facts = DcpFacts(
+        lambda key: items.file(key, index.items.get(key, {}).get(None)), index.save_id, index.version, index.mcore_data
+    )
     return Contents(name, LazyMapping(tensors), LazyMapping(objects), paths=index.paths, facts=facts)
 
 
@@ -136,6 +141,8 @@ def _add(index: _Index, fields: Mapping[str, Any], where: str) -> None:
     index.mcore_data = fields.get("mcore_data", index.mcore_data)
     if isinstance(meta := fields.get("storage_meta"), Record) and isinstance(meta.fields.get("save_id"), str):
         index.save_id = meta.fields["save_id"]
+    if isinstance(version := fields.get("version"), str):
+        index.version = version
 
 
 def _ints(values: Iterable[Any]) -> tuple[int, ...]:

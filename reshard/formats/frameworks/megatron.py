@@ -102,7 +102,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         parts.append(("common", contents_of(name, {(): file})))
     known = sharded.facts_of(dcp.DcpFacts)
     assert known is not None
-    facts = MegatronFacts(known.object_file, known.save_id, known.mcore_data, backend, shared)
+    facts = MegatronFacts(**vars(known), backend=backend, common=shared)
     merged = merge(name, parts, facts)
     if folder + "metadata.json" in names:
         return merged

@@ -1,0 +1,129 @@
+"""Planner objects as other programs pass them: torch's own mean the same as none, and know afterwards what was done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as theirs
+
+import reshard
+import reshard.dcp as ours
+from reshard.dcp import state_dict_loader, state_dict_saver
+from reshard.errors import UnsafeDataError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+class Plain:
+    """Of a class that the restricted reader does not know."""
+
+
+@pytest.fixture
+def protocol(monkeypatch):
+    """How often torch's protocol was followed, and with which planner."""
+    calls = []
+    for module, name in ((state_dict_loader, "run_load"), (state_dict_saver, "run_save")):
+        real = getattr(module, name)
+
+        def counted(state, storage, planner, *rest, real=real):
+            calls.append(type(planner))
+            return real(state, storage, planner, *rest)
+
+        monkeypatch.setattr(module, name, counted)
+    return calls
+
+
+LOADERS = [ours.DefaultLoadPlanner, theirs.DefaultLoadPlanner]
+SAVERS = [ours.DefaultSavePlanner, theirs.DefaultSavePlanner]
+WHOSE = {"ids": ["ours", "torch"]}
+
+
+@pytest.mark.parametrize("kind", LOADERS, **WHOSE)
+def test_a_load_with_a_default_planner_takes_the_engine(tmp_path, protocol, kind):
+    ours.save({"n": {"w": torch.ones(2), "step": 3}}, checkpoint_id=tmp_path)
+    protocol.clear()
+    target, planner = {"n": {"w": torch.zeros(2), "step": 0}}, kind()
+
+    ours.load(target, checkpoint_id=tmp_path, planner=planner)
+
+    assert protocol == []
+    assert (target["n"]["w"].tolist(), target["n"]["step"]) == ([1, 1], 3)
+    assert planner.metadata.state_dict_metadata.keys() == {"n.w", "n.step"}
+    assert planner.metadata.version == "1.0.0"
+    assert planner.state_dict.keys() == {"n.w", "n.step"}
+    assert planner.is_coordinator
+
+
+@pytest.mark.parametrize("kind", LOADERS, **WHOSE)
+def test_a_default_planner_may_say_that_keys_may_be_missing(tmp_path, protocol, kind):
+    reshard.save({"w": torch.ones(2)}, tmp_path)
+    target = {"w": torch.zeros(2), "v": torch.zeros(1)}
+
+    ours.load(target, checkpoint_id=tmp_path, planner=kind(allow_partial_load=True))
+
+    assert protocol == []
+    assert (target["w"].tolist(), target["v"].tolist()) == ([1, 1], [0])
+
+
+@pytest.mark.parametrize("kind", LOADERS, **WHOSE)
+def test_a_planner_that_flattens_nothing(tmp_path, protocol, kind):
+    ours.save({"w": torch.ones(2), "n": {"a": 1}}, checkpoint_id=tmp_path, planner=SAVERS[0](flatten_state_dict=False))
+    protocol.clear()
+    target = {"w": torch.zeros(2), "n": None}
+
+    ours.load(target, checkpoint_id=tmp_path, planner=kind(flatten_state_dict=False))
+
+    assert protocol == [ours.DefaultLoadPlanner]
+    assert (target["w"].tolist(), target["n"]) == ([1, 1], {"a": 1})
+
+
+def test_a_subclass_is_the_callers_own(tmp_path, protocol):
+    class Own(theirs.DefaultLoadPlanner):
+        def lookup_tensor(self, index):
+            self.asked = index.fqn
+            return super().lookup_tensor(index)
+
+    ours.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    planner = Own()
+
+    ours.load(target := {"w": torch.zeros(2)}, checkpoint_id=tmp_path, planner=planner)
+
+    assert protocol[-1] is Own
+    assert planner.asked == "w"
+    assert target["w"].tolist() == [1, 1]
+
+
+def test_torch_s_planner_does_not_make_code_of_data(tmp_path):
+    ours.save({"o": Plain()}, checkpoint_id=tmp_path)
+
+    with pytest.raises((UnsafeDataError, reshard.ReshardError), match="Plain"):
+        ours.load({"o": None}, checkpoint_id=tmp_path, planner=theirs.DefaultLoadPlanner())
+
+
+@pytest.mark.parametrize("kind", SAVERS, **WHOSE)
+def test_a_save_with_a_default_planner_is_planned_by_ours(tmp_path, protocol, kind):
+    planner = kind(dedup_save_to_lowest_rank=True)
+
+    metadata = ours.save({"n": {"w": torch.ones(2)}, "step": 3}, checkpoint_id=tmp_path, planner=planner)
+
+    assert protocol == [ours.DefaultSavePlanner]
+    assert planner.metadata.state_dict_metadata == metadata.state_dict_metadata
+    assert planner.metadata.version == "1.0.0"
+    assert planner.mappings == {"n.w": ("n", "w"), "step": ("step",)}
+    assert {item.index.fqn for item in planner.plan.items} == {"n.w", "step"}
+    assert planner.dedup_save_to_lowest_rank
+    target = {"n": {"w": torch.zeros(2)}, "step": 0}
+    theirs.load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert (target["n"]["w"].tolist(), target["step"]) == ([1, 1], 3)
+
+
+@pytest.mark.parametrize("kind", SAVERS, **WHOSE)
+def test_a_planner_object_is_used_again_and_in_the_background(tmp_path, kind):
+    planner = kind()
+    for value in (1.0, 2.0):
+        metadata = ours.async_save(
+            {"w": torch.full((2,), value)}, checkpoint_id=tmp_path / str(value), planner=planner
+        ).result()
+        assert planner.metadata.state_dict_metadata == metadata.state_dict_metadata
+        ours.load(target := {"w": torch.zeros(2)}, checkpoint_id=tmp_path / str(value))
+        assert target["w"].tolist() == [value, value]
