@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from planners.errors import ProofError
 
-__all__ = ["Finding", "Report"]
+__all__ = ["Coverage", "Finding", "Report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,31 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class Coverage:
+    """How far a verdict on a checkpoint reaches beyond its structure, in bytes of its tensors."""
+
+    total_bytes: int
+    read_bytes: int
+    """Of these, read: they are there."""
+    checked_bytes: int
+    """Of these, read and compared with checksums, or with the values of another side: a changed bit would have been
+    found."""
+    metadata_checked: bool = False
+    """Whether names, shapes and plain objects were compared with a checksum, too, and not only with each other."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a changed bit of any value would have been found."""
+        return self.checked_bytes >= self.total_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"structure{' by checksum' if self.metadata_checked else ''}; of {self.total_bytes} bytes of values "
+            f"{self.read_bytes} read, {self.checked_bytes} checked against what they must be"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What `verify` found."""
 
@@ -36,6 +61,8 @@ class Report:
     """What is wrong; nothing if it is right."""
     tensors: int
     """How many tensors were judged."""
+    covered: Coverage | None = None
+    """What a verdict on a checkpoint rests on. None for plans, and where the structure was wrong already."""
 
     @property
     def ok(self) -> bool:
@@ -56,4 +83,5 @@ class Report:
 
     def __str__(self) -> str:
         head = f"{self.subject}: {self.tensors} tensors, {'right' if self.ok else f'{len(self.findings)} findings'}"
-        return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
+        covered = [] if self.covered is None else [f"  covered: {self.covered}"]
+        return "\n".join([head, *covered, *(f"  {finding}" for finding in self.findings)])

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 
-from planners.findings import Finding, Report
+from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box
 from planners.proof import verify as prove
 from planners.save.plan import SavePlan
@@ -22,12 +23,13 @@ from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError
 from reshard.formats.native.hf_index import index_problem
+from reshard.formats.native.manifest import has_digest
 from reshard.formats.native.reader import NativeFacts
 from reshard.formats.stored.lazy_tensor import LazyTensor
-from reshard.formats.stored.source import Files
+from reshard.formats.stored.source import Files, FileSource
 from reshard.formats.stored.streaming import windows
 from reshard.formats.stored.tensor import StoredTensor
-from reshard.formats.torch_save.zip_checksums import changed_records
+from reshard.formats.torch_save.zip_checksums import changed_records, is_archive
 from reshard.state.dtypes import dtype_name
 from reshard.state.fingerprints import Fingerprinter, comparable
 from reshard.state.per_rank import PerRank
@@ -56,8 +58,9 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
         against: another checkpoint or a state dict of whole tensors that must hold the same: see `compare`.
         progress: show a progress bar where somebody looks on.
 
-    Returns a report whose findings name the file or tensor. Raises only if there is no checkpoint at all, or none of
-    a known format: damage is a finding.
+    Returns a report whose findings name the file or tensor; `covered` says for how many bytes a changed bit would have
+    been found, which is none in formats without checksums, such as safetensors. Raises only if there is no checkpoint
+    at all, or none of a known format: damage is a finding.
     """
     try:
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
@@ -70,20 +73,45 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
     if native is not None:
         findings += _plan_findings(native.plan)
         findings += map(Finding, filter(None, [index_problem(native)]))
-    if deep and not findings:
-        with (
-            Progress(show=progress) as bar,
-            bar.phase("verify", total_bytes=sum(t.nbytes for t in checkpoint.values())) as step,
-        ):
+    covered = None if findings else Coverage(sum(t.nbytes for t in checkpoint.values()), 0, 0)
+    if deep and covered is not None:
+        with Progress(show=progress) as bar, bar.phase("verify", total_bytes=covered.total_bytes) as step:
             if native is not None:
                 findings += _block_findings(checkpoint, native)
             else:
                 findings += map(Finding, changed_records(checkpoint.contents.files))
             if not findings:
                 findings += _read_findings(checkpoint, step)
-    if against is not None and not findings:
-        findings += compare(checkpoint, against).findings
-    return Report(f"{checkpoint.url} ({checkpoint.format})", tuple(findings), len(checkpoint))
+            if not findings:
+                covered = _covered(checkpoint, covered.total_bytes)
+    if against is not None and covered is not None and not findings:
+        other = compare(checkpoint, against)
+        findings += other.findings
+        if other.covered is not None:
+            read, checked = other.covered.read_bytes, other.covered.checked_bytes
+            covered = replace(
+                covered, read_bytes=max(covered.read_bytes, read), checked_bytes=max(covered.checked_bytes, checked)
+            )
+    return Report(f"{checkpoint.url} ({checkpoint.format})", tuple(findings), len(checkpoint), covered)
+
+
+def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
+    """How far a deep look reaches: files with checksums are all of ours, and the zip archives of torch.save."""
+    native = checkpoint.contents.facts_of(NativeFacts)
+    if native is not None:
+        files = {record.name for record in native.manifest.files.values()}
+        metadata_checked = has_digest(native.storage)
+    else:
+        sources = checkpoint.contents.files
+        files = {source.name for source in sources if is_archive(source)}
+        metadata_checked = checkpoint.format == "torch_save" and len(files) == len(sources)
+    checked = sum(
+        chunk.box.numel * tensor.dtype.itemsize
+        for tensor in checkpoint.values()
+        for chunk in tensor.stored.chunks
+        if not chunk.box.is_empty and isinstance(chunk.source, FileSource) and chunk.source.name in files
+    )
+    return Coverage(total_bytes, total_bytes, checked, metadata_checked)
 
 
 def _plan_findings(plan: SavePlan) -> list[Finding]:
@@ -152,6 +180,7 @@ def compare(
         labels: what findings call the two; default: their paths.
 
     Returns a report with every difference; of each differing tensor the first differing element, in row-major order.
+    Its `covered` says how many bytes of `a` were read and compared, and not by fingerprints alone.
     """
     left, right = _Side(a), _Side(b)
     if labels is not None:
@@ -163,8 +192,10 @@ def compare(
     findings += [Finding(f"is only in {right.label}", name) for name in right.tensors if name not in left.tensors]
     common = [name for name in left.tensors if name in right.tensors]
     exact = not rtol and not atol
+    read = 0
     for name in common:
         x, y = left.tensors[name], right.tensors[name]
+        nbytes = math.prod(x.shape) * x.dtype.itemsize
         if tuple(x.shape) != tuple(y.shape):
             findings.append(
                 Finding(f"has shape {list(x.shape)} in {left.label}, {list(y.shape)} in {right.label}", name)
@@ -177,10 +208,12 @@ def compare(
             p, q = left.fingerprints.get(name), right.fingerprints.get(name)
             if exact and by_fingerprint and p is not None and q is not None and comparable(p, q) and p == q:
                 continue
+            read += nbytes
             findings += _difference(name, x, y, rtol, atol)
     findings += _object_findings(left, right)
     findings += _own_findings(left, right)
-    return Report(f"{left.label} and {right.label}", tuple(findings), len(common))
+    total = sum(math.prod(x.shape) * x.dtype.itemsize for x in left.tensors.values())
+    return Report(f"{left.label} and {right.label}", tuple(findings), len(common), Coverage(total, read, read))
 
 
 class _Side:

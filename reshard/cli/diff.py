@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from reshard.cli.names import Config, Naming, mapping_of, stored_hints
-from reshard.cli.show import print_json, print_report, report_as_json
+from reshard.cli.show import print_json, print_report, report_as_json, size
 
 __all__ = ["diff"]
 
@@ -56,6 +56,9 @@ def diff(
     if as_json:
         print_json(report_as_json(report))
     else:
-        print_report(report, right="they hold the same", limit=limit)
+        covered = report.covered
+        unread = 0 if covered is None else covered.total_bytes - covered.read_bytes
+        note = f": {size(unread)} of values by the fingerprints saved with them, unread" if unread else ""
+        print_report(report, right=f"they hold the same{note}", limit=limit)
     if not report.ok:
         raise typer.Exit(1)

@@ -74,6 +74,7 @@ def report_as_json(report: Report) -> dict[str, Any]:
         "ok": report.ok,
         "subject": report.subject,
         "tensors": report.tensors,
+        "covered": None if report.covered is None else asdict(report.covered),
         "findings": [asdict(finding) for finding in report.findings],
     }
 

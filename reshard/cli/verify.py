@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from reshard.cli.show import print_json, print_report, report_as_json
+from reshard.cli.show import print_json, print_report, report_as_json, size
+
+if TYPE_CHECKING:
+    from planners.findings import Coverage
 
 __all__ = ["verify"]
 
@@ -17,7 +20,8 @@ def verify(
     shallow: Annotated[bool, typer.Option("--shallow", help="Look at metadata and file lengths only.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Read every byte, compare checksums and fingerprints, and prove that chunks tile every tensor exactly once.
+    """Read every byte, compare checksums and fingerprints where the format has them, and prove that chunks tile every
+    tensor exactly once. The verdict says how many bytes of values were checked.
 
     Exits with 1 if anything is wrong, naming file, tensor and byte range.
     """
@@ -27,6 +31,23 @@ def verify(
     if as_json:
         print_json(report_as_json(report))
     else:
-        print_report(report, right="whole and undamaged" if not shallow else "whole; its bytes were not read")
+        print_report(report, right=_verdict(report.covered, against))
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _verdict(covered: Coverage | None, against: str | None) -> str:
+    """What was found to be right, and what nobody could have found to be wrong."""
+    assert covered is not None
+    total, checked = size(covered.total_bytes), size(covered.checked_bytes)
+    same = "" if against is None else f", and the same as {against}"
+    if not covered.read_bytes and not covered.checked_bytes and covered.total_bytes:
+        return f"whole; its bytes were not read: {total} of values{same}"
+    if covered.is_full and covered.metadata_checked:
+        return f"whole and undamaged: {total} of values checked{same}"
+    if covered.is_full:
+        return f"whole: {total} of values checked{same}. Of names, shapes and objects no checksum was saved"
+    return (
+        f"whole: {total} of values read, {checked} of them checked{same}. Of the others no checksums were saved: a "
+        "changed value would not have been found"
+    )

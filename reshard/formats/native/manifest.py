@@ -31,6 +31,7 @@ __all__ = [
     "Manifest",
     "encode_manifest",
     "entry_key",
+    "has_digest",
     "is_generation",
     "read_manifest",
     "refuse_newer",
@@ -155,6 +156,11 @@ def _undigested(data: bytes, where: str) -> bytes:
             'checkpoint; if it was edited on purpose, remove the field "digest"'
         )
     return body + b"}"
+
+
+def has_digest(storage: Storage) -> bool:
+    """Whether the manifest has a digest of itself, which those of older versions lack."""
+    return storage.read(MANIFEST)[-_DIGEST_BYTES:].startswith(_DIGEST[:11])
 
 
 def read_manifest(storage: Storage) -> Manifest:

@@ -17,7 +17,7 @@ from reshard.errors import CheckpointError
 from reshard.formats.stored.source import FileSource
 from reshard.formats.torch_save.zip_archive import ZIP_MAGIC, TorchArchive
 
-__all__ = ["archives", "changed_records"]
+__all__ = ["archives", "changed_records", "is_archive"]
 
 _END = struct.Struct("<4sHHHHIIH")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
@@ -25,14 +25,17 @@ _LOCATOR64 = struct.Struct("<4sIQI")
 _WINDOW_BYTES = 16 << 20
 
 
+def is_archive(source: FileSource) -> bool:
+    """Whether a file begins as a zip archive."""
+    return bytes(source.read(0, min(4, source.nbytes))) == ZIP_MAGIC
+
+
 def changed_records(files: Iterable[FileSource]) -> Iterator[str]:
     """A text for each record of the archives in `files` whose bytes have another CRC-32 than was written with them.
 
     Files that do not begin as zip archives are passed over.
     """
-    for source in files:
-        if bytes(source.read(0, min(4, source.nbytes))) != ZIP_MAGIC:
-            continue
+    for source in filter(is_archive, files):
         found = archives(source)
         first = found[0][0] if found else source.nbytes
         if first:

@@ -1,0 +1,123 @@
+"""What `verify` says that it covered: a changed bit is found, or the verdict does not claim that it would have been."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ZStandard
+from typer.testing import CliRunner
+
+import reshard
+from planners.findings import Coverage
+from reshard.cli.app import app
+
+STATE: dict[str, Any] = {
+    "a": torch.arange(3000.0).reshape(60, 50),
+    "b": torch.ones(70, 9).bfloat16(),
+    "none": torch.empty(0, 4),
+    "scalar": torch.tensor(4),
+    "note": "text",
+}
+NBYTES = sum(t.nbytes for t in STATE.values() if isinstance(t, torch.Tensor))
+UNCHECKED = ("safetensors", "zstd", "legacy")
+
+
+def written(form: str, folder: Path) -> Path:
+    if form == "native":
+        reshard.save(STATE, folder)
+    elif form in ("torch_save", "legacy"):
+        folder = folder.with_suffix(".pt")
+        torch.save(STATE, folder, _use_new_zipfile_serialization=form == "torch_save")
+    elif form in ("dcp", "zstd"):
+        extensions = [ZStandard()] if form == "zstd" else []
+        writer = dcp.FileSystemWriter(folder, _extensions=extensions)
+        dcp.save(STATE, storage_writer=writer, no_dist=True)
+    else:
+        reshard.save(STATE, folder.with_name("source"))
+        reshard.convert(folder.with_name("source"), folder, format="safetensors", select=["!note"])
+    return folder
+
+
+def said(*arguments: str) -> str:
+    return CliRunner().invoke(app, ["verify", *arguments]).stdout
+
+
+@pytest.fixture(params=["native", "dcp", "torch_save", *UNCHECKED])
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    if request.param == "zstd":
+        pytest.importorskip("zstandard")
+    with warnings.catch_warnings(action="ignore"):  # that torch is not distributed
+        return request.param, written(request.param, tmp_path / "c")
+
+
+def test_a_verdict_says_how_far_it_reaches(checkpoint: tuple[str, Path]) -> None:
+    form, path = checkpoint
+    checked, sealed = 0 if form in UNCHECKED else NBYTES, form in ("native", "torch_save")
+
+    assert reshard.verify(path).covered == Coverage(NBYTES, NBYTES, checked, sealed)
+    assert reshard.verify(path, deep=False).covered == Coverage(NBYTES, 0, 0)
+    assert str(checked) in str(reshard.verify(path))
+    assert json.loads(said(str(path), "--json"))["covered"] == {
+        "total_bytes": NBYTES,
+        "read_bytes": NBYTES,
+        "checked_bytes": checked,
+        "metadata_checked": sealed,
+    }
+    assert ("undamaged" in said(str(path))) == sealed
+    assert "undamaged" not in said(str(path), "--shallow")
+
+
+def test_a_changed_bit_is_found_or_not_claimed_to_be(checkpoint: tuple[str, Path]) -> None:
+    """Anywhere in any file: what is right, by a verdict that covers all values, holds the values that were saved."""
+    _, path = checkpoint
+    found = 0
+    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+        whole = file.read_bytes()
+        for at in range(0, len(whole), max(1, len(whole) // 40)):
+            data = bytearray(whole)
+            data[at] ^= 4
+            file.write_bytes(data)
+            try:
+                report = reshard.verify(path)
+            except reshard.ReshardError:
+                found += 1
+                continue
+            found += not report.ok
+            if report.ok and report.covered is not None and report.covered.is_full:
+                opened = reshard.open(path)
+                sealed = report.covered.metadata_checked
+                names = set(opened) if sealed else set(opened) & set(STATE)
+                assert all(torch.equal(opened[name][...], STATE[name]) for name in names), (file.name, at)
+                assert not sealed or dict(opened.objects) == {"note": "text"}, (file.name, at)
+        file.write_bytes(whole)
+    assert found
+    assert reshard.verify(path).ok
+
+
+def test_what_another_checkpoint_was_compared_with_is_covered(tmp_path: Path) -> None:
+    path = written("safetensors", tmp_path / "c")
+
+    assert reshard.verify(path, against={k: v for k, v in STATE.items() if k != "note"}).covered == Coverage(
+        NBYTES, NBYTES, NBYTES
+    )
+    native = tmp_path / "source"
+    assert reshard.compare(native, native).covered == Coverage(NBYTES, 0, 0)
+    assert reshard.compare(native, native, by_fingerprint=False).covered == Coverage(NBYTES, NBYTES, NBYTES)
+
+
+def test_nothing_is_said_of_values_where_the_structure_is_wrong(tmp_path: Path) -> None:
+    path = written("native", tmp_path / "c")
+    (file,) = path.glob("data-*/*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+
+    report = reshard.verify(path)
+
+    assert not report.ok
+    assert report.covered is None
+    assert json.loads(said(str(path), "--json"))["covered"] is None
