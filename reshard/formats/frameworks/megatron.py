@@ -14,22 +14,28 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+
+import torch
 
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
-from reshard.formats.stored.contents import Contents, merge
+from reshard.formats.stored.contents import Contents, LazyMapping, merge
+from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import contents_of, read_torch_file
+from reshard.state.tree import encode_plain
 from reshard.storage.base import Storage
 
 __all__ = ["LATEST", "MegatronFacts", "detect", "iteration_folder", "looks_for", "name", "open"]
 
 name = "megatron"
-looks_for = "latest_checkpointed_iteration.txt, or metadata.json with a sharded_backend, beside .metadata"
+looks_for = "latest_checkpointed_iteration.txt, or metadata.json with a sharded_backend or common.pt, beside .metadata"
 
 LATEST = "latest_checkpointed_iteration.txt"
 _BACKENDS = ("torch_dist", "torch_dcp", "fsdp_dtensor")
+_COMPARED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -53,11 +59,13 @@ def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether there is a `.metadata` with Megatron's `metadata.json` beside it."""
+    """Whether there is a `.metadata` with Megatron's `metadata.json` or `common.pt` beside it."""
     if LATEST in names:
         folder = iteration_folder(storage, names)
         return folder + "metadata.json" in names or folder + ".metadata" in names
-    return "metadata.json" in names and ".metadata" in names and "sharded_backend" in _description(storage, "")
+    if ".metadata" not in names or not {"metadata.json", "common.pt"} & set(names):
+        return False
+    return "metadata.json" not in names or "sharded_backend" in _description(storage, "")
 
 
 def _description(storage: Storage, folder: str) -> dict[str, Any]:
@@ -99,12 +107,50 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         file = read_torch_file(Files(storage)[common])
         if isinstance(file.value, dict):
             shared = {key: file.plain(value) for key, value in file.value.items() if key != "rng_state"}
-        parts.append(("common", contents_of(name, {(): file})))
+        parts.append(("common", _only_here(contents_of(name, {(): file}), sharded, file.source.label)))
     known = sharded.facts_of(dcp.DcpFacts)
     assert known is not None
     facts = MegatronFacts(**vars(known), backend=backend, common=shared)
     merged = merge(name, parts, facts)
     if folder + "metadata.json" in names:
         return merged
-    lost = f"{folder}metadata.json is missing: taken for one of {backend}, and whether it had a common.pt is not known"
+    lost = f"{folder}metadata.json is missing: taken for one of {backend}"
+    lost += "" if common in names else ", and whether it had a common.pt is not known"
     return replace(merged, warnings=(*merged.warnings, lost))
+
+
+def _only_here(common: Contents, sharded: Contents, where: str) -> Contents:
+    """What `common.pt` holds beyond the sharded part, to which a conversion writes all of it.
+
+    Raises FormatError if the two contradict each other.
+    """
+    held = {*sharded.tensors, *sharded.objects}
+    twins = {key for key in (*common.tensors, *common.objects) if f"common.{key}" in held}
+    for key in twins:
+        if not _is_same(common, key, sharded, f"common.{key}"):
+            raise FormatError(
+                f"{where}: {key!r} differs from 'common.{key}' in the files beside it, so they are of two checkpoints: "
+                "move common.pt elsewhere, or put the right one in its place"
+            )
+    tensors = {key: partial(common.tensors.__getitem__, key) for key in common.tensors if key not in twins}
+    objects = {key: partial(common.objects.__getitem__, key) for key in common.objects if key not in twins}
+    aliases = {key: target for key, target in common.aliases.items() if key not in twins}
+    return replace(common, tensors=LazyMapping(tensors), objects=LazyMapping(objects), aliases=aliases)
+
+
+def _is_same(a: Contents, key: str, b: Contents, twin: str) -> bool:
+    """Whether two values are equal. Large tensors of one shape and dtype are taken to be, without reading them."""
+    if key in a.tensors and twin in b.tensors:
+        x, y = a.tensors[key], b.tensors[twin]
+        alike = (x.spec.shape, x.spec.dtype) == (y.spec.shape, y.spec.dtype)
+        if not alike or x.spec.nbytes > _COMPARED_BYTES:
+            return alike
+        p, q = (LazyTensor(one)[...].reshape(-1).view(torch.uint8) for one in (x, y))
+        return torch.equal(p, q)
+    if key not in a.objects or twin not in b.objects:
+        return False
+    try:  # as they are written: NaN is then equal to itself
+        p, q = (encode_plain(value, tensor_bytes=_COMPARED_BYTES) for value in (a.objects[key], b.objects[twin]))
+    except FormatError:  # objects of unknown classes
+        p, q = a.objects[key], b.objects[twin]
+    return bool(p == q)
