@@ -25,7 +25,7 @@ from reshard.formats.stored.contents import Contents, LazyMapping, merge
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import contents_of, read_torch_file
-from reshard.state.tree import encode_plain
+from reshard.state.plain_data import encode_plain
 from reshard.storage.base import Storage
 
 __all__ = ["LATEST", "MegatronFacts", "detect", "iteration_folder", "looks_for", "name", "open"]
