@@ -12,11 +12,11 @@ _HOME = {
     "Checkpoint": "checkpoint.checkpoint",
     "ConvertReport": "api.convert.converting",
     "FqnMap": "state_dict",
-    "LoadReport": "api.load.loading",
+    "LoadReport": "api.load.report",
     "Mapping": "mapping",
     "PerRank": "state.per_rank",
     "ReshardError": "errors",
-    "SaveReport": "api.save.saving",
+    "SaveReport": "api.save.report",
     "Stage": "state_dict",
     "StateDictOptions": "state_dict",
     "TransferReport": "api.redistribute",
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from reshard.api.convert.converting import ConvertReport as ConvertReport
     from reshard.api.convert.converting import convert as convert
     from reshard.api.fingerprint import fingerprint as fingerprint
-    from reshard.api.load.loading import LoadReport as LoadReport
     from reshard.api.load.loading import load as load
+    from reshard.api.load.report import LoadReport as LoadReport
     from reshard.api.optimizer_destinations import optimizer_destinations as optimizer_destinations
     from reshard.api.plan import plan as plan
     from reshard.api.redistribute import TransferReport as TransferReport
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from reshard.api.redistribute import verify_live as verify_live
     from reshard.api.retention import latest_complete as latest_complete
     from reshard.api.retention import prune as prune
-    from reshard.api.save.saving import SaveReport as SaveReport
+    from reshard.api.save.report import SaveReport as SaveReport
     from reshard.api.save.saving import async_save as async_save
     from reshard.api.save.saving import save as save
     from reshard.api.trace import trace_layout as trace_layout

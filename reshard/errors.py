@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "StorageError",
     "UndefinedTargetsError",
     "UnsafeDataError",
+    "format_ranks",
 ]
 
 
@@ -116,3 +118,19 @@ class DeadlineError(ReshardError, TimeoutError):
 
     def __str__(self) -> str:
         return Exception.__str__(self)
+
+
+def format_ranks(ranks: Iterable[int], limit: int = 20) -> str:
+    """Ranks for a message: `"rank 3"`, `"ranks 0-2, 7"`; at most `limit` spans of them."""
+    spans: list[tuple[int, int]] = []
+    every = sorted(ranks)
+    for rank in every:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1] = spans[-1][0], rank
+        else:
+            spans.append((rank, rank))
+    if not every:
+        return "no rank"
+    words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans[:limit])
+    more = f" and more, {len(every)} in all" if len(spans) > limit else ""
+    return f"rank{'s' * (len(every) != 1)} {words}{more}"

@@ -16,7 +16,7 @@ from planners.geometry.layout_forms import Part
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.control.group import Group
-from reshard.errors import CheckpointError, FormatError, LayoutError, ReplicaDriftError
+from reshard.errors import CheckpointError, FormatError, LayoutError, ReplicaDriftError, format_ranks
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.streaming import Region, stream
 from reshard.state.fingerprints.keys import PUBLIC, Key
@@ -185,7 +185,7 @@ def join(payloads: Iterable[bytes], *, ranks: Sequence[int] | None = None, key: 
                 )
             places.setdefault(held.fqn, {}).setdefault(held.place, {}).setdefault(held.sums, []).append(rank)
     drifted = [
-        f"{fqn}: " + " differ from ".join(_ranks(same) for same in versions.values())
+        f"{fqn}: " + " differ from ".join(format_ranks(same) for same in versions.values())
         for fqn, by_place in places.items()
         for versions in by_place.values()
         if len(versions) > 1
@@ -204,8 +204,3 @@ def join(payloads: Iterable[bytes], *, ranks: Sequence[int] | None = None, key: 
         except LayoutError as error:
             raise LayoutError(f"tensor {fqn!r}: {error}") from None
     return found
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -82,6 +82,7 @@ def convert(
         hints=hints,
         max_shard_bytes=_bytes(max_shard),
         workers=workers,
+        alone=True,
         overwrite=overwrite,
         progress=not as_json,
     )

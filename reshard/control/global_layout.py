@@ -1,15 +1,14 @@
-"""One layout out of what each rank says about its own tensors: no coordinator, every rank puts the same together.
+"""One layout, and one nest, out of what each rank says of its own: no coordinator, all ranks put the same together.
 
-Where all ranks say the same, as under FSDP, a digest per rank is all that travels; where they differ, as between
-pipeline stages, each distinct description travels once.
+Ranks may hold other keys of a dict, as pipeline stages do. But a list of plain values is one value: were lists of
+different lengths put together key by key, a rank would get back what it never had.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,11 +17,11 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.layout_forms import BoxesForm, FlatForm, Form, ProductForm
 from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Replicate
-from reshard.control.group import Group
-from reshard.errors import LayoutError
-from reshard.state.tensors import form_of, is_sharded, spec_of
+from reshard.errors import KeyMismatchError, LayoutError, format_ranks
+from reshard.state.live_state import LiveTensor
+from reshard.state.tree import KeyPath, key_of, path_from_json
 
-__all__ = ["Described", "describe", "format_some_ranks", "gather_distinct", "join_aliases", "join_layouts"]
+__all__ = ["Described", "check_nests", "describe", "join_aliases", "join_layouts"]
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -39,7 +38,7 @@ class Described(msgspec.Struct, frozen=True):
     forms: list[dict[str, Any]]
 
 
-def describe(tensors: Mapping[str, Any], layouts: Mapping[str, TensorLayout] | None = None) -> Described:
+def describe(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayout] | None = None) -> Described:
     """What this rank has to say about its tensors, by key.
 
     Args:
@@ -51,27 +50,13 @@ def describe(tensors: Mapping[str, Any], layouts: Mapping[str, TensorLayout] | N
     found = {}
     for key, tensor in tensors.items():
         given = layouts.get(key) if layouts else None
-        if given is not None:
-            spec, form = given.spec, given.form
-            if spec.dtype != spec_of(key, tensor).dtype:
-                raise LayoutError(f"tensor {key!r} is {spec_of(key, tensor).dtype}, but its layout says {spec.dtype}")
-            number = forms.setdefault(form, len(forms))
-        else:
-            spec = spec_of(key, tensor)
-            number = forms.setdefault(form_of(tensor, key), len(forms)) if is_sharded(tensor) else -1
+        if given is not None and given.spec.dtype != tensor.spec.dtype:
+            raise LayoutError(f"tensor {key!r} is {tensor.spec.dtype}, but its layout says {given.spec.dtype}")
+        spec = tensor.spec if given is None else given.spec
+        form = given.form if given is not None else tensor.form if tensor.is_sharded else None
+        number = -1 if form is None else forms.setdefault(form, len(forms))
         found[key] = _Tensor(spec.dtype, list(spec.shape), number)
     return Described(found, [form_to_json(form) for form in forms])
-
-
-def gather_distinct(described: bytes, group: Group) -> list[bytes]:
-    """Collective: everybody's bytes, in rank order; equal ones are the same object, and travel once or not at all."""
-    digest = hashlib.sha256(described).digest()
-    digests = group.exchange(digest)
-    firsts = {found: digests.index(found) for found in digests}
-    if len(firsts) == 1:
-        return [described] * len(digests)
-    shared = group.exchange(described if firsts[digest] == group.rank else b"")
-    return [shared[firsts[found]] for found in digests]
 
 
 def join_layouts(parties: Iterable[tuple[Described, list[int]]], *, skip: Iterable[str] = ()) -> StateLayout:
@@ -110,19 +95,14 @@ def join_aliases(
     return {key: first for key, first in tied.items() if first is not None and tied.get(first) is None}
 
 
-def format_some_ranks(ranks: list[int]) -> str:
-    """`"rank 3"` or `"ranks 0, 1, 2"`, at most 8 of them."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:8])) + (", ..." if ranks[8:] else "")
-
-
 def _join(key: str, rows: list[tuple[TensorSpec, Form | None, list[int]]], everyone: list[int]) -> TensorLayout:
     """The one layout that all ranks' descriptions of a tensor amount to."""
     spec = rows[0][0]
     for other, _, ranks in rows[1:]:
         if other != spec:
             raise LayoutError(
-                f"tensor {key!r} has shape {spec.shape} and dtype {spec.dtype} on {format_some_ranks(rows[0][2])}, but "
-                f"{other.shape} and {other.dtype} on {format_some_ranks(ranks)}"
+                f"tensor {key!r} has shape {spec.shape} and dtype {spec.dtype} on {format_ranks(rows[0][2])}, but "
+                f"{other.shape} and {other.dtype} on {format_ranks(ranks)}"
             )
     forms = {form for _, form, _ in rows}
     holders = sorted(rank for _, _, ranks in rows for rank in ranks)
@@ -172,3 +152,61 @@ def _only(form: Form, spec: TensorSpec, everyone: list[int]) -> Form:
     return BoxesForm.make(
         {rank: layout.boxes(rank) for rank in everyone if rank < layout.world_size}, max(everyone) + 1
     )
+
+
+class _Place(NamedTuple):
+    kind: str
+    """"dict", "list", "tuple" or "value"."""
+    items: int | None
+    """Of a list or tuple of plain values."""
+
+    def __str__(self) -> str:
+        return f"a {self.kind}" if self.items is None else f"a {self.kind} of {self.items}"
+
+
+def check_nests(
+    nests: Iterable[tuple[Mapping[str, list[Any]], Iterable[tuple[list[Any], str]], Collection[str]]],
+) -> None:
+    """Raises KeyMismatchError for a place that is one thing on some ranks and another on others.
+
+    Args:
+        nests: of each distinct one: the path of every key, tuples and empty containers by path, and the keys of what is
+            no plain value.
+    """
+    known: dict[KeyPath, _Place] = {}
+    for paths, containers, others in nests:
+        for path, place in _places(paths, containers, others).items():
+            if (first := known.setdefault(path, place)) == place:
+                continue
+            if first.kind == place.kind and None in (first.items, place.items):
+                continue  # tensors on one side: ranks may have some of a list of them
+            raise KeyMismatchError(
+                f"{key_of(path)!r} is {first} on some ranks and {place} on others. Wrap what is each rank's own in "
+                "reshard.PerRank(value), or give it a key per rank"
+            )
+
+
+def _places(
+    paths: Mapping[str, list[Any]], containers: Iterable[tuple[list[Any], str]], others: Collection[str]
+) -> dict[KeyPath, _Place]:
+    kinds: dict[KeyPath, str] = {}
+    items: dict[KeyPath, int] = {}
+    mixed: set[KeyPath] = set()
+    for key, data in paths.items():
+        path = path_from_json(data)
+        kinds[path], is_other = "value", key in others
+        for i in reversed(range(len(path))):
+            above, part = path[:i], path[i]
+            if type(part) is int:
+                items[above] = max(items.get(above, 0), part + 1)
+            if above in kinds and (above in mixed or not is_other):
+                break  # this one and those above it are known
+            kinds[above] = "list" if type(part) is int else "dict"
+            if is_other:
+                mixed.add(above)
+    for data, kind in containers:
+        path = path_from_json(data)
+        kinds[path] = kind
+        if kind != "dict":
+            items.setdefault(path, 0)
+    return {path: _Place(kind, None if path in mixed else items.get(path)) for path, kind in kinds.items()}

@@ -12,24 +12,33 @@ training loop runs its own collectives. With no process group at all everything 
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import msgspec
 import torch.distributed as dist
 
-from reshard.errors import LayoutError, ReshardError
+from reshard.errors import LayoutError, ReshardError, format_ranks
 
 if TYPE_CHECKING:  # imported where there is more than one rank
     from reshard.control.store_rounds import Rounds
 
-__all__ = ["Group"]
+__all__ = ["DEADLINE_S", "Group"]
+
+DEADLINE_S = 1800.0
+"""How long a verb may take where the caller says nothing."""
 
 _MESSAGE_CHARS = 20_000
 """Of a traceback that is sent to the other ranks; its end says most."""
+
+
+_VALUE_CHARS = 200
+"""Of an option's value, in a message."""
 
 
 class _Phase(NamedTuple):
@@ -54,10 +63,11 @@ class Group:
         ranks: the ranks in the default group of these processes, in group order; messages name these.
 
     Raises:
-        ReshardError: this process is no member of the process group, or the group has no store that answers.
+        ReshardError: this process is no member of the process group, the group has no store that answers, or this is
+            one process of a job that has not been initialised: all of them would act at once, each for itself.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, deadline_s: float = 1800.0) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, deadline_s: float = DEADLINE_S) -> None:
         if not deadline_s > 0:
             raise ReshardError(f"a deadline must be a positive number of seconds, not {deadline_s}")
         self._deadline_s = deadline_s
@@ -83,6 +93,8 @@ class Group:
                 self._rounds = Rounds(store, self.rank, self.ranks, ring)
         elif process_group is not None:
             raise ReshardError("a process group was given, but torch.distributed is not initialised (any more)")
+        else:
+            _refuse_unjoined()
         self.world_size = len(self.ranks)
 
     @classmethod
@@ -93,7 +105,7 @@ class Group:
         return cls.alone(deadline_s=deadline_s) if alone else cls(process_group, deadline_s=deadline_s)
 
     @classmethod
-    def alone(cls, *, deadline_s: float = 1800.0) -> Group:
+    def alone(cls, *, deadline_s: float = DEADLINE_S) -> Group:
         """This process by itself, also where torch.distributed is initialised: it asks and waits for nobody."""
         group = object.__new__(cls)
         group._deadline_s, group._phases, group._common, group._rounds = deadline_s, [], None, None
@@ -112,6 +124,24 @@ class Group:
         whole = self._round("an exchange", bytes(data), _pool)
         distinct, places = msgspec.msgpack.decode(whole, type=tuple[list[bytes], list[int]])
         return [distinct[place] for place in places]
+
+    def parties(self, data: bytes) -> dict[bytes, list[int]]:
+        """What the ranks have to say: each distinct answer, and the ranks that gave it, in the order of the ranks.
+
+        A digest of each travels first; if all are equal nothing else does, and if not, each distinct answer once.
+        """
+        if self._rounds is None:
+            return {bytes(data): list(self.ranks)}
+        digest = hashlib.sha256(data).digest()
+        digests = self.exchange(digest)
+        if digests.count(digest) == len(digests):
+            return {bytes(data): list(self.ranks)}
+        firsts = {found: digests.index(found) for found in digests}
+        answers = self.exchange(data if firsts[digest] == self.rank else b"")
+        out: dict[bytes, list[int]] = {}
+        for rank, found in zip(self.ranks, digests, strict=True):
+            out.setdefault(answers[firsts[found]], []).append(rank)
+        return out
 
     def share(self, data: bytes | None, root: int = 0) -> bytes:
         """What the rank `root` (its place in the group) has; the others give None."""
@@ -135,8 +165,35 @@ class Group:
             f"agreement on {what}", bytes(digest), lambda all_data: _differences(all_data, self.ranks)
         )
         if verdict:
-            self._common = error(f"the ranks differ in {what}: {verdict.decode()}{'. ' + fix if fix else ''}")
-            raise self._common
+            self.refuse(error(f"the ranks differ in {what}: {verdict.decode()}{'. ' + fix if fix else ''}"))
+
+    def same_options(self, verb: str, options: Mapping[str, object]) -> None:
+        """Make sure that all ranks were called alike.
+
+        Args:
+            verb: what they were called, for the message: "save".
+            options: values by name, of which `repr` tells all that matters.
+
+        Raises LayoutError, alike on all ranks: each option that differs, its values, and the ranks that gave them.
+        """
+        answers = self.parties(msgspec.msgpack.encode({name: repr(value) for name, value in options.items()}))
+        if len(answers) == 1:
+            return
+        given: dict[str, dict[str, list[int]]] = {}
+        for data, ranks in answers.items():
+            for name, value in msgspec.msgpack.decode(data, type=dict[str, str]).items():
+                given.setdefault(name, {}).setdefault(value, []).extend(ranks)
+        lines = [
+            f"{name}: " + ", ".join(f"{value[:_VALUE_CHARS]} on {format_ranks(ranks)}" for value, ranks in by.items())
+            for name, by in given.items()
+            if len(by) > 1
+        ]
+        self.refuse(LayoutError(f"the ranks call {verb} with different options, give all the same: {'; '.join(lines)}"))
+
+    def refuse(self, error: ReshardError) -> NoReturn:
+        """Raise an error that every rank raises just so, out of what all of them know. The group stays usable."""
+        self._common = error
+        raise error
 
     @property
     def deadline(self) -> float:
@@ -221,6 +278,18 @@ class Group:
         return self._rounds.take(label, data, combine, deadline, allowed_s)
 
 
+def _refuse_unjoined() -> None:
+    """Raises ReshardError where the environment, as of torchrun, says that there are more processes than this one."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if size.isdecimal() and int(size) > 1:
+        raise ReshardError(
+            f"this is one of {size} processes (WORLD_SIZE={size} in the environment), but torch.distributed is not "
+            "initialised, so each would act for itself, over what the others do: call "
+            "torch.distributed.init_process_group() first. If this process is to act by itself, say so with alone=True "
+            "(no_dist=True in reshard.dcp), or unset WORLD_SIZE"
+        )
+
+
 def _nothing(all_data: list[bytes]) -> bytes:
     return b""
 
@@ -237,9 +306,7 @@ def _differences(all_data: list[bytes], ranks: Sequence[int]) -> bytes:
         parties.setdefault(data, []).append(rank)
     if len(parties) == 1:
         return b""
-    from reshard.control.store_rounds import format_ranks
-
     largest_first = sorted(parties.values(), key=lambda party: (-len(party), party))
-    words = [f"rank{'s' * (len(party) > 1)} {format_ranks(sorted(party))}" for party in largest_first[:10]]
+    words = [format_ranks(party) for party in largest_first[:10]]
     more = f", and {len(parties) - 10} more parties" if len(parties) > 10 else ""
     return (" differ from ".join(words[:2]) + "".join(f", and from {word}" for word in words[2:]) + more).encode()

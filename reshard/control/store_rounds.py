@@ -23,9 +23,9 @@ from typing import Any, Literal, NoReturn, Protocol
 import msgspec
 
 from reshard.control.liveness import Gone, Ring
-from reshard.errors import DeadlineError, RankFailedError, ReshardError
+from reshard.errors import DeadlineError, RankFailedError, ReshardError, format_ranks
 
-__all__ = ["Failure", "KeyValueStore", "Rounds", "format_ranks"]
+__all__ = ["Failure", "KeyValueStore", "Rounds"]
 
 _PART_BYTES = 4 << 20
 """Values are stored in parts of this size: the server of torch's TCPStore refuses values over 8 MiB."""
@@ -238,7 +238,7 @@ class Rounds:
         for place, frame in sorted(frames.items()):
             labels.setdefault(frame[0], []).append(self._ranks[place])
         if len(labels) > 1:
-            words = "; ".join(f"{label}: ranks {format_ranks(ranks)}" for label, ranks in labels.items())
+            words = "; ".join(f"{label}: {format_ranks(ranks)}" for label, ranks in labels.items())
             return self._settle(Failure("diverged", -1, f"the ranks do different things at the same time: {words}"))
         whole = combine(
             [self._load(inline, parts, f"data/{place}") for place, (_, inline, parts) in sorted(frames.items())]
@@ -263,8 +263,8 @@ class Rounds:
         return Failure(
             "deadline",
             missing[0],
-            f"rank{'s' * (len(missing) > 1)} {format_ranks(missing)} did not reach {where}; "
-            f"there waited: {format_ranks(sorted(arrived))}. Look at what the missing hang in, or whether they died"
+            f"{format_ranks(missing)} did not reach {where}; "
+            f"there waited: {format_ranks(arrived)}. Look at what the missing hang in, or whether they died"
             f"{self._missed}",
             missing,
         )
@@ -357,15 +357,3 @@ class Rounds:
 
 def _decode(packed: bytes) -> _Outcome:
     return _decoder.decode(bytes(packed))
-
-
-def format_ranks(ranks: Sequence[int], limit: int = 20) -> str:
-    """Ascending ranks as ranges, "0-3, 7", at most `limit` of them."""
-    spans: list[tuple[int, int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1] = spans[-1][0], rank
-        else:
-            spans.append((rank, rank))
-    words = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:limit]]
-    return ", ".join(words) + (f" and more, {len(ranks)} in all" if len(spans) > limit else "")

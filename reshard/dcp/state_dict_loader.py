@@ -13,7 +13,8 @@ from torch.distributed.checkpoint import state_dict_loader as _torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from reshard.api.load.loading import LoadOptions, load_with, saved_in
+from reshard.api.load.loading import load_with, saved_in
+from reshard.api.load.options import LoadOptions, Mode
 from reshard.control.group import Group
 from reshard.dcp.default_planner import DefaultLoadPlanner
 from reshard.dcp.engine.calls import Call
@@ -83,7 +84,7 @@ def _load(
         with group.together("load"):
             if planner is not None:  # callers read afterwards what it was told
                 planner.set_up_planner(state, reader.read_metadata(), group.rank == coordinator)
-            strict = {"*": "partial" if partial else "subset"}
+            strict: Mode = "partial" if partial else "subset"
             options = LoadOptions(strict=strict, dtype_policy="cast", entry_by_entry=True)
             if not partial:
                 with places(state, saved_in(reader.checkpoint), keep=False):

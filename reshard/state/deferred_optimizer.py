@@ -1,7 +1,8 @@
-"""State that an optimizer does not have yet: places for it are made by the load that finds it in a checkpoint.
+"""State that an optimizer does not have yet: places for it are made by what a checkpoint says that there is.
 
 A fresh optimizer has no state, and nothing is stepped to make some, so its state dict has no place to load into. What
-it has is the parameters: where the checkpoint has state of theirs, that lies where they lie.
+it has is the parameters: where the checkpoint has state of theirs, that lies where they lie. State that was saved as
+one tensor under several keys gets one place for all of them.
 
     Awaiting({}, {"w": parameter})  ->  within `places`, {"w": {"exp_avg": tensor like w, "step": None}}
 """
@@ -15,13 +16,15 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from reshard.state.dtypes import dtype_from_name
-from reshard.state.optimizer_forms import owner_of
-from reshard.state.tensors import global_shape
-from reshard.state.tree import KeyPath, key_of, unflatten
+from reshard.state.optimizer_forms import is_flat_key, owner_of
+from reshard.state.tensors import device_of, dtype_of, global_shape, is_sharded, is_tensor
+from reshard.state.tree import KeyPath, flatten, key_of, unflatten
 
-__all__ = ["Awaiting", "Saved", "lost_state", "place_like", "places"]
+__all__ = ["Awaiting", "Saved", "fill", "lost_state", "places"]
 
 
 class Awaiting(dict[Any, Any]):
@@ -31,11 +34,13 @@ class Awaiting(dict[Any, Any]):
 
     Attributes:
         parameters: name -> the parameter, or something on the meta device of its shape.
+        is_complete: whether it has its places already: then a load adds none, and only ties those that are there.
     """
 
     def __init__(self, state: Mapping[Any, Any], parameters: Mapping[str, Any]) -> None:
         super().__init__(state)
         self.parameters = parameters
+        self.is_complete = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (list(self.items()),)
@@ -50,28 +55,134 @@ class Awaiting(dict[Any, Any]):
 class Saved(NamedTuple):
     """What a checkpoint has under one key."""
 
-    path: tuple[Any, ...]
+    key: str
+    path: KeyPath
     shape: tuple[int, ...] | None
     """None for what is no tensor."""
     dtype: str = ""
+    first: str = ""
+    """The key of the tensor that this is a further name of."""
+    value: Any = None
+    """Of what is no tensor, if it is to be there before the load."""
 
 
 @contextmanager
-def places(state_dict: Any, saved: Iterable[Saved], *, keep: bool = True) -> Iterator[None]:
-    """Within, whatever is `Awaiting` in a nest has a place for everything that was saved for it, None for what is no
-    tensor. With `keep`, the places stay, unless an error ends it."""
+def places(
+    state_dict: Any,
+    saved: Iterable[Saved],
+    *,
+    containers: Mapping[KeyPath, str] | None = None,
+    names: Mapping[str, str] | None = None,
+    keep: bool = True,
+) -> Iterator[None]:
+    """Within, whatever is `Awaiting` in a nest has a place for everything that was saved for it.
+
+    Args:
+        containers: kinds of those that are tuples or empty, see `reshard.state.tree.Flat`.
+        names: key of the nest -> key in the checkpoint, where they differ.
+        keep: the places stay, unless an error ends it.
+    """
     waiting = list(_waiting(state_dict, ()))
     before = [(one, dict(one)) for _, one in waiting]
     try:
-        rows = list(saved) if waiting else []
-        for path, one in waiting:
-            _make_places(one, [(row.path[len(path) :], row) for row in rows if _same_path(row.path[: len(path)], path)])
+        if waiting:
+            rows = list(saved)
+            live = _live_tensors(state_dict, names or {}) if any(row.first for row in rows) else {}
+            for path, one in waiting:
+                fill(one, path, rows, containers or {}, live=live)
         yield
     except BaseException:
         _put_back(before)
         raise
     if not keep:
         _put_back(before)
+
+
+def fill(
+    one: Awaiting,
+    above: KeyPath,
+    rows: Iterable[Saved],
+    containers: Mapping[KeyPath, str],
+    *,
+    live: Mapping[str, Any] | None = None,
+    groups: bool = False,
+) -> None:
+    """Make the places of what was saved below the path `above`; those that are there and fit stay.
+
+    Args:
+        rows, containers: of the checkpoint.
+        live: tensors by their key in the checkpoint, of which state may be a further name, such as parameters.
+        groups: also of the groups' fields in the flat form.
+    """
+    there = flatten(dict(one), is_leaf=is_tensor)
+    made = _Places(live or {})
+    leaves: dict[KeyPath, Any] = {}
+    for row in rows:
+        rest = row.path[len(above) :]
+        if not _same_path(row.path[: len(above)], above) or (one.is_complete and rest not in there.leaves):
+            continue
+        owner = _owner(rest, one.parameters, groups)
+        if owner is not None:
+            leaves[rest] = made.place(row, one.parameters[owner], there.leaves.get(rest))
+    kinds = {
+        path[len(above) :]: kind
+        for path, kind in (() if one.is_complete else containers.items())
+        if path[: len(above)] == above and _owner(path[len(above) :], one.parameters, groups) is not None
+    }
+    one.update(unflatten(there.leaves | leaves, there.containers | kinds))
+
+
+def _owner(rest: KeyPath, parameters: Mapping[str, Any], groups: bool) -> str | None:
+    """The parameter whose state is at a path: below its name, or at and below a key of the flat form."""
+    first = str(rest[0]) if rest else ""
+    if len(rest) >= 2 and first in parameters:
+        return first
+    if is_flat_key(first) and (groups or first.startswith("state.")):
+        return owner_of(first.partition(".")[2], parameters)
+    return None
+
+
+class _Places:
+    """Memory for state, one for all keys under which one tensor was saved."""
+
+    def __init__(self, live: Mapping[str, Any]) -> None:
+        self._live, self._made = live, dict[str, Any]()
+
+    def place(self, row: Saved, parameter: Any, there: Any) -> Any:
+        """For a tensor, unfilled memory, placed like its parameter where the shapes are the same."""
+        if row.shape is None:
+            return row.value if there is None else there
+        dtype, first = dtype_from_name(row.dtype), row.first or row.key
+        like = parameter if row.shape == global_shape(parameter) else None
+        for known in (self._live.get(first), self._made.get(first)):
+            if _fits(known, row.shape, dtype) and _lies_like(known, like):
+                return self._made.setdefault(first, known)
+        known = there if _fits(there, row.shape, dtype) else _place_like(parameter, row.shape, dtype)
+        self._made.setdefault(first, known)
+        return known
+
+
+def _fits(known: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    return (
+        is_tensor(known)
+        and global_shape(known) == shape
+        and dtype_of(known) == dtype
+        and device_of(known).type != "meta"
+    )
+
+
+def _lies_like(known: Any, like: Any) -> bool:
+    """Whether a tensor lies where a parameter does; whole, where there is none to lie like."""
+    if not (is_sharded(known) or is_sharded(like)):
+        return like is None or like.device.type == "meta" or bool(known.device == like.device)
+    both = isinstance(known, DTensor) and isinstance(like, DTensor)
+    return both and (known.device_mesh, known.placements) == (like.device_mesh, like.placements)
+
+
+def _live_tensors(state_dict: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    leaves = flatten(state_dict, is_leaf=is_tensor).leaves
+    found = {key_of(path): value for path, value in leaves.items() if isinstance(value, torch.Tensor)}
+    return {names.get(key, key): value.detach() for key, value in found.items() if not is_lazy(value)}
 
 
 def _put_back(before: Iterable[tuple[Awaiting, dict[Any, Any]]]) -> None:
@@ -91,28 +202,12 @@ def lost_state(state_dict: Any, saved: Iterable[Saved]) -> list[str]:
     ]
 
 
-def place_like(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _place_like(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Unfilled memory for a tensor of a parameter's state: placed like it where the shapes are the same."""
     if shape != global_shape(parameter) or (type(parameter) is torch.Tensor and parameter.device.type == "meta"):
         return torch.empty(shape, dtype=dtype)
     like: torch.Tensor = torch.empty_like(parameter, dtype=dtype)
     return like
-
-
-def _make_places(one: Awaiting, rows: Iterable[tuple[tuple[Any, ...], Saved]]) -> None:
-    nested: dict[str, dict[KeyPath, Any]] = {}  # the state of an optimizer such as LBFGS holds lists
-    for rest, row in rows:
-        if len(rest) >= 2 and rest[0] in one.parameters:
-            nested.setdefault(rest[0], {})[rest[1:]] = _place(one.parameters[rest[0]], row)
-        elif len(rest) == 1 and str(rest[0]).startswith("state."):
-            name = owner_of(str(rest[0]).removeprefix("state."), one.parameters)
-            if name is not None:
-                one[rest[0]] = _place(one.parameters[name], row)
-    one.update((name, unflatten(leaves)) for name, leaves in nested.items())
-
-
-def _place(parameter: Any, row: Saved) -> Any:
-    return None if row.shape is None else place_like(parameter, row.shape, dtype_from_name(row.dtype))
 
 
 def _waiting(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Awaiting]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from reshard.errors import FormatError, LayoutError
-from reshard.state.per_rank import PerRank
-from reshard.state.tensor_subclasses import expanded, holder
-from reshard.state.tensors import device_of, identity_of, is_sharded, is_tensor, local_tensors, spec_of
+from reshard.state.live_state import LiveState, is_single, take_apart
+from reshard.state.tensor_subclasses import holder
+from reshard.state.tensors import local_tensors
 from reshard.state.tree import IntKey, KeyPath, flatten, key_of
 
 __all__ = ["Targets"]
@@ -22,21 +22,12 @@ _EXTRA_STATE = "_extra_state"
 """The key under which torch puts what `Module.get_extra_state` gives."""
 
 
-@dataclass
-class Targets:
-    """What a load may fill."""
+@dataclass(frozen=True)
+class Targets(LiveState):
+    """What a load may fill. `objects` has the single values beside tensors; other values are parts of `units`."""
 
-    root: dict[str, Any]
-    tensors: dict[str, Any]
-    """By key."""
-    per_rank: dict[str, PerRank]
-    objects: dict[str, Any]
-    """Single values beside tensors, by key."""
-    units: dict[str, KeyPath]
+    units: dict[str, KeyPath] = field(default_factory=dict)
     """Containers without any tensor, which are replaced whole: their contents may have changed since."""
-    paths: dict[str, KeyPath]
-    tied: dict[str, str]
-    """key -> an earlier key of the very same memory."""
     replaced: dict[str, torch.dtype] = field(default_factory=dict)
     """Tensors that are to be replaced by ones of another dtype."""
     resized: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -58,43 +49,21 @@ class Targets:
         """
         if not isinstance(state, MutableMapping | list):
             raise FormatError(f"what is loaded into must be a dict (or a list), got {type(state).__name__}")
-        flat = flatten(state, is_leaf=_is_single, whole_at=_saved_whole(saved or {}))
-        leaves = expanded(flat.leaves)
-        out = cls(state, {}, {}, {}, {}, {}, {})
+        live = take_apart(state, whole_at=_saved_whole(saved or {}))
         full: set[KeyPath] = {()}  # containers that are not replaced whole: those that hold a tensor somewhere
-        for path, value in leaves.items():
-            if _is_single(value):
+        for key, path in live.paths.items():
+            if key not in live.objects:
                 full.update(path[:i] for i in range(len(path)))
             elif entry_by_entry:  # and dicts, and what holds a dict
                 full.update(path[:i] for i in range(_depth_of_dicts(path)))
         if entry_by_entry:
-            empty = [path for path, kind in flat.containers.items() if kind == "dict"]
+            empty = [path for path, kind in live.containers.items() if kind == "dict"]
             full.update(path[:i] for path in empty for i in range(len(path) + 1))
-        seen: dict[Any, str] = {}
-        for path, value in leaves.items():
-            key = key_of(path)
-            unit = next((path[:i] for i in range(1, len(path)) if path[:i] not in full), None)
-            if isinstance(value, PerRank):
-                out.per_rank[key] = value
-            elif is_tensor(value):
-                spec_of(key, value)  # refuses what is no plain array
-                out.tensors[key] = value
-                identity = identity_of(value)
-                first = seen.setdefault(identity, key) if identity is not None else key
-                if first != key:
-                    out.tied[key] = first
-            elif unit is not None:
-                out.units[key_of(unit)] = unit
-                continue
-            else:
-                out.objects[key] = value
-            out.paths[key] = path
-        for path in flat.containers:
-            unit = next((path[:i] for i in range(1, len(path) + 1) if path[:i] not in full), None)
-            if unit is not None:
-                out.units[key_of(unit)] = unit
-        out.paths.update(out.units)
-        return out
+        above = {key: _outermost(live.paths[key][:-1], full) for key in live.objects}
+        objects = {key: value for key, value in live.objects.items() if above[key] is None}
+        units = {key_of(p): p for p in (*above.values(), *(_outermost(p, full) for p in live.containers)) if p}
+        paths = {key: path for key, path in live.paths.items() if above.get(key) is None} | units
+        return cls(state, live.tensors, live.per_rank, objects, paths, live.containers, live.tied, units)
 
     def live(self, key: str) -> Any:
         """What is under `key` now."""
@@ -108,14 +77,13 @@ class Targets:
         `put_new` puts in their places."""
         tensor = self.tensors[key]
         dtype = self.replaced.get(key)
-        device = device_of(tensor)
-        if device.type != "meta" and dtype is None:
-            return local_tensors(tensor)
+        if not tensor.is_meta and dtype is None:
+            return local_tensors(tensor.value)  # asked again: it may have been given other memory
         if key not in self._made:
-            device = torch.device("cpu") if device.type == "meta" else device
+            device = torch.device("cpu") if tensor.is_meta else tensor.device
             fresh = tuple(
                 torch.empty(self.resized.get(key, local.shape), dtype=dtype or local.dtype, device=device)
-                for local in local_tensors(tensor)
+                for local in tensor.local
             )
             self._replace(key, fresh)
         return self._made[key]
@@ -126,7 +94,7 @@ class Targets:
         first = tied.get(key, key)
         made: dict[int, Any] = {}
         for other in (first, *(k for k, its in tied.items() if its == first)) if tied else (key,):
-            tensor = self.tensors[other]
+            tensor = self.tensors[other].value
             if id(tensor) not in made:
                 made[id(tensor)] = _like(tensor, fresh, other)
             self._made[other] = fresh
@@ -135,12 +103,12 @@ class Targets:
     def put_new(self) -> None:
         """Put new tensors in their places: only when they are filled, since until then their memory holds anything."""
         self.assign(self._new)
-        self._new = {}
+        self._new.clear()
 
     def is_opaque(self, key: str) -> bool:
         """Whether a tensor is of the extra state of a module, whose shape is nobody's business but the module's."""
         parts = [str(part) for part in self.paths[key]]
-        return not is_sharded(self.tensors[key]) and any(part.rpartition(".")[2] == _EXTRA_STATE for part in parts)
+        return not self.tensors[key].is_sharded and any(part.rpartition(".")[2] == _EXTRA_STATE for part in parts)
 
     @property
     def tied_in_place(self) -> dict[str, str]:
@@ -152,7 +120,7 @@ class Targets:
 
         Values of `keys`, and tensors on the meta device or of another dtype.
         """
-        fresh = [key for key, tensor in self.tensors.items() if device_of(tensor).type == "meta"]
+        fresh = [key for key, tensor in self.tensors.items() if tensor.is_meta]
         for key in (*keys, *fresh, *self.replaced):
             here: Any = self.root
             for part in self.paths[key][:-1]:
@@ -168,8 +136,8 @@ class Targets:
         """Say that live tensors were written to, past torch: a graph that needs their old values must not be run."""
         for key in keys:
             tensor = self.tensors[key]
-            outer = (tensor,) if isinstance(tensor, DTensor) else ()
-            for one in (*outer, *local_tensors(tensor)):
+            outer = (tensor.value,) if isinstance(tensor.value, DTensor) else ()
+            for one in (*outer, *tensor.local):
                 if not one.is_inference():
                     increment_version(one)
 
@@ -179,8 +147,9 @@ class Targets:
             _put(self.root, self.paths[key], value)
 
 
-def _is_single(value: Any) -> bool:
-    return is_tensor(value) or isinstance(value, PerRank)
+def _outermost(path: KeyPath, full: Collection[KeyPath]) -> KeyPath | None:
+    """The outermost container on `path`, itself included, that is replaced whole."""
+    return next((path[:i] for i in range(1, len(path) + 1) if path[:i] not in full), None)
 
 
 def _saved_whole(saved: Mapping[str, Any]) -> Callable[[KeyPath, Any], bool]:
@@ -190,7 +159,7 @@ def _saved_whole(saved: Mapping[str, Any]) -> Callable[[KeyPath, Any], bool]:
         key = key_of(path)
         if not path or key not in saved:
             return False
-        if not any(map(_is_single, flatten(value, is_leaf=_is_single).leaves.values())):
+        if not any(map(is_single, flatten(value, is_leaf=is_single).leaves.values())):
             return True
         found = saved[key]
         return not isinstance(value, Mapping) and type(found) in (list, tuple) and len(found) == len(value)

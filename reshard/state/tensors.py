@@ -5,6 +5,7 @@ Only this module (with the other border modules) knows torch's private names for
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -41,6 +42,7 @@ __all__ = [
     "mesh_line",
     "mesh_of",
     "raw_bytes",
+    "settle_streams",
     "spec_of",
 ]
 
@@ -103,10 +105,29 @@ def spec_of(fqn: str, tensor: Any) -> TensorSpec:
 
 def identity_of(tensor: Any) -> tuple[Any, ...] | None:
     """Equal for tied tensors: the same memory seen alike, also memory that is yet to be made. None where nothing can
-    be said."""
-    local = getattr(tensor, "_local_tensor", None if is_sharded(tensor) else tensor)
-    if not isinstance(local, torch.Tensor) or is_lazy(local) or local.is_nested or local.numel() == 0:
+    be said, as by a rank that holds no element."""
+    if is_lazy(tensor):
         return None
+    placed: Any = ()
+    if isinstance(tensor, DTensor):
+        parts, placed = [tensor._local_tensor], tensor.placements
+    elif _is_sharded_tensor(tensor):
+        shards = tensor.local_shards()
+        parts, placed = [one.tensor for one in shards], tuple(tuple(one.metadata.shard_offsets) for one in shards)
+    else:
+        parts = [tensor]
+    memory = [_memory_of(part) for part in parts]
+    if not any(memory) or None in memory:
+        return None
+    return *memory, global_shape(tensor), placed
+
+
+def _memory_of(local: torch.Tensor) -> tuple[Any, ...] | None:
+    """Where a local tensor is, and how it is seen there; () without elements, None where that cannot be said."""
+    if local.is_nested:
+        return None
+    if local.numel() == 0:
+        return ()
     at: tuple[Any, ...]
     try:
         if local.device.type == "meta":
@@ -115,8 +136,7 @@ def identity_of(tensor: Any) -> tuple[Any, ...] | None:
             at = (local.data_ptr(),)
     except RuntimeError:  # tensor subclasses may have no memory of their own
         return None
-    seen_as = local.dtype, tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
-    return *at, *seen_as, tuple(tensor.shape), is_sharded(tensor)
+    return *at, local.dtype, tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
@@ -169,8 +189,12 @@ def form_of(tensor: Any, fqn: str = "") -> Form:
         return _dtensor_form(tensor, fqn)
     if _is_sharded_tensor(tensor):
         return _sharded_tensor_form(tensor, fqn)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    return ProductForm.make(Mesh({"world": world}), (Replicate(),))
+    return _whole_everywhere(dist.get_world_size() if dist.is_initialized() else 1)
+
+
+@lru_cache(maxsize=8)
+def _whole_everywhere(world_size: int) -> ProductForm:
+    return ProductForm.make(Mesh({"world": world_size}), (Replicate(),))
 
 
 def _dtensor_form(tensor: DTensor, fqn: str) -> Form:
@@ -287,3 +311,16 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     A dim of size 1 may have any stride and be contiguous all the same, but torch refuses to see it as bytes then.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def settle_streams(devices: Iterable[torch.device]) -> None:
+    """Wait for the calling thread's stream of each of these devices; the CPU and the meta device have none.
+
+    Before other threads touch tensors: a thread starts on the default stream, and where the caller is on another one,
+    neither waits for the other. A save would read values that are still being computed, a load would write what a
+    kernel under way overwrites.
+    """
+    kind = torch.accelerator.current_accelerator()
+    for device in set(devices):
+        if kind is not None and device.type == kind.type:
+            torch.accelerator.current_stream(device).synchronize()

@@ -107,7 +107,7 @@ class TestLoading:
     def test_strictness_that_is_neither_a_bool_nor_a_dict(self, tmp_path):
         reshard.save({"a": 1}, tmp_path / "c")
         with pytest.raises(KeyMismatchError, match="strict must be True, False or a dict"):
-            reshard.load({"a": 0}, tmp_path / "c", strict="partial")  # type: ignore[arg-type]
+            reshard.load({"a": 0}, tmp_path / "c", strict="half")  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         "target",

@@ -66,6 +66,7 @@ def convert(
     max_shard_bytes: int = 5_000_000_000,
     workers: int = 1,
     process_group: dist.ProcessGroup | None = None,
+    alone: bool = False,
     overwrite: bool = False,
     resume: bool = True,
     progress: bool = False,
@@ -90,6 +91,7 @@ def convert(
         max_shard_bytes: size of a file's tensors; a tensor that is larger has a file of its own. Without `onto`.
         workers: processes on this machine that write files at the same time.
         process_group: with torch.distributed initialized, the ranks that share the work; all must see the target.
+        alone: this process converts by itself, in a running job too, and waits for nobody.
         overwrite: replace a checkpoint that is at `target`. A file of torch.save is always replaced, in one step.
         resume: continue the same conversion where it was interrupted.
         progress: show a progress bar where somebody looks on.
@@ -105,8 +107,9 @@ def convert(
     wanted = None if dtype is None else str(dtype).removeprefix("torch.")
     job = Job(source, target, format, mapping, onto, globs, wanted, normalized, model_only, hints, max_shard_bytes)
     _check(source, target, workers)
-    group = Group(process_group, deadline_s=deadline_s)
+    group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("convert"):
+        group.same_options("convert", {"overwrite": overwrite, "resume": resume})
         state = job.state()
         writer, resumed = _run(job, state, group, workers, overwrite=overwrite, resume=resume, progress=progress)
     return ConvertReport(

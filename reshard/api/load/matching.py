@@ -1,36 +1,23 @@
-"""Which keys of a target and of a checkpoint belong together, and the whole truth about those that do not."""
+"""Which keys of a target and of a checkpoint belong together."""
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
-import socket
-import zlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import msgspec
-import numpy as np
-import xxhash
-
+from reshard.api.load.options import DtypePolicy
 from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.control.group import Group
-from reshard.errors import CheckpointError, KeyMismatchError
-from reshard.formats.native.reader import NativeFacts
+from reshard.errors import KeyMismatchError
 from reshard.formats.pickles.record import unknown_class
 from reshard.state.container_types import retyped
-from reshard.state.dtypes import dtype_from_name, dtype_name
+from reshard.state.dtypes import dtype_from_name
+from reshard.state.live_state import LiveTensor
 from reshard.state.targets import Targets
-from reshard.state.tensors import global_shape
 from reshard.state.tree import KeyPath, key_of, unflatten
 
-__all__ = ["Match", "Truth", "match_keys", "needs_code", "refuse", "used_by_all"]
-
-DTYPE_POLICIES = ("error", "cast", "saved")
-MODES = ("strict", "subset", "partial")
+__all__ = ["Match", "match_keys", "needs_code"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +31,11 @@ class Match:
     per_rank: tuple[str, ...]
     missing: tuple[str, ...]
     mismatched: tuple[str, ...]
+    dropped: tuple[str, ...]
+    """Values of the target in the place of which nothing was saved, though something was saved around it."""
     cast: dict[str, tuple[str, str]]
+    replaced: dict[str, tuple[str, str]]
+    """Key of the target -> dtypes of the checkpoint and of the target, which takes the former."""
     names: tuple[str, ...]
     """Everything that the checkpoint has."""
     used: frozenset[str]
@@ -53,28 +44,17 @@ class Match:
     """Key of the target -> name under which it was looked for, where a mapping says so."""
 
 
-class Truth(NamedTuple):
-    """What was found out about keys that do not belong together, and is no error."""
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    outside: tuple[str, ...]
-    """Missing, but outside of what a checkpoint that is declared a subset claims to have."""
-
-
 def match_keys(
     targets: Targets,
     checkpoint: Checkpoint,
     *,
-    dtype_policy: str,
+    dtype_policy: DtypePolicy,
     mapping: Mapping[str, str],
 ) -> Match:
     """Match keys; under dtype_policy "saved", mark in `targets` what is to be replaced.
 
-    Raises KeyMismatchError for an unknown policy or a mapping of keys that the target does not have.
+    Raises KeyMismatchError for a mapping of keys that the target does not have.
     """
-    if dtype_policy not in DTYPE_POLICIES:
-        raise KeyMismatchError(f"dtype_policy must be one of {', '.join(DTYPE_POLICIES)}, got {dtype_policy!r}")
     unknown = [key for key in mapping if key not in targets.paths]
     if unknown:
         raise KeyMismatchError(f"the mapping names {unknown[0]!r}, which the target does not have")
@@ -89,52 +69,21 @@ def match_keys(
         tuple(per_rank),
         tuple(work.missing),
         tuple(work.mismatched),
+        tuple(work.dropped),
         work.cast,
+        work.replaced,
         tuple(work.names),
         frozenset(work.used),
         mapping,
     )
 
 
-def used_by_all(match: Match, group: Group, checkpoint: Checkpoint) -> tuple[frozenset[str], int]:
-    """Collective: the names that the target of any rank has, and how many ranks are on this rank's machine.
-
-    A bit for each name of the checkpoint travels, compressed; ranks that want the same send it once.
-
-    Raises CheckpointError, alike on every rank, if ranks have opened different saves at one path.
-    """
-    if group.world_size == 1:
-        return match.used, 1
-    bits = np.packbits([name in match.used for name in match.names]) if match.names else np.zeros(0, np.uint8)
-    names = xxhash.xxh3_64_digest(msgspec.msgpack.encode(match.names))
-    native = checkpoint.contents.facts_of(NativeFacts)
-    is_one = not checkpoint.url.startswith("memory:")  # each process has memory of its own
-    save = (checkpoint.url, native.manifest.save_id) if native is not None and is_one else ("", "")
-    mine = (socket.gethostname(), names, zlib.compress(bits.tobytes()), save)
-    union, sharers = bits, 0
-    rows = group.exchange(msgspec.msgpack.encode(mine))
-    counts = Counter(rows)
-    saves: dict[str, str] = {}
-    for row, count in counts.items():
-        host, theirs, packed, (url, save_id) = msgspec.msgpack.decode(
-            row, type=tuple[str, bytes, bytes, tuple[str, str]]
-        )
-        if saves.setdefault(url, save_id) != save_id:
-            raise CheckpointError(
-                f"{url} is not the same checkpoint for all ranks: some have opened the save {saves[url]}, others "
-                f"{save_id}. It was replaced just then, or is a folder of each machine: load again, from one place"
-            )
-        sharers += count if host == mine[0] else 0
-        if theirs == names:  # ranks that load from something else have no say in what is here
-            union = union | np.frombuffer(zlib.decompress(packed), np.uint8)
-    flags = np.unpackbits(union, count=len(match.names)).tolist()
-    return frozenset(name for name, flag in zip(match.names, flags) if flag), sharers
-
-
 class _Work:
     """The matching under way."""
 
-    def __init__(self, targets: Targets, checkpoint: Checkpoint, dtype_policy: str, mapping: Mapping[str, str]) -> None:
+    def __init__(
+        self, targets: Targets, checkpoint: Checkpoint, dtype_policy: DtypePolicy, mapping: Mapping[str, str]
+    ) -> None:
         self.targets, self.checkpoint, self.mapping = targets, checkpoint, mapping
         self.dtype_policy = dtype_policy
         self.saved_per_rank: Mapping[str, Any] = checkpoint.contents.per_rank
@@ -144,7 +93,9 @@ class _Work:
         self.objects: dict[str, Any] = {}
         self.missing: list[str] = []
         self.mismatched: list[str] = []
+        self.dropped: list[str] = []
         self.cast: dict[str, tuple[str, str]] = {}
+        self.replaced: dict[str, tuple[str, str]] = {}
 
     def match_tensors(self) -> None:
         later: list[str] = []
@@ -154,7 +105,9 @@ class _Work:
                 self._use(name)
                 if self._fits(key, name, tensor):
                     self.tensors[key] = name
-            elif name in self.checkpoint.objects and _is_number(self.checkpoint.objects[name]) and not tensor.shape:
+            elif (
+                name in self.checkpoint.objects and _is_number(self.checkpoint.objects[name]) and not tensor.spec.shape
+            ):
                 self._use(name)
                 self._number_into_tensor(key, self.checkpoint.objects[name], tensor)
             else:
@@ -168,9 +121,9 @@ class _Work:
         self.used.add(name)
         self.used.add(self.checkpoint.aliases.get(name, name))
 
-    def _fits(self, key: str, name: str, tensor: Any) -> bool:
+    def _fits(self, key: str, name: str, tensor: LiveTensor) -> bool:
         spec = self.checkpoint[name].stored.spec
-        shape, dtype = global_shape(tensor), dtype_name(tensor.dtype)
+        shape, dtype = tensor.spec.shape, tensor.spec.dtype
         if (shape, dtype) != (spec.shape, spec.dtype) and self.targets.is_opaque(key):
             self.targets.replaced[key] = dtype_from_name(spec.dtype)
             self.targets.resized[key] = spec.shape
@@ -184,14 +137,14 @@ class _Work:
                 return False
             if self.dtype_policy == "saved":
                 self.targets.replaced[key] = dtype_from_name(spec.dtype)
-            self.cast[key] = (spec.dtype, spec.dtype if self.dtype_policy == "saved" else dtype)
+            (self.cast if self.dtype_policy == "cast" else self.replaced)[key] = (spec.dtype, dtype)
         return True
 
-    def _number_into_tensor(self, key: str, value: Any, tensor: Any) -> None:
+    def _number_into_tensor(self, key: str, value: Any, tensor: LiveTensor) -> None:
         """A number that was saved as such, for a 0-d tensor; only where the dtype can hold it exactly."""
-        made = tensor.new_full((), value)
+        made = tensor.value.new_full((), value)
         if made.item() != value and value == value:
-            self.mismatched.append(f"{key}: saved as the number {value}, which {dtype_name(tensor.dtype)} cannot hold")
+            self.mismatched.append(f"{key}: saved as the number {value}, which {tensor.spec.dtype} cannot hold")
         else:
             self.objects[key] = made
 
@@ -233,7 +186,9 @@ class _Work:
         """An object that was saved; but not the record of one that is of an unknown class, in place of a live one."""
         kind = unknown_class(value)
         if kind is None:
-            self.objects[key] = retyped(value, self.targets.live(key))
+            live = self.targets.live(key)
+            self.objects[key] = retyped(value, live)
+            self.dropped += _lost(key, live, value)
         else:
             self.mismatched.append(f"{key}: {needs_code(kind)}")
 
@@ -285,6 +240,20 @@ class _Below(NamedTuple):
         return out
 
 
+def _lost(key: str, live: Any, value: Any) -> Iterator[str]:
+    """Keys of dicts at and below `key` that are gone when `value` takes the place of `live`."""
+    if isinstance(live, Mapping):
+        for name, item in live.items():
+            below = f"{key}.{name}"
+            if not isinstance(value, Mapping) or name not in value:
+                yield below
+            else:
+                yield from _lost(below, item, value[name])
+    elif isinstance(live, list | tuple) and isinstance(value, list | tuple):
+        for number, (item, other) in enumerate(zip(live, value)):
+            yield from _lost(f"{key}.{number}", item, other)
+
+
 def _prefixes(key: str) -> Iterator[str]:
     """The dotted key, and those above it."""
     at = key.find(".")
@@ -296,97 +265,3 @@ def _prefixes(key: str) -> Iterator[str]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, complex))
-
-
-def refuse(
-    match: Match,
-    used: Collection[str],
-    strict: bool | Mapping[str, str],
-    checkpoint: Checkpoint,
-    targets: Targets,
-) -> Truth:
-    """The keys that do not belong together, if strictness allows them all; `used` are the names that any rank wants.
-
-    Raises KeyMismatchError with every key that strictness does not allow to be missing, unexpected or mismatched.
-    """
-    mode_of = _strictness(strict)
-    claims = _claims(checkpoint)
-    truth = Truth(
-        tuple(key for key in match.missing if claims(key)),
-        tuple(name for name in match.names if name not in used),
-        tuple(key for key in match.missing if not claims(key)),
-    )
-    missing = [key for key in truth.missing if mode_of(key) != "partial"]
-    unexpected = [key for key in truth.unexpected if mode_of(key) == "strict"]
-    if not (missing or unexpected or match.mismatched):
-        return truth
-    # what has found its counterpart is no guess for another
-    known = [name for name in (*match.names, *checkpoint.aliases) if name not in match.used]
-    wanted = list(match.missing)
-    lines = [f"{checkpoint.url} does not fit what is to be loaded:"]
-    kinds = {k: v for k, v in _kinds(match.names, checkpoint).items() if (v == "a tensor") != (k in targets.tensors)}
-    lines += _section("missing in the checkpoint", missing, known, kinds, match.mapped)
-    lines += _section("unexpected, since the target does not have them", unexpected, wanted)
-    lines += _section("mismatched", match.mismatched, ())
-    fixes = []
-    if missing or unexpected:
-        fixes.append(
-            "strict=False or strict={'some.*': 'partial'} allows missing and unexpected keys, mapping= renames"
-        )
-    if any("saved as" in line for line in match.mismatched):
-        fixes.append("dtype_policy='cast' converts, dtype_policy='saved' keeps the saved dtype")
-    raise KeyMismatchError("\n".join(lines + [f"  ({'; '.join(fixes)})"] * bool(fixes)))
-
-
-def _claims(checkpoint: Checkpoint) -> Callable[[str], bool]:
-    """Whether a checkpoint ought to have a key: it ought to have all, unless it was declared a subset."""
-    globs = checkpoint.contents.subset
-    return lambda key: globs is None or any(fnmatch.fnmatchcase(key, glob) for glob in globs)
-
-
-def _kinds(names: Iterable[str], checkpoint: Checkpoint) -> dict[str, str]:
-    """What is under each name, in words."""
-    what = {True: "a tensor", False: "each rank's own value"}
-    return {name: what[name in checkpoint] for name in names if name not in checkpoint.objects} | dict.fromkeys(
-        checkpoint.objects, "a plain value"
-    )
-
-
-def _section(
-    title: str,
-    keys: Iterable[str],
-    others: Iterable[str],
-    kinds: Mapping[str, str] | None = None,
-    mapped: Mapping[str, str] | None = None,
-) -> list[str]:
-    rows = list(keys)
-    if not rows:
-        return []
-    others = list(others)
-    known = set(others)
-    out = [f"  {len(rows)} {title}:"]
-    for i, key in enumerate(rows):
-        if kinds and key in kinds:
-            out.append(f"    {key}   (there it is {kinds[key]}, which does not fit what the target has)")
-            continue
-        name = mapped.get(key, key) if mapped else key
-        close = (
-            difflib.get_close_matches(name, others, n=1, cutoff=0.75)
-            if i < 20 and name not in known and len(others) < 5000
-            else []
-        )
-        sought = f"   (looked for as {name!r})" if name != key else ""
-        out.append(f"    {key}{sought}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
-    return out
-
-
-def _strictness(strict: bool | Mapping[str, str]) -> Callable[[str], str]:
-    """The mode of a key: "strict", "subset" or "partial"."""
-    if isinstance(strict, bool):
-        return lambda key: "strict" if strict else "partial"
-    if not isinstance(strict, Mapping):
-        raise KeyMismatchError(f"strict must be True, False or a dict of globs to modes, got {strict!r}")
-    for glob, mode in strict.items():
-        if mode not in MODES:
-            raise KeyMismatchError(f"strictness of {glob!r} must be one of {', '.join(MODES)}, got {mode!r}")
-    return lambda key: next((mode for glob, mode in strict.items() if fnmatch.fnmatchcase(key, glob)), "strict")

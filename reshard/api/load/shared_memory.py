@@ -16,7 +16,7 @@ from planners.geometry.layout import TensorLayout
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError, LayoutError
 from reshard.state.arrays import as_array
-from reshard.state.tensors import device_of, dtype_of, form_of, local_tensors, spec_of
+from reshard.state.live_state import LiveTensor
 
 __all__ = ["filled_once", "refuse_overlaps"]
 
@@ -34,7 +34,7 @@ class _Extent(NamedTuple):
     local: torch.Tensor
 
 
-def refuse_overlaps(tensors: Mapping[str, Any], tied: Mapping[str, str]) -> None:
+def refuse_overlaps(tensors: Mapping[str, LiveTensor], tied: Mapping[str, str]) -> None:
     """Raises LayoutError for a target with two elements at one place, and for two that overlap but are not tied.
 
     Args:
@@ -42,7 +42,7 @@ def refuse_overlaps(tensors: Mapping[str, Any], tied: Mapping[str, str]) -> None
         tied: key -> an earlier key of the very same memory, which is no error.
     """
     extents = sorted(
-        (extent for key, tensor in tensors.items() if key not in tied for extent in _extents(key, tensor)),
+        (extent for key, tensor in tensors.items() if key not in tied for extent in _extents(tensor)),
         key=lambda extent: extent[:3],
     )
     widest: _Extent | None = None
@@ -57,22 +57,22 @@ def refuse_overlaps(tensors: Mapping[str, Any], tied: Mapping[str, str]) -> None
             widest = extent
 
 
-def _extents(key: str, tensor: Any) -> Iterator[_Extent]:
-    if device_of(tensor).type == "meta":
+def _extents(tensor: LiveTensor) -> Iterator[_Extent]:
+    if tensor.is_meta:
         return
-    for local in local_tensors(tensor):
+    for local in tensor.local:
         if not local.numel():
             continue
         reach = 0  # of the elements along the dims of smaller strides
         for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
             if size > 1 and stride <= reach:
                 raise LayoutError(
-                    f"the target {key!r} has several elements at one place in memory (shape {list(local.shape)}, "
+                    f"the target {tensor.key!r} has several elements at one place (shape {list(local.shape)}, "
                     f"strides {list(local.stride())}), as after expand(): it cannot be loaded into; give it .clone()"
                 )
             reach += stride * (size - 1)
         start = local.data_ptr()
-        yield _Extent(str(local.device), start, start + (reach + 1) * local.element_size(), key, local)
+        yield _Extent(str(local.device), start, start + (reach + 1) * local.element_size(), tensor.key, local)
 
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -88,7 +88,11 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def filled_once(
-    names: Mapping[str, str], tensors: Mapping[str, Any], tied: Mapping[str, str], checkpoint: Checkpoint, rank: int
+    names: Mapping[str, str],
+    tensors: Mapping[str, LiveTensor],
+    tied: Mapping[str, str],
+    checkpoint: Checkpoint,
+    rank: int,
 ) -> dict[str, str]:
     """`names` without the keys whose memory another key fills already.
 
@@ -113,7 +117,7 @@ def filled_once(
     return out
 
 
-def _equal(checkpoint: Checkpoint, one: str, other: str, target: Any, rank: int) -> bool:
+def _equal(checkpoint: Checkpoint, one: str, other: str, target: LiveTensor, rank: int) -> bool:
     """Whether two stored tensors have the same values, as far as this rank wants them."""
     names = checkpoint.aliases
     if names.get(one, one) == names.get(other, other):
@@ -122,15 +126,12 @@ def _equal(checkpoint: Checkpoint, one: str, other: str, target: Any, rank: int)
     prints = checkpoint.fingerprints or {}
     if a.dtype == b.dtype and one in prints and prints.get(one) == prints.get(other):
         return True
-    dtype = dtype_of(target)
-    from reshard.formats.stored.streaming import (
-        windows,
-    )
+    from reshard.formats.stored.streaming import windows
 
-    for region in TensorLayout.of(spec_of(one, target), form_of(target, one)).boxes(rank):
-        for window in windows(region.sizes, max(a.dtype.itemsize, dtype.itemsize)):
+    for region in TensorLayout.of(target.spec, target.form).boxes(rank):
+        for window in windows(region.sizes, max(a.dtype.itemsize, target.dtype.itemsize)):
             place = (*window.shift(region.offsets).slices, ...)
-            x, y = (as_array(tensor[place].to(dtype)) for tensor in (a, b))
+            x, y = (as_array(tensor[place].to(target.dtype)) for tensor in (a, b))
             if x.tobytes() != y.tobytes():
                 return False
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 import msgspec
@@ -14,19 +14,12 @@ import torch.distributed as dist
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.views.view import View
 from reshard.api.redistribute.pairing import Pairing
-from reshard.control.global_layout import (
-    Described,
-    describe,
-    format_some_ranks,
-    gather_distinct,
-    join_aliases,
-    join_layouts,
-)
+from reshard.control.global_layout import Described, describe, join_aliases, join_layouts
 from reshard.control.group import Group
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, format_ranks
 from reshard.mapping import Mapping as StateMapping
+from reshard.state.live_state import LiveTensor
 from reshard.state.targets import Targets
-from reshard.state.tensors import is_sharded, local_tensors
 
 __all__ = ["Agreed", "Options", "Side", "TransferOptions", "agree"]
 
@@ -75,12 +68,17 @@ class Options:
             raise LayoutError("two views make the same target")
         return options
 
-    def digest(self) -> str:
-        """Equal where all that the ranks must agree on is equal."""
+    def shared(self) -> dict[str, object]:
+        """What all ranks must choose alike."""
         mapping = self.mapping if isinstance(self.mapping, StateMapping) else sorted(self.mapping.items())
-        same = (mapping, sorted(self.views.items(), key=lambda row: row[0]), self.strict)
-        rest = (self.dtype_policy, self.check_replicas, self.max_inflight_bytes, self.ranks_per_host)
-        return hashlib.sha256(repr((same, rest)).encode()).hexdigest()
+        views = sorted(self.views.items(), key=lambda row: row[0])
+        own = ("mapping", "views", "source_layouts", "target_layouts", "deadline_s")
+        rest = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
+        return {"mapping": mapping, "views": views, **rest}
+
+    def digest(self) -> str:
+        """Equal where all that the ranks must choose alike is equal."""
+        return hashlib.sha256(repr(self.shared()).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class Side:
     def describe(self) -> _SideDescription:
         """Without any values."""
         tensors = self.state.tensors
-        empty = [k for k, t in tensors.items() if is_sharded(t) and not any(x.numel() for x in local_tensors(t))]
+        empty = [key for key, tensor in tensors.items() if tensor.is_elsewhere]
         return _SideDescription(describe(tensors, self.layouts), self.objects, dict(self.state.tied), empty)
 
 
@@ -127,7 +125,6 @@ class _SideDescription(msgspec.Struct, frozen=True):
 class _Description(msgspec.Struct, frozen=True):
     source: _SideDescription
     target: _SideDescription
-    options: str
     devices: list[str]
     """Kinds of device that this rank can send from, the preferred one first."""
 
@@ -173,12 +170,10 @@ def agree(
 
     Raises LayoutError, alike on every rank: ranks disagree about a layout or an option, or have no part at all.
     """
+    group.same_options("redistribute", options.shared())
     devices = _devices([*source.state.tensors.values(), *target.state.tensors.values()], process_group)
-    mine = _Description(source.describe(), target.describe(), options.digest(), devices)
-    shared = gather_distinct(msgspec.json.encode(mine), group)
-    parties: dict[bytes, list[int]] = {}
-    for data, rank in zip(shared, group.ranks):
-        parties.setdefault(data, []).append(rank)
+    mine = _Description(source.describe(), target.describe(), devices)
+    parties = group.parties(msgspec.json.encode(mine))
     said = {data: msgspec.json.decode(data, type=_Description) for data in parties}
     found = [(said[data], ranks) for data, ranks in parties.items()]
     _judge(found)
@@ -204,16 +199,8 @@ def _judge(found: list[tuple[_Description, list[int]]]) -> None:
     idle = sorted(rank for d, ranks in found if not d.source and not d.target for rank in ranks)
     if idle:
         raise LayoutError(
-            f"{format_some_ranks(idle)} neither give nor want anything: leave them out with a process_group of those "
-            "that do"
+            f"{format_ranks(idle)} neither give nor want anything: leave them out with a process_group of those that do"
         )
-    first, ranks = found[0]
-    for other, others in found[1:]:
-        if other.options != first.options:
-            raise LayoutError(
-                f"{format_some_ranks(others)} called with other options (mapping, views, strict, dtype_policy, "
-                f"check_replicas, max_inflight_bytes or ranks_per_host) than {format_some_ranks(ranks)}"
-            )
 
 
 def _join(name: str, parties: list[tuple[_SideDescription, list[int]]]) -> StateLayout:
@@ -223,11 +210,11 @@ def _join(name: str, parties: list[tuple[_SideDescription, list[int]]]) -> State
         raise LayoutError(f"the ranks disagree about the {name}: {error}") from None
 
 
-def _devices(tensors: list[Any], process_group: dist.ProcessGroup | None) -> list[str]:
+def _devices(tensors: list[LiveTensor], process_group: dist.ProcessGroup | None) -> list[str]:
     """Kinds of device that this rank can send from, the one that holds most of its bytes first."""
     held: dict[str, int] = {}
     for tensor in tensors:
-        for local in local_tensors(tensor):
+        for local in tensor.local:
             held[local.device.type] = held.get(local.device.type, 0) + local.nbytes
     able = ["cpu"]
     if dist.is_available() and dist.is_initialized():

@@ -13,6 +13,7 @@ from planners.transfer.hierarchical import stripe_places
 from reshard.api.redistribute.pairing import Lane, Pairing
 from reshard.api.redistribute.steps import Steps
 from reshard.errors import LayoutError
+from reshard.state.live_state import LiveTensor
 from reshard.state.tensors import local_tensors
 
 __all__ = ["LaneMemory", "part_tensors", "refuse_shared_memory", "turned"]
@@ -122,7 +123,9 @@ def turned(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
     return moved.view([1 if d is None else tensor.shape[d] for d in dims])
 
 
-def refuse_shared_memory(pairing: Pairing, sources: Mapping[str, object], targets: Mapping[str, object]) -> None:
+def refuse_shared_memory(
+    pairing: Pairing, sources: Mapping[str, LiveTensor], targets: Mapping[str, LiveTensor]
+) -> None:
     """Raises LayoutError where a target would be written while a source in the same memory is still to be read.
 
     A tensor may be its own source, in the same layout: then nothing happens to it.
@@ -131,11 +134,11 @@ def refuse_shared_memory(pairing: Pairing, sources: Mapping[str, object], target
     for lane in pairing.lanes.values():
         mine, its = sources.get(lane.source), targets.get(lane.target)
         if mine is not None and its is not None and lane.before.form == lane.after.form and lane.turn is None:
-            pairs = list(zip(local_tensors(mine), local_tensors(its)))
+            pairs = list(zip(local_tensors(mine.value), local_tensors(its.value)))
             if pairs and all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in pairs):
                 continue
         for value, is_target, key in ((mine, False, lane.source), (its, True, lane.target)):
-            for tensor in local_tensors(value) if value is not None else ():
+            for tensor in local_tensors(value.value) if value is not None else ():
                 if tensor.numel() and tensor.device.type != "meta":
                     spans.append((*_span(tensor), is_target, key))
     spans.sort()

@@ -24,7 +24,7 @@ from reshard.errors import LayoutError, RankFailedError, UndefinedTargetsError
 from reshard.execute.messages.exchange import Exchange
 from reshard.execute.messages.waiting import Waiter
 from reshard.state.dtypes import dtype_from_name
-from reshard.state.tensors import device_of, local_tensors
+from reshard.state.tensors import local_tensors
 
 __all__ = ["Prepared", "TransferReport", "prepare", "redistribute"]
 
@@ -205,7 +205,7 @@ class Prepared:
 
     def _places_checked(self) -> None:
         for key in {lane.source for lane in self.pairing.lanes.values()} & self._source.state.tensors.keys():
-            if device_of(self._source.state.tensors[key]).type == "meta":
+            if self._source.state.tensors[key].is_meta:
                 raise LayoutError(f"the source {key!r} is a meta tensor: it has no elements to give")
 
     def _places(self) -> list[int]:
@@ -213,8 +213,8 @@ class Prepared:
         return [
             tensor.data_ptr()
             for side in (self._source, self._target)
-            for value in side.state.tensors.values()
-            for tensor in (local_tensors(value) if device_of(value).type != "meta" else ())
+            for live in side.state.tensors.values()
+            for tensor in (local_tensors(live.value) if not live.is_meta else ())
         ]
 
     def _report(self) -> TransferReport:
@@ -248,7 +248,7 @@ class _Local:
     def __call__(self, key: str) -> Sequence[torch.Tensor]:
         if key not in self._state.tensors:
             return ()
-        return self._state.writable(key) if self._writable else local_tensors(self._state.tensors[key])
+        return self._state.writable(key) if self._writable else local_tensors(self._state.tensors[key].value)
 
 
 def prepare(

@@ -7,7 +7,7 @@ from typing import Any
 
 from planners.geometry.layout import StateLayout
 from reshard.api.redistribute.agreement import Side
-from reshard.control.global_state import Holdings, agree_on_values
+from reshard.control.global_state import agree_on_values
 from reshard.control.group import Group
 from reshard.errors import FormatError
 from reshard.state.plain_data import decode_plain, encode_plain
@@ -38,7 +38,7 @@ class Values:
         Raises KeyMismatchError, alike on every rank, for a value that differs between ranks.
         """
         held = self._held()
-        merged = agree_on_values(_holdings({}, held), group, check_replicas=True)
+        merged = agree_on_values({}, held, group, check_replicas=True)
         mine = {key: name for key, name in self._pairs.items() if key in self._target.paths}
         return {key: decode_plain(merged[name]) for key, name in mine.items() if name in merged}
 
@@ -70,11 +70,7 @@ def check_replicas(source: Side, before: StateLayout, group: Group) -> None:
     copied = {key for key, layout in before.items() if int(layout.numels().sum()) > layout.spec.numel}
     mine = {k: t for k, t in source.state.tensors.items() if k in copied and k not in source.layouts}
     if copied:
-        agree_on_values(_holdings(mine, {}), group, check_replicas=True)
-
-
-def _holdings(tensors: dict[str, Any], objects: dict[str, Any]) -> Holdings:
-    return Holdings(tensors, objects, {}, {}, {})
+        agree_on_values(mine, {}, group, check_replicas=True)
 
 
 def _at(root: Any, path: tuple[Any, ...]) -> Any:

@@ -23,7 +23,6 @@ from reshard.control.group import Group
 from reshard.errors import LayoutError
 from reshard.state.dtypes import dtype_from_name
 from reshard.state.fingerprints import Partial, partial
-from reshard.state.tensors import local_tensors
 
 __all__ = ["verify_live"]
 
@@ -74,7 +73,7 @@ def _as_it_is(pairing: Pairing, key: str, wanted: Side, rank: int) -> Iterator[H
     spec = layout.spec
     yield Holding(key, spec.dtype, spec.shape, b"", Partial().to_bytes())
     parts = layout.parts(rank) if rank < layout.world_size else ()
-    for elements, part in zip(part_tensors(key, local_tensors(tensor), layout, rank), parts):
+    for elements, part in zip(part_tensors(key, tensor.local, layout, rank), parts):
         if part.numel:
             yield _holding(key, spec.dtype, spec.shape, elements, replace(part, flat_start=None))
 
@@ -88,7 +87,7 @@ def _as_target(pairing: Pairing, key: str, mine: Side, rank: int) -> Iterator[Ho
         layout = pairing.before[source.fqn]
         tensor = mine.state.tensors.get(source.fqn)
         parts = layout.parts(rank) if rank < layout.world_size else ()
-        local = part_tensors(source.fqn, local_tensors(tensor) if tensor is not None else (), layout, rank)
+        local = part_tensors(source.fqn, tensor.local if tensor is not None else (), layout, rank)
         patches = [patch for patch in view.patches if patch.tensor == number]
         for elements, part in zip(local, parts):
             for piece, box in _pieces(elements, part, patches):

@@ -6,51 +6,32 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from planners.save.plan import DIVIDE_ABOVE_BYTES, plan_writes
+from planners.save.plan import plan_writes
 from planners.save.proof import verify_save
 from reshard.api.save import background
-from reshard.control.global_layout import format_some_ranks
-from reshard.control.global_state import Holdings, check_globs, holdings_of, per_rank_name, take_census
-from reshard.control.group import Group
+from reshard.api.save.options import SaveOptions
+from reshard.api.save.report import SaveReport
+from reshard.control.global_state import check_globs, per_rank_name, take_census
+from reshard.control.group import DEADLINE_S, Group
 from reshard.control.progress import Progress
-from reshard.errors import CheckpointError, LayoutError, ReshardError
+from reshard.errors import CheckpointError, FormatError, LayoutError, ReshardError, format_ranks
 from reshard.formats.native import generations
-from reshard.formats.native.data_file import STAGE_BYTES, Entry, sum_up, write_file
+from reshard.formats.native.data_file import Entry, sum_up, write_file
 from reshard.formats.native.manifest import FileRecord
 from reshard.formats.native.publish import Generation
-from reshard.state.devices import settle_streams
-from reshard.state.tensors import form_of, is_sharded, is_tensor, local_tensors, spec_of
+from reshard.state.live_state import LiveState, LiveTensor, is_long, take_apart
+from reshard.state.tensors import settle_streams
 from reshard.storage import Storage, open_storage
 from reshard.storage.opening import place_of
 
-__all__ = ["PendingSave", "SaveReport", "async_save", "save"]
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """What a save did. Equal on all ranks but for `bytes_written` and `seconds`."""
-
-    path: str
-    save_id: str
-    tensors: int
-    objects: int
-    total_bytes: int
-    """Bytes of all tensors, each distinct element once."""
-    bytes_written: int
-    """Bytes of tensors that this rank wrote."""
-    aliases: Mapping[str, str]
-    """Tied tensors that were stored once: key -> the key that holds them."""
-    per_rank: tuple[str, ...]
-    """Keys of which each rank's own value was kept."""
-    seconds: Mapping[str, float] = field(compare=False)
-    """Time of this rank, by phase."""
+__all__ = ["PendingSave", "async_save", "save"]
 
 
 def save(
@@ -59,13 +40,13 @@ def save(
     *,
     process_group: dist.ProcessGroup | None = None,
     alone: bool = False,
-    select: Iterable[str] | None = None,
-    check_replicas: bool = True,
-    fingerprints: bool = True,
-    divide_above_bytes: int = DIVIDE_ABOVE_BYTES,
-    memory_budget_bytes: int = STAGE_BYTES,
-    progress: bool = False,
-    deadline_s: float = 1800.0,
+    select: Iterable[str] | None = SaveOptions.select,
+    check_replicas: bool = SaveOptions.check_replicas,
+    fingerprints: bool = SaveOptions.fingerprints,
+    divide_above_bytes: int = SaveOptions.divide_above_bytes,
+    memory_budget_bytes: int = SaveOptions.memory_budget_bytes,
+    progress: bool = SaveOptions.progress,
+    deadline_s: float = DEADLINE_S,
 ) -> SaveReport:
     """Save a state dict: nested dicts, lists and tuples of tensors, DTensors, ShardedTensors and plain data.
 
@@ -92,18 +73,17 @@ def save(
     Raises (on every rank; the failing rank's own error there, `RankFailedError` elsewhere):
         KeyMismatchError: values that differ between ranks and are not `PerRank`; keys that collide; a glob that fits
             nothing.
-        LayoutError: ranks that disagree about a tensor's shape, dtype or placement.
+        LayoutError: ranks that disagree about a tensor's shape, dtype or placement, or were called with different
+            options; they may choose memory_budget_bytes and progress for themselves.
         FormatError: a value that is no plain data.
         StorageError: the storage failed, or is not the same folder for all ranks.
     """
     _await_saves_to(path)
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("save"):
-        options = _Options(
-            _globs(select), check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress
-        )
-        job, holdings = _prepare(state_dict, path, group, options)
-        return _finish(job, _entries(job, holdings))
+        options = SaveOptions(select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress)
+        job, state = _prepare(state_dict, path, group, options)
+        return _finish(job, _entries(job, state))
 
 
 class PendingSave:
@@ -138,13 +118,13 @@ def async_save(
     *,
     process_group: dist.ProcessGroup | None = None,
     alone: bool = False,
-    select: Iterable[str] | None = None,
-    check_replicas: bool = True,
-    fingerprints: bool = True,
-    divide_above_bytes: int = DIVIDE_ABOVE_BYTES,
-    memory_budget_bytes: int = STAGE_BYTES,
-    progress: bool = False,
-    deadline_s: float = 1800.0,
+    select: Iterable[str] | None = SaveOptions.select,
+    check_replicas: bool = SaveOptions.check_replicas,
+    fingerprints: bool = SaveOptions.fingerprints,
+    divide_above_bytes: int = SaveOptions.divide_above_bytes,
+    memory_budget_bytes: int = SaveOptions.memory_budget_bytes,
+    progress: bool = SaveOptions.progress,
+    deadline_s: float = DEADLINE_S,
     max_in_flight: int = 1,
 ) -> PendingSave:
     """Like `save`, but returns as soon as this rank's part is copied; the state saved is that of the call.
@@ -161,11 +141,9 @@ def async_save(
     with group.together("stage"):
         for save in earlier:  # told in the phase: a rank that has asked for the result itself must not go on alone
             save.result()
-        options = _Options(
-            _globs(select), check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress
-        )
-        job, holdings = _prepare(state_dict, path, group, options)
-        entries = [_staged(entry) for entry in _entries(job, holdings)]
+        options = SaveOptions(select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress)
+        job, state = _prepare(state_dict, path, group, options)
+        entries = [_staged(entry) for entry in _entries(job, state)]
 
     def work() -> SaveReport:
         with group.together("save"):
@@ -193,29 +171,6 @@ def _staged(entry: Entry) -> Entry:
 
 
 @dataclass(frozen=True)
-class _Options:
-    select: tuple[str, ...] | None
-    check_replicas: bool
-    fingerprints: bool
-    divide_above_bytes: int
-    memory_budget_bytes: int
-    progress: bool
-
-    def __post_init__(self) -> None:
-        if self.memory_budget_bytes < 1:
-            raise CheckpointError(f"memory_budget_bytes must be >= 1, got {self.memory_budget_bytes}")
-
-
-def _globs(select: Iterable[str] | None) -> tuple[str, ...] | None:
-    if isinstance(select, str):
-        raise CheckpointError(f"select must be a list of globs, got the text {select!r}")
-    globs = None if select is None else tuple(select)
-    if globs == ():
-        raise CheckpointError("select is empty: nothing would be saved; leave it out to save everything")
-    return globs
-
-
-@dataclass(frozen=True)
 class _Job:
     """One rank's view of a save: what there is, who writes what, where to. It keeps no tensor of the user's alive."""
 
@@ -223,7 +178,7 @@ class _Job:
     storage: Storage
     path: str
     generation: Generation
-    options: _Options
+    options: SaveOptions
     seconds: dict[str, float]
 
     @property
@@ -232,46 +187,43 @@ class _Job:
         return self.group.ranks[self.group.rank]
 
 
-def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: _Options) -> tuple[_Job, Holdings]:
+def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: SaveOptions) -> tuple[_Job, LiveState]:
     """Agree on what there is and who writes what. Writes nothing."""
     clock = time.perf_counter()
+    group.same_options("save", options.shared())
     storage = open_storage(path)
-    holdings = holdings_of(state_dict, options.select)
-    census = take_census(holdings, group, check_replicas=options.check_replicas)
-    if options.select is not None:
-        check_globs(options.select, census)
+    if not isinstance(state_dict, Mapping | list | tuple):
+        raise FormatError(f"what is saved must be a dict (or a list) of values, got {type(state_dict).__name__}")
+    state = take_apart(state_dict, whole_at=is_long, select=options.globs)
+    census = take_census(state, group, check_replicas=options.check_replicas)
+    if options.globs is not None:
+        check_globs(options.globs, census)
     plan = plan_writes(census.layout, divide_above_bytes=options.divide_above_bytes)
     report = verify_save(plan)
     if not report.ok:
         raise LayoutError(
-            f"what {format_some_ranks(list(group.ranks))} have does not make up each tensor exactly once: {report}. "
+            f"what {format_ranks(group.ranks)} have does not make up each tensor exactly once: {report}. "
             "All ranks that hold a part of a tensor must save together"
         )
     planned = time.perf_counter()
     if group.rank == 0:
         generations.refuse_foreign(storage)
-    mine = msgspec.msgpack.encode((generations.new_save_id(), options.select, options.divide_above_bytes))
-    save_id, *choices = msgspec.msgpack.decode(
-        group.share(mine if group.rank == 0 else None), type=tuple[str, tuple[str, ...] | None, int]
-    )
-    for name, theirs in zip(("select", "divide_above_bytes"), choices, strict=True):
-        if theirs != (own := getattr(options, name)):
-            raise LayoutError(f"rank {group.ranks[0]} saves {name}={theirs}, but this rank {name}={own}")
-    generation = Generation(storage, save_id, generations.begin(), census, plan, options.select)
-    return _Job(group, storage, str(path), generation, options, {"plan": planned - clock}), holdings
+    save_id = group.share(generations.new_save_id().encode() if group.rank == 0 else None).decode()
+    generation = Generation(storage, save_id, generations.begin(), census, plan, options.globs)
+    return _Job(group, storage, str(path), generation, options, {"plan": planned - clock}), state
 
 
-def _entries(job: _Job, holdings: Holdings) -> list[Entry]:
+def _entries(job: _Job, state: LiveState) -> list[Entry]:
     """The arrays that this rank writes."""
     views: dict[str, tuple[torch.Tensor, ...]] = {}
     census, plan = job.generation.census, job.generation.plan
-    own = {per_rank_name(key, job.rank): value for key, value in holdings.per_rank.items() if is_tensor(value)}
+    own = {per_rank_name(key, job.rank): wrapper.value for key, wrapper in state.per_rank.items()}
     out = []
     for item in plan.items(job.rank):
         layout = census.layout[item.fqn]
         if item.fqn not in views:
-            tensor = own[item.fqn] if item.fqn in own else holdings.tensors[item.fqn]
-            views[item.fqn] = _parts(tensor, item.fqn, len(layout.parts(job.rank)), job.rank)
+            tensor = LiveTensor(item.fqn, own[item.fqn]) if item.fqn in own else state.tensors[item.fqn]
+            views[item.fqn] = _parts(tensor, len(layout.parts(job.rank)), job.rank)
         part = views[item.fqn][item.part]
         piece = part[item.source.slices] if part.ndim else part
         out.append(Entry(layout.spec, item.box, piece))
@@ -279,18 +231,17 @@ def _entries(job: _Job, holdings: Holdings) -> list[Entry]:
     return out
 
 
-def _parts(tensor: Any, fqn: str, count: int, rank: int) -> tuple[torch.Tensor, ...]:
+def _parts(tensor: LiveTensor, count: int, rank: int) -> tuple[torch.Tensor, ...]:
     """The local tensors as the agreed layout counts them: as many as the tensor has, or one for each of its boxes."""
-    local = local_tensors(tensor)
+    local, fqn = tensor.local, tensor.key
     if any(t.device.type == "meta" for t in local):
         raise CheckpointError(f"tensor {fqn!r} is on the meta device: it has no values to save")
     if any(type(t).__name__ == "FakeTensor" for t in local):
         raise CheckpointError(f"tensor {fqn!r} is a FakeTensor: it has no values to save")
     if len(local) == count:
         return local
-    spec = spec_of(fqn, tensor)
-    boxes = [place.slices for part in form_of(tensor).parts(spec.shape, rank) for _, place in part.boxes()]
-    if len(local) != 1 or len(boxes) != count or not is_sharded(tensor):
+    boxes = [place.slices for part in tensor.form.parts(tensor.spec.shape, rank) for _, place in part.boxes()]
+    if len(local) != 1 or len(boxes) != count or not tensor.is_sharded:
         raise LayoutError(f"tensor {fqn!r} has {len(local)} local tensors on rank {rank}, but its layout says {count}")
     return tuple(local[0][slices] for slices in boxes)
 

@@ -89,9 +89,9 @@ def saved_in(metadata: Metadata) -> Iterator[Saved]:
     paths = metadata.planner_data or {}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            yield Saved(paths.get(key, (key,)), tuple(entry.size), dtype_name(entry.properties.dtype))
+            yield Saved(key, paths.get(key, (key,)), tuple(entry.size), dtype_name(entry.properties.dtype))
         else:
-            yield Saved(paths.get(key, (key,)), None)
+            yield Saved(key, paths.get(key, (key,)), None)
 
 
 def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 import torch
@@ -13,9 +12,10 @@ from planners.geometry.layout_forms import Form
 from planners.transfer.proof import verify_transfer
 from planners.transfer.read_once import ReadOncePlan, plan_read_once
 from planners.transfer.rounds import schedule
-from reshard.control.global_layout import Described, describe, gather_distinct, join_layouts
+from reshard.control.global_layout import Described, describe, join_layouts
 from reshard.control.group import Group
 from reshard.execute.messages.exchange import Exchange, RankWork, round_bytes
+from reshard.state.live_state import LiveTensor
 
 __all__ = ["SharedReading"]
 
@@ -31,15 +31,12 @@ class SharedReading:
         self._boxes = plan.own_boxes(rank)
 
     @classmethod
-    def agree(cls, tensors: Mapping[str, Any], group: Group) -> SharedReading:
+    def agree(cls, tensors: Mapping[str, LiveTensor], group: Group) -> SharedReading:
         """Collective: by what all ranks want. `tensors`: targets of this rank that are to be read, by key.
 
         Raises LayoutError, alike on every rank, where ranks disagree about a tensor. The plan is proved.
         """
-        shared = gather_distinct(msgspec.json.encode(describe(tensors)), group)
-        parties: dict[bytes, list[int]] = {}
-        for data, rank in zip(shared, group.ranks):
-            parties.setdefault(data, []).append(rank)
+        parties = group.parties(msgspec.json.encode(describe(tensors)))
         wanted = join_layouts((msgspec.json.decode(data, type=Described), ranks) for data, ranks in parties.items())
         plan = plan_read_once(wanted)
         verify_transfer(plan.transfers).raise_if_failed()

@@ -22,8 +22,7 @@ import msgspec
 
 from reshard.control.group import Group
 from reshard.control.liveness import machine
-from reshard.control.store_rounds import format_ranks
-from reshard.errors import DeadlineError, ReshardError
+from reshard.errors import DeadlineError, ReshardError, format_ranks
 
 __all__ = ["Address", "MachineMemory", "OwnMemory"]
 
@@ -165,9 +164,9 @@ class MachineMemory:
         if not self._poll.poll(_LOOK_S * 1000):
             self._group.check()
             if time.monotonic() > self._group.deadline:
-                ranks = format_ranks([self._ranks[place] for place in awaited])
+                ranks = format_ranks(self._ranks[place] for place in awaited)
                 raise DeadlineError(
-                    f"the time is over, and ranks of this machine still wait for what ranks {ranks} read for them: "
+                    f"the time is over, and ranks of this machine still wait for what {ranks} read for them: "
                     "look at what these hang in"
                 )
             return

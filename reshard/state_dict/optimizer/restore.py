@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from reshard.state.tensors import global_shape
+from reshard.state.tensors import global_shape, identity_of
 from reshard.state.torch_internals import copy_all, loads_itself
 from reshard.state_dict.optimizer.parameters import LiveOptimizers
 from reshard.state_dict.optimizer.plan import OptimizerWrites
@@ -40,7 +41,7 @@ def apply_optimizers(live: LiveOptimizers, writes: OptimizerWrites) -> Optimizer
             copies.add(states[k], one.parameter, values, merged[k][one.group], on_device[k][one.group])
         elif values is not None:
             items = values.items()
-            given[k][one.id] = {key: _restored(value, None, one.parameter, key, {}) for key, value in items}
+            given[k][one.id] = {key: copies.restored(value, None, one.parameter, key, {}) for key, value in items}
     copy_all(copies.targets, copies.values)
     for k, key, values in writes.other:
         (given[k] if special[k] else live.optimizers[k].state)[key] = copy.deepcopy(values)
@@ -60,11 +61,16 @@ def apply_optimizers(live: LiveOptimizers, writes: OptimizerWrites) -> Optimizer
 
 
 class _Copies:
-    """Writes the state of parameters; what can simply be copied is gathered up, to be copied in one call."""
+    """Writes the state of parameters; what can simply be copied is gathered up, to be copied in one call.
+
+    A tensor that is given for several entries is made once for those that it lies alike in; one that is the memory of
+    the parameter itself, such as a master copy of the same dtype, stays that.
+    """
 
     def __init__(self) -> None:
         self.targets: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def add(
         self, state: Any, parameter: torch.Tensor, values: Mapping[Any, Any] | None, fields: Any, moves_step: bool
@@ -93,9 +99,44 @@ class _Copies:
                 if new is not old:
                     new[key] = live
             else:
-                new[key] = _restored(value, live, parameter, key, fields)
+                new[key] = self.restored(value, live, parameter, key, fields)
         if new is not old:
             state[parameter] = new
+
+    def restored(self, value: Any, old: Any, parameter: torch.Tensor, key: Any, fields: Mapping[str, Any]) -> Any:
+        """One entry of a parameter's state, made anew or, where `old` has its very form, written into `old`."""
+        if isinstance(value, torch.Tensor):
+            on_device = bool(key == "step" and (fields.get("fused") or fields.get("capturable")))
+            if (
+                type(old) is type(value)
+                and old.dtype == value.dtype
+                and old.shape == value.shape
+                and (not on_device or old.device == parameter.device)
+            ):
+                write(value, old)
+                return old
+            lies = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else parameter.device
+            same = (id(value), key == "step", on_device, parameter.dim() > 0, lies)
+            if same not in self._made:
+                self._made[same] = _made_anew(value, parameter, key, on_device)
+            return self._made[same]
+        if isinstance(value, dict):
+            known = old if isinstance(old, dict) else {}
+            return {k: self.restored(item, known.get(k), parameter, k, fields) for k, item in value.items()}
+        if type(value) is list or type(value) is tuple:
+            return type(value)(self.restored(item, None, parameter, None, fields) for item in value)
+        return value if isinstance(value, (bool, int, float, str, type(None))) else copy.deepcopy(value)
+
+
+def _made_anew(value: torch.Tensor, parameter: torch.Tensor, key: Any, on_device: bool) -> torch.Tensor:
+    if on_device:
+        return value.detach().to(parameter.device, torch.float32, copy=True)
+    shape = global_shape(value)
+    if shape == global_shape(parameter) and (memory := identity_of(value)) and memory == identity_of(parameter):
+        return parameter.detach()
+    if not shape and (key == "step" or parameter.dim() > 0):
+        return value.detach().clone()
+    return like(value, parameter)
 
 
 def _own_dict(live: LiveOptimizers, k: int, state: dict[Any, Any], groups: list[Mapping[str, Any]]) -> dict[str, Any]:
@@ -105,28 +146,3 @@ def _own_dict(live: LiveOptimizers, k: int, state: dict[Any, Any], groups: list[
         kept = {field: value for field, value in group.items() if field != "params"}
         packed.append({**kept, **fields, "params": [next(ids) for _ in group["params"]]})
     return {"state": state, "param_groups": packed}
-
-
-def _restored(value: Any, old: Any, parameter: torch.Tensor, key: Any, fields: Mapping[str, Any]) -> Any:
-    """One entry of a parameter's state, made anew or, where `old` has its very form, written into `old`."""
-    if isinstance(value, torch.Tensor):
-        on_device = key == "step" and (fields.get("fused") or fields.get("capturable"))
-        if (
-            type(old) is type(value)
-            and old.dtype == value.dtype
-            and old.shape == value.shape
-            and (not on_device or old.device == parameter.device)
-        ):
-            write(value, old)
-            return old
-        if on_device:
-            return value.detach().to(parameter.device, torch.float32, copy=True)
-        if not global_shape(value) and (key == "step" or parameter.dim() > 0):
-            return value.detach().clone()
-        return like(value, parameter)
-    if isinstance(value, dict):
-        known = old if isinstance(old, dict) else {}
-        return {k: _restored(item, known.get(k), parameter, k, fields) for k, item in value.items()}
-    if type(value) is list or type(value) is tuple:
-        return type(value)(_restored(item, None, parameter, None, fields) for item in value)
-    return value if isinstance(value, (bool, int, float, str, type(None))) else copy.deepcopy(value)

@@ -89,10 +89,10 @@ REFUSED = {
     "another shape": ("KeyMismatchError", "has shape [8, 5] before, but [5, 8] after"),
     "another dtype": ("KeyMismatchError", "is float32 before, but float64 after"),
     "a rank in neither side": ("LayoutError", "rank 2 neither give nor want"),
-    "other options": ("LayoutError", "other options"),
+    "other options": ("LayoutError", "max_inflight_bytes: 4096 on ranks 0-1, 2048 on rank 2"),
     "an option out of range": ("LayoutError", "max_inflight_bytes"),
     "a policy that is not known": ("LayoutError", "dtype_policy"),
-    "replicas that have drifted": ("KeyMismatchError", "'w' (ranks 0, 1 / rank 2)"),
+    "replicas that have drifted": ("KeyMismatchError", "'w' (ranks 0-1 / rank 2)"),
     "values that differ": ("KeyMismatchError", "'lr'"),
     "a tensor for a number": ("KeyMismatchError", "is a tensor before"),
     "a number for a tensor": ("KeyMismatchError", "is no tensor before"),
@@ -145,7 +145,7 @@ def test_a_state_has_the_same_fingerprints_in_every_layout_and_what_differs_is_n
         assert "after, but" in message
         kind, words = found["drift"]
         assert kind == "ReplicaDriftError"
-        assert "b: ranks 0, 2, 3 differ from rank 1" in words
+        assert "b: ranks 0, 2-3 differ from rank 1" in words
 
 
 def test_a_rank_that_hangs_ends_the_transfer_of_the_others_at_the_deadline():

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from reshard.control.global_state import holdings_of
-from reshard.control.nests import check_nests
+from reshard.control.global_layout import check_nests
 from reshard.errors import KeyMismatchError
+from reshard.state.live_state import is_long, take_apart
 from reshard.state.per_rank import PerRank
 from reshard.state.tree import path_to_json
 
@@ -17,7 +17,7 @@ T = torch.ones(1)
 
 
 def check(*states: Any) -> None:
-    found = [holdings_of(state) for state in states]
+    found = [take_apart(state, whole_at=is_long) for state in states]
     check_nests(
         (
             {key: path_to_json(path) for key, path in one.paths.items()},

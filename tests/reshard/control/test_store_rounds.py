@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from reshard.control.liveness import Gone
-from reshard.control.store_rounds import Rounds, format_ranks
-from reshard.errors import DeadlineError, RankFailedError
+from reshard.control.store_rounds import Rounds
+from reshard.errors import DeadlineError, RankFailedError, format_ranks
 
 
 class _Counting:
@@ -74,17 +74,17 @@ def test_a_deadline_names_the_missing_and_the_waiting() -> None:
 
     answers = _all_ranks(8, body)
     expected = (
-        "ranks 12-13, 16 did not reach the end of 'read' within 0.1 s; there waited: 10-11, 14-15, 17. "
+        "ranks 12-13, 16 did not reach the end of 'read' within 0.1 s; there waited: ranks 10-11, 14-15, 17. "
         "Look at what the missing hang in, or whether they died"
     )
     assert [answers[rank] for rank in (0, 1, 4, 5, 7)] == [expected] * 5
 
 
 def test_ranks_are_named_in_ranges() -> None:
-    assert format_ranks([]) == ""
-    assert format_ranks([3]) == "3"
-    assert format_ranks([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
-    assert format_ranks(range(0, 100, 2), limit=3) == "0, 2, 4 and more, 50 in all"
+    assert format_ranks([]) == "no rank"
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+    assert format_ranks(range(0, 100, 2), limit=3) == "ranks 0, 2, 4 and more, 50 in all"
 
 
 class _SeesTheFirstDead:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.state import devices
+from reshard.state import tensors
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 def test_each_device_once_and_none_of_the_cpu(waited: list[torch.device]) -> None:
     names = ["cuda:1", "cpu", "meta", "cuda:0", "cuda:1"]
-    devices.settle_streams(map(torch.device, names))
+    tensors.settle_streams(map(torch.device, names))
     assert sorted(map(str, waited)) == ["cuda:0", "cuda:1"]
 
 
 def test_nothing_is_asked_of_a_machine_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
-    devices.settle_streams([torch.device("cuda:0"), torch.device("cpu")])
+    tensors.settle_streams([torch.device("cuda:0"), torch.device("cpu")])
 
 
 def test_saves_and_loads_wait_before_they_start_threads(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,221 @@
+"""The whole truth about keys that do not belong together, on all ranks; and whether the caller allows it."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import socket
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from reshard.api.load.matching import Match
+from reshard.api.load.options import LoadOptions
+from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.control.group import Group
+from reshard.errors import CheckpointError, KeyMismatchError, format_ranks
+from reshard.formats.native.reader import NativeFacts
+from reshard.state.targets import Targets
+
+__all__ = ["Mismatches", "Truth", "hear_all"]
+
+
+class Truth(NamedTuple):
+    """What was found out about keys that do not belong together, and is no error."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    outside: tuple[str, ...]
+    """Missing, but outside of what a checkpoint that is declared a subset claims to have."""
+
+
+class _Said(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others about its match."""
+
+    host: str
+    source: bytes
+    """Digest of what it loads from: ranks that load from something else have no say about its names."""
+    used: bytes
+    """A bit for each name of the checkpoint, compressed."""
+    save: tuple[str, str]
+    """URL and id of the save that it has opened, where all ranks open one."""
+    missing: list[str]
+    mismatched: list[str]
+
+
+@dataclass(frozen=True)
+class Mismatches:
+    """What does not fit on any rank."""
+
+    used: frozenset[str]
+    """The names that the target of any rank has."""
+    sharers: int
+    """How many ranks are on this rank's machine."""
+    missing: Mapping[str, list[int]]
+    """Key -> the ranks that miss it."""
+    mismatched: Mapping[str, list[int]]
+    alike: bool
+    """Whether all ranks load from the same."""
+
+    def judge(
+        self, match: Match, options: LoadOptions, checkpoint: Checkpoint, targets: Targets, group: Group
+    ) -> Truth:
+        """The keys that do not belong together, if strictness allows them all.
+
+        Raises KeyMismatchError, on every rank where all load from the same, with every key of any rank that strictness
+        does not allow to be missing, unexpected or mismatched.
+        """
+        claims = _claims(checkpoint)
+        truth = Truth(
+            tuple(key for key in match.missing if claims(key)),
+            tuple(name for name in match.names if name not in self.used),
+            tuple(key for key in match.missing if not claims(key)),
+        )
+        missing = {k: its for k, its in self.missing.items() if claims(k) and options.mode_of(k) != "partial"}
+        unexpected = [key for key in truth.unexpected if options.mode_of(key) == "strict"]
+        if not (missing or unexpected or self.mismatched):
+            return truth
+        error = KeyMismatchError(self._message(match, missing, unexpected, checkpoint, targets, group))
+        if self.alike:
+            group.refuse(error)
+        raise error
+
+    def _message(
+        self,
+        match: Match,
+        missing: Mapping[str, list[int]],
+        unexpected: list[str],
+        checkpoint: Checkpoint,
+        targets: Targets,
+        group: Group,
+    ) -> str:
+        lines = [f"{checkpoint.url} does not fit what is to be loaded:"]
+        # what has found its counterpart is no guess for another
+        known = [name for name in (*match.names, *checkpoint.aliases) if name not in self.used]
+        kinds = _kinds(match, checkpoint, targets)
+        lines += _section("missing in the checkpoint", _on_ranks(missing, group), known, kinds, match.mapped)
+        lines += _section("unexpected, since the target does not have them", dict.fromkeys(unexpected, ""), [*missing])
+        lines += _section("mismatched", _on_ranks(self.mismatched, group), ())
+        fixes = []
+        if missing or unexpected:
+            fixes.append(
+                "strict=False or strict={'some.*': 'partial'} allows missing and unexpected keys, mapping= renames"
+            )
+        if any("saved as" in line for line in self.mismatched):
+            fixes.append("dtype_policy='cast' converts, dtype_policy='saved' keeps the saved dtype")
+        return "\n".join(lines + [f"  ({'; '.join(fixes)})"] * bool(fixes))
+
+
+def hear_all(match: Match, group: Group, checkpoint: Checkpoint) -> Mismatches:
+    """Collective: what fits on no rank, and what does not fit on some.
+
+    A bit for each name of the checkpoint travels, compressed; ranks that want the same send it once.
+
+    Raises CheckpointError, alike on every rank, if ranks have opened different saves at one path.
+    """
+    here = list(group.ranks)
+    if group.world_size == 1:
+        return Mismatches(
+            match.used, 1, dict.fromkeys(match.missing, here), dict.fromkeys(match.mismatched, here), True
+        )
+    bits = np.packbits([name in match.used for name in match.names]) if match.names else np.zeros(0, np.uint8)
+    native = checkpoint.contents.facts_of(NativeFacts)
+    is_one = not checkpoint.url.startswith("memory:")  # each process has memory of its own
+    mine = _Said(
+        socket.gethostname(),
+        xxhash.xxh3_64_digest(msgspec.msgpack.encode((match.names, checkpoint.contents.subset))),
+        zlib.compress(bits.tobytes()),
+        (checkpoint.url, native.manifest.save_id) if native is not None and is_one else ("", ""),
+        list(match.missing),
+        list(match.mismatched),
+    )
+    rows = group.exchange(msgspec.msgpack.encode(mine))
+    said = {row: msgspec.msgpack.decode(row, type=_Said) for row in dict.fromkeys(rows)}
+    _refuse_different_saves(said.values(), group)
+    union = bits
+    for other in said.values():
+        if other.source == mine.source:
+            union = union | np.frombuffer(zlib.decompress(other.used), np.uint8)
+    flags = np.unpackbits(union, count=len(match.names)).tolist()
+    missing: dict[str, list[int]] = {}
+    mismatched: dict[str, list[int]] = {}
+    for row, rank in zip(rows, group.ranks, strict=True):
+        for keys, ranks_of in ((said[row].missing, missing), (said[row].mismatched, mismatched)):
+            for key in keys:
+                ranks_of.setdefault(key, []).append(rank)
+    return Mismatches(
+        frozenset(name for name, flag in zip(match.names, flags) if flag),
+        sum(count for row, count in Counter(rows).items() if said[row].host == mine.host),
+        missing,
+        mismatched,
+        len({other.source for other in said.values()}) == 1,
+    )
+
+
+def _refuse_different_saves(said: Iterable[_Said], group: Group) -> None:
+    saves: dict[str, str] = {}
+    for url, save_id in (one.save for one in said):
+        if saves.setdefault(url, save_id) != save_id:
+            group.refuse(
+                CheckpointError(
+                    f"{url} is not the same checkpoint for all ranks: some have opened the save {saves[url]}, others "
+                    f"{save_id}. It was replaced just then, or is a folder of each machine: load again, from one place"
+                )
+            )
+
+
+def _on_ranks(keys: Mapping[str, list[int]], group: Group) -> dict[str, str]:
+    """Each key, and on which ranks it is, where it is not on all."""
+    return {key: "" if len(ranks) == group.world_size else f"   ({format_ranks(ranks)})" for key, ranks in keys.items()}
+
+
+def _claims(checkpoint: Checkpoint) -> Callable[[str], bool]:
+    """Whether a checkpoint ought to have a key: it ought to have all, unless it was declared a subset."""
+    globs = checkpoint.contents.subset
+    return lambda key: globs is None or any(fnmatch.fnmatchcase(key, glob) for glob in globs)
+
+
+def _kinds(match: Match, checkpoint: Checkpoint, targets: Targets) -> dict[str, str]:
+    """What is under the names of keys that this rank misses, in words, where it is of another kind than its target."""
+    what = {True: "a tensor", False: "each rank's own value"}
+    kinds = {name: what[name in checkpoint] for name in match.names if name not in checkpoint.objects}
+    kinds |= dict.fromkeys(checkpoint.objects, "a plain value")
+    return {
+        key: kinds[key]
+        for key in match.missing
+        if key in kinds and (kinds[key] == "a tensor") != (key in targets.tensors)
+    }
+
+
+def _section(
+    title: str,
+    keys: Mapping[str, str],
+    others: Iterable[str],
+    kinds: Mapping[str, str] | None = None,
+    mapped: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Lines about keys, each with what is to be said at its end, and the name out of `others` that may be meant."""
+    if not keys:
+        return []
+    others = list(others)
+    known = set(others)
+    out = [f"  {len(keys)} {title}:"]
+    for i, (key, where) in enumerate(keys.items()):
+        if kinds and key in kinds:
+            out.append(f"    {key}{where}   (there it is {kinds[key]}, which does not fit what the target has)")
+            continue
+        name = mapped.get(key, key) if mapped else key
+        close = (
+            difflib.get_close_matches(name, others, n=1, cutoff=0.75)
+            if i < 20 and name not in known and len(others) < 5000
+            else []
+        )
+        sought = f"   (looked for as {name!r})" if name != key else ""
+        out.append(f"    {key}{where}{sought}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
+    return out

@@ -1,0 +1,46 @@
+"""What the caller of a save may choose: the one owner of what holds where nothing is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from planners.save.plan import DIVIDE_ABOVE_BYTES
+from reshard.errors import CheckpointError
+from reshard.formats.native.data_file import STAGE_BYTES
+
+__all__ = ["SaveOptions"]
+
+_OWN = frozenset({"memory_budget_bytes", "progress"})
+"""What each rank may choose for itself."""
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """What the caller of `save` chose; see there for what each means. Raises CheckpointError for what cannot be."""
+
+    select: Iterable[str] | None = None
+    check_replicas: bool = True
+    fingerprints: bool = True
+    divide_above_bytes: int = DIVIDE_ABOVE_BYTES
+    memory_budget_bytes: int = STAGE_BYTES
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        if self.memory_budget_bytes < 1:
+            raise CheckpointError(f"memory_budget_bytes must be >= 1, got {self.memory_budget_bytes}")
+        if isinstance(self.select, str):
+            raise CheckpointError(f"select must be a list of globs, got the text {self.select!r}")
+        if self.select is not None:
+            object.__setattr__(self, "select", tuple(self.select))
+        if self.select == ():
+            raise CheckpointError("select is empty: nothing would be saved; leave it out to save everything")
+
+    @property
+    def globs(self) -> tuple[str, ...] | None:
+        """`select`, None for everything."""
+        return None if self.select is None else tuple(self.select)
+
+    def shared(self) -> dict[str, object]:
+        """What all ranks must choose alike."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OWN}

@@ -1,0 +1,290 @@
+"""Tensors that are one memory under several keys, of whatever kind: saved once, and one again after the load."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import reshard
+from tests import gloo
+from tests.same import same
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps state of each kind that shares memory: chosen by `kinds`."""
+
+    def __init__(self, parameters: Any, kinds: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.kinds, self.table = kinds, torch.linspace(-1, 1, 256)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        shared = next((state["step"] for state in self.state.values() if "step" in state), torch.zeros(()))
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    if "step" in self.kinds:
+                        state["step"] = shared
+                    if "master" in self.kinds:
+                        state["master"] = p.data if p.dtype == torch.float32 else p.float()
+                    if "table" in self.kinds:
+                        state["table"] = self.table
+                    if "list" in self.kinds:
+                        state["history"] = [torch.zeros_like(p)] * 2 + [[], (self.table,)]
+                    state["mom"] = torch.zeros_like(p, dtype=torch.float32)
+                state["mom"].mul_(0.5).add_(p.grad)
+                if "list" in self.kinds:
+                    state["history"][0].add_(p.grad)
+                    p.add_(state["history"][1], alpha=-0.01)
+                if "table" in self.kinds:
+                    p.sub_(state["table"][200])
+                if "master" in self.kinds:
+                    state["master"].add_(state["mom"], alpha=-group["lr"])
+                    p.copy_(state["master"])
+                else:
+                    p.sub_(state["mom"].to(p.dtype), alpha=group["lr"])
+        if "step" in self.kinds:
+            next(iter(self.state.values()))["step"].add_(1)
+
+
+def _adamw_of_one_step(parameters: Any, kinds: str) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3, dtype=next(model.parameters()).dtype)).square().sum().backward()
+        optimizer.step()
+        if isinstance(optimizer, torch.optim.AdamW):
+            one = next(iter(optimizer.state.values()))["step"]
+            for state in optimizer.state.values():
+                state["step"] = one
+
+
+def _tensors(value: Any, path: str) -> dict[str, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return {k: t for name, item in items for k, t in _tensors(item, f"{path}/{name}").items()}
+
+
+def _all(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    out = dict(model.named_parameters())
+    for name, parameter in model.named_parameters():
+        out |= _tensors(dict(optimizer.state.get(parameter, {})), f"{name}:")
+    return out
+
+
+def _ties(tensors: dict[str, torch.Tensor]) -> set[frozenset[str]]:
+    by_memory: dict[Any, list[str]] = {}
+    for key, tensor in tensors.items():
+        by_memory.setdefault((tensor.data_ptr(), tuple(tensor.shape)), []).append(key)
+    return {frozenset(keys) for keys in by_memory.values()}
+
+
+FLAT = reshard.StateDictOptions(flatten_optimizer_state_dict=True)
+
+WAYS = {
+    "destinations": lambda m, o, path, options: reshard.optimizer_destinations(m, o, path),
+    "fresh": lambda m, o, path, options: reshard.get_optimizer_state_dict(m, o, options=options),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("make", "kinds", "dtype", "options"),
+    [
+        (Odd, "step", torch.float32, None),
+        (Odd, "master", torch.float32, None),
+        (Odd, "master", torch.bfloat16, None),
+        (Odd, "table", torch.float32, None),
+        (Odd, "list", torch.float32, None),
+        (Odd, "step master table list", torch.float32, None),
+        (Odd, "step master table", torch.float32, FLAT),
+        (Odd, "step master table list", torch.bfloat16, None),
+        (_adamw_of_one_step, "", torch.float32, None),
+        (_adamw_of_one_step, "", torch.float32, FLAT),
+    ],
+)
+def test_a_fresh_optimizer_shares_what_the_saved_one_shared(
+    way: str, make: Any, kinds: str, dtype: torch.dtype, options: Any, tmp_path: Path
+) -> None:
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
+        first, *rest = model.parameters()
+        return model, make([{"params": [first]}, {"params": rest}], kinds)
+
+    model, optimizer = made(0)
+    _train(model, optimizer, 2)
+    state = reshard.get_optimizer_state_dict(model, optimizer, options=options)
+    reshard.save({"model": reshard.get_model_state_dict(model), "optim": state}, tmp_path)
+
+    other, fresh = made(1)
+    target = {"model": reshard.get_model_state_dict(other), "optim": WAYS[way](other, fresh, tmp_path, options)}
+    report = reshard.load(target, tmp_path)
+    reshard.set_state_dict(
+        other, fresh, model_state_dict=target["model"], optim_state_dict=target["optim"], options=options
+    )
+
+    assert report.ok
+    found, wanted = _all(other, fresh), _all(model, optimizer)
+    assert found.keys() == wanted.keys()
+    assert [key for key in wanted if not same(found[key], wanted[key])] == []
+    assert _ties(found) == _ties(wanted)
+    for pair in ((model, optimizer), (other, fresh)):
+        _train(*pair, 2)
+    assert all(same(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_optimizer_loaded_without_its_model_leaves_the_model_alone(way: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = Odd(model.parameters(), "master")
+    _train(model, optimizer, 1)
+    state = reshard.get_optimizer_state_dict(model, optimizer)
+    reshard.save({"model": reshard.get_model_state_dict(model), "optim": state}, tmp_path)
+    other = nn.Linear(3, 2)
+    before = other.weight.detach().clone()
+
+    target = {"optim": WAYS[way](other, Odd(other.parameters(), "master"), tmp_path, None)}
+    reshard.load(target, tmp_path, strict={"model.*": "partial"})
+
+    assert same(other.weight.detach(), before)
+    assert same(target["optim"]["state"]["weight"]["master"], model.weight.detach())
+
+
+def test_entries_taken_out_of_destinations_stay_out(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    _train(model, optimizer, 1)
+    reshard.save({"optim": reshard.get_optimizer_state_dict(model, optimizer)}, tmp_path)
+    target = {"optim": reshard.optimizer_destinations(model, optimizer, tmp_path)}
+    del target["optim"]["state"]["bias"]
+
+    report = reshard.load(target, tmp_path, strict=False)
+
+    assert set(target["optim"]["state"]) == {"weight"}
+    assert set(report.unexpected) == {f"optim.state.bias.{name}" for name in ("exp_avg", "exp_avg_sq")}
+
+
+def test_empty_containers_of_state_come_back(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Odd(model.parameters(), "list")
+    _train(model, optimizer, 1)
+    reshard.save({"optim": reshard.get_optimizer_state_dict(model, optimizer)}, tmp_path)
+    for way in WAYS.values():
+        target = {"optim": way(model, Odd(model.parameters(), "list"), tmp_path, None)}
+        reshard.load(target, tmp_path)
+        history = target["optim"]["state"]["weight"]["history"]
+        assert [type(item).__name__ for item in history] == ["Tensor", "Tensor", "list", "tuple"]
+
+
+# --- ties of sharded kinds ---
+
+
+class Tied(nn.Module):
+    """Head and embedding are one; with as few rows as 1, some ranks hold no element."""
+
+    def __init__(self, rows: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.emb = nn.Embedding(rows, 4)
+        self.mid = nn.Linear(4, 4)
+        self.out = nn.Linear(4, rows, bias=False)
+        self.out.weight = self.emb.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.mid(self.emb(x)))
+
+
+def _fsdp1(rows: int) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return FullyShardedDataParallel(Tied(rows), use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def _fsdp2(rows: int) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(Tied(rows), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def _sharded_ties(path: str, kind: str, rows: int) -> dict[str, Any]:
+    make = {"fsdp1": _fsdp1, "fsdp2": _fsdp2}[kind]
+    model = make(rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = reshard.save({"model": reshard.get_model_state_dict(model)}, path)
+        out: dict[str, Any] = {"aliases": dict(report.aliases), "tensors": report.total_bytes}
+        wanted = {name: value.detach().clone() for name, value in Tied(rows).state_dict().items()}
+        for name, target in (("sharded", make(rows)), ("plain", Tied(rows))):
+            with torch.no_grad():
+                for parameter in target.parameters():
+                    parameter.zero_()
+            state = {"model": reshard.get_model_state_dict(target)}
+            for read_once in (True, None):
+                out[f"{name} ok"] = reshard.load(state, path, read_once=read_once).ok
+            full = reshard.get_model_state_dict(target, options=reshard.StateDictOptions(full_state_dict=True))
+            out[name] = all(same(full[key], value) for key, value in wanted.items())
+    return out
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("rows", [8, 1])
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_tied_weights_of_sharded_models_are_saved_once_and_loaded(kind: str, rows: int, tmp_path: Path) -> None:
+    for found in gloo.run(_sharded_ties, 3, str(tmp_path / "c"), kind, rows):
+        assert found["aliases"] == {"model.out.weight": "model.emb.weight"}
+        assert found["tensors"] == 4 * (rows * 4 + 4 * 4 + 4)
+        assert all(found[key] for key in ("sharded ok", "sharded", "plain ok", "plain"))
+
+
+def _one_memory(path: str) -> dict[str, Any]:
+    """DTensors and ShardedTensors that share local memory, and some that share it with something seen otherwise."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.arange(24.0).reshape(6, 4)
+    cut = distribute_tensor(whole, mesh, [Shard(0)])
+    local = cut._local_tensor
+    again = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    wide = DTensor.from_local(local, mesh, [Shard(1)], run_check=False)
+    state: dict[str, Any] = {"a": cut, "b": again, "wide": wide, "copy": distribute_tensor(whole, mesh, [Replicate()])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+        from torch.distributed._shard.sharded_tensor import init_from_local_shards
+
+        def sharded(tensor: torch.Tensor) -> Any:
+            rows = tensor.shape[0]
+            return init_from_local_shards([LocalShard.from_tensor_and_offsets(tensor, [rank * rows, 0], rank)], 6, 4)
+
+        memory = whole.chunk(world)[rank].clone()
+        state |= {"s": sharded(memory), "t": sharded(memory), "u": sharded(memory.clone())}
+        report = reshard.save(state, path)
+        out: dict[str, Any] = {"aliases": dict(report.aliases)}
+        for value in (memory, local):
+            value.zero_()
+        del state["wide"]  # it overlaps with what is laid out otherwise
+        reshard.load(state, path, strict={"wide": "partial"})
+    out["back"] = torch.equal(memory, whole.chunk(world)[rank]) and torch.equal(local, whole.chunk(world)[rank])
+    return out
+
+
+@pytest.mark.gloo
+def test_sharded_tensors_of_one_memory_are_one_if_they_lie_alike(tmp_path: Path) -> None:
+    for found in gloo.run(_one_memory, 2, str(tmp_path / "c")):
+        assert found == {"aliases": {"b": "a", "t": "s"}, "back": True}

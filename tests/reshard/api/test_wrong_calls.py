@@ -1,0 +1,205 @@
+"""Calls that go wrong where several processes should act as one: refused on all of them, by name, with nothing done."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reshard
+from reshard.api.load.options import LoadOptions
+from reshard.api.redistribute.agreement import Options as TransferOptions
+from reshard.api.save.options import SaveOptions
+from reshard.errors import ReshardError
+from tests import gloo
+
+W = torch.arange(24.0).reshape(6, 4)
+
+SAVE: dict[str, Any] = {
+    "select": ["w"],
+    "check_replicas": False,
+    "fingerprints": False,
+    "divide_above_bytes": 123,
+}
+LOAD: dict[str, Any] = {
+    "strict": {"*": "subset"},
+    "dtype_policy": "cast",
+    "dry_run": True,
+    "check": False,
+    "read_once": True,
+}
+CONVERT: dict[str, Any] = {"overwrite": True, "resume": False, "format": "dcp", "dtype": "float16"}
+TRANSFER: dict[str, Any] = {
+    "mapping": {"w": "v"},
+    "strict": False,
+    "dtype_policy": "cast",
+    "check_replicas": False,
+    "max_inflight_bytes": 12345,
+    "ranks_per_host": 2,
+}
+"""For each option that all ranks must choose alike, another value than where nothing is said."""
+
+
+def _told(call: Any) -> tuple[str, str]:
+    try:
+        call()
+    except ReshardError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _differ(folder: str) -> dict[str, tuple[str, str]]:
+    """Every option in turn is another one on rank 1."""
+    odd = dist.get_rank() == 1
+    w = W.clone()
+    reshard.save({"w": W}, f"{folder}/all")
+    calls = {
+        "save": (lambda more: reshard.save({"w": w}, f"{folder}/bad", **more), SAVE),
+        "async_save": (lambda more: reshard.async_save({"w": w}, f"{folder}/bad", **more).result(), SAVE),
+        "load": (lambda more: reshard.load({"w": w.zero_()}, f"{folder}/all", **more), LOAD),
+        "convert": (lambda more: reshard.convert(f"{folder}/all", f"{folder}/bad", **more), CONVERT),
+        "redistribute": (lambda more: reshard.redistribute({"w": W}, {"w": w.zero_()}, **more), TRANSFER),
+        "verify_live": (lambda more: reshard.verify_live({"w": W}, {"w": W}, **more), TRANSFER),
+    }
+    out = {}
+    for verb, (call, options) in calls.items():
+        for name, value in options.items():
+            more = {name: value} if odd else {}
+            out[f"{verb} {name}"] = _told(lambda call=call, more=more: call(more))
+            assert verb not in ("load", "redistribute") or not w.any()
+    return out
+
+
+@pytest.mark.gloo
+def test_options_that_differ_between_ranks_are_refused_by_all_before_anything_is_done(tmp_path: Path) -> None:
+    zero, one = gloo.run(_differ, 2, str(tmp_path))
+
+    assert zero == one
+    for name, (kind, words) in zero.items():
+        if name.startswith("convert") and name.split()[1] in ("format", "dtype"):
+            assert kind == "CheckpointError", name
+            assert "differ in what is to be converted" in words
+            continue
+        assert kind == "LayoutError", name
+        assert f"{name.split()[1]}: " in words
+        assert "on rank 0, " in words
+        assert words.endswith("on rank 1")
+    assert os.listdir(tmp_path) == ["all"]
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "own"),
+    [
+        (SaveOptions, SAVE, {"memory_budget_bytes", "progress"}),
+        (LoadOptions, LOAD, {"mapping", "threads", "memory_budget_bytes", "progress", "entry_by_entry"}),
+        (TransferOptions, TRANSFER, {"views", "source_layouts", "target_layouts", "deadline_s"}),
+    ],
+)
+def test_no_option_is_left_out_of_that(options: Any, given: dict[str, Any], own: set[str]) -> None:
+    assert {field.name for field in fields(options)} == set(given) | own
+
+
+CALLS = {
+    "save": lambda path, more: reshard.save({"w": W}, f"{path}/new", **more),
+    "async_save": lambda path, more: reshard.async_save({"w": W}, f"{path}/new", **more).result(),
+    "load": lambda path, more: reshard.load({"w": torch.zeros_like(W)}, f"{path}/old", **more),
+    "convert": lambda path, more: reshard.convert(f"{path}/old", f"{path}/new", **more),
+}
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_one_process_of_a_job_that_was_not_initialised(verb: str, tmp_path: Path, monkeypatch: Any) -> None:
+    reshard.save({"w": W}, tmp_path / "old")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ReshardError, match=r"one of 2 processes.*init_process_group.*alone=True"):
+        CALLS[verb](tmp_path, {})
+    assert os.listdir(tmp_path) == ["old"]
+    CALLS[verb](tmp_path, {"alone": True})
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    CALLS[verb](tmp_path, {} if verb != "convert" else {"overwrite": True})
+
+
+def test_every_other_verb_of_a_job_that_was_not_initialised(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for call in (
+        lambda: reshard.redistribute({"w": W}, {"w": W.clone()}),
+        lambda: reshard.prepare({"w": W}, {"w": W.clone()}),
+        lambda: reshard.verify_live({"w": W}, {"w": W.clone()}),
+        lambda: reshard.fingerprint({"w": W}),
+        lambda: reshard.dcp.save({"w": W}, checkpoint_id=tmp_path / "new"),
+        lambda: reshard.dcp.load({"w": W.clone()}, checkpoint_id=tmp_path / "new"),
+    ):
+        with pytest.raises(ReshardError, match="one of 4 processes"):
+            call()
+    reshard.dcp.save({"w": W}, checkpoint_id=tmp_path / "new", no_dist=True)
+
+
+def _misfits(path: str) -> tuple[str, str]:
+    rank = dist.get_rank()
+    reshard.save({name: W.clone() for name in ("w", "v", "u", "all")}, path)
+    target = {"w": torch.zeros_like(W), f"only{rank}": torch.zeros(2)}
+    target["v"] = torch.zeros(3) if rank == 2 else torch.zeros_like(W)
+    target["more"] = torch.zeros(1)
+    if rank in (0, 1):
+        target["pair"] = torch.zeros(1)
+    return _told(lambda: reshard.load(target, path))
+
+
+@pytest.mark.gloo
+def test_whatever_does_not_fit_on_any_rank_is_named_by_all_of_them(tmp_path: Path) -> None:
+    told = gloo.run(_misfits, 3, str(tmp_path / "c"))
+
+    assert {kind for kind, _ in told} == {"KeyMismatchError"}
+    for _, words in told:
+        lines = [line.strip() for line in words.splitlines()]
+        for rank in range(3):
+            assert f"only{rank}   (rank {rank})" in lines
+        assert "more" in lines  # on all
+        assert "pair   (ranks 0-1)" in lines
+        assert "v: saved with shape [6, 4], wanted with [3]   (rank 2)" in lines
+        assert {"u", "all"} <= set(lines)  # unexpected: no rank wants them
+        assert "5 missing in the checkpoint:" in lines
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "gone"),
+    [
+        ({"cfg": {"a": 1}}, {"cfg": {"a": 0, "new": 2}}, ("cfg.new",)),
+        ({"cfg": {"a": 1}}, {"cfg": {"new": {"deep": 2}}}, ("cfg.new",)),
+        ({"cfg": {}}, {"cfg": {5: 2}}, ("cfg.5",)),
+        ({"cfg": None}, {"cfg": {"x": 2}}, ("cfg.x",)),
+        ({"cfg": [{"a": 1}, 2]}, {"cfg": [{"a": 0, "b": 0}, {"c": 1}]}, ("cfg.0.b", "cfg.1.c")),
+        ({"cfg": {"in": {"a": 1}}}, {"cfg": {"in": {"a": 1, "b": 2}}}, ("cfg.in.b",)),
+        ({"cfg": {"a": 1, "b": 2}}, {"cfg": {"a": 0}}, ()),
+        ({"cfg": [1]}, {"cfg": [0, 0, 0]}, ()),  # a list is one value, of any length
+        ({"cfg": {(1, 2): 3}}, {"cfg": {(1, 2): 0, (3, 4): 0}}, ("cfg.(3, 4)",)),
+    ],
+)
+def test_what_a_replaced_container_held_alone_is_listed(saved: Any, target: Any, gone: Any, tmp_path: Path) -> None:
+    reshard.save({"w": W, **saved}, tmp_path / "c")
+
+    for dry_run in (True, False):
+        report = reshard.load({"w": torch.zeros_like(W), **target}, tmp_path / "c", dry_run=dry_run)
+        assert report.dropped == gone
+        assert report.ok is not bool(gone)
+        assert not report.missing
+
+
+@pytest.mark.parametrize("policy", ["cast", "saved"])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_report_lists_only_casts_that_took_place(policy: Any, wanted: torch.dtype, tmp_path: Path) -> None:
+    reshard.save({"w": W}, tmp_path / "c")
+    target = {"w": torch.zeros(6, 4, dtype=wanted)}
+
+    report = reshard.load(target, tmp_path / "c", dtype_policy=policy)
+
+    told = report.cast if policy == "cast" else report.replaced
+    assert dict(told) == ({} if wanted == W.dtype else {"w": ("float32", str(wanted).removeprefix("torch."))})
+    assert not (report.replaced if policy == "cast" else report.cast)
+    assert torch.equal(target["w"].float(), W)
+    assert target["w"].dtype == (wanted if policy == "cast" else W.dtype)
