@@ -69,11 +69,9 @@ def load(
             from the checkpoint's naming and shaping to that of `state_dict`.
         dry_run: only report; the target is not touched.
         check: compare checksums of all blocks that are read whole, where the format has them.
-        read_once: True, or "job": ranks that want the same elements share the reading of them, and pass them on to one
-            another through the process group, so that no byte is read twice in the whole job; not with dtype_policy
-            "saved". None, or "host": the ranks of one machine read for one another through memory that they share,
-            where together they would touch bytes twice, and touching costs more than copying (see docs/reading.md).
-            False, or "rank": each rank reads for itself.
+        read_once: True, or "job": ranks that want the same elements pass them on to one another through the process
+            group, so that no byte is read twice in the whole job; not with dtype_policy "saved". None, or "host": ranks
+            of one machine read for one another where that touches less, see docs/reading.md. False, or "rank": none do.
         process_group: with torch.distributed initialized, the ranks that load together: all end alike. A key of the
             checkpoint is unexpected only if none of them wants it.
         alone: this process loads by itself, in a running job too, and waits for nobody; of sharded tensors it reads its
@@ -84,11 +82,9 @@ def load(
         progress: the first rank shows bars where somebody looks on. Each phase logs one line in any case.
         deadline_s: how long the whole may take.
 
-    All ranks choose alike, but for mapping, threads, memory and progress.
-
     Raises (nothing was written then; `RankFailedError` on the other ranks, where they do not raise the same):
         KeyMismatchError: lists all missing, unexpected and mismatched keys of all ranks at once.
-        LayoutError: ranks that were called with different options; targets that cannot be written into.
+        LayoutError: ranks differ in options other than mapping, threads, memory and progress; a target is no array.
         DamagedCheckpointError: bytes are missing or were changed.
         CheckpointNotFoundError, FormatError: see `reshard.open`.
     """
