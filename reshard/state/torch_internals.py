@@ -33,6 +33,7 @@ _WRAPPERS = {
     ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"): "_checkpoint_wrapped_module",
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): "_fsdp_wrapped_module",
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"): "module",
 }
 """(module, class name) of each wrapper, and the child that it stands for. By name, because importing the classes
 costs seconds; an instance can only exist where its class was imported."""
@@ -43,7 +44,7 @@ WRAPPER_SEGMENTS = frozenset(_WRAPPERS.values())
 _METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _KNOWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.algorithms._checkpoint.")
-_TORCH_MODULES = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
+_KNOWN_MODULES = ("torch.nn.", "torch.distributed.", "torch._dynamo.", "deepspeed.runtime.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class ModuleReader:
         wrapped = next((w for c in cls.__mro__ if (w := _WRAPPERS.get((c.__module__, c.__qualname__)))), None)
         return ClassFacts(
             wrapped=wrapped,
-            overrides=any(not _definer(cls, method).startswith(_TORCH_MODULES) for method in _METHODS),
+            overrides=any(not _definer(cls, method).startswith(_KNOWN_MODULES) for method in _METHODS),
             has_extra_state=getattr(cls, "get_extra_state", None) is not nn.Module.get_extra_state,
             modifiers=hasattr(cls, self.modifiers),
             is_fsdp1=wrapped == "_fsdp_wrapped_module",

@@ -209,7 +209,7 @@ def _optimizer_given(live: LiveOptimizers, given: Mapping[str, Any], options: St
 
 
 def _model_state(live: LiveModel, submodules: Iterable[nn.Module] | None, options: StateDictOptions) -> dict[str, Any]:
-    state = read_model(live)
+    state = read_model(live, whole=options.full_state_dict)
     if options.ignore_frozen_params:
         frozen = {
             slot.name for slot in live.of_kind("parameter") if slot.value is not None and not slot.value.requires_grad

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from reshard.control.group import Group
 from reshard.errors import NormalizationError
+from reshard.state.deepspeed import PartitionedParameter
 from reshard.state.tensors import global_shape, is_sharded
 from reshard.state_dict.gather import gather, member_ranks
 from reshard.state_dict.model import read_model
@@ -85,7 +86,7 @@ def iter_full(
     """
     opts = as_options(options)
     with torch.no_grad():
-        state = read_model(LiveModel(model, opts.dsd_fqn_modifiers))
+        state = read_model(LiveModel(model, opts.dsd_fqn_modifiers), whole=True)
     owner = _owners(state, prefer=to_rank) if to_rank is not None else None
     agree_on_gathering({name: value for name, value in state.items() if is_sharded(value)})
     for name in sorted(state):
@@ -144,6 +145,10 @@ def _owners(names: Iterable[str], prefer: int | None = 0) -> Callable[[str], int
 
 def _whole(value: Any, name: str, owner: Callable[[str], int] | None) -> list[Any]:
     """[the whole value], or [] on ranks that do not return it."""
+    if isinstance(value, PartitionedParameter):
+        mine = owner is None or owner(name) == _rank()
+        found = value.whole(keep=mine)
+        return [found if owner is None else _to_cpu(found)] if mine else []
     if owner is None:
         return [gather(value)]
     goal = owner(name)

@@ -11,6 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from reshard.errors import KeyMismatchError
+from reshard.state.deepspeed import HOW_TO_SAVE, PartitionedParameter
 from reshard.state.tensors import dtype_of, global_shape, is_sharded, local_tensors
 from reshard.state.torch_internals import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
 from reshard.state_dict.names import LiveModel, Region, Slot, where
@@ -20,8 +21,15 @@ from reshard.state_dict.values import is_meta, like, materialised, problem, same
 __all__ = ["ModelWrites", "apply_model", "plan_model", "read_model"]
 
 
-def read_model(live: LiveModel) -> dict[str, Any]:
-    """The canonical state dict: {name: tensor or extra state}; tensors share memory with the live ones."""
+def read_model(live: LiveModel, *, whole: bool = False) -> dict[str, Any]:
+    """The canonical state dict: {name: tensor or extra state}; tensors share memory with the live ones. `whole`: the
+    caller gathers what it is given, also `PartitionedParameter`s, which are refused else."""
+    if not whole:
+        live.refuse_partitioned(
+            f"take the whole state dict (full_state_dict=True, or iter_full), which all ranks gather together; or "
+            f"take it inside deepspeed.zero.GatheredParameters; or {HOW_TO_SAVE}"
+        )
+    partitioned = {slot.name: PartitionedParameter(slot.value) for slot in live.partitioned if slot.value is not None}
     out: dict[str, Any] = {}
     for item in live.items:
         if isinstance(item, Region):
@@ -32,6 +40,8 @@ def read_model(live: LiveModel) -> dict[str, Any]:
                 out[item.name] = item.tensor()
         else:
             out[item.name] = item.owner.get_extra_state()
+    for name in partitioned.keys() & out.keys():
+        out[name] = partitioned[name]
     return out
 
 
@@ -62,6 +72,11 @@ def plan_model(
 
     Raises KeyMismatchError listing every missing, unexpected and misfitting name (the first two only if strict).
     """
+    live.refuse_partitioned(
+        "set the state dict before deepspeed.initialize, which also makes its own copies of the parameters; or load "
+        "by the engine's own load_checkpoint; or, of a model without an optimizer, set it inside "
+        "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)"
+    )
     match = _Match(live, given, options.ignore_frozen_params, outlines)
     direct: list[tuple[Slot, Any]] = []
     regions: list[RegionWrite] = []

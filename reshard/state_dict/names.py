@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from reshard.errors import NormalizationError
+from reshard.state.deepspeed import is_partitioned, whole_shape
 from reshard.state.fsdp1 import FlatPiece, flat_pieces, is_flat
 from reshard.state.torch_internals import EXTRA_STATE, ModuleReader
 
@@ -77,7 +78,9 @@ class Slot(NamedTuple):
         """Global shape; () for extra state and for lazy parameters that have none yet."""
         if self.piece is not None:
             return self.piece.shape
-        return () if self.value is None or is_lazy(self.value) else tuple(self.value.shape)
+        if self.value is None or is_lazy(self.value):
+            return ()
+        return whole_shape(self.value) if is_partitioned(self.value) else tuple(self.value.shape)
 
     def tensor(self) -> torch.Tensor:
         """The live tensor, sharded as it is; whoever writes into it writes into the model."""
@@ -144,6 +147,9 @@ class LiveModel:
         self.pieces_of: dict[int, list[FlatPiece]] = {}
         """By id of a parameter that optimizers have: what it consists of, if it is an FSDP1 one."""
         self._index()
+        self.partitioned: list[Slot] = []
+        """Parameters of which DeepSpeed has only parts here."""
+        self._look_at_empty()
 
     def _index(self) -> None:
         by_name, names_of = self.by_name, self.names_of
@@ -165,6 +171,30 @@ class LiveModel:
             elif name not in names:
                 names.append(name)
                 self.tied.update(names)
+
+    def _look_at_empty(self) -> None:
+        """Find parameters of which the elements are elsewhere; raises NormalizationError if nobody can say where."""
+        own = [slot for slot in self.slots if slot.kind == "parameter" and slot.piece is None]
+        empty = [slot for slot in own if type(slot.value) is nn.Parameter and not slot.value.numel()]
+        self.partitioned = [slot for slot in empty if slot.value is not None and is_partitioned(slot.value)]
+        if not empty or self.partitioned or len(empty) < len(own):
+            return
+        for slot in empty:
+            sizes = [size for name in _SIZES if (size := getattr(slot.owner, name, None)) is not None]
+            if sizes and all(isinstance(size, int) and size > 0 for size in sizes):
+                raise NormalizationError(
+                    f"every parameter of the model is empty{where()}, but {slot.name!r} belongs to {slot.owner}: "
+                    "something has taken the elements away. Take the state dict where the parameters are whole"
+                )
+
+    def refuse_partitioned(self, fix: str) -> None:
+        """Raise NormalizationError if DeepSpeed has parts of parameters only, with what to do about it."""
+        if self.partitioned:
+            more = f" and {len(self.partitioned) - 5} more" if len(self.partitioned) > 5 else ""
+            names = ", ".join(slot.name for slot in self.partitioned[:5]) + more
+            raise NormalizationError(
+                f"DeepSpeed's ZeRO-3 has cut up {names}{where()}, so that the parameters themselves are empty: {fix}"
+            )
 
     def aliases(self, slot: Slot) -> list[str]:
         """All names of the slot's tensor, its own among them."""
@@ -193,6 +223,18 @@ class LiveModel:
         if wanted:
             raise NormalizationError(f"submodules {[type(m).__name__ for m in wanted]} are no part of the model")
         return found
+
+
+_SIZES = (
+    "in_features",
+    "out_features",
+    "num_embeddings",
+    "embedding_dim",
+    "in_channels",
+    "out_channels",
+    "num_features",
+)
+"""Attributes by which torch's modules say how large their parameters are."""
 
 
 class _Walk:

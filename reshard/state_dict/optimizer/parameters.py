@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from reshard.errors import NormalizationError
+from reshard.state.deepspeed import HOW_TO_SAVE
 from reshard.state.fsdp1 import FlatPiece
 from reshard.state_dict.names import LiveModel, where
 
@@ -52,6 +53,8 @@ class LiveOptimizers:
     """
 
     def __init__(self, live: LiveModel, optimizers: Sequence[Optimizer]) -> None:
+        if optimizers:
+            live.refuse_partitioned(f"of its optimizers only DeepSpeed knows what is whose; {HOW_TO_SAVE}")
         self.live = live
         self.optimizers = tuple(optimizers)
         self.parameters: list[list[OptimizedParameter]] = []
@@ -103,7 +106,8 @@ def _none_of_this_model(optimizers: Sequence[Optimizer]) -> str:
     return (
         f"{names} has no parameter of the model{where()}. Perhaps it was made before the model was wrapped: "
         "fully_shard, to_empty and their like put new parameters in the place of the old ones, which it goes on to "
-        "train in vain. Make it of model.parameters() after wrapping; if it was made for another model, give that one"
+        "train in vain. Make it of model.parameters() after wrapping; if it was made for another model, give that one. "
+        f"Of an optimizer that DeepSpeed's ZeRO has taken over, whose parameters are flat partitions now, {HOW_TO_SAVE}"
     )
 
 

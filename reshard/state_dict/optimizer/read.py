@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.errors import NormalizationError
+from reshard.state.deepspeed import HOW_TO_SAVE
+from reshard.state.optimizer_forms import is_nested
 from reshard.state_dict.names import where
 from reshard.state_dict.optimizer.flat_parameters import split_state
 from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
@@ -23,6 +25,13 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     for k, optimizer in enumerate(live.optimizers):
         saved = optimizer.state_dict()
+        if not is_nested(saved):
+            cls, keys = type(optimizer), ", ".join(map(repr, list(saved)[:8]))
+            raise NormalizationError(
+                f"the state dict of optimizer {k} ({cls.__module__}.{cls.__qualname__}){where()} has {keys}, and not "
+                "'state' and 'param_groups' as torch's have. Give the optimizer that is inside, if it holds the "
+                f"model's own parameters; of DeepSpeed's, {HOW_TO_SAVE}"
+            )
         named = {key: _names(key, live, k) for group in saved["param_groups"] for key in group["params"]}
         for key, values in saved["state"].items():
             if values:
