@@ -28,7 +28,7 @@ FLOORS = floors(PAGE)
 BORDERS = borders((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 
 # what is not as it should be yet: exactly this, so that a line goes when its reason is gone
-CIRCLES_LEFT = [["reshard.cli.demo_job.jobs", "reshard.cli.demo_job.ranks"]]
+CIRCLES_LEFT: list[list[str]] = []
 LARGE_FOLDERS_LEFT = {"reshard/state"}
 LONG_FUNCTIONS_LEFT = {"reshard.api.convert.converting.convert", "reshard.cli.convert.convert"}
 

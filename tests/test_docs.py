@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 TEST_FILES = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("property_tests/test_*.py")]
-PAINS = (DOCS / "pains.md").read_text(encoding="utf-8")
+TABLES = {name: (DOCS / name).read_text(encoding="utf-8") for name in ("pains.md", "borders.md")}
 FOLDERS = "benchmarks|docs|examples|planners|property_tests|reshard|tests"
 
 
@@ -27,15 +27,29 @@ def defining(file: str, function: str) -> list[Path]:
     return [path for path in found if re.search(rf"^\s*def {function}\(", path.read_text(encoding="utf-8"), re.M)]
 
 
-@pytest.mark.parametrize(("file", "function"), sorted(set(functions(PAINS))))
-def test_every_test_named_in_pains_exists(file: str, function: str) -> None:
-    assert len(defining(file, function)) == 1, f"docs/pains.md names {file}::{function}"
+def rows(page: str) -> list[str]:
+    """The rows of the tables of a page, without their heads."""
+    lines = page.splitlines()
+    return [line for line in lines if line.startswith("| ") and not line.startswith("| symptom")]
+
+
+@pytest.mark.parametrize(
+    ("page", "file", "function"), sorted({(name, *test) for name, page in TABLES.items() for test in functions(page)})
+)
+def test_every_test_that_is_named_exists(page: str, file: str, function: str) -> None:
+    assert len(defining(file, function)) == 1, f"docs/{page} names {file}::{function}"
 
 
 def test_every_complaint_has_its_test() -> None:
-    rows = [line for line in PAINS.splitlines() if line.startswith("| ") and not line.startswith("| symptom")]
-    assert len(rows) > 40
-    assert [row for row in rows if not functions(row)] == []
+    assert len(rows(TABLES["pains.md"])) > 40
+    assert [row for row in rows(TABLES["pains.md"]) if not functions(row)] == []
+
+
+def test_every_border_has_its_test_or_is_open() -> None:
+    """A row either says what happens and names tests, or says nothing and that it is open."""
+    found = rows(TABLES["borders.md"])
+    assert len(found) >= 19
+    assert [row for row in found if bool(functions(row)) == row.endswith("| | open |")] == []
 
 
 def test_a_test_that_is_not_there_is_seen() -> None:

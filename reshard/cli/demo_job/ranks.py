@@ -38,7 +38,7 @@ def run(job: Callable[..., Any], world_size: int, *args: Any, hear: Callable[[in
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in torch's own list
 
     context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    context.set_forkserver_preload(["reshard.cli.demo_job.jobs"])  # torch is imported once, not once a rank
+    context.set_forkserver_preload([job.__module__])  # torch is imported once, not once a rank
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes: dict[Any, int] = {}
