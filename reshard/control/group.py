@@ -195,6 +195,10 @@ class Group:
         self._common = error
         raise error
 
+    def raised_alike(self, error: BaseException) -> bool:
+        """Whether every rank has raised this error just so: see `refuse`."""
+        return error is self._common
+
     @property
     def deadline(self) -> float:
         """When the phase that is under way must be over, on the monotonic clock; never, outside of phases."""

@@ -18,7 +18,7 @@ from reshard.api.load.options import LoadOptions, Mode
 from reshard.control.group import Group
 from reshard.dcp.default_planner import DefaultLoadPlanner
 from reshard.dcp.engine.calls import Call
-from reshard.dcp.engine.misfits import refuse_lost_state
+from reshard.dcp.engine.misfits import ENGINE_WORDING, refuse_lost_state
 from reshard.dcp.engine.protocol import run_load
 from reshard.dcp.engine.states import put_state_back, unwrapped
 from reshard.dcp.engine.storages import reader_for, storage_by_position
@@ -85,7 +85,7 @@ def _load(
             if planner is not None:  # callers read afterwards what it was told
                 planner.set_up_planner(state, reader.read_metadata(), group.rank == coordinator)
             strict: Mode = "partial" if partial else "subset"
-            options = LoadOptions(strict=strict, dtype_policy="cast", entry_by_entry=True)
+            options = LoadOptions(strict=strict, dtype_policy="cast", entry_by_entry=True, wording=ENGINE_WORDING)
             if not partial:
                 with places(state, saved_in(reader.checkpoint), keep=False):
                     refuse_lost_state(state, saved_in(reader.checkpoint))

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from reshard.api.load.matching import Match
-from reshard.api.load.options import LoadOptions
+from reshard.api.load.options import LoadOptions, Wording
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.control.group import Group
 from reshard.errors import CheckpointError, KeyMismatchError, format_ranks
@@ -81,7 +81,8 @@ class Mismatches:
         unexpected = [key for key in truth.unexpected if options.mode_of(key) == "strict"]
         if not (missing or unexpected or self.mismatched):
             return truth
-        error = KeyMismatchError(self._message(match, missing, unexpected, checkpoint, targets, group))
+        kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
+        error = kind(self._message(match, missing, unexpected, checkpoint, targets, group, options.wording))
         if self.alike:
             group.refuse(error)
         raise error
@@ -94,19 +95,18 @@ class Mismatches:
         checkpoint: Checkpoint,
         targets: Targets,
         group: Group,
+        wording: Wording,
     ) -> str:
         lines = [f"{checkpoint.url} does not fit what is to be loaded:"]
         # what has found its counterpart is no guess for another
         known = [name for name in (*match.names, *checkpoint.aliases) if name not in self.used]
         kinds = _kinds(match, checkpoint, targets)
-        lines += _section("missing in the checkpoint", _on_ranks(missing, group), known, kinds, match.mapped)
+        lines += _section(wording.missing, _on_ranks(missing, group), known, kinds, match.mapped)
         lines += _section("unexpected, since the target does not have them", dict.fromkeys(unexpected, ""), [*missing])
-        lines += _section("mismatched", _on_ranks(self.mismatched, group), ())
+        lines += _section(wording.mismatched, _on_ranks(self.mismatched, group), ())
         fixes = []
         if missing or unexpected:
-            fixes.append(
-                "strict=False or strict={'some.*': 'partial'} allows missing and unexpected keys, mapping= renames"
-            )
+            fixes.append(wording.allow)
         if any("saved as" in line for line in self.mismatched):
             fixes.append("dtype_policy='cast' converts, dtype_policy='saved' keeps the saved dtype")
         return "\n".join(lines + [f"  ({'; '.join(fixes)})"] * bool(fixes))

@@ -12,7 +12,7 @@ from reshard.errors import KeyMismatchError
 if TYPE_CHECKING:  # imported by loads that map
     from reshard.mapping import Mapping as StateMapping
 
-__all__ = ["DtypePolicy", "LoadOptions", "Mode", "ReadOnce"]
+__all__ = ["DtypePolicy", "LoadOptions", "Mode", "ReadOnce", "Wording"]
 
 Mode = Literal["strict", "subset", "partial"]
 """Which keys only one side may have: none; the checkpoint may have more; both may."""
@@ -20,8 +20,19 @@ DtypePolicy = Literal["error", "cast", "saved"]
 ReadOnce = Literal["job", "host", "rank"]
 """Among whom no byte is read twice."""
 
-_OWN = frozenset({"mapping", "threads", "memory_budget_bytes", "progress"})
+_OWN = frozenset({"mapping", "threads", "memory_budget_bytes", "progress", "wording"})
 """What each rank may choose for itself."""
+
+
+@dataclass(frozen=True)
+class Wording:
+    """What a refusal calls what does not fit, and what it advises: callers of other faces have other arguments."""
+
+    missing: str = "missing in the checkpoint"
+    mismatched: str = "mismatched"
+    allow: str = "strict=False or strict={'some.*': 'partial'} allows missing and unexpected keys, mapping= renames"
+    mismatch_error: type[KeyMismatchError] = KeyMismatchError
+    """Raised where something is mismatched."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,7 @@ class LoadOptions:
     entry_by_entry: bool = False
     """Match every entry of a dict for itself, as torch.distributed.checkpoint does; else a dict without tensors is
     replaced whole."""
+    wording: Wording = Wording()
 
     def __post_init__(self) -> None:
         _check_choice("dtype_policy", self.dtype_policy, get_args(DtypePolicy))

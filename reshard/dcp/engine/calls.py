@@ -47,6 +47,8 @@ class Call:
         """Collective, where a phase has failed: by place in the group, the error of each rank that failed itself."""
         here, group = _told(error), self.group
         known = group.ranks.index(error.rank) if isinstance(error, RankFailedError) and error.rank >= 0 else group.rank
+        if group.raised_alike(error):
+            return dict.fromkeys(range(group.world_size), here)
         if not group.failed or isinstance(error, DeadlineError):
             return {known: here}
         mine = b"" if isinstance(error, RankFailedError) else _packed(here)

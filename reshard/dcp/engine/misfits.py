@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from reshard.api.load.options import Wording
 from reshard.errors import KeyMismatchError
 from reshard.state.deferred_optimizer import Saved, lost_state
 from reshard.state.tensors import global_shape, is_tensor
 
-__all__ = ["MisfitError", "refuse_lost_state", "refuse_misfits"]
+__all__ = ["ENGINE_WORDING", "MisfitError", "refuse_lost_state", "refuse_misfits"]
 
 _ALLOW = "DefaultLoadPlanner(allow_partial_load=True) leaves what is not saved as it is"
 _MISSING = "Missing key in checkpoint state_dict"
@@ -21,6 +22,9 @@ _MISSING = "Missing key in checkpoint state_dict"
 
 class MisfitError(KeyMismatchError, ValueError):
     """A key has another shape, or is another kind of thing, than what is to be loaded: torch raises a ValueError."""
+
+
+ENGINE_WORDING = Wording(_MISSING, "Size mismatch, or another kind of value", _ALLOW, MisfitError)
 
 
 def refuse_misfits(wanted: Mapping[str, Any], saved: Mapping[str, Any], *, partial: bool) -> None:

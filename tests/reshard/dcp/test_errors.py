@@ -17,7 +17,7 @@ from tests.reshard.dcp import jobs
 
 ENGINE = "engine", lambda path: {"checkpoint_id": path}
 PROTOCOL = "protocol", lambda path: {"storage_reader": theirs.FileSystemReader(path)}
-WAYS = [pytest.param(way, id=name) for name, way in (PROTOCOL,)]
+WAYS = [pytest.param(way, id=name) for name, way in (ENGINE, PROTOCOL)]
 
 
 @pytest.fixture
