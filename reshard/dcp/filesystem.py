@@ -8,7 +8,7 @@ import io
 import os
 import pickle
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -33,11 +33,12 @@ from torch.futures import Future
 
 from planners.geometry.box import Box
 from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, StorageError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.dcp.metadata import object_to_bytes, paths_of, tensor_metadata
 from reshard.formats.dcp.reader import DcpFacts
 from reshard.formats.opening import open_contents
+from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.copying import copy_place
 from reshard.formats.stored.tensor import Place, StoredChunk
 from reshard.state.arrays import as_array
@@ -255,13 +256,9 @@ class FileSystemReader(StorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
-        """Raises StorageError for an `_extension_registry`: the transforms that are read are known beforehand."""
-        if _extension_registry is not None:
-            raise StorageError(
-                "_extension_registry would run code that the checkpoint names; zstandard is read without it, and for "
-                "others there is torch.distributed.checkpoint.FileSystemReader, which works here as well"
-            )
-        self.path = path
+        """`_extension_registry`: undoes transforms of the caller's own; zstandard is read without it. Only what is
+        registered runs, whatever the checkpoint names."""
+        self.path, self.extension_registry = path, _extension_registry
         self.load_id = uuid.uuid4().hex
         self._checkpoint: Checkpoint | None = None
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
@@ -275,7 +272,7 @@ class FileSystemReader(StorageReader):
     def checkpoint(self) -> Checkpoint:
         """The checkpoint, opened when first needed."""
         if self._checkpoint is None:
-            self._checkpoint = Checkpoint(*open_contents(self.path, preferred=dcp))
+            self._checkpoint = Checkpoint(*open_contents(self.path, preferred=_Dcp(self.extension_registry)))
         return self._checkpoint
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -354,3 +351,35 @@ class FileSystemReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this could be a place to read from."""
         return bool(os.fspath(checkpoint_id))
+
+
+class _Dcp:
+    """The reader of DCP's files, which knows the caller's transforms."""
+
+    name, looks_for = dcp.name, dcp.looks_for
+
+    def __init__(self, registry: Any) -> None:
+        self._registry = registry
+
+    def detect(self, storage: Storage, names: Mapping[str, int]) -> bool:
+        return dcp.detect(storage, names)
+
+    def open(self, storage: Storage, names: Mapping[str, int]) -> Contents:
+        return dcp.open_folder(storage, names, "", self._undo if self._registry is not None else None)
+
+    def _undo(self, transforms: tuple[str, ...], most_bytes: int, data: bytes) -> bytes:
+        """Raises FormatError for transforms that are not registered, DamagedCheckpointError if too much comes out."""
+        try:
+            extensions = self._registry.from_descriptor_list(transforms)
+        except ValueError as error:
+            raise FormatError(f"the transforms {list(transforms)} are not all registered: {error}") from None
+        stream: Any = io.BytesIO(data)
+        for extension in extensions:
+            stream = extension.transform_from(stream)
+        pieces, left = [], most_bytes
+        while left >= 0 and (piece := stream.read(left + 1)):
+            pieces.append(bytes(piece))
+            left -= len(piece)
+        if left < 0:
+            raise DamagedCheckpointError(f"an item holds more than the {most_bytes} bytes that it may need")
+        return b"".join(pieces)

@@ -48,7 +48,7 @@ _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json
 def open_contents(path: str | os.PathLike[str] | Storage, *, preferred: Format | None = None) -> tuple[Contents, str]:
     """What is at `path`, by the format that its files show, and a text that says where that is.
 
-    Where they show several, and `preferred` is one of them, it is taken.
+    Where they show several, and `preferred` is one of them, it is taken. It may be another reader of the same name.
 
     Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
     """
@@ -72,7 +72,10 @@ def _open(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
         killed = any(map(is_generation, storage.empty_folders()))
         why = ": a save was killed before it wrote anything, or is just beginning" if killed else ""
         raise CheckpointNotFoundError(f"there is nothing at {url}{why}")
-    return _pick(storage, names, url, preferred).open(storage, names)
+    format = _pick(storage, names, url, preferred)
+    if preferred is not None and preferred.name == format.name:
+        format = preferred
+    return format.open(storage, names)
 
 
 def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, int]]:
@@ -173,7 +176,7 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
         return composite
     if len(fitting) == 1:
         return fitting[0]
-    if preferred in fitting:
+    if preferred is not None and preferred.name in [format.name for format in fitting]:
         return preferred
     if fitting:
         kinds = " and ".join(format.name for format in fitting)

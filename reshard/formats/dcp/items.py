@@ -18,7 +18,11 @@ from reshard.formats.stored.tensor import Place
 from reshard.formats.torch_save.file import TorchFile
 from reshard.formats.torch_save.zip_archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
 
-__all__ = ["Item", "Items"]
+__all__ = ["Item", "Items", "Undo"]
+
+Undo = Callable[[tuple[str, ...], int, bytes], bytes]
+"""(descriptors of transforms, as they are to be undone; the most bytes that may come out; the bytes of an item) -> what
+was transformed."""
 
 _MOST_BYTES = 1 << 28
 """The most that an object, or what surrounds a tensor, may have once it is decompressed."""
@@ -27,7 +31,7 @@ _PIECE_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A byte range of a file, and the transforms that its bytes went through, first one first."""
+    """A byte range of a file, and the transforms that its bytes went through, the last one first."""
 
     file: str
     offset: int
@@ -43,8 +47,9 @@ class Item:
 class Items:
     """Looks into the items of one checkpoint."""
 
-    def __init__(self, files: Files, folder: str) -> None:
-        self._files = files
+    def __init__(self, files: Files, folder: str, undo: Undo | None = None) -> None:
+        """`undo`: of transforms that the caller knows; without it, zstandard is known."""
+        self._files, self._undo = files, undo
         self._folder = folder
         self._slot = DecodedSource.Slot()
         self._headers: dict[str, Header | None] = {}
@@ -96,11 +101,16 @@ class Items:
         file = self._files[self._folder + item.file]
         if not item.transforms:
             return file, item.offset, item.length
-        if len(item.transforms) > 1 or not item.transforms[0].startswith("stream.zstd"):
+        if len(item.transforms) == 1 and item.transforms[0].startswith("stream.zstd"):
+            decode = partial(_unzstd, most_bytes)
+        elif self._undo is not None:
+            decode = partial(self._undo, item.transforms, most_bytes)
+        else:
             raise FormatError(
-                f"{file.label}: the transforms {list(item.transforms)} are not known; known is stream.zstd"
+                f"{file.label}: the transforms {list(item.transforms)} are not known; known is stream.zstd, and what "
+                "is registered in reshard.dcp.FileSystemReader(_extension_registry=...)"
             )
-        source = DecodedSource(file, item.offset, item.length, "zstd", partial(_unzstd, most_bytes), self._slot)
+        source = DecodedSource(file, item.offset, item.length, ", ".join(item.transforms), decode, self._slot)
         return source, 0, source.nbytes
 
     def _locate(self, spec: TensorSpec, box: Box, item: Item) -> tuple[Place, str]:

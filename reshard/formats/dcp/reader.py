@@ -17,7 +17,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.formats.dcp.items import Item, Items
+from reshard.formats.dcp.items import Item, Items, Undo
 from reshard.formats.dcp.names import DATA_FILE, RANK_METADATA, has_dcp
 from reshard.formats.pickles.reader import load_pickle
 from reshard.formats.pickles.record import Record
@@ -71,8 +71,8 @@ class _Index:
     mcore_data: Any = None
 
 
-def open_folder(storage: Storage, names: Mapping[str, int], folder: str) -> Contents:
-    """The checkpoint in `folder`, "" or ending in "/".
+def open_folder(storage: Storage, names: Mapping[str, int], folder: str, undo: Undo | None = None) -> Contents:
+    """The checkpoint in `folder`, "" or ending in "/"; `undo`: see `Items`.
 
     Raises:
         DamagedCheckpointError: there is no `.metadata` (the save did not end), it is unreadable, or a file that it
@@ -91,7 +91,7 @@ def open_folder(storage: Storage, names: Mapping[str, int], folder: str) -> Cont
         source = files[file]
         _add(index, _metadata(source.read(0, source.nbytes), source.label), source.label)
     _check_files(index, storage, names, folder)
-    items = Items(files, folder)
+    items = Items(files, folder, undo)
     tensors: dict[str, Callable[[], StoredTensor]] = {
         key: lambda key=key, metas=metas: _tensor(key, metas, index.items.get(key, {}), items)  # type: ignore[misc]
         for key, metas in index.tensors.items()

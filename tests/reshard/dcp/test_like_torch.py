@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 import reshard
 import reshard.dcp as ours
-from reshard.errors import KeyMismatchError, RankFailedError, StorageError, UnsafeDataError
+from reshard.errors import FormatError, KeyMismatchError, RankFailedError, StorageError, UnsafeDataError
 from tests import gloo
 from tests.reshard.dcp import jobs
 from tests.same import assert_same
@@ -151,7 +151,7 @@ def test_errors_are_also_checkpoint_exceptions(tmp_path):
         ours.load({"v": torch.ones(2)}, checkpoint_id=tmp_path)
     assert isinstance(caught.value, KeyMismatchError)
     assert isinstance(caught.value, RuntimeError)  # as torch's planner and `Module.load_state_dict` raise
-    assert "missing" in str(caught.value)
+    assert "Missing key" in str(caught.value)
     assert isinstance(caught.value.failures[0][0], KeyMismatchError)
     assert str(copy.copy(caught.value)) == str(caught.value)
     with pytest.raises(CheckpointException):
@@ -342,10 +342,29 @@ def test_extensions_of_the_writer(tmp_path):
     theirs.load(target, storage_reader=theirs.FileSystemReader(tmp_path, _extension_registry=registry), no_dist=True)
 
     assert (target["w"].tolist(), target["n"]) == ([0, 1, 2], 5)
-    with pytest.raises(reshard.ReshardError, match=r"stream\.flipped"):
+    with pytest.raises(reshard.ReshardError, match=r"stream\.flipped(.|\n)*_extension_registry"):
         ours.load(target, checkpoint_id=tmp_path)
-    with pytest.raises(StorageError, match="_extension_registry"):
-        ours.FileSystemReader(tmp_path, _extension_registry=registry)
+    empty = ours.FileSystemReader(tmp_path, _extension_registry=extension.ExtensionRegistry())
+    with pytest.raises(FormatError, match=r"stream\.flipped"):
+        ours.load(target, storage_reader=empty)
+
+
+@pytest.mark.parametrize("save", [ours.save, theirs.save], ids=["ours", "torch"])
+@pytest.mark.parametrize("planner", [None, theirs.DefaultLoadPlanner, Whole], ids=["engine", "default", "own"])
+def test_extensions_that_the_caller_registered(tmp_path, save, planner):
+    extension = pytest.importorskip("torch.distributed.checkpoint._extension")
+    kind = type("Kind", (Flipped, extension.StreamTransformExtension), {})
+    writer = (ours if save is ours.save else theirs).FileSystemWriter(tmp_path, _extensions=[kind(), kind()])
+    save({"w": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(5), "e": torch.empty(0)}, storage_writer=writer)
+    registry = extension.ExtensionRegistry()
+    registry.register(kind)
+    target = {"w": torch.zeros(2, 3), "n": torch.tensor(0), "e": torch.empty(0)}
+
+    reader = ours.FileSystemReader(tmp_path, _extension_registry=registry)
+    ours.load(target, storage_reader=reader, planner=planner and planner())
+
+    assert target["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert target["n"].item() == 5
 
 
 def test_a_format_that_nobody_reads_is_refused(tmp_path):
