@@ -12,8 +12,8 @@ import torch
 
 from planners.geometry.layout import TensorSpec
 from planners.geometry.layout_forms import Form
+from reshard.state.frameworks.tensor_subclasses import expanded
 from reshard.state.per_rank import PerRank
-from reshard.state.tensor_subclasses import expanded
 from reshard.state.tensors import (
     device_of,
     dtype_of,

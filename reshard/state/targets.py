@@ -11,8 +11,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from reshard.errors import FormatError, LayoutError
+from reshard.state.frameworks.tensor_subclasses import holder
 from reshard.state.live_state import LiveState, is_single, take_apart
-from reshard.state.tensor_subclasses import holder
 from reshard.state.tensors import local_tensors
 from reshard.state.tree import IntKey, KeyPath, flatten, key_of
 

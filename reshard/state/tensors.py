@@ -25,7 +25,7 @@ from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Placement, Replicate, Shard, StridedShard
 from reshard.errors import LayoutError
 from reshard.state.dtypes import dtype_name
-from reshard.state.placements import readings, same_parts
+from reshard.state.frameworks.placements import readings, same_parts
 from reshard.state.tree import flatten, key_of
 
 __all__ = [

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from planners.geometry.box import Box
 from reshard.control.group import Group
 from reshard.errors import KeyMismatchError, NormalizationError
-from reshard.state.fsdp1 import FlatPiece
+from reshard.state.frameworks.fsdp1 import FlatPiece
 from reshard.state.tensors import is_sharded, raw_bytes
 from reshard.state_dict.gather import parts_of
 from reshard.state_dict.model import plan_model

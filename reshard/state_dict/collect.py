@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from reshard.control.group import Group
 from reshard.errors import NormalizationError
-from reshard.state.deepspeed import PartitionedParameter
+from reshard.state.frameworks.deepspeed import PartitionedParameter
 from reshard.state.tensors import global_shape, is_sharded
 from reshard.state_dict.gather import gather, member_ranks
 from reshard.state_dict.model import read_model

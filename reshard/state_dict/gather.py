@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from planners.geometry.layout_forms import Form, Part
 from reshard.errors import NormalizationError
-from reshard.state.fsdp1 import group_of
+from reshard.state.frameworks.fsdp1 import group_of
 from reshard.state.tensors import (
     dtype_of,
     form_of,

@@ -11,9 +11,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from reshard.errors import KeyMismatchError
-from reshard.state.deepspeed import HOW_TO_SAVE, PartitionedParameter
+from reshard.state.frameworks.deepspeed import HOW_TO_SAVE, PartitionedParameter
+from reshard.state.frameworks.torch_internals import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
 from reshard.state.tensors import dtype_of, global_shape, is_sharded, local_tensors
-from reshard.state.torch_internals import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
 from reshard.state_dict.names import LiveModel, Region, Slot, where
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 from reshard.state_dict.values import is_meta, like, materialised, problem, same_value, write

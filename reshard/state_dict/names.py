@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from reshard.errors import NormalizationError
-from reshard.state.deepspeed import is_partitioned, whole_shape
-from reshard.state.fsdp1 import FlatPiece, flat_pieces, is_flat
-from reshard.state.torch_internals import EXTRA_STATE, ModuleReader
+from reshard.state.frameworks.deepspeed import is_partitioned, whole_shape
+from reshard.state.frameworks.fsdp1 import FlatPiece, flat_pieces, is_flat
+from reshard.state.frameworks.torch_internals import EXTRA_STATE, ModuleReader
 
 __all__ = ["LiveModel", "Models", "Region", "Slot", "Stage", "where"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from reshard.errors import NormalizationError
+from reshard.state.frameworks.wrapper_names import CERTAIN_SEGMENTS, WrapperNames
 from reshard.state.optimizer_forms import is_flat, is_nested
-from reshard.state.wrapper_names import CERTAIN_SEGMENTS, WrapperNames
 
 __all__ = ["NormalizeReport", "Normalized", "normalize"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from reshard.checkpoint.canonical.hints import Hints
 from reshard.errors import NormalizationError
-from reshard.state.wrapper_names import CERTAIN_SEGMENTS, WrapperNames
+from reshard.state.frameworks.wrapper_names import CERTAIN_SEGMENTS, WrapperNames
 
 __all__ = ["NameMap", "common_attribute"]
 

@@ -26,7 +26,7 @@ from reshard.formats.stored.source import Files
 from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.formats.torch_save.file import TorchFile, flat_leaves, read_torch_file, stored_tensor
 from reshard.formats.torch_save.sharded_tensors import is_sharded_tensor, join_sharded, sharded_ranks
-from reshard.state.placements import readings, same_parts
+from reshard.state.frameworks.placements import readings, same_parts
 from reshard.state.tree import KeyPath, key_of
 from reshard.storage.base import Storage
 

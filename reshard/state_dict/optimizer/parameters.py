@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from reshard.errors import NormalizationError
-from reshard.state.deepspeed import HOW_TO_SAVE
-from reshard.state.fsdp1 import FlatPiece
+from reshard.state.frameworks.deepspeed import HOW_TO_SAVE
+from reshard.state.frameworks.fsdp1 import FlatPiece
 from reshard.state_dict.names import LiveModel, where
 
 __all__ = ["LiveOptimizers", "OptimizedParameter", "as_optimizers"]

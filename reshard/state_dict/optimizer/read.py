@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.errors import NormalizationError
-from reshard.state.deepspeed import HOW_TO_SAVE
+from reshard.state.frameworks.deepspeed import HOW_TO_SAVE
 from reshard.state.optimizer_forms import is_nested
 from reshard.state_dict.names import where
 from reshard.state_dict.optimizer.flat_parameters import split_state

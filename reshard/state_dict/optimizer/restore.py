@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from reshard.state.frameworks.torch_internals import copy_all, loads_itself
 from reshard.state.tensors import global_shape, identity_of
-from reshard.state.torch_internals import copy_all, loads_itself
 from reshard.state_dict.optimizer.parameters import LiveOptimizers
 from reshard.state_dict.optimizer.plan import OptimizerWrites
 from reshard.state_dict.options import OptimizerReport

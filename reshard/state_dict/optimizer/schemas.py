@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from reshard.state.torch_internals import loads_itself
+from reshard.state.frameworks.torch_internals import loads_itself
 
 __all__ = ["Misfit", "StateKind"]
 

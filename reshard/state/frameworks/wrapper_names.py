@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable
 
-from reshard.state.torch_internals import WRAPPER_SEGMENTS
+from reshard.state.frameworks.torch_internals import WRAPPER_SEGMENTS
 
 __all__ = ["CERTAIN_SEGMENTS", "WrapperNames"]
 
