@@ -95,6 +95,7 @@ def fingerprint(
         return join(exchange(msgspec.msgpack.encode(holdings(state_dict, layouts, rank, key))), key=key)
     group = Group()
     with group.together("fingerprint"):
+        group.same_options("fingerprint", {"key": key.name})
         payloads = group.exchange(msgspec.msgpack.encode(holdings(state_dict, layouts, rank, key)))
     return join(payloads, ranks=group.ranks, key=key)
 

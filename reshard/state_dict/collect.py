@@ -6,7 +6,6 @@ an error on all of them and no wait without end.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -104,14 +103,16 @@ def agree_on_gathering(tensors: Mapping[str, Any]) -> None:
     if not tensors or _world() == 1:
         return
     mine = [(name, list(global_shape(value)), member_ranks(value)) for name, value in sorted(tensors.items())]
-    data = msgspec.msgpack.encode(mine)
-    group = Group(deadline_s=DEADLINE_S)
-    if len(set(group.exchange(hashlib.sha256(data).digest()))) == 1:
+    answers = Group(deadline_s=DEADLINE_S).parties(msgspec.msgpack.encode(mine))
+    if len(answers) == 1:
         return
-    everyone = [msgspec.msgpack.decode(part) for part in group.exchange(data)]
-    holders = [{name: (shape, ranks) for name, shape, ranks in part} for part in everyone]
-    for part in everyone:
-        for name, shape, ranks in part:
+    parties = [
+        ({name: (shape, ranks) for name, shape, ranks in msgspec.msgpack.decode(said)}, who)
+        for said, who in answers.items()
+    ]
+    holders = {rank: held for held, who in parties for rank in who}
+    for held, _ in parties:
+        for name, (shape, ranks) in held.items():
             lacking = [rank for rank in ranks if name not in holders[rank]]
             if lacking:
                 raise NormalizationError(
@@ -130,17 +131,14 @@ def _owners(names: Iterable[str], prefer: int | None = 0) -> Callable[[str], int
     """Which rank returns each name: `prefer` if it holds it, else the lowest rank that does."""
     if _world() == 1:
         return lambda name: 0
-    mine = sorted(names)
-    group = Group(deadline_s=DEADLINE_S)
-    data = msgspec.msgpack.encode(mine)
-    if len(set(group.exchange(hashlib.sha256(data).digest()))) == 1:
+    answers = Group(deadline_s=DEADLINE_S).parties(msgspec.msgpack.encode(sorted(names)))
+    if len(answers) == 1:
         return lambda name: prefer or 0
-    owner: dict[str, int] = {}
-    for rank, part in enumerate(group.exchange(data)):
-        for name in msgspec.msgpack.decode(part):
-            if rank == prefer or name not in owner:
-                owner[name] = rank
-    return owner.__getitem__
+    holders: dict[str, list[int]] = {}
+    for said, ranks in answers.items():
+        for name in msgspec.msgpack.decode(said):
+            holders.setdefault(name, []).extend(ranks)
+    return {name: min(ranks, key=lambda rank: (rank != prefer, rank)) for name, ranks in holders.items()}.__getitem__
 
 
 def _whole(value: Any, name: str, owner: Callable[[str], int] | None) -> list[Any]:

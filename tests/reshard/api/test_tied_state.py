@@ -191,6 +191,46 @@ def test_empty_containers_of_state_come_back(tmp_path: Path) -> None:
         assert [type(item).__name__ for item in history] == ["Tensor", "Tensor", "list", "tuple"]
 
 
+def _sharded_state(path: str, way: str, saves: bool) -> dict[str, Any]:
+    """Save on as many ranks as there are, or load onto them, with FSDP2; what the state is and what it shares."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0 if saves else 1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = Odd(model.parameters(), "step master")
+    if saves:
+        _train(model, optimizer, 2)
+        state = {"model": reshard.get_model_state_dict(model)}
+        state["optim"] = reshard.get_optimizer_state_dict(model, optimizer)
+        reshard.save(state, path)
+    else:
+        state = {"model": reshard.get_model_state_dict(model), "optim": WAYS[way](model, optimizer, path, None)}
+        assert reshard.load(state, path).ok
+        reshard.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    found = _all(model, optimizer)
+    local = {key: t.to_local() if isinstance(t, DTensor) else t for key, t in found.items()}
+    return {
+        "values": {key: t.full_tensor() if isinstance(t, DTensor) else t for key, t in found.items()},
+        "held": [name for name in dict(model.named_parameters()) if local[name].numel()],
+        "ties": {tie for tie in _ties({key: t for key, t in local.items() if t.numel()}) if len(tie) > 1},
+    }
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sharded_optimizer_shares_what_the_saved_one_shared(way: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    saved = gloo.run(_sharded_state, 2, path, way, True)[0]
+    steps = frozenset(f"{name}:/step" for name in ("0.weight", "0.bias", "1.weight", "1.bias"))
+    for world_size in (2, 3):
+        for found in gloo.run(_sharded_state, world_size, path, way, False):
+            assert steps in found["ties"]
+            masters = {frozenset((name, f"{name}:/master")) for name in found["held"]}
+            assert found["ties"] == {steps} | masters
+            assert all(same(found["values"][key], value) for key, value in saved["values"].items())
+
+
 # --- ties of sharded kinds ---
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
+from reshard import fingerprints
 from reshard.api.load.options import LoadOptions
 from reshard.api.redistribute.agreement import Options as TransferOptions
 from reshard.api.save.options import SaveOptions
@@ -66,7 +67,8 @@ def _differ(folder: str) -> dict[str, tuple[str, str]]:
         "redistribute": (lambda more: reshard.redistribute({"w": W}, {"w": w.zero_()}, **more), TRANSFER),
         "verify_live": (lambda more: reshard.verify_live({"w": W}, {"w": W}, **more), TRANSFER),
     }
-    out = {}
+    key = fingerprints.Key(b"mine") if odd else fingerprints.Key()
+    out = {"fingerprint key": _told(lambda: reshard.fingerprint({"w": W}, key=key))}
     for verb, (call, options) in calls.items():
         for name, value in options.items():
             more = {name: value} if odd else {}
