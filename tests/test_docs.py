@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 TEST_FILES = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("property_tests/test_*.py")]
-TABLES = {name: (DOCS / name).read_text(encoding="utf-8") for name in ("pains.md", "borders.md")}
+TEXTS = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
 FOLDERS = "benchmarks|docs|examples|planners|property_tests|reshard|tests"
 
 
@@ -34,20 +34,20 @@ def rows(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("page", "file", "function"), sorted({(name, *test) for name, page in TABLES.items() for test in functions(page)})
+    ("page", "file", "function"), sorted({(name, *test) for name, page in TEXTS.items() for test in functions(page)})
 )
 def test_every_test_that_is_named_exists(page: str, file: str, function: str) -> None:
     assert len(defining(file, function)) == 1, f"docs/{page} names {file}::{function}"
 
 
 def test_every_complaint_has_its_test() -> None:
-    assert len(rows(TABLES["pains.md"])) > 40
-    assert [row for row in rows(TABLES["pains.md"]) if not functions(row)] == []
+    assert len(rows(TEXTS["pains.md"])) > 40
+    assert [row for row in rows(TEXTS["pains.md"]) if not functions(row)] == []
 
 
 def test_every_border_has_its_test_or_is_open() -> None:
     """A row either says what happens and names tests, or says nothing and that it is open."""
-    found = rows(TABLES["borders.md"])
+    found = rows(TEXTS["borders.md"])
     assert len(found) >= 19
     assert [row for row in found if bool(functions(row)) == row.endswith("| | open |")] == []
 
