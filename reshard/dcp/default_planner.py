@@ -42,7 +42,7 @@ from reshard.formats.dcp.metadata import chunk_of
 from reshard.formats.pickles.record import unknown_class
 from reshard.formats.stored.source import BytesSource
 from reshard.formats.torch_save.zip_archive import TorchArchive
-from reshard.state.container_types import retyped
+from reshard.state.container_types import needs_class, retyped, unmade
 from reshard.state.tensors import global_shape, is_sharded, is_tensor
 
 __all__ = ["DefaultLoadPlanner", "DefaultSavePlanner"]
@@ -154,6 +154,8 @@ class DefaultLoadPlanner(LoadPlanner):
         if kind is not None:
             raise UnsafeDataError(f"{fqn}: {needs_code(kind)}")
         found = retyped(found, self.state_dict[fqn])
+        if (name := unmade(found)) is not None:
+            raise KeyMismatchError(f"{fqn}: {needs_class(name)}")
         self.state_dict[fqn] = found
         if self.flatten_state_dict:
             put_at(self.original_state_dict, self.mappings[fqn], found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,21 +18,27 @@ import numpy as np
 import torch
 
 from reshard.errors import FormatError
+from reshard.state.container_types import Typed, typed
 from reshard.state.dtypes import dtype_from_name, dtype_name
+from reshard.state.tree import MAX_DEPTH
 
 __all__ = ["check_text", "decode_plain", "encode_plain"]
+
+_LONG_INT_BITS = 4096
 
 
 def encode_plain(value: Any, *, tensor_bytes: int = 0) -> Any:
     """Plain Python data as JSON data, losslessly: None, bool, int, float (also nan, inf, -0.0), complex, text, bytes,
-    io.BytesIO, list, tuple, set, frozenset, dict (any plain keys), torch.Size, torch.dtype, numpy numbers and arrays.
+    io.BytesIO, list, tuple, set, frozenset, deque, range, dict (any plain keys), torch.Size, torch.dtype, numpy numbers
+    and arrays. Members of enums, and values of classes that extend a number, text, list or tuple, as `Typed`.
 
     Inverse of `decode_plain`.
 
     Args:
         tensor_bytes: plain tensors of together at most so many bytes are taken for plain data, too.
 
-    Raises FormatError, naming the type, for anything else: only plain data is ever stored.
+    Raises FormatError, naming the type, for anything else: only plain data is ever stored; or for a nest of more than
+    100 levels, so that whatever is stored can be read by any program.
     """
     return _encode(value, set(), _Tensors(tensor_bytes, tensor_bytes))
 
@@ -74,8 +81,10 @@ def _decode_tensor(dtype: str, shape: list[int], data: str) -> torch.Tensor:
 
 
 def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
-    if value is None or type(value) in (bool, int):
+    if value is None or type(value) is bool:
         return value
+    if type(value) is int:  # JSON's are decimal, and Python reads no more than 4,300 digits
+        return value if value.bit_length() <= _LONG_INT_BITS else {"$int": hex(value)}
     if type(value) is str:
         return check_text(value)
     if type(value) is float:
@@ -85,13 +94,22 @@ def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
         return simple
     if id(value) in above:
         raise FormatError("an object that contains itself cannot be stored as plain data")
+    if len(above) >= MAX_DEPTH:
+        raise FormatError(f"it is nested more than {MAX_DEPTH} levels deep")
     above = above | {id(value)}
+    own = None if type(value) in (dict, list, tuple) else typed(value)
+    if own is not None:
+        return {"$typed": [check_text(own.name), _encode(own.value, above, tensors)]}
     if type(value) is list:
         return [_encode(v, above, tensors) for v in value]
     if type(value) is tuple:
         return {"$tuple": [_encode(v, above, tensors) for v in value]}
     if type(value) in (set, frozenset):
         return {f"${type(value).__name__}": sorted((_encode(v, above, tensors) for v in value), key=repr)}
+    if type(value) is deque:
+        return {"$deque": [[_encode(v, above, tensors) for v in value], value.maxlen]}
+    if isinstance(value, Typed):  # of a checkpoint
+        return {"$typed": [value.name, _encode(value.value, above, tensors)]}
     if isinstance(value, Mapping):
         if all(type(k) is str for k in value) and not any(k.startswith("$") for k in value):
             return {check_text(k): _encode(v, above, tensors) for k, v in value.items()}
@@ -127,9 +145,11 @@ def _encode_simple(value: Any) -> dict[str, Any] | None:
         return {"$bytesio": base64.b64encode(value.getvalue()).decode()}
     if isinstance(value, torch.Size):
         return {"$size": list(value)}
+    if type(value) is range:
+        return {"$range": [encode_plain(n) for n in (value.start, value.stop, value.step)]}
     if isinstance(value, torch.dtype):
         return {"$dtype": dtype_name(value)}
-    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
+    if (isinstance(value, np.generic) or type(value) is np.ndarray) and value.dtype.kind in "biufc":
         tag, shape = ("$array", [list(value.shape)]) if isinstance(value, np.ndarray) else ("$number", [])
         return {tag: [value.dtype.str, base64.b64encode(value.tobytes()).decode(), *shape]}
     return None
@@ -137,7 +157,11 @@ def _encode_simple(value: Any) -> dict[str, Any] | None:
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
-    "$complex": lambda v: complex(decode_plain(v[0]), decode_plain(v[1])),
+    "$int": lambda v: int(v, 16),
+    "$range": lambda v: range(*map(_decode, v)),
+    "$deque": lambda v: deque(map(_decode, v[0]), v[1]),
+    "$typed": lambda v: Typed(check_text(str(v[0])), _decode(v[1])),
+    "$complex": lambda v: complex(_decode(v[0]), _decode(v[1])),
     "$bytes": lambda v: base64.b64decode(v, validate=True),
     "$bytearray": lambda v: bytearray(base64.b64decode(v, validate=True)),
     "$bytesio": lambda v: io.BytesIO(base64.b64decode(v, validate=True)),
@@ -148,10 +172,10 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
         v[2]
     ),
     "$tensor": lambda v: _decode_tensor(*v),
-    "$tuple": lambda v: tuple(map(decode_plain, v)),
-    "$set": lambda v: set(map(decode_plain, v)),
-    "$frozenset": lambda v: frozenset(map(decode_plain, v)),
-    "$dict": lambda v: {decode_plain(k): decode_plain(x) for k, x in v},
+    "$tuple": lambda v: tuple(map(_decode, v)),
+    "$set": lambda v: set(map(_decode, v)),
+    "$frozenset": lambda v: frozenset(map(_decode, v)),
+    "$dict": lambda v: {_decode(k): _decode(x) for k, x in v},
 }
 
 
@@ -164,13 +188,20 @@ def _plain_dtype(text: str) -> np.dtype[Any]:
 
 def decode_plain(data: Any) -> Any:
     """Inverse of `encode_plain`. Raises FormatError for data that it did not write."""
+    try:
+        return _decode(data)
+    except RecursionError:
+        raise FormatError("plain data is nested too deeply to be read") from None
+
+
+def _decode(data: Any) -> Any:
     if isinstance(data, list):
-        return [decode_plain(v) for v in data]
+        return [_decode(v) for v in data]
     if not isinstance(data, dict):
         return data
     tag = next(iter(data), "")
     if not isinstance(tag, str) or not tag.startswith("$"):
-        return {k: decode_plain(v) for k, v in data.items()}
+        return {k: _decode(v) for k, v in data.items()}
     if tag not in _DECODERS or len(data) != 1:
         raise FormatError(f"{tag!r} marks no kind of plain data that is known here")
     try:

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from reshard.errors import FormatError, LayoutError
+from reshard.state.container_types import rebuilt
 from reshard.state.frameworks.tensor_subclasses import holder
 from reshard.state.live_state import LiveState, is_single, take_apart
 from reshard.state.tensors import local_tensors
@@ -208,7 +209,7 @@ def _put(root: Any, path: KeyPath, value: Any) -> None:
             return
         items = list(container)
         items[_index(part)] = value
-        value = tuple(items)
+        value = rebuilt(container, items)
 
 
 def _inside(here: Any, part: str | int | IntKey) -> Any:

@@ -13,8 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from reshard.errors import FormatError, KeyMismatchError
+from reshard.state.container_types import make_sequence, sequence_kind
 
-__all__ = ["Flat", "IntKey", "KeyPath", "flatten", "key_of", "path_from_json", "path_to_json", "unflatten"]
+__all__ = ["MAX_DEPTH", "Flat", "IntKey", "KeyPath", "flatten", "key_of", "path_from_json", "path_to_json", "unflatten"]
+
+_MAX_INT_KEY = 1 << 256
+MAX_DEPTH = 100
+"""Levels of a nest that are taken apart: what is written can then be read with room on the stack, in any program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,8 @@ class Flat:
     leaves: dict[KeyPath, Any]
     """Every value that is no container, by path, in order."""
     containers: dict[KeyPath, str] = field(default_factory=dict)
-    """"tuple" for each tuple; "dict" and "list" for the empty ones, which no leaf would tell of."""
+    """"dict" and "list" for the empty ones, which no leaf would tell of; for every other sequence, what
+    `reshard.state.container_types.sequence_kind` says of it."""
 
 
 def key_of(path: KeyPath) -> str:
@@ -51,7 +57,7 @@ def flatten(
     is_leaf: Callable[[Any], bool] | None = None,
     whole_at: Callable[[KeyPath, Any], bool] | None = None,
 ) -> Flat:
-    """Take dicts (with str or int keys), lists and tuples apart; all else is a leaf, also a dict with other keys.
+    """Take dicts (with text or ints as keys), lists, tuples and deques apart; all else is a leaf, also other dicts.
 
     Args:
         is_leaf: what else is not taken apart.
@@ -63,10 +69,7 @@ def flatten(
     """
     flat = Flat({})
     stops = _Stops(is_leaf or (lambda value: False), whole_at or (lambda path, value: False))
-    try:
-        _flatten(tree, (), flat, stops, set())
-    except RecursionError:
-        raise KeyMismatchError("the state is nested too deeply to be taken apart") from None
+    _flatten(tree, (), flat, stops, set())
     seen: dict[str, KeyPath] = {}
     for path in flat.leaves:
         other = seen.setdefault(key_of(path), path)
@@ -97,7 +100,9 @@ def _flatten(value: Any, path: KeyPath, flat: Flat, stops: _Stops, above: set[in
     kind, pairs = items
     if id(value) in above:
         raise KeyMismatchError(f"the container at {_show(path) or 'the top'} contains itself")
-    if kind == "tuple" or (not pairs and (path or kind == "list")):
+    if len(path) >= MAX_DEPTH:
+        raise KeyMismatchError(f"the state is nested too deeply, more than {MAX_DEPTH} levels: {_show(path)[:200]}...")
+    if kind not in ("dict", "list") or (not pairs and (path or kind == "list")):
         flat.containers[path] = kind
     above.add(id(value))
     for key, item in pairs:
@@ -108,12 +113,23 @@ def _flatten(value: Any, path: KeyPath, flat: Flat, stops: _Stops, above: set[in
 def _items(value: Any) -> tuple[str, list[tuple[str | int | IntKey, Any]]] | None:
     """Kind and items of a container; None for a leaf."""
     if isinstance(value, Mapping):
-        if not all(isinstance(k, str) or type(k) is int for k in value):
-            return None
-        return "dict", [(k if isinstance(k, str) else IntKey(k), v) for k, v in value.items()]
-    if type(value) is tuple or type(value) is list:
-        return ("tuple" if type(value) is tuple else "list"), list(enumerate(value))
-    return None  # torch.Size and named tuples are values, not containers
+        pairs = [(_part_of(k), v) for k, v in value.items()]
+        return None if any(part is None for part, _ in pairs) else ("dict", pairs)  # type: ignore[return-value]
+    kind = sequence_kind(value)
+    return None if kind is None else (kind, list(enumerate(value)))
+
+
+def _part_of(key: Any) -> str | IntKey | None:
+    """A dict's key in a path; None for one that can only be saved with the dict as one value. One of a class of its own
+    counts as the text or number that it is equal to."""
+    if type(key) is str:
+        return key
+    if isinstance(key, str):
+        plain = str.__str__(key)
+        return plain if plain == key and hash(plain) == hash(key) else None
+    if isinstance(key, int) and not isinstance(key, bool) and -_MAX_INT_KEY <= key <= _MAX_INT_KEY:
+        return IntKey(int.__int__(key))
+    return None
 
 
 def unflatten(leaves: Mapping[KeyPath, Any], containers: Mapping[KeyPath, str] | None = None) -> Any:
@@ -134,7 +150,10 @@ def unflatten(leaves: Mapping[KeyPath, Any], containers: Mapping[KeyPath, str] |
         parent[path[-1]] = _Leaf(value)
     for path in kinds:
         _descend(root, path)
-    return _build(root, (), kinds)
+    try:
+        return _build(root, (), kinds)
+    except RecursionError:
+        raise KeyMismatchError("the state is nested too deeply to be built again") from None
 
 
 class _Leaf:
@@ -160,8 +179,7 @@ def _build(node: Any, path: KeyPath, kinds: Mapping[KeyPath, str]) -> Any:
     kind = kinds.get(path, "list" if node and all(type(k) is int for k in node) else "dict")
     if kind == "dict":
         return {k.value if isinstance(k, IntKey) else k: _build(v, (*path, k), kinds) for k, v in node.items()}
-    values = [_build(node[k], (*path, k), kinds) for k in sorted(node)]
-    return tuple(values) if kind == "tuple" else values
+    return make_sequence(kind, [_build(node[k], (*path, k), kinds) for k in sorted(node)])
 
 
 def path_to_json(path: KeyPath) -> list[Any]:

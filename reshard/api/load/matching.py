@@ -11,7 +11,7 @@ from reshard.api.load.options import DtypePolicy
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError
 from reshard.formats.pickles.record import unknown_class
-from reshard.state.container_types import retyped
+from reshard.state.container_types import needs_class, retyped, unmade
 from reshard.state.dtypes import dtype_from_name
 from reshard.state.live_state import LiveTensor
 from reshard.state.targets import Targets
@@ -176,21 +176,24 @@ class _Work:
         if any(n not in self.checkpoint.objects for n in names) or not (names or kinds):
             return False
         self.used.update(names)
-        nest: Any = unflatten({paths.get(n, (n,)): self.checkpoint.objects[n] for n in names}, kinds)
-        for part in self.below.places.get(name, (name,)):
-            nest = nest[getattr(part, "value", part)] if not isinstance(nest, (list, tuple)) else nest[0]
-        self._give(key, nest)
+        depth = len(self.below.places.get(name, (name,)))
+        leaves = {paths.get(n, (n,))[depth:]: self.checkpoint.objects[n] for n in names}
+        self._give(key, unflatten(leaves, {path[depth:]: kind for path, kind in kinds.items()}))
         return True
 
     def _give(self, key: str, value: Any) -> None:
         """An object that was saved; but not the record of one that is of an unknown class, in place of a live one."""
         kind = unknown_class(value)
-        if kind is None:
-            live = self.targets.live(key)
-            self.objects[key] = retyped(value, live)
-            self.dropped += _lost(key, live, value)
-        else:
+        if kind is not None:
             self.mismatched.append(f"{key}: {needs_code(kind)}")
+            return
+        live = self.targets.live(key)
+        made = retyped(value, live)
+        if (name := unmade(made)) is not None:
+            self.mismatched.append(f"{key}: {needs_class(name)}")
+            return
+        self.objects[key] = made
+        self.dropped += _lost(key, live, made)
 
     @cached_property
     def below(self) -> _Below:

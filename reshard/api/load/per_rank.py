@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.control.group import Group
+from reshard.errors import KeyMismatchError
 from reshard.formats.native.reader import NativeFacts
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.tensor import StoredTensor
+from reshard.state.container_types import needs_class, retyped, unmade
 from reshard.state.per_rank import PerRank
 
 __all__ = ["own_values"]
@@ -23,7 +25,8 @@ def own_values(
 ) -> dict[str, PerRank]:
     """What each of `keys` becomes on this rank, by the rule of its target.
 
-    Raises KeyMismatchError where another number of ranks saved, and the target has no rule for that.
+    Raises KeyMismatchError where another number of ranks saved, and the target has no rule for that, or where the value
+    is of a class that the target has none of.
     """
     saved = checkpoint.contents.per_rank
     rank = group.ranks[group.rank]
@@ -36,7 +39,10 @@ def own_values(
         # who loads alone in a job of as many ranks as saved is still the rank that it was
         is_same = group.world_size == 1 and job_size in (len(values), saved_size)
         world = job_size if is_same else group.world_size
-        out[key] = replace(wrapper, value=wrapper.choose(key, values, rank, world, saved_size))
+        value = retyped(wrapper.choose(key, values, rank, world, saved_size), wrapper.value)
+        if (name := unmade(value)) is not None:
+            raise KeyMismatchError(f"each rank's own {key!r} was {needs_class(name)}")
+        out[key] = replace(wrapper, value=value)
     return out
 
 

@@ -10,6 +10,7 @@ from reshard.api.redistribute.agreement import Side
 from reshard.control.global_state import agree_on_values
 from reshard.control.group import Group
 from reshard.errors import FormatError
+from reshard.state.container_types import needs_class, retyped, unmade
 from reshard.state.plain_data import decode_plain, encode_plain
 from reshard.state.targets import Targets
 from reshard.state.tree import IntKey
@@ -40,7 +41,14 @@ class Values:
         held = self._held()
         merged = agree_on_values({}, held, group, check_replicas=True)
         mine = {key: name for key, name in self._pairs.items() if key in self._target.paths}
-        return {key: decode_plain(merged[name]) for key, name in mine.items() if name in merged}
+        return {key: self._made(key, decode_plain(merged[name])) for key, name in mine.items() if name in merged}
+
+    def _made(self, key: str, value: Any) -> Any:
+        """A value in the types that the target has in its place."""
+        made = retyped(value, self._target.live(key))
+        if (name := unmade(made)) is not None:
+            raise FormatError(f"the value under {key!r} is {needs_class(name).removeprefix('saved as ')}")
+        return made
 
     def assign(self, values: dict[str, Any]) -> None:
         """Put them into the target, and what is each rank's own from this rank's source to its target."""

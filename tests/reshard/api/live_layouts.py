@@ -102,7 +102,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[State], State]]] = {
     "one rank": ((2,), whole_on((2,))),
     "pipeline": (EVERY, pipeline),
     "experts": (EVERY, expert),
-    "shuffled": ((0, 1, 2, 5, 6, 7), lambda s: placed(s, (5, 2, 7, 0, 1, 6), (3, 2), [Shard(1), Shard(0)])),
+    "shuffled": ((0, 1, 2, 5, 6, 7), lambda s: placed(s, (0, 2, 1, 6, 5, 7), (3, 2), [Shard(1), Shard(0)])),
 }
 """Name -> the ranks that hold something, and how they hold it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import namedtuple
+from collections import deque, namedtuple
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import FormatError, KeyMismatchError
+from reshard.state.container_types import Typed
 from reshard.state.plain_data import decode_plain, encode_plain
 from reshard.state.tree import IntKey, flatten, key_of, path_from_json, path_to_json, unflatten
 
@@ -61,11 +62,27 @@ def test_paths_say_how_each_leaf_is_reached() -> None:
     assert [key_of(path) for path in flat.leaves] == ["a.b.0", "a.b.1.5"]
 
 
-def test_named_tuples_sizes_and_dicts_of_other_keys_are_leaves() -> None:
-    point = namedtuple("Point", "x y")
-    state = {"p": point(1, 2), "s": torch.Size([1]), "d": {(1, 2): 3}, "b": {True: 1}}
+def test_sizes_and_dicts_of_other_keys_are_leaves() -> None:
+    state = {"s": torch.Size([1]), "d": {(1, 2): 3}, "b": {True: 1}}
 
     assert flatten(state).leaves == {(key,): value for key, value in state.items()}
+
+
+def test_sequences_of_other_classes_are_taken_apart_and_say_of_which() -> None:
+    point = namedtuple("Point", "x y")
+    flat = flatten({"p": point(1, 2), "d": deque([3], maxlen=2)})
+
+    assert flat.leaves == {("p", 0): 1, ("p", 1): 2, ("d", 0): 3}
+    assert flat.containers == {("p",): f"tuple:{__name__}.Point", ("d",): "deque:2"}
+    back = unflatten(flat.leaves, flat.containers)
+    assert back == {"p": Typed(f"{__name__}.Point", (1, 2)), "d": deque([3])}
+    assert back["d"].maxlen == 2
+
+
+@pytest.mark.parametrize("kind", ["deque:x", "deque:-1", "set", "tuples", ""])
+def test_unknown_kinds_of_containers_are_refused(kind: str) -> None:
+    with pytest.raises(FormatError, match="no kind of container"):
+        unflatten({("a", 0): 1}, {("a",): kind})
 
 
 @pytest.mark.parametrize("nest", [{"a.b": 1, "a": {"b": 2}}, {"1": 0, 1: 1}, {"a": [0], "a.0": 1}])
