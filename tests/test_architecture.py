@@ -72,6 +72,12 @@ def test_folders_are_small() -> None:
     }
 
 
+def test_packages_hold_a_docstring_and_names() -> None:
+    """But for the two public tables, whose names are imported on first use, and the entry point of the command."""
+    code = {m.name for m in HOUSE.modules.values() if m.is_package and list(m.functions())}
+    assert code == {"planners", "reshard", "reshard.cli"}
+
+
 def test_modules_are_short() -> None:
     assert {m.name: m.lines for m in HOUSE.modules.values() if m.lines > MAX_MODULE_LINES} == {}
 
