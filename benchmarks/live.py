@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import reshard
-import reshard.api.redistribute.prepared as prepared
+import reshard.api.redistribute.redistributing as prepared
 from benchmarks.processes import measured, run, timed
 from planners import (
     BlockShard,

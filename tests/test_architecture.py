@@ -30,7 +30,7 @@ BORDERS = borders((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 # what is not as it should be yet: exactly this, so that a line goes when its reason is gone
 CIRCLES_LEFT: list[list[str]] = []
 LARGE_FOLDERS_LEFT: set[str] = set()
-LONG_FUNCTIONS_LEFT = {"reshard.api.convert.converting.convert", "reshard.cli.convert.convert"}
+LONG_FUNCTIONS_LEFT = {"reshard.api.convert.converting.convert"}
 
 
 def test_no_circles_between_modules() -> None:

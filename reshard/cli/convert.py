@@ -20,6 +20,20 @@ __all__ = ["convert"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
+_Names = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FROM:TO", help="Of huggingface, transformers, plain, torchtitan and megatron; needs --config."
+    ),
+]
+_Select = Annotated[
+    list[str] | None, typer.Option(metavar="GLOB", help="Take only these; '!GLOB' leaves out. Repeat it.")
+]
+_Onto = Annotated[
+    str | None,
+    typer.Option(help="Write the files of these ranks: fsdp=8, fsdp=4,tp=2, a layout or a topology file."),
+]
+
 
 def convert(
     source: Annotated[str, typer.Argument(help="A checkpoint of any known format.")],
@@ -31,27 +45,17 @@ def convert(
         bool, typer.Option("--model", help="Only the model's tensors, under their bare canonical names.")
     ] = False,
     normalized: Annotated[bool, typer.Option("--normalized", help="Under canonical names, whatever wrote it.")] = False,
-    names: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FROM:TO", help="Of huggingface, transformers, plain, torchtitan and megatron; needs --config."
-        ),
-    ] = None,
+    names: _Names = None,
     config: Config = None,
     naming: Naming = None,
-    select: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Take only these; '!GLOB' leaves out. Repeat it.")
-    ] = None,
+    select: _Select = None,
     dtype: Annotated[str | None, typer.Option(help="Convert floating-point tensors, such as to bfloat16.")] = None,
     dequantize: Annotated[
         bool,
         typer.Option("--dequantize", help="fp8 of DeepSeek and mxfp4 of gpt-oss become --dtype, or bfloat16."),
     ] = False,
     max_shard: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of a file, such as 5GB.")] = "5GB",
-    onto: Annotated[
-        str | None,
-        typer.Option(help="Write the files of these ranks: fsdp=8, fsdp=4,tp=2, a layout or a topology file."),
-    ] = None,
+    onto: _Onto = None,
     rule: Annotated[list[str] | None, typer.Option("--rule", metavar="GLOB=PLACEMENTS", help="For a topology.")] = None,
     hint: Annotated[list[str] | None, typer.Option("--hint", metavar="NAME=JSON", help="See normalize.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that write files at the same time.")] = 1,

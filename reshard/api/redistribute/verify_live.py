@@ -17,7 +17,7 @@ from planners.geometry.layout_forms import Part
 from planners.views.patches import Patch
 from reshard.api.fingerprint import Holding, join
 from reshard.api.redistribute.agreement import Options, Side, TransferOptions, agree
-from reshard.api.redistribute.memory import part_tensors, turned
+from reshard.api.redistribute.lane_memory import part_tensors, turned
 from reshard.api.redistribute.pairing import Pairing
 from reshard.control.group import Group
 from reshard.errors import LayoutError

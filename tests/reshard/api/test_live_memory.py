@@ -7,7 +7,7 @@ import torch
 
 import reshard
 from planners import Box, TensorLayout, TensorSpec
-from reshard.api.redistribute.memory import part_tensors
+from reshard.api.redistribute.lane_memory import part_tensors
 from reshard.control.global_layout import describe, join_layouts
 from reshard.errors import LayoutError
 

@@ -11,7 +11,7 @@ from planners.geometry.layout import TensorLayout
 from planners.geometry.layout_forms import Part
 from planners.transfer.hierarchical import stripe_places
 from reshard.api.redistribute.pairing import Lane, Pairing
-from reshard.api.redistribute.steps import Steps
+from reshard.api.redistribute.transfer_steps import Steps
 from reshard.errors import LayoutError
 from reshard.state.live_state import LiveTensor
 from reshard.state.tensors import local_tensors

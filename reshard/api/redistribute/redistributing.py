@@ -15,10 +15,10 @@ from planners.transfer.plan import TransferPlan
 from planners.transfer.rounds import Schedule
 from planners.views.pullback import filled_slots
 from reshard.api.redistribute.agreement import Agreed, Options, Side, TransferOptions, agree
-from reshard.api.redistribute.memory import LaneMemory, part_tensors, refuse_shared_memory
+from reshard.api.redistribute.lane_memory import LaneMemory, part_tensors, refuse_shared_memory
 from reshard.api.redistribute.pairing import Pairing
-from reshard.api.redistribute.steps import Steps, plan_steps
-from reshard.api.redistribute.values import Values, check_replicas
+from reshard.api.redistribute.plain_values import Values, check_replicas
+from reshard.api.redistribute.transfer_steps import Steps, plan_steps
 from reshard.control.group import Group
 from reshard.errors import LayoutError, RankFailedError, UndefinedTargetsError
 from reshard.execute.messages.exchange import Exchange
