@@ -91,7 +91,9 @@ def test_a_target_whose_value_cannot_be_replaced_is_refused_before_anything_move
 def test_flat_tensors_stay_flat_in_a_group_of_some_of_the_ranks():
     """Of ranks 0 to 3, 1 and 3 take part, and hold all that there is."""
     layout = TensorLayout.from_flat_ranges(SPEC, {0: (0, 0), 1: (0, 7), 2: (7, 7), 3: (7, 24)})
-    described = [(describe({"w": torch.zeros(size)}, {"w": layout}), [rank]) for rank, size in ((1, 7), (3, 17))]
+    described = [
+        (describe({"w": LiveTensor("w", torch.zeros(size))}, {"w": layout}), [rank]) for rank, size in ((1, 7), (3, 17))
+    ]
 
     joined = join_layouts(described)
 
@@ -101,7 +103,7 @@ def test_flat_tensors_stay_flat_in_a_group_of_some_of_the_ranks():
 def test_empty_boxes_are_local_tensors_in_a_group_of_some_of_the_ranks_too():
     boxes = [Box((0, 0), (4, 4)), Box((4, 2), (0, 2)), Box((4, 0), (2, 4))]
     layout = TensorLayout.from_boxes(SPEC, {0: [], 1: boxes})
-    described = describe({"w": WHOLE.reshape(-1)}, {"w": layout})
+    described = describe({"w": LiveTensor("w", WHOLE.reshape(-1))}, {"w": layout})
 
     joined = join_layouts([(described, [1])])
 
