@@ -8,14 +8,25 @@ in a list or tuple. That, and which containers are tuples or empty, is all it ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from reshard.errors import FormatError, KeyMismatchError
 from reshard.state.container_types import make_sequence, sequence_kind
 
-__all__ = ["MAX_DEPTH", "Flat", "IntKey", "KeyPath", "flatten", "key_of", "path_from_json", "path_to_json", "unflatten"]
+__all__ = [
+    "MAX_DEPTH",
+    "Flat",
+    "IntKey",
+    "KeyPath",
+    "flatten",
+    "key_of",
+    "other_key_of",
+    "path_from_json",
+    "path_to_json",
+    "unflatten",
+]
 
 _MAX_INT_KEY = 1 << 256
 MAX_DEPTH = 100
@@ -27,9 +38,11 @@ class IntKey:
     """An int that is a key of a dict, as opposed to a position in a sequence."""
 
     value: int
+    apart: bool = field(default=False, compare=False)
+    """Whether the dict has the same as text, too: the number is written in brackets then."""
 
     def __str__(self) -> str:
-        return str(self.value)
+        return f"[{self.value}]" if self.apart else str(self.value)
 
 
 KeyPath = tuple[str | int | IntKey, ...]
@@ -51,6 +64,11 @@ def key_of(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
+def other_key_of(path: KeyPath) -> str:
+    """The dotted key that a path has where its ints have the same text beside them, or, where they have, without."""
+    return key_of(tuple(IntKey(part.value, not part.apart) if isinstance(part, IntKey) else part for part in path))
+
+
 def flatten(
     tree: Any,
     *,
@@ -64,20 +82,13 @@ def flatten(
         whole_at: the same for a container, by its path as well.
 
     Raises:
-        KeyMismatchError: a container that contains itself or is nested too deeply, or two leaves whose dotted keys are
-            the same.
+        KeyMismatchError: a container that contains itself or is nested too deeply, or two values or containers whose
+            dotted keys are the same.
     """
     flat = Flat({})
-    stops = _Stops(is_leaf or (lambda value: False), whole_at or (lambda path, value: False))
-    _flatten(tree, (), flat, stops, set())
-    seen: dict[str, KeyPath] = {}
-    for path in flat.leaves:
-        other = seen.setdefault(key_of(path), path)
-        if other != path:
-            raise KeyMismatchError(
-                f"two values of the state have the same key {key_of(path)!r}: {_show(other)} and {_show(path)}; "
-                "rename one of them"
-            )
+    _flatten(
+        tree, (), flat, _Walk(is_leaf or (lambda value: False), whole_at or (lambda path, value: False), {}, set())
+    )
     return flat
 
 
@@ -85,38 +96,62 @@ def _show(path: KeyPath) -> str:
     return "".join(f"[{p.value if isinstance(p, IntKey) else p!r}]" for p in path)
 
 
-class _Stops(NamedTuple):
-    """Where the taking apart ends, besides at what is no container."""
+class _Walk(NamedTuple):
+    """Where the taking apart ends, besides at what is no container, and what it has come across."""
 
     is_leaf: Callable[[Any], bool]
     whole_at: Callable[[KeyPath, Any], bool]
+    seen: dict[str, KeyPath]
+    """The path of each dotted key, of leaves and containers."""
+    above: set[int]
+
+    def see(self, path: KeyPath) -> None:
+        """Raises KeyMismatchError for a key that something else has, too."""
+        other = self.seen.setdefault(key_of(path), path) if path else path
+        if other != path:
+            raise KeyMismatchError(
+                f"two values of the state have the same key {key_of(path)!r}: {_show(other)} and {_show(path)}; "
+                "rename one of them"
+            )
 
 
-def _flatten(value: Any, path: KeyPath, flat: Flat, stops: _Stops, above: set[int]) -> None:
-    items = None if stops.is_leaf(value) else _items(value)
-    if items is None or stops.whole_at(path, value):
+def _flatten(value: Any, path: KeyPath, flat: Flat, walk: _Walk) -> None:
+    walk.see(path)
+    items = None if walk.is_leaf(value) else _items(value)
+    if items is None or walk.whole_at(path, value):
         flat.leaves[path] = value
         return
     kind, pairs = items
-    if id(value) in above:
+    if id(value) in walk.above:
         raise KeyMismatchError(f"the container at {_show(path) or 'the top'} contains itself")
     if len(path) >= MAX_DEPTH:
         raise KeyMismatchError(f"the state is nested too deeply, more than {MAX_DEPTH} levels: {_show(path)[:200]}...")
     if kind not in ("dict", "list") or (not pairs and (path or kind == "list")):
         flat.containers[path] = kind
-    above.add(id(value))
+    walk.above.add(id(value))
     for key, item in pairs:
-        _flatten(item, (*path, key), flat, stops, above)
-    above.discard(id(value))
+        _flatten(item, (*path, key), flat, walk)
+    walk.above.discard(id(value))
 
 
 def _items(value: Any) -> tuple[str, list[tuple[str | int | IntKey, Any]]] | None:
     """Kind and items of a container; None for a leaf."""
     if isinstance(value, Mapping):
-        pairs = [(_part_of(k), v) for k, v in value.items()]
-        return None if any(part is None for part, _ in pairs) else ("dict", pairs)  # type: ignore[return-value]
+        parts = _parts_of(value)
+        return None if parts is None else ("dict", list(zip(parts, value.values(), strict=True)))
     kind = sequence_kind(value)
     return None if kind is None else (kind, list(enumerate(value)))
+
+
+def _parts_of(keys: Iterable[Any]) -> list[str | IntKey] | None:
+    """A dict's keys as parts of paths; None if one cannot be."""
+    parts = [_part_of(key) for key in keys]
+    if any(part is None for part in parts):
+        return None
+    if any(type(part) is IntKey for part in parts):
+        texts = {part for part in parts if type(part) is str}
+        parts = [IntKey(p.value, True) if isinstance(p, IntKey) and str(p) in texts else p for p in parts]
+    return parts  # type: ignore[return-value]  # none is None
 
 
 def _part_of(key: Any) -> str | IntKey | None:
@@ -182,9 +217,12 @@ def _build(node: Any, path: KeyPath, kinds: Mapping[KeyPath, str]) -> Any:
     return make_sequence(kind, [_build(node[k], (*path, k), kinds) for k in sorted(node)])
 
 
+_INTS = {"int", "apart"}
+
+
 def path_to_json(path: KeyPath) -> list[Any]:
-    """A path as JSON data: text, ints, and `{"int": 5}` for int keys. Inverse of `path_from_json`."""
-    return [{"int": part.value} if isinstance(part, IntKey) else part for part in path]
+    """A path as JSON data: text, ints, and `{"int": 5}` or `{"apart": 5}` for int keys. Inverse of `path_from_json`."""
+    return [{"apart" if part.apart else "int": part.value} if isinstance(part, IntKey) else part for part in path]
 
 
 def path_from_json(data: Sequence[Any]) -> KeyPath:
@@ -193,8 +231,8 @@ def path_from_json(data: Sequence[Any]) -> KeyPath:
     for part in data:
         if isinstance(part, str) or type(part) is int:
             parts.append(part)
-        elif isinstance(part, dict) and set(part) == {"int"} and type(part["int"]) is int:
-            parts.append(IntKey(part["int"]))
+        elif isinstance(part, dict) and [type(number) for number in part.values()] == [int] and part.keys() <= _INTS:
+            parts += [IntKey(number, apart=kind == "apart") for kind, number in part.items()]
         else:
             raise FormatError(f"{part!r} is no part of a key path: text, an int, or {{'int': n}}")
     return tuple(parts)

@@ -368,3 +368,42 @@ def test_depth_is_the_same_for_saves_and_loads(tmp_path: Path) -> None:
             assert repr(found) == repr(value)
             assert reshard.verify(path).ok
             reshard.open(path).nested()
+
+
+BOTH = {
+    "tensors": ({"1": ones(1), 1: ones(2), 2: ones(3)}, {"1": ones(0), 1: ones(0), 2: ones(0)}),
+    "values": ({"1": 1, 1: 2, "t": ones(3)}, {"1": 0, 1: 0, "t": ones(0)}),
+    "values alone": ({"1": 1, 1: 2}, {"1": 0, 1: 0}),
+    "dicts": ({"1": {"x": 1}, 1: {"x": 2}, "t": ones(3)}, {"1": {"x": 0}, 1: {"x": 0}, "t": ones(0)}),
+    "dicts of tensors": ({"1": {"x": ones(1)}, 1: {"x": ones(2)}}, {"1": {"x": ones(0)}, 1: {"x": ones(0)}}),
+    "other dicts": ({"1": {"x": 1}, 1: {"y": 2}, "t": ones(3)}, {"1": {"x": 0}, 1: {"y": 0}, "t": ones(0)}),
+    "empty ones": ({"1": {}, 1: [], "t": ones(3)}, {"1": {}, 1: [2], "t": ones(0)}),
+}
+
+
+@of(BOTH)
+def test_a_number_and_the_same_as_text_in_one_dict(name: str, tmp_path: Path) -> None:
+    value, other = BOTH[name]
+    saved(tmp_path, value)
+
+    assert set(reshard.open(tmp_path).nested()["v"]) == set(value)
+    report = reshard.load(state := {"v": other, "w": ones(0)}, tmp_path)
+    assert report.ok
+    assert flat(state["v"]) == flat(value)
+
+
+def test_only_one_of_a_number_and_the_same_as_text_gets_its_own(tmp_path: Path) -> None:
+    """In the checkpoint, or in the target; another's value is never taken."""
+    reshard.save({"1": ones(1), 1: ones(2)}, tmp_path / "both")
+    for key, value in (("1", 1), (1, 2)):
+        target = {key: ones(0)}
+        with pytest.raises(KeyMismatchError, match="1 unexpected"):
+            reshard.load(target, tmp_path / "both")
+        reshard.load(target, tmp_path / "both", strict=False)
+        assert torch.equal(target[key], ones(value))
+        reshard.save({key: ones(value)}, tmp_path / "one")
+        both = {"1": ones(0), 1: ones(0)}
+        report = reshard.load(both, tmp_path / "one", strict=False)
+        assert torch.equal(both[key], ones(value))  # type: ignore[index]
+        assert torch.equal(both[1 if key == "1" else "1"], ones(0))
+        assert len(report.missing) == 1

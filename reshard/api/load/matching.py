@@ -15,7 +15,7 @@ from reshard.state.container_types import needs_class, retyped, unmade
 from reshard.state.dtypes import dtype_from_name
 from reshard.state.live_state import LiveTensor
 from reshard.state.targets import Targets
-from reshard.state.tree import KeyPath, key_of, unflatten
+from reshard.state.tree import KeyPath, key_of, other_key_of, unflatten
 
 __all__ = ["Match", "match_keys", "needs_code"]
 
@@ -100,7 +100,7 @@ class _Work:
     def match_tensors(self) -> None:
         later: list[str] = []
         for key, tensor in self.targets.tensors.items():
-            name = self.mapping.get(key, key)
+            name = self._name_of(key)
             if name in self.checkpoint:
                 self._use(name)
                 if self._fits(key, name, tensor):
@@ -116,6 +116,21 @@ class _Work:
             same = [k for k in self.targets.tensors if self.targets.tied.get(k, k) == self.targets.tied.get(key, key)]
             if not any(k in self.tensors for k in same if k != key):
                 self.missing.append(key)
+
+    def _name_of(self, key: str) -> str:
+        """The name of the place that a key of the target stands for. In a dict with 1 and "1" the number has a name of
+        its own; a dict with only one of them may have been saved, or be the target."""
+        if key in self.mapping:
+            return self.mapping[key]
+        path, places = self.targets.paths[key], self.checkpoint.contents.paths
+        if key in self.targets.units:
+            places = self.below.places
+        saved = places.get(key)
+        if saved == path:
+            return key
+        if places.get(other := other_key_of(path)) == path:
+            return other
+        return key if saved is None or other_key_of(saved) not in self.targets.paths else other_key_of(saved)
 
     def _use(self, name: str) -> None:
         self.used.add(name)
@@ -150,7 +165,7 @@ class _Work:
 
     def match_objects(self) -> None:
         for key in self.targets.objects:
-            name = self.mapping.get(key, key)
+            name = self._name_of(key)
             if name in self.checkpoint.objects:
                 self._use(name)
                 self._give(key, self.checkpoint.objects[name])
@@ -163,7 +178,7 @@ class _Work:
     def match_units(self) -> None:
         """Containers of plain values, replaced whole by what was saved at their place."""
         for key in self.targets.units:
-            name = self.mapping.get(key, key)
+            name = self._name_of(key)
             if any(n != name and n not in self.checkpoint.objects for n in self.below.names.get(name, ())):
                 continue  # there are tensors where the target has none: these stay unexpected
             if not self._replace_whole(key):
@@ -171,7 +186,7 @@ class _Work:
 
     def _replace_whole(self, key: str) -> bool:
         """Fill a key with the nest of plain values that was saved at its place, if there is one."""
-        name, paths = self.mapping.get(key, key), self.checkpoint.contents.paths
+        name, paths = self._name_of(key), self.checkpoint.contents.paths
         names, kinds = self.below.names.get(name, []), self.below.kinds.get(name, {})
         if any(n not in self.checkpoint.objects for n in names) or not (names or kinds):
             return False
@@ -201,7 +216,7 @@ class _Work:
         return _Below.of(self.names, self.checkpoint)
 
     def take_per_rank(self, key: str) -> bool:
-        name = self.mapping.get(key, key)
+        name = self._name_of(key)
         if name not in self.saved_per_rank:
             self.missing.append(key)
             return False

@@ -46,7 +46,7 @@ def test_flatten_and_back(nest: Any) -> None:
     try:
         flat = flatten(nest)
     except KeyMismatchError:
-        return  # {"1": a, 1: b} and the like have no unique dotted keys
+        return  # {"a.b": 1, "a": {"b": 2}} and the like have no unique dotted keys
 
     assert typed(unflatten(flat.leaves, flat.containers)) == typed(nest)
     assert {key_of(path) for path in flat.leaves} == {".".join(map(str, path)) for path in flat.leaves}
@@ -85,10 +85,31 @@ def test_unknown_kinds_of_containers_are_refused(kind: str) -> None:
         unflatten({("a", 0): 1}, {("a",): kind})
 
 
-@pytest.mark.parametrize("nest", [{"a.b": 1, "a": {"b": 2}}, {"1": 0, 1: 1}, {"a": [0], "a.0": 1}])
+@pytest.mark.parametrize(
+    "nest",
+    [
+        {"a.b": 1, "a": {"b": 2}},
+        {"a": [0], "a.0": 1},
+        {"a.b": {"x": 1}, "a": {"b": {"y": 2}}},
+        {"a": {"": 1}, "a.": {}},
+        {"1": 0, 1: 1, "[1]": 2},
+    ],
+)
 def test_two_values_of_one_key_are_refused(nest: Any) -> None:
     with pytest.raises(KeyMismatchError, match="have the same key"):
         flatten(nest)
+
+
+def test_a_number_and_the_same_as_text_are_keys_of_one_dict() -> None:
+    nest = {"d": {"1": "text", 1: "int", 2: "other"}}
+    flat = flatten(nest)
+
+    assert {key_of(path): leaf for path, leaf in flat.leaves.items()} == {
+        "d.1": "text", "d.[1]": "int", "d.2": "other"
+    }  # fmt: skip
+    again = {path_from_json(path_to_json(path)): leaf for path, leaf in flat.leaves.items()}
+    assert [key_of(path) for path in again] == ["d.1", "d.[1]", "d.2"]
+    assert unflatten(again, flat.containers) == nest
 
 
 def test_a_container_that_contains_itself_is_refused() -> None:
