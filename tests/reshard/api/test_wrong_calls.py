@@ -98,7 +98,7 @@ def test_options_that_differ_between_ranks_are_refused_by_all_before_anything_is
     ("options", "given", "own"),
     [
         (SaveOptions, SAVE, {"memory_budget_bytes", "progress"}),
-        (LoadOptions, LOAD, {"mapping", "threads", "memory_budget_bytes", "progress", "entry_by_entry"}),
+        (LoadOptions, LOAD, {"mapping", "threads", "memory_budget_bytes", "progress", "entry_by_entry", "wording"}),
         (TransferOptions, TRANSFER, {"views", "source_layouts", "target_layouts", "deadline_s"}),
     ],
 )
