@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from reshard.api.load.matching import Match, match_keys
-from reshard.api.load.mismatches import Truth, hear_all
+from reshard.api.load.mismatches import hear_all
 from reshard.api.load.options import DtypePolicy, LoadOptions, Mode, ReadOnce
 from reshard.api.load.per_rank import own_values
 from reshard.api.load.read_plan import ReadPlan, plan_rank
@@ -107,11 +108,14 @@ def load_with(
     group.same_options("load", options.shared())
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     checkpoint = _mapped(checkpoint, options.mapping)
+    names = options.mapping if isinstance(options.mapping, Mapping) else {}
     try:
-        names = options.mapping if isinstance(options.mapping, Mapping) else {}
         kinds = checkpoint.contents.containers
         with places(state_dict, saved_in(checkpoint), containers=kinds, names=names, keep=not options.dry_run):
-            return _load_into(group, state_dict, checkpoint, options, process_group)
+            started = time.perf_counter()
+            targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
+            match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names)
+            return _Load(group, process_group, checkpoint, options, targets, match).run(started)
     except (CheckpointNotFoundError, DamagedCheckpointError) as error:
         native = checkpoint.contents.facts_of(NativeFacts)
         if native is None or not is_replaced(native):
@@ -142,110 +146,104 @@ def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
         yield Saved(key, paths.get(key, (key,)), None)
 
 
-def _load_into(
-    group: Group,
-    state_dict: dict[str, Any],
-    checkpoint: Checkpoint,
-    options: LoadOptions,
-    process_group: dist.ProcessGroup | None,
-) -> LoadReport:
-    """Match the keys, plan and prove, then read."""
-    clock = time.perf_counter()
-    keys = options.mapping if isinstance(options.mapping, Mapping) else {}
-    targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
-    match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=keys)
-    mismatches = hear_all(match, group, checkpoint)
-    truth = mismatches.judge(match, options, checkpoint, targets, group)
-    targets.check_places([*match.objects, *match.per_rank])
-    refuse_overlaps(
-        {key: targets.tensors[key] for key in match.tensors if key not in targets.replaced}, targets.tied_in_place
-    )
-    many = group.world_size > 1 and not options.dry_run
-    shared = _share(targets, match, group) if many and options.once_among == "job" else None
-    rank = group.ranks[group.rank]
-    once = filled_once(match.tensors, targets.tensors, targets.tied_in_place, checkpoint, rank)
-    # ranks without elements of a tensor do not see that it is tied: to share the reading, all must plan the same
-    names = once if shared is None else match.tensors
-    plan = plan_rank(targets, checkpoint, names, rank, dry_run=options.dry_run, shared=shared)
-    settle_streams(targets.tensors[key].device for key in names)
-    planned = time.perf_counter()
-    native = checkpoint.contents.facts_of(NativeFacts) if options.check else None
-    space = Workspace.of(options.memory_budget_bytes, options.threads, mismatches.sharers)
-    together = many and options.once_among == "host"
-    with Fetch(plan.copies, group, space, native, together, options.memory_budget_bytes) as fetch:
-        per_rank, checked = _read(fetch, plan, match, targets, checkpoint, options)
-        if not options.dry_run:
-            if shared is not None:
-                fetch.bytes_received += shared.pass_on(targets.writable, group, process_group)
-            targets.put_new()
-            targets.tell_autograd(match.tensors)
-            targets.assign(match.objects)
-            targets.assign(per_rank)
-    seconds = {"plan": planned - clock, "check": checked - planned, "read": time.perf_counter() - checked}
-    return _report(checkpoint, targets, match, truth, plan, fetch, options.dry_run, (*per_rank,), seconds)
+@dataclass(frozen=True)
+class _Load:
+    """A load whose keys are matched: it plans, proves, and only then reads."""
 
+    group: Group
+    process_group: dist.ProcessGroup | None
+    checkpoint: Checkpoint
+    options: LoadOptions
+    targets: Targets
+    match: Match
 
-def _report(
-    checkpoint: Checkpoint,
-    targets: Targets,
-    match: Match,
-    truth: Truth,
-    plan: ReadPlan,
-    fetch: Fetch,
-    dry_run: bool,
-    per_rank: tuple[str, ...],
-    seconds: Mapping[str, float],
-) -> LoadReport:
-    return LoadReport(
-        path=checkpoint.url,
-        format=checkpoint.format,
-        loaded=(*match.tensors, *match.objects, *per_rank),
-        missing=truth.missing,
-        unexpected=truth.unexpected,
-        outside=truth.outside,
-        mismatched=match.mismatched,
-        dropped=match.dropped,
-        cast=match.cast,
-        replaced=match.replaced,
-        aliases={k: checkpoint.aliases[name] for k, name in match.tensors.items() if name in checkpoint.aliases},
-        bytes_needed=plan.bytes_needed,
-        bytes_read=fetch.bytes_read,
-        bytes_read_to_check=fetch.bytes_read_to_check,
-        bytes_checked=fetch.bytes_checked,
-        bytes_received=fetch.bytes_received,
-        dry_run=dry_run,
-        resized=tuple(targets.resized),
-        seconds=seconds,
-    )
+    @property
+    def rank(self) -> int:
+        """Of the default group, by which plans are numbered."""
+        return self.group.ranks[self.group.rank]
 
+    @property
+    def many(self) -> bool:
+        """Whether several ranks read."""
+        return self.group.world_size > 1 and not self.options.dry_run
 
-def _read(
-    fetch: Fetch, plan: ReadPlan, match: Match, targets: Targets, checkpoint: Checkpoint, options: LoadOptions
-) -> tuple[dict[str, Any], float]:
-    """Check, and only then write into targets. Returns each rank's own values, and when the check was over."""
-    group = fetch.group
-    with Progress(show=group.rank == 0, bars=options.progress) as bar:
-        if not options.dry_run:
-            with bar.phase("check", plan.bytes_needed) as step:
-                fetch.check(_watched(group, step.advance))
-        checked = time.perf_counter()
-        per_rank = own_values(targets.per_rank, match.per_rank, checkpoint, group)
-        fetch.settle()
-        if not options.dry_run:
-            with bar.phase("read", plan.bytes_needed) as step:
-                fetch.read(_watched(group, step.advance))
-    return per_rank, checked
+    def run(self, started: float) -> LoadReport:
+        """Collective. Nothing is written before all that can be checked before is."""
+        targets, match, options = self.targets, self.match, self.options
+        mismatches = hear_all(match, self.group, self.checkpoint)
+        truth = mismatches.judge(match, options, self.checkpoint, targets, self.group)
+        shared, plan = self._plan()
+        planned = time.perf_counter()
+        native = self.checkpoint.contents.facts_of(NativeFacts) if options.check else None
+        space = Workspace.of(options.memory_budget_bytes, options.threads, mismatches.sharers)
+        together = self.many and options.once_among == "host"
+        with Fetch(plan.copies, self.group, space, native, together, options.memory_budget_bytes) as fetch:
+            per_rank, checked = self._read(fetch, plan)
+            if not options.dry_run:
+                if shared is not None:
+                    fetch.bytes_received += shared.pass_on(targets.writable, self.group, self.process_group)
+                targets.put_new()
+                targets.tell_autograd(match.tensors)
+                targets.assign(match.objects)
+                targets.assign(per_rank)
+        names = self.checkpoint.aliases
+        return LoadReport(
+            path=self.checkpoint.url,
+            format=self.checkpoint.format,
+            loaded=(*match.tensors, *match.objects, *per_rank),
+            **truth._asdict(),
+            mismatched=match.mismatched,
+            dropped=match.dropped,
+            cast=match.cast,
+            replaced=match.replaced,
+            aliases={key: names[name] for key, name in match.tensors.items() if name in names},
+            bytes_needed=plan.bytes_needed,
+            bytes_read=fetch.bytes_read,
+            bytes_read_to_check=fetch.bytes_read_to_check,
+            bytes_checked=fetch.bytes_checked,
+            bytes_received=fetch.bytes_received,
+            dry_run=options.dry_run,
+            resized=tuple(targets.resized),
+            seconds={"plan": planned - started, "check": checked - planned, "read": time.perf_counter() - checked},
+        )
 
+    def _plan(self) -> tuple[SharedReading | None, ReadPlan]:
+        """Who reads what for whom, and what this rank reads where."""
+        targets, match = self.targets, self.match
+        targets.check_places([*match.objects, *match.per_rank])
+        refuse_overlaps(
+            {key: targets.tensors[key] for key in match.tensors if key not in targets.replaced}, targets.tied_in_place
+        )
+        shared = self._share() if self.many and self.options.once_among == "job" else None
+        once = filled_once(match.tensors, targets.tensors, targets.tied_in_place, self.checkpoint, self.rank)
+        # ranks without elements of a tensor do not see that it is tied: to share the reading, all must plan the same
+        names = once if shared is None else match.tensors
+        plan = plan_rank(targets, self.checkpoint, names, self.rank, dry_run=self.options.dry_run, shared=shared)
+        settle_streams(targets.tensors[key].device for key in names)
+        return shared, plan
 
-def _share(targets: Targets, match: Match, group: Group) -> SharedReading:
-    """Collective: who reads what for whom."""
-    if set(targets.replaced) - set(targets.resized):
-        raise KeyMismatchError('read_once does not go with dtype_policy="saved": use "cast", or read everything')
-    from reshard.execute.messages.read_once import SharedReading
+    def _share(self) -> SharedReading:
+        """Collective: ranks that want the same elements agree on who reads them."""
+        if set(self.targets.replaced) - set(self.targets.resized):
+            raise KeyMismatchError('read_once does not go with dtype_policy="saved": use "cast", or read everything')
+        from reshard.execute.messages.read_once import SharedReading
 
-    return SharedReading.agree(
-        {key: targets.tensors[key] for key in match.tensors if key not in targets.resized}, group
-    )
+        tensors = {key: self.targets.tensors[key] for key in self.match.tensors if key not in self.targets.resized}
+        return SharedReading.agree(tensors, self.group)
+
+    def _read(self, fetch: Fetch, plan: ReadPlan) -> tuple[dict[str, Any], float]:
+        """Check, and only then write into targets. Returns each rank's own values, and when the check was over."""
+        with Progress(show=self.group.rank == 0, bars=self.options.progress) as bar:
+            if not self.options.dry_run:
+                with bar.phase("check", plan.bytes_needed) as step:
+                    fetch.check(_watched(self.group, step.advance))
+            checked = time.perf_counter()
+            per_rank = own_values(self.targets.per_rank, self.match.per_rank, self.checkpoint, self.group)
+            fetch.settle()
+            if not self.options.dry_run:
+                with bar.phase("read", plan.bytes_needed) as step:
+                    fetch.read(_watched(self.group, step.advance))
+        return per_rank, checked
 
 
 def _watched(group: Group, advance: Callable[[int], None]) -> Callable[[int], None]:
