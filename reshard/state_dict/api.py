@@ -182,7 +182,7 @@ def set_state_dict(
         model_writes = plan_model(live, model_given, opts) if model_given else None
         optimizer_writes = plan_optimizers(live_optimizers, optimizer_given, opts)
     report = apply_model(model_writes, opts.strict) if model_writes is not None else SetReport()
-    return replace(report, optimizer=apply_optimizers(live_optimizers, optimizer_writes))
+    return replace(report, optimizer=apply_optimizers(live_optimizers, optimizer_writes, model_given))
 
 
 def _shared(live: LiveModel, options: StateDictOptions) -> bool:

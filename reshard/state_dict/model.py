@@ -14,6 +14,7 @@ from reshard.errors import KeyMismatchError
 from reshard.state.frameworks.deepspeed import HOW_TO_SAVE, PartitionedParameter
 from reshard.state.frameworks.torch_internals import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
 from reshard.state.tensors import dtype_of, global_shape, is_sharded, local_tensors
+from reshard.state_dict.memory import apart, overwritten
 from reshard.state_dict.names import LiveModel, Region, Slot, where
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 from reshard.state_dict.values import is_meta, like, materialised, problem, same_value, write
@@ -87,6 +88,7 @@ def plan_model(
             name = match.take(item)
             if name is not None:
                 direct.append((item, given[name]))
+    match.refuse_overwritten(direct)
     prefixes = tuple(write.region.prefix for write in regions)
     unexpected = [name for name in given if name not in match.used and not name.startswith(prefixes)]
     if match.faults or (options.strict and (match.missing or unexpected)):
@@ -119,21 +121,29 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
     made: dict[Any, torch.Tensor] = {}
     targets: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
+    plain: list[bool] = []
     for slot, value in writes.direct:
         if slot.value is None:
             slot.owner.set_extra_state(value)
         elif _is_plain_pair(slot, value):
             targets.append(slot.value)
             values.append(value)
+            plain.append(True)
         elif not slot.value.is_meta:
-            write(value, slot.tensor())
+            targets.append(slot.tensor())
+            values.append(value)
+            plain.append(False)
         elif not is_meta(value):
             # all names of a tied tensor get the same new one
             new = made.get(slot.identity)
             if new is None:
                 new = made[slot.identity] = as_parameter(materialised(value, slot.value), slot.value)
             assign_tensor(slot.owner, slot.attr, new)
-    copy_all(targets, values)
+    values = apart(targets, values)
+    copy_all(*([each for each, is_plain in zip(given, plain) if is_plain] for given in (targets, values)))
+    for target, value, is_plain in zip(targets, values, plain):
+        if not is_plain:
+            write(value, target)
     return replace(writes.report, missing=tuple(missing), unexpected=tuple(unexpected))
 
 
@@ -182,6 +192,15 @@ class _Match:
                 self._fit(name, self.given[name], slot)
             self.written.add(slot.identity)
         return name
+
+    def refuse_overwritten(self, direct: list[tuple[Slot, Any]]) -> None:
+        """Places of the model may share memory without being one tensor, as a buffer that is a row of a parameter:
+        then values that differ cannot both be there."""
+        if self.outlines or self.faults:
+            return
+        pairs = [(slot, value) for slot, value in direct if slot.value is not None and slot.piece is None]
+        for i in overwritten([slot.value for slot, _ in pairs], [value for _, value in pairs]):
+            self.faults.append(f"{pairs[i][0].name}: shares memory with another place that is given another value")
 
     def region(self, region: Region) -> RegionWrite:
         """What to give to the module's own `load_state_dict`: its keys by their names, and with them every name below

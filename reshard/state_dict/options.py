@@ -89,6 +89,9 @@ class OptimizerReport:
     filled: tuple[str, ...] = ()
     """Parameters without saved state whose state is zeros now, since they share an FSDP1 flat parameter with others
     that have some: `use_orig_params=True` keeps them apart."""
+    untied: tuple[str, ...] = ()
+    """State, "<parameter>.<key>", that shared memory with other state or with the model and does not now: as it was
+    given, or as the optimizer had it, while values were given that differ. Each has its value in memory of its own."""
     kept_fields: tuple[str, ...] = ()
     """Group fields that the dict lacks, so that the live value stayed: "<optimizer>.<group>.<field>"."""
     added_fields: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ of them share.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -23,15 +24,17 @@ __all__ = ["fill_absent", "filled_names", "joined_pieces", "split_state"]
 Entry = tuple[OptimizedParameter, Mapping[str, Any] | None]
 
 
-def split_state(piece: FlatPiece, parameter: torch.Tensor, values: Mapping[Any, Any]) -> dict[Any, Any]:
+def split_state(piece: FlatPiece, parameter: torch.Tensor, values: Mapping[Any, Any], copy: bool) -> dict[Any, Any]:
     """The state of one original parameter out of that of `parameter`, the flat one or, with use_orig_params=True, this
-    rank's range of the original. Tensors of its length become tensors of the original's shape, memory shared."""
+    rank's range of the original. Tensors of its length become tensors of the original's shape, memory shared. `copy`:
+    others are copied, since those of a parameter before this one are they themselves, and no optimizer of the original
+    parameters has one step count for several."""
     out: dict[Any, Any] = {}
     for key, value in values.items():
         if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == _held_shape(piece, parameter):
             out[key] = piece.tensor(value[piece.local_slice()] if parameter is piece.flat else value)
         else:
-            out[key] = copy_containers(value)
+            out[key] = deepcopy(value) if copy else copy_containers(value)
     return out
 
 

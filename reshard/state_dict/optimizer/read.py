@@ -35,11 +35,11 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
         named = {key: _names(key, live, k) for group in saved["param_groups"] for key in group["params"]}
         for key, values in saved["state"].items():
             if values:
-                for name, one in named.get(key) or _names(key, live, k):
+                for i, (name, one) in enumerate(named.get(key) or _names(key, live, k)):
                     if name in state:
                         raise NormalizationError(f"two optimizers have state under the key {name!r}{where()}")
                     if one is not None and one.piece is not None:
-                        state[name] = split_state(one.piece, one.parameter, values)
+                        state[name] = split_state(one.piece, one.parameter, values, copy=i > 0)
                     else:
                         state[name] = copy_containers(values)
         for group in saved["param_groups"]:

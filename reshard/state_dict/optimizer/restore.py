@@ -5,23 +5,33 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from reshard.state.frameworks.torch_internals import copy_all, loads_itself
-from reshard.state.tensors import global_shape, identity_of
-from reshard.state_dict.optimizer.parameters import LiveOptimizers
+from reshard.state.tensors import global_shape, identity_of, is_sharded
+from reshard.state_dict.memory import apart, overlapping
+from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.optimizer.plan import OptimizerWrites
+from reshard.state_dict.optimizer.ties import GivenTies, ModelTensor, tensors_in
 from reshard.state_dict.options import OptimizerReport
-from reshard.state_dict.values import like, write
+from reshard.state_dict.values import like, same_value, write
 
 __all__ = ["apply_optimizers"]
 
 
-def apply_optimizers(live: LiveOptimizers, writes: OptimizerWrites) -> OptimizerReport:
-    """Do what was planned. State keeps the dtype that it was saved with."""
+def apply_optimizers(
+    live: LiveOptimizers, writes: OptimizerWrites, model_state: Mapping[str, Any] | None = None
+) -> OptimizerReport:
+    """Do what was planned. State keeps the dtype that it was saved with, and what shared memory when it was given does
+    so again, with the model's tensors too, unless the optimizer already has places of their own for it.
+
+    Args:
+        model_state: what the model was set to in the same call, so that state that is tied to it can be told.
+    """
     groups: list[list[Mapping[str, Any]]] = [[] for _ in live.optimizers]
     for group_write in writes.groups:
         groups[group_write.optimizer].append(group_write.fields)
@@ -38,13 +48,13 @@ def apply_optimizers(live: LiveOptimizers, writes: OptimizerWrites) -> Optimizer
     for one, values in writes.state:
         k = one.optimizer
         if not special[k]:
-            copies.add(states[k], one.parameter, values, merged[k][one.group], on_device[k][one.group])
+            copies.add(states[k], one, values, merged[k][one.group], on_device[k][one.group])
         elif values is not None:
-            items = values.items()
-            given[k][one.id] = {key: copies.restored(value, None, one.parameter, key, {}) for key, value in items}
-    copy_all(copies.targets, copies.values)
-    for k, key, values in writes.other:
-        (given[k] if special[k] else live.optimizers[k].state)[key] = copy.deepcopy(values)
+            given[k][one.id] = copies.made(one, values, {})
+    others = [(k, key, copy.deepcopy(values)) for k, key, values in writes.other]
+    copies.finish(_model_tensors(live, model_state or {}))
+    for k, key, values in others:
+        (given[k] if special[k] else live.optimizers[k].state)[key] = values
     for k, optimizer in enumerate(live.optimizers):
         if special[k]:
             optimizer.load_state_dict(_own_dict(live, k, given[k], groups[k]))
@@ -57,26 +67,36 @@ def apply_optimizers(live: LiveOptimizers, writes: OptimizerWrites) -> Optimizer
                     group[field] = value
         # where optimizer classes bring old state to their present form, as on every load
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
-    return writes.report
+    return replace(writes.report, untied=(*copies.untied, *copies.ties.lost(live, writes)))
+
+
+def _model_tensors(live: LiveOptimizers, given: Mapping[str, Any]) -> list[ModelTensor]:
+    """The model's tensors that state may be tied to, with what they were set to."""
+    slots = [slot for slot in live.live.by_name.values() if slot.value is not None and slot.piece is None]
+    return [ModelTensor(slot.name, slot.value, given.get(slot.name)) for slot in slots]
 
 
 class _Copies:
-    """Writes the state of parameters; what can simply be copied is gathered up, to be copied in one call.
-
-    A tensor that is given for several entries is made once for those that it lies alike in; one that is the memory of
-    the parameter itself, such as a master copy of the same dtype, stays that.
-    """
+    """Writes the state of parameters: first all that has no place yet is made, then the places there are are filled;
+    what can simply be copied is copied in one call."""
 
     def __init__(self) -> None:
         self.targets: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.holders: list[tuple[OptimizedParameter, dict[Any, Any], Any]] = []
+        """Of each target: whose state it is, the dict that it is in, and its key."""
+        self.later: list[tuple[OptimizedParameter, dict[Any, Any], Any, Any, Any, Mapping[str, Any]]] = []
+        """Of each further entry: the same, with its value, what it holds now, and the fields of its group."""
+        self.untied: list[str] = []
+        self.ties = GivenTies([], [])
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def add(
-        self, state: Any, parameter: torch.Tensor, values: Mapping[Any, Any] | None, fields: Any, moves_step: bool
+        self, state: Any, one: OptimizedParameter, values: Mapping[Any, Any] | None, fields: Any, moves_step: bool
     ) -> None:
-        """Give `parameter` the state `values`, or none; `fields` are those of its group, and `moves_step` is whether
+        """Give the parameter the state `values`, or none; `fields` are those of its group, and `moves_step` is whether
         they keep the step on the parameter's device."""
+        parameter = one.parameter
         if values is None:
             state.pop(parameter, None)
             return
@@ -84,7 +104,7 @@ class _Copies:
         # a dict of the same keys is written in place
         new = old if old is not None and old.keys() == values.keys() else {}
         old = old or {}
-        targets, sources, live_value = self.targets, self.values, old.get
+        targets, sources, holders, live_value = self.targets, self.values, self.holders, old.get
         for key, value in values.items():
             live = live_value(key)
             # by far the most common case, and there are many of them
@@ -96,15 +116,62 @@ class _Copies:
             ):
                 targets.append(live)
                 sources.append(value)
+                holders.append((one, new, key))
                 if new is not old:
                     new[key] = live
             else:
-                new[key] = self.restored(value, live, parameter, key, fields)
+                if new is not old:
+                    new[key] = None  # keeps its place in the order
+                self.later.append((one, new, key, value, live, fields))
         if new is not old:
             state[parameter] = new
 
-    def restored(self, value: Any, old: Any, parameter: torch.Tensor, key: Any, fields: Mapping[str, Any]) -> Any:
-        """One entry of a parameter's state, made anew or, where `old` has its very form, written into `old`."""
+    def made(self, one: OptimizedParameter, values: Mapping[Any, Any], fields: Mapping[str, Any]) -> dict[Any, Any]:
+        """A dict that will have `values` made anew, once all is known."""
+        new: dict[Any, Any] = dict.fromkeys(values)
+        self.later += [(one, new, key, value, None, fields) for key, value in values.items()]
+        return new
+
+    def finish(self, model: list[ModelTensor]) -> None:
+        """Make and write everything."""
+        given = [*self.values, *(tensor for entry in self.later for tensor in tensors_in(entry[3]))]
+        self.ties = GivenTies(given, model)
+        for one, holder, key, value, old, fields in self.later:
+            holder[key] = self._restored(value, old, one, holder, key, fields)
+        self._give_apart([each.live for each in model])
+        plain: list[tuple[torch.Tensor, torch.Tensor]] = []
+        rest: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for pair in zip(self.targets, apart(self.targets, self.values)):
+            (plain if type(pair[0]) is type(pair[1]) is torch.Tensor else rest).append(pair)
+        copy_all([target for target, _ in plain], [value for _, value in plain])
+        for target, value in rest:
+            write(value, target)
+
+    def _give_apart(self, model: list[torch.Tensor]) -> None:
+        """Memory of their own for values that would be written where another value, or the model's, is to be."""
+        moved: set[int] = set()
+        pool = [*self.targets, *model]
+        for cluster in overlapping(pool):
+            known = [(pool[i], pool[i]) for i in cluster if i >= len(self.targets)]
+            for i in (i for i in cluster if i < len(self.targets)):
+                target, value = self.targets[i], self.values[i]
+                where = identity_of(target)
+                if all(identity_of(memory) == where and same_value(value, other) for memory, other in known):
+                    known.append((target, value))
+                    continue
+                one, holder, key = self.holders[i]
+                holder[key] = like(value, target) if is_sharded(value) else value.detach().clone()
+                moved.add(i)
+                self.untied.append(f"{one.name}.{key}")
+        kept = [i for i in range(len(self.targets)) if i not in moved] if moved else None
+        if kept is not None:
+            self.targets, self.values = [self.targets[i] for i in kept], [self.values[i] for i in kept]
+
+    def _restored(
+        self, value: Any, old: Any, one: OptimizedParameter, holder: dict[Any, Any], key: Any, fields: Mapping[str, Any]
+    ) -> Any:
+        """One entry of a parameter's state, made anew or, where `old` has its very form, `old`, to be written into."""
+        parameter = one.parameter
         if isinstance(value, torch.Tensor):
             on_device = bool(key == "step" and (fields.get("fused") or fields.get("capturable")))
             if (
@@ -113,28 +180,31 @@ class _Copies:
                 and old.shape == value.shape
                 and (not on_device or old.device == parameter.device)
             ):
-                write(value, old)
+                self.targets.append(old)
+                self.values.append(value)
+                self.holders.append((one, holder, key))
                 return old
             lies = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else parameter.device
-            same = (id(value), key == "step", on_device, parameter.dim() > 0, lies)
+            same = (self.ties.same(value), key == "step", on_device, parameter.dim() > 0, lies)
             if same not in self._made:
-                self._made[same] = _made_anew(value, parameter, key, on_device)
+                tied = self.ties.model_tensor(value)
+                self._made[same] = tied if tied is not None else _made_anew(value, parameter, key, on_device)
             return self._made[same]
         if isinstance(value, dict):
             known = old if isinstance(old, dict) else {}
-            return {k: self.restored(item, known.get(k), parameter, k, fields) for k, item in value.items()}
+            out: dict[Any, Any] = {}
+            for k, item in value.items():
+                out[k] = self._restored(item, known.get(k), one, out, k, fields)
+            return out
         if type(value) is list or type(value) is tuple:
-            return type(value)(self.restored(item, None, parameter, None, fields) for item in value)
+            return type(value)(self._restored(item, None, one, {}, None, fields) for item in value)
         return value if isinstance(value, (bool, int, float, str, type(None))) else copy.deepcopy(value)
 
 
 def _made_anew(value: torch.Tensor, parameter: torch.Tensor, key: Any, on_device: bool) -> torch.Tensor:
     if on_device:
         return value.detach().to(parameter.device, torch.float32, copy=True)
-    shape = global_shape(value)
-    if shape == global_shape(parameter) and (memory := identity_of(value)) and memory == identity_of(parameter):
-        return parameter.detach()
-    if not shape and (key == "step" or parameter.dim() > 0):
+    if not global_shape(value) and (key == "step" or parameter.dim() > 0):
         return value.detach().clone()
     return like(value, parameter)
 
