@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,13 +30,14 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner import ReadItem as TorchReadItem
 from torch.distributed.checkpoint.planner import WriteItem as TorchWriteItem
+from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from planners.geometry.box import Box
 from planners.geometry.cover import tiling_fault
 from planners.geometry.overlap import Sweep
 from reshard.api.load.matching import needs_code
 from reshard.dcp.engine.misfits import refuse_misfits
-from reshard.dcp.engine.states import Region, flat_state, put_at, regions_of
+from reshard.dcp.engine.states import Region, flat_state, is_checkpointable, put_at, regions_of
 from reshard.errors import DamagedCheckpointError, KeyMismatchError, LayoutError, UnsafeDataError
 from reshard.formats.dcp.metadata import chunk_of
 from reshard.formats.pickles.record import unknown_class
@@ -75,6 +76,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Take the target apart."""
+        self._regions = {}
         self.original_state_dict = state_dict
         self.state_dict, self.mappings = flat_state(state_dict) if self.flatten_state_dict else (state_dict, {})
         self.metadata, self.is_coordinator = metadata, is_coordinator
@@ -168,8 +170,9 @@ class DefaultLoadPlanner(LoadPlanner):
         """Nothing is left to do: `resolve_tensor` gave the target's own memory."""
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The local tensor behind an index: to be overridden."""
-        return self._regions[index]
+        """The local tensor behind an index, whoever made the plan: to be overridden."""
+        found: torch.Tensor = _found(self._regions, self.state_dict, index)
+        return found
 
     def transform_tensor(self, read_item: TorchReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a local tensor that an item goes into: to be overridden."""
@@ -221,6 +224,7 @@ class DefaultSavePlanner(SavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Take the state dict apart."""
+        self._regions = {}
         self.state_dict, self.mappings = flat_state(state_dict) if self.flatten_state_dict else (dict(state_dict), {})
         self.is_coordinator = is_coordinator
 
@@ -228,6 +232,9 @@ class DefaultSavePlanner(SavePlanner):
         """An item for everything that this rank holds."""
         items: list[TorchWriteItem] = []
         for fqn, value in self.state_dict.items():
+            if is_checkpointable(value):
+                items += self._own_items(fqn, value)
+                continue
             if not is_tensor(value):
                 items.append(TorchWriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO))
                 continue
@@ -238,6 +245,14 @@ class DefaultSavePlanner(SavePlanner):
                 data = TensorWriteData(chunk_of(region.box), properties, torch.Size(global_shape(value)))
                 items.append(TorchWriteItem(index=region.index(fqn), type=kind, tensor_data=data))
         return SavePlan(items, planner_data=self.mappings)
+
+    def _own_items(self, fqn: str, value: Any) -> Iterator[TorchWriteItem]:
+        """What a checkpointable says that this rank has to write of it."""
+        for item in value.__create_write_items__(fqn, value):
+            data = item.tensor_data
+            if data is None or 0 not in data.chunk.sizes or 0 in data.size:
+                self._regions[item.index] = value.__get_tensor_shard__(item.index)
+                yield item
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Each item once, balanced in bytes over those that hold it; and the metadata of the whole.
@@ -301,7 +316,7 @@ class DefaultSavePlanner(SavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value behind an index: to be overridden."""
-        return self._regions[index] if index in self._regions else self.state_dict[index.fqn]
+        return _found(self._regions, self.state_dict, index)
 
     def transform_object(self, write_item: TorchWriteItem, object: Any) -> Any:
         """What is written of a value: to be overridden."""
@@ -311,6 +326,14 @@ class DefaultSavePlanner(SavePlanner):
             buffer.seek(0)
             return buffer
         return object
+
+
+def _found(regions: dict[MetadataIndex, torch.Tensor], state: dict[str, Any], index: MetadataIndex) -> Any:
+    """The value behind an index. A plan that a subclass made of its own has regions that are not known yet."""
+    value = state.get(index.fqn)
+    if index not in regions and (is_tensor(value) or is_checkpointable(value)):
+        regions.update({region.index(index.fqn): region.tensor for region in regions_of(index.fqn, value)})
+    return regions[index] if index in regions else find_state_dict_object(state, index)
 
 
 def _with_empty(fqn: str, value: Any) -> list[Region]:

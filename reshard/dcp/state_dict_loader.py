@@ -20,7 +20,7 @@ from reshard.dcp.default_planner import DefaultLoadPlanner
 from reshard.dcp.engine.calls import Call
 from reshard.dcp.engine.misfits import ENGINE_WORDING, refuse_lost_state
 from reshard.dcp.engine.protocol import run_load
-from reshard.dcp.engine.states import put_state_back, unwrapped
+from reshard.dcp.engine.states import holds_checkpointable, put_state_back, unwrapped
 from reshard.dcp.engine.storages import reader_for, storage_by_position
 from reshard.dcp.filesystem import FileSystemReader
 from reshard.state.deferred_optimizer import places
@@ -80,7 +80,7 @@ def _load(
     defaults = DefaultLoadPlanner, _torch_planner.DefaultLoadPlanner
     is_default = planner is None or type(planner) in defaults
     flat, partial = getattr(planner, "flatten_state_dict", True), getattr(planner, "allow_partial_load", False)
-    if type(reader) is FileSystemReader and is_default and flat:
+    if type(reader) is FileSystemReader and is_default and flat and not holds_checkpointable(state):
         with group.together("load"):
             if planner is not None:  # callers read afterwards what it was told
                 planner.set_up_planner(state, reader.read_metadata(), group.rank == coordinator)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from reshard.api.load.options import Wording
+from reshard.dcp.engine.states import is_checkpointable
 from reshard.errors import KeyMismatchError
 from reshard.state.deferred_optimizer import Saved, lost_state
 from reshard.state.tensors import global_shape, is_tensor
@@ -46,11 +47,11 @@ def refuse_misfits(wanted: Mapping[str, Any], saved: Mapping[str, Any], *, parti
 
 
 def _misfit(key: str, value: Any, entry: Any) -> str:
-    if entry is None or not is_tensor(value):
+    if entry is None or not (is_tensor(value) or is_checkpointable(value)):
         return ""
     if not isinstance(entry, TensorStorageMetadata):
         return f"{key}: saved as an object, wanted as a tensor"
-    shape = torch.Size(global_shape(value))
+    shape = torch.Size(value.size() if is_checkpointable(value) else global_shape(value))
     return "" if entry.size == shape else f"Size mismatch between saved {entry.size} and current: {shape} for {key}"
 
 

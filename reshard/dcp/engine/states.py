@@ -11,11 +11,21 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # its rule for lists decides the keys on disk
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from planners.geometry.box import Box
 from reshard.state.tensors import form_of, is_tensor, local_tensors, spec_of
 
-__all__ = ["Region", "flat_state", "put_at", "put_state_back", "regions_of", "unwrapped"]
+__all__ = [
+    "Region",
+    "flat_state",
+    "holds_checkpointable",
+    "is_checkpointable",
+    "put_at",
+    "put_state_back",
+    "regions_of",
+    "unwrapped",
+]
 
 
 @dataclass(frozen=True)
@@ -30,11 +40,35 @@ class Region:
         return MetadataIndex(fqn, self.box.offsets)
 
 
+def is_checkpointable(value: Any) -> bool:
+    """Whether a value says itself, by torch's protocol, which regions of a tensor it holds.
+
+    A DTensor does so for what is in it, such as a `LocalShardsWrapper`; of a plain one we know better.
+    """
+    inner = value._local_tensor if isinstance(value, DTensor) else value
+    return hasattr(inner, "__create_chunk_list__") and hasattr(inner, "__get_tensor_shard__")
+
+
+def holds_checkpointable(state: Any) -> bool:
+    """Whether one of the values in a nested state is checkpointable."""
+    if isinstance(state, Mapping):
+        return any(map(holds_checkpointable, state.values()))
+    if isinstance(state, (list, tuple)):
+        return any(map(holds_checkpointable, state))
+    return is_checkpointable(state)
+
+
 def regions_of(fqn: str, tensor: Any) -> Iterator[Region]:
-    """The regions of a Tensor, DTensor or ShardedTensor on this rank, empty ones left out.
+    """The regions of a Tensor, DTensor, ShardedTensor or checkpointable on this rank, empty ones left out.
 
     A strided shard has several: DCP's own answer, a single offset, would be wrong for it.
     """
+    if is_checkpointable(tensor):
+        for chunk in tensor.__create_chunk_list__():
+            box = Box(chunk.offsets, chunk.sizes)
+            if not box.is_empty:
+                yield Region(box, tensor.__get_tensor_shard__(MetadataIndex(fqn, chunk.offsets)))
+        return
     spec, form = spec_of(fqn, tensor), form_of(tensor, fqn)
     rank = dist.get_rank() if dist.is_initialized() else 0
     for part, local in zip(form.parts(spec.shape, rank), local_tensors(tensor)):

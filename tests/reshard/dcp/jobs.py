@@ -347,3 +347,39 @@ def some_ranks_fail_later(folder: str) -> Told:
     for number in range(3):
         reshard.save({"n": number}, f"{folder}/{number}")
     return _told(future.result)
+
+
+def _wrapped(value: float) -> DTensor:
+    """Uneven row shards, two of them on the first of two ranks, in a `LocalShardsWrapper`."""
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+    rows = [(0, 2), (2, 3)] if dist.get_rank() == 0 else [(3, 7)]
+    whole = torch.arange(21.0).view(7, 3) * value
+    local = LocalShardsWrapper([whole[a:b].clone() for a, b in rows], [(a, 0) for a, _ in rows])
+    mesh = init_device_mesh("cpu", (2,))
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size([7, 3]), stride=(3, 1))
+
+
+def wrapped_shards(folder: str) -> dict[str, bool]:
+    """DTensors of local shards, saved and loaded by ours and by torch's."""
+
+    def right(got: DTensor) -> bool:
+        shards = got._local_tensor.local_shards()
+        whole = torch.arange(21.0).view(7, 3)
+        starts = (0, 2) if dist.get_rank() == 0 else (3,)
+        return all(torch.equal(shard, whole[a : a + len(shard)]) for a, shard in zip(starts, shards, strict=True))
+
+    ours.save({"w": _wrapped(1.0)}, checkpoint_id=f"{folder}/ours")
+    theirs.save({"w": _wrapped(1.0)}, checkpoint_id=f"{folder}/torch")
+    ours.async_save({"w": _wrapped(1.0)}, checkpoint_id=f"{folder}/later").result()
+    out = {}
+    for what, load, name in (
+        ("ours", ours.load, "ours"),
+        ("torch", theirs.load, "ours"),
+        ("ours of torch", ours.load, "torch"),
+        ("in the background", ours.load, "later"),
+    ):
+        target = {"w": _wrapped(0.0)}
+        load(target, checkpoint_id=f"{folder}/{name}")
+        out[what] = right(target["w"])
+    return out
