@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from urllib.parse import quote
 
+from reshard.api.convert.journal import is_job, remove_dead_jobs
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError
 from reshard.formats.native.generations import generations_in, is_alive, remove_dead, remove_empty
@@ -31,8 +32,9 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
     """Remove all but the `keep_last` newest complete checkpoints directly below `folder`; returns their paths.
 
     Their manifests go first, so that nothing that looks complete is left by a removal cut short, which the next one
-    takes up. What killed saves have left goes too. Broken checkpoints neither count nor go, nor do those that a save is
-    replacing just now. Only what saves have written is removed: other files stay, and their folders with them.
+    takes up. What killed saves and conversions have left goes too. Broken checkpoints neither count nor go, nor do
+    those that a save is replacing just now. Only what saves and conversions have written is removed: other files stay,
+    and their folders with them.
 
     Raises CheckpointError for `keep_last` < 1; FormatError if a checkpoint is of a newer version.
     """
@@ -42,7 +44,12 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
         )
     found = [path for _, path, is_below in _complete(folder) if is_below]
     storage = open_storage(folder)
-    parts = [name.split("/", 2) for name in storage.list()]
+    names = storage.list()
+    remove_dead_jobs(storage, names)
+    parts = [name.split("/", 2) for name in names]
+    for place in {place for place, *inner in parts if len(inner) > 1 and is_job(inner[0])}:
+        below = open_storage(_path_below(folder, place))
+        remove_dead_jobs(below, below.list())
     places = {place for place, *inner in parts if len(inner) > 1 and is_generation(inner[0])}
     gone = []
     for path in found[:-keep_last]:

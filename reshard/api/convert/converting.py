@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,6 @@ from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.control.group import Group
 from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, FormatError
-from reshard.formats.native import generations
 from reshard.formats.stored.writer import FormatWriter
 from reshard.storage.base import Storage
 
@@ -75,7 +75,8 @@ def convert(
     """Write the checkpoint `source` in another format, under other names, cut otherwise, or all of these.
 
     Each process holds 48 MiB of tensors at a time, however large they are. The target is published last: a
-    conversion that was interrupted leaves nothing that opens as a checkpoint, and the same call continues it.
+    conversion that was interrupted leaves nothing that opens as a checkpoint, and the same call continues it. What a
+    killed one left is removed by the next conversion to the same target, or by `prune`.
 
     Args:
         source: a path or URL of any format that `open` reads, or an open `Checkpoint`.
@@ -137,19 +138,21 @@ def _run(
     storage = job.storage()
     journal = Journal(storage, digest)
     job_id = b""
-    if group.rank == 0:
-        _check_vacant(job.writer(state, "0" * 24), storage, overwrite)
-        job_id = journal.begin(resume=resume).encode()
-    job_id = group.share(job_id if group.rank == 0 else None)
-    writer = job.writer(state, job_id.decode())
-    if group.rank == 0 and job.format == "native":
-        generations.claim(storage, writer.save_id)  # type: ignore[attr-defined]  # only this one has
-    group.barrier()
-    resumed = _write(job, writer, journal, group, workers, progress)
-    if group.rank == 0:
-        writer.finish(storage, journal.records(file.name for file in writer.files))
-        journal.end()
-    group.barrier()
+    try:
+        if group.rank == 0:
+            _check_vacant(job.writer(state, "0" * 24), storage, overwrite)
+            job_id = journal.begin(resume=resume, is_shared=job.format == "torch_save").encode()
+        job_id = group.share(job_id if group.rank == 0 else None)
+        writer = job.writer(state, job_id.decode())
+        with writer.claimed(storage) if group.rank == 0 else nullcontext():
+            group.barrier()  # nobody writes before there is a claim
+            resumed = _write(job, writer, journal, group, workers, progress)
+            if group.rank == 0:
+                writer.finish(storage, journal.records(file.name for file in writer.files))
+                journal.end()
+        group.barrier()
+    finally:
+        journal.leave()
     return writer, resumed
 
 

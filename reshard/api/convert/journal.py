@@ -1,24 +1,30 @@
 """What of an interrupted conversion is done: one small record a file, in a folder of the target that goes at the end.
 
-convert-<digest>/job.json            the job that writes here: equal jobs find each other by the digest
+convert-<digest>/claim               who writes here: what a dead process left is removed, by others or by `prune`
+convert-<digest>/job                 the id of the job: equal jobs find each other by the digest
 convert-<digest>/<file>.json         a file that is whole: its length and checksum
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 import msgspec
 import xxhash
 
-from reshard.errors import CheckpointNotFoundError, StorageError
+from reshard.control import claims
+from reshard.control.claims import Claim
+from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, StorageError
 from reshard.formats.native import generations
 from reshard.formats.stored.writer import Done
-from reshard.storage.base import Storage, is_temporary
+from reshard.storage.base import Storage, temporary_name
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "is_job", "remove_dead_jobs"]
 
+_HEAD = "job"
+_CLAIM = "claim"
 _FOLDER = re.compile(r"convert-[0-9a-f]{32}/")
 _PIECE_BYTES = 16 << 20
 
@@ -33,31 +39,41 @@ class Journal:
     def __init__(self, storage: Storage, digest: str) -> None:
         self.storage = storage
         self.folder = f"convert-{digest}"
+        self._job_id = ""
 
-    def begin(self, *, resume: bool) -> str:
-        """The id of the job: that of the interrupted one, if there is one and `resume`; what others left is removed."""
-        head = f"{self.folder}/job.json"
+    def begin(self, *, resume: bool, is_shared: bool = False) -> str:
+        """Claim the target until `leave`, and remove what dead jobs left there.
+
+        Returns the id of the job: that of the interrupted one, if there is one and `resume`, else a new one.
+
+        Args:
+            is_shared: several jobs may write into the target at once, each a file of its own.
+
+        Raises StorageError if another job is seen to be running here.
+        """
         names = self.storage.list()
-        if resume and head in names:
-            return msgspec.json.decode(self.storage.read(head), type=_Head).job_id
-        stale = {match[0] for name in names if (match := _FOLDER.match(name))}
-        for folder in stale:
-            self._remove(folder, names)
-        job_id = generations.new_save_id().replace("-", "")
-        self.storage.publish(head, msgspec.json.encode(_Head(job_id)))
-        return job_id
+        for folder, claim, job_id in _jobs(self.storage, names):
+            is_mine = folder == self.folder
+            if claim is not None and claim.is_running(job_id) and (is_mine or not is_shared):
+                raise StorageError(
+                    f"{claim} is converting to {self.storage.url} just now: wait until it has ended, or choose another "
+                    "folder"
+                )
+            if is_mine and resume:
+                self._job_id = job_id
+        remove_dead_jobs(self.storage, names, spare=self.folder if self._job_id else "")
+        if self._job_id:
+            claims.claim(self.storage, f"{self.folder}/{_CLAIM}", self._job_id)
+            return self._job_id
+        _remove_records(self.storage, self.storage.list(f"{self.folder}/"), self.folder)
+        self._job_id = generations.new_save_id().replace("-", "")
+        claims.claim(self.storage, f"{self.folder}/{_CLAIM}", self._job_id)
+        self.storage.publish(f"{self.folder}/{_HEAD}", msgspec.json.encode(_Head(self._job_id)))
+        return self._job_id
 
-    def _remove(self, folder: str, names: Iterable[str]) -> None:
-        """Remove the records in `folder`, and the temporary files that they tell of."""
-        mine = [name for name in names if name.startswith(folder)]
-        for name in mine:
-            if name.endswith("/job.json"):
-                job_id = msgspec.json.decode(self.storage.read(name), type=_Head).job_id
-                for other in names:
-                    if is_temporary(other) and job_id in other:
-                        self.storage.delete(other)
-        for name in sorted(mine, key=lambda name: name.endswith("/job.json")):
-            self.storage.delete(name)
+    def leave(self) -> None:
+        """Nobody writes any more: the job is done, or may be continued or removed by whoever comes."""
+        claims.release(self._job_id)
 
     def add(self, file: str, done: Done) -> None:
         """This file is whole and durable."""
@@ -90,7 +106,7 @@ class Journal:
 
     def end(self) -> None:
         """All is published: the records go."""
-        self._remove(f"{self.folder}/", list(self.storage.list(f"{self.folder}/")))
+        _remove_records(self.storage, self.storage.list(f"{self.folder}/"), self.folder)
 
     def _digest(self, name: str, nbytes: int) -> str:
         state = xxhash.xxh3_128()
@@ -104,3 +120,60 @@ class Journal:
 
 def _flat(file: str) -> str:
     return file.replace("/", "~")
+
+
+def remove_dead_jobs(storage: Storage, names: Mapping[str, int], *, spare: str = "") -> list[str]:
+    """Remove what conversions left whose processes are gone: records, and files that never became a checkpoint.
+
+    A job that may still be running keeps all of it, and so does the one whose records are in the folder `spare`.
+    `names` are those of the storage. Returns the ids of the jobs.
+    """
+    removed = []
+    for folder, claim, job_id in _jobs(storage, names):
+        if folder == spare or claims.may_be_alive(claim, job_id):
+            continue
+        if job_id:
+            for name in _unpublished(storage, names, job_id):
+                storage.delete(name)
+        _remove_records(storage, names, folder)
+        removed.append(job_id)
+    return removed
+
+
+def is_job(folder: str) -> bool:
+    """Whether a folder, by its name, holds the records of a conversion."""
+    return _FOLDER.fullmatch(f"{folder}/") is not None
+
+
+def _jobs(storage: Storage, names: Iterable[str]) -> list[tuple[str, Claim | None, str]]:
+    """Folder, claim and id of each job that has records; "" if its id is not known."""
+    found = []
+    for folder in {match[0] for name in names if (match := _FOLDER.match(name))}:
+        try:
+            job_id = msgspec.json.decode(storage.read(f"{folder}{_HEAD}"), type=_Head).job_id
+        except (CheckpointNotFoundError, msgspec.MsgspecError):
+            job_id = ""
+        found.append((folder.rstrip("/"), claims.read_claim(storage, f"{folder}{_CLAIM}"), job_id))
+    return found
+
+
+def _unpublished(storage: Storage, names: Mapping[str, int], job_id: str) -> list[str]:
+    """The files that are told by their names to be the job's, and that no checkpoint holds."""
+    staged, items = temporary_name("", job_id), f"_{job_id}_"
+    found = [name for name in names if name.endswith(staged)]
+    distcp = [name for name in names if items in name and name.endswith(".distcp")]
+    if distcp and (".metadata" not in names or job_id.encode() not in storage.read(".metadata")):
+        found += distcp
+    save_id = generations.save_id_of(job_id)
+    data = [name for name in names if name.startswith(f"{generations.folder_of(save_id)}/")]
+    if data:
+        with suppress(DamagedCheckpointError, FormatError):  # a manifest that does not say what counts
+            found += data if generations.published(storage) != save_id else []
+    return found
+
+
+def _remove_records(storage: Storage, names: Iterable[str], folder: str) -> None:
+    """The claim and the id last, so that a removal cut short is taken up again."""
+    mine = [name for name in names if name.startswith(f"{folder}/")]
+    for name in sorted(mine, key=lambda name: (name.endswith(f"/{_HEAD}"), name.endswith(f"/{_CLAIM}"))):
+        storage.delete(name)

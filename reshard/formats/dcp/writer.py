@@ -59,7 +59,7 @@ class DcpWriter(FormatWriter):
     def _unique(self, name: str) -> str:
         """Not the name of a file of an older checkpoint in the same folder."""
         head, _, tail = name.removeprefix("__").partition("_")
-        return f"__{head}_{self.job_id[:12]}_{tail}"
+        return f"__{head}_{self.job_id}_{tail}"
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
         """Stream the items of one file."""

@@ -3,22 +3,17 @@
     manifest.json  ─────────►  data-0192f3c1a8-5d2e.../      the checkpoint
                                data-0192f3c199-77ab.../      of a save that was killed, or is still running
 
-A folder that no manifest names belongs to a save that is running or dead. Its claim tells: a process of this machine
-that no longer exists is dead. One that cannot be seen from here, on another machine, in another container or before the
-machine was started anew, is given a day.
+A folder that no manifest names belongs to a save that is running or dead: its claim tells.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import time
 from collections.abc import Collection
 
-import msgspec
-
-from reshard.control.liveness import is_gone, machine, start_of
+from reshard.control import claims
 from reshard.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from reshard.formats.dcp.names import has_dcp
 from reshard.formats.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, refuse_newer
@@ -26,7 +21,6 @@ from reshard.formats.native.reader import detect
 from reshard.storage import Storage, is_temporary
 
 __all__ = [
-    "Claim",
     "begin",
     "check_claimed",
     "claim",
@@ -42,10 +36,9 @@ __all__ = [
     "remove",
     "remove_dead",
     "remove_empty",
+    "save_id_of",
 ]
 
-_FOREIGN_AGE_S = 86_400.0
-"""After so long a save whose process cannot be seen from here is taken for dead."""
 _CLAIMING_S = 60.0
 """So long a save is taken to be about to make its claim."""
 _CLAIM = "claim.json"
@@ -53,21 +46,14 @@ _VISIBLE_S = 2.0
 """So long a network file system may take to show on one machine what was written on another."""
 
 
-class Claim(msgspec.Struct, frozen=True):
-    """Who writes a generation."""
-
-    host: str
-    pid: int
-    process_start: str
-    """Start time of the process in the kernel's ticks: a later process may have the same number."""
-    unix_s: float
-    machine: str = ""
-    """Where the number means this process: containers of one host may have the same name, and numbers of their own."""
-
-
 def new_save_id() -> str:
     """A name that sorts by time and that no other save has."""
     return f"{int(time.time() * 1000):012x}-{secrets.token_hex(6)}"
+
+
+def save_id_of(job_id: str) -> str:
+    """The save id for a job that knows itself by 24 digits."""
+    return f"{job_id[:12]}-{job_id[12:24]}"
 
 
 _begun: list[float] = [0.0]
@@ -107,16 +93,9 @@ def _refuse_newer(storage: Storage) -> None:
     refuse_newer(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
 
 
-_running: set[str] = set()
-"""Saves of this process that have not ended."""
-
-
 def claim(storage: Storage, save_id: str) -> None:
     """Say that this process is writing the generation, until `ended`."""
-    _running.add(save_id)
-    pid = os.getpid()
-    mine = Claim(socket.gethostname(), pid, start_of(pid), time.time(), machine())
-    storage.publish(f"{folder_of(save_id)}/{_CLAIM}", msgspec.json.encode(mine))
+    claims.claim(storage, f"{folder_of(save_id)}/{_CLAIM}", save_id)
 
 
 def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
@@ -141,7 +120,7 @@ def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
 
 def ended(save_id: str) -> None:
     """Say that this process writes the generation no more, even if its claim could not be removed."""
-    _running.discard(save_id)
+    claims.release(save_id)
 
 
 def release(storage: Storage, save_id: str) -> None:
@@ -224,15 +203,7 @@ def is_alive(storage: Storage, save_id: str, names: list[str]) -> bool:
     name = f"{folder_of(save_id)}/{_CLAIM}"
     if name not in names:  # a claim is made before anything else and removed last
         return all(map(is_temporary, names)) and time.time() - _began(save_id) < _CLAIMING_S
-    try:
-        owner = msgspec.json.decode(storage.read(name), type=Claim)
-    except (CheckpointNotFoundError, msgspec.MsgspecError):
-        return False
-    if not owner.machine or owner.machine != machine():
-        return time.time() - owner.unix_s < _FOREIGN_AGE_S
-    if owner.pid == os.getpid() and save_id not in _running:
-        return False
-    return not is_gone(owner.pid, owner.process_start)
+    return claims.may_be_alive(claims.read_claim(storage, name), save_id)
 
 
 def _began(save_id: str) -> float:

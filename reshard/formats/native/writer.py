@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from planners.geometry.layout import StateLayout, TensorLayout
@@ -38,7 +39,7 @@ class NativeWriter(FormatWriter):
         self.plan = spread(
             [self.stored(name).spec for name in (*self.names, *self._own)], _with(onto, self._own), max_shard_bytes
         )
-        self.save_id = f"{job_id[:12]}-{job_id[12:24]}"
+        self.save_id = generations.save_id_of(job_id)
         folder = generations.folder_of(self.save_id)
         files = []
         for rank in range(self.plan.world_size):
@@ -76,6 +77,15 @@ class NativeWriter(FormatWriter):
     def stored(self, name: str) -> StoredTensor:
         """The stored tensor of a name or alias, or one rank's own."""
         return self._own[name] if name in self._own else super().stored(name)
+
+    @contextmanager
+    def claimed(self, storage: Storage) -> Iterator[None]:
+        """The generation has a claim."""
+        generations.claim(storage, self.save_id)
+        try:
+            yield
+        finally:
+            generations.ended(self.save_id)
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
         """Stream one rank's file and its checksums."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,10 @@ class FormatWriter(ABC):
         self.job_id = job_id
         self.left_out = contents.left_out
         self.refused = {}
+
+    def claimed(self, storage: Storage) -> AbstractContextManager[None]:
+        """While files are written: what others must see to know that these are somebody's."""
+        return nullcontext()
 
     @abstractmethod
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:

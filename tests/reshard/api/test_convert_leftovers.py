@@ -1,0 +1,194 @@
+"""What conversions that were killed leave: the next one to that target, or pruning, takes it away, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reshard
+from reshard.api.convert import workers
+from reshard.api.convert.journal import Journal
+from reshard.errors import StorageError
+from tests import gloo
+from tests.same import same
+
+FORMATS = ["native", "dcp", "safetensors", "torch_save"]
+STATE = {f"w{i}": torch.full((40, 25), float(i)) for i in range(6)}
+GONE = {"pid": 2**22 + 1, "process_start": "1"}
+ELSEWHERE = {**GONE, "machine": "another boot pid:[1]"}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    reshard.save(STATE, tmp_path / "source")
+    return tmp_path / "source"
+
+
+def target_of(format: str, folder: Path) -> Path:
+    return folder / "c" / "model.pt" if format == "torch_save" else folder / "c"
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def written_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
+
+def interrupted(format: str, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch, **claim: Any) -> None:
+    """A conversion that stopped after some files, with a claim like ours but for what is in `claim`."""
+    real = workers.write_files
+
+    def stopping(writer: Any, journal: Any, files: Any, on_bytes: Any) -> None:
+        real(writer, journal, files[: max(1, len(files) // 2)], on_bytes)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("reshard.api.convert.converting.write_files", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            reshard.convert(source, target, format=format, max_shard_bytes=8000)
+    folder = target.parent if format == "torch_save" else target
+    for file in [*folder.glob("convert-*/claim"), *folder.glob("data-*/claim.json")]:
+        file.write_text(json.dumps({**json.loads(file.read_text()), **claim}))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_next_conversion_to_the_target_removes_it(
+    format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of(format, tmp_path)
+    interrupted(format, source, target, monkeypatch, **GONE)
+    left = files_in(tmp_path / "c")
+    (tmp_path / "c" / "notes.txt").write_text("mine")
+    assert len(left) > 2
+
+    reshard.convert(source, target, format=format, select="w1")
+
+    reshard.convert(source, target_of(format, tmp_path / "other"), format=format, select="w1")
+    found, wanted = files_in(tmp_path / "c"), files_in(tmp_path / "other" / "c")
+    assert len(found) == len(wanted) + 1  # names of files of the native format and DCP's are their own
+    assert not [name for name in found if name.endswith(".tmp") or "convert-" in name]
+    assert "notes.txt" in found
+    assert same(reshard.open(target)["w1"][...], STATE["w1"])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("claim", "dead"),
+    [
+        (GONE, True),
+        ({"process_start": "1"}, True),
+        (ELSEWHERE, False),
+        ({**ELSEWHERE, "unix_s": 0}, True),
+        ({**GONE, "machine": ""}, False),
+        ({}, True),  # of this process, which does it no more
+    ],
+    ids=str,
+)
+def test_pruning_removes_what_dead_processes_left(
+    claim: dict[str, Any], dead: bool, format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(format, source, target_of(format, tmp_path), monkeypatch, **claim)
+    before = files_in(tmp_path / "c")
+
+    reshard.prune(tmp_path, keep_last=1)
+
+    assert files_in(tmp_path / "c") == (set() if dead else before)
+    assert reshard.verify(source).ok
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_runs_is_left_alone(format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pruning, and another conversion to the same folder, while one is between two of its files."""
+    target, real, seen = target_of(format, tmp_path), workers.write_files, []
+
+    def watched(writer: Any, journal: Any, files: Any, on_bytes: Any) -> None:
+        real(writer, journal, files[:1], on_bytes)
+        monkeypatch.setattr("reshard.api.convert.converting.write_files", real)
+        reshard.prune(tmp_path, keep_last=1)
+        for select in (None, "w1"):
+            if format == "torch_save" and select is not None:  # another file in the same folder is not in the way
+                reshard.convert(source, target.with_name("second.pt"), format=format, select=select)
+                continue
+            with pytest.raises(StorageError, match=r"process \d+ on .* is converting to .* just now"):
+                reshard.convert(source, target, format=format, select=select, max_shard_bytes=8000, overwrite=True)
+        seen.append(True)
+        real(writer, journal, files[1:], on_bytes)
+
+    monkeypatch.setattr("reshard.api.convert.converting.write_files", watched)
+    reshard.convert(source, target, format=format, max_shard_bytes=8000)
+
+    assert seen
+    assert reshard.verify(target, source).ok
+    assert not [name for name in files_in(tmp_path / "c") if name.endswith(".tmp") or "convert-" in name]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_was_published_stays_though_its_records_do_not(
+    format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the two."""
+
+    def killed(self: Journal) -> None:
+        raise KeyboardInterrupt
+
+    target = target_of(format, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "end", killed)
+        with pytest.raises(KeyboardInterrupt):
+            reshard.convert(source, target, format=format, max_shard_bytes=8000)
+
+    reshard.prune(tmp_path, keep_last=5)
+
+    assert reshard.verify(target, source).ok
+    assert not [name for name in files_in(tmp_path / "c") if name.endswith(".tmp") or "convert-" in name]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_gigabytes_of_one_that_was_killed(format: str, tmp_path: Path) -> None:
+    """By a signal that nobody can answer."""
+    reshard.save({f"w{i}": torch.full((1 << 18,), float(i)) for i in range(60)}, tmp_path / "source")
+    target = target_of(format, tmp_path)
+    code = "import sys, reshard; reshard.convert(*sys.argv[1:3], format=sys.argv[3], max_shard_bytes=1 << 20)"
+    arguments = [str(tmp_path / "source"), str(target), format]
+    child = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, *arguments])
+    while child.poll() is None and written_bytes(tmp_path / "c") < 3 << 20:
+        time.sleep(0.001)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL  # and not done already
+    assert files_in(tmp_path / "c")
+
+    reshard.prune(tmp_path, keep_last=1)
+
+    assert not files_in(tmp_path / "c")
+
+
+def by_itself(source: str, folder: str) -> float:
+    started = time.monotonic()
+    if dist.get_rank() == 1:
+        reshard.convert(source, f"{folder}/one", format="safetensors", alone=True)
+    dist.barrier()
+    return time.monotonic() - started
+
+
+@pytest.mark.gloo
+def test_one_rank_converts_while_the_others_do_something_else(source: Path, tmp_path: Path) -> None:
+    gloo.run(by_itself, 2, str(source), str(tmp_path))
+    assert reshard.verify(tmp_path / "one", source).ok
+    with pytest.raises(reshard.ReshardError, match="leave process_group out"):
+        reshard.convert(source, tmp_path / "two", alone=True, process_group=object())  # type: ignore[arg-type]
