@@ -12,7 +12,9 @@ writer "write" and "commit". `fault` may raise, sleep, end the process or damage
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +22,7 @@ from unittest import mock
 
 from reshard.storage import Storage, Writer
 
-__all__ = ["Crash", "Faulty", "SystemCalls"]
+__all__ = ["Crash", "Faulty", "FileCalls", "SystemCalls"]
 
 Fault = Callable[[str, str], None]
 
@@ -140,4 +142,82 @@ class SystemCalls:
             return call
 
         with mock.patch.multiple(os, **{name: wrap(getattr(os, name), name) for name in self.NAMES}):
+            yield
+
+
+class FileCalls:
+    """Counts the calls of one kind that touch files below a folder, and makes one of them fail as a bad disk does.
+
+    calls = FileCalls(folder, "pread")
+    with calls.failing(0): load(...)       # none fails; calls.made: how many there are
+    with calls.failing(3): load(...)       # the third raises OSError
+
+    "mmap" is mapping a file, "madvise" advice on one that is mapped; "close" closes first.
+    """
+
+    BY_PATH = ("open", "stat", "scandir", "mkdir", "replace", "unlink", "rmdir")
+    BY_FILE = ("fstat", "pread", "preadv", "write", "fsync", "close")
+    NAMES = (*BY_PATH, *BY_FILE, "mmap", "madvise")
+
+    def __init__(self, folder: str | os.PathLike[str], name: str, error: int = errno.EIO) -> None:
+        self.folder, self.name, self.error = os.fspath(folder), name, error
+        self.made = self._at = 0
+        self._files: set[int] = set()
+        self._lock = threading.Lock()
+
+    def _count(self) -> None:
+        with self._lock:
+            self.made += 1
+            fails = self.made == self._at
+        if fails:
+            raise OSError(self.error, os.strerror(self.error))
+
+    @contextmanager
+    def failing(self, at: int) -> Iterator[None]:
+        """The call of this number, counted from 1, fails."""
+        self.made, self._at = 0, at
+        self._files.clear()
+        real = {name: getattr(os, name) for name in (*self.BY_PATH, *self.BY_FILE)}
+
+        def is_inside(path: Any) -> bool:
+            return not isinstance(path, int) and os.fspath(path).startswith(self.folder)
+
+        def by_path(name: str) -> Callable[..., Any]:
+            def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+                if name == self.name and is_inside(path):
+                    self._count()
+                made = real[name](path, *args, **kwargs)
+                if name == "open" and is_inside(path):
+                    self._files.add(made)
+                return made
+
+            return call
+
+        def by_file(name: str) -> Callable[..., Any]:
+            def call(file: int, *args: Any, **kwargs: Any) -> Any:
+                known = file in self._files
+                if name == "close":
+                    self._files.discard(file)
+                    real[name](file)
+                if name == self.name and known:
+                    self._count()
+                return None if name == "close" else real[name](file, *args, **kwargs)
+
+            return call
+
+        calls = self
+
+        class Mapped(mmap.mmap):
+            def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+                if calls.name == "mmap":
+                    calls._count()
+                return super().__new__(cls, *args, **kwargs)
+
+            def madvise(self, *args: int) -> None:
+                if calls.name == "madvise":
+                    calls._count()
+                super().madvise(*args)
+
+        patched = {name: by_path(name) for name in self.BY_PATH} | {name: by_file(name) for name in self.BY_FILE}
+        with mock.patch.multiple(os, **patched), mock.patch.object(mmap, "mmap", Mapped):
             yield

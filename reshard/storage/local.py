@@ -12,10 +12,10 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 from reshard.storage.base import Storage, Writer, check_name, check_range, not_found, temporary_name
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["LocalStorage"]
+
+T = TypeVar("T")
 
 _PAGE_BYTES = 4096
 _WRITE_BYTES = 1 << 30
@@ -71,35 +73,27 @@ class LocalStorage(Storage):
         return sorted(name for name in found if name != ".")
 
     def size(self, name: str) -> int:
-        file = self._open(name)
-        try:
-            return os.fstat(file).st_size
-        finally:
-            os.close(file)
+        return self._with_file(name, "read", lambda _, size: size)
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         if start < 0 or (length is not None and length < 0):
             return super().read(name, start, length)
-        file = self._open(name)
-        try:
-            size = os.fstat(file).st_size
-            length = size - start if length is None else length
-            check_range(self, name, start, length, size)
-            data = os.pread(file, length, start)
-        except StorageError:  # it is an OSError too
-            raise
-        except OSError as error:
-            raise _explained(error, "read", name, self.url) from error
-        finally:
-            os.close(file)
+
+        def pread(file: int, size: int) -> bytes:
+            wanted = size - start if length is None else length
+            check_range(self, name, start, wanted, size)
+            return os.pread(file, wanted, start)
+
+        stop = "end" if length is None else start + length
+        data = self._with_file(name, f"read bytes [{start}, {stop}) of", pread)
         # one call reads at most 2 GiB; the rest, or the reason why there is none, comes the other way
-        return data if len(data) == length else super().read(name, start, length)
+        return data if length is None or len(data) == length else super().read(name, start, length)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         view = buffer.cast("B") if buffer.nbytes else buffer
         nbytes = view.nbytes
-        file = self._open(name)
-        try:
+
+        def preadv(file: int, size: int) -> None:
             done = os.preadv(file, [view], start) if nbytes and start >= 0 else 0
             while 0 < done < nbytes:
                 got = os.preadv(file, [view[done:]], start + done)
@@ -107,25 +101,16 @@ class LocalStorage(Storage):
                     break
                 done += got
             if done < nbytes or start < 0:
-                check_range(self, name, start, nbytes, os.fstat(file).st_size)
+                check_range(self, name, start, nbytes, size)
                 raise StorageError(f"{name} in {self.url} changed while bytes [{start}, {start + nbytes}) were read")
-        except StorageError:  # it is an OSError too
-            raise
-        except OSError as error:
-            raise _explained(error, "read", name, self.url) from error
-        finally:
-            os.close(file)
+
+        self._with_file(name, f"read bytes [{start}, {start + nbytes}) of", preadv)
 
     def mapped(self, name: str) -> memoryview | None:
-        file = self._open(name)
-        try:
-            if os.fstat(file).st_size == 0:  # nothing cannot be mapped
-                return memoryview(b"")
-            return memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ))
-        except OSError as error:
-            raise _explained(error, "map", name, self.url) from error
-        finally:
-            os.close(file)
+        def map_file(file: int, size: int) -> memoryview:  # nothing cannot be mapped
+            return memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
+
+        return self._with_file(name, "map", map_file)
 
     def create(self, name: str) -> Writer:
         path = self._path(name)
@@ -151,8 +136,11 @@ class LocalStorage(Storage):
             except CheckpointNotFoundError:  # somebody took it for one that a killed process left, and cleaned up
                 if last:
                     raise
-            except ReshardError:
-                (self.root / beside).unlink(missing_ok=True)
+            except ReshardError as error:
+                try:
+                    self.delete(beside)
+                except ReshardError as second:  # the first error is what the caller must see
+                    error.add_note(f"removing the unfinished object failed too: {second}")
                 raise
 
     def staged(self, name: str, token: str) -> str:
@@ -193,17 +181,26 @@ class LocalStorage(Storage):
                 raise NotADirectoryError(errno.ENOTDIR, "the link leads nowhere", str(folder))
             _sync_folder(folder.parent)
 
-    def _open(self, name: str) -> int:
+    def _with_file(self, name: str, verb: str, use: Callable[[int, int], T]) -> T:
+        """What `use` makes of the open file and its length in bytes; `verb` says in errors what could not be done."""
         path = f"{self.url}/{check_name(name, self.url)}"
         try:
             # without O_NONBLOCK a named pipe would keep us waiting for its writer
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise _explained(error, "read", name, self.url) from error
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            os.close(file)
-            raise StorageError(f"cannot read {name} in {self.url}: it is no regular file")
-        return file
+        try:
+            try:
+                found = os.fstat(file)
+                if not stat.S_ISREG(found.st_mode):
+                    raise StorageError(f"cannot read {name} in {self.url}: it is no regular file")
+                return use(file, found.st_size)
+            finally:
+                os.close(file)
+        except ReshardError:  # some are OSErrors, too
+            raise
+        except OSError as error:
+            raise _explained(error, verb, name, self.url) from error
 
     @contextmanager
     def _errors(self, verb: str, name: str) -> Iterator[None]:
@@ -234,8 +231,11 @@ class _LocalWriter(Writer):
             _sync_folder(self._path.parent)
 
     def _abort(self) -> None:
-        self._close()
-        self._storage.delete(self._name)
+        try:
+            with self._storage._errors("write", self._name):
+                self._close()
+        finally:
+            self._storage.delete(self._name)
 
     def _close(self) -> None:
         file, self._file = self._file, -1

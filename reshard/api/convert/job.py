@@ -16,7 +16,7 @@ from planners.geometry.layout import StateLayout
 from planners.topologies.topology import Topology
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
-from reshard.errors import FormatError, KeyMismatchError, LayoutError
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, StorageError
 from reshard.formats.native.writer import NativeWriter
 from reshard.formats.safetensors.writer import SafetensorsWriter
 from reshard.formats.stored.tensor import StoredTensor
@@ -145,8 +145,11 @@ def _check_onto(onto: StateLayout, state: Checkpoint) -> None:
 def _identity(url: str) -> list[tuple[str, int, int]]:
     """Names, sizes and times of the source's files: a source that was changed is another one."""
     root = Path(url.removeprefix("file://"))
-    files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else []
-    return [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    try:
+        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else []
+        return [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    except OSError as error:
+        raise StorageError(f"cannot look at the files of {url}: {error.strerror or error}") from error
 
 
 def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:

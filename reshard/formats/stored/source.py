@@ -7,6 +7,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 
 from reshard.errors import DamagedCheckpointError
 from reshard.storage.base import Storage
@@ -121,7 +122,7 @@ class FileSource(Source):
 
     def release(self) -> None:
         """Give the mapped pages that were read back: they count as this process's memory until then."""
-        self._advise(mmap.MADV_DONTNEED, 0, self.nbytes)  # what is needed again comes from the page cache
+        self._give_back(0, self.nbytes)  # what is needed again comes from the page cache
 
     def mapped(self, start: int, length: int) -> memoryview | None:
         """Bytes of the file, brought into memory at once and without a copy, or None where it cannot be so."""
@@ -138,7 +139,11 @@ class FileSource(Source):
     def unmap(self, start: int, length: int) -> None:
         """Give these bytes back: the pages that lie wholly within them."""
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._advise(mmap.MADV_DONTNEED, first, start + length - first)
+        self._give_back(first, start + length - first)
+
+    def _give_back(self, start: int, length: int) -> None:
+        with suppress(OSError):  # then the pages stay until the system wants them back itself
+            self._advise(mmap.MADV_DONTNEED, start, length)
 
     def _advise(self, what: int, start: int, length: int) -> None:
         mapped = self._view.obj if self._view is not None else None
