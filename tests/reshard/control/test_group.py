@@ -25,6 +25,7 @@ def test_alone_without_torch_distributed() -> None:
         group.check()
         group.agree(b"x", "the layout")
         assert group.exchange(b"x") == [b"x"]
+        assert group.parties(b"x") == {b"x": [0]}
         assert group.share(b"y") == b"y"
     with pytest.raises(KeyError, match="lost"), group.together("save"):
         raise KeyError("lost")
@@ -50,6 +51,11 @@ def _verbs() -> None:
         group.agree(b"\xffsame\0", "the layout")
         assert group.exchange(bytes([rank])) == [b"\0", b"\1", b"\2"]
         assert group.exchange(b"") == [b"", b"", b""]
+        assert group.parties(b"same") == {b"same": [0, 1, 2]}
+        assert group.parties(b"odd" if rank == 1 else b"") == {b"": [0, 2], b"odd": [1]}
+        group.same_options("save", {"a": [1], "b": None})
+        with pytest.raises(LayoutError, match=r"call save with different options.*: b: 0 on ranks 0, 2, 7 on rank 1$"):
+            group.same_options("save", {"a": [1], "b": 7 * (rank == 1)})
         assert group.share(b"from 2" if rank == 2 else None, root=2) == b"from 2"
         group.barrier()
         with group.together("inner"):

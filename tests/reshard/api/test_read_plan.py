@@ -1,0 +1,32 @@
+"""A load lists what it reads only when its plan is proved, and says so where a checkpoint has a hole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from planners.findings import Finding, Report
+from planners.load.plan import LoadPlan
+from reshard.api.load import read_plan
+from reshard.errors import DamagedCheckpointError
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_no_item_is_listed_of_a_plan_that_is_not_right(dry_run: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    reshard.save({"w": torch.ones(3)}, tmp_path)
+    target = {"w": torch.zeros(3)}
+    listed: list[int] = []
+    monkeypatch.setattr(LoadPlan, "items", lambda self, rank: listed.append(rank))
+    monkeypatch.setattr(
+        read_plan, "verify_load", lambda plan: Report("the plan", (Finding("is read twice", "w", 0, (1,)),), 1)
+    )
+
+    with pytest.raises(DamagedCheckpointError, match=r"each wanted element exactly once(.|\n)*'w'.*is read twice"):
+        reshard.load(target, tmp_path, dry_run=dry_run)
+
+    assert listed == []
+    assert not target["w"].any()
