@@ -23,7 +23,10 @@ MAX_ENTRIES, MAX_MODULE_LINES, MAX_FUNCTION_LINES = 13, 400, 60
 
 
 def room_of(module: str) -> str:
-    """The folder right below `planners` or `reshard`, or the module that is there by itself."""
+    """The folder right below `planners` or `reshard`, or the module that is there by itself; `python -m reshard`
+    runs the command."""
+    if module == "reshard.__main__":
+        return "reshard.cli"
     return ".".join(module.split(".")[:2])
 
 

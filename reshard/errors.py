@@ -20,6 +20,7 @@ __all__ = [
     "StorageError",
     "UndefinedTargetsError",
     "UnsafeDataError",
+    "did_you_mean",
     "format_ranks",
 ]
 
@@ -118,6 +119,14 @@ class DeadlineError(ReshardError, TimeoutError):
 
     def __str__(self) -> str:
         return Exception.__str__(self)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`": did you mean 'fsdp'?"`, or nothing where no name is near."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, list(known), n=1)
+    return f": did you mean {near[0]!r}?" if near else ""
 
 
 def format_ranks(ranks: Iterable[int], limit: int = 20) -> str:

@@ -7,6 +7,10 @@ __all__ = ["main"]
 
 def main() -> None:
     """Entry point of the console script."""
-    from reshard.cli.app import run
+    try:
+        from reshard.cli.app import in_a_pipeline, run
 
-    run()
+        with in_a_pipeline():
+            run()
+    except KeyboardInterrupt:  # between the commands' own handling, such as while modules are imported
+        raise SystemExit(130) from None

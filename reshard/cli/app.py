@@ -1,18 +1,27 @@
-"""The program: its commands, how errors are told, and what the exit codes mean."""
+"""The program: its commands, how errors are told, what the exit codes mean, and how it writes where there is no Unicode
+or nobody reads on."""
 
 from __future__ import annotations
 
+import codecs
+import io
+import os
 import sys
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
 
 from reshard.cli import convert, demo, diff, inspect, normalize, plan, verify
+from reshard.cli.usage import UsageError, in_words_of_the_command_line
 
-__all__ = ["EXIT_ERROR", "EXIT_NO", "app", "run"]
+__all__ = ["EXIT_ERROR", "EXIT_NO", "EXIT_USAGE", "app", "in_a_pipeline", "run"]
 
 EXIT_NO = 1
 """The work was done, and the answer is no: a plan without proof, a damaged checkpoint, two that differ."""
+EXIT_USAGE = 2
+"""The words cannot be meant as they stand; nothing was looked at."""
 EXIT_ERROR = 3
 """The work could not be done; one line on stderr says why, and what to do."""
 
@@ -20,7 +29,9 @@ _HELP = """Inspect, plan, check and reshard checkpoints of PyTorch models.
 
 Exit codes: 0 done, and the answer is yes; 1 the answer is no (no proof, damage, differences); 2 wrong usage;
 3 it could not be done (one line on stderr says why); 130 interrupted. With --traceback, anywhere, an error shows
-where it came from."""
+where it came from.
+
+A CHECKPOINT is a folder, a file or a URL, of any known format."""
 
 app = typer.Typer(
     name="reshard",
@@ -29,20 +40,39 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("inspect")(inspect.inspect)
-app.command("plan")(plan.plan)
-app.command("verify")(verify.verify)
-app.command("diff")(diff.diff)
-app.command("convert")(convert.convert)
-app.command("normalize")(normalize.normalize)
-app.command("demo")(demo.demo)
+_EXAMPLES: dict[Callable[..., None], list[str]] = {
+    inspect.inspect: [
+        "inspect run/step-1000",
+        "inspect hf/ --only '*.weight' --depth 3",
+        "inspect s3://bucket/run --json",
+    ],
+    plan.plan: [
+        "plan run/step-1000 fsdp=3",
+        "plan run/step-1000 fsdp=48,tp=16 --html plan.html",
+        "plan run/step-1000 dp=4,tp=2 --rule '*.wo.weight=S(0),S(1)' --rule '*=S(0),R'",
+    ],
+    verify.verify: ["verify run/step-1000", "verify copy/ --against run/step-1000", "verify run/step-1000 --shallow"],
+    diff.diff: ["diff run/step-1000 run/step-2000", "diff fsdp/ megatron/ --normalized", "diff a.pt b.pt --atol 1e-6"],
+    convert.convert: [
+        "convert run/step-1000 hf -f safetensors --model --dtype bf16",
+        "convert run/step-1000 titan --names huggingface:torchtitan --config config.json",
+        "convert run/step-1000 dcp -f dcp --onto fsdp=8 --workers 4",
+    ],
+    normalize.normalize: ["normalize global_step1000/", 'normalize model.pt --hint \'param_names=["w", "b"]\''],
+    demo.demo: ["demo", "demo --steps 20 --out /tmp/demo"],
+}
+"""What each command is used for, at the end of its help."""
+
+for command, examples in _EXAMPLES.items():
+    lines = [f"  reshard {example}" for example in examples]
+    app.command(command.__name__, epilog="\n\n".join(["Examples:", *lines]).replace("[", "\\["))(command)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        typer.echo(f"reshard {version('reshard')}")
+        print(f"reshard {version('reshard')}")
         raise typer.Exit
 
 
@@ -64,9 +94,14 @@ def run(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if traceback or not _is_told(error):
             raise
-        typer.secho("error: ", err=True, fg="red", bold=True, nl=False)
-        typer.echo(str(error), err=True)
-        sys.exit(EXIT_ERROR)
+        _tell(in_words_of_the_command_line(str(error)))
+        sys.exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_ERROR)
+
+
+def _tell(message: str) -> None:
+    is_plain = "NO_COLOR" in os.environ or not sys.stderr.isatty()
+    head = "error:" if is_plain else "\x1b[1;31merror:\x1b[0m"
+    print(f"{head} {message}", file=sys.stderr)  # typer.echo has a stream of its own where there is no Unicode
 
 
 def _is_told(error: Exception) -> bool:
@@ -75,3 +110,64 @@ def _is_told(error: Exception) -> bool:
     from reshard.errors import ReshardError
 
     return isinstance(error, ReshardError | PlanError | OSError)
+
+
+_PLAIN = {"×": "x", "→": "->", "·": "*", "…": "...", "━": "-", "─": "-", "│": "|", "—": "-", "“": '"', "”": '"'}
+"""What stands for the signs of our own texts; anything else is written as its escape."""
+
+
+def _in_plain_signs(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    signs = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(s, s.encode("ascii", "backslashreplace").decode()) for s in signs), error.end
+
+
+codecs.register_error("plain signs", _in_plain_signs)
+
+
+@contextmanager
+def in_a_pipeline() -> Iterator[None]:
+    """For the whole program: `reshard inspect X | head` ends with 0 and says nothing, whoever writes."""
+    before = sys.stdout, sys.stderr
+    for stream in before:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="plain signs")
+    sys.stdout, sys.stderr = _Stream(sys.stdout), _Stream(sys.stderr)
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()  # while a broken pipe can still be told from an error
+        finally:
+            sys.stdout, sys.stderr = before
+
+
+class _Stream:
+    """A text stream that ends the program with 0 when its reader has gone.
+
+    rich and typer would end it with 1, each in its own way, and the interpreter with a complaint.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._read_by_somebody():
+            return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        with self._read_by_somebody():
+            self._stream.flush()
+
+    @contextmanager
+    def _read_by_somebody(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            with open(os.devnull, "w") as nowhere:  # for what is still in its buffer
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+            raise SystemExit(0) from None

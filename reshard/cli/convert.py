@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.names import Config, Naming, dequantized, mapping_of, stored_hints, untaken
-from reshard.cli.normalize import read_hints
-from reshard.cli.show import console, print_json, size
-from reshard.cli.sides import side
-from reshard.errors import ReshardError
+from reshard.cli.names import Config, HintOption, Naming, dequantized, mapping_of, read_hints, stored_hints, untaken
+from reshard.cli.show import console, counted, print_json, size
+from reshard.cli.sides import Rules, rules_of, side
+from reshard.cli.usage import UsageError, choice, dtype_name
 
 if TYPE_CHECKING:
     from reshard.api.convert.converting import ConvertReport
@@ -36,8 +35,8 @@ _Onto = Annotated[
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="A checkpoint of any known format.")],
-    target: Annotated[str, typer.Argument(help="The folder to write; for torch_save the file.")],
+    source: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="The folder to write; for torch_save the file.")],
     format: Annotated[
         str, typer.Option("--format", "-f", help="native, dcp, safetensors (Hugging Face) or torch_save.")
     ] = "native",
@@ -56,17 +55,19 @@ def convert(
     ] = False,
     max_shard: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of a file, such as 5GB.")] = "5GB",
     onto: _Onto = None,
-    rule: Annotated[list[str] | None, typer.Option("--rule", metavar="GLOB=PLACEMENTS", help="For a topology.")] = None,
-    hint: Annotated[list[str] | None, typer.Option("--hint", metavar="NAME=JSON", help="See normalize.")] = None,
+    rule: Rules = None,
+    hint: HintOption = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that write files at the same time.")] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at TARGET.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Write SOURCE in another format, in little memory. What is interrupted goes on when it is started again."""
+    """Write CHECKPOINT in another format, in little memory. What is interrupted goes on when it is started again."""
     import reshard
     from reshard.mapping import Mapping
 
-    hints = stored_hints((names or "").partition(":")[0], read_hints(hint or []))
+    choice(format, ("native", "dcp", "safetensors", "torch_save"), "format")
+    dtype = None if dtype is None else dtype_name(dtype)
+    hints = stored_hints((names or "").partition(":")[0], read_hints(hint, used=normalized or model))
     mapping, plain = mapping_of(names, config, naming), dequantized(dequantize, dtype)
     kept: list[str] = []
     if names is not None and mapping is not None:
@@ -78,7 +79,7 @@ def convert(
         target,
         format=format,
         mapping=mapping if not plain.stages else plain | (mapping or Mapping()),
-        onto=None if onto is None else side(onto, _rules(rule or [])),
+        onto=None if onto is None else side(onto, rules_of(rule)),
         select=select,
         dtype=dtype,
         normalized=normalized,
@@ -93,15 +94,11 @@ def convert(
     _print(report, kept, as_json)
 
 
-def _rules(given: list[str]) -> dict[str, str]:
-    return {glob.strip(): placements.strip() for glob, _, placements in (text.partition("=") for text in given)}
-
-
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
     unit = "" if match is None else match[2] if match[2] in _UNITS else f"{match[2]}B"
     if match is None or unit not in _UNITS:
-        raise ReshardError(f"{text!r} is no size: write it like 5GB, 500MB or 2GiB")
+        raise UsageError(f"{text!r} is no size: write it like 5GB, 500MB or 2GiB")
     return int(float(match[1]) * _UNITS[unit])
 
 
@@ -113,14 +110,14 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
 
     screen = console()
     time = f"{report.seconds:.1f} s, {size(report.total_bytes / max(report.seconds, 1e-9))}/s"
-    tensors, objects = _counted(report.tensors, "tensor"), _counted(report.objects, "other value")
+    tensors, objects = counted(report.tensors, "tensor"), counted(report.objects, "other value")
     screen.print(
         f"[bold]{escape(report.target)}[/], format {report.format}: {tensors} and {objects}, "
-        f"{size(report.total_bytes)} in {_counted(len(report.files), 'file')}, {time}",
+        f"{size(report.total_bytes)} in {counted(len(report.files), 'file')}, {time}",
         soft_wrap=True,
     )
     if report.resumed:
-        screen.print(f"  {_counted(len(report.resumed), 'file')} of an interrupted try checked and kept")
+        screen.print(f"  {counted(len(report.resumed), 'file')} of an interrupted try checked and kept")
     for text, keys in (
         ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
         (f"left out, without a place in {report.format} or a canonical name", list(report.left_out)),
@@ -128,10 +125,6 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
         ("note", list(report.warnings)),
     ):
         _print_some(screen, text, keys)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _print_some(screen: Any, text: str, keys: list[str], most: int = 5) -> None:

@@ -6,17 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from reshard.cli.names import Config, Naming, mapping_of, stored_hints
+from reshard.cli.names import Config, HintOption, Naming, mapping_of, read_hints, stored_hints
 from reshard.cli.show import print_json, print_report, report_as_json, size
 
 __all__ = ["diff"]
 
 
 def diff(
-    a: Annotated[str, typer.Argument(help="A checkpoint of any known format.")],
-    b: Annotated[str, typer.Argument(help="Another one.")],
+    a: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format.")],
+    b: Annotated[str, typer.Argument(metavar="OTHER", help="Another one.")],
     rtol: Annotated[
-        float, typer.Option(min=0, help="Values may differ by this much of b's. Default: bit by bit.")
+        float, typer.Option(min=0, help="Values may differ by this much of OTHER's. Default: bit by bit.")
     ] = 0.0,
     atol: Annotated[float, typer.Option(min=0, help="And by this much.")] = 0.0,
     normalized: Annotated[
@@ -28,11 +28,13 @@ def diff(
     names: Annotated[
         str | None,
         typer.Option(
-            metavar="FROM:TO", help="Bring A from one naming to that of B first, as convert does; needs --config."
+            metavar="FROM:TO",
+            help="Bring CHECKPOINT from one naming to that of OTHER first, as convert does; needs --config.",
         ),
     ] = None,
     config: Config = None,
     naming: Naming = None,
+    hint: HintOption = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many differences.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all differences.")] = False,
 ) -> None:
@@ -42,14 +44,15 @@ def diff(
     """
     import reshard
 
+    given = read_hints(hint, used=normalized or model)
     mapping = mapping_of(names, config, naming)
     sides: list[Any] = [reshard.open(path) for path in (a, b)]
     if model or (normalized and mapping is not None):
         kinds = (names or ":").split(":")
-        hints = [stored_hints(kind, {}) for kind in kinds]
+        hints = [stored_hints(kind, given) for kind in kinds]
         sides = [side.canonical(hint, model_only=model) for side, hint in zip(sides, hints)]
     elif normalized:
-        sides = [side.normalized() for side in sides]
+        sides = [side.normalized(given) for side in sides]
     if mapping is not None:
         sides[0] = mapping.apply(sides[0])
     report = reshard.compare(*sides, rtol=rtol, atol=atol, labels=(a, b))

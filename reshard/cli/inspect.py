@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.show import Branch, Leaf, console, print_json, short, size
+from reshard.cli.show import Branch, Leaf, console, counted, print_json, print_tree, short, size
+from reshard.errors import KeyMismatchError, did_you_mean
 
 if TYPE_CHECKING:
     from planners.geometry.layout import TensorLayout
@@ -18,7 +19,9 @@ __all__ = ["inspect"]
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(help="A checkpoint of any known format: a folder, a file or a URL.")],
+    path: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format: a folder, a file or a URL.")
+    ],
     only: Annotated[str, typer.Option("--only", metavar="GLOB", help="Only names that match: '*.weight'.")] = "*",
     depth: Annotated[int | None, typer.Option(min=1, help="Show at most so many levels of names.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: everything, one entry a tensor.")] = False,
@@ -32,6 +35,10 @@ def inspect(
     checkpoint = reshard.open(path)
     names = [name for name in checkpoint if fnmatch.fnmatchcase(name, only)]
     objects = [name for name in checkpoint.objects if fnmatch.fnmatchcase(name, only)]
+    if not names and not objects and (checkpoint or checkpoint.objects):
+        everything = [*checkpoint, *checkpoint.objects]
+        near = did_you_mean(only, everything[:5000]) or f"; it has {', '.join(everything[:3])}, ..."
+        raise KeyMismatchError(f"nothing in {checkpoint.url} is called like {only!r}{near}")
     problems = checkpoint.problems()
     if as_json:
         print_json(_as_json(checkpoint, names, objects, problems))
@@ -75,11 +82,11 @@ def _print(
     total = sum(checkpoint[name].nbytes for name in names)
     screen.print(f"[bold]{escape(checkpoint.url)}[/]", soft_wrap=True)
     screen.print(
-        f"format {checkpoint.format}, {len(names)} tensors, {size(total)}, {len(objects)} objects, "
-        f"saved by {layout.world_size} rank{'s' * (layout.world_size != 1)}"
+        f"format {checkpoint.format}, {counted(len(names), 'tensor')}, {size(total)}, "
+        f"{counted(len(objects), 'object')}, saved by {counted(layout.world_size, 'rank')}"
     )
     for title, weights in _totals(checkpoint, names).items():
-        rows = [f"{what} ({count} tensors, {size(nbytes)})" for what, (count, nbytes) in weights.items()]
+        rows = [f"{what} ({counted(count, 'tensor')}, {size(nbytes)})" for what, (count, nbytes) in weights.items()]
         screen.print(f"[bold]{title}[/]  {escape(_listed(rows))}", soft_wrap=True)
     leaves: dict[Any, Leaf] = {}
     paths = checkpoint.contents.paths
@@ -93,7 +100,7 @@ def _print(
         leaves[_parts(paths.get(name, (name,)))] = Leaf(f"tied to {holder}")
     tree = Tree("[bold].[/]")
     Branch.of(leaves).draw(tree, depth)
-    screen.print(tree, no_wrap=True, overflow="ellipsis")
+    print_tree(screen, tree)
     for warning in checkpoint.warnings:
         screen.print(f"[yellow]note[/]  {escape(warning)}", soft_wrap=True)
     for problem in problems:

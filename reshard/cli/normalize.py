@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
 
-from reshard.cli.show import Branch, Leaf, console, print_json, short, size
-from reshard.errors import ReshardError
+from reshard.cli.names import HintOption, read_hints
+from reshard.cli.show import Branch, Leaf, console, counted, print_json, print_tree, short, size
 
-__all__ = ["normalize", "read_hints"]
+__all__ = ["normalize"]
 
 
 def normalize(
-    path: Annotated[str, typer.Argument(help="A checkpoint of any known format.")],
-    hint: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--hint",
-            metavar="NAME=JSON",
-            help="What the checkpoint cannot say, as errors ask for it: 'param_names=[...]'.",
-        ),
-    ] = None,
+    path: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format.")],
+    hint: HintOption = None,
     depth: Annotated[int | None, typer.Option(min=1, help="Show at most so many levels of names.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -32,7 +24,7 @@ def normalize(
     """
     import reshard
 
-    hints = read_hints(hint or [])
+    hints = read_hints(hint)
     checkpoint = reshard.open(path)
     state = checkpoint.normalized(hints)
     if as_json:
@@ -53,25 +45,12 @@ def normalize(
     for i, group in enumerate(state["optim"]["param_groups"]):
         shown = {k: v for k, v in group.items() if k != "params"}
         leaves[("optim", "param_groups", str(i))] = Leaf(
-            f"{len(group.get('params', ()))} parameters, {short(shown, 90)}"
+            f"{counted(len(group.get('params', ())), 'parameter')}, {short(shown, 90)}"
         )
     Branch.of(leaves).draw(tree, depth)
-    screen.print(tree, no_wrap=True, overflow="ellipsis")
+    print_tree(screen, tree)
     for note in state.notes:
         screen.print(f"[yellow]note[/]  {escape(note)}", soft_wrap=True)
-
-
-def read_hints(given: list[str]) -> dict[str, Any]:
-    """Hints of the command line. Raises ReshardError for one that cannot be read."""
-    hints = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        try:
-            hints[name] = json.loads(value)
-        except ValueError:
-            fix = "the value must be JSON" if equals else "write --hint NAME=JSON"
-            raise ReshardError(f"cannot read the hint {text!r}: {fix}, such as --hint 'num_heads=8'") from None
-    return hints
 
 
 def _leaf(value: Any) -> Leaf:

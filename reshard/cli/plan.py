@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.show import console, print_json, size
-from reshard.cli.sides import both_sides
-from reshard.errors import ReshardError
+from reshard.cli.names import HintOption, read_hints
+from reshard.cli.show import console, counted, print_json, size
+from reshard.cli.sides import Rules, both_sides, rules_of
 
 if TYPE_CHECKING:
     from planners.findings import Report
@@ -19,28 +19,32 @@ __all__ = ["plan"]
 
 
 def plan(
-    source: Annotated[str, typer.Argument(help="A checkpoint, a layout file (.json), or a topology.")],
-    onto: Annotated[str, typer.Argument(help="The same, or in short: fsdp=3, tp=2, fsdp=4,tp=2, hsdp=2x4, ddp=8.")],
-    rule: Annotated[
-        list[str] | None,
-        typer.Option("--rule", metavar="GLOB=PLACEMENTS", help="For a topology: '*.wo.weight=S(0),S(1)'. Repeat it."),
-    ] = None,
+    source: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a layout file (.json), or a topology.")
+    ],
+    onto: Annotated[
+        str,
+        typer.Argument(metavar="ONTO", help="The same, or in short: fsdp=3, tp=2, fsdp=4,tp=2, hsdp=2x4, ddp=8."),
+    ],
+    rule: Rules = None,
     normalized: Annotated[
         bool, typer.Option("--normalized", help="Take checkpoints under canonical names, whatever wrote them.")
     ] = False,
+    hint: HintOption = None,
     limit: Annotated[int, typer.Option(min=0, help="Show so many ranks and items.")] = 12,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON that planners.loads reads.")] = None,
     html: Annotated[Path | None, typer.Option(help="Draw the plan here, as one HTML file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print totals per rank and the proof as JSON.")] = False,
 ) -> None:
-    """Plan what every rank of ONTO reads of SOURCE, and prove it. No tensor is read; no GPU or process group is needed.
+    """Plan what every rank of ONTO reads of CHECKPOINT, and prove it. No tensor is read; no GPU, no process group.
 
     Exits with 1 if the plan is not right.
     """
     from planners.load.plan import plan_reads
     from planners.proof import verify
 
-    made = plan_reads(*both_sides(source, onto, _rules(rule or []), normalized=normalized), allow_cast=True)
+    hints = read_hints(hint, used=normalized)
+    made = plan_reads(*both_sides(source, onto, rules_of(rule), normalized=normalized, hints=hints), allow_cast=True)
     report = verify(made)
     if out is not None:
         from planners.reports.codec import dumps
@@ -56,16 +60,6 @@ def plan(
         _print(made, report, limit, [file for file in (out, html) if file is not None])
     if not report.ok:
         raise typer.Exit(1)
-
-
-def _rules(given: list[str]) -> dict[str, str]:
-    rules = {}
-    for text in given:
-        glob, equals, placements = text.partition("=")
-        if not equals:
-            raise ReshardError(f"cannot read the rule {text!r}: write GLOB=PLACEMENTS, such as '*.weight=S(0),R'")
-        rules[glob.strip()] = placements.strip()
-    return rules
 
 
 def _as_json(made: LoadPlan, report: Report) -> dict[str, Any]:
@@ -85,11 +79,11 @@ def _print(made: LoadPlan, report: Report, limit: int, files: list[Path]) -> Non
 
     screen = console()
     screen.print(
-        f"{len(made.wanted)} tensors, {made.saved.world_size} -> {made.world_size} ranks, "
+        f"{counted(len(made.wanted), 'tensor')}, {made.saved.world_size} -> {counted(made.world_size, 'rank')}, "
         f"{size(made.total_bytes)} to read in all"
     )
     text = "\n".join(format_plan(made, limit=limit).splitlines()[1:])
-    screen.print(text, markup=False, no_wrap=True, overflow="ellipsis")
+    screen.print(text, markup=False, soft_wrap=True)
     if report.ok:
         screen.print("[green]proved right[/]: every wanted element is read exactly once, from the same place")
     for finding in report.findings[:20]:

@@ -8,15 +8,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.tree import Tree
 
     from planners.findings import Report
 
-__all__ = ["Branch", "Leaf", "console", "fold", "print_json", "print_report", "report_as_json", "short", "size"]
+__all__ = [
+    "Branch",
+    "Leaf",
+    "console",
+    "counted",
+    "fold",
+    "print_json",
+    "print_report",
+    "report_as_json",
+    "short",
+    "size",
+]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -27,9 +36,14 @@ def console(*, stderr: bool = False) -> Console:
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=200)
 
 
+def print_tree(screen: Console, tree: Tree) -> None:
+    """On as many lines as the terminal's width asks for; elsewhere each entry is one line, however long."""
+    screen.print(tree, soft_wrap=not screen.is_terminal)
+
+
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
-    typer.echo(json.dumps(_with_text_keys(value), indent=2, default=str))
+    print(json.dumps(_with_text_keys(value), indent=2, default=str))
 
 
 def _with_text_keys(value: Any) -> Any:
@@ -39,6 +53,12 @@ def _with_text_keys(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_with_text_keys(inner) for inner in value]
     return value
+
+
+def counted(number: int, what: str) -> str:
+    """`"1 tensor"`, `"2 tensors"`, `"2 entries"`."""
+    many = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
+    return f"{number} {what if number == 1 else many}"
 
 
 def size(nbytes: float) -> str:
@@ -59,7 +79,7 @@ def print_report(report: Report, *, right: str, limit: int = 50) -> None:
     from rich.markup import escape
 
     screen = console()
-    screen.print(f"{escape(report.subject)}: {report.tensors} tensors", soft_wrap=True)
+    screen.print(f"{escape(report.subject)}: {counted(report.tensors, 'tensor')}", soft_wrap=True)
     if report.ok:
         screen.print(f"[green]{right}[/]")
     for finding in report.findings[:limit]:
@@ -133,7 +153,9 @@ class Branch:
             if isinstance(child, Leaf):
                 onto.add(f"{escape(name)}{many}  [dim]{escape(child.text)}[/]")
                 continue
-            head = f"[bold]{escape(name)}[/]{many}  {child.count * times} entries, {size(child.nbytes * times)}"
+            head = (
+                f"[bold]{escape(name)}[/]{many}  {counted(child.count * times, 'entry')}, {size(child.nbytes * times)}"
+            )
             below = onto.add(head)
             if depth is None or depth > 1:
                 child.draw(below, None if depth is None else depth - 1)

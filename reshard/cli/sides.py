@@ -2,73 +2,100 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from reshard.errors import CheckpointNotFoundError, ReshardError
+import typer
+
+from reshard.cli.usage import UsageError
+from reshard.errors import CheckpointNotFoundError, FormatError
 
 if TYPE_CHECKING:
     from planners.geometry.layout import StateLayout
     from planners.topologies.topology import Topology
     from reshard.checkpoint.checkpoint import Checkpoint
 
-__all__ = ["WORDS", "both_sides", "side"]
+__all__ = ["Rules", "both_sides", "rules_of", "side"]
 
-WORDS = "fsdp=3, tp=2, fsdp=4,tp=2, hsdp=2x4, ddp=8, or a topology such as 'dp=4' with --rule '*=S(0)'"
-"""The short forms, for help and errors."""
+Rules = Annotated[
+    list[str] | None,
+    typer.Option("--rule", metavar="GLOB=PLACEMENTS", help="For a topology: '*.wo.weight=S(0),S(1)'. Repeat it."),
+]
+
+
+def rules_of(given: list[str] | None) -> dict[str, str]:
+    """Placements by glob. Raises UsageError for a rule that cannot be read."""
+    rules = {}
+    for text in given or []:
+        glob, equals, placements = text.partition("=")
+        if not equals:
+            raise UsageError(f"cannot read the rule {text!r}: write GLOB=PLACEMENTS, such as '*.weight=S(0),R'")
+        rules[glob.strip()] = placements.strip()
+    return rules
 
 
 def both_sides(
-    source: str, onto: str, rules: Mapping[str, str], *, normalized: bool = False
+    source: str,
+    onto: str,
+    rules: Mapping[str, str],
+    *,
+    normalized: bool = False,
+    hints: Mapping[str, Any] | None = None,
 ) -> tuple[StateLayout, StateLayout]:
     """The layouts of both sides; `rules` are for the sides that are topologies, `normalized` for checkpoints.
 
-    Raises ReshardError if neither side says which tensors there are, or one cannot be read.
+    Raises UsageError if neither side says which tensors there are, if no side has a use for the rules, or if one
+    cannot be read.
     """
     from planners.geometry.layout import StateLayout
 
-    first, second = side(source, rules, normalized), side(onto, rules, normalized)
+    first, second = (side(text, rules, normalized, hints) for text in (source, onto))
+    if rules and isinstance(first, StateLayout) and isinstance(second, StateLayout):
+        raise UsageError(f"--rule is for a topology, and both {source!r} and {onto!r} have layouts of their own")
     if isinstance(first, StateLayout):
         return first, second if isinstance(second, StateLayout) else second.layout(first.specs)
     if isinstance(second, StateLayout):
         return first.layout(second.specs), second
-    raise ReshardError(
+    raise UsageError(
         f"{source!r} and {onto!r} are both topologies, which name no tensors: one side must be a checkpoint or a "
         "layout file"
     )
 
 
-def side(text: str, rules: Mapping[str, str], normalized: bool = False) -> StateLayout | Topology:
-    """What one side is: the layout of a checkpoint or file, or a topology. Raises ReshardError if it is none."""
-    from planners.topologies.topology import Topology
+def side(
+    text: str, rules: Mapping[str, str], normalized: bool = False, hints: Mapping[str, Any] | None = None
+) -> StateLayout | Topology:
+    """What one side is: the layout of a checkpoint or file, or a topology. Raises UsageError for a topology that
+    cannot be read."""
+    from planners.errors import PlanError
+    from planners.topologies.words import WORDS, looks_like_a_topology, topology_of
 
-    preset = _preset(text)
-    if preset is not None and not rules:
-        return preset
     path = Path(text)
     if path.is_file() and path.suffix in (".json", ".topology", ".txt"):
         return _from_file(path, rules)
-    if re.fullmatch(r"\s*[A-Za-z_][\w.\-]*=\d+(\s*,\s*[A-Za-z_][\w.\-]*=\d+)*\s*(\n.*)?", text, re.DOTALL):
-        return Topology.parse(text, rules)
+    if looks_like_a_topology(text) and not path.exists():
+        try:
+            return topology_of(text, rules)
+        except PlanError as error:
+            raise UsageError(str(error)) from None
     import reshard
 
     try:
         checkpoint = reshard.open(text)
     except CheckpointNotFoundError as error:
-        raise CheckpointNotFoundError(f"{error}. A topology can be given, too: {WORDS}") from None
-    return _canonical(checkpoint) if normalized else checkpoint.layout
+        raise CheckpointNotFoundError(f"{error}. A topology can be given, too: {WORDS}, or any with --rule") from None
+    return _canonical(checkpoint, hints) if normalized else checkpoint.layout
 
 
-def _canonical(checkpoint: Checkpoint) -> StateLayout:
+def _canonical(checkpoint: Checkpoint, hints: Mapping[str, Any] | None) -> StateLayout:
     """The layout under canonical names: `model.<fqn>`, `optim.state.<fqn>.<name>`."""
     from planners.geometry.layout import StateLayout
     from reshard.checkpoint.checkpoint import stored_layout
     from reshard.formats.stored.lazy_tensor import LazyTensor
     from reshard.state.tree import flatten, key_of
 
-    leaves = flatten(checkpoint.normalized(), is_leaf=lambda value: isinstance(value, LazyTensor)).leaves
+    leaves = flatten(checkpoint.normalized(hints), is_leaf=lambda value: isinstance(value, LazyTensor)).leaves
     tensors = {key_of(path): value.stored for path, value in leaves.items() if isinstance(value, LazyTensor)}
     return StateLayout({key: stored_layout(stored.renamed(key)) for key, stored in tensors.items()})
 
@@ -86,31 +113,5 @@ def _from_file(path: Path, rules: Mapping[str, str]) -> StateLayout | Topology:
     if isinstance(value, LoadPlan):
         return value.wanted
     if not isinstance(value, StateLayout | Topology):
-        raise ReshardError(f"{path} holds a {type(value).__name__}, not a layout or topology")
+        raise FormatError(f"{path} holds a {type(value).__name__}, not a layout or topology")
     return value
-
-
-def _preset(text: str) -> Topology | None:
-    """`fsdp=4,tp=2` and its like."""
-    from planners.topologies import presets
-
-    words: dict[str, str] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(fsdp|tp|ddp|hsdp)\s*=\s*(\d+(?:x\d+)?)\s*", part)
-        if match is None:
-            return None
-        words[match[1]] = match[2]
-    makers: dict[tuple[str, ...], Callable[..., Topology]] = {
-        ("ddp",): lambda ddp: presets.ddp(ddp),
-        ("fsdp",): lambda fsdp: presets.fsdp(fsdp),
-        ("tp",): lambda tp: presets.fsdp_tp(1, tp),
-        ("fsdp", "tp"): lambda fsdp, tp: presets.fsdp_tp(fsdp, tp),
-        ("hsdp",): lambda hsdp: presets.hsdp(*hsdp),
-        ("hsdp", "tp"): lambda hsdp, tp: presets.fsdp_tp(hsdp[1], tp, replicas=hsdp[0]),
-    }
-    names = tuple(sorted(words))
-    numbers = {n: tuple(map(int, v.split("x"))) if n == "hsdp" else v for n, v in words.items()}
-    fits = names in makers and all(len(v) == 2 if n == "hsdp" else "x" not in v for n, v in numbers.items())
-    if not fits:
-        raise ReshardError(f"cannot read the topology {text!r}: write {WORDS}")
-    return makers[names](**{n: v if n == "hsdp" else int(str(v)) for n, v in numbers.items()})

@@ -15,8 +15,10 @@ __all__ = ["verify"]
 
 
 def verify(
-    path: Annotated[str, typer.Argument(help="A checkpoint of any known format.")],
-    against: Annotated[str | None, typer.Option(help="Another checkpoint that must hold the same.")] = None,
+    path: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format.")],
+    against: Annotated[
+        str | None, typer.Option(metavar="OTHER", help="Another checkpoint that must hold the same.")
+    ] = None,
     shallow: Annotated[bool, typer.Option("--shallow", help="Look at metadata and file lengths only.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -16,7 +16,7 @@ from planners.geometry.layout import StateLayout
 from planners.topologies.topology import Topology
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, StorageError
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, StorageError, did_you_mean
 from reshard.formats.native.writer import NativeWriter
 from reshard.formats.safetensors.writer import SafetensorsWriter
 from reshard.formats.stored.tensor import StoredTensor
@@ -168,8 +168,8 @@ def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
 
     for glob in (*wanted, *unwanted):
         if not any(fnmatchcase(name, glob) for name in names):
-            some = ", ".join(names[:5])
-            raise KeyMismatchError(f"nothing in {state.url} is called like {glob!r}; it has {some}, ...")
+            near = did_you_mean(glob, names[:5000]) or f"; it has {', '.join(names[:5])}, ..."
+            raise KeyMismatchError(f"nothing in {state.url} is called like {glob!r}{near}")
     tensors: dict[str, StoredTensor] = {}
     aliases: dict[str, str] = {}
     heir: dict[str, str] = {}

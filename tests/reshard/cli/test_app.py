@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from reshard.cli.app import app, run
+from reshard.cli.app import _EXAMPLES, app, run
+from reshard.cli.usage import in_words_of_the_command_line
 
+RESHARD = [sys.executable, "-m", "reshard"]
 COMMANDS = [command.name for command in app.registered_commands]
 
 
@@ -51,11 +57,21 @@ def test_version(say) -> None:
         (["inspect", "--no-such"], 2, "No such option"),
         (["nosuch"], 2, "No such command"),
         (["inspect", "nowhere"], 3, "error: there is nothing at"),
-        (["plan", "nowhere", "dp=2"], 3, "A topology can be given, too"),
-        (["plan", "fsdp=2", "tp=2"], 3, "one side must be a checkpoint"),
-        (["plan", "fsdp=2", "dp=2", "--rule", "S(0)"], 3, "write GLOB=PLACEMENTS"),
-        (["plan", "hsdp=2", "tp=2"], 3, "cannot read the topology 'hsdp=2'"),
-        (["normalize", ".", "--hint", "heads"], 3, "write --hint NAME=JSON"),
+        (["inpect", "."], 2, "Did you mean 'inspect'?"),
+        (["plan", "nowhere", "tp=2"], 3, "A topology can be given, too"),
+        (["plan", "fsdp=2", "tp=2"], 2, "one side must be a checkpoint"),
+        (["plan", "fsdp=2", "dp=2", "--rule", "S(0)"], 2, "write GLOB=PLACEMENTS"),
+        (["plan", "hsdp=2", "tp=2"], 2, "cannot read the topology 'hsdp=2': it is hsdp=REPLICASxSHARDS"),
+        (["plan", "fsdp=0", "."], 2, "cannot read the topology 'fsdp=0': it is fsdp=RANKS, with numbers from 1 on"),
+        (["plan", "fsdp=two", "."], 3, "there is nothing at fsdp=two"),
+        (["plan", "ddp=2,tp=2", "."], 2, "there is no short form of ddp with tp"),
+        (["plan", "tp=2,fspd=2", "."], 2, "did you mean 'fsdp'?"),
+        (["plan", "dp=2", "."], 2, "Axes of your own need rules such as --rule '*=S(0)'"),
+        (["normalize", ".", "--hint", "heads"], 2, "write --hint NAME=JSON"),
+        (["plan", ".", "tp=2", "--hint", "prefix=0"], 2, "add --normalized"),
+        (["convert", ".", "out", "-f", "safetensor"], 2, "did you mean 'safetensors'?"),
+        (["convert", ".", "out", "--dtype", "bf61"], 2, "there is no dtype 'bf61': did you mean 'bf16'?"),
+        (["convert", ".", "out", "--dtype", "q4"], 2, "there is no dtype 'q4': Known are bool, "),
     ],
 )
 def test_errors(say, words, code, told, monkeypatch, tmp_path) -> None:
@@ -69,6 +85,95 @@ def test_errors(say, words, code, told, monkeypatch, tmp_path) -> None:
     assert told in " ".join(said.err.replace("│", " ").split())
     assert "Traceback" not in said.err
     assert said.out == ""
+
+
+def test_words_of_functions_are_those_of_options() -> None:
+    for said, told in [
+        ("choose another folder, or overwrite=True", "choose another folder, or --overwrite"),
+        ("Give it as a hint: normalized(hints={'shard_ranks': 1}) (how many)", "--hint shard_ranks=1 (how many)"),
+        ("normalized(hints={'param_names': ['a', ...]}) (x)", """--hint 'param_names=["a", ...]' (x)"""),
+        ("the hint 'prefix' takes it away", "--hint prefix takes it away"),
+        ("To leave them out: select=['*', '!a.b']", "--select '*' --select '!a.b'"),
+    ]:
+        assert in_words_of_the_command_line(said).endswith(told)
+
+
+def test_every_help_has_examples_that_can_be_read() -> None:
+    """Each names its command and options that it has."""
+    for command, examples in _EXAMPLES.items():
+        shown = subprocess.run(
+            [*RESHARD, command.__name__, "--help"], capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"}
+        ).stdout
+        for example in examples:
+            assert f"reshard {example}" in shown
+            assert all(word in shown.split("Examples:")[0] for word in example.split() if word.startswith("-"))
+
+
+@pytest.mark.parametrize("words", [["--help"], ["inspect"], ["verify"], ["inspect", "--json"]])
+def test_a_reader_that_leaves_is_no_error(checkpoint, words) -> None:
+    named = words if words == ["--help"] else [words[0], str(checkpoint), *words[1:]]
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    ran = subprocess.run([*RESHARD, *named], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_an_error_is_one_with_nobody_reading_either(tmp_path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    ran = subprocess.run([*RESHARD, "inspect", str(tmp_path / "no")], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+
+    assert ran.returncode == 3
+    assert ran.stderr.startswith("error: there is nothing at")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["inspect", "X"], ["plan", "X", "fsdp=2"], ["diff", "X", "é×"]])
+def test_plain_text_where_there_is_no_unicode(checkpoint, words) -> None:
+    ran = subprocess.run(
+        [*RESHARD, *(str(checkpoint) if word == "X" else word for word in words)],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )
+
+    assert (ran.stdout + ran.stderr).isascii()
+    assert b"Traceback" not in ran.stderr
+    assert ran.returncode == (3 if "diff" in words else 0)
+    if "inspect" in words:
+        assert b"layers.0-2.w x 3" in ran.stdout
+    if "diff" in words:
+        assert rb"\xe9x" in ran.stderr
+
+
+def test_narrow_and_colorless_terminals(checkpoint) -> None:
+    """Everything is said on 60 columns, on more lines; NO_COLOR means none."""
+    said = on_a_terminal(["inspect", str(checkpoint)], columns=60)
+
+    assert not re.search(r"\x1b\[[\d;]*[349]\d", said)
+    said = re.sub(r"\x1b\[[\d;]*m", "", said)
+    assert max(map(len, said.rpartition("layouts")[2].splitlines())) <= 60
+    for word in ("layers.0-2.w", "float32", "[6, 4]", "world=1", "bfloat16"):
+        assert word in said
+    assert "\x1b[" not in on_a_terminal(["inspect", str(checkpoint / "nowhere")], columns=60)
+
+
+def on_a_terminal(words, columns) -> str:
+    """What a command says on a pseudo-terminal."""
+    master, slave = pty.openpty()
+    env = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1", "TERM": "xterm-256color"}
+    with subprocess.Popen([*RESHARD, *words], stdout=slave, stderr=slave, stdin=slave, env=env) as running:
+        os.close(slave)
+        out = b""
+        with contextlib.suppress(OSError):  # which is how a terminal ends
+            while data := os.read(master, 1 << 16):
+                out += data
+        running.wait(timeout=100)
+    os.close(master)
+    return out.decode().replace("\r\n", "\n")
 
 
 def test_traceback_on_request_anywhere(tmp_path) -> None:

@@ -122,14 +122,34 @@ def test_names_on_disk_and_in_memory(say, tmp_path: Path) -> None:
         (["--names", "torchtitan"], "write --names FROM:TO --config"),
         (["--config", "config.json"], "are for --names FROM:TO"),
         (
-            ["--names", "a:b", "--config", "c", "--naming", "heads=2"],
-            "--naming 'heads=2' is not known: it is NAME=VALUE",
+            ["--names", "plain:megatron", "--config", "c", "--naming", "fil=2"],
+            "--naming 'fil=2' is not known: did you mean 'fill'? It is NAME=VALUE",
         ),
-        (["--names", "a:b", "--config", "c", "--naming", "fill=x"], "the value must be true, false or a number"),
+        (
+            ["--names", "plain:megatron", "--config", "c", "--naming", "fill=x"],
+            "the value must be true, false or a number",
+        ),
         (["--max-shard", "many"], "'many' is no size"),
-        (["--format", "gguf"], "cannot write the format 'gguf'"),
+        (["--names", "plane:megatron", "--config", "c"], "there is no naming 'plane': did you mean 'plain'?"),
+        (["--format", "gguf"], "there is no format 'gguf': Known are native, dcp, safetensors, torch_save"),
+        (["--onto", "fsdp=0"], "with numbers from 1 on"),
+    ],
+)
+def test_wrong_usage_is_one_line(say, checkpoint: Path, tmp_path: Path, words: list[str], told: str) -> None:
+    said = say("convert", checkpoint, tmp_path / "c", *words)
+
+    assert said.code == 2
+    assert told in said.err
+    assert len(said.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
         (["--select", "nothing*"], "nothing in"),
+        (["--select", "model.nrm"], "did you mean 'model.norm'?"),
         (["--onto", "nowhere"], "there is nothing at nowhere"),
+        (["-f", "safetensors", "--onto", "fsdp=2"], "leave out --onto"),
     ],
 )
 def test_errors_are_one_line(say, checkpoint: Path, tmp_path: Path, words: list[str], told: str) -> None:
@@ -140,10 +160,17 @@ def test_errors_are_one_line(say, checkpoint: Path, tmp_path: Path, words: list[
     assert len(said.err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(("word", "dtype"), [("bf16", "bfloat16"), ("FP16", "float16"), ("fp8", "float8_e4m3fn")])
+def test_short_names_of_dtypes(say, checkpoint: Path, tmp_path: Path, word: str, dtype: str) -> None:
+    assert say("convert", checkpoint, tmp_path / "c", "--dtype", word).code == 0
+
+    assert reshard.open(tmp_path / "c").layout["model.layers.0.w"].spec.dtype == dtype
+
+
 def test_a_second_time_is_refused(say, checkpoint: Path, tmp_path: Path) -> None:
     assert say("convert", checkpoint, tmp_path / "c").code == 0
 
-    assert "overwrite=True" in say("convert", checkpoint, tmp_path / "c").err
+    assert "or --overwrite" in say("convert", checkpoint, tmp_path / "c").err
     assert say("convert", checkpoint, tmp_path / "c", "--overwrite").code == 0
 
 

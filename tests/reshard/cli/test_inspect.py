@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import reshard
 from reshard.cli.show import Branch, Leaf, fold, print_json
 
 DATA = Path(__file__).parents[2] / "data"
@@ -48,6 +51,21 @@ def test_only_some_names(say, checkpoint) -> None:
 
     assert list(told["tensors"]) == [f"model.layers.{i}.w" for i in range(3)]
     assert told["objects"] == {}
+
+
+def test_a_glob_that_matches_nothing(say, checkpoint) -> None:
+    said = say("inspect", checkpoint, "--only", "model.layer.1.w")
+
+    assert said.code == 3
+    assert "is called like 'model.layer.1.w': did you mean 'model.layers.1.w'?" in said.err
+
+
+def test_one_of_a_thing_is_one(say, tmp_path) -> None:
+    reshard.save({"w": torch.ones(3), "step": 1}, tmp_path / "one")
+
+    for words in (["inspect"], ["plan", "ddp=1"], ["verify"], ["normalize"]):
+        said = say(words[0], tmp_path / "one", *words[1:])
+        assert not re.search(r"\b1 (tensors|objects|ranks|entries|parameters|files)\b", said.out)
 
 
 def test_depth_hides_what_is_below(say, checkpoint) -> None:

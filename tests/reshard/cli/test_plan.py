@@ -47,10 +47,11 @@ def test_rules(say, checkpoint) -> None:
 
 
 def test_a_topology_without_rules_names_what_is_left(say, checkpoint) -> None:
-    said = say("plan", checkpoint, "a=2")
+    said = say("plan", checkpoint, "a=2", "--rule", "*.w=S(0)")
 
     assert said.code == 3
     assert "no rule matches" in said.err
+    assert say("plan", checkpoint, checkpoint, "--rule", "*=R").code == 2
 
 
 def test_files_of_topologies_and_layouts(say, checkpoint, tmp_path) -> None:
