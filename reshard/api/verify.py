@@ -34,7 +34,7 @@ from reshard.state.dtypes import dtype_name
 from reshard.state.fingerprints import Fingerprinter, comparable
 from reshard.state.per_rank import PerRank
 from reshard.state.plain_data import encode_plain
-from reshard.state.tensors import is_sharded, is_tensor, raw_bytes
+from reshard.state.tensors import is_sharded, is_tensor, raw_bytes, spec_of
 from reshard.state.tree import flatten, key_of
 from reshard.storage.base import Storage
 
@@ -233,6 +233,9 @@ class _Side:
                 raise LayoutError(f"{sharded[0]!r} is sharded: compare whole tensors, or checkpoints, or fingerprints")
             self.label = "the state dict"
             self.tensors = {k: v for k, v in values.items() if is_tensor(v) or isinstance(v, LazyTensor)}
+            for key, value in self.tensors.items():
+                if is_tensor(value):
+                    spec_of(key, value)  # which refuses what has no plain elements
             rank = dist.get_rank() if dist.is_initialized() else 0
             self.own = {k: {rank: v.value} for k, v in values.items() if isinstance(v, PerRank)}
             self.is_one_rank_s = True

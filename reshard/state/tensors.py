@@ -23,7 +23,7 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.layout_forms import BoxesForm, Form, ProductForm
 from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Placement, Replicate, Shard, StridedShard
-from reshard.errors import LayoutError
+from reshard.errors import FormatError, LayoutError
 from reshard.state.dtypes import dtype_name
 from reshard.state.frameworks.placements import readings, same_parts
 from reshard.state.tree import flatten, key_of
@@ -100,7 +100,15 @@ def spec_of(fqn: str, tensor: Any) -> TensorSpec:
             f"tensor {fqn!r} is {kind}: only dense tensors can be saved, loaded and planned; use .to_dense(), or its "
             "indices and values as tensors of their own"
         )
-    return TensorSpec(fqn, global_shape(tensor), dtype_name(dtype_of(tensor)))
+    if isinstance(tensor, torch.masked.MaskedTensor):
+        raise LayoutError(
+            f"tensor {fqn!r} is a MaskedTensor, of which only some elements have a value: give .get_data() and "
+            ".get_mask() as tensors of their own"
+        )
+    try:
+        return TensorSpec(fqn, global_shape(tensor), dtype_name(dtype_of(tensor)))
+    except FormatError as error:
+        raise FormatError(f"tensor {fqn!r}: {error}") from None
 
 
 def identity_of(tensor: Any) -> tuple[Any, ...] | None:
