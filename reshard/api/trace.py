@@ -20,9 +20,10 @@ from planners.errors import PlanError
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.layout_forms import Form, ProductForm
 from planners.geometry.mesh import Mesh
-from planners.geometry.placement import Replicate, StridedShard
+from planners.geometry.placement import Replicate
 from reshard.errors import LayoutError
-from reshard.state.tensors import form_of, is_sharded, is_tensor, spec_of
+from reshard.state.frameworks.placements import agreed_form
+from reshard.state.tensors import forms_of, is_sharded, is_tensor, spec_of
 from reshard.state.tree import flatten, key_of
 from reshard.state_dict import get_model_state_dict
 
@@ -70,8 +71,8 @@ class _Found:
     """A tensor as one rank has it."""
 
     spec: TensorSpec
-    form: Form | None
-    """None for a plain tensor."""
+    forms: tuple[Form, ...]
+    """Those that it may have, by what the rank holds of it; none for a plain tensor."""
 
 
 Run = dict[str, _Found]
@@ -127,20 +128,51 @@ class _Trace:
             found = {rank: self._runs[rank][fqn] for rank in ranks}
             first = found[ranks[0]]
             for rank, other in found.items():
-                if other.spec != first.spec or (other.form is None) != (first.form is None):
+                if other.spec != first.spec or bool(other.forms) != bool(first.forms):
                     raise LayoutError(f"tensor {fqn!r} is {first} on rank {ranks[0]}, but {other} on rank {rank}")
-            if first.form is None:
+            if not first.forms:
                 reached = {rank for holder in ranks for rank in self.alike[holder]}
                 if everywhere and len(ranks) == len(self.alike):
                     reached = set(range(self._world_size))
                 form: Form = ProductForm.make(Mesh({"world": len(reached)}, sorted(reached)), [Replicate()])
             else:
-                form = _one_form(fqn, [other.form for other in found.values() if other.form is not None])
+                form = self._one_form(fqn, found)
             try:
                 tensors[fqn] = TensorLayout.of(first.spec, form)
             except PlanError as error:
                 raise LayoutError(str(error)) from error
         return StateLayout(tensors, self._world_size)
+
+    def _one_form(self, fqn: str, found: Mapping[int, _Found]) -> Form:
+        """The form that a tensor has by what these ranks found; more are run where they cannot tell."""
+        by_mesh: dict[tuple[int, ...], list[_Found]] = {}
+        for one in found.values():
+            by_mesh.setdefault(tuple(one.forms[0].ranks()), []).append(one)
+        agreed = [self._agreed(fqn, ranks, some) for ranks, some in by_mesh.items()]
+        products = [form for form in agreed if isinstance(form, ProductForm)]
+        ranks = [rank for form in products for rank in form.mesh.ranks.tolist()]
+        if len(agreed) == 1 and agreed[0] is not None:
+            return agreed[0]
+        alike = {(form.mesh.axes, form.placements) for form in products}
+        if len(products) != len(agreed) or len(alike) != 1 or len(set(ranks)) != len(ranks):
+            said = dict.fromkeys(form for one in found.values() for form in one.forms)
+            raise LayoutError(f"ranks disagree about tensor {fqn!r}: {'; '.join(map(str, said))}")
+        first = products[0]
+        copies = next(name for name in ("copies", "copies_") if name not in first.mesh.names)
+        mesh = Mesh([(copies, len(products)), *first.mesh.axes], ranks)
+        return ProductForm.make(mesh, [Replicate(), *first.placements])
+
+    def _agreed(self, fqn: str, ranks: Sequence[int], found: Sequence[_Found]) -> Form | None:
+        """The form of a tensor on one mesh; None where its ranks disagree."""
+        said = [one.forms for one in found]
+        for rank in ranks:
+            if len([form for form in said[0] if all(form in other for other in said)]) <= 1:
+                break
+            said.append(self.run(rank)[fqn].forms)
+        try:
+            return agreed_form(found[0].spec.shape, said)
+        except LayoutError as error:
+            raise LayoutError(f"tensor {fqn!r} {error}") from None
 
 
 @contextlib.contextmanager
@@ -170,50 +202,17 @@ def _found(built: Any) -> Run:
     for path, value in flatten(built, is_leaf=is_tensor).leaves.items():
         if is_tensor(value):
             fqn = key_of(path)
-            out[fqn] = _Found(spec_of(fqn, value), form_of(value, fqn) if is_sharded(value) else None)
+            out[fqn] = _Found(spec_of(fqn, value), forms_of(value, fqn) if is_sharded(value) else ())
     return out
 
 
 def _meshes(run: Run, rank: int) -> list[Mesh]:
     """The distinct meshes of a run that hold its rank."""
-    meshes = {found.form.mesh: None for found in run.values() if isinstance(found.form, ProductForm)}
+    forms = [found.forms[0] for found in run.values() if found.forms]
+    meshes = dict.fromkeys(form.mesh for form in forms if isinstance(form, ProductForm))
     return [mesh for mesh in meshes if rank in mesh]
 
 
 def _reached(run: Run, rank: int) -> set[int]:
     """All ranks that share a mesh with `rank`."""
     return {rank, *(int(other) for mesh in _meshes(run, rank) for other in mesh.ranks)}
-
-
-def _one_form(fqn: str, forms: Sequence[Form]) -> Form:
-    """The form that all these, found by different ranks, are parts or readings of."""
-    distinct = list(dict.fromkeys(forms))
-    if len(distinct) == 1:
-        return distinct[0]
-    products = [form for form in distinct if isinstance(form, ProductForm)]
-    by_ranks: dict[frozenset[int], list[ProductForm]] = {}
-    for form in products:
-        by_ranks.setdefault(frozenset(form.mesh.ranks.tolist()), []).append(form)
-    # Two readings of the same placements: only a rank whose local tensor rules out FSDP2's order keeps them literally.
-    chosen = []
-    for readings in by_ranks.values():
-        literal = [form for form in readings if any(isinstance(p, StridedShard) for p in form.placements)]
-        chosen.append((literal or readings)[0])
-    first = chosen[0] if chosen else None
-    ranks = [rank for form in chosen for rank in form.mesh.ranks.tolist()]
-    alike = first is not None and all(
-        (f.mesh.axes, f.placements) == (first.mesh.axes, first.placements) for f in chosen
-    )
-    readings_agree = all(len(readings) <= 2 for readings in by_ranks.values())
-    if (
-        first is None
-        or len(products) != len(distinct)
-        or not alike
-        or not readings_agree
-        or len(set(ranks)) != len(ranks)
-    ):
-        raise LayoutError(f"ranks disagree about tensor {fqn!r}: {'; '.join(map(str, distinct))}")
-    if len(chosen) == 1:
-        return first
-    copies = next(name for name in ("copies", "copies_") if name not in first.mesh.names)
-    return ProductForm.make(Mesh([(copies, len(chosen)), *first.mesh.axes], ranks), [Replicate(), *first.placements])

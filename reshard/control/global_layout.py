@@ -18,6 +18,7 @@ from planners.geometry.layout_forms import BoxesForm, FlatForm, Form, ProductFor
 from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Replicate
 from reshard.errors import KeyMismatchError, LayoutError, format_ranks
+from reshard.state.frameworks.placements import agreed_form
 from reshard.state.live_state import LiveTensor
 from reshard.state.tree import KeyPath, key_of, path_from_json
 
@@ -27,8 +28,9 @@ __all__ = ["Described", "check_nests", "describe", "join_aliases", "join_layouts
 class _Tensor(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: list[int]
-    form: int
-    """Index into the forms; -1 for a plain tensor, whole on each rank that has it."""
+    forms: list[int]
+    """Where among the forms those stand that the tensor may have, by what the rank holds of it: mostly one. None for a
+    plain tensor, whole on each rank that has it."""
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -53,9 +55,8 @@ def describe(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayo
         if given is not None and given.spec.dtype != tensor.spec.dtype:
             raise LayoutError(f"tensor {key!r} is {tensor.spec.dtype}, but its layout says {given.spec.dtype}")
         spec = tensor.spec if given is None else given.spec
-        form = given.form if given is not None else tensor.form if tensor.is_sharded else None
-        number = -1 if form is None else forms.setdefault(form, len(forms))
-        found[key] = _Tensor(spec.dtype, list(spec.shape), number)
+        possible = (given.form,) if given is not None else tensor.forms if tensor.is_sharded else ()
+        found[key] = _Tensor(spec.dtype, list(spec.shape), [forms.setdefault(form, len(forms)) for form in possible])
     return Described(found, [form_to_json(form) for form in forms])
 
 
@@ -64,14 +65,14 @@ def join_layouts(parties: Iterable[tuple[Described, list[int]]], *, skip: Iterab
 
     Raises LayoutError where ranks disagree about a tensor's shape, dtype or placement.
     """
-    found: dict[str, list[tuple[TensorSpec, Form | None, list[int]]]] = {}
+    found: dict[str, list[_Row]] = {}
     everyone: list[int] = []
     for described, ranks in parties:
         everyone += ranks
         forms = [form_from_json(form) for form in described.forms]
         for key, tensor in described.tensors.items():
-            form = forms[tensor.form] if tensor.form >= 0 else None
-            found.setdefault(key, []).append((TensorSpec(key, tensor.shape, tensor.dtype), form, ranks))
+            possible = tuple(forms[number] for number in tensor.forms)
+            found.setdefault(key, []).append((TensorSpec(key, tensor.shape, tensor.dtype), possible, ranks))
     left_out, everyone = set(skip), sorted(everyone)
     tensors = {key: _join(key, rows, everyone) for key, rows in found.items() if key not in left_out}
     return StateLayout(tensors, everyone[-1] + 1)
@@ -95,7 +96,11 @@ def join_aliases(
     return {key: first for key, first in tied.items() if first is not None and tied.get(first) is None}
 
 
-def _join(key: str, rows: list[tuple[TensorSpec, Form | None, list[int]]], everyone: list[int]) -> TensorLayout:
+_Row = tuple[TensorSpec, tuple[Form, ...], list[int]]
+"""A tensor as some ranks describe it: the forms that it may have, none if it is plain."""
+
+
+def _join(key: str, rows: list[_Row], everyone: list[int]) -> TensorLayout:
     """The one layout that all ranks' descriptions of a tensor amount to."""
     spec = rows[0][0]
     for other, _, ranks in rows[1:]:
@@ -104,13 +109,22 @@ def _join(key: str, rows: list[tuple[TensorSpec, Form | None, list[int]]], every
                 f"tensor {key!r} has shape {spec.shape} and dtype {spec.dtype} on {format_ranks(rows[0][2])}, but "
                 f"{other.shape} and {other.dtype} on {format_ranks(ranks)}"
             )
-    forms = {form for _, form, _ in rows}
     holders = sorted(rank for _, _, ranks in rows for rank in ranks)
-    if None in forms:
-        if len(forms) > 1:
-            raise LayoutError(f"tensor {key!r} is sharded on some ranks and plain on others")
+    if all(not possible for _, possible, _ in rows):
         return TensorLayout.of(spec, _copies(tuple(holders)))
-    sharded = [form for form in forms if form is not None]
+    if any(not possible for _, possible, _ in rows):
+        raise LayoutError(f"tensor {key!r} is sharded on some ranks and plain on others")
+    # ranks of one mesh have one form among them; other meshes may have copies
+    by_mesh: dict[tuple[int, ...], list[tuple[Form, ...]]] = {}
+    for _, possible, _ in rows:
+        by_mesh.setdefault(tuple(possible[0].ranks()), []).append(possible)
+    try:
+        agreed = [agreed_form(spec.shape, said) for said in by_mesh.values()]
+    except LayoutError as error:
+        raise LayoutError(f"tensor {key!r} {error}") from None
+    if None in agreed:
+        agreed = list(dict.fromkeys(possible[0] for _, possible, _ in rows))
+    sharded = [form for form in agreed if form is not None]
     form = sharded[0] if len(sharded) == 1 else _stack(key, sharded)
     return TensorLayout.of(spec, _only(form, spec, everyone))
 

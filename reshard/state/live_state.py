@@ -18,6 +18,7 @@ from reshard.state.tensors import (
     device_of,
     dtype_of,
     form_of,
+    forms_of,
     identity_of,
     is_sharded,
     is_tensor,
@@ -49,6 +50,11 @@ class LiveTensor:
     def form(self) -> Form:
         """See `form_of`, which may raise LayoutError."""
         return form_of(self.value, self.key)
+
+    @cached_property
+    def forms(self) -> tuple[Form, ...]:
+        """See `forms_of`, which may raise LayoutError."""
+        return forms_of(self.value, self.key)
 
     @cached_property
     def local(self) -> tuple[torch.Tensor, ...]:

@@ -25,13 +25,15 @@ from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Placement, Replicate, Shard, StridedShard
 from reshard.errors import FormatError, LayoutError
 from reshard.state.dtypes import dtype_name
-from reshard.state.frameworks.placements import readings, same_parts
+from reshard.state.frameworks.placements import agreed_form, fitting, readings, several_ways
 from reshard.state.tree import flatten, key_of
 
 __all__ = [
     "device_of",
     "dtype_of",
+    "form_by_all",
     "form_of",
+    "forms_of",
     "global_shape",
     "identity_of",
     "is_sharded",
@@ -191,13 +193,27 @@ def _in_group_order(device_mesh: DeviceMesh, axis: int, line: list[int]) -> list
 def form_of(tensor: Any, fqn: str = "") -> Form:
     """How `tensor` is placed. A plain tensor is whole on every rank of the job, or on the one rank without a job.
 
-    Raises LayoutError for a DTensor with pending reductions (`Partial`) or a placement that is not known here.
+    Raises LayoutError for a DTensor with pending reductions (`Partial`), a placement that is not known here, or one
+    that may be cut in several ways between which its local tensor does not decide.
+    """
+    forms = forms_of(tensor, fqn)
+    here, shape = _rank(), global_shape(tensor)
+    if len({form.parts(shape, here) for form in forms}) > 1:
+        raise LayoutError(f"tensor {fqn!r} {several_ways(shape, forms, here)}")
+    return forms[0]
+
+
+def forms_of(tensor: Any, fqn: str = "") -> tuple[Form, ...]:
+    """All ways in which `tensor` may be placed, by what this rank holds of it; the likeliest first. Mostly one: they
+    are several where a strided shard is cut unevenly. Then all ranks together can tell, see `agreed_form`.
+
+    Raises LayoutError as `form_of` does, but for the last reason.
     """
     if isinstance(tensor, DTensor):
-        return _dtensor_form(tensor, fqn)
+        return _dtensor_forms(tensor, fqn)
     if _is_sharded_tensor(tensor):
-        return _sharded_tensor_form(tensor, fqn)
-    return _whole_everywhere(dist.get_world_size() if dist.is_initialized() else 1)
+        return (_sharded_tensor_form(tensor, fqn),)
+    return (_whole_everywhere(dist.get_world_size() if dist.is_initialized() else 1),)
 
 
 @lru_cache(maxsize=8)
@@ -205,35 +221,56 @@ def _whole_everywhere(world_size: int) -> ProductForm:
     return ProductForm.make(Mesh({"world": world_size}), (Replicate(),))
 
 
-def _dtensor_form(tensor: DTensor, fqn: str) -> Form:
-    here = dist.get_rank() if dist.is_initialized() else -1
-    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+def form_by_all(tensor: Any) -> Form:
+    """How `tensor` is placed, as all ranks that hold it find together: collective over them, unless no rank can doubt.
+
+    Raises LayoutError as `form_of` does, on all ranks where they find several ways to be possible.
+    """
+    forms = forms_of(tensor)
+    ways = fitting(_dtensor_readings(tensor), tuple(tensor.shape), {}) if isinstance(tensor, DTensor) else forms
+    if len(ways) == 1 or tensor.device_mesh.get_coordinate() is None:
+        return forms[0]
+    possible = torch.tensor([way in forms for way in ways], dtype=torch.int32, device=tensor._local_tensor.device)
+    for axis in range(tensor.device_mesh.ndim):
+        dist.all_reduce(possible, dist.ReduceOp.MIN, group=tensor.device_mesh.get_group(axis))
+    form = agreed_form(tuple(tensor.shape), [[way for way, fits in zip(ways, possible.tolist()) if fits]])
+    if form is None:
+        raise LayoutError(f"the ranks hold local tensors that are no one layout of shape {tuple(tensor.shape)}")
+    return form
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else -1
+
+
+def _dtensor_readings(tensor: DTensor, fqn: str = "") -> tuple[ProductForm, ...]:
+    mesh = tensor.device_mesh
     groups = tuple(getattr(mesh, "_dim_group_names", ()))
     try:
-        forms = _readings(mesh, here, groups, tuple(tensor.placements), tensor.ndim)
+        return _readings(mesh, _rank(), groups, tuple(tensor.placements), tensor.ndim)
     except LayoutError as error:
         raise LayoutError(f"tensor {fqn!r} {error}") from None
-    nested, literal = forms
-    if same_parts(nested, literal, shape):
-        nested = literal
-    if here not in literal.mesh:
-        return nested
-    # metadata do not tell how a tensor was cut. What this rank really holds decides; where it cannot, FSDP2's way
+
+
+def _dtensor_forms(tensor: DTensor, fqn: str) -> tuple[ProductForm, ...]:
+    here, shape, forms = _rank(), tuple(tensor.shape), _dtensor_readings(tensor, fqn)
+    # metadata do not tell how a tensor was cut. What this rank really holds does
     local = tuple(tensor._local_tensor.shape)
-    for form in (nested, literal):
-        if local_shape(form, shape, here) == local:
-            return form
-    raise LayoutError(
-        f"tensor {fqn!r}: the local tensor of rank {here} has shape {local}, but shape {shape} placed as {literal} "
-        f"gives {local_shape(literal, shape, here)}; a DTensor made of uneven local tensors must follow torch.chunk, "
-        "in the order of its process groups"
-    )
+    found = fitting(forms, shape, {here: local} if here in forms[-1].mesh else {})
+    if not found:
+        (due,) = forms[-1].parts(shape, here)
+        raise LayoutError(
+            f"tensor {fqn!r}: the local tensor of rank {here} has shape {local}, but shape {shape} placed as "
+            f"{forms[-1]} gives {due.sizes}; a DTensor made of uneven local tensors must follow torch.chunk, in the "
+            "order of its process groups"
+        )
+    return found
 
 
 @lru_cache(maxsize=1024)
 def _readings(
     device_mesh: DeviceMesh, here: int, groups: tuple[str, ...], placements: tuple[object, ...], ndim: int
-) -> tuple[ProductForm, ProductForm]:
+) -> tuple[ProductForm, ...]:
     """What the placements may mean, the likeliest first.
 
     The same slice of a mesh has other ranks for another process, yet compares equal: `here` tells them apart, as the
@@ -248,12 +285,6 @@ def _readings(
                 f"is on a mesh with the ranks {line} along axis {axis}, but its group has them as {group}"
             )
     return readings(mesh_of(device_mesh), tuple(_placement(p, ndim) for p in placements), frozenset(kept))
-
-
-@lru_cache(maxsize=4096)
-def local_shape(form: ProductForm, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Shape of the local tensor of `rank`."""
-    return form.parts(shape, rank)[0].sizes
 
 
 def _placement(placement: object, ndim: int) -> Placement:

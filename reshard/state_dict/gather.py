@@ -17,6 +17,7 @@ from reshard.errors import NormalizationError
 from reshard.state.frameworks.fsdp1 import group_of
 from reshard.state.tensors import (
     dtype_of,
+    form_by_all,
     form_of,
     global_shape,
     is_sharded,
@@ -56,7 +57,7 @@ def gather(tensor: Any, to_rank: int | None = None) -> Any:
     """
     if not is_sharded(tensor):
         return tensor
-    form, shape, locals_ = form_of(tensor), global_shape(tensor), local_tensors(tensor)
+    form, shape, locals_ = form_by_all(tensor), global_shape(tensor), local_tensors(tensor)
     data = torch.cat([_bytes(local) for local in locals_]) if locals_ else torch.empty(0, dtype=torch.uint8)
     if isinstance(tensor, DTensor):
         held = _along_axes(tensor, form, shape, data, to_rank)

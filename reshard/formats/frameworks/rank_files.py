@@ -26,7 +26,7 @@ from reshard.formats.stored.source import Files
 from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.formats.torch_save.file import TorchFile, flat_leaves, read_torch_file, stored_tensor
 from reshard.formats.torch_save.sharded_tensors import is_sharded_tensor, join_sharded, sharded_ranks
-from reshard.state.frameworks.placements import readings, same_parts
+from reshard.state.frameworks.placements import fitting, readings, several_ways
 from reshard.state.tree import KeyPath, key_of
 from reshard.storage.base import Storage
 
@@ -267,24 +267,29 @@ def _cropped(file: TorchFile, ref: TensorRef, local: Box) -> Place:
 
 
 def _true_layouts(parts: Mapping[int, Shardlet], where: str) -> dict[int, TensorLayout]:
-    """The layout of every rank's part: the likeliest reading of its placements that fits the shapes of all parts.
+    """The layout of every rank's part: what its placements mean, by the shapes of all parts.
 
-    Raises FormatError where torch itself cannot have cut so.
+    Raises FormatError where torch itself cannot have cut so, or where the shapes do not tell.
     """
-    try:
-        read = {rank: _readings(part.layout) for rank, part in parts.items()}
-    except LayoutError as error:
-        key = next(iter(parts.values())).layout.fqn
-        raise FormatError(f"{where}: tensor {key!r} {error}") from None
-    nested = {rank: layouts[0] for rank, layouts in read.items()}
-    fits = all(part.sizes == parts[r].local.size for r, layout in nested.items() for part in layout.parts(r))
-    return nested if fits else {rank: layouts[1] for rank, layouts in read.items()}
+    alike: dict[TensorLayout, list[int]] = {}
+    for rank, part in parts.items():
+        alike.setdefault(part.layout, []).append(rank)
+    found: dict[int, TensorLayout] = {}
+    for layout, ranks in alike.items():
+        try:
+            true = _true_layout(layout, {rank: parts[rank].local.size for rank in ranks})
+        except LayoutError as error:
+            raise FormatError(f"{where}: tensor {layout.fqn!r} {error}") from None
+        found |= dict.fromkeys(ranks, true)
+    return found
 
 
-def _readings(layout: TensorLayout) -> tuple[TensorLayout, TensorLayout]:
-    """The layout as FSDP2 over TP would mean it, and as it says; the latter twice if they are the same."""
+def _true_layout(layout: TensorLayout, held: Mapping[int, tuple[int, ...]]) -> TensorLayout:
+    """The layout by which ranks hold parts of these shapes; where none is, as it says."""
     if layout.mesh is None or layout.placements is None:
-        return layout, layout
-    nested, literal = readings(layout.mesh, layout.placements)
-    said = TensorLayout.of(layout.spec, literal)
-    return (said if same_parts(nested, literal, layout.spec.shape) else TensorLayout.of(layout.spec, nested)), said
+        return layout
+    forms = readings(layout.mesh, layout.placements)
+    fit = fitting(forms, layout.spec.shape, {rank: size for rank, size in held.items() if rank in forms[-1].mesh})
+    if len(fit) > 1:
+        raise LayoutError(several_ways(layout.spec.shape, fit, None))
+    return TensorLayout.of(layout.spec, fit[0] if fit else forms[-1])

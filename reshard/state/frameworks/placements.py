@@ -2,31 +2,37 @@
 
 torch cuts and gathers along an axis in the order of that axis's process groups, and these mostly ascend, whatever the
 mesh says: on `DeviceMesh("cpu", [1, 0])`, FSDP2, `distribute_tensor` and `full_tensor` give rank 0 the first rows. And
-FSDP2 over tensor parallelism cuts the inner axes first, which placements read from left to right do not say.
+FSDP2 over tensor parallelism cuts the inner axes first, which placements read from left to right do not say:
+
+    7 rows, (_S(0, 2), S(0)) on (dp=3, tp=2)     rank (dp, tp)    0,0   0,1   1,0   1,1   2,0   2,1
+    as FSDP2 cuts: tp, then dp                                    0 1   4     2 3   5     -     6
+    as `distribute_tensor` cuts: dp, then tp                      0 1   4     2 3   5     6     -
+
+Where rows divide evenly all ways of cutting come to the same; where they do not, only what ranks hold can tell.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
 
-from planners.geometry.layout_forms import ProductForm
+from planners.geometry.layout_forms import Form, ProductForm, Shape
 from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Placement, Replicate, Shard, StridedShard
 from reshard.errors import LayoutError
 
-__all__ = ["readings", "same_parts"]
+__all__ = ["agreed_form", "fitting", "readings", "same_parts", "several_ways"]
 
 
 @lru_cache(maxsize=1024)
 def readings(
     mesh: Mesh, placements: tuple[Placement, ...], kept: frozenset[int] = frozenset()
-) -> tuple[ProductForm, ProductForm]:
-    """What tensors of these placements may be: as FSDP2 over tensor parallelism would cut, then as the placements say.
-    Both are the same where nothing can be meant but the latter. The shapes of local tensors tell which it is.
+) -> tuple[ProductForm, ...]:
+    """What tensors of these placements may be, the likeliest first, each once: as FSDP2 cuts what tensor parallelism
+    (by `distribute_tensor`) has left, as all cuts are made that a strided shard leaves for later, and as the placements
+    say. The shapes of local tensors tell which it is, see `fitting`.
 
     Args:
         kept: axes whose process groups have their ranks in the order of the mesh. Those of all others ascend.
@@ -41,7 +47,50 @@ def readings(
             f"that ascend along every axis; it is {mesh}"
         )
     literal = ProductForm.make(grouped, placements)
-    return _right_to_left(literal) or literal, literal
+    outermost = [
+        next(axis for axis, p in enumerate(placements) if isinstance(p, StridedShard) and p.dim == dim)
+        for dim in {p.dim for p in placements if isinstance(p, StridedShard)}
+    ]
+    every = [axis for axis, placement in enumerate(placements) if isinstance(placement, StridedShard)]
+    return tuple(dict.fromkeys((_cut_later(literal, outermost), _cut_later(literal, every), literal)))
+
+
+def fitting(forms: Sequence[ProductForm], shape: tuple[int, ...], held: Mapping[int, Shape]) -> tuple[ProductForm, ...]:
+    """Those of `forms` by which the local tensors of some ranks (rank -> shape) have these shapes, in order; of several
+    that give every rank the same elements, the last, which says it as the placements do."""
+    found: list[ProductForm] = []
+    for form in forms:
+        if all(_local_shape(form, shape, rank) == sizes for rank, sizes in held.items()):
+            alike = next((i for i, other in enumerate(found) if same_parts(form, other, shape)), len(found))
+            found[alike : alike + 1] = [form]
+    return tuple(found)
+
+
+def agreed_form(shape: Shape, said: Iterable[Collection[Form]]) -> Form | None:
+    """The one form out of what each rank says that a tensor may be; None where no form is possible on all ranks.
+
+    Raises LayoutError, without the tensor's name, where several are that differ in some element.
+    """
+    parties = list(said)
+    found = [form for form in parties[0] if all(form in other for other in parties[1:])]
+    if len(found) > 1:
+        raise LayoutError(several_ways(shape, found, None))
+    return found[0] if found else None
+
+
+def several_ways(shape: Shape, forms: Sequence[Form], rank: int | None) -> str:
+    """Why nobody can say how a tensor of this shape is cut: all these forms fit what `rank` holds, or all ranks."""
+    who = "all ranks hold" if rank is None else f"rank {rank} holds, and it cannot tell by itself which it is"
+    return (
+        f"of shape {shape} may be cut in {len(forms)} ways that fit what {who}: {'; '.join(map(str, forms))}. FSDP2 "
+        "cuts what tensor parallelism has left, `distribute_tensor` cuts from left to right, and for uneven pieces "
+        "that differs. Pad the dim to a multiple of the ranks that cut it, or redistribute to plain shards first"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _local_shape(form: ProductForm, shape: Shape, rank: int) -> Shape:
+    return form.parts(shape, rank)[0].sizes
 
 
 @lru_cache(maxsize=4096)
@@ -65,30 +114,28 @@ def _in_group_order(mesh: Mesh, placements: Sequence[Placement], kept: Collectio
     return None if (out < 0).any() else Mesh(mesh.axes, out.reshape(-1).tolist())
 
 
-def _right_to_left(form: ProductForm) -> ProductForm | None:
-    """The same cuts applied in the order that FSDP2 over TP really takes: inner axes first, on the transposed mesh.
+def _cut_later(form: ProductForm, axes: Collection[int]) -> ProductForm:
+    """The same cuts, but those of the strided shards on `axes` made after as many later cuts as their split factors
+    stand for: inner axes first, on a mesh with its axes in that order.
 
-    `(_S(0, 2), S(0))` on (dp, tp=2) becomes `(S(0), S(0))` on (tp=2, dp). None where no strided shard has a split
-    factor that is the product of the later axes that cut its dim: then the placements mean what they say.
+    `(_S(0, 2), S(0))` on (dp, tp=2) becomes `(S(0), S(0))` on (tp=2, dp). A strided shard whose split factor is no such
+    product means what it says, and stays.
     """
     mesh, placements = form.mesh, form.placements
-    order, out = list(range(mesh.ndim)), list(placements)
-    changed = False
+    order: list[int] = []  # the axes, in the order in which they cut
+    out = list(placements)
     for axis in reversed(range(mesh.ndim)):
-        placement = placements[axis]
-        if not isinstance(placement, StridedShard):
-            continue
-        later = [
-            a
-            for a in range(axis + 1, mesh.ndim)
-            if not isinstance(placements[a], Replicate) and placements[a].dim == placement.dim  # type: ignore[union-attr]
-        ]
-        if not later or math.prod(mesh.shape[a] for a in later) != placement.split_factor:
-            return None
-        out[axis] = Shard(placement.dim)
-        order.remove(axis)
-        order.insert(max(order.index(a) for a in later) + 1, axis)
-        changed = True
-    if not changed:
-        return None
+        placement, at = placements[axis], 0
+        if axis in axes and isinstance(placement, StridedShard):
+            pieces = 1
+            for place, other in enumerate(order):
+                cut = placements[other]
+                if not isinstance(cut, Replicate) and cut.dim == placement.dim:
+                    pieces *= mesh.shape[other]
+                    if pieces == placement.split_factor:
+                        at, out[axis] = place + 1, Shard(placement.dim)
+                        break
+        order.insert(at, axis)
+    if order == list(range(mesh.ndim)):
+        return form
     return ProductForm.make(mesh.submesh(*(mesh.names[a] for a in order)), tuple(out[a] for a in order))
