@@ -20,7 +20,7 @@ from planners.geometry.dtypes import itemsize
 from planners.geometry.layout_forms import BoxesForm, FlatForm, Form, Part, ProductForm, ProductGeometry
 from planners.geometry.mesh import Mesh
 from planners.geometry.ownership import Ints
-from planners.geometry.placement import Placement, parse_placements
+from planners.geometry.placement import Placement, Replicate, parse_placements
 
 __all__ = ["StateLayout", "TensorLayout", "TensorSpec"]
 
@@ -255,6 +255,19 @@ class StateLayout(Mapping[str, TensorLayout]):
         for fqn in sorted(self._tensors):
             groups.setdefault(self._tensors[fqn].geometry_key, []).append(fqn)
         return groups
+
+    def uncut_axes(self) -> dict[str, tuple[str, ...]]:
+        """Axes of more than one rank that cut no tensor, each with the names of those that are copied along it."""
+        copied: dict[str, list[str]] = {}
+        cutting: set[str] = set()
+        for fqn, layout in self._tensors.items():
+            for (name, size), placement in zip(layout.mesh.axes if layout.mesh else (), layout.placements or ()):
+                if isinstance(placement, Replicate):
+                    if size > 1:
+                        copied.setdefault(name, []).append(fqn)
+                else:
+                    cutting.update(name.split("."))  # axes that act as one
+        return {name: tuple(fqns) for name, fqns in copied.items() if not cutting.issuperset(name.split("."))}
 
     def rank_bytes(self) -> Ints:
         """Bytes that each rank holds, without enumerating tensors one by one."""

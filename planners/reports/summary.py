@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -39,6 +40,8 @@ class PlanStats:
     rank_bytes: Ints
     items: Ints | None
     """Items of each rank; None for save plans, whose items depend on how chunks are divided."""
+    uncut_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """See `StateLayout.uncut_axes`, of the layout that a plan leads to, or of the one that is saved."""
 
     @property
     def total_bytes(self) -> int:
@@ -78,6 +81,10 @@ class PlanStats:
     def __str__(self) -> str:
         verb = {"load": "read", "save": "written", "transfer": "moved between ranks"}[self.kind]
         lines = [
+            *(
+                f"axis {axis!r} cuts no tensor: {len(fqns)} are copied along it"
+                for axis, fqns in self.uncut_axes.items()
+            ),
             f"{self.tensors} tensors of {self.geometries} geometries, {self.world_size} ranks",
             (
                 f"{format_bytes(self.total_bytes)} {verb}; a rank has {format_bytes(self.mean_bytes)} on average, "
@@ -101,14 +108,20 @@ def summarize(plan: LoadPlan | SavePlan | TransferPlan) -> PlanStats:
     if isinstance(plan, LoadPlan):
         groups = len(group_loads(plan))
         items = count_reads(plan).items
-        return PlanStats("load", len(plan.wanted), groups, plan.world_size, plan.rank_bytes(), items)
+        return PlanStats(
+            "load", len(plan.wanted), groups, plan.world_size, plan.rank_bytes(), items, plan.wanted.uncut_axes()
+        )
     if isinstance(plan, SavePlan):
         groups = len(plan.layout.geometries())
-        return PlanStats("save", len(plan.layout), groups, plan.world_size, plan.rank_bytes(), None)
+        return PlanStats(
+            "save", len(plan.layout), groups, plan.world_size, plan.rank_bytes(), None, plan.layout.uncut_axes()
+        )
     if isinstance(plan, TransferPlan):
         items = _count_transfers(plan)
         tensors, groups = len(plan.names), len(plan.routes)
-        return PlanStats("transfer", tensors, groups, plan.world_size, plan.received_bytes(), items)
+        return PlanStats(
+            "transfer", tensors, groups, plan.world_size, plan.received_bytes(), items, plan.after.uncut_axes()
+        )
     raise PlanError(f"cannot summarize a {type(plan).__name__}: give a load, save or transfer plan")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,6 +66,7 @@ def plan(
 
 def _as_json(made: LoadPlan, report: Report) -> dict[str, Any]:
     return {
+        "uncut_axes": {axis: list(fqns) for axis, fqns in made.wanted.uncut_axes().items()},
         "tensors": len(made.wanted),
         "saved_world_size": made.saved.world_size,
         "world_size": made.world_size,
@@ -74,10 +77,29 @@ def _as_json(made: LoadPlan, report: Report) -> dict[str, Any]:
     }
 
 
+def _uncut_notes(made: LoadPlan) -> Iterator[str]:
+    """What axes cut nothing, and how they could."""
+    for axis, fqns in made.wanted.uncut_axes().items():
+        layout = made.wanted[max(fqns, key=lambda fqn: len(made.wanted[fqn].spec.shape))]
+        assert layout.mesh is not None
+        assert layout.placements is not None
+        shown = ", ".join(fqns[:5]) + (f", and {len(fqns) - 5} more" if len(fqns) > 5 else "")
+        axes = ",".join(f"{name}={size}" for name, size in layout.mesh.axes)
+        said = [str(placement) for placement in layout.placements]
+        cut = ["S(0)" if name == axis else text for name, text in zip(layout.mesh.names, said)]
+        glob = re.sub(r"(?<=\.)\d+(?=\.)", "*", layout.fqn)
+        yield (
+            f"axis {axis!r} cuts nothing: all ranks along it read the same of {shown}. If it is to cut, give rules, "
+            f"one placement for each axis of {axes}: --rule '{glob}={','.join(cut)}' --rule '*={','.join(said)}'"
+        )
+
+
 def _print(made: LoadPlan, report: Report, limit: int, files: list[Path]) -> None:
     from planners.reports.text import format_plan
 
     screen = console()
+    for note in _uncut_notes(made):
+        screen.print(f"note  {note}", markup=False, soft_wrap=True)
     screen.print(
         f"{counted(len(made.wanted), 'tensor')}, {made.saved.world_size} -> {counted(made.world_size, 'rank')}, "
         f"{size(made.total_bytes)} to read in all"

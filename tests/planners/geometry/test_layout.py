@@ -116,3 +116,17 @@ def test_states_that_cannot_be_are_refused(state):
         StateLayout(dict(state), world_size=3)
     with pytest.raises(PlanError, match=r"ranks 0 to 3 only \(tensor 'a', rank 4\)"):
         state.parts("a", 4)
+
+
+def test_axes_that_cut_nothing():
+    def state(**texts):
+        spec = {name: TensorSpec(name, (6, 4), "float32") for name in texts}
+        return StateLayout({name: TensorLayout(spec[name], *text.split(" ")) for name, text in texts.items()})
+
+    assert state(a="dp=2,tp=2 S(0),R", b="dp=2,tp=2 R,R").uncut_axes() == {"tp": ("a", "b")}
+    assert state(a="dp=2,tp=2 S(0),R", b="dp=2,tp=2 R,S(1)").uncut_axes() == {}
+    assert state(a="dp=2,tp=1 S(0),R").uncut_axes() == {}  # one rank has nobody to copy for
+    # axes that act as one cut for both
+    assert state(a="dp.cp=4 S(0)", b="dp=2,cp=2 R,R", c="dp=2,tp=2 R,R").uncut_axes() == {"tp": ("c",)}
+    boxes = TensorLayout.from_boxes(TensorSpec("w", (2,), "float32"), {0: [Box((0,), (2,))]})
+    assert StateLayout({"w": boxes}).uncut_axes() == {}

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import reshard
-from planners import LoadPlan, Topology, dumps, loads
+from planners import LoadPlan, Topology, dumps, fsdp_tp, loads, summarize
 from reshard.cli.sides import both_sides
 
 
@@ -28,6 +28,30 @@ def test_text_for_people(say, checkpoint) -> None:
     assert "proved right" in said.out
     assert "rank     0 reads" in said.out
     assert "more ranks" in said.out
+
+
+def test_an_axis_that_cuts_nothing_is_told_first_with_the_names_and_how_to_give_a_rule(say, checkpoint) -> None:
+    names = {f"model.layers.{i}.w" for i in range(3)}
+
+    said = say("plan", checkpoint, "tp=2")
+    told = json.loads(say("plan", checkpoint, "tp=2", "--json").out)
+
+    first = said.out.splitlines()[0]
+    assert first.startswith("note  axis 'tp' cuts nothing: all ranks along it read the same of model.")
+    assert "--rule 'model.layers.*.w=S(0)' --rule '*=R'" in first
+    assert names <= set(told["uncut_axes"]["tp"])
+    assert summarize(reshard.plan(checkpoint, fsdp_tp(1, 2))).uncut_axes.keys() == {"tp"}
+    # what is said to do does it
+    words = ["--rule", "model.layers.*.w=S(0)", "--rule", "*=R"]
+    assert json.loads(say("plan", checkpoint, "tp=2", *words, "--json").out)["uncut_axes"] == {}
+    assert not say("plan", checkpoint, "tp=2", *words).out.startswith("note")
+
+
+def test_of_two_axes_the_one_that_cuts_nothing_is_told(say, checkpoint) -> None:
+    said = say("plan", checkpoint, "fsdp=2,tp=3")
+
+    assert "for each axis of dp=2,tp=3: --rule 'model.layers.*.w=S(0),S(0)' --rule '*=S(0),R'" in said.out
+    assert said.out.count("cuts nothing") == 1
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ import reshard
 from planners.testing.replay import element_ids
 from reshard.control.global_layout import describe, join_layouts
 from reshard.errors import FormatError, LayoutError
+from reshard.state.live_state import LiveTensor
 from reshard.state.tensors import form_of
 from tests import gloo
 
@@ -174,7 +175,7 @@ def held_by_all(case):
             form = form_of(tensor, "w")
         except LayoutError as error:
             form = error
-        out[rank] = form, local, describe({"w": tensor}) if not isinstance(form, LayoutError) else None
+        out[rank] = form, local, describe({"w": LiveTensor("w", tensor)}) if not isinstance(form, LayoutError) else None
     return out, len(places) < len(ranks)
 
 
