@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.control.group import Group
 from reshard.errors import KeyMismatchError
 from reshard.formats.native.reader import NativeFacts
+from reshard.formats.stored.contents import LazyMapping
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.tensor import StoredTensor
 from reshard.state.container_types import needs_class, retyped, unmade
@@ -35,7 +37,8 @@ def own_values(
     saved_size = int(native.manifest.layout["world_size"]) if native is not None else 0
     out = {}
     for key in keys:
-        values, wrapper = _OfRanks(saved[key]), targets[key]
+        # mostly one is asked for
+        values, wrapper = LazyMapping({of: partial(_value, saved[key], of) for of in saved[key]}), targets[key]
         # who loads alone in a job of as many ranks as saved is still the rank that it was
         is_same = group.world_size == 1 and job_size in (len(values), saved_size)
         world = job_size if is_same else group.world_size
@@ -46,21 +49,6 @@ def own_values(
     return out
 
 
-class _OfRanks(Mapping[int, Any]):
-    """The values of all ranks, each read when it is asked for: mostly one is."""
-
-    def __init__(self, stored: Mapping[int, Any]) -> None:
-        self._stored = stored
-
-    def __getitem__(self, rank: int) -> Any:
-        value = self._stored[rank]
-        return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value
-
-    def __contains__(self, rank: object) -> bool:
-        return rank in self._stored
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
+def _value(saved: Mapping[int, Any], rank: int) -> Any:
+    value = saved[rank]
+    return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value

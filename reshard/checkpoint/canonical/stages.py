@@ -59,7 +59,7 @@ def stages_by_key(contents: Contents) -> dict[int, Contents] | None:
 
 
 def _part(contents: Contents, paths: Mapping[str, KeyPath]) -> Contents:
-    def of(whole: Mapping[str, Any]) -> LazyMapping[Any]:
+    def of(whole: Mapping[str, Any]) -> LazyMapping[str, Any]:
         return LazyMapping({key: partial(whole.__getitem__, key) for key in whole if key in paths})
 
     aliases = {key: target for key, target in contents.aliases.items() if key in paths}

@@ -14,18 +14,19 @@ from reshard.storage.base import Storage
 
 __all__ = ["Contents", "Facts", "Format", "LazyMapping", "merge"]
 
+K = TypeVar("K")
 V = TypeVar("V")
 F = TypeVar("F", bound="Facts")
 
 
-class LazyMapping(Mapping[str, V], Generic[V]):
-    """A mapping whose names are known and whose values are made, once, when asked for."""
+class LazyMapping(Mapping[K, V], Generic[K, V]):
+    """A mapping whose keys are known and whose values are made, once, when asked for."""
 
-    def __init__(self, makers: Mapping[str, Callable[[], V]]) -> None:
+    def __init__(self, makers: Mapping[K, Callable[[], V]]) -> None:
         self._makers = makers
-        self._made: dict[str, V] = {}
+        self._made: dict[K, V] = {}
 
-    def __getitem__(self, name: str) -> V:
+    def __getitem__(self, name: K) -> V:
         if name not in self._made:
             self._made[name] = self._makers[name]()
         return self._made[name]
@@ -33,7 +34,7 @@ class LazyMapping(Mapping[str, V], Generic[V]):
     def __contains__(self, name: object) -> bool:
         return name in self._makers
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[K]:
         return iter(self._makers)
 
     def __len__(self) -> int:
