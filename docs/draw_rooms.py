@@ -41,7 +41,7 @@ ACROSS = {
     "reshard.checkpoint": 0.84,
     "reshard.formats": 0.65,
     "reshard.control": 0.33,
-    "reshard.state": 0.33,
+    "reshard.state": 0.304,
     "reshard.storage": 0.72,
     "planners.reports": 0.52,
     "planners.testing": 0.84,
