@@ -85,7 +85,7 @@ def load(
 
     Raises (nothing was written then; `RankFailedError` on the other ranks, where they do not raise the same):
         KeyMismatchError: lists all missing, unexpected and mismatched keys of all ranks at once.
-        LayoutError: ranks differ in options other than mapping, threads, memory and progress; a target is no array.
+        LayoutError: ranks differ in options other than mapping, check, threads, memory, progress; a target is no array.
         DamagedCheckpointError: bytes are missing or were changed.
         CheckpointNotFoundError, FormatError: see `reshard.open`.
     """

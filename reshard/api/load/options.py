@@ -20,7 +20,7 @@ DtypePolicy = Literal["error", "cast", "saved"]
 ReadOnce = Literal["job", "host", "rank"]
 """Among whom no byte is read twice."""
 
-_OWN = frozenset({"mapping", "threads", "memory_budget_bytes", "progress", "wording"})
+_OWN = frozenset({"mapping", "check", "threads", "memory_budget_bytes", "progress", "wording"})
 """What each rank may choose for itself."""
 
 

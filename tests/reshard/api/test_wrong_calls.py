@@ -31,7 +31,6 @@ LOAD: dict[str, Any] = {
     "strict": {"*": "subset"},
     "dtype_policy": "cast",
     "dry_run": True,
-    "check": False,
     "read_once": True,
 }
 CONVERT: dict[str, Any] = {"overwrite": True, "resume": False, "format": "dcp", "dtype": "float16"}
@@ -98,7 +97,11 @@ def test_options_that_differ_between_ranks_are_refused_by_all_before_anything_is
     ("options", "given", "own"),
     [
         (SaveOptions, SAVE, {"memory_budget_bytes", "progress"}),
-        (LoadOptions, LOAD, {"mapping", "threads", "memory_budget_bytes", "progress", "entry_by_entry", "wording"}),
+        (
+            LoadOptions,
+            LOAD,
+            {"mapping", "check", "threads", "memory_budget_bytes", "progress", "entry_by_entry", "wording"},
+        ),
         (TransferOptions, TRANSFER, {"views", "source_layouts", "target_layouts", "deadline_s"}),
     ],
 )
