@@ -25,6 +25,7 @@ from reshard.errors import FormatError
 
 __all__ = ["Typed", "make_sequence", "needs_class", "rebuilt", "retyped", "sequence_kind", "typed", "unmade"]
 
+_SEQUENCES = (list, tuple, deque)
 _ATOMS = {int, float, str, bool, type(None), complex, bytes}
 _PLAIN_OF: dict[type, Callable[[Any], Any]] = {
     int: int.__int__,
@@ -200,13 +201,15 @@ def _alike(value: Any, live: Any) -> Any:
         own = {key: key for key in live if type(key) not in (str, int, bool)}  # keys of other classes may be equal
         items = {own.get(k, k): _alike(item, live[k]) if k in live else item for k, item in value.items()}
         return items if type(live) is dict else _mapping(items, live)
-    if isinstance(value, (list, tuple)) and isinstance(live, list | tuple) and len(value) == len(live):
+    if isinstance(value, _SEQUENCES) and isinstance(live, _SEQUENCES) and len(value) == len(live):
         return _with_items(value, [_alike(a, b) for a, b in zip(value, live)])
     return value
 
 
 def _with_items(value: Sequence[Any], items: list[Any]) -> Any:
     """The same kind of sequence with other items."""
+    if isinstance(value, deque):
+        return deque(items, value.maxlen)
     if type(value) is list or type(value) is tuple:
         return type(value)(items)
     made = _make(type(value), tuple(items) if isinstance(value, tuple) else items)
