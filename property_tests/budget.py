@@ -7,7 +7,8 @@ from hypothesis import settings
 DEFAULT = 200
 
 
-def examples(number: int) -> int:
-    """`number`, or what a profile such as `nightly` wants."""
+def examples(number: int, most: int | None = None) -> int:
+    """`number`, or what a profile such as `nightly` wants, but at most `most` where one example takes long."""
     wanted = settings.default.max_examples
+    wanted = wanted if most is None else min(wanted, most)
     return max(number, wanted) if wanted > DEFAULT else number

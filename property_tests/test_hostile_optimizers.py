@@ -146,7 +146,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return bits(reshard.get_optimizer_state_dict(model, optimizer))
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(300, most=10_000))
 @given(cases())
 def test_states_come_back_bit_for_bit_or_are_named(case: Any) -> None:
     model, optimizer = trained(case, 0.0, case["steps"])
@@ -194,12 +194,12 @@ def test_states_come_back_bit_for_bit_or_are_named(case: Any) -> None:
     now = partners(memory(other, fresh))
     for name, others in now.items():
         given_alone = {o for o in were.get(name, set()) if not o.startswith("model.") or case["with_model"]}
-        assert others == given_alone or others == held.get(name, set()) or name in report.untied, (case, name, report)
-        lost = given_alone - others
+        assert others <= given_alone | held.get(name, set()), (case, name, report)
+        lost = given_alone - others - {lacking}  # what was left out cannot be shared
         assert not lost or name in report.untied or lost & set(report.untied), (case, name, lost, report)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(60, most=10_000))
 @given(cases())
 def test_states_come_back_from_a_checkpoint(case: Any) -> None:
     model, optimizer = trained(case, 0.0, case["steps"])
@@ -212,6 +212,7 @@ def test_states_come_back_from_a_checkpoint(case: Any) -> None:
     storage = MemoryStorage()
     reshard.save({"model": model_state, "optim": state}, storage)
     other, fresh = trained(case, 3.0, 0)
+    held = partners(memory(other, fresh)).keys()  # Adagrad has state from its making on, which a load fills as it lies
     into_model, into = reshard.get_state_dict(other, fresh, options=options)
     whole = {"model": into_model, "optim": into}
     report = reshard.load(whole, storage)
@@ -221,12 +222,11 @@ def test_states_come_back_from_a_checkpoint(case: Any) -> None:
     found = copy.deepcopy(reshard.get_optimizer_state_dict(other, fresh))
     assert bits(found["state"]) == wanted["state"], case
     assert done.optimizer is not None
+    aliases = {key.removeprefix("optim.state.") for both in report.aliases.items() for key in both}
+    named = set(done.optimizer.untied) | (aliases & held)
     were, now = partners(memory(model, optimizer)), partners(memory(other, fresh))
     for name, others in were.items():
-        assert now[name] == others or name in done.optimizer.untied or (others & set(done.optimizer.untied)), (
-            case,
-            name,
-        )
+        assert now[name] == others or name in named or others & named, (case, name, done, report.aliases)
 
 
 def flat_tensors(value: Any) -> list[torch.Tensor]:

@@ -152,7 +152,7 @@ class _Copies:
         moved: set[int] = set()
         pool = [*self.targets, *model]
         for cluster in overlapping(pool):
-            known = [(pool[i], pool[i]) for i in cluster if i >= len(self.targets)]
+            known = [(pool[i], pool[i].detach()) for i in cluster if i >= len(self.targets)]
             for i in (i for i in cluster if i < len(self.targets)):
                 target, value = self.targets[i], self.values[i]
                 where = identity_of(target)

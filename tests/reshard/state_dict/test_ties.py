@@ -1,0 +1,151 @@
+"""Memory that states share with one another and with the model: kept, or named, and never written over in silence."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from reshard.errors import KeyMismatchError
+from reshard.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from reshard.state_dict.memory import overlapping
+from tests import gloo
+from tests.reshard.state_dict import zoo
+from tests.reshard.state_dict.test_optimizers import LENIENT
+from tests.same import assert_same
+
+
+class Master(torch.optim.Optimizer):
+    """A master copy that is the parameter where that is float32, and one step count for all."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        count = torch.zeros(())
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p not in self.state:
+                    self.state[p] = {"step": count, "master": p.data, "momentum": torch.ones_like(p)}
+        next(iter(self.state.values()))["step"].add_(1)
+
+
+def _pair(seed: int = 0):
+    torch.manual_seed(seed)
+    model = nn.Linear(2, 2)
+    optimizer = Master(model.parameters())
+    optimizer.step()
+    return model, optimizer
+
+
+def _tied(model, optimizer) -> bool:
+    state = [optimizer.state[p] for p in model.parameters()]
+    return state[0]["step"] is state[1]["step"] and all(
+        values["master"].data_ptr() == p.data_ptr() for p, values in optimizer.state.items()
+    )
+
+
+def test_state_that_is_the_parameter_or_shared_by_all_is_so_again_in_another_model() -> None:
+    model, optimizer = _pair()
+    model_state, state = get_state_dict(model, optimizer)
+    other = nn.Linear(2, 2)
+    fresh = Master(other.parameters())
+    report = set_state_dict(other, fresh, model_state_dict=model_state, optim_state_dict=state)
+    assert report.optimizer.untied == ()
+    assert _tied(other, fresh)
+    assert other.weight.data_ptr() != model.weight.data_ptr()
+    assert_same(get_state_dict(other, fresh), (model_state, state))
+
+
+def test_without_its_model_a_master_copy_is_one_of_its_own_and_the_model_is_left_alone() -> None:
+    model, optimizer = _pair()
+    other, running = _pair(1)
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    before = copy.deepcopy(get_model_state_dict(other))
+    report = set_optimizer_state_dict(other, running, state)
+    assert set(report.untied) == {"weight.master", "bias.master"}  # the parameters have other values
+    assert_same(get_model_state_dict(other), before)
+    assert_same(get_optimizer_state_dict(other, running)["state"], state["state"])
+
+
+def test_values_that_differ_are_not_written_over_one_another() -> None:
+    model, optimizer = _pair()
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    state["state"]["bias"]["step"] = torch.tensor(5.0)
+    report = set_optimizer_state_dict(model, optimizer, state)
+    assert report.untied == ("bias.step",)
+    assert [float(values["step"]) for values in optimizer.state.values()] == [1.0, 5.0]
+
+
+def test_state_and_weights_swapped_by_name_are_swapped() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).square().sum().backward()
+    optimizer.step()
+    model_state, state = get_state_dict(model, optimizer)
+
+    def swap(name: str) -> str:
+        return f"{1 - int(name[0])}{name[1:]}"
+
+    given = {swap(name): value for name, value in model_state.items()}
+    groups = state["param_groups"]
+    given_state = {"state": {swap(name): values for name, values in state["state"].items()}, "param_groups": groups}
+    wanted = copy.deepcopy((given, given_state))
+    set_state_dict(model, optimizer, model_state_dict=given, optim_state_dict=given_state)
+    assert_same(dict(sorted(get_model_state_dict(model).items())), dict(sorted(wanted[0].items())))
+    found = get_optimizer_state_dict(model, optimizer)["state"]
+    assert_same(dict(sorted(found.items())), dict(sorted(wanted[1]["state"].items())))
+
+
+def test_places_of_the_model_that_share_memory_take_no_two_values() -> None:
+    model = nn.Linear(3, 2)
+    model.register_buffer("row", model.weight.detach()[1])
+    given = {name: value.clone() for name, value in get_model_state_dict(model).items()}
+    set_model_state_dict(model, given)
+    given["row"] += 1
+    before = copy.deepcopy(get_model_state_dict(model))
+    for options in (None, LENIENT):
+        with pytest.raises(KeyMismatchError, match="weight: shares memory with another place"):
+            set_model_state_dict(model, given, options=options)
+    assert_same(get_model_state_dict(model), before)
+
+
+def test_only_what_overlaps_is_found() -> None:
+    flat = torch.zeros(12)
+    one, two, apart, across = flat[:4], flat[:4].view(2, 2), flat[4:8], flat[6:10]
+    assert overlapping([flat[:4], flat[4:8], flat[8:]]) == []
+    assert overlapping([apart, one, torch.zeros(4), two, across]) == [[1, 3], [0, 4]]
+    assert overlapping([flat[:0], flat[:0], torch.empty(3, device="meta"), torch.empty(3, device="meta")]) == []
+    assert overlapping([torch.eye(2).to_sparse()] * 2) == []
+
+
+def run_flat_parameters() -> None:
+    """The pieces of a flat parameter have one step count; the parameters of another model each have their own."""
+    model = zoo.fsdp1("FULL_SHARD", False)(zoo.make(0, hidden=9))
+    optimizer = zoo.OPTIMIZERS["adamw"](model.parameters())
+    zoo.train(model, optimizer, 2)
+    for options in (None, StateDictOptions(full_state_dict=True)):
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        steps = [values["step"].data_ptr() for values in state["state"].values()]
+        assert len(set(steps)) == len(steps)
+    plain = zoo.make(1, hidden=9)
+    fresh = zoo.OPTIMIZERS["adamw"](plain.parameters())
+    set_optimizer_state_dict(plain, fresh, state)
+    zoo.train(plain, fresh, 1)
+    assert {float(values["step"]) for values in fresh.state.values()} == {3.0}
+
+
+@pytest.mark.gloo
+def test_a_step_count_of_a_flat_parameter_is_not_shared_by_the_parameters_of_another_model() -> None:
+    gloo.run(run_flat_parameters, 2)
