@@ -24,7 +24,7 @@ from reshard.api.save import background
 from reshard.control.group import Group
 from reshard.dcp.default_planner import DefaultSavePlanner
 from reshard.dcp.engine.calls import Call
-from reshard.dcp.engine.protocol import run_save
+from reshard.dcp.engine.protocol import Write, run_save, write_here
 from reshard.dcp.engine.states import unwrapped
 from reshard.dcp.engine.storages import storage_by_position, writer_for
 from reshard.state.tensors import is_sharded
@@ -75,14 +75,19 @@ def save_state_dict(
 
 
 def _save(
-    state: dict[str, Any], writer: StorageWriter, planner: SavePlanner | None, group: Group, coordinator: int
+    state: dict[str, Any],
+    writer: StorageWriter,
+    planner: SavePlanner | None,
+    group: Group,
+    coordinator: int,
+    write: Write = write_here,
 ) -> Metadata:
     """torch's own planner as it is means the same as none: ours is quicker. Callers find in it what it would know."""
     if planner is not None and type(planner) is not _torch_planner.DefaultSavePlanner:
-        return run_save(state, writer, planner, group, coordinator)
+        return run_save(state, writer, planner, group, coordinator, write)
     choices = ("flatten_state_dict", "dedup_save_to_lowest_rank")
     ours = DefaultSavePlanner(**{name: getattr(planner, name) for name in choices if planner is not None})
-    metadata = run_save(state, writer, ours, group, coordinator)
+    metadata = run_save(state, writer, ours, group, coordinator, write)
     if planner is not None:
         known = {**vars(ours), "metadata": metadata}
         vars(planner).update({name: value for name, value in known.items() if not name.startswith("_")})
@@ -106,21 +111,25 @@ def async_save(
     Any process group will do: the background thread talks over the store, not over the group's backend.
 
     Args:
-        async_checkpointer_type: accepted for torch's sake: a thread does the work, whatever is asked for.
+        async_checkpointer_type: `AsyncCheckpointerType.PROCESS`, or "process": files are written by a process of
+            their own, which serves all saves and ends with this one; it takes memory for what this rank writes.
         async_stager: copies the state, in place of our own copy to the CPU; by default `storage_writer`, if that is an
             `AsyncStager`. It stays the caller's to close.
 
     Returns:
         A `Future` of the metadata; where the stager itself answers with a future, an `AsyncSaveResponse` of two.
     """
-    del async_checkpointer_type, use_collectives
+    del use_collectives
     call = Call(process_group, no_dist)
     with call.as_torch_raises() as group, group.together("stage", meet=False):
         writer = writer_for(checkpoint_id, storage_writer)
         stager = async_stager if async_stager is not None else writer if isinstance(writer, AsyncStager) else None
         state = unwrapped(state_dict)
         staged = _copied(state) if stager is None else stager.stage(state)
-    done = _in_background(lambda: _save(_now(staged), writer, planner, group, 0), call)
+    write = write_here
+    if getattr(async_checkpointer_type, "value", async_checkpointer_type) == "process":
+        from reshard.dcp.engine.saving_process import write_in_process as write  # mostly a thread will do
+    done = _in_background(lambda: _save(_now(staged), writer, planner, group, 0, write), call)
     if isinstance(staged, Future):
         # newer than torch 2.6
         return _torch.AsyncSaveResponse(staging_completion=_without_value(staged), upload_completion=done)  # type: ignore[arg-type]  # it is of the metadata

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from reshard.control.group import Group
@@ -16,11 +16,28 @@ from reshard.dcp.engine.misfits import refuse_lost_state
 from reshard.state.deferred_optimizer import Saved, places
 from reshard.state.dtypes import dtype_name
 
-__all__ = ["run_load", "run_save"]
+__all__ = ["Write", "run_load", "run_save", "write_here"]
+
+
+Write = Callable[[StorageWriter, SavePlan, SavePlanner], list[Any]]
+"""What writes the items of a rank: gives what `StorageWriter.write_data` gives."""
+
+
+def write_here(writer: StorageWriter, plan: SavePlan, planner: SavePlanner) -> list[Any]:
+    """In this process."""
+    written = writer.write_data(plan, planner)
+    written.wait()
+    results: list[Any] = written.value()
+    return results
 
 
 def run_save(
-    state_dict: dict[str, Any], writer: StorageWriter, planner: SavePlanner, group: Group, coordinator: int
+    state_dict: dict[str, Any],
+    writer: StorageWriter,
+    planner: SavePlanner,
+    group: Group,
+    coordinator: int,
+    write: Write = write_here,
 ) -> Metadata:
     """Plan on every rank, put the plans together on the coordinator, write everywhere, finish on the coordinator.
 
@@ -39,9 +56,7 @@ def run_save(
     plans, metadata = pickle.loads(group.share(both if is_coordinator else None, coordinator))
     final = planner.finish_plan(plans[group.rank])
     with group.together("write"):
-        written = writer.write_data(final, planner)
-        written.wait()
-        results = group.exchange(pickle.dumps(written.value()))
+        results = group.exchange(pickle.dumps(write(writer, final, planner)))
     with group.together("finish"):
         if is_coordinator:
             writer.finish(metadata, [pickle.loads(data) for data in results])

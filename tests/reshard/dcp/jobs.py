@@ -383,3 +383,14 @@ def wrapped_shards(folder: str) -> dict[str, bool]:
         load(target, checkpoint_id=f"{folder}/{name}")
         out[what] = right(target["w"])
     return out
+
+
+def by_processes(folder: str) -> bool:
+    """Every rank's shards are written by a process of its own; torch reads them."""
+    ours.async_save({"x": _shards()["x"], "n": 3}, checkpoint_id=folder, async_checkpointer_type="process").result()
+    target: dict[str, Any] = {
+        "x": distribute_tensor(torch.zeros(16), init_device_mesh("cpu", (2,)), [Replicate()]),
+        "n": 0,
+    }
+    theirs.load(target, checkpoint_id=folder)
+    return torch.equal(target["x"].full_tensor(), torch.arange(16.0)) and target["n"] == 3

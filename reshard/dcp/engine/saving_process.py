@@ -1,0 +1,239 @@
+"""A process that writes for this one, so that the training loop keeps its interpreter to itself.
+
+Plans are made, and ranks talk, where they always do. Only what an item is made of goes to the process, in memory that
+both share and that has no name in any file system:
+
+    training process    resolve items into shared memory, order ──►          ◄── results, or the error
+    saving process                                                write_data
+
+It is started by the first save that asks for it and serves all later ones. It ends with its parent, however that ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import mmap
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from reshard.errors import StorageError
+from reshard.storage import Storage
+
+__all__ = ["write_in_process"]
+
+_ALIGN_BYTES = 64
+_LOOK_S = 0.5
+"""How often the process looks whether its parent lives."""
+
+
+class _Row(NamedTuple):
+    """Where an item's data is in the shared memory; without a dtype it is an object's bytes."""
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+
+
+def write_in_process(writer: StorageWriter, plan: SavePlan, planner: SavePlanner) -> list[Any]:
+    """What `writer.write_data` gives, called in the saving process. Takes memory for all data of the plan.
+
+    Raises its error, or StorageError if the process cannot be had, died, or could not reach the storage.
+    """
+    storage = getattr(writer, "storage", None)
+    if isinstance(storage, Storage) and not storage.is_common:
+        raise StorageError(f"another process does not see {storage.url}: save by AsyncCheckpointerType.THREAD")
+    with _lock:
+        global _process
+        if _process is not None and not _process.is_alive:
+            _process.end()
+            _process = None
+        _process = _process or _SavingProcess()
+        return _process.write(writer, plan, planner)
+
+
+class _SavingProcess:
+    """The parent's side."""
+
+    def __init__(self) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise StorageError("this system shares no memory without a name: save by AsyncCheckpointerType.THREAD")
+        self._memory = os.memfd_create("reshard-save", os.MFD_CLOEXEC)
+        path = os.pathsep.join(path for path in sys.path if path)
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "reshard.dcp.engine.saving_process", str(self._memory), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(self._memory,),
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can take an order."""
+        return self.child.poll() is None
+
+    def write(self, writer: StorageWriter, plan: SavePlan, planner: SavePlanner) -> list[Any]:
+        """One order and its answer."""
+        rows = self._share([planner.resolve_data(item) for item in plan.items])
+        try:
+            order = pickle.dumps((writer, plan, rows))
+        except Exception as error:
+            raise StorageError(
+                f"this {type(writer).__name__} cannot be given to a process ({error}): save by "
+                "AsyncCheckpointerType.THREAD"
+            ) from error
+        try:
+            _send(self.child.stdin, order)
+            answer = _receive(self.child.stdout)
+        except OSError:
+            answer = None
+        finally:
+            os.ftruncate(self._memory, 0)
+        if answer is None:
+            raise StorageError(f"the saving process ended with code {self.child.wait()} before all was written")
+        written, failure = pickle.loads(answer)
+        if failure is not None:
+            raise failure
+        results: list[Any] = written
+        return results
+
+    def _share(self, values: Sequence[torch.Tensor | io.BytesIO]) -> list[_Row]:
+        rows, size = [], 0
+        for value in values:
+            kind, shape = (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else (None, ())
+            nbytes = value.nbytes if isinstance(value, torch.Tensor) else value.getbuffer().nbytes
+            rows.append(_Row(size, nbytes, kind, shape))
+            size += -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        os.ftruncate(self._memory, max(size, 1))
+        whole = torch.frombuffer(mmap.mmap(self._memory, max(size, 1)), dtype=torch.uint8)
+        with torch.no_grad():
+            for row, value in zip(rows, values, strict=True):
+                if isinstance(value, torch.Tensor):
+                    _view(whole, row).copy_(value)
+                elif row.nbytes:
+                    data = torch.frombuffer(value.getbuffer(), dtype=torch.uint8)
+                    whole[row.start : row.start + row.nbytes] = data
+        return rows
+
+    def end(self) -> None:
+        """Let it go, and wait until it has."""
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        with suppress(BrokenPipeError):
+            self.child.stdin.close()
+        self.child.wait()
+        self.child.stdout.close()
+        os.close(self._memory)
+
+
+_lock = threading.Lock()
+_process: _SavingProcess | None = None
+_of_parent: list[_SavingProcess] = []
+"""In a fork: kept, since pipes that nobody refers to are closed."""
+
+
+def _end() -> None:
+    if _process is not None:
+        _process.end()
+
+
+def _forget() -> None:
+    """In a fork: the process is the parent's."""
+    global _process, _lock
+    if _process is not None:
+        _process.child.returncode = 0  # so that nobody waits for it here
+        _of_parent.append(_process)
+    _process, _lock = None, threading.Lock()
+
+
+atexit.register(_end)
+os.register_at_fork(after_in_child=_forget)
+
+
+def _view(whole: torch.Tensor, row: _Row) -> torch.Tensor:
+    assert row.dtype is not None
+    return whole[row.start : row.start + row.nbytes].view(row.dtype).view(row.shape)
+
+
+def _send(stream: Any, data: bytes) -> None:
+    stream.write(len(data).to_bytes(8, "little") + data)
+    stream.flush()
+
+
+def _receive(stream: Any) -> bytes | None:
+    """The next message; None if there is none any more."""
+    head = stream.read(8)
+    size = int.from_bytes(head, "little")
+    data: bytes = stream.read(size)
+    return data if len(head) == 8 and len(data) == size else None
+
+
+class _Shared(SavePlanner):
+    """Gives the data of items that lie in shared memory."""
+
+    def __init__(self, plan: SavePlan, rows: Sequence[_Row], whole: torch.Tensor) -> None:
+        self._rows, self._whole = {item.index: row for item, row in zip(plan.items, rows, strict=True)}, whole
+
+    def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
+        row = self._rows[write_item.index]
+        if row.dtype is not None:
+            return _view(self._whole, row)
+        return io.BytesIO(self._whole[row.start : row.start + row.nbytes].numpy().tobytes())
+
+    set_up_planner = create_local_plan = create_global_plan = finish_plan = None  # type: ignore[assignment]  # the parent's
+
+
+def _serve(memory: int, parent: int) -> None:
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    orders, answers = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr
+    while (order := _receive(orders)) is not None:
+        try:
+            _send(answers, pickle.dumps((_write(memory, order), None)))
+        except Exception as error:
+            _send(answers, _packed(error))
+
+
+def _write(memory: int, order: bytes) -> list[Any]:
+    writer, plan, rows = pickle.loads(order)  # from the parent
+    whole = torch.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), dtype=torch.uint8)
+    done = writer.write_data(plan, _Shared(plan, rows, whole))
+    done.wait()
+    results: list[Any] = done.value()
+    return results
+
+
+def _packed(error: Exception) -> bytes:
+    """An answer that tells of an error, in words where it does not let itself be sent."""
+    try:
+        data = pickle.dumps((None, error))
+        pickle.loads(data)
+    except Exception:  # whatever its class does when it is pickled
+        data = pickle.dumps((None, StorageError(f"{type(error).__name__}: {error}")))
+    return data
+
+
+def _end_with(parent: int) -> None:
+    """Stop at once, without cleaning up, when the parent is gone: its save counts no more."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    from reshard.dcp.engine import saving_process  # what is pickled is of the module's own name, not of "__main__"
+
+    saving_process._serve(int(sys.argv[1]), int(sys.argv[2]))
