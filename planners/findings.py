@@ -51,7 +51,7 @@ class Coverage:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """What `verify` found."""
 
@@ -80,6 +80,11 @@ class Report:
 
     def __bool__(self) -> bool:
         return self.ok
+
+    def __repr__(self) -> str:
+        """One line; `str` has all findings."""
+        more = [] if self.ok else [f"{len(self.findings)} findings, the first: {self.findings[0]}"]
+        return f"Report({', '.join([f'{self.subject!r}, {self.tensors} tensors', *(more or ['right'])])})"
 
     def __str__(self) -> str:
         head = f"{self.subject}: {self.tensors} tensors, {'right' if self.ok else f'{len(self.findings)} findings'}"

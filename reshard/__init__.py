@@ -8,6 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+"""Read by the build, too: this is the one place."""
+
 _HOME = {
     "Checkpoint": "checkpoint.checkpoint",
     "ConvertReport": "api.convert.converting",
@@ -92,15 +95,19 @@ if TYPE_CHECKING:
     from reshard.state_dict import set_state_dict as set_state_dict
 
 
-def __getattr__(name: str) -> Any:
-    if name == "dcp":
-        return importlib.import_module("reshard.dcp")
-    if name not in _HOME:
-        raise AttributeError(f"module 'reshard' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"reshard.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # which would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name == "dcp":
+            return importlib.import_module("reshard.dcp")
+        if name not in _HOME:
+            from reshard.errors import did_you_mean
+
+            raise AttributeError(f"module 'reshard' has no attribute {name!r}{did_you_mean(name, _HOME)}")
+        value = getattr(importlib.import_module(f"reshard.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*_HOME, "__version__", "dcp"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Collection, Iterable
 from typing import Any
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "UndefinedTargetsError",
     "UnsafeDataError",
     "did_you_mean",
+    "format_names",
     "format_ranks",
 ]
 
@@ -143,3 +145,10 @@ def format_ranks(ranks: Iterable[int], limit: int = 20) -> str:
     words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans[:limit])
     more = f" and more, {len(every)} in all" if len(spans) > limit else ""
     return f"rank{'s' * (len(every) != 1)} {words}{more}"
+
+
+def format_names(names: Collection[str], limit: int = 3) -> str:
+    """How many, and the first few of them: `"5 ('a', 'b', 'c', ...)"`; `"0"`."""
+    first = [repr(name) for name in itertools.islice(names, limit)]
+    more = ["..."] if len(names) > limit else []
+    return f"{len(names)} ({', '.join([*first, *more])})" if first else "0"

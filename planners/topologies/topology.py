@@ -86,7 +86,7 @@ class Home:
         return ",".join(f"{name}={coordinate}" for name, coordinate in self.at)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Topology:
     """A mesh, and rules and homes for the tensors on it.
 
@@ -246,6 +246,12 @@ class Topology:
         lines += [f"{r.pattern} -> {r.text}{' (optional)' if r.optional else ''}" for r in self.rules]
         lines += [f"{h.pattern} on {h.text}{' (optional)' if h.optional else ''}" for h in self.homes]
         return "\n".join([*lines, *([f"even {','.join(self.even)}"] if self.even else [])])
+
+    def __repr__(self) -> str:
+        """One line, with the first rules; `str` has all of it."""
+        first = [f"{rule.pattern!r}: {rule.text!r}" for rule in self.rules[:3]] + ["..."] * (len(self.rules) > 3)
+        homes = f", {len(self.homes)} homes" if self.homes else ""
+        return f"Topology({str(self.mesh)!r}, {len(self.rules)} rules {{{', '.join(first)}}}{homes})"
 
     def __hash__(self) -> int:
         return hash((self.mesh, self.rules, self.homes, self.even))

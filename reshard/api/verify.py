@@ -47,6 +47,8 @@ WINDOW_BYTES = 32 << 20
 def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool = False) -> Report:
     """Is the checkpoint at `path` whole, consistent and undamaged?
 
+        reshard.verify("run/step-1000").raise_if_failed()
+
     Always: all files are there with their lengths, the chunks of every tensor tile it exactly once, and the plan by
     which the native format finds its bytes is proved; an index for Hugging Face tools beside it must say the same. With
     `deep`: every byte is read; blocks are compared with their

@@ -195,6 +195,9 @@ def _similar(name: str, known: Mapping[str, Any]) -> str:
 def open(path: str | os.PathLike[str] | Storage) -> Checkpoint:
     """Open a checkpoint of any known format: a folder, a single file, or a URL of either.
 
+        checkpoint = reshard.open("run/step-1000")
+        rows = checkpoint["model.wq.weight"][:4]  # reads these rows only
+
     Reads the metadata only. Nothing in the checkpoint is executed: see `reshard.formats.pickles`.
 
     Raises:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from reshard import __version__
 from reshard.cli import convert, demo, diff, inspect, normalize, plan, verify
 from reshard.cli.usage import UsageError, in_words_of_the_command_line
 
@@ -70,9 +71,7 @@ for command, examples in _EXAMPLES.items():
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        print(f"reshard {version('reshard')}")
+        print(f"reshard {__version__}")
         raise typer.Exit
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reshard.cli.usage import UsageError
-from reshard.errors import CheckpointNotFoundError, FormatError
+from reshard.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from planners.geometry.layout import StateLayout
@@ -71,16 +71,16 @@ def side(
     from planners.errors import PlanError
     from planners.topologies.words import WORDS, looks_like_a_topology, topology_of
 
-    path = Path(text)
-    if path.is_file() and path.suffix in (".json", ".topology", ".txt"):
-        return _from_file(path, rules)
-    if looks_like_a_topology(text) and not path.exists():
+    if looks_like_a_topology(text) and not Path(text).exists():
         try:
             return topology_of(text, rules)
         except PlanError as error:
             raise UsageError(str(error)) from None
     import reshard
+    from reshard.api.plan import is_layout_file, read_layout_file
 
+    if is_layout_file(text):
+        return read_layout_file(text, rules)
     try:
         checkpoint = reshard.open(text)
     except CheckpointNotFoundError as error:
@@ -98,20 +98,3 @@ def _canonical(checkpoint: Checkpoint, hints: Mapping[str, Any] | None) -> State
     leaves = flatten(checkpoint.normalized(hints), is_leaf=lambda value: isinstance(value, LazyTensor)).leaves
     tensors = {key_of(path): value.stored for path, value in leaves.items() if isinstance(value, LazyTensor)}
     return StateLayout({key: stored_layout(stored.renamed(key)) for key, stored in tensors.items()})
-
-
-def _from_file(path: Path, rules: Mapping[str, str]) -> StateLayout | Topology:
-    from planners.geometry.layout import StateLayout
-    from planners.load.plan import LoadPlan
-    from planners.reports.codec import loads
-    from planners.topologies.topology import Topology
-
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".json":
-        return Topology.parse(text, rules)
-    value = loads(text)
-    if isinstance(value, LoadPlan):
-        return value.wanted
-    if not isinstance(value, StateLayout | Topology):
-        raise FormatError(f"{path} holds a {type(value).__name__}, not a layout or topology")
-    return value

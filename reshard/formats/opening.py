@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -67,10 +68,20 @@ def open_contents(path: str | os.PathLike[str] | Storage, *, preferred: Format |
     return replace(contents, files=tuple(files[name] for name in names)), url
 
 
+def _of_a_hub(url: str) -> str:
+    """What to do where a path looks like the name of a model, "owner/name", and there is no such folder of an owner."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.\-]*", url) or os.path.isdir(url.partition("/")[0]):
+        return ""
+    return (
+        f". If that is a model of the Hugging Face hub, download it first and open the folder: "
+        f"open(huggingface_hub.snapshot_download({url!r}))"
+    )
+
+
 def _open(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Contents:
     if not names:
         killed = any(map(is_generation, storage.empty_folders()))
-        why = ": a save was killed before it wrote anything, or is just beginning" if killed else ""
+        why = ": a save was killed before it wrote anything, or is just beginning" if killed else _of_a_hub(url)
         raise CheckpointNotFoundError(f"there is nothing at {url}{why}")
     format = _pick(storage, names, url, preferred)
     if preferred is not None and preferred.name == format.name:

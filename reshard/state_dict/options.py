@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from reshard.errors import NormalizationError
+from reshard.errors import NormalizationError, format_names
 
 __all__ = ["Cast", "OptimizerReport", "SetReport", "StateDictOptions", "as_options"]
 
@@ -72,7 +72,7 @@ class Cast:
         return f"{self.name}: {self.saved} -> {self.live}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OptimizerReport:
     """What `set_optimizer_state_dict` found."""
 
@@ -97,8 +97,20 @@ class OptimizerReport:
     added_fields: tuple[str, ...] = ()
     """Group fields that the live group did not have."""
 
+    def __repr__(self) -> str:
+        return f"OptimizerReport({_first_of_each(self)})"
 
-@dataclass(frozen=True)
+
+def _first_of_each(report: Any) -> str:
+    """The fields that say something, each with its first names."""
+    said = {f.name: getattr(report, f.name) for f in fields(report)}
+    names = [
+        f"{what} {format_names([str(v) for v in of])}" for what, of in said.items() if isinstance(of, tuple) and of
+    ]
+    return ", ".join([*names, *(repr(of) for of in said.values() if isinstance(of, OptimizerReport))]) or "all was set"
+
+
+@dataclass(frozen=True, repr=False)
 class SetReport:
     """What `set_model_state_dict` or `set_state_dict` found and did.
 
@@ -130,6 +142,9 @@ class SetReport:
     def unexpected_keys(self) -> list[str]:
         """`unexpected`, by torch's name."""
         return list(self.unexpected)
+
+    def __repr__(self) -> str:
+        return f"SetReport({_first_of_each(self)})"
 
     def __iter__(self) -> Iterator[list[str]]:
         yield self.missing_keys

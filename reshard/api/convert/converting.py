@@ -74,6 +74,8 @@ def convert(
 ) -> ConvertReport:
     """Write the checkpoint `source` in another format, under other names, cut otherwise, or all of these.
 
+        reshard.convert("run/step-1000", "hf", format="safetensors", model_only=True, dtype="bfloat16")
+
     Each process holds 48 MiB of tensors at a time, however large they are. The target is published last: a
     conversion that was interrupted leaves nothing that opens as a checkpoint, and the same call continues it. What a
     killed one left is removed by the next conversion to the same target, or by `prune`.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from reshard.api.arguments import check_arguments
 from reshard.api.load.matching import Match, match_keys
 from reshard.api.load.mismatches import hear_all
 from reshard.api.load.options import DtypePolicy, LoadOptions, Mode, ReadOnce
@@ -54,6 +55,8 @@ def load(
 ) -> LoadReport:
     """Fill `state_dict`, in place, from the checkpoint at `path`, whatever layout and format it was saved in.
 
+        report = reshard.load(state, "run/step-1000")  # as {"model": reshard.get_model_state_dict(model), "step": 0}
+
     Tensors, DTensors and ShardedTensors are written into; meta tensors are replaced by real ones; everything else is
     replaced in its container. Nothing is written before the plan is proved, every byte range is known to exist, and all
     blocks that a rank reads whole for itself have the right checksum; what is read for several ranks at once, or from
@@ -75,19 +78,17 @@ def load(
             of one machine read for one another where that touches less, see docs/reading.md. False, or "rank": none do.
         process_group: with torch.distributed initialized, the ranks that load together: all end alike. A key of the
             checkpoint is unexpected only if none of them wants it.
-        alone: this process loads by itself, in a running job too, and waits for nobody; of sharded tensors it reads its
-            own shards.
+        alone: this process loads by itself, in a running job too; of sharded tensors it reads its own shards.
         threads: at most so many copy at once; default: this process's share of the machine's processors, up to 8.
-        memory_budget_bytes: for what is staged on its way to another dtype or device, or read where the storage has no
-            view of its bytes, of which 2 MiB are read at once however small the budget; default: 32 MiB a thread.
+        memory_budget_bytes: for what is staged on its way to another dtype or device, or has no view of its bytes, of
+            which 2 MiB are read at once however small it is; default: 32 MiB a thread.
         progress: the first rank shows bars where somebody looks on. Each phase logs one line in any case.
         deadline_s: how long the whole may take.
 
     Raises (nothing was written then; `RankFailedError` on the other ranks, where they do not raise the same):
         KeyMismatchError: lists all missing, unexpected and mismatched keys of all ranks at once.
         LayoutError: ranks differ in options other than mapping, check, threads, memory, progress; a target is no array.
-        DamagedCheckpointError: bytes are missing or were changed.
-        CheckpointNotFoundError, FormatError: see `reshard.open`.
+        DamagedCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
     """
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("load"):
@@ -105,6 +106,7 @@ def load_with(
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """`load` among the ranks of `group`, within a phase of theirs."""
+    check_arguments("load", state_dict, path, Checkpoint)
     group.same_options("load", options.shared())
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     checkpoint = _mapped(checkpoint, options.mapping)

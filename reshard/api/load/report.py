@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from planners.units import format_bytes
+from reshard.errors import format_names
+
 __all__ = ["LoadReport"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadReport:
     """What a load did, or in a dry run would do, on this rank."""
 
@@ -53,3 +56,12 @@ class LoadReport:
     def ok(self) -> bool:
         """Whether both sides had the same keys and shapes, and nothing of the target is gone."""
         return not (self.missing or self.unexpected or self.mismatched or self.dropped)
+
+    def __repr__(self) -> str:
+        """One line: what was loaded and read, and the first names of all that did not go as it should."""
+        did = "would load" if self.dry_run else "loaded"
+        head = f"{'ok' if self.ok else 'not ok'}, {did} {len(self.loaded)} of {self.path!r} ({self.format})"
+        kinds = ("missing", "unexpected", "outside", "mismatched", "dropped", "cast", "replaced", "resized")
+        odd = [f"{kind} {format_names(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
+        read = f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"
+        return f"LoadReport({', '.join([head, *odd, read])})"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from planners.transfer.plan import TransferPlan
 from planners.transfer.rounds import Schedule
+from planners.units import format_bytes
 from planners.views.pullback import filled_slots
 from reshard.api.redistribute.agreement import Agreed, Options, Side, TransferOptions, agree
 from reshard.api.redistribute.lane_memory import LaneMemory, part_tensors, refuse_shared_memory
@@ -20,7 +21,7 @@ from reshard.api.redistribute.pairing import Pairing
 from reshard.api.redistribute.plain_values import Values, check_replicas
 from reshard.api.redistribute.transfer_steps import Steps, plan_steps
 from reshard.control.group import Group
-from reshard.errors import LayoutError, RankFailedError, UndefinedTargetsError
+from reshard.errors import LayoutError, RankFailedError, UndefinedTargetsError, format_names
 from reshard.execute.messages.exchange import Exchange
 from reshard.execute.messages.waiting import Waiter
 from reshard.state.dtypes import dtype_from_name
@@ -29,7 +30,7 @@ from reshard.state.tensors import local_tensors
 __all__ = ["Prepared", "TransferReport", "prepare", "redistribute"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TransferReport:
     """What a transfer did, on this rank where nothing else is said."""
 
@@ -60,6 +61,13 @@ class TransferReport:
     """Whether the plan was made now, and not found from an earlier transfer of the same geometry."""
     seconds: Mapping[str, float] = field(compare=False)
     """Time by phase."""
+
+    def __repr__(self) -> str:
+        """One line: what was moved, and the first names of what was not."""
+        kinds = ("missing", "unexpected", "cast")
+        odd = [f"{kind} {format_names(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
+        moved = f"moved {len(self.moved)}, {format_bytes(self.bytes_moved)} between ranks in {self.rounds} rounds"
+        return f"TransferReport({', '.join([moved, *odd])})"
 
 
 _MAX_CACHED = 16

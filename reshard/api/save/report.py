@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from planners.units import format_bytes
+from reshard.errors import format_names
+
 __all__ = ["SaveReport"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SaveReport:
     """What a save did. Equal on all ranks but for `bytes_written` and `seconds`."""
 
@@ -26,3 +29,9 @@ class SaveReport:
     """Keys of which each rank's own value was kept."""
     seconds: Mapping[str, float] = field(compare=False)
     """Time of this rank, by phase."""
+
+    def __repr__(self) -> str:
+        """One line, with the first names of what is tied or each rank's own."""
+        head = f"{self.tensors} tensors, {self.objects} objects, {format_bytes(self.total_bytes)} in {self.path!r}"
+        odd = [f"{what} {format_names(getattr(self, what))}" for what in ("aliases", "per_rank") if getattr(self, what)]
+        return f"SaveReport({', '.join([head, *odd])}, {format_bytes(self.bytes_written)} by this rank)"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from planners.save.plan import plan_writes
 from planners.save.proof import verify_save
+from reshard.api.arguments import check_arguments
 from reshard.api.save import background
 from reshard.api.save.options import SaveOptions
 from reshard.api.save.report import SaveReport
@@ -54,6 +55,9 @@ def save(
     alone). Every distinct element is written once, by one of the ranks that hold it. A checkpoint that is at `path`
     already stays whole until the new one is, and is then removed.
 
+        state = {"model": reshard.get_model_state_dict(model), "step": step}
+        report = reshard.save(state, f"run/step-{step}")
+
     Args:
         path: a local folder, a URL or a `Storage`, the same for all ranks and visible to all.
         process_group: the ranks that save together; all of them, and no others, make the call.
@@ -82,6 +86,7 @@ def save(
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("save"):
         options = SaveOptions(select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress)
+        check_arguments("save", state_dict, path)
         job, state = _prepare(state_dict, path, group, options)
         return _finish(job, _entries(job, state))
 

@@ -1,0 +1,43 @@
+"""Calls with wrong arguments, told before anything is read or written: what was given, and the call that was meant."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from reshard.errors import FormatError
+from reshard.storage.base import Storage
+
+__all__ = ["check_arguments"]
+
+
+def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:
+    """Raises FormatError for swapped arguments, for what is no path, and for modules and optimizers in place of state.
+
+    `paths` are further classes that stand for a path.
+    """
+    paths = (str, os.PathLike, Storage, *paths)
+    if isinstance(state, paths) and not isinstance(path, paths):
+        raise FormatError(f"the path comes second: {verb}(state_dict, {state!r}), not {verb}({state!r}, state_dict)")
+    if not isinstance(path, paths):
+        raise FormatError(f"{verb}(state_dict, path) needs a path, URL or Storage, got {type(path).__name__}")
+    below = state.items() if verb == "load" and isinstance(state, dict) else ()  # a save looks at every value itself
+    for key, value in [("", state), *below]:
+        if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+            where = f"the value under {key!r}" if key else "the first argument"
+            raise FormatError(f"{where} of {verb} is a {type(value).__name__}, not its state. {_fix(verb, value, key)}")
+
+
+def _fix(verb: str, value: Any, key: str) -> str:
+    """The calls that were meant."""
+    if isinstance(value, torch.nn.Module):
+        calls = ["state = reshard.get_model_state_dict(model)"]
+        back = "reshard.set_model_state_dict(model, state)"
+    else:
+        fresh = "optimizer_destinations(model, optimizer, path)"  # which has no state yet
+        calls = [f"state = reshard.{fresh if verb == 'load' else 'get_optimizer_state_dict(model, optimizer)'}"]
+        back = "reshard.set_optimizer_state_dict(model, optimizer, state)"
+    inner = f"{{{key!r}: state}}" if key else "state"
+    return "Write: " + "; ".join([*calls, f"reshard.{verb}({inner}, path)", *([back] if verb == "load" else [])])

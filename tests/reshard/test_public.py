@@ -1,0 +1,146 @@
+"""What one sees first of the package: its names, its version, what reports look like, and what a wrong call is told."""
+
+from __future__ import annotations
+
+import ast
+import pydoc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import planners
+import reshard
+from planners import Finding, LayoutMismatchError, PlanError, Report, Topology, dumps
+from reshard.errors import FormatError, LayoutError
+
+NET = nn.Linear(4, 2)
+
+
+def test_one_version() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+
+    assert reshard.__version__.count(".") == 2
+    assert 'version = { attr = "reshard.__version__" }' in text
+    assert '\nversion = "' not in text
+
+
+@pytest.mark.parametrize("package", [reshard, planners])
+def test_dir_is_the_public_names_once(package) -> None:
+    names = dir(package)
+
+    assert names == sorted(set(names))
+    assert set(names) - {"__version__", "dcp"} == set(package.__all__)
+    assert all(getattr(package, name) is not None for name in names)
+
+
+@pytest.mark.parametrize("package", [reshard, planners])
+def test_type_checkers_see_every_name_and_no_others(package) -> None:
+    """A `__getattr__` that they see would make any misspelt name right."""
+    tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
+    blocks = {ast.unparse(node.test): node for node in tree.body if isinstance(node, ast.If)}
+    told = {alias.asname or alias.name for n in ast.walk(blocks["TYPE_CHECKING"]) for alias in getattr(n, "names", [])}
+
+    assert told - {"dcp"} == set(package.__all__)
+    assert [n.name for n in blocks["not TYPE_CHECKING"].body] == ["__getattr__"]
+    assert "__getattr__" not in {getattr(node, "name", "") for node in tree.body}
+
+
+def test_a_misspelt_name_is_told() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'sav': did you mean 'save'"):
+        _ = reshard.sav
+
+
+@pytest.mark.parametrize("name", ["load", "save", "open", "convert", "verify", "plan"])
+def test_help_has_an_example(name) -> None:
+    shown = pydoc.plain(pydoc.render_doc(getattr(reshard, name)))
+
+    assert f"reshard.{name}(" in shown
+
+
+def test_reports_are_one_short_line(tmp_path) -> None:
+    state = {f"layers.{i}.weight": torch.ones(4) for i in range(2000)}
+    saved = reshard.save(state, tmp_path / "c")
+    report = reshard.load({**state, **{f"more.{i}": torch.ones(1) for i in range(2000)}}, tmp_path / "c", strict=False)
+    moved = reshard.redistribute({"w": torch.ones(2)}, {"w": torch.zeros(2)})
+    torn = Report("a plan", tuple(Finding("is missing", f"w{i}") for i in range(2000)), 2000)
+    topology = planners.pipelined(planners.fsdp_tp(2, 2), 8, 800)
+    options = reshard.StateDictOptions(strict=False)
+    done = reshard.set_model_state_dict(NET, {f"x{i}": torch.ones(1) for i in range(2000)}, options=options)
+    plan = reshard.plan(tmp_path / "c", "fsdp=2")
+    for shown in map(repr, (saved, report, moved, torn, topology, done, plan, plan.wanted)):
+        assert "\n" not in shown
+        assert len(shown) < 600
+
+    assert repr(report).startswith("LoadReport(not ok, loaded 2000 of ")
+    assert "missing 2000 ('more.0', 'more.1', 'more.2', ...)" in repr(report)
+    assert repr(done).startswith("SetReport(missing 2 ('weight', 'bias'), unexpected 2000 ('x0', 'x1', 'x2', ...)")
+    assert "2000 tensors" in repr(saved)
+    assert repr(moved).startswith("TransferReport(moved 1, ")
+    assert "2000 findings, the first: 'w0'" in repr(torn)
+    assert "homes" in repr(topology)
+    assert Topology.parse(str(topology)) == topology
+
+
+def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
+    state = {"a.weight": torch.ones(6, 4), "b.weight": torch.ones(5)}
+    reshard.save(state, tmp_path / "c")
+    layout = planners.fsdp(3).layout(reshard.open(tmp_path / "c").layout.specs)
+    (tmp_path / "wanted.json").write_text(dumps(layout))
+    (tmp_path / "wanted.topology").write_text(str(planners.fsdp(3)))
+    expected = reshard.plan(tmp_path / "c", planners.fsdp(3))
+
+    for onto in ("fsdp=3", layout, tmp_path / "wanted.json", str(tmp_path / "wanted.topology"), str(planners.fsdp(3))):
+        assert reshard.plan(str(tmp_path / "c"), onto) == expected
+    assert reshard.plan(tmp_path / "c", "dp=3", rules={"*": "S(0)"}).rank_bytes().tolist() == [40, 40, 36]
+    assert reshard.plan(tmp_path / "c", tmp_path / "c").wanted.world_size == 1
+    with pytest.raises(PlanError, match="did you mean 'fsdp'"):
+        reshard.plan(tmp_path / "c", "fspd=3")
+    with pytest.raises(LayoutError, match="rules are for a topology"):
+        reshard.plan(tmp_path / "c", tmp_path / "c", rules={"*": "R"})
+    with pytest.raises(LayoutError, match="a plan starts from a path, Checkpoint or StateLayout, not from 'fsdp=3'"):
+        reshard.plan("fsdp=3", tmp_path / "c")
+    with pytest.raises(LayoutMismatchError):
+        reshard.plan(layout, planners.fsdp(2).layout({"c": planners.TensorSpec("c", (2,), "float32")}))
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda path: reshard.load(path, {"w": 1}), r"the path comes second: load\(state_dict, '.*'\), not load\("),
+        (lambda path: reshard.save(path, {"w": 1}), r"the path comes second: save\("),
+        (
+            lambda path: reshard.load({"w": 1}, {"w": 1}),
+            "load.state_dict, path. needs a path, URL or Storage, got dict",
+        ),
+        (
+            lambda path: reshard.load(NET, path),
+            "first argument of load is a Linear, not its state. Write: state = resh",
+        ),
+        (lambda path: reshard.save(NET, path), "get_model_state_dict.model.; reshard.save.state, path.$"),
+        (
+            lambda path: reshard.load({"m": NET}, path),
+            "under 'm' of load is a Linear, .* reshard.load..'m': state., path.",
+        ),
+        (
+            lambda path: reshard.load({"o": torch.optim.SGD(NET.parameters())}, path),
+            "optimizer_destinations.model, opti",
+        ),
+        (lambda path: reshard.save({"o": torch.optim.SGD(NET.parameters())}, path), "give its state_dict.. instead"),
+    ],
+)
+def test_wrong_calls_are_told_the_right_one(call, told, tmp_path) -> None:
+    with pytest.raises(FormatError, match=told):
+        call(str(tmp_path / "c"))
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_model_of_the_hub_is_not_here(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(FileNotFoundError, match=r"snapshot_download\('some-people/a-model-8.1B'\)"):
+        reshard.open("some-people/a-model-8.1B")
+    (tmp_path / "some-people").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"there is nothing at some-people/a-model-8.1B$"):
+        reshard.open("some-people/a-model-8.1B")
