@@ -17,6 +17,7 @@ from reshard.formats.native.manifest import is_generation
 from reshard.formats.stored.contents import Contents, Format
 from reshard.formats.stored.source import Files
 from reshard.storage import Storage, is_temporary, open_storage
+from reshard.storage.opening import path_text
 
 __all__ = ["COMPOSITE_FORMATS", "PLAIN_FORMATS", "format_named", "open_contents"]
 
@@ -94,7 +95,7 @@ def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, in
     if isinstance(path, Storage):
         storage, file = path, ""
     else:
-        text = os.fspath(path)
+        text = path_text(path)
         parent, _, last = text.rstrip("/").rpartition("/")
         if "*" in last:  # some files of a folder that holds more than one checkpoint
             storage = open_storage(parent or ("/" if text.startswith("/") else "."))

@@ -10,7 +10,7 @@ from reshard.storage.base import Storage
 from reshard.storage.local import LocalStorage
 from reshard.storage.memory import MemoryStorage
 
-__all__ = ["is_known", "open_storage", "place_of"]
+__all__ = ["is_known", "open_storage", "path_text", "place_of"]
 
 _OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 
@@ -29,9 +29,7 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
     """
     if isinstance(path, Storage):
         return path
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
-    if not isinstance(text, str):
-        raise StorageError(f"a path must be text, but is {type(text).__name__}: {text!r}")
+    text = path_text(path)
     if "\0" in text:
         raise StorageError(f"the path {text!r} has a NUL in it")
     scheme, separator, rest = text.partition("://")
@@ -55,6 +53,16 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
     raise StorageError(
         f"unknown scheme {scheme!r} of {text}: known are a local folder, file://, memory://, s3://, gs:// and az://"
     )
+
+
+def path_text(path: object) -> str:
+    """A path as text. Raises StorageError for what is none."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str):
+        raise StorageError(
+            f"a path must be text, but is {type(text).__name__}: {text!r:.80}; name a folder or URL, or give a Storage"
+        )
+    return text
 
 
 def is_known(path: str | os.PathLike[str] | Storage) -> bool:

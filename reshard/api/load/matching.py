@@ -157,9 +157,13 @@ class _Work:
 
     def _number_into_tensor(self, key: str, value: Any, tensor: LiveTensor) -> None:
         """A number that was saved as such, for a 0-d tensor; only where the dtype can hold it exactly."""
-        made = tensor.value.new_full((), value)
-        if made.item() != value and value == value:
-            self.mismatched.append(f"{key}: saved as the number {value}, which {tensor.spec.dtype} cannot hold")
+        try:
+            made = tensor.value.new_full((), value)
+            is_exact = made.item() == value or value != value
+        except (OverflowError, RuntimeError, TypeError):  # by far too large, or of another kind
+            is_exact = False
+        if not is_exact:
+            self.mismatched.append(f"{key}: saved as the number {_shown(value)}, which {tensor.spec.dtype} cannot hold")
         else:
             self.objects[key] = made
 
@@ -279,6 +283,12 @@ def _prefixes(key: str) -> Iterator[str]:
         yield key[:at]
         at = key.find(".", at + 1)
     yield key
+
+
+def _shown(number: complex) -> str:
+    """A number as text; of an int of thousands of digits, its beginning in hex."""
+    is_long = isinstance(number, int) and number.bit_length() > 4096
+    return f"{hex(number)[:40]}..." if is_long else str(number)  # type: ignore[arg-type]  # it is an int
 
 
 def _is_number(value: Any) -> bool:

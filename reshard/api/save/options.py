@@ -27,12 +27,18 @@ class SaveOptions:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        if self.memory_budget_bytes < 1:
-            raise CheckpointError(f"memory_budget_bytes must be >= 1, got {self.memory_budget_bytes}")
+        for name in ("memory_budget_bytes", "divide_above_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise CheckpointError(f"{name} must be a number of bytes >= 1, got {value!r}")
         if isinstance(self.select, str):
             raise CheckpointError(f"select must be a list of globs, got the text {self.select!r}")
+        if self.select is not None and not isinstance(self.select, Iterable):
+            raise CheckpointError(f"select must be a list of globs, got {self.select!r}")
         if self.select is not None:
             object.__setattr__(self, "select", tuple(self.select))
+        if odd := [glob for glob in self.select or () if not isinstance(glob, str)]:
+            raise CheckpointError(f"select must be a list of globs, which are text, but has {odd[0]!r}")
         if self.select == ():
             raise CheckpointError("select is empty: nothing would be saved; leave it out to save everything")
 
