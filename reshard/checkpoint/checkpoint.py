@@ -140,7 +140,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         parameters, padding is cut off. `.notes` of the result says what could not be done.
 
         Args:
-            hints: what the checkpoint cannot say, see `reshard.checkpoint.canonical.HINTS`.
+            hints: what the checkpoint cannot say, see `HINTS` in `reshard.checkpoint.canonical.hints`.
 
         Raises:
             NormalizationError: a hint is missing (the message says which, and what it looks like) or wrong.

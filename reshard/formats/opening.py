@@ -19,24 +19,7 @@ from reshard.formats.stored.source import Files
 from reshard.storage import Storage, is_temporary, open_storage
 from reshard.storage.opening import path_text
 
-__all__ = ["COMPOSITE_FORMATS", "PLAIN_FORMATS", "format_named", "open_contents"]
-
-COMPOSITE_FORMATS = (
-    "native",
-    "megatron",
-    "megatron_legacy",
-    "deepspeed",
-    "accelerate",
-    "rank_files",
-    "lightning",
-    "pipeline_stages",
-    "fsdp1",
-    "orbax",
-)
-"""Formats made of files of other formats, plus something that tells them apart: the first that fits is taken."""
-
-PLAIN_FORMATS = ("dcp", "safetensors", "torch_save")
-"""Formats of one kind of file: if two fit, the folder is a mixture and refused."""
+__all__ = ["composite_formats", "open_contents", "plain_formats"]
 
 _OF_DCP = ("megatron", "lightning")
 """The composite formats that are made of a DCP checkpoint: any other beside one is a mixture."""
@@ -121,69 +104,45 @@ def _is_local_file(text: str) -> bool:
         raise StorageError(f"cannot look at {text}: {error.strerror or error}") from error
 
 
-def format_named(name: str) -> Format:
-    """The reader of a format, imported when it is its turn: our own, the first, needs none of the others."""
-    match name:
-        case "native":
-            return native
-        case "megatron":
-            from reshard.formats.frameworks import megatron
+def composite_formats() -> tuple[Format, ...]:
+    """Formats made of files of other formats, plus something that tells them apart: the first that fits is taken.
 
-            return megatron
-        case "megatron_legacy":
-            from reshard.formats.frameworks import megatron_legacy
+    Imported when what is there is not ours, the first of all: it needs none of these.
+    """
+    from reshard.formats.frameworks import (
+        accelerate,
+        deepspeed,
+        fsdp1,
+        lightning,
+        megatron,
+        megatron_legacy,
+        orbax,
+        pipeline_stages,
+        rank_files,
+    )
 
-            return megatron_legacy
-        case "deepspeed":
-            from reshard.formats.frameworks import deepspeed
+    return (megatron, megatron_legacy, deepspeed, accelerate, rank_files, lightning, pipeline_stages, fsdp1, orbax)
 
-            return deepspeed
-        case "accelerate":
-            from reshard.formats.frameworks import accelerate
 
-            return accelerate
-        case "rank_files":
-            from reshard.formats.frameworks import rank_files
+def plain_formats() -> tuple[Format, ...]:
+    """Formats of one kind of file: if two fit, the folder is a mixture and refused."""
+    from reshard.formats.dcp import reader as dcp
+    from reshard.formats.safetensors import reader as safetensors
+    from reshard.formats.torch_save import reader as torch_save
 
-            return rank_files
-        case "lightning":
-            from reshard.formats.frameworks import lightning
-
-            return lightning
-        case "pipeline_stages":
-            from reshard.formats.frameworks import pipeline_stages
-
-            return pipeline_stages
-        case "fsdp1":
-            from reshard.formats.frameworks import fsdp1
-
-            return fsdp1
-        case "orbax":
-            from reshard.formats.frameworks import orbax
-
-            return orbax
-        case "dcp":
-            from reshard.formats.dcp import reader as dcp
-
-            return dcp
-        case "safetensors":
-            from reshard.formats.safetensors import reader as safetensors
-
-            return safetensors
-        case "torch_save":
-            from reshard.formats.torch_save import reader as torch_save
-
-            return torch_save
-    raise FormatError(f"there is no format {name!r}: there are {', '.join((*COMPOSITE_FORMATS, *PLAIN_FORMATS))}")
+    return (dcp, safetensors, torch_save)
 
 
 def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Format:
     """The format that fits. Raises FormatError if none does, or more than one."""
-    composite = next((format for format in map(format_named, COMPOSITE_FORMATS) if format.detect(storage, names)), None)
+    if native.detect(storage, names):
+        composite: Format | None = native
+    else:
+        composite = next((format for format in composite_formats() if format.detect(storage, names)), None)
     if composite is None:
-        fitting = [format for format in map(format_named, PLAIN_FORMATS) if format.detect(storage, names)]
+        fitting = [format for format in plain_formats() if format.detect(storage, names)]
     elif has_dcp(names) and composite.name not in _OF_DCP:
-        fitting = [composite, format_named("dcp")]
+        fitting = [composite, plain_formats()[0]]
     else:
         return composite
     if len(fitting) == 1:
@@ -196,7 +155,7 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
             f"{url} is a mixture: its files look like {kinds}; open the one that you mean by the path of its file, or "
             "move the others elsewhere"
         )
-    every = map(format_named, (*COMPOSITE_FORMATS, *PLAIN_FORMATS))
+    every = (native, *composite_formats(), *plain_formats())
     known = "; ".join(f"{format.name} ({format.looks_for})" for format in every)
     nested = _nested(storage, names)
     hint = f" Below it there seem to be checkpoints in {', '.join(nested)}: open one of these." if nested else ""

@@ -13,7 +13,8 @@ import torch
 
 import reshard
 from reshard.errors import KeyMismatchError
-from reshard.formats.opening import COMPOSITE_FORMATS, PLAIN_FORMATS, format_named
+from reshard.formats.native import reader as native
+from reshard.formats.opening import composite_formats, plain_formats
 from reshard.formats.stored.contents import Format
 
 UNUSED = (
@@ -91,11 +92,9 @@ def test_no_module_hides_a_name():
     assert modules & set(reshard.__all__) == set()
 
 
-@pytest.mark.parametrize("name", [*COMPOSITE_FORMATS, *PLAIN_FORMATS])
-def test_every_format_offers_what_a_format_does(name):
-    module = format_named(name)
-
-    assert module.name == name
+@pytest.mark.parametrize("module", [native, *composite_formats(), *plain_formats()], ids=lambda module: module.name)
+def test_every_format_offers_what_a_format_does(module):
+    assert module.name
     assert module.looks_for
     for verb in ("detect", "open"):
         wanted = [str(p) for p in inspect.signature(getattr(Format, verb)).parameters.values()][1:]

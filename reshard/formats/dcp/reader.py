@@ -1,8 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint: a pickle `.metadata` and `__<rank>_<n>.distcp` files of items.
 
 `.metadata` says the boxes of each tensor and the byte range of each item. An item is an archive of `torch.save`
-(`torch_zip`), perhaps compressed, or its file as a whole is a safetensors file. Only archives that are read are
-looked into, and what they really hold is compared with what `.metadata` promised.
+(`torch_save.zip_archive`), perhaps compressed, or its file as a whole is a safetensors file. Only archives that are
+read are looked into, and what they really hold is compared with what `.metadata` promised.
 """
 
 from __future__ import annotations

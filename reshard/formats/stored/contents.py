@@ -99,7 +99,12 @@ class Format(Protocol):
         """Whether the files `names` (name to size in bytes) look like this format: cheap, mostly by names."""
 
     def open(self, storage: Storage, names: Mapping[str, int]) -> Contents:
-        """The checkpoint. Raises FormatError or DamagedCheckpointError, naming the file."""
+        """What the files hold: names, shapes and where the bytes are, but no bytes of tensors.
+
+        `names` are the files to look at and their sizes in bytes, relative to `storage`; there may be others.
+
+        Raises FormatError or DamagedCheckpointError, naming the file.
+        """
 
 
 def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Facts | None = None) -> Contents:

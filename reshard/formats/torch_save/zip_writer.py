@@ -1,4 +1,4 @@
-"""Writes the zip archives of `torch.save`, tensor by tensor, from a stream: the inverse of `torch_zip`.
+"""Writes the zip archives of `torch.save`, tensor by tensor, from a stream: the inverse of `zip_archive`.
 
     archive = ArchiveWriter(out.write)
     archive.record("data.pkl", len(pickled), [pickled])
