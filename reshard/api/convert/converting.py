@@ -76,9 +76,9 @@ def convert(
 
         reshard.convert("run/step-1000", "hf", format="safetensors", model_only=True, dtype="bfloat16")
 
-    Each process holds 48 MiB of tensors at a time, however large they are. The target is published last: a
-    conversion that was interrupted leaves nothing that opens as a checkpoint, and the same call continues it. What a
-    killed one left is removed by the next conversion to the same target, or by `prune`.
+    Each process holds 48 MiB of tensors at a time, however large they are. The target is published last: a conversion
+    that was interrupted leaves nothing that opens as a checkpoint. The same call continues it; another one to that
+    target, and `prune`, remove what a killed one left.
 
     Args:
         source: a path or URL of any format that `open` reads, or an open `Checkpoint`.
@@ -102,8 +102,7 @@ def convert(
 
     Raises:
         FormatError: the format cannot hold what is there, or there is a checkpoint at `target` already.
-        KeyMismatchError: the mapping or selection does not fit.
-        DamagedCheckpointError, CheckpointNotFoundError: see `reshard.open`.
+        KeyMismatchError: the mapping or selection does not fit. Others as `reshard.open`.
     """
     started = time.perf_counter()
     globs = (select,) if isinstance(select, str) else tuple(select or ())
@@ -115,19 +114,25 @@ def convert(
         group.same_options("convert", {"overwrite": overwrite, "resume": resume})
         state = job.state()
         writer, resumed = _run(job, state, group, workers, overwrite=overwrite, resume=resume, progress=progress)
+    return _report(job, state, writer, resumed, time.perf_counter() - started)
+
+
+def _report(
+    job: Job, state: Checkpoint, writer: FormatWriter, resumed: tuple[str, ...], seconds: float
+) -> ConvertReport:
     return ConvertReport(
         source=state.url,
-        target=target.url if isinstance(target, Storage) else os.fspath(target),
-        format=format,
+        target=job.target.url if isinstance(job.target, Storage) else os.fspath(job.target),
+        format=job.format,
         tensors=len(writer.names),
-        objects=len(state.objects) if format != "safetensors" else 0,
+        objects=len(state.objects) if job.format != "safetensors" else 0,
         files=tuple(file.name for file in writer.files),
         total_bytes=writer.total_bytes,
         resumed=resumed,
         aliases=dict(state.aliases),
         left_out=writer.left_out,
         warnings=tuple(state.warnings),
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
     )
 
 

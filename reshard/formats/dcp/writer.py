@@ -42,24 +42,15 @@ class DcpWriter(FormatWriter):
         self.refused = dict.fromkeys(unknown_objects(contents.objects), "its class is not known here")
         self.plan = spread([self.stored(name).spec for name in self.names], onto, max_shard_bytes)
         specs, files = self.plan.layout.specs, []
-        written: set[str] = set()
         for rank in range(self.plan.world_size):
             parts = [Part(specs[item.fqn], item.box) for item in self.plan.items(rank)]
-            written.update(part.spec.fqn for part in parts)
+            parts = [part for part in parts if 0 not in part.spec.shape]
             if rank == 0:  # a tensor without elements is an item, too: else nobody would know of it
-                empty = [spec for fqn, spec in specs.items() if 0 in spec.shape]
-                parts = [p for p in parts if 0 not in p.spec.shape] + [Part(s, Box.full(s.shape)) for s in empty]
-            else:
-                parts = [p for p in parts if 0 not in p.spec.shape]
-            if parts or rank == 0:
-                name = f"__{rank}_0.distcp" if onto is not None else f"__0_{rank}.distcp"
-                files.append(FilePlan(self._unique(name), tuple(parts), rank))
+                parts += [Part(spec, Box.full(spec.shape)) for spec in specs.values() if 0 in spec.shape]
+            if parts or rank == 0:  # by a name that no older checkpoint in the folder has
+                first, second = (rank, 0) if onto is not None else (0, rank)
+                files.append(FilePlan(f"__{first}_{job_id}_{second}.distcp", tuple(parts), rank))
         self.files = tuple(files)
-
-    def _unique(self, name: str) -> str:
-        """Not the name of a file of an older checkpoint in the same folder."""
-        head, _, tail = name.removeprefix("__").partition("_")
-        return f"__{head}_{self.job_id}_{tail}"
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
         """Stream the items of one file."""
