@@ -60,9 +60,7 @@ def loads(text: str | bytes) -> Any:
 def _kinds() -> Iterator[tuple[str, Kind]]:
     """What has a JSON form, by name."""
     yield from LAYOUT_KINDS.items()
-    from planners.reports.plan_codec import (
-        PLAN_KINDS,
-    )
+    from planners.reports.plan_codec import PLAN_KINDS  # all plans and their proofs, which layouts do without
 
     yield from PLAN_KINDS.items()
 
