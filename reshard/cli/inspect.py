@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from planners.geometry.layout import TensorLayout
     from reshard.checkpoint.checkpoint import Checkpoint
 
-__all__ = ["inspect"]
+__all__ = ["cuts_of", "inspect"]
 
 
 def inspect(
@@ -60,7 +61,7 @@ def _as_json(checkpoint: Checkpoint, names: list[str], objects: list[str], probl
                 "shape": list(layout[name].spec.shape),
                 "dtype": layout[name].spec.dtype,
                 "nbytes": layout[name].spec.nbytes,
-                "layout": str(layout[name].form),
+                "layout": _layout_as_json(layout[name]),
             }
             for name in names
         },
@@ -122,10 +123,50 @@ def _totals(checkpoint: Checkpoint, names: list[str]) -> dict[str, dict[str, tup
     return out
 
 
+Cuts = tuple[tuple[int, tuple[int, ...]], ...]
+"""For each dim that is cut: its number, and the sizes of its pieces."""
+
+
 def _layout_text(layout: TensorLayout) -> str:
-    if layout.mesh is None:
-        return f"{sum(1 for _ in layout.chunks())} explicit chunks"
-    return f"{','.join(map(str, layout.placements or ()))} on {layout.mesh}"
+    if layout.mesh is not None:
+        return f"{','.join(map(str, layout.placements or ()))} on {layout.mesh}"
+    cuts = cuts_of(layout)
+    if cuts is None:
+        return counted(sum(1 for _ in layout.chunks()), "explicit chunk")
+    if not cuts:
+        return "whole"
+    uneven = "" if all(_is_chunked(sizes) for _, sizes in cuts) else ", uneven"
+    return f"{','.join(f'S({dim})' for dim, _ in cuts)} on {'x'.join(str(len(sizes)) for _, sizes in cuts)}{uneven}"
+
+
+def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:
+    """`mesh` and `placements` where they were saved; else `cuts`, whose product the chunks are; else `chunks`."""
+    if (mesh := layout.mesh) is not None:
+        axes = [{"name": name, "size": size} for name, size in mesh.axes]
+        ranks = mesh.ranks.tolist() if mesh.has_explicit_ranks else None
+        return {"mesh": axes, "ranks": ranks, "placements": [str(placement) for placement in layout.placements or ()]}
+    cuts = cuts_of(layout)
+    if cuts is not None:
+        return {"cuts": [{"dim": dim, "sizes": list(sizes)} for dim, sizes in cuts]}
+    return {"chunks": [{"offsets": list(box.offsets), "sizes": list(box.sizes)} for _, box in layout.chunks()]}
+
+
+def cuts_of(layout: TensorLayout) -> Cuts | None:
+    """The cuts whose product the chunks are, which files without a mesh do not say; None if they are none."""
+    boxes = {box for _, box in layout.chunks()}
+    starts = [sorted({box.offsets[dim] for box in boxes}) for dim in range(len(layout.spec.shape))]
+    if len(boxes) != math.prod(map(len, starts)) or any(at[:1] != [0] for at in starts):
+        return None
+    stops = [dict(zip(at, [*at[1:], size])) for at, size in zip(starts, layout.spec.shape)]
+    if any(stops[dim][at] != at + size for box in boxes for dim, (at, size) in enumerate(zip(box.offsets, box.sizes))):
+        return None
+    pieces = [tuple(stop - start for start, stop in of.items()) for of in stops]
+    return tuple((dim, sizes) for dim, sizes in enumerate(pieces) if len(sizes) > 1)
+
+
+def _is_chunked(sizes: tuple[int, ...]) -> bool:
+    """Whether they are what `Shard` makes: equal pieces, the last one perhaps shorter."""
+    return len(set(sizes[:-1])) == 1 and sizes[-1] <= sizes[0]
 
 
 def _listed(rows: list[str], most: int = 6) -> str:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import reshard
+from planners import Box, TensorLayout, TensorSpec
+from reshard.cli.inspect import cuts_of
 from reshard.cli.show import Branch, Leaf, fold, print_json
 
 DATA = Path(__file__).parents[2] / "data"
@@ -66,6 +68,52 @@ def test_one_of_a_thing_is_one(say, tmp_path) -> None:
     for words in (["inspect"], ["plan", "ddp=1"], ["verify"], ["normalize"]):
         said = say(words[0], tmp_path / "one", *words[1:])
         assert not re.search(r"\b1 (tensors|objects|ranks|entries|parameters|files)\b", said.out)
+
+
+SPEC = TensorSpec("w", (6, 4), "float32")
+
+
+@pytest.mark.parametrize(
+    ("boxes", "cuts"),
+    [
+        ([((0, 0), (6, 4))], ()),
+        ([((0, 0), (3, 4)), ((3, 0), (3, 4))], ((0, (3, 3)),)),
+        ([((r, c), (4 - r // 2, 2)) for r in (0, 4) for c in (0, 2)], ((0, (4, 2)), (1, (2, 2)))),
+        ([((0, 0), (1, 4)), ((1, 0), (5, 4))], ((0, (1, 5)),)),
+        ([((0, 0), (3, 4)), ((3, 0), (3, 2)), ((3, 2), (3, 2))], None),  # no product
+        ([((0, 0), (3, 4))], None),  # a hole
+        ([((0, 0), (4, 4)), ((2, 0), (4, 4))], None),  # an overlap
+        ([((0, 0), (2, 4)), ((3, 0), (3, 4))], None),  # a hole between
+    ],
+)
+def test_cuts_whose_product_the_chunks_are(boxes, cuts) -> None:
+    layout = TensorLayout.from_boxes(SPEC, {rank: [Box(*box)] for rank, box in enumerate(boxes)})
+
+    assert cuts_of(layout) == cuts
+
+
+def test_cuts_of_what_has_no_dims_or_no_elements() -> None:
+    def of(shape):
+        spec = TensorSpec("w", shape, "float32")
+        return cuts_of(TensorLayout.from_boxes(spec, {0: [Box((0,) * len(shape), shape)]}))
+
+    assert of(()) == ()
+    assert of((0, 3)) is None  # there is nothing that could be seen to be cut
+
+
+def test_cuts_are_shown_for_files_that_know_no_mesh(say, checkpoint, tmp_path) -> None:
+    rules = ["--rule", "*.w=S(0),S(1)", "--rule", "*=R,R"]
+    assert say("convert", checkpoint, tmp_path / "dcp", "-f", "dcp", "--onto", "a=2,b=2", *rules).code == 0
+
+    said, told = say("inspect", tmp_path / "dcp"), json.loads(say("inspect", tmp_path / "dcp", "--json").out)
+
+    assert "layers.0-2.w × 3  float32 [6, 4]  96 B  S(0),S(1) on 2x2" in said.out
+    assert "norm  bfloat16 [4]  8 B  whole" in said.out
+    assert told["tensors"]["model.layers.0.w"]["layout"] == {
+        "cuts": [{"dim": 0, "sizes": [3, 3]}, {"dim": 1, "sizes": [2, 2]}]
+    }
+    native = json.loads(say("inspect", checkpoint, "--json").out)["tensors"]["model.norm"]["layout"]
+    assert native == {"mesh": [{"name": "world", "size": 1}], "ranks": None, "placements": ["R"]}
 
 
 def test_depth_hides_what_is_below(say, checkpoint) -> None:
