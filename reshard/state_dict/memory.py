@@ -16,7 +16,7 @@ __all__ = ["apart", "overlapping", "overwritten"]
 
 def overlapping(tensors: Sequence[Any]) -> list[list[int]]:
     """Positions of tensors whose memory overlaps, one list for each that hang together; nothing for the others."""
-    storages = list(map(_storage, tensors))
+    storages = _storages(tensors)
     if len(set(storages)) == len(storages):
         return []
     by_storage: dict[int, list[int]] = {}
@@ -32,12 +32,14 @@ def overlapping(tensors: Sequence[Any]) -> list[list[int]]:
 
 def apart(targets: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """The values, to be written into the targets one after another; those that lie in another's target as copies."""
-    written = set(map(_storage, targets)) - {0}
+    written, lying = set(_storages(targets)) - {0}, _storages(values)
+    if written.isdisjoint(lying):
+        return list(values)
     return [
         value.detach().clone()
-        if value is not target and _storage(value) in written and identity_of(value) != identity_of(target)
+        if value is not target and storage in written and identity_of(value) != identity_of(target)
         else value
-        for target, value in zip(targets, values, strict=True)
+        for target, value, storage in zip(targets, values, lying, strict=True)
     ]
 
 
@@ -75,6 +77,16 @@ def _hanging_together(spans: list[tuple[int, int, int]]) -> list[list[int]]:
         together.append(position)
         open_until = max(open_until, end)
     return [*found, together] if len(together) > 1 else found
+
+
+def _storages(tensors: Sequence[Any]) -> list[int]:
+    """`_storage` of each. Of plain dense tensors without a call of our own for each: there are many."""
+    if set(map(type, tensors)) <= {torch.Tensor, nn.Parameter}:
+        try:
+            return list(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))
+        except (RuntimeError, NotImplementedError):
+            return list(map(_storage, tensors))  # some of them are sparse
+    return list(map(_storage, tensors))
 
 
 def _storage(tensor: Any) -> int:
