@@ -20,7 +20,7 @@ from planners.proof import verify as prove
 from planners.save.plan import SavePlan
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
-from reshard.control.progress import Progress
+from reshard.control.progress import Phase, Progress
 from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError
 from reshard.formats.native.hf_index import index_problem
 from reshard.formats.native.manifest import has_digest
@@ -79,7 +79,10 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
     if deep and covered is not None:
         with Progress(show=progress) as bar, bar.phase("verify", total_bytes=covered.total_bytes) as step:
             if native is not None:
-                findings += _block_findings(checkpoint, native)
+                with bar.phase(
+                    "checksums", total_bytes=sum(f.nbytes for f in native.manifest.files.values())
+                ) as blocks:
+                    findings += _block_findings(native, blocks)
             else:
                 findings += map(Finding, changed_records(checkpoint.contents.files))
             if not findings:
@@ -87,7 +90,7 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
             if not findings:
                 covered = _covered(checkpoint, covered.total_bytes)
     if against is not None and covered is not None and not findings:
-        other = compare(checkpoint, against)
+        other = compare(checkpoint, against, progress=progress)
         findings += other.findings
         if other.covered is not None:
             read, checked = other.covered.read_bytes, other.covered.checked_bytes
@@ -120,7 +123,7 @@ def _plan_findings(plan: SavePlan) -> list[Finding]:
     return [*prove(plan.layout).findings, *prove(plan).findings]
 
 
-def _block_findings(checkpoint: Checkpoint, native: NativeFacts) -> Iterator[Finding]:
+def _block_findings(native: NativeFacts, step: Phase) -> Iterator[Finding]:
     """Every block of every data file against its checksum, whether a tensor uses it or not."""
     storage: Storage = native.storage
     files = Files(storage)
@@ -129,12 +132,12 @@ def _block_findings(checkpoint: Checkpoint, native: NativeFacts) -> Iterator[Fin
         try:
             sums = native.sums[record.name]
             source = files[record.name]
-            bad = [
-                at
-                for at in range(0, record.nbytes, size)
-                if xxhash.xxh3_64_intdigest(source.read(at, min(size, record.nbytes - at)))
-                != int.from_bytes(sums[at // size * 8 : at // size * 8 + 8], "little")
-            ]
+            bad = []
+            for at in range(0, record.nbytes, size):
+                found = xxhash.xxh3_64_intdigest(source.read(at, min(size, record.nbytes - at)))
+                if found != int.from_bytes(sums[at // size * 8 : at // size * 8 + 8], "little"):
+                    bad.append(at)
+                step.advance(min(size, record.nbytes - at))
         except CheckpointError as error:
             yield Finding(str(error))
             continue
@@ -143,7 +146,7 @@ def _block_findings(checkpoint: Checkpoint, native: NativeFacts) -> Iterator[Fin
             yield Finding(f"{source.label}: bytes [{at}, {stop}) were changed since they were written")
 
 
-def _read_findings(checkpoint: Checkpoint, step: Any) -> Iterator[Finding]:
+def _read_findings(checkpoint: Checkpoint, step: Phase) -> Iterator[Finding]:
     """Every tensor read, and its fingerprint compared where one was saved."""
     prints = checkpoint.fingerprints or {}
     for name, tensor in checkpoint.items():
@@ -169,6 +172,7 @@ def compare(
     atol: float = 0.0,
     by_fingerprint: bool = True,
     labels: tuple[str, str] | None = None,
+    progress: bool = False,
 ) -> Report:
     """Do two checkpoints, or a checkpoint and a state dict, hold the same?
 
@@ -180,6 +184,7 @@ def compare(
     Args:
         a, b: a path, an open `Checkpoint`, or a (nested) state dict of whole tensors.
         labels: what findings call the two; default: their paths.
+        progress: show a progress bar where somebody looks on.
 
     Returns a report with every difference; of each differing tensor the first differing element, in row-major order.
     Its `covered` says how many bytes of `a` were read and compared, and not by fingerprints alone.
@@ -193,29 +198,38 @@ def compare(
             findings.append(Finding(f"is only in {left.label}", name))
     findings += [Finding(f"is only in {right.label}", name) for name in right.tensors if name not in left.tensors]
     common = [name for name in left.tensors if name in right.tensors]
-    exact = not rtol and not atol
+    total = sum(_nbytes(x) for x in left.tensors.values())
     read = 0
-    for name in common:
-        x, y = left.tensors[name], right.tensors[name]
-        nbytes = math.prod(x.shape) * x.dtype.itemsize
-        if tuple(x.shape) != tuple(y.shape):
-            findings.append(
-                Finding(f"has shape {list(x.shape)} in {left.label}, {list(y.shape)} in {right.label}", name)
-            )
-        elif x.dtype != y.dtype and exact:
-            findings.append(
-                Finding(f"is {dtype_name(x.dtype)} in {left.label}, {dtype_name(y.dtype)} in {right.label}", name)
-            )
-        else:
-            p, q = left.fingerprints.get(name), right.fingerprints.get(name)
-            if exact and by_fingerprint and p is not None and q is not None and comparable(p, q) and p == q:
-                continue
+    with Progress(show=progress) as bar, bar.phase("compare", total_bytes=total) as step:
+        for name in common:
+            found, nbytes = _tensor_findings(name, left, right, rtol, atol, by_fingerprint)
+            findings += found
             read += nbytes
-            findings += _difference(name, x, y, rtol, atol)
+            step.advance(_nbytes(left.tensors[name]))
     findings += _object_findings(left, right)
     findings += _own_findings(left, right)
-    total = sum(math.prod(x.shape) * x.dtype.itemsize for x in left.tensors.values())
     return Report(f"{left.label} and {right.label}", tuple(findings), len(common), Coverage(total, read, read))
+
+
+def _nbytes(tensor: Any) -> int:
+    return int(math.prod(tensor.shape) * tensor.dtype.itemsize)
+
+
+def _tensor_findings(
+    name: str, left: _Side, right: _Side, rtol: float, atol: float, by_fingerprint: bool
+) -> tuple[list[Finding], int]:
+    """How a tensor of both sides differs, and how many bytes of the left one were read for it."""
+    x, y = left.tensors[name], right.tensors[name]
+    exact = not rtol and not atol
+    if tuple(x.shape) != tuple(y.shape):
+        return [Finding(f"has shape {list(x.shape)} in {left.label}, {list(y.shape)} in {right.label}", name)], 0
+    if x.dtype != y.dtype and exact:
+        dtypes = f"is {dtype_name(x.dtype)} in {left.label}, {dtype_name(y.dtype)} in {right.label}"
+        return [Finding(dtypes, name)], 0
+    p, q = left.fingerprints.get(name), right.fingerprints.get(name)
+    if exact and by_fingerprint and p is not None and q is not None and comparable(p, q) and p == q:
+        return [], 0
+    return _difference(name, x, y, rtol, atol), _nbytes(x)
 
 
 class _Side:

@@ -55,7 +55,7 @@ def diff(
         sides = [side.normalized(given) for side in sides]
     if mapping is not None:
         sides[0] = mapping.apply(sides[0])
-    report = reshard.compare(*sides, rtol=rtol, atol=atol, labels=(a, b))
+    report = reshard.compare(*sides, rtol=rtol, atol=atol, labels=(a, b), progress=not as_json)
     if as_json:
         print_json(report_as_json(report))
     else:

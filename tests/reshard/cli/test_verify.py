@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import reshard
+from reshard.control.progress import Event, listening
 
 
 def _flip(checkpoint: Path) -> Path:
@@ -99,3 +100,20 @@ def test_diff_under_canonical_names(say, tmp_path) -> None:
 
     assert say("diff", tmp_path / "a", tmp_path / "b").code == 1
     assert say("diff", tmp_path / "a", tmp_path / "b", "--normalized").code == 0
+
+
+def test_long_work_tells_how_far_it_is(say, checkpoint, other) -> None:
+    """All bytes that there are, in each phase; bars are drawn from this where somebody looks on."""
+    total = sum(tensor.nbytes for tensor in reshard.open(checkpoint).values())
+    files = sum(file.stat().st_size for file in checkpoint.glob("data-*/*.safetensors"))
+    ends = {}
+
+    def hear(event: Event) -> None:
+        if event.kind == "finished":
+            ends[event.phase] = event.done_bytes, event.total_bytes
+
+    with listening(hear):
+        say("verify", checkpoint)
+        say("diff", checkpoint, checkpoint)
+
+    assert ends == {"verify": (total, total), "checksums": (files, files), "compare": (total, total)}
