@@ -115,6 +115,20 @@ class TestRoundTrip:
         assert torch.equal(target["model"]["w"], state()["model"]["w"])
         assert isinstance(target["model"]["p"], torch.nn.Parameter)
 
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda v: {"a": {"x": v}, "a.b": torch.full((2,), float(v))},
+            lambda v: {"a": [], "a.b": torch.full((2,), float(v)), "a.b.c": v},
+        ],
+    )
+    def test_a_dotted_key_beside_a_dict_is_not_within_it(self, make, tmp_path):
+        reshard.save(make(1), tmp_path / "c")
+        target = make(0)
+
+        assert reshard.load(target, tmp_path / "c").ok
+        assert_same(target, make(1))
+
     def test_containers_that_changed_their_length_are_replaced_whole(self, saved):
         target = blank(state())
         target["optim"] = {"lr": 0, "betas": (), "groups": [], "none": None}

@@ -183,22 +183,28 @@ class _Work:
         """Containers of plain values, replaced whole by what was saved at their place."""
         for key in self.targets.units:
             name = self._name_of(key)
-            if any(n != name and n not in self.checkpoint.objects for n in self.below.names.get(name, ())):
+            below = self.below.names.get(self._place_of(key), ())
+            if any(n != name and n not in self.checkpoint.objects for n in below):
                 continue  # there are tensors where the target has none: these stay unexpected
             if not self._replace_whole(key):
                 self.missing.append(key)
 
     def _replace_whole(self, key: str) -> bool:
         """Fill a key with the nest of plain values that was saved at its place, if there is one."""
-        name, paths = self._name_of(key), self.checkpoint.contents.paths
-        names, kinds = self.below.names.get(name, []), self.below.kinds.get(name, {})
+        place, paths = self._place_of(key), self.checkpoint.contents.paths
+        names, kinds = self.below.names.get(place, []), self.below.kinds.get(place, {})
         if any(n not in self.checkpoint.objects for n in names) or not (names or kinds):
             return False
         self.used.update(names)
-        depth = len(self.below.places.get(name, (name,)))
+        depth = len(place)
         leaves = {paths.get(n, (n,))[depth:]: self.checkpoint.objects[n] for n in names}
         self._give(key, unflatten(leaves, {path[depth:]: kind for path, kind in kinds.items()}))
         return True
+
+    def _place_of(self, key: str) -> KeyPath:
+        """The path in the checkpoint that a key of the target stands for."""
+        path, name = self.targets.paths[key], self._name_of(key)
+        return path if self.below.has(path) and key not in self.mapping else self.below.places.get(name, (name,))
 
     def _give(self, key: str, value: Any) -> None:
         """An object that was saved; but not the record of one that is of an unknown class, in place of a live one."""
@@ -237,29 +243,32 @@ def needs_code(kind: str) -> str:
 
 
 class _Below(NamedTuple):
-    """By dotted key, of leaves and of all containers around them."""
+    """By path, of leaves and of all containers around them. Not by dotted key: "a.b" beside "a" is not below it."""
 
-    names: dict[str, list[str]]
+    names: dict[KeyPath, list[str]]
     """The names at or below it."""
-    kinds: dict[str, dict[KeyPath, str]]
+    kinds: dict[KeyPath, dict[KeyPath, str]]
     """The containers at or below it that are tuples or empty, by path."""
     places: dict[str, KeyPath]
-    """Its path."""
+    """The path of a dotted key."""
 
     @classmethod
     def of(cls, names: Iterable[str], checkpoint: Checkpoint) -> _Below:
         out = cls({}, {}, {})
         paths, containers = checkpoint.contents.paths, checkpoint.contents.containers
         for name in names:
-            for above in _prefixes(name):
+            for above in _prefixes(paths.get(name, (name,))):
                 out.names.setdefault(above, []).append(name)
         for path, kind in containers.items():
-            for above in _prefixes(key_of(path)):
+            for above in _prefixes(path):
                 out.kinds.setdefault(above, {})[path] = kind
-        for path in (*paths.values(), *containers):
-            for i in range(1, len(path) + 1):
-                out.places.setdefault(key_of(path[:i]), path[:i])
+        for path in (*out.names, *out.kinds):
+            out.places.setdefault(key_of(path), path)
         return out
+
+    def has(self, path: KeyPath) -> bool:
+        """Whether the checkpoint has anything at or below `path`."""
+        return path in self.names or path in self.kinds
 
 
 def _lost(key: str, live: Any, value: Any) -> Iterator[str]:
@@ -276,13 +285,9 @@ def _lost(key: str, live: Any, value: Any) -> Iterator[str]:
             yield from _lost(f"{key}.{number}", item, other)
 
 
-def _prefixes(key: str) -> Iterator[str]:
-    """The dotted key, and those above it."""
-    at = key.find(".")
-    while at >= 0:
-        yield key[:at]
-        at = key.find(".", at + 1)
-    yield key
+def _prefixes(path: KeyPath) -> Iterator[KeyPath]:
+    """The paths of the containers around a leaf, and its own."""
+    return (path[:i] for i in range(1, len(path) + 1))
 
 
 def _shown(number: complex) -> str:
