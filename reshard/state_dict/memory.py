@@ -11,7 +11,13 @@ from torch.nn.parameter import is_lazy
 
 from reshard.state.tensors import identity_of, local_tensors
 
-__all__ = ["apart", "overlapping", "overwritten"]
+__all__ = ["all_apart", "apart", "overlapping", "overwritten"]
+
+
+def all_apart(tensors: Sequence[Any]) -> bool:
+    """Whether no two of them lie in the same storage: then there is nothing to ask further."""
+    storages = [storage for storage in _storages(tensors) if storage]
+    return len(set(storages)) == len(storages)
 
 
 def overlapping(tensors: Sequence[Any]) -> list[list[int]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from reshard.state.frameworks.torch_internals import copy_all, loads_itself
 from reshard.state.tensors import global_shape, identity_of, is_sharded
-from reshard.state_dict.memory import apart, overlapping
+from reshard.state_dict.memory import all_apart, apart, overlapping
 from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.optimizer.plan import OptimizerWrites
 from reshard.state_dict.optimizer.ties import GivenTies, ModelTensor, tensors_in
@@ -83,8 +85,10 @@ class _Copies:
     def __init__(self) -> None:
         self.targets: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self.holders: list[tuple[OptimizedParameter, dict[Any, Any], Any]] = []
-        """Of each target: whose state it is, the dict that it is in, and its key."""
+        self.keys: list[Any] = []
+        """Of each target: its key in the dict that it is in."""
+        self.holders: list[tuple[int, OptimizedParameter, dict[Any, Any]]] = []
+        """From which target on: whose state it is, and the dict that it is in."""
         self.later: list[tuple[OptimizedParameter, dict[Any, Any], Any, Any, Any, Mapping[str, Any]]] = []
         """Of each further entry: the same, with its value, what it holds now, and the fields of its group."""
         self.untied: list[str] = []
@@ -104,7 +108,8 @@ class _Copies:
         # a dict of the same keys is written in place
         new = old if old is not None and old.keys() == values.keys() else {}
         old = old or {}
-        targets, sources, holders, live_value = self.targets, self.values, self.holders, old.get
+        targets, sources, keys, live_value = self.targets, self.values, self.keys, old.get
+        self.holders.append((len(targets), one, new))
         for key, value in values.items():
             live = live_value(key)
             # by far the most common case, and there are many of them
@@ -116,7 +121,7 @@ class _Copies:
             ):
                 targets.append(live)
                 sources.append(value)
-                holders.append((one, new, key))
+                keys.append(key)
                 if new is not old:
                     new[key] = live
             else:
@@ -135,13 +140,19 @@ class _Copies:
     def finish(self, model: list[ModelTensor]) -> None:
         """Make and write everything."""
         given = [*self.values, *(tensor for entry in self.later for tensor in tensors_in(entry[3]))]
-        self.ties = GivenTies(given, model)
+        held = [*self.targets, *(tensor for entry in self.later for tensor in tensors_in(entry[4]))]
+        set_to = [each.given for each in model if isinstance(each.given, torch.Tensor)]
+        shares_nothing = all_apart([*given, *held, *set_to, *(each.live for each in model)])  # nearly always
+        if not shares_nothing:
+            self.ties = GivenTies(given, model)
         for one, holder, key, value, old, fields in self.later:
             holder[key] = self._restored(value, old, one, holder, key, fields)
-        self._give_apart([each.live for each in model])
+        if not shares_nothing:
+            self._give_apart([each.live for each in model])
+            self.values = apart(self.targets, self.values)
         plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         rest: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for pair in zip(self.targets, apart(self.targets, self.values)):
+        for pair in zip(self.targets, self.values):
             (plain if type(pair[0]) is type(pair[1]) is torch.Tensor else rest).append(pair)
         copy_all([target for target, _ in plain], [value for _, value in plain])
         for target, value in rest:
@@ -159,7 +170,8 @@ class _Copies:
                 if all(identity_of(memory) == where and same_value(value, other) for memory, other in known):
                     known.append((target, value))
                     continue
-                one, holder, key = self.holders[i]
+                _, one, holder = self.holders[bisect_right(self.holders, i, key=itemgetter(0)) - 1]
+                key = self.keys[i]
                 holder[key] = like(value, target) if is_sharded(value) else value.detach().clone()
                 moved.add(i)
                 self.untied.append(f"{one.name}.{key}")
@@ -182,7 +194,8 @@ class _Copies:
             ):
                 self.targets.append(old)
                 self.values.append(value)
-                self.holders.append((one, holder, key))
+                self.holders.append((len(self.targets) - 1, one, holder))
+                self.keys.append(key)
                 return old
             lies = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else parameter.device
             same = (self.ties.same(value), key == "step", on_device, parameter.dim() > 0, lies)
