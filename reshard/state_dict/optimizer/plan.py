@@ -74,7 +74,6 @@ class _Match:
         self.cold: list[str] = []
         self.foreign: list[tuple[OptimizedParameter, Any]] = []
         self.faults: list[str] = []
-        self._fields: dict[tuple[int, int, int], Mapping[str, Any]] = {}
         for k, own in enumerate(live.parameters):
             kind = StateKind(live.optimizers[k])
             for one in own:
@@ -103,21 +102,13 @@ class _Match:
 
     def _checked(self, one: OptimizedParameter, values: State, kind: StateKind) -> State | None:
         """The state without what the optimizer has no use for."""
-        misfit = kind.check(values, one.parameter, self._fields_of(one))
+        live = self.live.optimizers[one.optimizer].param_groups[one.group]
+        misfit = kind.check(values, one.parameter, (self.saved.fields.get(one.name, {}), live))
         if not (misfit.lacking or misfit.foreign):
             return values
         self.faults += [f"{one.name}: its state lacks {key!r}, which {kind.name} needs" for key in misfit.lacking]
         self.foreign += [(one, key) for key in misfit.foreign]
         return {key: value for key, value in values.items() if key not in misfit.foreign} or None
-
-    def _fields_of(self, one: OptimizedParameter) -> Mapping[str, Any]:
-        """The fields that the parameter's group will have; the same object for all of a group."""
-        saved = self.saved.fields.get(one.name, {})
-        key = (one.optimizer, one.group, id(saved))
-        found = self._fields.get(key)
-        if found is None:
-            found = self._fields[key] = {**self.live.optimizers[one.optimizer].param_groups[one.group], **saved}
-        return found
 
 
 def _other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:

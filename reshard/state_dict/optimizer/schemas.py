@@ -7,7 +7,7 @@ the state that they hold already, if they hold any.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,17 +74,20 @@ class StateKind:
         self._optimizer = optimizer
         self._base = _torch_class(optimizer)
         self._schema = _SCHEMAS.get(self._base)
+        self._asked = tuple(self._schema.under) if self._schema is not None else ()
         self._checked: dict[Any, Misfit] = {}
 
-    def check(self, values: Mapping[Any, Any], parameter: torch.Tensor, fields: Mapping[str, Any]) -> Misfit:
-        """What is wrong with the keys of `values`, saved for `parameter`, in a group that will have `fields`."""
+    def check(self, values: Mapping[Any, Any], parameter: torch.Tensor, fields: Sequence[Mapping[str, Any]]) -> Misfit:
+        """What is wrong with the keys of `values`, saved for `parameter`, in a group that will have `fields`: the first
+        mapping that has one counts."""
         if self._optimizer_has_a_say:
             return _FITS
         # a model has many parameters and few kinds of state
-        key = (id(fields), parameter.dim() > 1, *values)
+        are_set = tuple([_is_set(next((own[field] for own in fields if field in own), None)) for field in self._asked])
+        key = (are_set, parameter.dim() > 1, *values)
         found = self._checked.get(key)
         if found is None or self._base == "LBFGS":
-            needed = self._needed(values, parameter, fields)
+            needed = self._needed(values, parameter, are_set)
             lacking = tuple(name for name in needed if name not in values)
             foreign = tuple(key for key in values if self._known is not None and str(key) not in self._known)
             found = self._checked[key] = Misfit(lacking, foreign)
@@ -102,11 +105,11 @@ class StateKind:
             return held or None
         return held.union(self._schema.always, self._schema.under.values(), self._schema.at_will)
 
-    def _needed(self, values: Mapping[Any, Any], parameter: torch.Tensor, fields: Mapping[str, Any]) -> list[str]:
+    def _needed(self, values: Mapping[Any, Any], parameter: torch.Tensor, are_set: Sequence[bool]) -> list[str]:
         if self._schema is None:
             return []
         needed = list(self._schema.always)
-        needed += [key for field, key in self._schema.under.items() if _is_set(fields.get(field))]
+        needed += [key for key, is_set in zip(self._schema.under.values(), are_set) if is_set]
         if self._base == "Adafactor":
             needed += ["row_var", "col_var"] if parameter.dim() > 1 else ["variance"]
         if self._base == "LBFGS" and values.get("n_iter", 1):
