@@ -183,6 +183,7 @@ def test_traceback_on_request_anywhere(tmp_path) -> None:
 
 def test_completion_is_offered() -> None:
     script = Path(sys.executable).parent / "reshard"
-    ran = subprocess.run([script, "--show-completion", "bash"], capture_output=True, text=True, check=True)
+    named = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # else the shell that started us decides
+    ran = subprocess.run([script, "--show-completion", "bash"], capture_output=True, text=True, check=True, env=named)
 
     assert "reshard" in ran.stdout

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,8 @@ def test_ctrl_c_ends_it_quietly(tmp_path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # a shell that starts tests in the background has them ignore it
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as running:
         assert running.stdout is not None
         while "step 0" not in (line := running.stdout.readline()):
