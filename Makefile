@@ -2,16 +2,19 @@
 # the first of these that is new enough
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-VENV := .venv
+# another torch has an environment beside it: make test TORCH=2.6.0
+VENV := .venv$(addprefix -torch-,$(TORCH))
+# --constraint rather than a bound in pyproject.toml: users may have any torch from 2.6 on
+PIN := $(if $(TORCH),"torch==$(TORCH)",--constraint constraints.txt)
 BIN := $(VENV)/bin
 TESTFLAGS ?= -n 2 --dist worksteal
 
-.PHONY: demo test check bench nightly clean
+.PHONY: demo test check docs dist bench nightly clean
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name it with make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIN) -e ".[dev,docs]"
 	touch $@
 
 demo: $(VENV)/.ready
@@ -24,6 +27,7 @@ check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typed_calls.py
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks
@@ -32,4 +36,4 @@ nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -q property_tests --hypothesis-profile=nightly --timeout=0
 
 clean:
-	rm -rf $(VENV) demo-out bench-out build dist *.egg-info
+	rm -rf .venv .venv-torch-* demo-out bench-out site build dist *.egg-info

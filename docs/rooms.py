@@ -203,7 +203,7 @@ class House:
         return wrong
 
     def entries(self) -> dict[str, int]:
-        """How many modules and folders each folder has, but for those that only give names of others."""
+        """How many modules and folders each folder has, but for those that give names of others or start a program."""
         inside: dict[str, set[str]] = {}
         for module in self.modules.values():
             if module.is_face:
@@ -211,7 +211,7 @@ class House:
             parts = Path(module.path).parts
             for i in range(1, len(parts)):
                 inside.setdefault("/".join(parts[:i]), set()).add(parts[i])
-        return {folder: len(names - {"__init__.py"}) for folder, names in inside.items()}
+        return {folder: len(names - {"__init__.py", "__main__.py"}) for folder, names in inside.items()}
 
 
 def rooms_named(text: str) -> list[str]:

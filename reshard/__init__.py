@@ -52,10 +52,14 @@ _HOME = {
 }
 """Where each public name lives."""
 
+_MODULES = ("dcp", "planners")
+"""Public modules that are there without an import of their own."""
+
 __all__ = list(_HOME)
 
 if TYPE_CHECKING:
     from reshard import dcp as dcp
+    from reshard import planners as planners
     from reshard.api.convert.converting import ConvertReport as ConvertReport
     from reshard.api.convert.converting import convert as convert
     from reshard.api.fingerprint import fingerprint as fingerprint
@@ -98,16 +102,14 @@ if TYPE_CHECKING:
 if not TYPE_CHECKING:  # which would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
-        if name == "dcp":
-            return importlib.import_module("reshard.dcp")
-        if name not in _HOME:
+        if name not in _HOME and name not in _MODULES:
             from reshard.errors import did_you_mean
 
             raise AttributeError(f"module 'reshard' has no attribute {name!r}{did_you_mean(name, _HOME)}")
-        value = getattr(importlib.import_module(f"reshard.{_HOME[name]}"), name)
-        globals()[name] = value
+        module = importlib.import_module(f"reshard.{_HOME.get(name, name)}")
+        value = globals()[name] = module if name in _MODULES else getattr(module, name)
         return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOME, "__version__", "dcp"])
+    return sorted([*_HOME, *_MODULES, "__version__"])

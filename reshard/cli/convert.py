@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -14,6 +14,7 @@ from reshard.cli.usage import UsageError, choice, dtype_name
 
 if TYPE_CHECKING:
     from reshard.api.convert.converting import ConvertReport
+    from reshard.api.convert.job import FormatName
 
 __all__ = ["convert"]
 
@@ -63,9 +64,10 @@ def convert(
 ) -> None:
     """Write CHECKPOINT in another format, in little memory. What is interrupted goes on when it is started again."""
     import reshard
+    from reshard.api.convert.job import FORMATS
     from reshard.mapping import Mapping
 
-    choice(format, ("native", "dcp", "safetensors", "torch_save"), "format")
+    choice(format, FORMATS, "format")
     dtype = None if dtype is None else dtype_name(dtype)
     hints = stored_hints((names or "").partition(":")[0], read_hints(hint, used=normalized or model))
     mapping, plain = mapping_of(names, config, naming), dequantized(dequantize, dtype)
@@ -77,7 +79,7 @@ def convert(
     report = reshard.convert(
         source,
         target,
-        format=format,
+        format=cast("FormatName", format),
         mapping=mapping if not plain.stages else plain | (mapping or Mapping()),
         onto=None if onto is None else side(onto, rules_of(rule)),
         select=select,

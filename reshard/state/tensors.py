@@ -5,6 +5,7 @@ Only this module (with the other border modules) knows torch's private names for
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -46,7 +47,26 @@ __all__ = [
     "raw_bytes",
     "settle_streams",
     "spec_of",
+    "warn_if_untried",
 ]
+
+NEWEST_TRIED = (2, 15)
+"""The newest release of torch with which all tests were run."""
+
+
+def warn_if_untried(version: str) -> None:
+    """Warn of a torch newer than was tried: a release may change what this module reads. It is used all the same."""
+    major, minor = map(int, version.split(".")[:2])
+    if (major, minor) > NEWEST_TRIED:
+        tried = ".".join(map(str, NEWEST_TRIED))
+        warnings.warn(
+            f"reshard was tried with torch 2.6 to {tried}, and this is {version}: it goes on, but if layouts or state "
+            "dicts look wrong, report it with this version, or take one that was tried",
+            stacklevel=2,
+        )
+
+
+warn_if_untried(torch.__version__)
 
 
 def is_tensor(value: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from reshard.errors import KeyMismatchError
 from reshard.formats.native import reader as native
 from reshard.formats.opening import composite_formats, plain_formats
 from reshard.formats.stored.contents import Format
+from reshard.state.tensors import warn_if_untried
 
 UNUSED = (
     *(
@@ -106,3 +108,37 @@ def test_a_mapping_that_is_none_is_refused(tmp_path):
 
     with pytest.raises(KeyMismatchError, match=r"must be a dict or a reshard\.mapping\.Mapping, got "):
         reshard.load({"w": torch.ones(3)}, tmp_path, mapping=["w"])
+
+
+def test_planners_are_the_same_modules_under_the_roof_of_reshard():
+    """Not loaded twice, by whatever name and in whatever order; and without torch."""
+    code = """
+import sys
+import reshard
+at_once = reshard.planners
+from reshard.planners.geometry.box import Box
+from reshard.planners.testing import replay
+import planners, planners.geometry.box, reshard.planners.units
+assert at_once is planners is reshard.planners and Box is planners.Box is planners.geometry.box.Box
+assert replay.replay is planners.replay and reshard.planners.units is sys.modules["planners.units"]
+assert (planners.__name__, planners.geometry.__spec__.name) == ("planners", "planners.geometry")
+assert "torch" not in sys.modules
+try:
+    import reshard.planners.nothing
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+
+    assert done.stdout == "No module named 'planners.nothing'\n"
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.15.3+cu130", "2.13.0a0+git1234"])
+def test_torch_as_it_was_tried_is_no_news(version):
+    warn_if_untried(version)
+
+
+@pytest.mark.parametrize("version", ["2.16.0", "3.0.0.dev20270101+cpu", "10.1"])
+def test_newer_torch_is_told_once(version):
+    with pytest.warns(UserWarning, match=rf"tried with torch 2\.6 to 2\.15, and this is {re.escape(version)}: it goes"):
+        warn_if_untried(version)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout
 from planners.topologies.topology import Topology
-from reshard.api.convert.job import Job
+from reshard.api.convert.job import FormatName, Job
 from reshard.api.convert.journal import Journal
 from reshard.api.convert.workers import dealt, write_files, write_in_processes
 from reshard.checkpoint.checkpoint import Checkpoint
@@ -55,7 +55,7 @@ def convert(
     source: Any,
     target: str | os.PathLike[str] | Storage,
     *,
-    format: str = "native",
+    format: FormatName = "native",
     mapping: Any = None,
     onto: StateLayout | Topology | None = None,
     select: str | Sequence[str] | None = None,

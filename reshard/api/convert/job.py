@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import xxhash
 
@@ -26,9 +26,11 @@ from reshard.mapping import Cast, apply_dict
 from reshard.mapping import Mapping as StateMapping
 from reshard.storage import Storage, open_storage
 
-__all__ = ["FORMATS", "Job"]
+__all__ = ["FORMATS", "FormatName", "Job"]
 
-FORMATS = ("native", "dcp", "safetensors", "torch_save")
+FormatName = Literal["native", "dcp", "safetensors", "torch_save"]
+"""The formats that can be written."""
+FORMATS: tuple[str, ...] = get_args(FormatName)
 
 
 @dataclass(frozen=True)
