@@ -9,7 +9,7 @@ import argparse
 import subprocess
 import sys
 
-NAMES = ("plan", "state_dict", "load", "save", "live", "convert", "fingerprint")
+NAMES = ("plan", "state_dict", "load", "save", "live", "convert", "fingerprint", "dcp_face")
 
 
 def main() -> int:

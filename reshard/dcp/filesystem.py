@@ -41,6 +41,7 @@ from reshard.formats.opening import open_contents
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.copying import copy_place
 from reshard.formats.stored.tensor import Place, StoredChunk
+from reshard.formats.torch_save.zip_writer import save_tensor
 from reshard.state.arrays import as_array
 from reshard.state.dtypes import dtype_from_name
 from reshard.storage import Storage, open_storage
@@ -49,6 +50,8 @@ from reshard.storage.base import Writer
 __all__ = ["FileSystemReader", "FileSystemWriter"]
 
 _METADATA = ".metadata"
+_TOGETHER_BYTES = 1 << 18
+"""Pieces up to this size are written together."""
 
 __getattr__ = partial(getattr, _torch)
 
@@ -198,18 +201,30 @@ def _is_there(storage: Storage, name: str) -> bool:
     return True
 
 
-class _Counted:
-    """The file object that `torch.save` writes an item into."""
+class _Gathered:
+    """The file object that items are written into: small pieces, of which an item has dozens, are written together."""
 
     def __init__(self, out: Writer) -> None:
-        self.out = out
+        self._out, self._waiting, self.nbytes = out, bytearray(), 0
 
     def write(self, data: Any) -> int:
-        self.out.write(data)
-        return len(data)
+        size = memoryview(data).nbytes
+        if size + len(self._waiting) > _TOGETHER_BYTES:
+            self.let_go()
+        if size > _TOGETHER_BYTES:
+            self._out.write(data)
+        else:
+            self._waiting += data
+        self.nbytes += size
+        return size
+
+    def let_go(self) -> None:
+        """Write what waits."""
+        self._out.write(self._waiting)
+        self._waiting.clear()
 
     def flush(self) -> None:
-        """The writer flushes when it is closed."""
+        """All is written in the end."""
 
     def close(self) -> None:
         """More items follow."""
@@ -224,20 +239,22 @@ def _write_file(
 ) -> list[WriteResult]:
     rows = []
     transforms = [extension.get_descriptor() for extension in reversed(extensions)]
-    with storage.create(name) as out:
+    with storage.create(name) as file:
+        out = _Gathered(file)
         for item in items:
             start = out.nbytes
             data = planner.resolve_data(item)
-            stream: Any = _Counted(out)
+            stream: Any = out
             for extension in extensions:
                 stream = extension.transform_to(stream)
             if item.type == WriteItemType.BYTE_IO:
                 stream.write(data.getbuffer())  # type: ignore[union-attr]  # the planner gives bytes for it
             else:
-                torch.save(_compact(data), stream)  # type: ignore[arg-type]
+                save_tensor(_compact(data), stream)  # type: ignore[arg-type]
             stream.close()
             info = _StorageInfo(name, start, out.nbytes - start, *([transforms] if transforms else []))
             rows.append(WriteResult(index=item.index, size_in_bytes=out.nbytes - start, storage_data=info))
+        out.let_go()
     return rows
 
 

@@ -217,6 +217,8 @@ def form_of(tensor: Any, fqn: str = "") -> Form:
     that may be cut in several ways between which its local tensor does not decide.
     """
     forms = forms_of(tensor, fqn)
+    if len(forms) == 1:
+        return forms[0]
     here, shape = _rank(), global_shape(tensor)
     if len({form.parts(shape, here) for form in forms}) > 1:
         raise LayoutError(f"tensor {fqn!r} {several_ways(shape, forms, here)}")

@@ -48,20 +48,30 @@ def run_save(
     _set_up_storage(writer.set_up_storage_writer, is_coordinator, group)
     local = writer.prepare_local_plan(planner.create_local_plan())
     gathered = group.exchange(pickle.dumps(local))
-    both = b""
+    both, final, metadata = b"", local, Metadata({})
     with group.together("plan"):
         if is_coordinator:
-            plans, metadata = planner.create_global_plan([pickle.loads(data) for data in gathered])
-            both = pickle.dumps((writer.prepare_global_plan(plans), metadata))
-    plans, metadata = pickle.loads(group.share(both if is_coordinator else None, coordinator))
-    final = planner.finish_plan(plans[group.rank])
+            plans, metadata = planner.create_global_plan(_with_own(local, gathered, coordinator))
+            plans = writer.prepare_global_plan(plans)
+            final = plans[coordinator]
+            both = pickle.dumps(([pickle.dumps(plan) for plan in plans], pickle.dumps(metadata)))
+    both = group.share(both if is_coordinator else None, coordinator)
+    if not is_coordinator:
+        pickled, known = pickle.loads(both)
+        final, metadata = pickle.loads(pickled[group.rank]), pickle.loads(known)
+    final = planner.finish_plan(final)
     with group.together("write"):
-        results = group.exchange(pickle.dumps(write(writer, final, planner)))
+        results = write(writer, final, planner)
+        gathered = group.exchange(pickle.dumps(results))
     with group.together("finish"):
         if is_coordinator:
-            writer.finish(metadata, [pickle.loads(data) for data in results])
-    result: Metadata = metadata
-    return result
+            writer.finish(metadata, _with_own(results, gathered, coordinator))
+    return metadata
+
+
+def _with_own(own: Any, gathered: list[bytes], place: int) -> list[Any]:
+    """What all ranks sent; this one's own as it is."""
+    return [own if rank == place else pickle.loads(data) for rank, data in enumerate(gathered)]
 
 
 def run_load(

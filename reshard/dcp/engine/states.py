@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from planners.geometry.box import Box
+from planners.geometry.layout_forms import Form
 from reshard.state.tensors import form_of, is_tensor, local_tensors, spec_of
 
 __all__ = [
@@ -71,9 +73,15 @@ def regions_of(fqn: str, tensor: Any) -> Iterator[Region]:
         return
     spec, form = spec_of(fqn, tensor), form_of(tensor, fqn)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    for part, local in zip(form.parts(spec.shape, rank), local_tensors(tensor)):
-        for box, place in part.boxes():
-            yield Region(box, local[place.slices] if place.ndim else local)
+    for pieces, local in zip(_pieces(form, spec.shape, rank), local_tensors(tensor)):
+        for box, place in pieces:
+            yield Region(box, local if place.sizes == local.shape else local[place.slices])
+
+
+@functools.lru_cache(maxsize=4096)
+def _pieces(form: Form, shape: tuple[int, ...], rank: int) -> tuple[tuple[tuple[Box, Box], ...], ...]:
+    """For each local tensor of a rank: its boxes, in the coordinates of the tensor and in its own."""
+    return tuple(tuple(part.boxes()) for part in form.parts(shape, rank))
 
 
 def unwrapped(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,9 +27,18 @@ import torch
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.pickles.record import Record
-from reshard.state.dtypes import dtype_from_name
+from reshard.state.arrays import as_array, row_major_bytes
+from reshard.state.dtypes import dtype_from_name, dtype_name
 
-__all__ = ["ArchiveWriter", "TensorStub", "begin_archive", "end_archive", "pickled_state", "unknown_objects"]
+__all__ = [
+    "ArchiveWriter",
+    "TensorStub",
+    "begin_archive",
+    "end_archive",
+    "pickled_state",
+    "save_tensor",
+    "unknown_objects",
+]
 
 _ALIGNMENT = 64
 _MARK32 = 0xFFFFFFFF
@@ -40,6 +50,8 @@ _FLAGS = 0x0808
 _DATE = 0x0021
 """The first of January 1980: files of equal contents are equal."""
 
+_PIECE_BYTES = 1 << 19
+"""What is in memory is summed and written in pieces that stay in the processor's cache."""
 _ASIDE_BYTES = 1 << 20
 """Checksums of pieces of at least this size are taken beside the writing."""
 
@@ -209,6 +221,25 @@ def pickled_state(value: Any) -> bytes:
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"the state cannot be written as torch.save does: {error}") from error
     return buffer.getvalue()
+
+
+def save_tensor(tensor: torch.Tensor, file: Any) -> None:
+    """What `torch.save` does with a contiguous tensor on the CPU that has its memory for itself, in a fraction of the
+    time: archives of tensors of one dtype and shape differ in nothing but the data. Others are left to torch."""
+    usual = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+    if not usual or str(tensor.dtype).removeprefix("torch.") not in _STORAGES:
+        torch.save(tensor, file)
+        return
+    archive = begin_archive(file.write, _pickled_tensor(tensor.dtype, tuple(tensor.shape)))
+    data = row_major_bytes(as_array(tensor))
+    pieces = (data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES))
+    archive.record("data/0", len(data), pieces)
+    end_archive(archive)
+
+
+@lru_cache(maxsize=1024)
+def _pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    return pickled_state(TensorStub(TensorSpec("", shape, dtype_name(dtype)), 0))
 
 
 def unknown_objects(objects: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,170 @@
+"""The face of DCP against DCP itself: the calls of one program, with the planner objects that it passes, both sides.
+
+    python -m benchmarks.dcp_face [--quick] [--folder /dev/shm]
+
+Every rank holds the state of a training job: parameters cut along dim 0, two moments of each, counters and plain
+values, in a nest. Prints the processor seconds of all ranks together and the seconds until the last rank is done: of a
+save and a load with torch's `DefaultSavePlanner` and `DefaultLoadPlanner`, of a save whose plan torch has cached, and
+of saves in the background by a thread and by a process, until the call returns and until all is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as theirs
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import reshard.dcp as ours
+from benchmarks.processes import run
+
+warnings.filterwarnings("ignore")
+
+ROUNDS = 3
+
+CASES = {
+    # name: (ranks, parameters, rows of each, columns of each)
+    "many small tensors": (2, 200, 64, 16),
+    "few large tensors": (2, 8, 2048, 2048),
+}
+
+Measured = dict[str, float]
+
+
+def state_of(count: int, rows: int, columns: int, seed: int) -> dict[str, Any]:
+    """Parameters and both moments of each, as AdamW has them, all cut along dim 0."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(seed * 1000 + dist.get_rank())
+
+    def tensor() -> DTensor:
+        local = torch.rand(rows // mesh.size(), columns, generator=generator)
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+    names = [f"layers.{i}.weight" for i in range(count)]
+    moments = {name: {"exp_avg": tensor(), "exp_avg_sq": tensor(), "step": torch.tensor(1.0)} for name in names}
+    groups = [{"params": names, "lr": 0.1, "betas": (0.9, 0.95)}]
+    return {"model": {name: tensor() for name in names}, "optim": {"state": moments, "param_groups": groups}, "n": seed}
+
+
+def processor_seconds() -> float:
+    """Of this process and of its live children, which save for it."""
+    total, tick = time.process_time(), os.sysconf("SC_CLK_TCK")
+    for path in glob.glob("/proc/self/task/*/children"):
+        with open(path) as file:
+            children = file.read().split()
+        for child in children:
+            with open(f"/proc/{child}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / tick
+    return total
+
+
+def best(out: Measured, name: str, work: Callable[[], Any]) -> Any:
+    """Run `work` on all ranks together; keep its best time of both kinds."""
+    dist.barrier()
+    begin, used = time.perf_counter(), processor_seconds()
+    value = work()
+    wall, used = time.perf_counter() - begin, processor_seconds() - used
+    dist.barrier()
+    for what, x in ((f"{name} wall", wall), (f"{name} cpu", used)):
+        out[what] = min(x, out.get(what, x))
+    return value
+
+
+def measure(folder: str, count: int, rows: int, columns: int) -> dict[str, Measured]:
+    """What one rank measured, by contestant."""
+    sides = {"torch": theirs, "ours": ours}
+    out: dict[str, Measured] = {who: {} for who in sides}
+    jobs = {who: _Job(dcp, f"{folder}/{who}", (count, rows, columns), out[who]) for who, dcp in sides.items()}
+    for _ in range(ROUNDS):  # the first one warms the imports of both; the best one counts
+        for job in jobs.values():
+            job.round()
+    return out
+
+
+class _Job:
+    """A program that saves and loads by `dcp`, whichever it is."""
+
+    def __init__(self, dcp: Any, folder: str, sizes: tuple[int, int, int], out: Measured) -> None:
+        self.dcp, self.folder, self.out = dcp, folder, out
+        self.state, self.target = state_of(*sizes, seed=1), state_of(*sizes, seed=2)
+        self.group = dist.new_group(backend="gloo")
+        self.cached = DefaultSavePlanner(enable_plan_caching=True)
+
+    def round(self) -> None:
+        self.clear()
+        best(self.out, "save", lambda: self.save(DefaultSavePlanner()))
+        best(self.out, "load", self.load)
+        self.check()
+        self.clear()
+        best(self.out, "save, plan cached", lambda: self.save(self.cached))
+        for kind in ("thread", "process"):
+            self.clear()
+            best(self.out, f"async by {kind}, all", lambda kind=kind: self.save_behind(kind).result())
+        self.clear()
+
+    def save(self, planner: DefaultSavePlanner) -> None:
+        self.dcp.save(self.state, checkpoint_id=self.folder, planner=planner)
+
+    def load(self) -> None:
+        self.dcp.load(self.target, checkpoint_id=self.folder, planner=DefaultLoadPlanner())
+
+    def save_behind(self, kind: str) -> Any:
+        options = {
+            "checkpoint_id": self.folder,
+            "planner": DefaultSavePlanner(),
+            "process_group": self.group,
+            "async_checkpointer_type": self.dcp.state_dict_saver.AsyncCheckpointerType(kind),
+        }
+        return best(self.out, f"async by {kind}, the call", lambda: self.dcp.async_save(self.state, **options))
+
+    def check(self) -> None:
+        for name, tensor in self.state["model"].items():
+            if not torch.equal(self.target["model"][name].to_local(), tensor.to_local()):
+                raise AssertionError(f"{name} came back wrong")
+            self.target["model"][name].to_local().zero_()
+
+    def clear(self) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        dist.barrier()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="the first case only")
+    parser.add_argument("--folder", default="/dev/shm", help="where the checkpoints go (default: memory)")
+    options = parser.parse_args()
+    for name in list(CASES)[:1] if options.quick else CASES:
+        world, count, rows, columns = CASES[name]
+        print(f"{name}: {world} ranks, {count} parameters of {rows} x {columns} float32, and their moments")
+        print(f"{'':28} {'processor seconds':^26} {'seconds':^26}")
+        print(f"{'':28} {'torch':>8} {'ours':>8} {'ratio':>8} {'torch':>8} {'ours':>8} {'ratio':>8}")
+        folder = tempfile.mkdtemp(dir=options.folder)
+        try:
+            results = run(measure, world, folder, count, rows, columns)
+        finally:
+            shutil.rmtree(folder)
+        for what in dict.fromkeys(key.rpartition(" ")[0] for key in results[0]["torch"]):
+            cells = []
+            for kind, over_ranks in (("cpu", sum), ("wall", max)):
+                peer, our = (over_ranks(r[who][f"{what} {kind}"] for r in results) for who in ("torch", "ours"))
+                cells.append(f"{peer:8.3f} {our:8.3f} {peer / our:8.2f}")
+            print(f"{what:28} {' '.join(cells)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
