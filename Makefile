@@ -15,6 +15,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name it with make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIN) -e ".[dev,docs]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "torchtitan>=0.3"
 	touch $@
 
 demo: $(VENV)/.ready

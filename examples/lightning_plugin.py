@@ -6,53 +6,23 @@
     python examples/lightning_plugin.py --folder ckpt --devices 2
 
 A checkpoint is then checked when it is read, can be inspected and compared, and a save that was interrupted leaves the
-one before. The plugin serves the strategies that give Lightning one whole state: a single device, DDP. Lightning's FSDP
-and model-parallel strategies write folders of their own, which `reshard.open(folder).normalized()` reads as well.
+one before. The plugin serves the strategies that give Lightning one whole state: a single device, DDP. For sharded
+models there is `reshard.integrations.lightning.ReshardModelParallel`, a strategy.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import CheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
 
-import reshard
-
-
-class ReshardIO(CheckpointIO):
-    """Lightning decides when and what, this decides how. Lightning calls `save_checkpoint` on the first rank only."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint as a folder."""
-        reshard.save(checkpoint, path, alone=True)
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Every rank reads for itself. Nothing in the file is run, so `weights_only` makes no difference."""
-        return whole(reshard.open(path).nested())
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Delete a folder of ours, or a file of Lightning's."""
-        if Path(path).is_dir():
-            shutil.rmtree(path)
-        else:
-            Path(path).unlink(missing_ok=True)
-
-
-def whole(value: Any) -> Any:
-    """Lazy tensors read, in containers of the kinds they were in."""
-    if isinstance(value, dict):
-        return {name: whole(inner) for name, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(whole, value))
-    return value[...] if hasattr(value, "stored") else value
+from reshard.integrations.lightning import ReshardIO
 
 
 class Net(LightningModule):

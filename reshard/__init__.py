@@ -46,6 +46,7 @@ _HOME = {
     "set_model_state_dict": "state_dict",
     "set_optimizer_state_dict": "state_dict",
     "set_state_dict": "state_dict",
+    "steps": "api.retention",
     "trace_layout": "api.trace",
     "verify": "api.verify",
     "verify_live": "api.redistribute",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from reshard.api.redistribute import verify_live as verify_live
     from reshard.api.retention import latest_complete as latest_complete
     from reshard.api.retention import prune as prune
+    from reshard.api.retention import steps as steps
     from reshard.api.save.report import SaveReport as SaveReport
     from reshard.api.save.saving import async_save as async_save
     from reshard.api.save.saving import save as save

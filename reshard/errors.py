@@ -14,6 +14,7 @@ __all__ = [
     "FormatError",
     "KeyMismatchError",
     "LayoutError",
+    "NewerVersionError",
     "NormalizationError",
     "RankFailedError",
     "ReplicaDriftError",
@@ -44,6 +45,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class FormatError(CheckpointError, ValueError):
     """The files are of no known format, of a newer version, or contradict their own format."""
+
+
+class NewerVersionError(FormatError):
+    """A checkpoint was written by a later version of this library, which may have made it whole."""
 
 
 class DamagedCheckpointError(CheckpointError, ValueError):

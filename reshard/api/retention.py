@@ -1,10 +1,10 @@
-"""Which of the checkpoints below a folder is the newest whole one, and the removal of all but the newest."""
+"""The checkpoints of a run, the newest whole one below a folder, and the removal of all but the newest."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
-from urllib.parse import quote
+from dataclasses import dataclass
 
 from reshard.api.convert.journal import is_job, remove_dead_jobs
 from reshard.checkpoint.checkpoint import open as open_checkpoint
@@ -12,9 +12,45 @@ from reshard.errors import CheckpointError, CheckpointNotFoundError
 from reshard.formats.native.generations import generations_in, is_alive, remove_dead, remove_empty
 from reshard.formats.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, refuse_newer
 from reshard.formats.native.reader import detect
+from reshard.formats.opening import steps_at
+from reshard.formats.runs import path_below
 from reshard.storage import Storage, open_storage
 
-__all__ = ["latest_complete", "prune"]
+__all__ = ["Step", "latest_complete", "prune", "steps"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A checkpoint of a run."""
+
+    step: int | None
+    """The number in its name; None for Lightning's `last.ckpt`."""
+    path: str
+    format: str | None
+    """None if it cannot be opened."""
+    nbytes: int
+    """Of its tensors, as far as they are known."""
+    problem: str | None
+    """Why it is not complete; None if it is, as far as names and sizes of files tell."""
+
+
+def steps(folder: str | os.PathLike[str]) -> list[Step]:
+    """The checkpoints of the run in a folder, whoever wrote them, the oldest first: those that `reshard.open(folder)`
+    chooses from. Empty for a folder that is no run's; two levels of names are looked at.
+
+    Raises FormatError for a local folder that holds much and nothing of any checkpoint, or two runs.
+    """
+    found = []
+    for seen in steps_at(folder, is_sure=True):
+        path = path_below(folder, seen.name)
+        try:
+            checkpoint = open_checkpoint(path)
+        except CheckpointError as error:
+            found.append(Step(seen.step, path, None, 0, str(error)))
+        else:
+            nbytes = sum(tensor.nbytes for tensor in checkpoint.values())
+            found.append(Step(seen.step, path, checkpoint.format, nbytes, None))
+    return found
 
 
 def latest_complete(folder: str | os.PathLike[str]) -> str | None:
@@ -48,7 +84,7 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
     remove_dead_jobs(storage, names)
     parts = [name.split("/", 2) for name in names]
     for place in {place for place, *inner in parts if len(inner) > 1 and is_job(inner[0])}:
-        below = open_storage(_path_below(folder, place))
+        below = open_storage(path_below(folder, place))
         remove_dead_jobs(below, below.list())
     places = {place for place, *inner in parts if len(inner) > 1 and is_generation(inner[0])}
     gone = []
@@ -61,17 +97,9 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
             gone.append(path)
     for place in places:  # of those that are gone now, and of killed saves
         with suppress(CheckpointError):  # a broken one, whose manifest does not say what counts
-            remove_dead(open_storage(_path_below(folder, place)))
+            remove_dead(open_storage(path_below(folder, place)))
     remove_empty(storage, places)
     return gone
-
-
-def _path_below(folder: str | os.PathLike[str], place: str) -> str:
-    base = os.fspath(folder)
-    if "://" in base and not base.startswith("memory:"):
-        for sign in "%#?":  # which mean something else in a URL
-            place = place.replace(sign, quote(sign))
-    return f"{base.rstrip('/')}/{place}" if place else base
 
 
 def _complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
@@ -84,7 +112,7 @@ def _complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
         place, _, last = name.rpartition("/")
         if last != MANIFEST or "/" in place:
             continue
-        path = _path_below(folder, place)
+        path = path_below(folder, place)
         try:
             created = read_manifest(open_storage(path)).created_unix_s
             open_checkpoint(path)

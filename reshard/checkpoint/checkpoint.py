@@ -49,6 +49,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
     Further names of tied weights (`aliases`) can be looked up, but are not listed.
     """
 
+    run: str = ""
+    """The folder of the run in which it was found; empty where it was opened by its own path."""
+
     def __init__(self, contents: Contents, url: str) -> None:
         self.contents = contents
         self.url = url
@@ -192,19 +195,27 @@ def _similar(name: str, known: Mapping[str, Any]) -> str:
     return f"it has {len(known)} tensors" + (f", such as {next(iter(known))!r}" if known else "")
 
 
-def open(path: str | os.PathLike[str] | Storage) -> Checkpoint:
-    """Open a checkpoint of any known format: a folder, a single file, or a URL of either.
+def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None) -> Checkpoint:
+    """Open a checkpoint of any known format: a folder, a single file, or a URL of either. Of a run, by its folder.
 
         checkpoint = reshard.open("run/step-1000")
         rows = checkpoint["model.wq.weight"][:4]  # reads these rows only
+        newest = reshard.open("run")              # `.url` says which, `.warnings` what was passed over
 
     Reads the metadata only. Nothing in the checkpoint is executed: see `reshard.formats.pickles`.
 
+    Args:
+        step: which checkpoint of a run (folders called `step-10`, `checkpoint-10`, `10`, ...); by default the newest
+            that is complete.
+
     Raises:
-        CheckpointNotFoundError: there is nothing at `path`.
+        CheckpointNotFoundError: there is nothing at `path`, no such step, or none that is complete.
         FormatError: the files are of no known format (the message says what was looked for), or of several.
         DamagedCheckpointError: the metadata is unreadable or contradicts itself.
         UnsafeDataError: a pickle asks for something that could run code.
     """
-    contents, url = open_contents(path)
-    return Checkpoint(contents, url)
+    contents, url = open_contents(path, step=step)
+    checkpoint = Checkpoint(contents, url)
+    if not isinstance(path, Storage) and url != os.fspath(path):
+        checkpoint.run = os.fspath(path)
+    return checkpoint

@@ -25,15 +25,21 @@ def inspect(
     ],
     only: Annotated[str, typer.Option("--only", metavar="GLOB", help="Only names that match: '*.weight'.")] = "*",
     depth: Annotated[int | None, typer.Option(min=1, help="Show at most so many levels of names.")] = None,
+    step: Annotated[int | None, typer.Option(help="Of the folder of a run: show the checkpoint of this step.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: everything, one entry a tensor.")] = False,
 ) -> None:
-    """Show names, shapes, dtypes, sizes and layouts, from the metadata alone; nothing in it is executed.
+    """Show names, shapes, dtypes, sizes and layouts, from the metadata alone; nothing in it is executed. Of the folder
+    of a run, list its checkpoints.
 
-    Exits with 1 if tensors have holes or overlaps.
+    Exits with 1 if tensors have holes or overlaps, or if no checkpoint of a run is complete.
     """
     import reshard
+    from reshard.formats.opening import steps_at
 
-    checkpoint = reshard.open(path)
+    if step is None and steps_at(path):
+        _list_run(path, as_json)
+        return
+    checkpoint = reshard.open(path, step=step)
     names = [name for name in checkpoint if fnmatch.fnmatchcase(name, only)]
     objects = [name for name in checkpoint.objects if fnmatch.fnmatchcase(name, only)]
     if not names and not objects and (checkpoint or checkpoint.objects):
@@ -46,6 +52,29 @@ def inspect(
     else:
         _print(checkpoint, names, objects, problems, depth)
     if problems:
+        raise typer.Exit(1)
+
+
+def _list_run(path: str, as_json: bool) -> None:
+    import reshard
+
+    steps = reshard.steps(path)
+    if as_json:
+        print_json({"path": path, "steps": [vars(step) for step in steps]})
+    else:
+        from rich.markup import escape
+
+        screen = console()
+        screen.print(f"[bold]{escape(path)}[/]  a run of {counted(len(steps), 'checkpoint')}", soft_wrap=True)
+        for step in steps:
+            number = "last" if step.step is None else step.step
+            what = (
+                f"{step.format}, {size(step.nbytes)}"
+                if step.problem is None
+                else f"[red]not complete[/]: {escape(step.problem)}"
+            )
+            screen.print(f"step {number}  {escape(step.path)}  {what}", soft_wrap=True)
+    if all(step.problem for step in steps):
         raise typer.Exit(1)
 
 

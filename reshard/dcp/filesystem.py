@@ -50,8 +50,7 @@ from reshard.storage.base import Writer
 __all__ = ["FileSystemReader", "FileSystemWriter"]
 
 _METADATA = ".metadata"
-_TOGETHER_BYTES = 1 << 18
-"""Pieces up to this size are written together."""
+_TOGETHER_BYTES = 1 << 18  # pieces up to this size are written together
 
 __getattr__ = partial(getattr, _torch)
 
@@ -226,8 +225,7 @@ class _Gathered:
     def flush(self) -> None:
         """All is written in the end."""
 
-    def close(self) -> None:
-        """More items follow."""
+    close = flush
 
 
 def _write_file(

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, StorageError
+from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, NewerVersionError, StorageError
 from reshard.formats.dcp.names import has_dcp
 from reshard.formats.native import reader as native
 from reshard.formats.native.manifest import is_generation
+from reshard.formats.runs import RunStep, look_at, look_in, path_below, shows_nothing, steps_seen
 from reshard.formats.stored.contents import Contents, Format
 from reshard.formats.stored.source import Files
 from reshard.storage import Storage, is_temporary, open_storage
 from reshard.storage.opening import path_text
 
-__all__ = ["composite_formats", "open_contents", "plain_formats"]
+__all__ = ["composite_formats", "open_contents", "plain_formats", "steps_at"]
 
 _OF_DCP = ("megatron", "lightning")
 """The composite formats that are made of a DCP checkpoint: any other beside one is a mixture."""
@@ -30,13 +31,86 @@ _ATTEMPTS = 5
 _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
 
 
-def open_contents(path: str | os.PathLike[str] | Storage, *, preferred: Format | None = None) -> tuple[Contents, str]:
-    """What is at `path`, by the format that its files show, and a text that says where that is.
+def open_contents(
+    path: str | os.PathLike[str] | Storage, *, preferred: Format | None = None, step: int | None = None
+) -> tuple[Contents, str]:
+    """What is at `path`, by the format that its files show, and a text that says where that is. Of the folder of a
+    run, the checkpoint of `step`, or the newest that is complete.
 
     Where they show several, and `preferred` is one of them, it is taken. It may be another reader of the same name.
 
     Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
     """
+    steps = steps_at(path, is_sure=step is not None)
+    if not isinstance(path, Storage) and (steps or step is not None):
+        return _open_step(path, steps, preferred, step)
+    try:
+        return _open_at(path, preferred)
+    except FormatError:
+        # of what is not on this machine all names had to be listed first
+        steps = [] if isinstance(path, Storage) or _is_here(path) else steps_seen(look_in(_find(path)[1]))
+        if isinstance(path, Storage) or not steps:
+            raise
+        return _open_step(path, steps, preferred, step)
+
+
+def steps_at(path: str | os.PathLike[str] | Storage, *, is_sure: bool = False) -> list[RunStep]:
+    """The checkpoints of the run at `path`, the oldest first; none where it is no folder of a run, or a checkpoint of
+    its own. Of what is not on this machine, only where it `is_sure` that a run is meant.
+
+    Raises FormatError for a local folder that holds much, and nothing of any checkpoint.
+    """
+    if isinstance(path, Storage) or "*" in path_text(path):
+        return []
+    if not _is_here(path):
+        return steps_seen(look_in(_find(path)[1]), is_sure=True) if is_sure else []
+    look = look_at(_local(path))
+    steps = steps_seen(look, is_sure=is_sure)
+    if not steps and shows_nothing(look):
+        folders, files = look("")
+        raise FormatError(
+            f"{os.fspath(path)} is no checkpoint of a known format, and no folder of a run: neither its "
+            f"{len(folders) + len(files)} entries nor what is directly below them is called as a file of any. It holds "
+            + ", ".join(sorted((*folders, *files))[:5])
+        )
+    return steps
+
+
+def _open_step(
+    path: str | os.PathLike[str], steps: Sequence[RunStep], preferred: Format | None, wanted: int | None
+) -> tuple[Contents, str]:
+    """The checkpoint of that step, or the newest complete one, which then says what was passed over."""
+    chosen = [step for step in reversed(steps) if wanted in (None, step.step)]
+    passed: list[str] = []
+    for step in chosen:
+        place = path_below(path, step.name)
+        try:
+            contents, url = _open_at(place, preferred)
+        except (CheckpointNotFoundError, DamagedCheckpointError, FormatError) as error:
+            if wanted is not None or isinstance(error, NewerVersionError):
+                raise
+            passed.append(f"{step.name} was passed over, which is newer but not complete: {error}")
+            continue
+        return replace(contents, warnings=(*contents.warnings, *passed)), url
+    if passed:
+        raise CheckpointNotFoundError(
+            f"no checkpoint of the run at {os.fspath(path)} is complete. " + "; ".join(passed)
+        )
+    known = ", ".join(str(step.step) if step.step is not None else step.name for step in steps) or "no steps at all"
+    raise CheckpointNotFoundError(f"there is no step {wanted} in {os.fspath(path)}: it has {known}")
+
+
+def _is_here(path: str | os.PathLike[str]) -> bool:
+    """Whether it is a path of this machine."""
+    return "://" not in path_text(path) or path_text(path).startswith("file://")
+
+
+def _local(path: str | os.PathLike[str]) -> str:
+    text = path_text(path)
+    return unquote(text.removeprefix("file://")) if text.startswith("file://") else text
+
+
+def _open_at(path: str | os.PathLike[str] | Storage, preferred: Format | None) -> tuple[Contents, str]:
     storage, names = _find(path)
     url = storage.url if isinstance(path, Storage) else os.fspath(path)
     for attempt in range(_ATTEMPTS):

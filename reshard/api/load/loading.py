@@ -135,7 +135,9 @@ def _mapped(checkpoint: Checkpoint, mapping: Mapping[str, str] | StateMapping | 
 
     if not isinstance(mapping, StateMapping):
         raise KeyMismatchError(f"mapping must be a dict or a reshard.mapping.Mapping, got {mapping!r}")
-    return mapping.apply(checkpoint)
+    mapped = mapping.apply(checkpoint)
+    mapped.run = checkpoint.run
+    return mapped
 
 
 def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:

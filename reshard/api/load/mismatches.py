@@ -125,13 +125,11 @@ def hear_all(match: Match, group: Group, checkpoint: Checkpoint) -> Mismatches:
             match.used, 1, dict.fromkeys(match.missing, here), dict.fromkeys(match.mismatched, here), True
         )
     bits = np.packbits([name in match.used for name in match.names]) if match.names else np.zeros(0, np.uint8)
-    native = checkpoint.contents.facts_of(NativeFacts)
-    is_one = not checkpoint.url.startswith("memory:")  # each process has memory of its own
     mine = _Said(
         socket.gethostname(),
         xxhash.xxh3_64_digest(msgspec.msgpack.encode((match.names, checkpoint.contents.subset))),
         zlib.compress(bits.tobytes()),
-        (checkpoint.url, native.manifest.save_id) if native is not None and is_one else ("", ""),
+        _save_of(checkpoint),
         list(match.missing),
         list(match.mismatched),
     )
@@ -156,6 +154,17 @@ def hear_all(match: Match, group: Group, checkpoint: Checkpoint) -> Mismatches:
         mismatched,
         len({other.source for other in said.values()}) == 1,
     )
+
+
+def _save_of(checkpoint: Checkpoint) -> tuple[str, str]:
+    """A path, and which save was found there; of a run, in which a newer one may have been completed meanwhile, too."""
+    native = checkpoint.contents.facts_of(NativeFacts)
+    if checkpoint.url.startswith("memory:"):  # each process has memory of its own
+        return "", ""
+    save_id = native.manifest.save_id if native is not None else ""
+    if checkpoint.run:
+        return checkpoint.run, f"{checkpoint.url.removeprefix(checkpoint.run)} {save_id}".strip()
+    return (checkpoint.url, save_id) if save_id else ("", "")
 
 
 def _refuse_different_saves(said: Iterable[_Said], group: Group) -> None:

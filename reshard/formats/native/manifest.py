@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from planners.geometry.box import Box
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import DamagedCheckpointError, NewerVersionError
 from reshard.storage.base import Storage
 
 __all__ = [
@@ -183,7 +183,7 @@ def read_manifest(storage: Storage) -> Manifest:
 def _check_version(data: bytes, where: str) -> None:
     version = msgspec.json.decode(data, type=_Version).version
     if version > VERSION:
-        raise FormatError(f"{where} is of version {version}; this library knows up to {VERSION}: upgrade it")
+        raise NewerVersionError(f"{where} is of version {version}; this library knows up to {VERSION}: upgrade it")
 
 
 def refuse_newer(data: bytes, where: str) -> None:

@@ -165,3 +165,20 @@ def test_a_name_that_begins_another_is_kept(order) -> None:
 
     assert branch.count == 2
     assert branch.children["a"].children["."] == Leaf("a", 1)
+
+
+def test_a_run_is_listed(tmp_path: Path, say) -> None:
+    reshard.save({"w": torch.ones(2)}, tmp_path / "checkpoint" / "step-10")
+    (tmp_path / "checkpoint" / "step-20").mkdir()
+
+    first, second = reshard.steps(tmp_path)
+    shown, told = say("inspect", tmp_path), json.loads(say("inspect", tmp_path, "--json").out)
+
+    assert (first.step, first.format, first.nbytes, first.problem) == (10, "native", 8, None)
+    assert (second.step, second.format) == (20, None)
+    assert "there is nothing at" in second.problem
+    assert shown.code == 0
+    assert "a run of 2 checkpoints" in shown.out
+    assert [row["step"] for row in told["steps"]] == [10, 20]
+    assert "float32 [2]" in say("inspect", tmp_path, "--step", "10").out
+    assert reshard.steps(tmp_path / "checkpoint" / "step-10") == []

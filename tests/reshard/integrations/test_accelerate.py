@@ -1,0 +1,85 @@
+"""What an Accelerator prepared, saved by one process, continued by two under FSDP2, and by one again: bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import reshard
+from reshard.errors import ReshardError
+from tests import gloo
+from tests.same import same
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+pytestmark = [pytest.mark.gloo, pytest.mark.filterwarnings("ignore")]  # of the framework: not ours to mend
+
+
+def prepared(*, sharded: bool = False) -> Any:
+    from accelerate import Accelerator
+
+    # else a step on two processes is two of the schedule
+    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    if sharded:  # accelerate itself shards nothing on CPUs
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
+    accelerator.prepare_model(model, evaluation_mode=sharded)  # which leaves the model as it is
+    accelerator.prepare(optimizer, schedule)
+    return accelerator
+
+
+def train(accelerator: Any, first: int, last: int) -> None:
+    (model,), (optimizer,), (schedule,) = accelerator._models, accelerator._optimizers, accelerator._schedulers
+    for step in range(first, last):
+        batch = torch.sin(torch.arange(32.0).reshape(4, 8) * (step + 1))
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def go_on(folder: str) -> tuple[dict[str, Any], list[str]]:
+    from reshard.integrations.accelerate import load_state, save_state
+
+    accelerator = prepared(sharded=True)
+    extra = load_state(accelerator, folder)
+    train(accelerator, extra["step"], 4)
+    save_state(accelerator, f"{folder}/step-4", {"step": 4, "more": torch.ones(2)})
+    return extra, [type(parameter).__name__ for parameter in accelerator._models[0].parameters()]
+
+
+def test_a_run_goes_on_on_other_numbers_of_processes(tmp_path: Path) -> None:
+    from reshard.integrations.accelerate import load_state, save_state
+
+    straight = prepared()
+    train(straight, 0, 4)
+    cut = prepared()
+    train(cut, 0, 2)
+    save_state(cut, tmp_path / "run" / "step-2", {"step": 2})
+
+    assert gloo.run(go_on, 2, str(tmp_path / "run")) == [({"step": 2}, ["DTensor"] * 4)] * 2
+
+    again = prepared()
+    assert same(load_state(again, tmp_path / "run"), {"more": torch.ones(2), "step": 4})
+    states = [reshard.get_state_dict(of._models[0], of._optimizers[0].optimizer) for of in (straight, again)]
+    assert same(*states)
+    assert same(*(of._schedulers[0].state_dict() for of in (straight, again)))
+
+
+def test_two_models_are_refused(tmp_path: Path) -> None:
+    from reshard.integrations.accelerate import save_state
+
+    accelerator = prepared()
+    accelerator.prepare(nn.Linear(1, 1))
+
+    with pytest.raises(ReshardError, match="prepared 2 models"):
+        save_state(accelerator, tmp_path)
