@@ -19,7 +19,7 @@ __all__ = ["ROOT", "House", "Module", "borders", "fits", "floors", "room_of", "r
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("planners", "reshard")
-MAX_ENTRIES, MAX_MODULE_LINES, MAX_FUNCTION_LINES = 13, 400, 60
+MAX_ENTRIES, MAX_MODULE_LINES, MAX_FUNCTION_LINES = 14, 400, 60
 
 
 def room_of(module: str) -> str:

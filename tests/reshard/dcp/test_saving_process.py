@@ -86,6 +86,16 @@ class Failing(ours.FileSystemWriter):
         raise ValueError(f"no, says {os.getpid()}")
 
 
+class Busy(ours.FileSystemWriter):
+    """Takes a second of processor time, all of it in Python."""
+
+    def write_data(self, plan, planner):
+        begin = time.thread_time()
+        while time.thread_time() - begin < 1:
+            pass
+        return super().write_data(plan, planner)
+
+
 class Locked(ours.FileSystemWriter):
     """Cannot be sent."""
 
@@ -101,6 +111,20 @@ def test_an_error_there_is_an_error_here(tmp_path):
     assert str(os.getpid()) not in str(caught.value).split()
     assert not (tmp_path / ".metadata").exists()
     ours.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, **PROCESS).result()
+
+
+def test_writing_takes_no_turn_in_the_training_loop_s_interpreter(tmp_path):
+    ours.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "first", **PROCESS).result()  # the process is there
+    used = {}
+    for kind in ("process", "thread"):
+        begin = time.process_time()
+        ours.async_save(
+            {"w": torch.ones(2)}, storage_writer=Busy(tmp_path / kind), async_checkpointer_type=kind
+        ).result()
+        used[kind] = time.process_time() - begin
+
+    assert used["process"] < 0.5
+    assert used["thread"] >= 1
 
 
 def test_what_cannot_go_to_another_process_is_refused_with_the_fix(tmp_path):
