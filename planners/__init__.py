@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from planners.notebooks import draw_pages_with
+
 if TYPE_CHECKING:
     from planners.errors import CodecError, CoverageError, LayoutMismatchError, PlanError, ProofError
     from planners.findings import Finding, Report
@@ -88,6 +90,15 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
         value = getattr(importlib.import_module(f"planners.{_HOME[name]}"), name)
         globals()[name] = value
         return value
+
+
+def _page_of(plan: Any) -> str:
+    from planners.reports.html import to_html
+
+    return to_html(plan)
+
+
+draw_pages_with(_page_of)
 
 
 def __dir__() -> list[str]:

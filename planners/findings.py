@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planners.errors import ProofError
+from planners.notebooks import Tabled
 
 __all__ = ["Coverage", "Finding", "Report"]
 
@@ -52,7 +53,7 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Report:
+class Report(Tabled):
     """What `verify` found."""
 
     subject: str

@@ -14,6 +14,7 @@ from planners.geometry.box import Box, Dims
 from planners.geometry.layout import StateLayout, TensorSpec
 from planners.geometry.overlap import Overlap, overlap_of
 from planners.geometry.ownership import Ints
+from planners.notebooks import Pictured
 
 if TYPE_CHECKING:  # imported when there is a view: most plans have none
     from planners.views.view import View
@@ -82,7 +83,7 @@ class ReadItems(tuple[ReadItem, ...]):
         return sum(item.nbytes for item in self)
 
 
-class LoadPlan:
+class LoadPlan(Pictured):
     """What every wanted rank reads. Frozen.
 
     A plan is its two layouts, and the views that wanted tensors are of saved ones: items are enumerated for the rank

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from typing import NamedTuple
 
 import numpy as np
 
-from planners.geometry.box import Box
 from planners.geometry.layout import TensorLayout
 from planners.geometry.ownership import Ints
+from planners.reports.regions import Owners, edges
 from planners.units import format_bytes
 
-__all__ = ["bars", "cuts", "matrix", "rank_color"]
+__all__ = ["bars", "cuts", "matrix", "placed", "rank_color"]
 
 _WIDTH = 340
 _MAX_EXACT_CELLS = 64
 _SAMPLED_CELLS = 96
-_MAX_BARS = 80
+_MAX_BARS = 128
+_WIDE = 1000.0
+"""Of figures that take the width of the page."""
 _RAMP = ((46, 74, 140), (33, 128, 141), (56, 138, 92), (146, 132, 32), (192, 104, 44), (190, 62, 86))
 """Colors of ranks from the first to the last; of similar lightness, so that white text is legible on all."""
 
@@ -55,7 +57,7 @@ def cuts(layout: TensorLayout, world_size: int, caption: str) -> str:
     body = []
     few = (len(rows.edges) - 1) * (len(columns.edges) - 1) <= 64
     fine = ' class="fine"' if len(rows.edges) > 33 or len(columns.edges) > 33 else ""
-    owner = _Owners(layout)
+    owner = Owners(layout)
     for r, (top, bottom) in enumerate(zip(rows.edges, rows.edges[1:])):
         for c, (left, right) in enumerate(zip(columns.edges, columns.edges[1:])):
             index = [(top + bottom) // 2, (left + right) // 2][2 - len(axes) :] if axes else []
@@ -76,15 +78,7 @@ def cuts(layout: TensorLayout, world_size: int, caption: str) -> str:
 
 
 def _axis(layout: TensorLayout, dim: int, size: int) -> _Axis:
-    product = layout.product
-    if product is not None:
-        edges = np.unique(np.concatenate(([0, size], product.dims[dim].starts, product.dims[dim].stops)))
-    else:
-        found = {0, size}
-        for _, box in layout.chunks():
-            found |= {box.offsets[dim], box.stops[dim]}
-        edges = np.array(sorted(found), dtype=np.int64)
-    return _sampled(_Axis(edges.tolist(), True), size, _SAMPLED_CELLS, at_most=_MAX_EXACT_CELLS)
+    return _sampled(_Axis(edges(layout, dim), True), size, _SAMPLED_CELLS, at_most=_MAX_EXACT_CELLS)
 
 
 def _sampled(axis: _Axis, size: int, cells: int, at_most: int = 40) -> _Axis:
@@ -94,42 +88,21 @@ def _sampled(axis: _Axis, size: int, cells: int, at_most: int = 40) -> _Axis:
     return _Axis([size * i // cells for i in range(cells + 1)] if size >= cells else list(range(size + 1)), False)
 
 
-class _Owners:
-    """Who holds an element."""
-
-    def __init__(self, layout: TensorLayout) -> None:
-        self._product = layout.product
-        self._chunks = [] if self._product is not None else list(layout.chunks())
-        self._dims = []
-        for own in self._product.dims if self._product is not None else ():
-            order = np.argsort(own.starts, kind="stable")
-            self._dims.append((own.starts[order], own.owner_of[order]))
-
-    @property
-    def pieces(self) -> int:
-        """How many distinct regions there are."""
-        if self._product is None:
-            return len(self._chunks)
-        return math.prod(int((own.local_sizes > 0).sum()) for own in self._product.dims)
-
-    @property
-    def copies(self) -> int:
-        """How many ranks hold each region."""
-        return 1 if self._product is None else len(self._product.replica_positions)
-
-    def at(self, index: Sequence[int]) -> list[int]:
-        if self._product is None:
-            here = Box(index, (1,) * len(index))
-            return [rank for rank, box in self._chunks if box.contains(here)]
-        owners = [int(o[np.searchsorted(starts, i, side="right") - 1]) for (starts, o), i in zip(self._dims, index)]
-        ranks: list[int] = sorted(self._product.replicas(owners).tolist())
-        return ranks
+def placed(layout: TensorLayout) -> str:
+    """The placements in words: `S(0), R over dp=2,tp=2`."""
+    if layout.mesh is None or layout.placements is None:
+        return "flat ranges" if hasattr(layout.form, "ranges") else "explicit boxes"
+    mesh = layout.mesh
+    axes = ",".join(f"{name}={size}" for name, size in mesh.axes)
+    some = ""
+    if mesh.has_explicit_ranks:
+        some = ", ranks in another order" if mesh.world_size == mesh.size else ", on some ranks"
+    return f"{', '.join(map(str, layout.placements))} over {axes or 'one rank'}{some}"
 
 
-def _words(layout: TensorLayout, owners: _Owners) -> str:
+def _words(layout: TensorLayout, owners: Owners) -> str:
     copies = f", {owners.copies:,} ranks hold each" if owners.copies > 1 else ""
-    placed = str(layout.form) if layout.product is not None and not layout.product.mesh.has_explicit_ranks else ""
-    return f" {placed}{' · ' if placed else ''}{owners.pieces:,} region{'s' * (owners.pieces != 1)}{copies}"
+    return f"{placed(layout)} · {owners.pieces:,} region{'s' * (owners.pieces != 1)}{copies}"
 
 
 def _span(edges: list[int], i: int, length: float) -> tuple[float, float]:
@@ -157,41 +130,63 @@ def _cell(x: float, y: float, w: float, h: float, ranks: list[int], world_size: 
 # --- traffic ---
 
 
-def matrix(sums: Ints, labels: Sequence[str], unit: str) -> str:
-    """Bytes from each row to each column: the darker, the more, on a logarithmic scale."""
-    n, most = len(labels), max(int(sums.max(initial=0)), 1)
-    side, margin = 420.0, 58.0
-    step = side / n
+def matrix(sums: Ints, unit: str, each: int) -> str:
+    """Bytes from each row to each column: the darker, the more, on a logarithmic scale. A row or column is `each`
+    units, such as 32 hosts."""
+    rows, columns = sums.shape
+    most = max(int(sums.max(initial=0)), 1)
+    left, top = 66.0, 40.0
+    wide = (_WIDE - left - 2) / columns
+    high = min(max(min(wide, 56.0), 4.0), max(440.0 / rows, 4.0))
     positive = sums[sums > 0]
     least = int(positive.min()) if len(positive) else 1
-    body = [f'<rect class="ground" x="{margin}" y="{margin}" width="{side}" height="{side}"/>']
-    gap = 0.6 if step > 5 else 0.0
+    width, height = columns * wide, rows * high
+    body = [f'<rect class="ground" x="{left}" y="{top}" width="{width:.1f}" height="{height:.1f}"/>']
+    gap = 0.6 if min(wide, high) > 5 else 0.0
     for i, j in np.argwhere(sums > 0).tolist():
         value = int(sums[i, j])
         level = 0.25 + 0.75 * (math.log(value / least) / math.log(most / least) if most > least else 1.0)
+        words = f"{_units(unit, i, each)} to {_units(unit, j, each)}: {format_bytes(value)}"
         body.append(
-            f'<rect x="{margin + j * step:.1f}" y="{margin + i * step:.1f}" width="{step - gap:.2f}" '
-            f'height="{step - gap:.2f}" fill-opacity="{level:.2f}">'
-            f"<title>{escape(unit)} {escape(labels[i])} to {escape(labels[j])}: {format_bytes(value)}</title></rect>"
+            f'<rect x="{left + j * wide:.1f}" y="{top + i * high:.1f}" width="{wide - gap:.2f}" '
+            f'height="{high - gap:.2f}" fill-opacity="{level:.2f}"><title>{words}</title></rect>'
         )
-    for i in _ticks(n, step):
-        at = margin + (i + 0.5) * step
-        body.append(f'<text class="tick end" x="{margin - 6}" y="{at:.1f}">{escape(labels[i].split("–")[0])}</text>')
-        body.append(f'<text class="tick" x="{at:.1f}" y="{margin - 8}">{escape(labels[i].split("–")[0])}</text>')
-    size = side + margin + 4
+    middle = 0.5 if each == 1 else 0.0
+    for number in _round_numbers(rows * each, int(height // 30)):
+        y = top + (number / each + middle) * high
+        body.append(f'<text class="tick end" x="{left - 8}" y="{y:.1f}">{number:,}</text>')
+    for number in _round_numbers(columns * each, 14):
+        x = left + (number / each + middle) * wide
+        body.append(f'<text class="tick" x="{x:.1f}" y="{top - 10}">{number:,}</text>')
+    total = top + height + 6
+    scale = f"{format_bytes(most)} a cell"
+    if least < most:
+        scale = f'{format_bytes(least)}<span class="swatch"></span>{scale}; logarithmic'
+    faint = ' class="swatch faint"' if least < most else ' class="swatch"'
     return (
-        f'<svg class="matrix" viewBox="0 0 {size:.0f} {size:.0f}" role="img" '
-        f'aria-label="bytes between {n} {escape(unit)}s">{"".join(body)}'
-        f'<text class="tick" x="{margin + side / 2}" y="12">to {escape(unit)}</text>'
-        f'<text class="tick" transform="translate(9 {margin + side / 2}) rotate(-90)">from {escape(unit)}</text></svg>'
-        f'<p class="legend"><span class="swatch faint"></span>{format_bytes(least)}'
-        f'<span class="swatch"></span>{format_bytes(most)} a cell; logarithmic</p>'
+        f'<div class="wide" tabindex="0"><svg class="matrix" viewBox="0 0 {_WIDE:.0f} {total:.0f}" role="img" '
+        f'aria-label="bytes from {rows} to {columns} rows and columns of {unit}s">{"".join(body)}'
+        f'<text class="tick" x="{left + width / 2:.1f}" y="12">to {unit}</text>'
+        f'<text class="tick" transform="translate(9 {top + height / 2:.1f}) rotate(-90)">from {unit}</text></svg></div>'
+        f'<p class="legend"><span{faint}></span>{scale}</p>'
     )
 
 
-def _ticks(n: int, step: float) -> Iterator[int]:
-    every = max(1, math.ceil(48 / step)) if n > 8 else 1
-    yield from range(0, n, every)
+def _units(unit: str, index: int, each: int) -> str:
+    if each == 1:
+        return f"{unit} {index:,}"
+    return f"{unit}s {index * each:,} to {(index + 1) * each - 1:,}"
+
+
+def _round_numbers(end: int, most: int) -> Iterator[int]:
+    """0 and further round numbers below `end`: at most about so many, in steps of 1, 2 or 5 times a power of ten."""
+    step = next(s for s in _steps(10) if end / s <= max(most, 1))
+    yield from range(0, end, step)
+
+
+def _steps(base: int) -> Iterator[int]:
+    for power in itertools.count():
+        yield from (factor * base**power for factor in (1, 2, 5))
 
 
 # --- bars ---
@@ -202,29 +197,42 @@ def bars(loads: Ints, label: str) -> str:
     world, n = len(loads), min(len(loads), _MAX_BARS)
     edges = [world * i // n for i in range(n + 1)]
     most = max(int(loads.max(initial=0)), 1)
-    width, height, left, base = 480.0, 200.0, 66.0, 180.0
-    step, body = (width - left) / n, []
-    for share in (0.0, 0.5, 1.0):
-        y = base - share * (base - 12)
-        body.append(f'<line x1="{left}" x2="{width}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        body.append(f'<text class="tick end" x="{left - 6}" y="{y:.1f}">{format_bytes(most * share)}</text>')
-    for i, (first, last) in enumerate(itertools.pairwise(edges)):
+    height, left, base, top = 180.0, 66.0, 160.0, 10.0
+    marks = _round_sizes(most)
+    step, body = (_WIDE - left) / max(world, 1), []
+    for mark in marks:
+        y = base - mark / marks[-1] * (base - top)
+        body.append(f'<line x1="{left}" x2="{_WIDE:.0f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        body.append(f'<text class="tick end" x="{left - 6}" y="{y:.1f}">{format_bytes(mark)}</text>')
+    for first, last in itertools.pairwise(edges):
         some = loads[first:last]
-        mean, top = float(some.mean()), int(some.max())
+        mean, peak = float(some.mean()), int(some.max())
         who = f"rank {first}" if last - first == 1 else f"ranks {first:,} to {last - 1:,}: mean"
-        x, tall, peak = left + i * step, mean / most * (base - 12), top / most * (base - 12)
-        gap = 1.0 if step > 4 else 0.2
-        more = f", most {format_bytes(top)}" if last - first > 1 else ""
+        x, wide = left + first * step, (last - first) * step
+        tall, taller = (size / marks[-1] * (base - top) for size in (mean, peak))
+        gap = 1.0 if wide > 4 else 0.2
+        more = f", most {format_bytes(peak)}" if last - first > 1 else ""
         body.append(
             f"<g><title>{who} {format_bytes(mean)}{more}</title>"
-            f'<rect class="peak" x="{x:.1f}" y="{base - peak:.1f}" width="{step - gap:.2f}" height="{peak:.1f}"/>'
-            f'<rect x="{x:.1f}" y="{base - tall:.1f}" width="{step - gap:.2f}" height="{tall:.1f}"/></g>'
+            f'<rect class="peak" x="{x:.1f}" y="{base - taller:.1f}" width="{wide - gap:.2f}" height="{taller:.1f}"/>'
+            f'<rect x="{x:.1f}" y="{base - tall:.1f}" width="{wide - gap:.2f}" height="{tall:.1f}"/></g>'
         )
-    every = max(1, -(-n // 6))
-    for i in range(0, n, every):
-        body.append(f'<text class="tick" x="{left + (i + 0.5) * step:.1f}" y="{base + 11}">{edges[i]:,}</text>')
+    middle = 0.5 if n == world else 0.0
+    for rank in _round_numbers(world, 14):
+        body.append(f'<text class="tick" x="{left + (rank + middle) * step:.1f}" y="{base + 11}">{rank:,}</text>')
+    grouped = "" if n == world else f"; each bar is the mean of some {world // n:,} ranks, the largest of them is faint"
     return (
-        f'<figure class="wide"><figcaption>{escape(label)}</figcaption>'
-        f'<svg class="bars" viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
+        f'<figure class="wide" tabindex="0"><figcaption>{escape(label)}<small>by rank{grouped}</small></figcaption>'
+        f'<svg class="bars" viewBox="0 0 {_WIDE:.0f} {height:.0f}" role="img" '
         f'aria-label="{escape(label)}: {format_bytes(most)} at most">{"".join(body)}</svg></figure>'
     )
+
+
+def _round_sizes(most: int) -> list[int]:
+    """0 and round sizes up to the first that is not below `most`: 1, 2 or 5, 10, 20, 50, 100, 200, 500 of a unit."""
+    most = max(most, 1)
+    unit = 1024 ** int(math.log(most, 1024) + 1e-9)
+    step = next(s for s in (unit * factor for factor in _steps(10)) if most / s <= 5)
+    if step == unit and unit > 1 and most / unit < 2.5:
+        step = unit // 2  # 1.5 MiB: half units rather than one line
+    return list(range(0, most + step, step))

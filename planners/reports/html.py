@@ -10,15 +10,18 @@ from html import escape
 import numpy as np
 
 from planners.errors import PlanError
-from planners.geometry.layout import StateLayout, TensorLayout
+from planners.geometry.layout import StateLayout
 from planners.geometry.ownership import Ints
 from planners.load.plan import LoadPlan
-from planners.reports.figures import bars, cuts, matrix
+from planners.proof import verify
+from planners.reports.cost import Cluster, estimate
+from planners.reports.figures import bars, cuts, matrix, placed
+from planners.reports.frame import PAGE
 from planners.save.plan import SavePlan
 from planners.transfer.intersection import intersection_of
 from planners.transfer.plan import TransferPlan
 from planners.transfer.routing import Traffic, pair_groups
-from planners.units import format_bytes
+from planners.units import format_bytes, format_seconds
 
 __all__ = ["to_html"]
 
@@ -38,16 +41,30 @@ class _Story:
     loads: list[tuple[str, Ints]]
     """Bytes per rank, with what they are."""
     traffic: Iterable[Traffic] | None
-    traffic_words: str
+    rows_and_columns: tuple[str, str]
+    """What the rank of a row does, and that of a column."""
 
 
-def to_html(plan: LoadPlan | SavePlan | TransferPlan, *, title: str | None = None, ranks_per_host: int = 8) -> str:
-    """The plan as an HTML page: figures, the cuts of its largest tensors, who gets what from whom, bytes per rank, and
-    a table of tensors to search. Everything is inside; nothing is fetched.
+def to_html(
+    plan: LoadPlan | SavePlan | TransferPlan,
+    *,
+    title: str | None = None,
+    ranks_per_host: int = 8,
+    source: str = "",
+    target: str = "",
+    cluster: Cluster | None = None,
+) -> str:
+    """The plan as an HTML page: whether it is right (it is proved here), figures, the cuts of its largest tensors, who
+    gets what from whom, bytes per rank, and a table of tensors to search. Everything is inside; nothing is fetched.
+
+        page = to_html(plan, source="run/step-1000", target="fsdp=3")
 
     Args:
         title: shown on top; by default what the plan does, in words.
         ranks_per_host: above 64 ranks the traffic is shown between hosts, and above 64 hosts between groups of them.
+        source: what it leads from, as people call it: a path, a topology.
+        target: what it leads to.
+        cluster: then the page has the time that `estimate` gives; its `ranks_per_host` count.
 
     Raises PlanError for anything that is no plan, or for less than one rank per host.
     """
@@ -55,15 +72,54 @@ def to_html(plan: LoadPlan | SavePlan | TransferPlan, *, title: str | None = Non
         raise PlanError(f"ranks_per_host must be >= 1, got {ranks_per_host}")
     story = _story(plan)
     world = max(layout.world_size for _, layout in story.sides)
+    figures = [*story.figures, *_held(story.sides)]
+    if cluster is not None:
+        ranks_per_host = cluster.ranks_per_host
+        figures.append(("estimated time", f"{format_seconds(estimate(plan, cluster).seconds)} ({_rates(cluster)})"))
     parts = {
         "title": escape(title or story.title),
-        "figures": "".join(_figure(*figure) for figure in story.figures),
+        "between": _between(source, target),
+        "verdict": _verdict(plan),
+        "figures": "".join(_figure(*figure) for figure in figures),
         "tensors": _tensors(story, world),
-        "traffic": _traffic(story, world, ranks_per_host),
+        "traffic": _traffic(story, ranks_per_host),
         "loads": "".join(bars(loads, label) for label, loads in story.loads),
         "table": _table(story),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _PAGE)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], PAGE)
+
+
+def _between(source: str, target: str) -> str:
+    sides = [f"{word} <b>{escape(side)}</b>" for word, side in (("from", source), ("to", target)) if side]
+    return f'<p class="between">{" ".join(sides)}</p>' if sides else ""
+
+
+def _verdict(plan: LoadPlan | SavePlan | TransferPlan) -> str:
+    """What the proof of this plan says."""
+    report = verify(plan)
+    if report.ok:
+        what = {LoadPlan: "read", SavePlan: "written", TransferPlan: "delivered"}[type(plan)]
+        return f'<p class="verdict">Proved right: every element is {what} exactly once, from where it really is.</p>'
+    listed = "".join(f"<li>{escape(str(finding))}</li>" for finding in report.findings[:5])
+    more = f"<li>and {len(report.findings) - 5} more</li>" if len(report.findings) > 5 else ""
+    return f'<div class="verdict wrong">Not right:<ul>{listed}{more}</ul></div>'
+
+
+def _held(sides: Sequence[tuple[str, StateLayout]]) -> Iterator[tuple[str, str]]:
+    """What the tensors of one rank take, at most, on each side."""
+    for caption, layout in sides:
+        held = layout.rank_bytes()
+        yield f"a rank holds, {caption}", f"{format_bytes(int(held.max(initial=0)))} (at most)"
+
+
+def _rates(cluster: Cluster) -> str:
+    rates = {
+        "read": cluster.storage_read_bytes_per_s,
+        "written": cluster.storage_write_bytes_per_s,
+        "sent": cluster.network_bytes_per_s,
+    }
+    told = [f"{format_bytes(rate)}/s {what} by a host" for what, rate in rates.items() if rate is not None]
+    return ", ".join([*told, f"{cluster.ranks_per_host} ranks each"])
 
 
 def _figure(name: str, value: str) -> str:
@@ -82,7 +138,7 @@ def _story(plan: LoadPlan | SavePlan | TransferPlan) -> _Story:
             [("saved", plan.saved), ("wanted", plan.wanted)],
             [("Bytes that each rank reads", loads)],
             None if plan.views or plan.explicit else _reads(plan),
-            "Rows: the lowest rank that saved a chunk. Columns: the rank that reads of it.",
+            ("the lowest rank that saved a chunk", "the rank that reads of it"),
         )
     if isinstance(plan, SavePlan):
         loads = plan.rank_bytes()
@@ -93,7 +149,7 @@ def _story(plan: LoadPlan | SavePlan | TransferPlan) -> _Story:
             [("layout", plan.layout)],
             [("Bytes that each rank writes", loads)],
             None,
-            "",
+            ("", ""),
         )
     if isinstance(plan, TransferPlan):
         sent, received = plan.sent_bytes(), plan.received_bytes()
@@ -108,7 +164,7 @@ def _story(plan: LoadPlan | SavePlan | TransferPlan) -> _Story:
             [("before", plan.before), ("after", plan.after)],
             [("Bytes that each rank sends", sent), ("Bytes that each rank receives", received)],
             plan.traffic_blocks(),
-            "Rows: senders. Columns: receivers.",
+            ("the rank that sends", "the rank that receives"),
         )
     raise PlanError(f"cannot draw a {type(plan).__name__}: give a load, save or transfer plan")
 
@@ -161,23 +217,24 @@ def _tensors(story: _Story, world: int) -> str:
     return pick + "".join(drawn) + note
 
 
-def _traffic(story: _Story, world: int, ranks_per_host: int) -> str:
+def _traffic(story: _Story, ranks_per_host: int) -> str:
+    head = '<section aria-labelledby="traffic"><h2 id="traffic">Who gets what from whom</h2>'
     if story.traffic is None:
-        return '<p class="empty">Not drawn for this plan: it has no senders, or it was changed by hand or by views.</p>'
-    if world <= _MAX_MATRIX:
-        per, unit, labels = 1, "rank", [str(rank) for rank in range(world)]
-    else:
-        hosts = -(-world // ranks_per_host)
-        group = -(-hosts // _MAX_MATRIX)
-        per, n = ranks_per_host * group, -(-hosts // group)
-        unit = "host" if group == 1 else "hosts"
-        labels = [f"{i * group:,}" + (f"–{min((i + 1) * group, hosts) - 1:,}" if group > 1 else "") for i in range(n)]
-    n = len(labels)
-    sums = np.zeros((n, n), dtype=np.int64)
+        return ""  # a plan without senders, or changed by hand or by views
+    worlds = story.sides[0][1].world_size, story.sides[-1][1].world_size
+    per, unit = 1, "rank"
+    if max(worlds) > _MAX_MATRIX:
+        per = ranks_per_host * -(-max(worlds) // (ranks_per_host * _MAX_MATRIX))
+        unit = "host"
+    sums = np.zeros([-(-world // per) for world in worlds], dtype=np.int64)
     for sender, receiver, nbytes in story.traffic:
         np.add.at(sums, (sender // per, receiver // per), nbytes)
-    scale = "" if per == 1 else f" Each cell sums {per} × {per} ranks."
-    return f"<p>{escape(story.traffic_words + scale)}</p>" + matrix(sums, labels, unit)
+    hosts = per // ranks_per_host
+    each = f"{hosts} × {hosts} hosts" if hosts > 1 else "one host with another"
+    scale = f" Each cell is the sum of {each}, of {ranks_per_host} ranks each." if unit == "host" else ""
+    rows, columns = (f"the host of {who}" if unit == "host" else who for who in story.rows_and_columns)
+    words = f"Rows: {rows}. Columns: {columns}.{scale}"
+    return f"{head}<p>{escape(words)}</p>{matrix(sums, unit, hosts if unit == 'host' else 1)}</section>"
 
 
 def _table(story: _Story) -> str:
@@ -200,136 +257,15 @@ def _rows(story: _Story) -> Iterator[tuple[str, int, str, int, list[str]]]:
     for fqn in _every(side for _, side in story.sides):
         pattern = re.sub(r"\d+", "*", fqn)
         layouts = [side.get(fqn) for _, side in story.sides]
-        places = ((layout.spec.shape, layout.spec.dtype, _placed(layout)) if layout else None for layout in layouts)
+        places = ((layout.spec.shape, layout.spec.dtype, placed(layout)) if layout else None for layout in layouts)
         found.setdefault((pattern, *places), []).append(fqn)
     for key, names in found.items():
         layouts = [side.get(names[0]) for _, side in story.sides]
         spec = next(layout.spec for layout in reversed(layouts) if layout is not None)
         shape = f"{list(spec.shape)} {spec.dtype}"
-        placed = ["absent" if layout is None else _placed(layout) for layout in layouts]
-        yield str(key[0]) if len(names) > 1 else names[0], len(names), shape, spec.nbytes * len(names), placed
+        sides = ["absent" if layout is None else placed(layout) for layout in layouts]
+        yield str(key[0]) if len(names) > 1 else names[0], len(names), shape, spec.nbytes * len(names), sides
 
 
 def _every(sides: Iterable[StateLayout]) -> Sequence[str]:
     return list(dict.fromkeys(fqn for side in sides for fqn in side))
-
-
-def _placed(layout: TensorLayout) -> str:
-    if layout.mesh is None or layout.placements is None:
-        return "flat ranges" if hasattr(layout.form, "ranges") else "explicit boxes"
-    axes = ",".join(f"{name}={size}" for name, size in layout.mesh.axes)
-    some = " on some ranks" if layout.mesh.has_explicit_ranks else ""
-    return f"{', '.join(map(str, layout.placements))} over {axes or 'one rank'}{some}"
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{title}}</title>
-<style>
-:root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #dde2e9; --paper: #fbfcfd; --card: #fff;
-  --accent: #21808d; --faint: #edf1f5; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e7ebf0; --soft: #9aa6b4; --line: #303945; --paper: #12161b;
-  --card: #1a2027; --accent: #5cc3c9; --faint: #232b34; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "Liberation Sans", "DejaVu Sans", sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 36px 24px 64px; }
-h1 { font-size: 30px; line-height: 1.2; letter-spacing: -.02em; margin: 0 0 20px; font-weight: 650; }
-h2 { font-size: 18px; margin: 0 0 4px; font-weight: 650; letter-spacing: -.01em; }
-h3 { font: 600 14px/1.4 ui-monospace, "SF Mono", "Liberation Mono", "DejaVu Sans Mono", monospace; margin: 14px 0 0;
-  overflow-wrap: anywhere; }
-p { margin: 2px 0 10px; color: var(--soft); }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 22px 24px;
-  margin-top: 20px; min-width: 0; }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 1px; margin: 0;
-  background: var(--line); border: 1px solid var(--line); border-radius: 12px; overflow: hidden; }
-dl div { background: var(--card); padding: 14px 18px; }
-dt { color: var(--soft); font-size: 13px; }
-dd { margin: 2px 0 0; font-size: 19px; font-weight: 600; font-variant-numeric: tabular-nums; line-height: 1.3; }
-dd small { display: block; font-size: 13px; font-weight: 400; color: var(--soft); }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); gap: 28px; }
-.columns { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 20px; }
-@media (max-width: 860px) { .columns { grid-template-columns: minmax(0, 1fr); } }
-figure { margin: 8px 0 0; }
-figure.wide { margin: 12px 0 4px; }
-figcaption { font-weight: 600; font-size: 14px; margin-bottom: 6px; }
-figcaption small { display: block; font-weight: 400; color: var(--soft); font-size: 13px; }
-svg { display: block; width: 100%; height: auto; }
-.pair rect { stroke: var(--card); stroke-width: 1; }
-.pair .fine rect { stroke: none; shape-rendering: crispEdges; }
-.pair rect.hole { fill: none; stroke: var(--soft); stroke-dasharray: 3 3; }
-.pair text { fill: #fff; font-size: 12px; font-weight: 600; text-anchor: middle; dominant-baseline: central;
-  pointer-events: none; }
-.matrix rect { fill: var(--accent); }
-.matrix rect.ground { fill: var(--faint); }
-.matrix rect:not(.ground):hover, .bars g:hover rect { stroke: var(--ink); stroke-width: 1.5; }
-.tick { fill: var(--soft); font-size: 11px; text-anchor: middle; dominant-baseline: central;
-  font-variant-numeric: tabular-nums; }
-.tick.end { text-anchor: end; }
-.bars rect { fill: var(--accent); }
-.bars rect.peak { fill-opacity: .35; }
-.bars line { stroke: var(--line); }
-.legend { display: flex; white-space: nowrap; align-items: center; gap: 8px; font-size: 13px; margin-top: 10px; }
-.swatch { width: 26px; height: 12px; border-radius: 3px; background: var(--accent); margin-left: 10px; }
-.swatch.faint { opacity: .25; margin-left: 0; }
-label { color: var(--soft); font-size: 13px; }
-select, input { font: inherit; color: inherit; background: var(--paper); border: 1px solid var(--line);
-  border-radius: 8px; padding: 7px 10px; max-width: 100%; }
-input { width: 100%; margin: 8px 0 12px; }
-select:focus-visible, input:focus-visible { outline: 2px solid var(--accent); outline-offset: 1px; }
-.scroll { overflow: auto; max-height: 560px; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
-th { position: sticky; top: 0; background: var(--card); color: var(--soft); font-weight: 500; text-align: left;
-  cursor: pointer; }
-th, td { vertical-align: top; padding: 7px 16px 7px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-td:nth-child(n+5) { white-space: normal; min-width: 150px; }
-td:first-child { font-family: ui-monospace, "SF Mono", "Liberation Mono", "DejaVu Sans Mono", monospace; }
-td:nth-child(2), th:nth-child(2), td:nth-child(4), th:nth-child(4) { text-align: right; }
-.js .tensor:not(.shown) { display: none; }
-</style>
-<main>
-<h1>{{title}}</h1>
-<dl>{{figures}}</dl>
-<section aria-labelledby="cuts"><h2 id="cuts">How tensors are cut</h2>
-<p>Each region has the color of the lowest rank that holds it; neighbouring ranks look alike, and a rank has the same
-color on both sides.</p>
-{{tensors}}</section>
-<div class="columns">
-<section aria-labelledby="traffic"><h2 id="traffic">Who gets what from whom</h2>{{traffic}}</section>
-<section aria-labelledby="loads"><h2 id="loads">Bytes per rank</h2>{{loads}}</section>
-</div>
-<section aria-labelledby="tensors"><h2 id="tensors">Tensors</h2>
-<p>Names that differ only in numbers are one row.</p>
-<label for="search">Search names, shapes and placements</label>
-<input id="search" type="search" autocomplete="off">
-<div class="scroll" tabindex="0">{{table}}</div></section>
-</main>
-<script>
-document.documentElement.classList.add("js");
-const tensors = [...document.querySelectorAll(".tensor")], pick = document.getElementById("pick");
-const show = i => tensors.forEach((t, j) => t.classList.toggle("shown", i === j));
-show(0);
-if (pick) pick.onchange = () => show(Number(pick.value));
-const body = document.querySelector("tbody"), rows = [...body.rows];
-document.getElementById("search").oninput = event => {
-  const words = event.target.value.toLowerCase().split(/ +/);
-  for (const row of rows) {
-    const text = row.textContent.toLowerCase();
-    row.hidden = !words.every(word => text.includes(word));
-  }
-};
-document.querySelectorAll("th").forEach((head, i) => {
-  let up = true;
-  head.onclick = () => {
-    const key = row => row.cells[i].dataset.sort ?? row.cells[i].textContent;
-    rows.sort((a, b) => key(a).localeCompare(key(b), undefined, { numeric: true }) * (up ? 1 : -1));
-    up = !up;
-    body.append(...rows);
-  };
-});
-</script>
-</html>
-"""
-"""The frame of the page: style and script, with `{{slots}}` for what `to_html` fills in."""

@@ -11,6 +11,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.geometry.ownership import Ints
+from planners.notebooks import Pictured
 from planners.save.assignment import Assignment, assign
 
 __all__ = ["DIVIDE_ABOVE_BYTES", "SavePlan", "WriteItem", "WriteItems", "plan_writes"]
@@ -43,7 +44,7 @@ class WriteItems(tuple[WriteItem, ...]):
         return sum(item.nbytes for item in self)
 
 
-class SavePlan:
+class SavePlan(Pictured):
     """Who writes what, once. Frozen; a function of the layout alone.
 
     A plan whose items were listed explicitly (`with_items`) keeps them, and `verify` judges them.

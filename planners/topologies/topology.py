@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 from planners.errors import PlanError
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
@@ -110,7 +111,9 @@ class Topology:
         named += [(f"the home of {home.pattern!r}", name) for home in self.homes for name, _ in home.at]
         for where, name in [*named, *(("the list of even axes", name) for name in self.even)]:
             if name not in known:
-                raise PlanError(f"{where} names the axis {name!r}, but the mesh {self.mesh} has {list(known)}")
+                near = get_close_matches(name, known, n=1)
+                meant = f": did you mean {near[0]!r}?" if near else ""
+                raise PlanError(f"{where} names the axis {name!r}, but the mesh {self.mesh} has {list(known)}{meant}")
         for home in self.homes:
             for name, coordinate in home.at:
                 if coordinate >= known[name]:
@@ -189,7 +192,11 @@ class Topology:
                 raise PlanError("two tensors have one name", fqn=spec.fqn)
             tensors[spec.fqn] = self._place(spec, rule, at)
         if lost:
-            raise PlanError(f"no rule matches {len(lost)} tensors: {lost[:20]}")
+            patterns = ", ".join(repr(rule.pattern) for rule in self.rules[:5]) or "there is none"
+            raise PlanError(
+                f"no rule matches {len(lost)} tensors: {lost[:20]}. The rules are for {patterns}; what no other "
+                "matches can have a last one, such as {'*': '" + ",".join("R" for _ in self.mesh.names) + "'}"
+            )
         parts: tuple[Rule | Home, ...] = (*self.rules, *self.homes)
         idle = [f"{part.pattern!r}" for part in parts if part not in used and not part.optional]
         if idle:
@@ -220,7 +227,10 @@ class Topology:
             what = f"axis {lacking[0]!r} is neither named nor fixed by a home" if lacking else f"a home fixes {fixed}"
             raise PlanError(f"{what}; {free} are free")
         if len(groups) != len(rule.placements):
-            raise PlanError(f"it has {len(rule.placements)} placements, but the axes {free} are free")
+            raise PlanError(
+                f"it has {len(rule.placements)} placements, but the axes {free} are free: give one for each, such as "
+                f"{{{rule.pattern!r}: {','.join([*map(str, rule.placements), *['R'] * len(free)][: len(free)])!r}}}"
+            )
         turned = self.mesh.submesh(*named, at=at)
         sizes = dict(self.mesh.axes)
         axes = [(".".join(group), math.prod(sizes[name] for name in group)) for group in groups]

@@ -20,6 +20,7 @@ from planners.errors import CoverageError, LayoutMismatchError, PlanError
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout
 from planners.geometry.ownership import Ints
+from planners.notebooks import Pictured
 from planners.transfer.intersection import intersection_of
 from planners.transfer.routing import Route, Traffic, pair_groups, total_traffic
 
@@ -69,7 +70,7 @@ class TransferItems(tuple[TransferItem, ...]):
         return sum(item.nbytes for item in self)
 
 
-class TransferPlan:
+class TransferPlan(Pictured):
     """What every rank sends, receives and copies. Frozen.
 
     A plan is its two layouts: items are enumerated for the rank that asks. Receivers whose items were listed

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 __all__ = ["main"]
+
+_INTERRUPTED = 130
 
 
 def main() -> None:
@@ -13,4 +18,15 @@ def main() -> None:
         with in_a_pipeline():
             run()
     except KeyboardInterrupt:  # between the commands' own handling, such as while modules are imported
-        raise SystemExit(130) from None
+        _leave()
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:
+            _leave()
+        raise
+
+
+def _leave() -> None:
+    """End at once. What was begun is cleaned up by now, and taking torch down would take longer than a second."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_INTERRUPTED)

@@ -45,11 +45,12 @@ _EXAMPLES: dict[Callable[..., None], list[str]] = {
     inspect.inspect: [
         "inspect run/step-1000",
         "inspect hf/ --only '*.weight' --depth 3",
+        "inspect run/step-1000 --map model.layers.0.wq.weight",
         "inspect s3://bucket/run --json",
     ],
     plan.plan: [
         "plan run/step-1000 fsdp=3",
-        "plan run/step-1000 fsdp=48,tp=16 --html plan.html",
+        "plan run/step-1000 fsdp=48,tp=16 --html plan.html --read-rate 2GB",
         "plan run/step-1000 dp=4,tp=2 --rule '*.wo.weight=S(0),S(1)' --rule '*=S(0),R'",
     ],
     verify.verify: ["verify run/step-1000", "verify copy/ --against run/step-1000", "verify run/step-1000 --shallow"],
@@ -112,6 +113,7 @@ def _is_told(error: Exception) -> bool:
 
 
 _PLAIN = {"×": "x", "→": "->", "·": "*", "…": "...", "━": "-", "─": "-", "│": "|", "—": "-", "“": '"', "”": '"'}
+_PLAIN |= dict.fromkeys("┌┬┐├┼┤└┴┘", "+")
 """What stands for the signs of our own texts; anything else is written as its escape."""
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -10,15 +12,13 @@ import typer
 from reshard.cli.names import Config, HintOption, Naming, dequantized, mapping_of, read_hints, stored_hints, untaken
 from reshard.cli.show import console, counted, print_json, size
 from reshard.cli.sides import Rules, rules_of, side
-from reshard.cli.usage import UsageError, choice, dtype_name
+from reshard.cli.usage import choice, dtype_name, size_in_bytes
 
 if TYPE_CHECKING:
     from reshard.api.convert.converting import ConvertReport
     from reshard.api.convert.job import FormatName
 
 __all__ = ["convert"]
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 _Names = Annotated[
     str | None,
@@ -76,32 +76,34 @@ def convert(
         state = reshard.open(source)
         state = state.canonical(hints, model_only=model) if model or normalized else state
         kept = untaken(names, mapping, plain.apply(state))
-    report = reshard.convert(
-        source,
-        target,
-        format=cast("FormatName", format),
-        mapping=mapping if not plain.stages else plain | (mapping or Mapping()),
-        onto=None if onto is None else side(onto, rules_of(rule)),
-        select=select,
-        dtype=dtype,
-        normalized=normalized,
-        model_only=model,
-        hints=hints,
-        max_shard_bytes=_bytes(max_shard),
-        workers=workers,
-        alone=True,
-        overwrite=overwrite,
-        progress=not as_json,
-    )
+    with _interrupts_told():
+        report = reshard.convert(
+            source,
+            target,
+            format=cast("FormatName", format),
+            mapping=mapping if not plain.stages else plain | (mapping or Mapping()),
+            onto=None if onto is None else side(onto, rules_of(rule)),
+            select=select,
+            dtype=dtype,
+            normalized=normalized,
+            model_only=model,
+            hints=hints,
+            max_shard_bytes=size_in_bytes(max_shard),
+            workers=workers,
+            alone=True,
+            overwrite=overwrite,
+            progress=not as_json,
+        )
     _print(report, kept, as_json)
 
 
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
-    unit = "" if match is None else match[2] if match[2] in _UNITS else f"{match[2]}B"
-    if match is None or unit not in _UNITS:
-        raise UsageError(f"{text!r} is no size: write it like 5GB, 500MB or 2GiB")
-    return int(float(match[1]) * _UNITS[unit])
+@contextmanager
+def _interrupts_told() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        raise
 
 
 def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:

@@ -26,6 +26,9 @@ def inspect(
     only: Annotated[str, typer.Option("--only", metavar="GLOB", help="Only names that match: '*.weight'.")] = "*",
     depth: Annotated[int | None, typer.Option(min=1, help="Show at most so many levels of names.")] = None,
     step: Annotated[int | None, typer.Option(help="Of the folder of a run: show the checkpoint of this step.")] = None,
+    drawn: Annotated[
+        str | None, typer.Option("--map", metavar="NAME", help="Draw how this tensor is cut, and who holds which part.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: everything, one entry a tensor.")] = False,
 ) -> None:
     """Show names, shapes, dtypes, sizes and layouts, from the metadata alone; nothing in it is executed. Of the folder
@@ -36,10 +39,13 @@ def inspect(
     import reshard
     from reshard.formats.opening import steps_at
 
-    if step is None and steps_at(path):
+    if step is None and drawn is None and steps_at(path):
         _list_run(path, as_json)
         return
     checkpoint = reshard.open(path, step=step)
+    if drawn is not None:
+        _draw(checkpoint, drawn)
+        return
     names = [name for name in checkpoint if fnmatch.fnmatchcase(name, only)]
     objects = [name for name in checkpoint.objects if fnmatch.fnmatchcase(name, only)]
     if not names and not objects and (checkpoint or checkpoint.objects):
@@ -76,6 +82,18 @@ def _list_run(path: str, as_json: bool) -> None:
             screen.print(f"step {number}  {escape(step.path)}  {what}", soft_wrap=True)
     if all(step.problem for step in steps):
         raise typer.Exit(1)
+
+
+def _draw(checkpoint: Checkpoint, name: str) -> None:
+    from planners.reports.cut_map import draw_cuts
+
+    name = checkpoint.aliases.get(name, name)
+    if name not in checkpoint:
+        what = "no tensor but a plain value" if name in checkpoint.objects else "not in it"
+        raise KeyMismatchError(f"{name!r} is {what}, in {checkpoint.url}{did_you_mean(name, list(checkpoint)[:5000])}")
+    screen = console()
+    screen.print(f"layout {_layout_text(checkpoint.layout[name])}", markup=False, soft_wrap=True)
+    screen.print(draw_cuts(checkpoint.layout[name], screen.width), markup=False, soft_wrap=True)
 
 
 def _as_json(checkpoint: Checkpoint, names: list[str], objects: list[str], problems: list[str]) -> dict[str, Any]:

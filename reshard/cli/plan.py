@@ -12,10 +12,12 @@ import typer
 from reshard.cli.names import HintOption, read_hints
 from reshard.cli.show import console, counted, print_json, size
 from reshard.cli.sides import Rules, both_sides, rules_of
+from reshard.cli.usage import size_in_bytes
 
 if TYPE_CHECKING:
     from planners.findings import Report
     from planners.load.plan import LoadPlan
+    from planners.reports.cost import Cluster
 
 __all__ = ["plan"]
 
@@ -36,6 +38,11 @@ def plan(
     limit: Annotated[int, typer.Option(min=0, help="Show so many ranks and items.")] = 12,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON that planners.loads reads.")] = None,
     html: Annotated[Path | None, typer.Option(help="Draw the plan here, as one HTML file.")] = None,
+    read_rate: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What a host reads a second, such as 2GB: tells the time."),
+    ] = None,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks of a host: for --read-rate and --html.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print totals per rank and the proof as JSON.")] = False,
 ) -> None:
     """Plan what every rank of ONTO reads of CHECKPOINT, and prove it. No tensor is read; no GPU, no process group.
@@ -45,7 +52,7 @@ def plan(
     from planners.load.plan import plan_reads
     from planners.proof import verify
 
-    hints = read_hints(hint, used=normalized)
+    hints, cluster = read_hints(hint, used=normalized), _cluster(read_rate, ranks_per_host)
     made = plan_reads(*both_sides(source, onto, rules_of(rule), normalized=normalized, hints=hints), allow_cast=True)
     report = verify(made)
     if out is not None:
@@ -55,16 +62,32 @@ def plan(
     if html is not None:
         from planners.reports.html import to_html
 
-        html.write_text(to_html(made), encoding="utf-8")
+        page = to_html(made, source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster)
+        html.write_text(page, encoding="utf-8")
     if as_json:
-        print_json(_as_json(made, report))
+        print_json(_as_json(made, report, cluster))
     else:
-        _print(made, report, limit, [file for file in (out, html) if file is not None])
+        _print(made, report, limit, cluster, [file for file in (out, html) if file is not None])
     if not report.ok:
         raise typer.Exit(1)
 
 
-def _as_json(made: LoadPlan, report: Report) -> dict[str, Any]:
+def _cluster(read_rate: str | None, ranks_per_host: int) -> Cluster | None:
+    if read_rate is None:
+        return None
+    from planners.reports.cost import Cluster
+
+    rate = size_in_bytes(read_rate.removesuffix("/s"))
+    return Cluster(storage_read_bytes_per_s=rate, ranks_per_host=ranks_per_host)
+
+
+def _seconds(made: LoadPlan, cluster: Cluster) -> float:
+    from planners.reports.cost import estimate
+
+    return estimate(made, cluster).seconds
+
+
+def _as_json(made: LoadPlan, report: Report, cluster: Cluster | None) -> dict[str, Any]:
     return {
         "uncut_axes": {axis: list(fqns) for axis, fqns in made.wanted.uncut_axes().items()},
         "tensors": len(made.wanted),
@@ -72,6 +95,7 @@ def _as_json(made: LoadPlan, report: Report) -> dict[str, Any]:
         "world_size": made.world_size,
         "total_bytes": made.total_bytes,
         "rank_bytes": made.rank_bytes().tolist(),
+        "estimated_seconds": None if cluster is None else _seconds(made, cluster),
         "proved": report.ok,
         "findings": [str(finding) for finding in report.findings],
     }
@@ -94,8 +118,9 @@ def _uncut_notes(made: LoadPlan) -> Iterator[str]:
         )
 
 
-def _print(made: LoadPlan, report: Report, limit: int, files: list[Path]) -> None:
+def _print(made: LoadPlan, report: Report, limit: int, cluster: Cluster | None, files: list[Path]) -> None:
     from planners.reports.text import format_plan
+    from planners.units import format_seconds
 
     screen = console()
     for note in _uncut_notes(made):
@@ -106,6 +131,8 @@ def _print(made: LoadPlan, report: Report, limit: int, files: list[Path]) -> Non
     )
     text = "\n".join(format_plan(made, limit=limit).splitlines()[1:])
     screen.print(text, markup=False, soft_wrap=True)
+    if cluster is not None:
+        screen.print(f"estimated {format_seconds(_seconds(made, cluster))}, {cluster.ranks_per_host} ranks a host")
     if report.ok:
         screen.print("[green]proved right[/]: every wanted element is read exactly once, from the same place")
     for finding in report.findings[:20]:

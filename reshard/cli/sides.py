@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planners.errors import PlanError
 from reshard.cli.usage import UsageError
 from reshard.errors import CheckpointNotFoundError
 
@@ -54,13 +55,21 @@ def both_sides(
     if rules and isinstance(first, StateLayout) and isinstance(second, StateLayout):
         raise UsageError(f"--rule is for a topology, and both {source!r} and {onto!r} have layouts of their own")
     if isinstance(first, StateLayout):
-        return first, second if isinstance(second, StateLayout) else second.layout(first.specs)
+        return first, second if isinstance(second, StateLayout) else _laid_out(second, first, rules)
     if isinstance(second, StateLayout):
-        return first.layout(second.specs), second
+        return _laid_out(first, second, rules), second
     raise UsageError(
         f"{source!r} and {onto!r} are both topologies, which name no tensors: one side must be a checkpoint or a "
         "layout file"
     )
+
+
+def _laid_out(topology: Topology, other: StateLayout, rules: Mapping[str, str]) -> StateLayout:
+    """The tensors of the other side under a topology; it is wrong usage where rules of the command line do not fit."""
+    try:
+        return topology.layout(other.specs)
+    except PlanError as error:
+        raise (UsageError(str(error)) if rules else error) from None
 
 
 def side(
@@ -68,7 +77,6 @@ def side(
 ) -> StateLayout | Topology:
     """What one side is: the layout of a checkpoint or file, or a topology. Raises UsageError for a topology that
     cannot be read."""
-    from planners.errors import PlanError
     from planners.topologies.words import WORDS, looks_like_a_topology, topology_of
 
     if looks_like_a_topology(text) and not Path(text).exists():

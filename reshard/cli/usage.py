@@ -11,7 +11,7 @@ from typing import Any
 
 from reshard.errors import ReshardError, did_you_mean
 
-__all__ = ["UsageError", "choice", "dtype_name", "in_words_of_the_command_line"]
+__all__ = ["UsageError", "choice", "dtype_name", "in_words_of_the_command_line", "size_in_bytes"]
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -32,6 +32,9 @@ _DTYPES = {
     "fp8_e5m2": "float8_e5m2",
 }
 """Short names of dtypes that are in everybody's mouth; fp8 alone is the one that weights are kept in."""
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 class UsageError(ReshardError):
@@ -64,7 +67,7 @@ _SAID: list[tuple[str, Any]] = [
     (r"unknown hint '(\w+)'", r"unknown --hint '\1'"),
     (r"leave out onto\b", "leave out --onto"),
     (r"select=(\[.*\])", lambda m: " ".join(f"--select {shlex.quote(glob)}" for glob in ast.literal_eval(m[1]))),
-    (r"rules such as \{'\*': 'S\(0\)'\}", "rules such as --rule '*=S(0)'"),
+    (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),
     (r"max_shard_bytes", "--max-shard"),
 ]
 """What errors say to those who call from Python, and what it is here."""
@@ -80,3 +83,12 @@ def in_words_of_the_command_line(message: str) -> str:
 def _as_json(example: str) -> str:
     """Python's quotes are not those of JSON; what stands for more, such as `...`, is left."""
     return example.replace("'", '"')
+
+
+def size_in_bytes(text: str) -> int:
+    """Of `5GB`, `500MB` or `2GiB`. Raises UsageError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
+    unit = "" if match is None else match[2] if match[2] in _UNITS else f"{match[2]}B"
+    if match is None or unit not in _UNITS:
+        raise UsageError(f"{text!r} is no size: write it like 5GB, 500MB or 2GiB")
+    return int(float(match[1]) * _UNITS[unit])

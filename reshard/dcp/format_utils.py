@@ -32,7 +32,7 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     """One file of `torch.save` out of a checkpoint folder, nested as it was saved; in bounded memory."""
     from reshard.api.convert.converting import convert
 
-    convert(dcp_checkpoint_dir, torch_save_path, format="torch_save", alone=True)
+    convert(dcp_checkpoint_dir, torch_save_path, format="torch_save", alone=True, overwrite=True)
 
 
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from planners.notebooks import Tabled
 from reshard.errors import NormalizationError, format_names
 
 __all__ = ["Cast", "OptimizerReport", "SetReport", "StateDictOptions", "as_options"]
@@ -111,7 +112,7 @@ def _first_of_each(report: Any) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class SetReport:
+class SetReport(Tabled):
     """What `set_model_state_dict` or `set_state_dict` found and did.
 
     Reads as the pair (missing_keys, unexpected_keys) that torch's own functions return.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pydoc
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import planners
 import reshard
 from planners import Finding, LayoutMismatchError, PlanError, Report, Topology, dumps
-from reshard.errors import FormatError, LayoutError
+from reshard.errors import FormatError, KeyMismatchError, LayoutError
 
 NET = nn.Linear(4, 2)
 
@@ -144,3 +145,48 @@ def test_a_model_of_the_hub_is_not_here(tmp_path, monkeypatch) -> None:
     (tmp_path / "some-people").mkdir()
     with pytest.raises(FileNotFoundError, match=r"there is nothing at some-people/a-model-8.1B$"):
         reshard.open("some-people/a-model-8.1B")
+
+
+def test_notebooks_show_plans_as_pages_and_reports_as_tables(tmp_path) -> None:
+    state = {"<w>": torch.ones(6, 4), "b": torch.ones(2)}
+    saved = reshard.save(state, tmp_path / "c")
+    loaded = reshard.load({**state, "new": torch.ones(1)}, tmp_path / "c", strict=False)
+    done = reshard.set_model_state_dict(NET, {"x": torch.ones(1)}, options=reshard.StateDictOptions(strict=False))
+    made = reshard.convert(tmp_path / "c", tmp_path / "d")
+    torn = Report("a plan", (Finding("is missing", "w0"),), 2)
+    for report in (saved, loaded, done, made, torn, reshard.redistribute({"w": torch.ones(2)}, {"w": torch.zeros(2)})):
+        assert report._repr_html_().startswith(f"<table><caption>{type(report).__name__}</caption><tr>")
+    assert 'missing</th><td style="text-align: left">1: new</td>' in loaded._repr_html_()
+    assert 'bytes needed</th><td style="text-align: left">104 B</td>' in loaded._repr_html_()
+    assert "2: &lt;w&gt;, b</td>" in loaded._repr_html_()
+
+    plan = reshard.plan(tmp_path / "c", "fsdp=2")
+    for drawn in (plan, planners.plan_writes(plan.wanted), planners.plan_transfers(plan.saved, plan.wanted)):
+        shown = drawn._repr_html_()
+        assert shown.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
+        assert shown.count("<") == 2
+
+
+LAYERS = {f"layers.{i}.{name}": torch.ones(2) for i in range(70) for name in ("a", "b")}
+
+
+@pytest.mark.parametrize(
+    ("state", "saved", "told"),
+    [
+        (LAYERS, {"model": LAYERS, "step": 1}, "140 missing keys .* 'model.', which the ch.*load.{'model': state}, p"),
+        ({"model": LAYERS}, LAYERS, r"'model.', which what is to be loaded has.*load\(state\['model'\], p"),
+        (LAYERS, {"a": {"b": LAYERS}}, r"'a.b.', which the checkpoint has.*load\({'a': {'b': state}}, p"),
+        ({f"module.{k}": v for k, v in LAYERS.items()}, LAYERS, "'module.' is of a wrapper: names of reshard.get_mod"),
+        (LAYERS, {"x": 1}, r"140 missing .*\n    layers.\*.a   \(70, such as 'layers.0.a'\)\n    layers.\*.b   \(70"),
+        ({**LAYERS, "layers.70.a": torch.ones(2)}, LAYERS, r"1 missing in the checkpoint:\n    layers.70.a   \("),
+        ({f"{a}{b}.{a}": torch.ones(1) for a in "abcdefghij" for b in "abcdefghij"}, {"x": 1}, "and 40 more\n    .a l"),
+    ],
+)  # fmt: skip
+def test_keys_that_differ_by_a_level_are_told_as_one_and_floods_by_pattern(state, saved, told, tmp_path) -> None:
+    reshard.save(saved, tmp_path / "c")
+
+    with pytest.raises(KeyMismatchError) as error:
+        reshard.load(state, tmp_path / "c")
+
+    assert re.search(told, str(error.value), re.S)
+    assert len(str(error.value).splitlines()) < 80

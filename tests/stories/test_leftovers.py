@@ -356,3 +356,21 @@ def test_a_checkpoint_of_a_newer_version_is_not_passed_over_for_an_older_one(tmp
     for data in (tmp_path / "app").glob("data-*"):
         data.rename(tmp_path / "app" / "other")
     assert reshard.latest_complete(tmp_path) == str(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("save", [reshard.save, lambda *a, **k: reshard.async_save(*a, **k).result()])
+def test_what_is_there_is_replaced_or_not_as_one_says(save, tmp_path) -> None:
+    """The same argument and the same error for saves and conversions; nothing is written where it is refused."""
+    save({"w": torch.ones(3)}, tmp_path / "c", overwrite=False)
+    save({"w": torch.zeros(3)}, tmp_path / "c")
+    before = sorted(tmp_path.rglob("*"))
+
+    with pytest.raises(FormatError, match=r"there is a checkpoint in .* already: .* or overwrite=True"):
+        save({"w": torch.ones(3)}, tmp_path / "c", overwrite=False)
+
+    assert sorted(tmp_path.rglob("*")) == before
+    assert reshard.open(tmp_path / "c")["w"][0] == 0
+    reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save")
+    with pytest.raises(FormatError, match=r"already \(c.pt\): .* or overwrite=True"):
+        reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save")
+    reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save", overwrite=True)

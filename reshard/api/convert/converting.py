@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout
+from planners.notebooks import Tabled
 from planners.topologies.topology import Topology
 from reshard.api.convert.job import FormatName, Job
 from reshard.api.convert.journal import Journal
@@ -19,7 +20,7 @@ from reshard.api.convert.workers import dealt, write_files, write_in_processes
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.control.group import Group
 from reshard.control.progress import Progress
-from reshard.errors import CheckpointError, FormatError
+from reshard.errors import CheckpointError, FormatError, ReshardError
 from reshard.formats.stored.writer import FormatWriter
 from reshard.storage.base import Storage
 
@@ -27,7 +28,7 @@ __all__ = ["ConvertReport", "convert"]
 
 
 @dataclass(frozen=True)
-class ConvertReport:
+class ConvertReport(Tabled):
     """What a conversion did. Equal on all ranks but for `seconds`."""
 
     source: str
@@ -95,7 +96,7 @@ def convert(
         workers: processes on this machine that write files at the same time.
         process_group: with torch.distributed initialized, the ranks that share the work; all must see the target.
         alone: this process converts by itself, in a running job too, and waits for nobody.
-        overwrite: replace a checkpoint that is at `target`. A file of torch.save is always replaced, in one step.
+        overwrite: replace a checkpoint or file that is at `target`, once the new one is whole; else it is an error.
         resume: continue the same conversion where it was interrupted.
         progress: show a progress bar where somebody looks on.
         deadline_s: how long the whole may take.
@@ -158,9 +159,20 @@ def _run(
                 writer.finish(storage, journal.records(file.name for file in writer.files))
                 journal.end()
         group.barrier()
+    except BaseException as error:
+        if group.world_size == 1 and job_id:
+            _tidy(journal, error)
+        raise
     finally:
         journal.leave()
     return writer, resumed
+
+
+def _tidy(journal: Journal, cause: BaseException) -> None:
+    try:
+        journal.tidy()
+    except ReshardError as second:  # the first error is what the caller must see; the next conversion removes the rest
+        cause.add_note(f"removing unfinished files failed too: {second}")
 
 
 def _write(

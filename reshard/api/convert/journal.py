@@ -75,6 +75,19 @@ class Journal:
         """Nobody writes any more: the job is done, or may be continued or removed by whoever comes."""
         claims.release(self._job_id)
 
+    def tidy(self) -> None:
+        """After a failure, when nobody writes any more: files that are whole stay for the next try, and nothing else.
+        Of a job that has finished none nothing stays."""
+        names = self.storage.list()
+        records = [name for name in names if name.startswith(f"{self.folder}/") and name.endswith(".json")]
+        whole = tuple(msgspec.json.decode(self.storage.read(name), type=Done).name for name in records)
+        for name in _unpublished(self.storage, names, self._job_id):
+            is_claim = name.endswith(f"/{generations.CLAIM}")
+            if not (whole and is_claim) and not (whole and name.startswith(whole)):
+                self.storage.delete(name)
+        if not whole:
+            _remove_records(self.storage, names, self.folder)
+
     def add(self, file: str, done: Done) -> None:
         """This file is whole and durable."""
         self.storage.publish(f"{self.folder}/{_flat(file)}.json", msgspec.json.encode(done))

@@ -66,6 +66,7 @@ def write_in_processes(
             [sys.executable, "-m", "reshard.api.convert.workers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            process_group=0,  # Ctrl-C reaches the parent, and it ends them
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         thread = threading.Thread(target=_follow, args=(child, pickle.dumps(order), on_bytes, errors), daemon=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import socket
 import zlib
@@ -15,6 +14,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from reshard.api.load.key_words import section, shifted
 from reshard.api.load.matching import Match
 from reshard.api.load.options import LoadOptions, Wording
 from reshard.checkpoint.checkpoint import Checkpoint
@@ -101,10 +101,16 @@ class Mismatches:
         # what has found its counterpart is no guess for another
         known = [name for name in (*match.names, *checkpoint.aliases) if name not in self.used]
         kinds = _kinds(match, checkpoint, targets)
-        lines += _section(wording.missing, _on_ranks(missing, group), known, kinds, match.mapped)
-        lines += _section("unexpected, since the target does not have them", dict.fromkeys(unexpected, ""), [*missing])
-        lines += _section(wording.mismatched, _on_ranks(self.mismatched, group), ())
-        fixes = []
+        where, fixes = _on_ranks(missing, group), []
+        moved = None if match.mapped else shifted(missing, known)
+        if moved is not None:
+            lines.append(f"  {moved.what}")
+            where = {key: text for key, text in where.items() if key not in moved.names}
+            unexpected = [name for name in unexpected if name not in moved.names.values()]
+            fixes += [moved.fix] if wording == Wording() else []
+        lines += section(wording.missing, where, known, kinds, match.mapped)
+        lines += section("unexpected, since the target does not have them", dict.fromkeys(unexpected, ""), [*missing])
+        lines += section(wording.mismatched, _on_ranks(self.mismatched, group), ())
         if missing or unexpected:
             fixes.append(wording.allow)
         if any("saved as" in line for line in self.mismatched):
@@ -200,31 +206,3 @@ def _kinds(match: Match, checkpoint: Checkpoint, targets: Targets) -> dict[str, 
         for key in match.missing
         if key in kinds and (kinds[key] == "a tensor") != (key in targets.tensors)
     }
-
-
-def _section(
-    title: str,
-    keys: Mapping[str, str],
-    others: Iterable[str],
-    kinds: Mapping[str, str] | None = None,
-    mapped: Mapping[str, str] | None = None,
-) -> list[str]:
-    """Lines about keys, each with what is to be said at its end, and the name out of `others` that may be meant."""
-    if not keys:
-        return []
-    others = list(others)
-    known = set(others)
-    out = [f"  {len(keys)} {title}:"]
-    for i, (key, where) in enumerate(keys.items()):
-        if kinds and key in kinds:
-            out.append(f"    {key}{where}   (there it is {kinds[key]}, which does not fit what the target has)")
-            continue
-        name = mapped.get(key, key) if mapped else key
-        close = (
-            difflib.get_close_matches(name, others, n=1, cutoff=0.75)
-            if i < 20 and name not in known and len(others) < 5000
-            else []
-        )
-        sought = f"   (looked for as {name!r})" if name != key else ""
-        out.append(f"    {key}{where}{sought}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
-    return out

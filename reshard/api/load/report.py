@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from planners.notebooks import Tabled
 from planners.units import format_bytes
 from reshard.errors import format_names
 
@@ -12,7 +13,7 @@ __all__ = ["LoadReport"]
 
 
 @dataclass(frozen=True, repr=False)
-class LoadReport:
+class LoadReport(Tabled):
     """What a load did, or in a dry run would do, on this rank."""
 
     path: str

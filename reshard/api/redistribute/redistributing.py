@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 
+from planners.notebooks import Tabled
 from planners.transfer.plan import TransferPlan
 from planners.transfer.rounds import Schedule
 from planners.units import format_bytes
@@ -31,7 +32,7 @@ __all__ = ["Prepared", "TransferReport", "prepare", "redistribute"]
 
 
 @dataclass(frozen=True, repr=False)
-class TransferReport:
+class TransferReport(Tabled):
     """What a transfer did, on this rank where nothing else is said."""
 
     moved: tuple[str, ...]

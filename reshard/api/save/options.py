@@ -25,6 +25,7 @@ class SaveOptions:
     divide_above_bytes: int = DIVIDE_ABOVE_BYTES
     memory_budget_bytes: int = STAGE_BYTES
     progress: bool = False
+    overwrite: bool = True
 
     def __post_init__(self) -> None:
         for name in ("memory_budget_bytes", "divide_above_bytes"):

@@ -46,6 +46,7 @@ def save(
     fingerprints: bool = SaveOptions.fingerprints,
     divide_above_bytes: int = SaveOptions.divide_above_bytes,
     memory_budget_bytes: int = SaveOptions.memory_budget_bytes,
+    overwrite: bool = SaveOptions.overwrite,
     progress: bool = SaveOptions.progress,
     deadline_s: float = DEADLINE_S,
 ) -> SaveReport:
@@ -71,6 +72,8 @@ def save(
         divide_above_bytes: chunks of at least this size may be divided among the ranks that hold them.
         memory_budget_bytes: for what is copied on its way to the file, since it does not lie in row-major order in the
             memory of the CPU. Fingerprints take up to 50 MiB of their own.
+        overwrite: a checkpoint that is at `path` is replaced, once the new one is whole. False: it is an error, and
+            nothing is written, as for `convert`, which asks to be told. Other files there are never replaced.
         progress: the first rank shows bars where somebody looks on. Each phase logs one line in any case.
         deadline_s: how long the whole may take.
 
@@ -79,13 +82,15 @@ def save(
             nothing.
         LayoutError: ranks that disagree about a tensor's shape, dtype or placement, or were called with different
             options; they may choose memory_budget_bytes and progress for themselves.
-        FormatError: a value that is no plain data.
+        FormatError: a value that is no plain data; with `overwrite=False`, a checkpoint that is there already.
         StorageError: the storage failed, or is not the same folder for all ranks.
     """
     _await_saves_to(path)
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("save"):
-        options = SaveOptions(select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress)
+        options = SaveOptions(
+            select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress, overwrite
+        )
         check_arguments("save", state_dict, path)
         job, state = _prepare(state_dict, path, group, options)
         return _finish(job, _entries(job, state))
@@ -128,6 +133,7 @@ def async_save(
     fingerprints: bool = SaveOptions.fingerprints,
     divide_above_bytes: int = SaveOptions.divide_above_bytes,
     memory_budget_bytes: int = SaveOptions.memory_budget_bytes,
+    overwrite: bool = SaveOptions.overwrite,
     progress: bool = SaveOptions.progress,
     deadline_s: float = DEADLINE_S,
     max_in_flight: int = 1,
@@ -146,7 +152,9 @@ def async_save(
     with group.together("stage"):
         for save in earlier:  # told in the phase: a rank that has asked for the result itself must not go on alone
             save.result()
-        options = SaveOptions(select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress)
+        options = SaveOptions(
+            select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress, overwrite
+        )
         job, state = _prepare(state_dict, path, group, options)
         entries = [_staged(entry) for entry in _entries(job, state)]
 
@@ -213,6 +221,11 @@ def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: Sa
     planned = time.perf_counter()
     if group.rank == 0:
         generations.refuse_foreign(storage)
+        if not options.overwrite and generations.published(storage) is not None:
+            raise FormatError(
+                f"there is a checkpoint in {storage.url} already: choose another folder, or overwrite=True; nothing "
+                "was saved"
+            )
     save_id = group.share(generations.new_save_id().encode() if group.rank == 0 else None).decode()
     generation = Generation(storage, save_id, generations.begin(), census, plan, options.globs)
     return _Job(group, storage, str(path), generation, options, {"plan": planned - clock}), state

@@ -151,7 +151,7 @@ def _plan(path: str) -> Plans:
 def _picture(out: Path, name: str, plan: LoadPlan) -> str:
     file = out / f"plan to {name}.html".lower().replace(" ", "-").replace("×", "x")
     title = f"{BEFORE} onto {name}"
-    file.write_text(to_html(plan, title=title), encoding="utf-8")
+    file.write_text(to_html(plan, title=title, source=f"{out}/checkpoint", target=name), encoding="utf-8")
     return str(file)
 
 

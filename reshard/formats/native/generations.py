@@ -21,6 +21,7 @@ from reshard.formats.native.reader import detect
 from reshard.storage import Storage, is_temporary
 
 __all__ = [
+    "CLAIM",
     "begin",
     "check_claimed",
     "claim",
@@ -41,7 +42,8 @@ __all__ = [
 
 _CLAIMING_S = 60.0
 """So long a save is taken to be about to make its claim."""
-_CLAIM = "claim.json"
+CLAIM = "claim.json"
+"""The file in the folder of a save that says who writes there."""
 _VISIBLE_S = 2.0
 """So long a network file system may take to show on one machine what was written on another."""
 
@@ -95,7 +97,7 @@ def _refuse_newer(storage: Storage) -> None:
 
 def claim(storage: Storage, save_id: str) -> None:
     """Say that this process is writing the generation, until `ended`."""
-    claims.claim(storage, f"{folder_of(save_id)}/{_CLAIM}", save_id)
+    claims.claim(storage, f"{folder_of(save_id)}/{CLAIM}", save_id)
 
 
 def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
@@ -106,7 +108,7 @@ def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
     until = time.monotonic() + _VISIBLE_S
     while True:
         try:
-            storage.size(f"{folder_of(save_id)}/{_CLAIM}")
+            storage.size(f"{folder_of(save_id)}/{CLAIM}")
         except FileNotFoundError:
             if time.monotonic() > until:
                 raise StorageError(
@@ -125,7 +127,7 @@ def ended(save_id: str) -> None:
 
 def release(storage: Storage, save_id: str) -> None:
     """Say that the generation is published, or given up: from now on it stays only while a manifest names it."""
-    storage.delete(f"{folder_of(save_id)}/{_CLAIM}")
+    storage.delete(f"{folder_of(save_id)}/{CLAIM}")
 
 
 def published(storage: Storage) -> str | None:
@@ -187,20 +189,20 @@ def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
     """
     for folder in storage.empty_folders():
         if is_generation(folder) or folder in others:
-            storage.delete(f"{folder}/{_CLAIM}")
+            storage.delete(f"{folder}/{CLAIM}")
 
 
 def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:
     """Remove a generation, its claim last, so that a removal cut short is taken up again."""
     folder = folder_of(save_id)
     names = list(storage.list(f"{folder}/")) if names is None else names
-    for name in sorted(names, key=lambda name: name.endswith(f"/{_CLAIM}")):
+    for name in sorted(names, key=lambda name: name.endswith(f"/{CLAIM}")):
         storage.delete(name)
 
 
 def is_alive(storage: Storage, save_id: str, names: list[str]) -> bool:
     """Whether somebody may still be writing the generation, whose files are `names`."""
-    name = f"{folder_of(save_id)}/{_CLAIM}"
+    name = f"{folder_of(save_id)}/{CLAIM}"
     if name not in names:  # a claim is made before anything else and removed last
         return all(map(is_temporary, names)) and time.time() - _began(save_id) < _CLAIMING_S
     return claims.may_be_alive(claims.read_claim(storage, name), save_id)

@@ -68,8 +68,8 @@ class TorchSaveWriter(FormatWriter):
             storage.unstage(written.name, name)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
-        """A file is replaced in one step, as torch.save would: nothing is in the way."""
-        return None
+        """The file itself; others beside it are in nobody's way."""
+        return next((file.name for file in self.files if file.name in names), None)
 
 
 def tensor_record(

@@ -28,6 +28,8 @@ from planners import (
     schedule,
     to_html,
 )
+from planners.reports.figures import _round_sizes
+from planners.units import format_bytes
 
 
 def state(placements: str, mesh: str, shape=(8, 12), names=("layers.0.w", "layers.1.w")) -> StateLayout:
@@ -88,7 +90,7 @@ def test_a_page_draws_who_holds_what():
 
     for rank in range(4):
         assert f"<title>rank {rank}</title>" in text
-    assert "rank 3 to 2" in text
+    assert "rank 3 to rank 2" in text
 
 
 def test_a_page_of_thousands_of_ranks_is_bounded():
@@ -102,7 +104,7 @@ def test_a_page_of_thousands_of_ranks_is_bounded():
 
     Page(text)
     assert len(text) < 2_000_000
-    assert "Each cell sums 256 × 256 ranks" in text
+    assert "Each cell is the sum of 32 × 32 hosts, of 8 ranks each" in text
     assert "more rows are left out" in text
 
 
@@ -115,6 +117,49 @@ def test_tensors_of_any_dims_are_drawn(shape):
 
 def test_an_empty_plan_has_a_page():
     Page(to_html(plan_reads(StateLayout({}), StateLayout({}))))
+
+
+def test_a_page_says_that_the_plan_was_proved_or_what_is_wrong():
+    for plan, did in ((LOAD, "read"), (SAVE, "written"), (MOVE, "delivered")):
+        assert f"Proved right: every element is {did} exactly once" in to_html(plan)
+    torn = to_html(LOAD.with_items({1: LOAD.items(1)[:-1]}))
+
+    assert "Proved right" not in torn
+    assert "Not right:<ul><li>" in torn
+
+
+def test_a_page_says_from_where_to_where_in_what_memory_and_time():
+    cluster = Cluster(storage_read_bytes_per_s=64.0, ranks_per_host=1)
+    text = to_html(LOAD, source="a<b", target="fsdp=3", cluster=cluster)
+
+    assert "from <b>a&lt;b</b> to <b>fsdp=3</b>" in text
+    assert "<dt>a rank holds, saved</dt><dd>192 B" in text  # two of 8 x 12 float32 in four parts
+    assert "<dt>a rank holds, wanted</dt><dd>288 B" in text  # three of the eight rows
+    assert "<dd>4.5 s<small>64 B/s read by a host, 1 ranks each</small>" in text
+    assert "estimated time" not in to_html(LOAD)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 8), (4, 3), (3, 40), (65, 64), (1, 129), (1000, 4)])
+def test_the_matrix_has_a_row_for_each_rank_that_saved_and_a_column_for_each_that_loads(before, after):
+    text = to_html(plan_reads(state("S(0)", f"dp={before}", (2000, 3)), state("S(0)", f"dp={after}", (2000, 3))))
+
+    per = 1 if max(before, after) <= 64 else 8 * -(-max(before, after) // 512)
+    rows, columns = -(-before // per), -(-after // per)
+    assert f"bytes from {rows} to {columns} rows and columns of {'rank' if per == 1 else 'host'}s" in text
+    assert ("the host of the rank that reads" in text) == ("to host</text>" in text) == (per > 1)
+    ticks = [int(n.replace(",", "")) for n in re.findall(r'<text class="tick"[^>]*>([\d,]+)</text>', text)]
+    assert all(tick < 10 or tick % 5 == 0 or tick % 2 == 0 for tick in ticks)
+    assert max(ticks) < max(before, after)
+
+
+@pytest.mark.parametrize("most", [0, 1, 7, 1023, 1024, 1025, 3 << 20, 1023 << 20, (1 << 40) + 1])
+def test_sizes_on_an_axis_are_round_and_few(most):
+    marks = _round_sizes(most)
+
+    assert marks[0] == 0
+    assert marks[-2] < max(most, 1) <= marks[-1]
+    assert 2 <= len(marks) <= 7
+    assert all(mark < 1024 or float(format_bytes(mark).split()[0]) * 2 % 1 == 0 for mark in marks)
 
 
 def test_what_has_no_page_is_refused():

@@ -26,6 +26,7 @@ SAVE: dict[str, Any] = {
     "check_replicas": False,
     "fingerprints": False,
     "divide_above_bytes": 123,
+    "overwrite": False,
 }
 LOAD: dict[str, Any] = {
     "strict": {"*": "subset"},

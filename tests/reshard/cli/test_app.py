@@ -67,6 +67,7 @@ def test_version(say) -> None:
         (["plan", "ddp=2,tp=2", "."], 2, "there is no short form of ddp with tp"),
         (["plan", "tp=2,fspd=2", "."], 2, "did you mean 'fsdp'?"),
         (["plan", "dp=2", "."], 2, "Axes of your own need rules such as --rule '*=S(0)'"),
+        (["plan", "cp=2,tp=2", ".", "--rule", "*=tpp: S(0)"], 2, "has ['cp', 'tp']: did you mean 'tp'?"),
         (["normalize", ".", "--hint", "heads"], 2, "write --hint NAME=JSON"),
         (["plan", ".", "tp=2", "--hint", "prefix=0"], 2, "add --normalized"),
         (["convert", ".", "out", "-f", "safetensor"], 2, "did you mean 'safetensors'?"),
@@ -93,6 +94,7 @@ def test_words_of_functions_are_those_of_options() -> None:
         ("Give it as a hint: normalized(hints={'shard_ranks': 1}) (how many)", "--hint shard_ranks=1 (how many)"),
         ("normalized(hints={'param_names': ['a', ...]}) (x)", """--hint 'param_names=["a", ...]' (x)"""),
         ("the hint 'prefix' takes it away", "--hint prefix takes it away"),
+        ("for each, such as {'*.w': 'S(0),R'}", "such as --rule '*.w=S(0),R'"),
         ("To leave them out: select=['*', '!a.b']", "--select '*' --select '!a.b'"),
     ]:
         assert in_words_of_the_command_line(said).endswith(told)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -189,3 +193,47 @@ def test_quantized_weights_become_plain(say, tmp_path: Path) -> None:
     assert set(made) == {"layers.0.attention.wo.weight"}
     wanted = values.float() * torch.cat([torch.full((128, 1), 2.0), torch.full((2, 1), 0.5)])
     assert torch.equal(made["layers.0.attention.wo.weight"][...], wanted)
+
+
+HELD = """
+import sys, time
+import reshard.storage.local as local
+real = local._LocalWriter._write
+def held(self, data):  # in the {nth} file: some of it is written, and then nothing goes on
+    real(self, data)
+    if {nth} == 1 or "00001" in self._name:
+        print("writing", flush=True)
+        time.sleep(100)
+local._LocalWriter._write = held
+from reshard.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("nth", "words"), [(1, []), (1, ["-f", "torch_save"]), (1, ["-f", "dcp"]), (2, [])])
+def test_an_interrupt_ends_it_at_once_and_leaves_only_whole_files(say, nth, words, checkpoint, tmp_path) -> None:
+    """The same command takes up what is whole."""
+    target = tmp_path / "target" / "c.pt"
+    named = ["convert", str(checkpoint), str(target), "--max-shard", "200B", *words]
+    held = subprocess.Popen(
+        [sys.executable, "-c", HELD.format(nth=nth), *named],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert held.stdout is not None
+    assert held.stdout.readline() == "writing\n"
+
+    began = time.monotonic()
+    held.send_signal(signal.SIGINT)
+    _, err = held.communicate(timeout=60)
+
+    assert time.monotonic() - began < 3  # a tenth of a second where nothing else runs
+    assert (held.returncode, err) == (130, "interrupted: the same command goes on from here\n")
+    left = sorted(path.name for path in (tmp_path / "target").rglob("*") if path.is_file())
+    if nth == 1:
+        assert left == []
+    else:
+        [record] = [name for name in left if name.endswith("00000.safetensors.json")]
+        assert left == sorted([record, "00000.safetensors", "00000.safetensors.sums", "claim", "claim.json", "job"])
+        assert "1 file of an interrupted try checked and kept" in say(*named).out

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import reshard
-from planners import Box, TensorLayout, TensorSpec
+from planners import Box, Mesh, Replicate, Shard, TensorLayout, TensorSpec, Topology
+from planners.reports.cut_map import draw_cuts
 from reshard.cli.inspect import cuts_of
 from reshard.cli.show import Branch, Leaf, fold, print_json
 
@@ -182,3 +183,56 @@ def test_a_run_is_listed(tmp_path: Path, say) -> None:
     assert [row["step"] for row in told["steps"]] == [10, 20]
     assert "float32 [2]" in say("inspect", tmp_path, "--step", "10").out
     assert reshard.steps(tmp_path / "checkpoint" / "step-10") == []
+
+
+def test_a_map_of_the_cuts_of_a_tensor(say, tmp_path) -> None:
+    topology = Topology.parse("dp=3,tp=2", {"w": "S(0),S(1)", "e": "S(1),R", "*": "R,R"})
+    state = {"w": torch.ones(6, 4), "e": torch.ones(2, 9, 4), "one": torch.ones(()), "step": 1}
+    reshard.save(state, tmp_path / "a")
+    reshard.convert(tmp_path / "a", tmp_path / "c", onto=topology)
+
+    said = say("inspect", tmp_path / "c", "--map", "w").out.splitlines()
+    assert said[:3] == [
+        "layout S(0),S(1) on dp=3,tp=2",
+        "w  float32 [6, 4]  96 B",
+        "rows are dim 0, columns are dim 1; each cell names the ranks that hold it",
+    ]
+    assert "\n".join(line.rstrip() for line in said[3:]) == (
+        "  0   2   4\n0 ┌───┬───┐\n  │ 0 │ 1 │\n2 ├───┼───┤\n  │ 2 │ 3 │\n4 ├───┼───┤\n  │ 4 │ 5 │\n6 └───┴───┘"
+    )
+    said = say("inspect", tmp_path / "c", "--map", "e").out
+    assert "rows are dim 0, columns are dim 1;" in said
+    assert "│ 0-1 │ 2-3 │ 4-5 │" in said
+    assert "│ 0-5 │" in say("inspect", tmp_path / "c", "--map", "one").out
+    assert "no tensor but a plain value" in say("inspect", tmp_path / "c", "--map", "step").err
+    assert "did you mean 'one'?" in say("inspect", tmp_path / "c", "--map", "onw").err
+
+
+CUTS = [
+    (TensorLayout(TensorSpec("w", (16384, 4096), "int8"), Mesh({"a": 4096, "b": 64}), [Shard(0), Shard(1)]), "262143"),
+    (
+        TensorLayout(TensorSpec("w", (4, 4, 4), "int8"), Mesh({"a": 2, "b": 2, "c": 2}), [Shard(i) for i in range(3)]),
+        "2",
+    ),
+    (TensorLayout(TensorSpec("w", (8, 3), "int8"), Mesh({"a": 2, "b": 8}), [Shard(0), Replicate()]), "0-7"),
+    (
+        TensorLayout(TensorSpec("w", (8, 3), "int8"), Mesh({"a": 8, "b": 2}), [Replicate(), Shard(0)]),
+        "0, 2, 4, 6",
+    ),
+    (TensorLayout(TensorSpec("w", (0, 3), "int8"), Mesh({"a": 2}), [Shard(0)]), "no elements"),
+    (TensorLayout.from_boxes(TensorSpec("w", (4, 4), "int8"), {7: [Box((0, 0), (2, 3))]}), "nobody"),
+    (TensorLayout.from_flat_ranges(TensorSpec("w", (4, 4), "int8"), {0: (0, 6), 1: (6, 16)}), "│ 0 │ 1 │"),
+]
+
+
+@pytest.mark.parametrize(("layout", "told"), CUTS, ids=[str(layout.spec.shape) for layout, _ in CUTS])
+def test_a_map_fits_the_terminal_however_many_cuts_there_are(layout: TensorLayout, told: str) -> None:
+    text = draw_cuts(layout, 60)
+    drawn = [line for line in text.splitlines() if "│" in line or "─" in line]
+
+    assert told in text
+    assert len({len(line) for line in drawn}) <= 1
+    assert all(len(line) <= 60 for line in drawn)
+    assert len(drawn) < 40
+    cut = [dim for dim in range(len(layout.spec.shape)) if len({box.offsets[dim] for _, box in layout.chunks()}) > 1]
+    assert ("which is cut, too" in text) == (len(cut) > 2)

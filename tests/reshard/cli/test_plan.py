@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -73,8 +74,9 @@ def test_rules(say, checkpoint) -> None:
 def test_a_topology_without_rules_names_what_is_left(say, checkpoint) -> None:
     said = say("plan", checkpoint, "a=2", "--rule", "*.w=S(0)")
 
-    assert said.code == 3
+    assert said.code == 2
     assert "no rule matches" in said.err
+    assert "The rules are for '*.w'; what no other matches can have a last one, such as --rule '*=R'" in said.err
     assert say("plan", checkpoint, checkpoint, "--rule", "*=R").code == 2
 
 
@@ -133,3 +135,15 @@ def test_a_plan_that_leaves_holes_is_refused(say, checkpoint, tmp_path) -> None:
     assert said.code == 1
     findings = json.loads(said.out)["findings"]
     assert any("model.norm" in finding for finding in findings)
+
+
+def test_a_page_says_from_what_to_what_and_how_long(say, checkpoint, tmp_path) -> None:
+    words = ["--html", tmp_path / "plan.html", "--read-rate", "1KB/s", "--ranks-per-host", "2"]
+    said = say("plan", checkpoint, "fsdp=4", *words)
+
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert f"from <b>{checkpoint}</b> to <b>fsdp=4</b>" in page
+    told = re.search(r"estimated (\d+ ms), 2 ranks a host", said.out)
+    assert told is not None
+    assert f"<dd>{told[1]}<small>1000 B/s read by a host, 2 ranks each</small>" in page
+    assert say("plan", checkpoint, "fsdp=4", "--read-rate", "fast").code == 2

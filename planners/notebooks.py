@@ -1,0 +1,63 @@
+"""What plans and reports look like in notebooks. Drawing pages is a room far above: who has it says so, once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from planners.units import format_bytes
+
+__all__ = ["Pictured", "Tabled", "draw_pages_with"]
+
+_MOST_NAMES = 3
+_draw: list[Callable[[Any], str]] = []
+
+
+def draw_pages_with(draw: Callable[[Any], str]) -> None:
+    """Have plans drawn by this: it makes a whole HTML page of one."""
+    _draw[:] = [draw]
+
+
+class Pictured:
+    """A plan. In a notebook it is its page, in a frame: its styles are its own."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str | None:
+        from html import escape
+
+        if not _draw:
+            return None
+        page, title = escape(_draw[0](self)), escape(repr(self))
+        return f'<iframe srcdoc="{page}" title="{title}" style="width: 100%; height: 720px; border: 0"></iframe>'
+
+
+class Tabled:
+    """A report: a dataclass. In a notebook it is a table of its fields, without those that are empty."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        rows = "".join(
+            f'<tr><th style="text-align: left">{escape(name.replace("_", " "))}</th>'
+            f'<td style="text-align: left">{escape(_said(name, value))}</td></tr>'
+            for name, value in fields
+            if value is False or value not in (None, "", 0, (), [], {})
+        )
+        return f"<table><caption>{escape(type(self).__name__)}</caption>{rows}</table>"
+
+
+def _said(name: str, value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return format_bytes(value) if "bytes" in name else f"{value:,}"
+    if isinstance(value, Mapping) and all(isinstance(v, float) for v in value.values()):
+        return ", ".join(f"{key} {number:.3g}" for key, number in value.items())
+    if isinstance(value, Collection) and not isinstance(value, str):
+        items = [f"{k}: {v}" for k, v in value.items()] if isinstance(value, Mapping) else [str(item) for item in value]
+        more = ", ..." if len(items) > _MOST_NAMES else ""
+        return f"{len(items):,}: {', '.join(items[:_MOST_NAMES])}{more}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
