@@ -30,6 +30,16 @@ check: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/mypy tests/typed_calls.py
 
+# warnings are errors; the pages are in site/
+docs: $(VENV)/.ready
+	$(BIN)/mkdocs build --quiet --strict
+
+# the wheel and the sdist, each tried in an environment of its own, away from the repository
+dist: $(VENV)/.ready
+	rm -rf dist build
+	$(BIN)/python -m build --quiet
+	.ci/stranger dist
+
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks
 

@@ -1,14 +1,22 @@
-"""Every Python block of the README and of the recipes runs as it stands."""
+"""Every Python block of the README, the recipes and the reference runs as it stands, and so do their commands."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+import typer
 
+import planners
 import reshard
+from reshard.cli.app import app, run
 from tests import gloo
 
 ROOT = Path(__file__).parent.parent
@@ -18,6 +26,16 @@ BLOCKS = [
     for page in PAGES
     for text in [page.read_text(encoding="utf-8")]
     for i, match in enumerate(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+]
+
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
+COMMANDS = [
+    pytest.param(line, id=f"{page.stem}:{line[:60]}")
+    for page in [*PAGES, ROOT / "docs" / "README.md"]
+    for block in re.findall(
+        r"^```(?:console|text)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    for line in re.findall(r"^\$ (reshard .*)$", block, re.MULTILINE)
 ]
 
 IMPORTS = """from torch.distributed.device_mesh import init_device_mesh
@@ -35,6 +53,76 @@ def test_blocks_run(source: str, page: Path, line: int, tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
 
     exec(compile("\n" * line + source, str(page), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # nn.DataParallel
+@pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
+def test_the_examples_of_the_reference_run_as_one_program(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    names: dict[str, object] = {"__name__": "__main__"}
+    for match in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(compile("\n" * (text[: match.start()].count("\n") + 1) + match[1], str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("package", [reshard, planners])
+def test_the_reference_has_every_public_name_with_an_example_that_uses_it(package: ModuleType) -> None:
+    found = {}
+    for page in REFERENCE:
+        entries = re.split(rf"^::: {package.__name__}\.", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+        found |= {
+            entry.split()[0]: "".join(re.findall(r"^```python\n(.*?)^```", entry, re.M | re.S)) for entry in entries
+        }
+
+    assert sorted(found) == sorted(package.__all__)
+    assert [name for name, example in found.items() if not re.search(rf"\b{name}\b", example)] == []
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the commands of the pages name."""
+    folder = tmp_path_factory.mktemp("commands")
+    model = {"model.embed_tokens.weight": torch.ones(16, 8), "layers.0.moe.experts.w1": torch.ones(4, 8, 8)}
+    model |= {"layers.0.attention.wq.weight": torch.ones(8, 8), "layers.0.wo.weight": torch.ones(8, 8)}
+    model["norm.bias"] = torch.ones(8)
+    for name in ("CHECKPOINT", "BEFORE", "AFTER", "OURS", "THEIRS", "OTHER_CHECKPOINT", "demo-out/checkpoint"):
+        reshard.save({"model": model, "step": 1}, folder / name)
+    for name in ("ep4.topology", "new.topology"):
+        (folder / name).write_text(str(planners.fsdp(2)))
+    return folder
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_run(line: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that need a framework's model, or install something, are read only: their options are there."""
+    monkeypatch.chdir(stand_ins)
+    words = shlex.split(line.split(" && ")[0].replace("NAME", "model.layers.0.wo.weight"), comments=True)[1:]
+    if "--names" in words or words[0].startswith("-") or {"MEGATRON_FOLDER", "DEEPSEEK_OR_GPT_OSS"} & set(words):
+        command = typer.main.get_command(app)
+        with command.make_context("reshard", words[:], resilient_parsing=True) as context:
+            name, sub, rest = command.resolve_command(context, words) if words[0][0] != "-" else ("", command, words)
+            assert sub is not None
+            sub.make_context(name, rest, parent=context, resilient_parsing=words[0][0] == "-")
+        return
+    if words[0] == "convert":
+        words.append("--overwrite")
+
+    with pytest.raises(SystemExit) as end:
+        run(words)
+
+    assert not end.value.code
+
+
+def test_the_figures_of_the_great_plan_are_what_its_program_says() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"^\$ python (examples/plan_405b.py) page.html\n(.*?)^```", text, re.M | re.S)
+
+    done = subprocess.run([sys.executable, str(ROOT / block[0])], capture_output=True, text=True, check=True)
+
+    seconds = r"in [\d.]+ s$"
+    assert re.sub(seconds, "", done.stdout, flags=re.M) == re.sub(seconds, "", block[1], flags=re.M)
 
 
 def _on_this_rank(source: str, folder: str) -> None:

@@ -1,0 +1,45 @@
+"""Pages of the site that lie elsewhere in the repository, and links that lead out of `docs`: a hook of mkdocs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+FROM_ROOT = {
+    "start.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
+    "contributing.md": "CONTRIBUTING.md",
+}
+"""Page of the site -> file in the root."""
+_LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages from the root."""
+    for page, source in FROM_ROOT.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links to where those pages and their neighbours are on the site; what is not on it is told by its path."""
+    source = FROM_ROOT.get(page.file.src_uri)
+    folder = ROOT if source else (ROOT / "docs" / page.file.src_uri).parent
+    depth = page.file.src_uri.count("/")
+
+    def moved(match: re.Match[str]) -> str:
+        target = match[2]
+        if re.match(r"\w+:", target):
+            return match[0]
+        path = (folder / target).resolve()
+        inside = {(ROOT / of).resolve(): name for name, of in FROM_ROOT.items()}.get(path)
+        if inside is None and path.is_relative_to(ROOT / "docs") and path.is_file():
+            inside = path.relative_to(ROOT / "docs").as_posix()
+        return f"{match[1]}{'../' * depth}{inside or 'README.md'}{match[3] if inside else ')'}"
+
+    return _LINK.sub(moved, markdown)
