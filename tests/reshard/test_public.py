@@ -178,7 +178,7 @@ LAYERS = {f"layers.{i}.{name}": torch.ones(2) for i in range(70) for name in ("a
         (LAYERS, {"a": {"b": LAYERS}}, r"'a.b.', which the checkpoint has.*load\({'a': {'b': state}}, p"),
         ({f"module.{k}": v for k, v in LAYERS.items()}, LAYERS, "'module.' is of a wrapper: names of reshard.get_mod"),
         (LAYERS, {"x": 1}, r"140 missing .*\n    layers.\*.a   \(70, such as 'layers.0.a'\)\n    layers.\*.b   \(70"),
-        ({**LAYERS, "layers.70.a": torch.ones(2)}, LAYERS, r"1 missing in the checkpoint:\n    layers.70.a   \("),
+        ({**LAYERS, "layers.70.a": torch.ones(2)}, LAYERS, r"1 missing in the checkpoint:\n    layers.70.a\n"),
         ({f"{a}{b}.{a}": torch.ones(1) for a in "abcdefghij" for b in "abcdefghij"}, {"x": 1}, "and 40 more\n    .a l"),
     ],
 )  # fmt: skip
