@@ -32,7 +32,7 @@ check: $(VENV)/.ready
 
 # warnings are errors; the pages are in site/
 docs: $(VENV)/.ready
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # the wheel and the sdist, each tried in an environment of its own, away from the repository
 dist: $(VENV)/.ready

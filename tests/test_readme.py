@@ -16,6 +16,7 @@ import typer
 
 import planners
 import reshard
+from reshard import errors, mapping
 from reshard.cli.app import app, run
 from tests import gloo
 
@@ -28,6 +29,8 @@ BLOCKS = [
     for i, match in enumerate(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
 ]
 
+MODULES = ("errors", "mapping")
+"""Of `reshard`, which have names of their own."""
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 COMMANDS = [
     pytest.param(line, id=f"{page.stem}:{line[:60]}")
@@ -72,12 +75,23 @@ def test_the_reference_has_every_public_name_with_an_example_that_uses_it(packag
     found = {}
     for page in REFERENCE:
         entries = re.split(rf"^::: {package.__name__}\.", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+        entries = [entry for entry in entries if re.split(r"[.\s]", entry)[0] not in MODULES]
         found |= {
             entry.split()[0]: "".join(re.findall(r"^```python\n(.*?)^```", entry, re.M | re.S)) for entry in entries
         }
 
     assert sorted(found) == sorted(package.__all__)
     assert [name for name, example in found.items() if not re.search(rf"\b{name}\b", example)] == []
+
+
+def test_the_reference_has_every_rule_and_every_error() -> None:
+    text = (ROOT / "docs" / "reference" / "mapping.md").read_text(encoding="utf-8")
+    rules = [name for name, value in vars(mapping).items() if isinstance(value, type)]
+
+    assert sorted(re.findall(r"^::: reshard\.mapping\.(\w+)$", text, re.M)) == sorted(rules)
+    assert [name for name in rules if not re.search(rf"\bm\.{name}\b", text)] == []
+    listed = re.findall(r"\w+Error", text.split("members:")[1])
+    assert sorted([*listed, "ReshardError"]) == sorted(name for name in errors.__all__ if name.endswith("Error"))
 
 
 @pytest.fixture(scope="module")
