@@ -18,6 +18,7 @@ from torchtitan.components.checkpointer import dcp as _theirs
 from torchtitan.components.checkpointer.base import MODEL
 
 from reshard import dcp
+from reshard.api.retention import steps
 
 __all__ = ["CheckpointManager"]
 
@@ -51,6 +52,15 @@ class CheckpointManager(_theirs.CheckpointManager):
             async_checkpointer_type=AsyncCheckpointerType.PROCESS if pinned else AsyncCheckpointerType.THREAD,
             async_stager=self.stager if pinned else None,
         )
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The newest step that is complete in any format that opens, -1 if there is none: torchtitan's own sees DCP's
+        and Hugging Face's only, and would begin anew where there are others."""
+        place = folder or self.folder
+        if "://" in place:
+            found: int = super()._find_load_step(folder)
+            return found
+        return max((step.step for step in steps(place) if step.problem is None and step.step is not None), default=-1)
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """As torchtitan's, from any format and folder that `reshard.open` opens."""

@@ -5,17 +5,22 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as theirs
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
 
 import reshard
 import reshard.dcp as ours
+from planners import Box, TensorSpec
 from reshard.errors import DamagedCheckpointError, StorageError
+from reshard.formats.dcp.metadata import tensor_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 BOTH = pytest.mark.parametrize("saver", [ours, theirs], ids=["ours", "theirs"])
@@ -173,3 +178,16 @@ def test_chunks_of_another_number_of_dims_are_refused():
     planner.set_up_planner({"w": torch.zeros(8)}, torch_metadata.Metadata({"w": entry}), True)
     with pytest.raises(DamagedCheckpointError, match=r"'w' has 1 dims.*its saved chunks have \[2\] dims"):
         planner.create_local_plan()
+
+
+def test_torch_reads_no_bytes_of_a_native_checkpoint_even_where_they_are_described_to_it(tmp_path):
+    """Why no `.metadata` stands beside our manifest: an item must be an archive of `torch.save`."""
+    reshard.save({"w": torch.ones(2, 3)}, tmp_path)
+    (place,) = [chunk.place for chunk in reshard.open(tmp_path)["w"].stored.chunks]
+    file = Path(place.source.label).relative_to(tmp_path)
+    metadata = Metadata({"w": tensor_metadata(TensorSpec("w", (2, 3), "float32"), [Box((0, 0), (2, 3))])})
+    metadata.storage_data = {MetadataIndex("w", (0, 0)): _StorageInfo(str(file), place.window.offset, 24)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    with pytest.raises(theirs.CheckpointException, match="UnpicklingError"):
+        theirs.load({"w": torch.zeros(2, 3)}, checkpoint_id=tmp_path, no_dist=True)

@@ -121,11 +121,20 @@ def swap(folder: str) -> list[tuple[str, bool, bool]]:
         second.manager.load()
         dist.barrier()
         found.append((name, same(first.whole(), second.whole()), same(before, second.whole())))
+    if dist.get_rank() == 0:
+        reshard.convert(
+            f"{folder}/{name}/checkpoint/step-1", f"{folder}/x/checkpoint/step-9", format="native", alone=True
+        )
+    dist.barrier()
+    third = Job("tp", 2, Ours, f"{folder}/x")
+    before = third.whole()
+    third.manager.load()
+    found.append(("converted", same(first.whole(), third.whole()), same(before, third.whole())))
     return found
 
 
 def test_either_manager_resumes_from_the_other_s_save(tmp_path: Path) -> None:
-    names = ["ours, then torchtitan's", "torchtitan's, then ours", "ours in the background"]
+    names = ["ours, then torchtitan's", "torchtitan's, then ours", "ours in the background", "converted"]
     assert gloo.run(swap, 2, str(tmp_path)) == [[(name, True, False) for name in names]] * 2
 
     run = reshard.open(tmp_path / names[0])
