@@ -18,6 +18,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,12 +64,10 @@ def processor_seconds() -> float:
     """Of this process and of its live children, which save for it."""
     total, tick = time.process_time(), os.sysconf("SC_CLK_TCK")
     for path in glob.glob("/proc/self/task/*/children"):
-        with open(path) as file:
-            children = file.read().split()
-        for child in children:
-            with open(f"/proc/{child}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
-            total += (int(fields[11]) + int(fields[12])) / tick
+        with suppress(FileNotFoundError):  # the thread, or the child, has ended meanwhile
+            for child in Path(path).read_text().split():
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                total += (int(fields[11]) + int(fields[12])) / tick
     return total
 
 
