@@ -86,7 +86,11 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
-            raise AttributeError(f"module 'planners' has no attribute {name!r}")
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, _HOME, n=1)
+            meant = f": did you mean {near[0]!r}?" if near else ""
+            raise AttributeError(f"module 'planners' has no attribute {name!r}{meant}")
         value = getattr(importlib.import_module(f"planners.{_HOME[name]}"), name)
         globals()[name] = value
         return value

@@ -42,7 +42,7 @@ def test_every_public_name_is_there():
 
     assert [name for name in (*layouts, *plans) if not hasattr(planners, name)] == []
     assert set(planners.__all__) <= set(dir(planners))
-    with pytest.raises(AttributeError, match="'planners' has no attribute 'shedule'"):
+    with pytest.raises(AttributeError, match="'planners' has no attribute 'shedule': did you mean 'schedule'"):
         _ = planners.shedule
 
 
