@@ -49,12 +49,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
     Further names of tied weights (`aliases`) can be looked up, but are not listed.
     """
 
-    run: str = ""
-    """The folder of the run in which it was found; empty where it was opened by its own path."""
-
-    def __init__(self, contents: Contents, url: str) -> None:
+    def __init__(self, contents: Contents, url: str, asked: str | os.PathLike[str] | None = None) -> None:
+        """`asked` is the path by which it was opened."""
         self.contents = contents
         self.url = url
+        self.run = os.fspath(asked) if asked is not None and os.fspath(asked) != url else ""
+        """The folder of the run in which it was found; empty where it was opened by its own path."""
 
     @property
     def format(self) -> str:
@@ -215,7 +215,4 @@ def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None) -> 
         UnsafeDataError: a pickle asks for something that could run code.
     """
     contents, url = open_contents(path, step=step)
-    checkpoint = Checkpoint(contents, url)
-    if not isinstance(path, Storage) and url != os.fspath(path):
-        checkpoint.run = os.fspath(path)
-    return checkpoint
+    return Checkpoint(contents, url, None if isinstance(path, Storage) else path)

@@ -51,7 +51,6 @@ __all__ = ["FileSystemReader", "FileSystemWriter"]
 
 _METADATA = ".metadata"
 _TOGETHER_BYTES = 1 << 18  # pieces up to this size are written together
-
 __getattr__ = partial(getattr, _torch)
 
 
@@ -223,7 +222,7 @@ class _Gathered:
         self._waiting.clear()
 
     def flush(self) -> None:
-        """All is written in the end."""
+        """Wait: for more, or for the end."""
 
     close = flush
 
@@ -287,7 +286,8 @@ class FileSystemReader(StorageReader):
     def checkpoint(self) -> Checkpoint:
         """The checkpoint, opened when first needed."""
         if self._checkpoint is None:
-            self._checkpoint = Checkpoint(*open_contents(self.path, preferred=_Dcp(self.extension_registry)))
+            found = open_contents(self.path, preferred=_Dcp(self.extension_registry))
+            self._checkpoint = Checkpoint(*found, self.path)
         return self._checkpoint
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

@@ -63,9 +63,9 @@ def test_the_newest_by_number_or_the_step_that_is_asked_for(tmp_path: Path, kind
     assert reshard.open(tmp_path, step=9)["w"][...].tolist() == [9, 9]
     with pytest.raises(CheckpointNotFoundError, match=r"no step 10 in .*it has 9, 100"):
         reshard.open(tmp_path, step=10)
-    target = {"w": torch.zeros(2)}
-    reshard.load(target, tmp_path)
-    assert target["w"].tolist() == [100, 100]
+    for load in (reshard.load, lambda target, path: reshard.dcp.load(target, checkpoint_id=path)):
+        load(target := {"w": torch.zeros(2)}, tmp_path)
+        assert target["w"].tolist() == [100, 100]
 
 
 def test_lightning_s_last_is_the_newest(tmp_path: Path) -> None:
@@ -147,6 +147,7 @@ def test_a_folder_of_thousands_of_others_is_not_walked(tmp_path: Path, monkeypat
 def load_another_step(folder: str) -> str:
     """As if a newer checkpoint had been completed between the looks of two ranks."""
     step = reshard.open(folder, step=1 + dist.get_rank())
+    assert step.run == folder
     try:
         reshard.load({"w": torch.zeros(2)}, step)
     except reshard.ReshardError as error:
