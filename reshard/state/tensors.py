@@ -105,7 +105,7 @@ def dtype_of(tensor: Any) -> torch.dtype:
 def device_of(tensor: Any) -> torch.device:
     """Where this rank's elements are; "cpu" for a ShardedTensor of which it has none."""
     if _is_sharded_tensor(tensor):
-        return next((shard.tensor.device for shard in tensor.local_shards()), torch.device("cpu"))
+        return next((shard.tensor.device for shard in tensor._local_shards), torch.device("cpu"))
     device: torch.device = tensor.device
     return device
 
@@ -142,7 +142,7 @@ def identity_of(tensor: Any) -> tuple[Any, ...] | None:
     if isinstance(tensor, DTensor):
         parts, placed = [tensor._local_tensor], tensor.placements
     elif _is_sharded_tensor(tensor):
-        shards = tensor.local_shards()
+        shards = tensor._local_shards
         parts, placed = [one.tensor for one in shards], tuple(tuple(one.metadata.shard_offsets) for one in shards)
     else:
         parts = [tensor]
@@ -347,7 +347,7 @@ def local_tensors(tensor: Any) -> tuple[torch.Tensor, ...]:
             for shard in tensor.metadata().shards_metadata
             if int(shard.placement.rank()) == here
         ]
-        held = {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in tensor.local_shards()}
+        held = {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in tensor._local_shards}
         return tuple(held[offsets] for offsets in order if offsets in held)
     return (tensor.detach(),)
 

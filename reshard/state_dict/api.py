@@ -20,10 +20,11 @@ from reshard.state_dict.broadcast import receive_model, receive_optimizer, setti
 from reshard.state_dict.collect import collect_model, collect_optimizer
 from reshard.state_dict.model import apply_model, plan_model, read_model
 from reshard.state_dict.names import LiveModel, Models
-from reshard.state_dict.optimizer.parameters import LiveOptimizers, as_optimizers
+from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter, as_optimizers
 from reshard.state_dict.optimizer.plan import plan_optimizers
 from reshard.state_dict.optimizer.read import read_optimizers
 from reshard.state_dict.optimizer.restore import apply_optimizers
+from reshard.state_dict.optimizer.schemas import StateKind
 from reshard.state_dict.options import OptimizerReport, SetReport, StateDictOptions, as_options
 
 __all__ = [
@@ -229,9 +230,11 @@ def _optimizer_state(
     live: LiveOptimizers, submodules: Iterable[nn.Module] | None, options: StateDictOptions
 ) -> dict[str, Any]:
     whole = read_optimizers(live)
+    cold = _without_state(whole, live)
     if submodules:
         prefixes = live.live.prefixes(submodules)
         short = {n: _short(n, p, options) for p in prefixes for n in live.by_name if n.startswith(p)}
+        cold = {short[name]: one for name, one in cold.items() if name in short}
         whole = {
             "state": {short[name]: value for name, value in whole["state"].items() if name in short},
             "param_groups": [
@@ -240,22 +243,38 @@ def _optimizer_state(
             ],
         }
     whole = collect_optimizer(whole, live, options)
-    fresh = bool(whole) and not whole["state"] and not submodules
-    out = flatten(whole) if whole and options.flatten_optimizer_state_dict else whole
-    return _awaiting(out, live, options) if fresh else out
+    if not whole:
+        return {}
+    listed = {name for group in whole["param_groups"] for name in group["params"]} - whole["state"].keys()
+    out = whole
+    if options.flatten_optimizer_state_dict:
+        out = flatten(whole)
+        # so that it can be told from state that was lost
+        keeps = [StateKind(optimizer).keeps_state and bool(whole["state"]) for optimizer in live.optimizers]
+        out.update({f"state.{name}": {} for name, one in cold.items() if name in listed and keeps[one.optimizer]})
+    cold = {name: one for name, one in cold.items() if one.name in listed}
+    return _awaiting(out, cold, options) if cold and not submodules else out
 
 
-def _awaiting(state: dict[str, Any], live: LiveOptimizers, options: StateDictOptions) -> dict[str, Any]:
-    """The state dict of a fresh optimizer, in which a load sees where state is to go."""
+def _without_state(whole: dict[str, Any], live: LiveOptimizers) -> dict[str, OptimizedParameter]:
+    """The parameters that never had a gradient, by all their names; without those that have no element here."""
+    found = {name: one for name, one in live.by_name.items() if one.name not in whole["state"]}
+    return {name: one for name, one in found.items() if one.piece is None or one.piece.is_here or not whole["state"]}
+
+
+def _awaiting(
+    state: dict[str, Any], cold: Mapping[str, OptimizedParameter], options: StateDictOptions
+) -> dict[str, Any]:
+    """The state dict of an optimizer that has no state of some parameters, in which a load sees where it is to go."""
     parameters: dict[str, Any] = {}
-    for one in live.by_name.values():
+    for one in cold.values():
         if options.full_state_dict:
             parameters[one.name] = torch.empty(one.shape, dtype=one.parameter.dtype, device="meta")
         else:
             parameters[one.name] = one.parameter.detach() if one.piece is None else one.piece.value()
     if options.flatten_optimizer_state_dict:
         return Awaiting(state, parameters)
-    return {**state, "state": Awaiting({}, parameters)}
+    return {**state, "state": Awaiting(state["state"], parameters)}
 
 
 def _short(name: str, prefix: str, options: StateDictOptions) -> str:

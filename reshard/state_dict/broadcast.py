@@ -241,7 +241,7 @@ def _refuse(strangers: list[str]) -> None:
     if strangers:
         raise KeyMismatchError(
             "the dict of rank 0 has names that no rank knows:\n"
-            + "\n".join(f"  unexpected: {path.removeprefix('/')}" for path in strangers)
+            + "\n".join(f"  Unexpected key: {path.removeprefix('/')}" for path in strangers)
             + "\npass StateDictOptions(strict=False) to set what fits"
         )
 

@@ -18,6 +18,7 @@ from reshard.control.group import Group
 from reshard.errors import NormalizationError
 from reshard.state.frameworks.deepspeed import PartitionedParameter
 from reshard.state.tensors import global_shape, is_sharded
+from reshard.state_dict.chunks import as_chunks
 from reshard.state_dict.gather import gather, member_ranks
 from reshard.state_dict.model import read_model
 from reshard.state_dict.names import LiveModel, Models
@@ -34,6 +35,7 @@ DEADLINE_S = 300.0
 def collect_model(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
     """The state dict as the options ask for it. With `full_state_dict` collective, and a new dict."""
     if not options.full_state_dict:
+        state = as_chunks(state) if options.in_chunks else state
         return {name: _to_cpu(value) for name, value in state.items()} if options.cpu_offload else state
     owner = _owners(state) if options.cpu_offload else None
     agree_on_gathering({name: value for name, value in state.items() if is_sharded(value)})
@@ -44,6 +46,7 @@ def collect_model(state: dict[str, Any], options: StateDictOptions) -> dict[str,
 def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: StateDictOptions) -> dict[str, Any]:
     """The nested optimizer state dict as the options ask for it, {} where another rank has it."""
     if not options.full_state_dict:
+        state = _optimizer_chunks(state, live) if options.in_chunks and live.live.pieces_of else state
         return _each(state, _to_cpu) if options.cpu_offload else state
     if live.live.pieces_of:
         state = {**state, "state": fill_absent(state["state"], live)}
@@ -65,6 +68,17 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
         "state": {name: _rebuilt(f"{name}/", values, whole) for name, values in state["state"].items() if name in mine},
         "param_groups": kept,
     }
+
+
+def _optimizer_chunks(state: dict[str, Any], live: LiveOptimizers) -> dict[str, Any]:
+    filled = fill_absent(state["state"], live)
+    tensors: dict[str, Any] = {}
+    for name, values in filled.items():
+        _leaves(f"{name}/", values, tensors)
+    whole = {path: [value] for path, value in as_chunks(tensors).items()}
+    # in one order on all ranks: what gathers them goes by it
+    names = dict.fromkeys([*(name for name in live.by_name if name in filled), *filled])
+    return {**state, "state": {name: _rebuilt(f"{name}/", filled[name], whole) for name in names}}
 
 
 def iter_full(

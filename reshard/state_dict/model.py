@@ -285,8 +285,8 @@ class _Match:
 def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], faults: list[str], strict: bool) -> str:
     lines = [f"the state dict does not fit the model{where()}:"]
     if strict:
-        lines += _listed("missing", missing)
-        lines += _listed("unexpected", unexpected, live)
+        lines += _listed("Missing key", missing)  # torch's words, as far as they go
+        lines += _listed("Unexpected key", unexpected, live)
     lines += _listed("misfit", faults)
     if strict and (missing or unexpected):
         lines.append("pass StateDictOptions(strict=False) to set what fits and have the rest reported")

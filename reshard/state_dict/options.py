@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from planners.notebooks import Tabled
 from reshard.errors import NormalizationError, format_names
 
-__all__ = ["Cast", "OptimizerReport", "SetReport", "StateDictOptions", "as_options"]
+__all__ = ["Cast", "InChunks", "OptimizerReport", "SetReport", "StateDictOptions", "as_options"]
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,14 @@ class StateDictOptions:
     """Setting: only rank 0 has the dict, and sends to each rank the elements that this rank holds."""
     flatten_optimizer_state_dict: bool = False
     """Getting: one flat dict, `state.<fqn>.<name>` and `param_groups.<fqn>.<field>`, in which pipeline stages do not
-    collide. Setting accepts both forms whatever this says."""
+    collide; of a parameter that has no state while others have, `state.<fqn>` is an empty dict. Setting accepts both
+    forms whatever this says."""
     dsd_fqn_modifiers: str = "_fqn_modifiers"
     """Name of the method by which a module of the user declares children that leave no trace in names: it returns
     {name shown: name of the hidden child}."""
+
+    in_chunks: ClassVar[bool] = False
+    """Getting: see `InChunks`. No field, since torch's own helpers take the fields for theirs."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -47,6 +51,14 @@ class StateDictOptions:
                 raise NormalizationError(f"option {field.name} must be a {wanted.__name__}, got {value!r}")
         if self.broadcast_from_rank0 and not self.full_state_dict:
             raise NormalizationError("broadcast_from_rank0=True needs full_state_dict=True: rank 0 sends whole tensors")
+
+
+class InChunks(StateDictOptions):
+    """The same, for what is read by torch's own functions: what FSDP1's flat parameters cut across rows is sent to the
+    ranks where torch's state dicts have it, in the chunks that `torch.chunk` gives. Getting is collective then where
+    there are such tensors, and they share no memory with the model. `reshard.dcp` always gets so."""
+
+    in_chunks = True
 
 
 def as_options(given: Any) -> StateDictOptions:
@@ -78,7 +90,8 @@ class OptimizerReport:
     """What `set_optimizer_state_dict` found."""
 
     missing: tuple[str, ...] = ()
-    """Parameters of the optimizers that the dict says nothing about; they keep no state."""
+    """Parameters of the optimizers that the dict says nothing about, or of which a flat dict lacks the state without
+    saying that there was none; they keep no state."""
     cold: tuple[str, ...] = ()
     """Parameters that the dict lists in a group but has no state for: saved before their first gradient."""
     unexpected: tuple[str, ...] = ()

@@ -59,6 +59,8 @@ def read_optimizer(tree: Tree) -> SavedOptimizer:
     for key in flat:
         section, owner, name = split_flat_key(key)
         for path, leaf in walk(tree[key]):
+            if section == "state" and not path and leaf.value() == {}:
+                continue  # a parameter without state, by name
             target = saved.state if section == "state" else by_name
             target.setdefault(owner, {})[".".join(map(str, (*name, *path)))] = leaf.value()
     if by_name:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from planners.geometry.box import Box
 from planners.geometry.layout_forms import Form
-from reshard.state.tensors import form_of, is_tensor, local_tensors, spec_of
+from reshard.state.tensors import form_of, is_sharded, is_tensor, local_tensors, spec_of
 
 __all__ = [
     "Region",
@@ -45,10 +45,11 @@ class Region:
 def is_checkpointable(value: Any) -> bool:
     """Whether a value says itself, by torch's protocol, which regions of a tensor it holds.
 
-    A DTensor does so for what is in it, such as a `LocalShardsWrapper`; of a plain one we know better.
+    A DTensor does so for what is in it, such as a `LocalShardsWrapper`; of a plain one we know better, as we do
+    of ShardedTensors.
     """
     inner = value._local_tensor if isinstance(value, DTensor) else value
-    return hasattr(inner, "__create_chunk_list__") and hasattr(inner, "__get_tensor_shard__")
+    return not is_sharded(inner) and hasattr(inner, "__create_chunk_list__") and hasattr(inner, "__get_tensor_shard__")
 
 
 def holds_checkpointable(state: Any) -> bool:

@@ -8,7 +8,7 @@ unit's group holds an equal range of it:
     rank 0      | a a a a a
     rank 1                a . . b   and so on
 
-So a rank holds one range, perhaps empty, of the row-major flattening of each parameter.
+So a rank holds one range, perhaps empty, of the row-major flattening of each parameter; see `flat_cuts`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planners.geometry.box import flat_boxes
+from reshard.errors import NormalizationError
+from reshard.state.frameworks.flat_cuts import FlatCut
 
 __all__ = ["FlatPiece", "flat_pieces", "group_of", "is_flat"]
 
@@ -43,6 +44,11 @@ class FlatPiece:
     """Process group of the unit; every rank of it holds one range."""
     sharded: bool
     """False with NO_SHARD: every rank holds the whole."""
+    mesh: Any = None
+    """FSDP's device mesh, if it was given one."""
+    is_dtensor: bool = False
+    """Whether the original parameter was a DTensor before, as under tensor parallelism; `shape` is then its local
+    one."""
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -53,6 +59,12 @@ class FlatPiece:
     def numel(self) -> int:
         """Elements of the original parameter."""
         return torch.Size(self.shape).numel()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank holds some of its elements."""
+        low, high = self.range_of(dist.get_rank(self.group))
+        return low < high
 
     def range_of(self, position: int) -> tuple[int, int]:
         """The range of the parameter's flattening that the group's member at `position` holds."""
@@ -69,17 +81,27 @@ class FlatPiece:
         return slice(at, at + high - low) if high > low else slice(0, 0)
 
     def value(self) -> torch.Tensor:
-        """The parameter as a tensor that shares memory with the flat one: a ShardedTensor of this rank's boxes."""
+        """The parameter as a sharded tensor that shares memory with the flat one."""
         # before the first forward pass the parameter itself is the shard
         shard: torch.Tensor = getattr(self.flat, "_local_shard", self.flat.data) if self.sharded else self.flat.data
         return self.tensor(shard[self.local_slice()])
 
     def tensor(self, local: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's shape from this rank's range of its flattening, whose memory it shares; nothing
-        is sent, since every rank can tell what the others hold."""
+        is sent."""
+        if self.is_dtensor:
+            raise NormalizationError(
+                f"FSDP1 has flattened the local part, of shape {self.shape}, of a parameter that tensor parallelism "
+                "has cut before: its state cannot be taken apart here. Use fully_shard (FSDP2) over tensor parallelism"
+            )
         if not self.sharded or not self.numel:
             return local.detach().view(self.shape)
-        return _sharded_tensor(self, local.detach())
+        return self.cut().tensor(local.detach())
+
+    def cut(self) -> FlatCut:
+        """Which ranges of the parameter's flattening the ranks of the unit's group hold."""
+        ranges = tuple(self.range_of(position) for position in range(dist.get_world_size(self.group)))
+        return FlatCut(self.shape, ranges, self.group, self.mesh)
 
 
 def flat_pieces(unit: nn.Module) -> dict[int, list[tuple[str, FlatPiece]]]:
@@ -88,7 +110,7 @@ def flat_pieces(unit: nn.Module) -> dict[int, list[tuple[str, FlatPiece]]]:
     found: dict[int, list[tuple[str, FlatPiece]]] = {}
     handle = unit.__dict__.get("_handle")
     if handle is not None:
-        _add_unit(handle, found)
+        _add_unit(handle, unit.__dict__.get("_device_mesh"), found)
     return found
 
 
@@ -102,7 +124,7 @@ def group_of(tensor: Any) -> Any:
     return tensor._process_group
 
 
-def _add_unit(handle: Any, found: dict[int, list[tuple[str, FlatPiece]]]) -> None:
+def _add_unit(handle: Any, mesh: Any, found: dict[int, list[tuple[str, FlatPiece]]]) -> None:
     flat, at, index = handle.flat_param, 0, 0
     pieces: dict[tuple[int, str], FlatPiece] = {}
     for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask):
@@ -117,6 +139,8 @@ def _add_unit(handle: Any, found: dict[int, list[tuple[str, FlatPiece]]]) -> Non
                 shard_numel=flat._sharded_size.numel(),
                 group=handle.process_group,
                 sharded=bool(handle.uses_sharded_strategy),
+                mesh=mesh,
+                is_dtensor=flat._param_extensions[index] is not None,
             )
             pieces[id(info.module), info.param_name] = piece
             found.setdefault(id(info.module), []).append((info.param_name, piece))
@@ -125,25 +149,3 @@ def _add_unit(handle: Any, found: dict[int, list[tuple[str, FlatPiece]]]) -> Non
     for info in flat._shared_param_infos:
         first = pieces[id(info.prim_module), info.prim_param_name]
         found.setdefault(id(info.module), []).append((info.param_name, first))
-
-
-def _sharded_tensor(piece: FlatPiece, local: torch.Tensor) -> torch.Tensor:
-    from torch.distributed._shard.metadata import ShardMetadata
-    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor  # type: ignore[attr-defined]
-    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
-
-    here, shards, metadata = dist.get_rank(piece.group), [], []
-    for position, rank in enumerate(dist.get_process_group_ranks(piece.group)):
-        at = 0
-        for box in flat_boxes(piece.shape, *piece.range_of(position)):
-            one = ShardMetadata(list(box.offsets), list(box.sizes), placement=f"rank:{rank}/{local.device}")
-            metadata.append(one)
-            if position == here:
-                shards.append(Shard(local[at : at + box.numel].view(box.sizes), one))
-                at += box.numel
-    properties = TensorProperties(dtype=local.dtype, requires_grad=False)
-    whole = ShardedTensorMetadata(metadata, torch.Size(piece.shape), properties)
-    made: torch.Tensor = ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, sharded_tensor_metadata=whole, process_group=piece.group
-    )
-    return made

@@ -47,11 +47,11 @@ def plan_optimizers(
     saved = read_saved(given, live)
     match = _Match(live, saved)
     faults = [*match.faults, *_misshapen(match.state)]
-    if faults or (options.strict and (match.missing or match.strangers or match.foreign)):
+    if faults or (options.strict and (match.missing or match.lost or match.strangers or match.foreign)):
         raise KeyMismatchError(_message(live, match, faults, options.strict))
     groups = [] if outlines else plan_groups(live, saved)
     report = OptimizerReport(
-        missing=tuple(match.missing),
+        missing=(*match.missing, *match.lost),
         cold=tuple(match.cold),
         unexpected=tuple(match.unexpected),
         outside=tuple(one.name for one in live.outside),
@@ -71,13 +71,14 @@ class _Match:
         self.saved = saved
         self.state: list[Entry] = []
         self.missing: list[str] = []
+        self.lost: list[str] = []
         self.cold: list[str] = []
         self.foreign: list[tuple[OptimizedParameter, Any]] = []
         self.faults: list[str] = []
         for k, own in enumerate(live.parameters):
             kind = StateKind(live.optimizers[k])
             for one in own:
-                values = self._state_of(one)
+                values = self._state_of(one, kind)
                 self.state.append((one, self._checked(one, values, kind) if values is not None else None))
         self.other = [
             (k, key, saved.state[key])
@@ -90,15 +91,24 @@ class _Match:
         self.unexpected = [name for name in names if name not in live.by_name and name not in known]
         self.strangers = [name for name in self.unexpected if name not in live.live.by_name]
 
-    def _state_of(self, one: OptimizedParameter) -> State | None:
+    def _state_of(self, one: OptimizedParameter, kind: StateKind) -> State | None:
         values = self.saved.state.get(one.name)
         if values is None and len(one.names) > 1:
             values = next((self.saved.state[name] for name in one.names if name in self.saved.state), None)
         if values is None:
             listed = any(name in self.saved.fields for name in one.names)
-            if one.parameter.requires_grad or listed:
+            if listed and self._has_lost_state(one, kind):
+                self.lost.append(one.name)
+            elif one.parameter.requires_grad or listed:
                 (self.cold if listed else self.missing).append(one.name)
         return values
+
+    def _has_lost_state(self, one: OptimizedParameter, kind: StateKind) -> bool:
+        """Whether a flat dict was made with state of this parameter, and lacks it now."""
+        told = self.saved.stateless
+        if told is None or not self.saved.state or not (kind.keeps_state and one.parameter.requires_grad):
+            return False
+        return told.isdisjoint(one.names) and (one.piece is None or one.piece.is_here)
 
     def _checked(self, one: OptimizedParameter, values: State, kind: StateKind) -> State | None:
         """The state without what the optimizer has no use for."""
@@ -151,12 +161,15 @@ def _entries(state: list[Entry], key: Any) -> list[tuple[OptimizedParameter, Any
 def _message(live: LiveOptimizers, match: _Match, faults: list[str], strict: bool) -> str:
     lines = [f"the optimizer state dict does not fit the optimizers{where()}:"]
     if strict:
-        lines += [f"  missing: {name} (optimizer {live.by_name[name].optimizer})" for name in match.missing]
-        lines += [f"  unexpected: {name}, the model has no parameter of this name" for name in match.strangers]
+        lines += [f"  Missing key: {name} (optimizer {live.by_name[name].optimizer})" for name in match.missing]
+        lines += [
+            f"  Missing optimizer state: {name}; a key 'state.{name}' with {{}} says it had none" for name in match.lost
+        ]
+        lines += [f"  Unexpected key: {name}, the model has no parameter of this name" for name in match.strangers]
         for one, key in match.foreign:
             kind = type(live.optimizers[one.optimizer]).__name__
-            lines.append(f"  unexpected: state {key!r} of {one.name}, for which {kind} has no use")
+            lines.append(f"  Unexpected key: state {key!r} of {one.name}, for which {kind} has no use")
     lines += [f"  misfit: {fault}" for fault in faults]
-    if strict and (match.missing or match.strangers or match.foreign):
+    if strict and (match.missing or match.lost or match.strangers or match.foreign):
         lines.append("pass StateDictOptions(strict=False) to set what fits and have the rest reported")
     return "\n".join(lines)

@@ -23,6 +23,9 @@ class SavedOptimizer:
     """Group fields of each parameter that is in a group; parameters of one group share one object."""
     empty: Sequence[Mapping[str, Any]]
     """Fields of the groups without parameters, in order."""
+    stateless: frozenset[str] | None = None
+    """Of the flat form, the parameters that it says have no state: any other without state has lost it, if there is
+    state at all. None in the other forms, where a parameter that is in a group has the state that is there."""
 
 
 def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
@@ -75,7 +78,11 @@ def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
     places: dict[str, dict[Any, Any]] = {}
     """The dict that a key's front leads to, where the front is a known name."""
     known = live.live.by_name | live.by_name
+    stateless: set[str] = set()
     for key, value in given.items():
+        if value == {} and key.removeprefix("state.") in known:
+            stateless.add(key.removeprefix("state."))
+            continue
         front, _, tail = key.rpartition(".")
         if front in places:
             places[front][tail] = value
@@ -96,7 +103,7 @@ def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
         one = live.by_name.get(name)
         now = live.optimizers[one.optimizer].state.get(one.parameter, {}) if one is not None else {}
         state[name] = {key: _typed_keys(item, now.get(key)) for key, item in values.items()}
-    return SavedOptimizer(state, fields, [])
+    return SavedOptimizer(state, fields, [], frozenset(stateless))
 
 
 def _typed_keys(value: Any, live: Any) -> Any:

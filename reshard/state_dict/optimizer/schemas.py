@@ -94,6 +94,12 @@ class StateKind:
         return found
 
     @functools.cached_property
+    def keeps_state(self) -> bool:
+        """Whether it is known to have state of every parameter that it has stepped."""
+        has_state_of_all = self._schema is not None and bool(self._schema.always) and self._base != "LBFGS"
+        return has_state_of_all and not self._optimizer_has_a_say
+
+    @functools.cached_property
     def _optimizer_has_a_say(self) -> bool:
         return loads_itself(self._optimizer)
 

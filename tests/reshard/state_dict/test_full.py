@@ -144,8 +144,8 @@ def failing(change: str) -> str:
     ("change", "name"),
     [
         ("only some ranks", "embed.weight"),
-        ("rank 0 lacks a name", "missing: layers.1.up.bias"),
-        ("rank 0 has a name too many", "unexpected: ghost"),
+        ("rank 0 lacks a name", "Missing key: layers.1.up.bias"),
+        ("rank 0 has a name too many", "Unexpected key: ghost"),
         ("rank 0 has a wrong shape", "wanted shape (9,), found (8,)"),
     ],
 )

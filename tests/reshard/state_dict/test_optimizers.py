@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import reshard
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.state_dict import (
     StateDictOptions,
@@ -373,9 +375,9 @@ def test_bad_state_is_refused_with_all_names_and_nothing_changed() -> None:
     before = zoo.snapshot(model, optimizer)
     head = "head.weight"
     for change, words in [
-        (lambda s: s["state"].update(ghost={"exp_avg": torch.ones(2)}), "unexpected: ghost"),
+        (lambda s: s["state"].update(ghost={"exp_avg": torch.ones(2)}), "Unexpected key: ghost"),
         (lambda s: s["state"][head].update(exp_avg=torch.ones(5, 6)), r"head.weight: its 'exp_avg' .*\(5, 6\)"),
-        (lambda s: (s["param_groups"][0]["params"].remove(head), s["state"].pop(head)), "missing: head"),
+        (lambda s: (s["param_groups"][0]["params"].remove(head), s["state"].pop(head)), "Missing key: head"),
         (lambda s: s["param_groups"][0].update(lr="much"), "field 'lr' of group 0 of optimizer 0 is 0.001"),
         (lambda s: s["param_groups"].append({"lr": 1.0, "params": [head]}), "'head.weight' is in two groups"),
     ]:
@@ -428,7 +430,7 @@ def test_unfreezing_later_adds_parameters_without_state() -> None:
     state = frozen(get_optimizer_state_dict(model, optimizer))
     model[1].requires_grad_(True)
     bigger = torch.optim.AdamW(model.parameters())
-    with pytest.raises(KeyMismatchError, match=r"missing: 1\.weight"):
+    with pytest.raises(KeyMismatchError, match=r"Missing key: 1\.weight"):
         set_optimizer_state_dict(model, bigger, state)
     report = set_optimizer_state_dict(model, bigger, state, options=LENIENT)
     assert report.missing == ("1.weight", "1.bias")
@@ -450,3 +452,48 @@ def test_tied_parameter_is_found_under_any_of_its_names() -> None:
     set_optimizer_state_dict(other, other_optimizer, renamed)
     assert_same(get_optimizer_state_dict(other, other_optimizer), state)
     set_model_state_dict(other, get_model_state_dict(model))
+
+
+def test_state_that_a_flat_dict_has_lost_is_told_from_state_that_never_was(tmp_path: Path) -> None:
+    """One parameter has no gradient; all of another's state is taken out."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[2](model[0](torch.ones(2))).sum().backward()
+    optimizer.step()
+    flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    assert flat["state.1.weight"] == {}
+    reshard.save({"optim": flat}, tmp_path)
+
+    fresh = torch.optim.AdamW(model.parameters())
+    target = {"optim": get_optimizer_state_dict(model, fresh, options=FLAT)}
+    reshard.load(target, tmp_path)
+    report = set_optimizer_state_dict(model, fresh, target["optim"])
+    assert (report.cold, report.missing) == (("1.weight", "1.bias"), ())
+    assert_same(get_optimizer_state_dict(model, fresh), get_optimizer_state_dict(model, optimizer))
+    assert set(reshard.open(tmp_path).normalized()["optim"]["state"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+    lost = {key: value for key, value in flat.items() if not key.startswith("state.2.weight.")}
+    with pytest.raises(KeyMismatchError, match=r"Missing optimizer state: 2\.weight; an empty dict under"):
+        set_optimizer_state_dict(model, fresh, lost)
+    assert fresh.state[model[2].weight]
+    report = set_optimizer_state_dict(model, fresh, lost, options=LENIENT)
+    assert (report.cold, report.missing) == (("1.weight", "1.bias"), ("2.weight",))
+    assert model[2].weight not in fresh.state
+
+    # state that the live optimizer lacks, and the checkpoint has, comes with a load
+    part = {"optim": get_optimizer_state_dict(model, fresh, options=FLAT)}
+    reshard.load(part, tmp_path)
+    set_optimizer_state_dict(model, fresh, part["optim"])
+    assert_same(get_optimizer_state_dict(model, fresh), get_optimizer_state_dict(model, optimizer))
+
+
+def test_a_flat_dict_without_any_state_says_that_there_was_none() -> None:
+    model = nn.Linear(2, 2)
+    fresh, optimizer = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())
+    flat = get_optimizer_state_dict(model, fresh, options=FLAT)
+    assert not [key for key in flat if key.startswith("state.")]
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+
+    assert set_optimizer_state_dict(model, optimizer, flat).cold == ("weight", "bias")
+    assert not optimizer.state

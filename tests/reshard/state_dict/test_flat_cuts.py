@@ -1,0 +1,161 @@
+"""FSDP1's flat parameters, which cut parameters across rows: what torch's own functions are given, and can take."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as their_dcp
+import torch.distributed.checkpoint.state_dict as theirs
+from torch import nn
+from torch.distributed._state_dict_utils import _gather_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor
+
+import reshard
+import reshard.dcp.state_dict as ours
+from reshard.errors import LayoutError
+from reshard.state.frameworks.flat_cuts import FlatCut
+from tests import gloo
+
+WHOLE = theirs.StateDictOptions(full_state_dict=True)
+
+
+def build(seed: int, mesh: str, original: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    world = dist.get_world_size()
+    options: dict[str, Any] = {"use_orig_params": original, "device_id": torch.device("cpu")}
+    if mesh == "hybrid":
+        options["device_mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+    elif mesh:
+        options["device_mesh"] = init_device_mesh("cpu", (world,))
+    inner = FullyShardedDataParallel(nn.Linear(4, 6 * world, bias=False), **options)  # lies in chunks
+    body = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4), inner, nn.Linear(6 * world, 3), nn.LayerNorm(3))
+    model = FullyShardedDataParallel(body, **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def trained(seed: int, mesh: str, original: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = build(seed, mesh, original)
+    model(torch.arange(8.0).view(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def same(theirs: Any, ours: Any, at: str) -> None:
+    if isinstance(theirs, dict):
+        assert set(theirs) == set(ours), at
+        for key, value in theirs.items():
+            same(value, ours[key], f"{at}/{key}")
+    elif isinstance(theirs, list):
+        assert len(theirs) == len(ours), at
+    elif isinstance(theirs, DTensor):
+        assert type(ours) is DTensor, at
+        assert (theirs.placements, theirs.device_mesh, theirs.shape) == (ours.placements, ours.device_mesh, ours.shape)
+        assert torch.equal(theirs.to_local(), ours.to_local()), at
+    elif hasattr(theirs, "local_shards"):
+        assert type(ours) is type(theirs), at
+        assert theirs.metadata() == ours.metadata(), at
+        pairs = list(zip(theirs.local_shards(), ours.local_shards(), strict=True))
+        assert all(a.metadata == b.metadata and torch.equal(a.tensor, b.tensor) for a, b in pairs), at
+    else:
+        assert torch.equal(theirs, ours) if isinstance(theirs, torch.Tensor) else theirs == ours, at
+
+
+def run_like_torch(meshes: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    for mesh, original in itertools.product(meshes, (False, True)):
+        model, optimizer = trained(0, mesh, original)
+        both = theirs.get_state_dict(model, optimizer)
+        got = ours.get_state_dict(model, optimizer)
+        for a, b in zip(both, got):
+            same(a.get("state", a), b.get("state", b), f"{mesh} {original}")
+
+        again, fresh = build(1, mesh, original)
+        theirs.set_state_dict(again, fresh, model_state_dict=got[0], optim_state_dict=copy.deepcopy(got[1]))
+        same(theirs.get_model_state_dict(model, options=WHOLE), theirs.get_model_state_dict(again, options=WHOLE), "")
+        third, fresh = build(2, mesh, original)
+        ours.set_state_dict(third, fresh, model_state_dict=both[0], optim_state_dict=both[1])
+        same(both[0], ours.get_model_state_dict(third), "set by ours")
+        same(both[1]["state"], ours.get_optimizer_state_dict(third, fresh)["state"], "set by ours")
+        same(both[0], _offloaded(model), "offloaded")
+
+
+def _offloaded(model: nn.Module) -> Any:
+    return ours.get_model_state_dict(model, options=ours.StateDictOptions(cpu_offload=True))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("meshes", [["", "flat"], ["hybrid"]], ids=["one group", "replicas"])
+def test_what_the_face_gives_is_what_torch_gives(meshes: list[str]) -> None:
+    gloo.run(run_like_torch, 4 if meshes == ["hybrid"] else 3, meshes)
+
+
+def run_as_it_lies(folder: str) -> list[str]:
+    warnings.simplefilter("ignore")
+    model, _ = trained(0, "", False)
+    state = reshard.get_model_state_dict(model)
+    kinds = {name: type(value).__name__ for name, value in state.items()}
+    assert kinds["3.weight"] == "CutAcrossRows", kinds
+    assert kinds["2.weight"] == "ShardedTensor", kinds
+    whole = theirs.get_model_state_dict(model, options=WHOLE)
+
+    # torch's planners read its metadata, and are right
+    copies = [
+        {name: value.detach().clone().to(torch.float32).cpu() for name, value in state.items()},
+        copy.deepcopy(state),
+    ]
+    for number, copied in enumerate(copies):
+        assert copied["3.weight"].flat_local.data_ptr() != state["3.weight"].flat_local.data_ptr()
+        their_dcp.save(copied, checkpoint_id=f"{folder}/{number}")
+        target = build(5, "", False)[0]
+        reshard.load(reshard.get_model_state_dict(target), f"{folder}/{number}")
+        same(whole, theirs.get_model_state_dict(target, options=WHOLE), "saved by torch, loaded in place by ours")
+        target = build(6, "", False)[0]
+        their_dcp.load(reshard.get_model_state_dict(target), checkpoint_id=f"{folder}/{number}")
+        same(whole, theirs.get_model_state_dict(target, options=WHOLE), "loaded in place by torch")
+
+    # everybody else is refused, on all ranks
+    refused = []
+    for wrong in (
+        lambda: theirs.set_model_state_dict(build(7, "", False)[0], dict(state)),
+        lambda: _gather_state_dict(dict(state)),
+        lambda: state["3.weight"].local_tensor(),
+        lambda: torch.save(state["3.weight"].local_shards(), io.BytesIO()),
+    ):
+        try:
+            wrong()
+            refused.append("silent")
+        except (AssertionError, LayoutError, NotImplementedError) as error:
+            refused.append(type(error).__name__)
+    dist.barrier()
+    return refused
+
+
+@pytest.mark.gloo
+def test_what_lies_across_rows_is_for_those_who_read_where_it_lies(tmp_path: Any) -> None:
+    for refused in gloo.run(run_as_it_lies, 2, str(tmp_path)):
+        assert "silent" not in refused, refused
+        assert refused == ["AssertionError", "LayoutError", "NotImplementedError", "LayoutError"]
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (5, 2, 2), (1, 7), (0, 3)])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_chunks_are_those_of_torch(shape: tuple[int, ...], world: int) -> None:
+    numel = torch.Size(shape).numel()
+    cut = FlatCut(shape, ((0, numel), *[(numel, numel)] * (world - 1)), None).chunks()
+
+    chunks = torch.arange(numel).view(shape).chunk(world)
+    assert [high - low for low, high in cut.ranges] == [
+        *(chunk.numel() for chunk in chunks),
+        *[0] * (world - len(chunks)),
+    ]
+    assert cut.is_chunks
