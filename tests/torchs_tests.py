@@ -73,7 +73,9 @@ def pretend() -> None:
     if not isinstance(sharded_tensor.with_comms, functools.partial):
         original = sharded_tensor.with_comms
         sharded_tensor.with_comms = functools.partial(_with_gloo, original)
-    torch.cuda.set_device = lambda device: None
+    torch.cuda.set_device = torch.accelerator.set_device_index = lambda device: None
+    torch.accelerator.device_count = lambda: RANKS
+    _barriers_without_devices()
     _fsdp1_on_the_cpu()
 
 
@@ -89,6 +91,14 @@ def _fsdp1_on_the_cpu() -> None:
         original(self, *args, **{**kwargs, "device_id": torch.device("cpu")})
 
     FullyShardedDataParallel.__init__ = made
+
+
+def _barriers_without_devices() -> None:
+    """gloo's take none."""
+    import torch.distributed as dist
+
+    original = dist.barrier
+    dist.barrier = lambda *args, device_ids=None, **kwargs: original(*args, **kwargs)
 
 
 def _fork(case: Any) -> None:

@@ -9,9 +9,6 @@ defined here work under torch's `save` and `load`. What is written is what torch
 reads all formats of `reshard.open`.
 """
 
-from functools import partial
-
-from torch.distributed import checkpoint as _torch
 from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata as BytesStorageMetadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as ChunkStorageMetadata
@@ -32,6 +29,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as StorageWriter
 
 from reshard.dcp.default_planner import DefaultLoadPlanner as DefaultLoadPlanner
 from reshard.dcp.default_planner import DefaultSavePlanner as DefaultSavePlanner
+from reshard.dcp.engine.newer_names import newer_or_torchs
 from reshard.dcp.filesystem import FileSystemReader as FileSystemReader
 from reshard.dcp.filesystem import FileSystemWriter as FileSystemWriter
 from reshard.dcp.format_utils import BroadcastingTorchSaveReader as BroadcastingTorchSaveReader
@@ -44,4 +42,4 @@ from reshard.dcp.state_dict_saver import async_save as async_save
 from reshard.dcp.state_dict_saver import save as save
 from reshard.dcp.state_dict_saver import save_state_dict as save_state_dict
 
-__getattr__ = partial(getattr, _torch)
+__getattr__ = newer_or_torchs

@@ -37,14 +37,14 @@ from planners.geometry.cover import tiling_fault
 from planners.geometry.overlap import Sweep
 from reshard.api.load.matching import needs_code
 from reshard.dcp.engine.misfits import refuse_misfits
-from reshard.dcp.engine.states import Region, flat_state, is_checkpointable, put_at, regions_of
+from reshard.dcp.engine.states import Region, flat_state, is_checkpointable, is_placed, put_at, regions_of, shape_of
 from reshard.errors import DamagedCheckpointError, KeyMismatchError, LayoutError, UnsafeDataError
 from reshard.formats.dcp.metadata import chunk_of
 from reshard.formats.pickles.record import unknown_class
 from reshard.formats.stored.source import BytesSource
 from reshard.formats.torch_save.zip_archive import TorchArchive
 from reshard.state.container_types import needs_class, retyped, unmade
-from reshard.state.tensors import global_shape, is_sharded, is_tensor
+from reshard.state.tensors import is_sharded, is_tensor
 
 __all__ = ["DefaultLoadPlanner", "DefaultSavePlanner"]
 
@@ -239,11 +239,11 @@ class DefaultSavePlanner(SavePlanner):
             if not is_tensor(value):
                 items.append(TorchWriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO))
                 continue
-            kind = WriteItemType.SHARD if is_sharded(value) else WriteItemType.TENSOR
+            kind = WriteItemType.SHARD if is_sharded(value) or is_placed(value) else WriteItemType.TENSOR
             for region in _with_empty(fqn, value):
-                index, tensor, shape = region.index(fqn), region.tensor, global_shape(value)
+                index, tensor, shape = region.index(fqn), region.tensor, shape_of(value)
                 self._regions[index] = tensor
-                key = region.box, shape, tensor.dtype, tensor.requires_grad, tensor.is_pinned()
+                key = region.box, shape, tensor.dtype, tensor.stride(), tensor.requires_grad, tensor.is_pinned()
                 if key not in alike:
                     properties = TensorProperties.create_from_tensor(tensor)
                     alike[key] = TensorWriteData(chunk_of(region.box), properties, torch.Size(shape))
@@ -345,8 +345,8 @@ def _found(regions: dict[MetadataIndex, torch.Tensor], state: dict[str, Any], in
 def _with_empty(fqn: str, value: Any) -> list[Region]:
     """The regions of a tensor; of a tensor without any element, one empty region, so that it is not lost."""
     regions = list(regions_of(fqn, value))
-    if not regions and 0 in global_shape(value):
-        shape = global_shape(value)
+    shape = shape_of(value)
+    if not regions and 0 in shape:
         regions = [Region(Box.full(shape), torch.empty(shape, dtype=value.dtype))]
     return regions
 

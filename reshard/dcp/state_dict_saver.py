@@ -25,7 +25,7 @@ from reshard.control.group import Group
 from reshard.dcp.default_planner import DefaultSavePlanner
 from reshard.dcp.engine.calls import Call
 from reshard.dcp.engine.protocol import Write, run_save, write_here
-from reshard.dcp.engine.states import unwrapped
+from reshard.dcp.engine.states import copied_like, unwrapped
 from reshard.dcp.engine.storages import storage_by_position, writer_for
 from reshard.state.tensors import is_sharded
 
@@ -180,7 +180,7 @@ def _copied(value: Any) -> Any:
     if is_sharded(value):  # a ShardedTensor: its copies know their shards
         return value.detach().clone().cpu()
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return copied_like(value.detach().to("cpu", copy=True), value)
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -125,6 +125,9 @@ def fill(
         owner = _owner(rest, one.parameters, groups)
         if owner is not None:
             leaves[rest] = made.place(row, one.parameters[owner], there.leaves.get(rest))
+            none = f"state.{owner}"
+            if rest != (none,) and (none,) in there.containers:  # it said that there was no state
+                del there.containers[none,], one[none]
     kinds = {
         path[len(above) :]: kind
         for path, kind in (() if one.is_complete else containers.items())
@@ -139,7 +142,9 @@ def _owner(rest: KeyPath, parameters: Mapping[str, Any], groups: bool) -> str | 
     if len(rest) >= 2 and first in parameters:
         return first
     if is_flat_key(first) and (groups or first.startswith("state.")):
-        return owner_of(first.partition(".")[2], parameters)
+        name = first.partition(".")[2]
+        says_none = first.startswith("state.") and name in parameters
+        return name if says_none else owner_of(name, parameters)
     return None
 
 

@@ -45,7 +45,7 @@ def as_chunks(tensors: Mapping[str, Any]) -> dict[str, Any]:
         _agree(pieces, group)
         for together in _batches(pieces):
             locals_ = _exchange(together, group)
-            out.update((name, cut.chunks().tensor(local)) for (name, cut, _), local in zip(together, locals_))
+            out.update((name, cut.chunks().chunk(local)) for (name, cut, _), local in zip(together, locals_))
     return out
 
 

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from reshard.api.load.options import Wording
-from reshard.dcp.engine.states import is_checkpointable
+from reshard.dcp.engine.states import is_checkpointable, shape_of
 from reshard.errors import KeyMismatchError
 from reshard.state.deferred_optimizer import Saved, lost_state
-from reshard.state.tensors import global_shape, is_tensor
+from reshard.state.tensors import is_tensor
 
 __all__ = ["ENGINE_WORDING", "MisfitError", "refuse_lost_state", "refuse_misfits"]
 
@@ -51,7 +51,7 @@ def _misfit(key: str, value: Any, entry: Any) -> str:
         return ""
     if not isinstance(entry, TensorStorageMetadata):
         return f"{key}: saved as an object, wanted as a tensor"
-    shape = torch.Size(value.size() if is_checkpointable(value) else global_shape(value))
+    shape = torch.Size(shape_of(value))
     return "" if entry.size == shape else f"Size mismatch between saved {entry.size} and current: {shape} for {key}"
 
 

@@ -16,16 +16,20 @@ from torch.distributed.tensor import DTensor
 
 from planners.geometry.box import Box
 from planners.geometry.layout_forms import Form
-from reshard.state.tensors import form_of, is_sharded, is_tensor, local_tensors, spec_of
+from reshard.errors import LayoutError
+from reshard.state.tensors import form_of, global_shape, is_sharded, is_tensor, local_tensors, spec_of
 
 __all__ = [
     "Region",
+    "copied_like",
     "flat_state",
     "holds_checkpointable",
     "is_checkpointable",
+    "is_placed",
     "put_at",
     "put_state_back",
     "regions_of",
+    "shape_of",
     "unwrapped",
 ]
 
@@ -52,13 +56,36 @@ def is_checkpointable(value: Any) -> bool:
     return not is_sharded(inner) and hasattr(inner, "__create_chunk_list__") and hasattr(inner, "__get_tensor_shard__")
 
 
+def is_placed(value: Any) -> bool:
+    """Whether a plain local tensor says by its attributes where parts of it are in a global one: `CheckpointableTensor`
+    of torch 2.15, understood here whatever torch is installed."""
+    return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _PLACED)
+
+
+_PLACED = ("global_offsets", "global_shape", "local_offsets", "local_sizes")
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Shape of the whole tensor, of which this rank may hold a part."""
+    if is_placed(value):
+        return tuple(value.global_shape)
+    return tuple(value.size()) if is_checkpointable(value) else global_shape(value)
+
+
+def copied_like(copied: torch.Tensor, value: Any) -> torch.Tensor:
+    """The copy, which says of itself what `value` does."""
+    for name in _PLACED if is_placed(value) else ():
+        setattr(copied, name, getattr(value, name))
+    return copied
+
+
 def holds_checkpointable(state: Any) -> bool:
-    """Whether one of the values in a nested state is checkpointable."""
+    """Whether one of the values in a nested state says itself what it holds."""
     if isinstance(state, Mapping):
         return any(map(holds_checkpointable, state.values()))
     if isinstance(state, (list, tuple)):
         return any(map(holds_checkpointable, state))
-    return is_checkpointable(state)
+    return is_placed(state) or is_checkpointable(state)
 
 
 def regions_of(fqn: str, tensor: Any) -> Iterator[Region]:
@@ -72,11 +99,31 @@ def regions_of(fqn: str, tensor: Any) -> Iterator[Region]:
             if not box.is_empty:
                 yield Region(box, tensor.__get_tensor_shard__(MetadataIndex(fqn, chunk.offsets)))
         return
+    if is_placed(tensor):
+        yield from _placed_regions(fqn, tensor)
+        return
     spec, form = spec_of(fqn, tensor), form_of(tensor, fqn)
     rank = dist.get_rank() if dist.is_initialized() else 0
     for pieces, local in zip(_pieces(form, spec.shape, rank), local_tensors(tensor)):
         for box, place in pieces:
             yield Region(box, local if place.sizes == local.shape else local[place.slices])
+
+
+def _placed_regions(fqn: str, tensor: Any) -> Iterator[Region]:
+    """Raises LayoutError where the attributes do not fit one another, the tensor, or the global shape."""
+    at, here, sizes = tensor.global_offsets, tensor.local_offsets, tensor.local_sizes
+    whole, local = Box.full(tuple(tensor.global_shape)), Box.full(tuple(tensor.shape))
+    if not len(at) == len(here) == len(sizes):
+        raise LayoutError(f"{fqn!r} has {len(at)} global_offsets, {len(here)} local_offsets, {len(sizes)} local_sizes")
+    for offsets, place, size in zip(at, here, sizes):
+        if not len(offsets) == len(place) == len(size) == whole.ndim == local.ndim:
+            raise LayoutError(f"{fqn!r}: the part {offsets}, {place}, {size} has not as many dims as {whole.sizes}")
+        there, mine = Box(offsets, size), Box(place, size)
+        if not (whole.contains(there) and local.contains(mine)):
+            ends = f"{there} in shape {whole.sizes}, or {mine} in the local shape {local.sizes}"
+            raise LayoutError(f"{fqn!r}: {ends}, is not within")
+        if not there.is_empty:
+            yield Region(there, tensor.detach()[mine.slices])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -12,8 +13,8 @@ from typing import Any, TypeVar, cast
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from reshard.dcp.filesystem import FileSystemReader, FileSystemWriter
-from reshard.errors import CheckpointError
-from reshard.storage.opening import is_known
+from reshard.errors import CheckpointError, StorageError
+from reshard.storage.opening import is_known, open_storage
 
 __all__ = ["reader_for", "storage_by_position", "writer_for"]
 
@@ -59,13 +60,24 @@ def reader_for(checkpoint_id: Id | None, reader: StorageReader | None) -> Storag
     return found
 
 
+class UnknownStorageError(StorageError, RuntimeError):
+    """Nobody has a storage for a URL: torch raises a RuntimeError."""
+
+
 def _of_fsspec(checkpoint_id: Id, name: str) -> Any:
-    """torch's storage over fsspec, for a URL that we have no storage for and fsspec has."""
+    """torch's storage over fsspec, for a URL that we have no storage for and fsspec has; None for one that we have.
+
+    Raises UnknownStorageError if neither has one.
+    """
     if is_known(checkpoint_id):
         return None
+    with contextlib.suppress(ImportError):
+        from reshard.dcp import fsspec_filesystem  # fsspec is optional
+
+        kind = getattr(fsspec_filesystem, name)
+        if kind.validate_checkpoint_id(checkpoint_id):
+            return kind(checkpoint_id)
     try:
-        from torch.distributed.checkpoint import _fsspec_filesystem  # fsspec is optional
-    except ImportError:
-        return None
-    kind = getattr(_fsspec_filesystem, name)
-    return kind(checkpoint_id) if kind.validate_checkpoint_id(checkpoint_id) else None
+        return open_storage(checkpoint_id) and None
+    except StorageError as error:
+        raise UnknownStorageError(f"Cannot detect which storage to use: {error}") from error

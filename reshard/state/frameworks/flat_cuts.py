@@ -35,12 +35,19 @@ class FlatCut:
     """By position in the group: first element, and the one after the last; equal where there is none."""
     group: Any
     mesh: Any = None
-    """FSDP's device mesh, of which the group is the last axis; None if it has none."""
+    """FSDP's device mesh, of which the group is an axis; None if it has none."""
 
     @property
     def is_chunks(self) -> bool:
-        """Whether every rank holds the rows that `torch.chunk` along dim 0 would give it."""
-        return self.ranges == self.chunks().ranges
+        """Whether every rank holds the rows that `torch.chunk` along dim 0 would give it, along the last axis of the
+        mesh, which is where torch's state dicts have them, also where FSDP shards along another."""
+        return self.ranges == self.chunks().ranges and (self.mesh is None or self.axis() == self.mesh.ndim - 1)
+
+    def axis(self) -> int:
+        """The axis of the mesh that the group is."""
+        ranks = sorted(dist.get_process_group_ranks(self.group))
+        axes = range(self.mesh.ndim - 1, -1, -1)
+        return next(axis for axis in axes if sorted(dist.get_process_group_ranks(self.mesh.get_group(axis))) == ranks)
 
     def chunks(self) -> FlatCut:
         """The same tensor on the same ranks, as `torch.chunk` along dim 0 cuts it."""
@@ -57,12 +64,17 @@ class FlatCut:
     def tensor(self, local: torch.Tensor) -> torch.Tensor:
         """The sharded tensor of which `local`, 1-D, is what this rank holds, and whose memory it shares; nothing is
         sent, since every rank can tell what the others hold. A DTensor or ShardedTensor if it lies in chunks."""
-        if not self.is_chunks:
-            return _across_rows(self, local)
+        return self.chunk(local) if self.is_chunks else _across_rows(self, local)
+
+    def chunk(self, local: torch.Tensor) -> torch.Tensor:
+        """The tensor that torch's state dicts have, of a chunk of rows; collective where FSDP shards along another axis
+        of its mesh than the last."""
         mesh = self.mesh
         if mesh is None or mesh.device_type != local.device.type:  # DTensor would move it to the mesh's device
             return _sharded_tensor(self, local)
-        return _chunk_dtensor(self.shape, local, mesh)
+        axis, last = self.axis(), mesh.ndim - 1
+        made = _chunk_dtensor(self.shape, local, mesh, axis)
+        return made if axis == last else made.redistribute(placements=_along(last, mesh.ndim))
 
 
 def cut_of(tensor: Any) -> tuple[FlatCut, torch.Tensor] | None:
@@ -80,10 +92,14 @@ def remade_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cut.tensor(torch.empty_like(local, dtype=dtype))
 
 
-def _chunk_dtensor(shape: tuple[int, ...], flat: torch.Tensor, mesh: Any) -> torch.Tensor:
+def _along(axis: int, ndim: int) -> list[Any]:
+    return [Shard(0) if each == axis else Replicate() for each in range(ndim)]
+
+
+def _chunk_dtensor(shape: tuple[int, ...], flat: torch.Tensor, mesh: Any, axis: int) -> DTensor:
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     local = flat.view(flat.numel() // stride[0], *shape[1:])
-    placements = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
+    placements = _along(axis, mesh.ndim)
     # newer torch takes the offset in memory over, and then fails to deepcopy the DTensor: it is made without one
     outline = local if not local.storage_offset() else local.new_empty([1] * local.dim()).expand(local.shape)
     made = DTensor.from_local(outline, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)

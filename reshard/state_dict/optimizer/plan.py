@@ -162,9 +162,8 @@ def _message(live: LiveOptimizers, match: _Match, faults: list[str], strict: boo
     lines = [f"the optimizer state dict does not fit the optimizers{where()}:"]
     if strict:
         lines += [f"  Missing key: {name} (optimizer {live.by_name[name].optimizer})" for name in match.missing]
-        lines += [
-            f"  Missing optimizer state: {name}; a key 'state.{name}' with {{}} says it had none" for name in match.lost
-        ]
+        told = "an empty dict under 'state.<fqn>' would say that there was none"
+        lines += [f"  Missing optimizer state: {name}; {told}" for name in match.lost]
         lines += [f"  Unexpected key: {name}, the model has no parameter of this name" for name in match.strangers]
         for one, key in match.foreign:
             kind = type(live.optimizers[one.optimizer]).__name__

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 import torch.distributed.checkpoint as theirs
@@ -10,6 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 import reshard.dcp as ours
+from reshard.errors import LayoutError
 from tests import gloo
 from tests.reshard.dcp import jobs
 
@@ -123,3 +126,78 @@ def test_a_planner_that_is_only_set_up_finds_tensors(tmp_path):
     assert planner.lookup_tensor(MetadataIndex("r", torch.Size([2, 0]))) is state["r"].shards[2]
     with pytest.raises(ValueError, match="nowhere"):
         planner.lookup_tensor(MetadataIndex("nowhere"))
+
+
+def placed(local, parts, shape=(5, 3)):
+    """A local tensor with parts of a global one: (where there, where here, sizes)."""
+    local.global_shape = shape
+    local.global_offsets, local.local_offsets, local.local_sizes = (tuple(side) for side in zip(*parts))
+    return local
+
+
+def in_parts():
+    """Rows 3 to 4 lie before rows 0 to 2, between paddings."""
+    local = torch.full((7, 4), -1.0)
+    local[1:3, :3], local[3:6, :3] = WHOLE[3:], WHOLE[:3]
+    return placed(local, [((3, 0), (1, 0), (2, 3)), ((0, 0), (3, 0), (3, 3))])
+
+
+KNOWS = importlib.util.find_spec("torch.distributed.checkpoint.protocol") is not None
+NEWER = pytest.param(theirs, id="torch", marks=[] if KNOWS else pytest.mark.skip(reason="torch before 2.15 cannot"))
+
+
+@pytest.mark.parametrize("saver", [pytest.param(ours, id="ours"), NEWER])
+@pytest.mark.parametrize("loader", [pytest.param(ours, id="ours"), NEWER])
+def test_plain_tensors_that_say_where_their_parts_are(tmp_path, saver, loader):
+    assert isinstance(in_parts(), ours.CheckpointableTensor)
+    saver.save({"n": {"w": in_parts()}, "k": 3}, checkpoint_id=tmp_path, no_dist=True)
+    whole, parts = torch.zeros(5, 3), placed(torch.zeros(6, 3), [((1, 0), (0, 0), (4, 3)), ((0, 0), (5, 0), (1, 3))])
+
+    loader.load({"n": {"w": whole}}, checkpoint_id=tmp_path, no_dist=True)
+    loader.load({"n": {"w": parts}}, checkpoint_id=tmp_path, no_dist=True)
+
+    assert torch.equal(whole, WHOLE)
+    assert torch.equal(parts, torch.cat([WHOLE[1:], torch.zeros(1, 3), WHOLE[:1]]))
+
+
+def test_they_say_so_in_the_background_too(tmp_path):
+    ours.async_save({"w": in_parts()}, checkpoint_id=tmp_path).result()
+    ours.load({"w": (whole := torch.zeros(5, 3))}, checkpoint_id=tmp_path)
+    assert torch.equal(whole, WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([((3, 0), (1, 0), (4, 3))], r"is not within"),
+        ([((0, 0), (5, 0), (3, 3))], r"is not within"),
+        ([((0,), (0, 0), (3, 3))], r"has not as many dims as \(5, 3\)"),
+        ([((0, 0), (0, 0), (3, 3))], r"would not be saved whole"),
+        ([((0, 0), (0, 0), (5, 3)), ((1, 0), (0, 0), (1, 3))], r"would not be saved whole"),
+    ],
+)
+def test_what_they_say_is_checked(tmp_path, parts, words):
+    with pytest.raises(LayoutError, match=words):
+        ours.save({"w": placed(torch.zeros(7, 4), parts)}, checkpoint_id=tmp_path)
+
+
+def test_a_part_too_many_and_another_size_are_refused(tmp_path):
+    wrong = in_parts()
+    wrong.local_sizes = wrong.local_sizes[:1]
+    with pytest.raises(LayoutError, match="2 global_offsets, 2 local_offsets, 1 local_sizes"):
+        ours.save({"w": wrong}, checkpoint_id=tmp_path)
+    ours.save({"w": in_parts()}, checkpoint_id=tmp_path)
+    with pytest.raises(ValueError, match=r"Size mismatch between saved torch.Size\(\[5, 3\]\) and current: .*9, 3"):
+        ours.load({"w": placed(torch.zeros(9, 3), [((0, 0), (0, 0), (9, 3))], (9, 3))}, checkpoint_id=tmp_path)
+
+
+def test_storages_over_fsspec_have_a_public_name(tmp_path):
+    pytest.importorskip("fsspec")
+    from reshard.dcp.fsspec_filesystem import FsspecReader, FsspecWriter
+
+    assert (ours.FsspecReader, ours.FsspecWriter) == (FsspecReader, FsspecWriter)
+    ours.save({"w": WHOLE}, storage_writer=FsspecWriter(f"file://{tmp_path}/c"))
+    ours.load({"w": (whole := torch.zeros(5, 3))}, storage_reader=FsspecReader(f"file://{tmp_path}/c"))
+    assert torch.equal(whole, WHOLE)
+    with pytest.raises(RuntimeError, match="Cannot detect which storage to use: unknown scheme 'abc'"):
+        ours.save({"w": WHOLE}, checkpoint_id="abc://abc.abc")

@@ -35,6 +35,8 @@ def build(seed: int, mesh: str, original: bool) -> tuple[nn.Module, torch.optim.
     if mesh == "hybrid":
         options["device_mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
         options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+    elif mesh == "first axis":
+        options["device_mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "other"))
     elif mesh:
         options["device_mesh"] = init_device_mesh("cpu", (world,))
     inner = FullyShardedDataParallel(nn.Linear(4, 6 * world, bias=False), **options)  # lies in chunks
@@ -73,6 +75,8 @@ def same(theirs: Any, ours: Any, at: str) -> None:
 def run_like_torch(meshes: list[str]) -> None:
     warnings.simplefilter("ignore")
     for mesh, original in itertools.product(meshes, (False, True)):
+        if mesh == "first axis" and not original:
+            continue  # torch's own get_optimizer_state_dict fails
         model, optimizer = trained(0, mesh, original)
         both = theirs.get_state_dict(model, optimizer)
         got = ours.get_state_dict(model, optimizer)
@@ -94,9 +98,9 @@ def _offloaded(model: nn.Module) -> Any:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("meshes", [["", "flat"], ["hybrid"]], ids=["one group", "replicas"])
+@pytest.mark.parametrize("meshes", [["", "flat"], ["hybrid", "first axis"]], ids=["one group", "replicas"])
 def test_what_the_face_gives_is_what_torch_gives(meshes: list[str]) -> None:
-    gloo.run(run_like_torch, 4 if meshes == ["hybrid"] else 3, meshes)
+    gloo.run(run_like_torch, 4 if "hybrid" in meshes else 3, meshes)
 
 
 def run_as_it_lies(folder: str) -> list[str]:
