@@ -9,7 +9,19 @@ import argparse
 import subprocess
 import sys
 
-NAMES = ("plan", "state_dict", "load", "save", "live", "convert", "fingerprint", "dcp_face")
+NAMES = (
+    "plan",
+    "state_dict",
+    "load",
+    "save",
+    "live",
+    "convert",
+    "fingerprint",
+    "dcp_face",
+    "control",
+    "control_simulated",
+    "manifest",
+)
 
 
 def main() -> int:

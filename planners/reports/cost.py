@@ -24,6 +24,10 @@ from planners.units import format_bytes, format_seconds
 __all__ = ["Cluster", "Comparison", "Estimate", "compare_topologies", "estimate"]
 
 
+_QUESTIONS = {"save": 45, "load": 35}
+"""That a rank asks the store of its process group, as counted: see docs/scale.md."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """A cluster in a few figures. Ranks 0 to `ranks_per_host` - 1 are on host 0, and so on.
@@ -50,6 +54,9 @@ class Cluster:
     """Gaps of up to so many bytes are read rather than skipped."""
     host_memory_bytes: float | None = None
     """What the tensors of one host's ranks may take."""
+    store_questions_per_s: float | None = None
+    """What the store of the process group, one process mostly, answers to all ranks together; None if that takes no
+    time."""
 
     def __post_init__(self) -> None:
         for name in ("ranks_per_host", "requests_in_flight"):
@@ -98,6 +105,8 @@ class Estimate:
     """Tensors that each host holds at the same time."""
     seconds: float
     """When all are done."""
+    control_seconds: float = 0.0
+    """Of these, what the ranks of a save or a load take to agree."""
 
     @property
     def over_read(self) -> float:
@@ -134,6 +143,10 @@ class Estimate:
                 ),
                 f"slowest host: {self.slowest_host}, {self.straggling:.2f} times the mean",
                 f"a host holds {memory} at most{room}",
+                *(
+                    [f"of the time, the ranks agree for {format_seconds(self.control_seconds)}"]
+                    * bool(self.control_seconds)
+                ),
             ]
         )
 
@@ -157,6 +170,7 @@ def _estimate_load(plan: LoadPlan, cluster: Cluster) -> Estimate:
     counts = count_reads(plan, cluster.max_gap_bytes)
     host_bytes, host_requests = cluster.by_host(counts.read_bytes), cluster.by_host(counts.requests)
     seconds = host_bytes / bandwidth + _latency_s(host_requests, cluster)
+    control_s = _control_s("load", len(counts.requests), cluster)
     return Estimate(
         kind="load",
         cluster=cluster,
@@ -167,7 +181,8 @@ def _estimate_load(plan: LoadPlan, cluster: Cluster) -> Estimate:
         host_out_bytes=np.zeros_like(host_bytes),
         host_seconds=seconds,
         peak_host_bytes=cluster.by_host(plan.wanted.rank_bytes()),
-        seconds=_shared_s(int(host_bytes.sum()), seconds, cluster),
+        seconds=_shared_s(int(host_bytes.sum()), seconds, cluster) + control_s,
+        control_seconds=control_s,
     )
 
 
@@ -177,6 +192,7 @@ def _estimate_save(plan: SavePlan, cluster: Cluster) -> Estimate:
     files = (written > 0).astype(np.int64)
     host_bytes = cluster.by_host(written)
     seconds = host_bytes / bandwidth + _latency_s(cluster.by_host(files), cluster)
+    control_s = _control_s("save", len(files), cluster)
     return Estimate(
         kind="save",
         cluster=cluster,
@@ -187,7 +203,8 @@ def _estimate_save(plan: SavePlan, cluster: Cluster) -> Estimate:
         host_out_bytes=host_bytes,
         host_seconds=seconds,
         peak_host_bytes=cluster.by_host(plan.layout.rank_bytes()),
-        seconds=_shared_s(int(host_bytes.sum()), seconds, cluster),
+        seconds=_shared_s(int(host_bytes.sum()), seconds, cluster) + control_s,
+        control_seconds=control_s,
     )
 
 
@@ -226,6 +243,12 @@ def _latency_s(requests: Ints, cluster: Cluster) -> np.ndarray[tuple[int, ...], 
     """Requests go out in waves of as many as may be under way."""
     waves = -(-requests // cluster.requests_in_flight)
     return np.asarray(waves * cluster.request_latency_s, dtype=np.float64)
+
+
+def _control_s(verb: str, ranks: int, cluster: Cluster) -> float:
+    """What the store takes to answer all ranks; one rank asks nobody."""
+    rate = cluster.store_questions_per_s
+    return 0.0 if rate is None or ranks < 2 else ranks * _QUESTIONS[verb] / rate
 
 
 def _shared_s(total_bytes: int, seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]], cluster: Cluster) -> float:

@@ -7,7 +7,6 @@ different lengths put together key by key, a rank would get back what it never h
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -73,9 +72,9 @@ def join_layouts(parties: Iterable[tuple[Described, list[int]]], *, skip: Iterab
         for key, tensor in described.tensors.items():
             possible = tuple(forms[number] for number in tensor.forms)
             found.setdefault(key, []).append((TensorSpec(key, tensor.shape, tensor.dtype), possible, ranks))
-    left_out, everyone = set(skip), sorted(everyone)
-    tensors = {key: _join(key, rows, everyone) for key, rows in found.items() if key not in left_out}
-    return StateLayout(tensors, everyone[-1] + 1)
+    left_out, job = set(skip), _Job(everyone)
+    tensors = {key: _join(key, rows, job) for key, rows in found.items() if key not in left_out}
+    return StateLayout(tensors, job.everyone[-1] + 1)
 
 
 def join_aliases(
@@ -100,7 +99,42 @@ _Row = tuple[TensorSpec, tuple[Form, ...], list[int]]
 """A tensor as some ranks describe it: the forms that it may have, none if it is plain."""
 
 
-def _join(key: str, rows: list[_Row], everyone: list[int]) -> TensorLayout:
+class _Job:
+    """Who takes part, and whether all ranks of a form do: asked once for each form, since many tensors have the same,
+    and it may name thousands of ranks."""
+
+    def __init__(self, everyone: Iterable[int]) -> None:
+        self.everyone = sorted(everyone)
+        self._members = frozenset(self.everyone)
+        self._meshes: dict[tuple[int, ...], int] = {}
+        self._known: dict[int, tuple[Form, int, bool]] = {}
+        self._copies: dict[tuple[int, ...], ProductForm] = {}
+
+    def mesh_of(self, form: Form) -> int:
+        """A number, the same for forms over the same ranks."""
+        return self._of(form)[1]
+
+    def has_all_of(self, form: Form) -> bool:
+        """Whether all ranks of a form take part."""
+        return self._of(form)[2]
+
+    def copies(self, rows: list[_Row]) -> ProductForm:
+        """A copy on each rank of the rows."""
+        key = tuple(id(ranks) for _, _, ranks in rows)
+        if key not in self._copies:
+            holders = sorted(rank for _, _, ranks in rows for rank in ranks)
+            self._copies[key] = ProductForm.make(Mesh({"world": len(holders)}, holders), (Replicate(),))
+        return self._copies[key]
+
+    def _of(self, form: Form) -> tuple[Form, int, bool]:
+        if id(form) not in self._known:
+            ranks = tuple(form.ranks())
+            mesh = self._meshes.setdefault(ranks, len(self._meshes))
+            self._known[id(form)] = form, mesh, self._members.issuperset(ranks)
+        return self._known[id(form)]
+
+
+def _join(key: str, rows: list[_Row], job: _Job) -> TensorLayout:
     """The one layout that all ranks' descriptions of a tensor amount to."""
     spec = rows[0][0]
     for other, _, ranks in rows[1:]:
@@ -109,15 +143,14 @@ def _join(key: str, rows: list[_Row], everyone: list[int]) -> TensorLayout:
                 f"tensor {key!r} has shape {spec.shape} and dtype {spec.dtype} on {format_ranks(rows[0][2])}, but "
                 f"{other.shape} and {other.dtype} on {format_ranks(ranks)}"
             )
-    holders = sorted(rank for _, _, ranks in rows for rank in ranks)
     if all(not possible for _, possible, _ in rows):
-        return TensorLayout.of(spec, _copies(tuple(holders)))
+        return TensorLayout.of(spec, job.copies(rows))
     if any(not possible for _, possible, _ in rows):
         raise LayoutError(f"tensor {key!r} is sharded on some ranks and plain on others")
     # ranks of one mesh have one form among them; other meshes may have copies
-    by_mesh: dict[tuple[int, ...], list[tuple[Form, ...]]] = {}
+    by_mesh: dict[int, list[tuple[Form, ...]]] = {}
     for _, possible, _ in rows:
-        by_mesh.setdefault(tuple(possible[0].ranks()), []).append(possible)
+        by_mesh.setdefault(job.mesh_of(possible[0]), []).append(possible)
     try:
         agreed = [agreed_form(spec.shape, said) for said in by_mesh.values()]
     except LayoutError as error:
@@ -126,13 +159,7 @@ def _join(key: str, rows: list[_Row], everyone: list[int]) -> TensorLayout:
         agreed = list(dict.fromkeys(possible[0] for _, possible, _ in rows))
     sharded = [form for form in agreed if form is not None]
     form = sharded[0] if len(sharded) == 1 else _stack(key, sharded)
-    return TensorLayout.of(spec, _only(form, spec, everyone))
-
-
-@lru_cache(maxsize=256)
-def _copies(ranks: tuple[int, ...]) -> ProductForm:
-    """A copy on each of the ranks; the same for all plain tensors of a job."""
-    return ProductForm.make(Mesh({"world": len(ranks)}, ranks), (Replicate(),))
+    return TensorLayout.of(spec, _only(form, spec, job))
 
 
 def _stack(key: str, forms: list[Form]) -> Form:
@@ -152,9 +179,10 @@ def _stack(key: str, forms: list[Form]) -> Form:
     raise LayoutError(f"tensor {key!r} is placed differently on different ranks: {shown}")
 
 
-def _only(form: Form, spec: TensorSpec, everyone: list[int]) -> Form:
+def _only(form: Form, spec: TensorSpec, job: _Job) -> Form:
     """The form without ranks that do not take part. Raises LayoutError if only they hold some element."""
-    if isinstance(form, ProductForm) and all(rank in everyone for rank in form.mesh.ranks.tolist()):
+    everyone = job.everyone
+    if isinstance(form, ProductForm) and job.has_all_of(form):
         return form
     if not isinstance(form, ProductForm) and form.world_size <= len(everyone) == max(everyone) + 1:
         return form

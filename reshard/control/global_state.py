@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-import torch
 import xxhash
 
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
@@ -22,8 +21,8 @@ from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Replicate
 from reshard.control.global_layout import Described, check_nests, describe, join_aliases, join_layouts
 from reshard.control.group import Group
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_ranks
-from reshard.state.arrays import as_array, row_major_bytes
+from reshard.control.replicas import Table, agree_on_table
+from reshard.errors import FormatError, KeyMismatchError, LayoutError
 from reshard.state.live_state import LiveState, LiveTensor
 from reshard.state.plain_data import check_text, encode_plain
 from reshard.state.tensors import is_sharded, is_tensor, spec_of
@@ -65,12 +64,12 @@ class _Description(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Census:
-    """What all ranks hold together. Equal on every rank."""
+    """What all ranks hold together. Equal on every rank, but for what only the first one needs."""
 
     layout: StateLayout
     objects: dict[str, Any]
     per_rank: dict[str, dict[int, Any]]
-    """key -> rank -> `{"tensor": name in the layout}` or `{"object": JSON data}`."""
+    """key -> rank -> `{"tensor": name in the layout}` or, on the first rank only, `{"object": JSON data}`."""
     paths: dict[str, list[Any]]
     containers: list[tuple[list[Any], str]]
     aliases: dict[str, str]
@@ -92,7 +91,8 @@ def take_census(state: LiveState, group: Group, *, check_replicas: bool = True) 
     parties = [(msgspec.json.decode(data, type=_Description), ranks) for data, ranks in answers.items()]
     own = _own_values(state, group) if any(said.per_rank for said, _ in parties) else ({}, {})
     census = _merge(parties, *own)
-    return replace(census, objects=agree_on_values(state.tensors, objects, group, check_replicas=check_replicas))
+    merged = agree_on_values(state.tensors, objects, group, census.layout, check_replicas=check_replicas)
+    return replace(census, objects=merged)
 
 
 def _encoded(key: str, value: Any, tensor_bytes: int = 0) -> Any:
@@ -115,58 +115,35 @@ def _describe(state: LiveState) -> _Description:
 
 
 def agree_on_values(
-    tensors: Mapping[str, LiveTensor], objects: dict[str, Any], group: Group, *, check_replicas: bool
+    tensors: Mapping[str, LiveTensor],
+    objects: dict[str, Any],
+    group: Group,
+    layout: Mapping[str, TensorLayout],
+    *,
+    check_replicas: bool,
 ) -> dict[str, Any]:
     """Collective: all objects of all ranks, as JSON data, once it is sure that no key has two values.
+
+    `layout`: of what all ranks hold.
 
     Raises KeyMismatchError, alike on every rank, for a tensor or object that differs between ranks under one key
     (unless `check_replicas` is off, which trusts the lowest rank).
     """
-    mine = {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()}
-    if check_replicas and group.world_size > 1:
-        for tensor in tensors.values():
-            mine.update(_replica_digests(tensor, group))
-    tables = group.parties(msgspec.msgpack.encode(mine))
-    if len(tables) == 1:
+    if group.world_size == 1:
         return objects
-    values: dict[str, dict[bytes, list[int]]] = {}
-    for data, ranks in tables.items():
-        for key, digest in msgspec.msgpack.decode(data, type=dict[str, bytes]).items():
-            values.setdefault(key, {}).setdefault(digest, []).extend(ranks)
-    differing = {key.partition("\0")[0]: list(by.values()) for key, by in values.items() if len(by) > 1}
-    if differing and check_replicas:
-        shown = "; ".join(
-            f"{key!r} ({' / '.join(format_ranks(r) for r in by)})" for key, by in list(differing.items())[:20]
-        )
-        raise KeyMismatchError(
-            f"{len(differing)} values differ between ranks under one key: {shown}. Wrap what is each rank's own in "
-            "reshard.PerRank(value), or give it a key per rank"
-        )
+    table, digests = Table(), {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()}
+    if check_replicas:
+        for key, digest in digests.items():
+            table.add_object(key, digest)
+        for key, tensor in tensors.items():
+            table.add_tensor(tensor, layout.get(key), group.ranks[group.rank], group.world_size)
+    if agree_on_table(table, digests, group):
+        return objects
     merged: dict[str, Any] = {}
     for data in group.parties(msgspec.json.encode(objects)):
         for key, value in msgspec.json.decode(data).items():
             merged.setdefault(key, value)
     return merged
-
-
-def _replica_digests(tensor: LiveTensor, group: Group) -> dict[str, bytes]:
-    """A digest of each local tensor that other ranks may hold, too, under a name that says which elements it is."""
-    if tensor.is_meta:
-        return {}
-    if not tensor.is_sharded:
-        return {tensor.key: _digest(tensor.value)}
-    form = tensor.form
-    if not isinstance(form, ProductForm):
-        return {}
-    copied = any(isinstance(placement, Replicate) for placement in form.placements)
-    if not copied and form.mesh.size == group.world_size:
-        return {}  # nobody else holds any of it
-    parts = form.parts(tensor.spec.shape, group.ranks[group.rank])
-    return {f"{tensor.key}\0{part.dims}": _digest(t) for t, part in zip(tensor.local, parts) if t.numel()}
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(row_major_bytes(as_array(tensor.cpu())))
 
 
 def per_rank_name(key: str, rank: int) -> str:
@@ -176,26 +153,33 @@ def per_rank_name(key: str, rank: int) -> str:
 
 def _own_values(state: LiveState, group: Group) -> tuple[dict[str, dict[int, Any]], dict[str, TensorLayout]]:
     """All values that are each rank's own: a table of them, and the layouts of those that are tensors."""
+    specs: dict[str, Any] = {}
     mine: dict[str, Any] = {}
     for key, value in ((key, wrapper.value) for key, wrapper in state.per_rank.items()):
         if is_sharded(value):
             raise LayoutError(f"{key!r} is declared PerRank, but is sharded: a DTensor is nobody's own")
         if is_tensor(value):
             spec = spec_of(key, value)
-            mine[key] = {"tensor": [list(spec.shape), spec.dtype]}
+            specs[key] = [list(spec.shape), spec.dtype]
         else:
-            mine[key] = {"object": _encoded(key, value, OWN_TENSOR_BYTES)}
+            mine[key] = _encoded(key, value, OWN_TENSOR_BYTES)
     table: dict[str, dict[int, Any]] = {}
     layouts: dict[str, TensorLayout] = {}
-    for rank, data in zip(group.ranks, group.exchange(msgspec.json.encode(mine))):
-        for key, row in msgspec.json.decode(data).items():
-            if "tensor" in row:
+    # every rank puts the layout together, but only the first one writes down objects, which may be large
+    for data, ranks in group.parties(msgspec.json.encode((specs, list(mine)))).items():
+        theirs, keys = msgspec.json.decode(data, type=tuple[dict[str, Any], list[str]])
+        for key in (*theirs, *keys):
+            table.setdefault(key, {})
+        for key, spec in theirs.items():
+            for rank in ranks:
                 name = per_rank_name(key, rank)
                 form = ProductForm.make(Mesh({"rank": 1}, [rank]), (Replicate(),))
-                layouts[name] = TensorLayout.of(TensorSpec(name, *row["tensor"]), form)
-                row = {"tensor": name}
-            table.setdefault(key, {})[rank] = row
-    return table, layouts
+                layouts[name] = TensorLayout.of(TensorSpec(name, *spec), form)
+                table[key][rank] = {"tensor": name}
+    for rank, data in zip(group.ranks, group.gather(msgspec.json.encode(mine)) or ()):
+        for key, value in msgspec.json.decode(data).items():
+            table[key][rank] = {"object": value}
+    return {key: dict(sorted(rows.items())) for key, rows in table.items()}, layouts
 
 
 def _merge(

@@ -16,6 +16,7 @@ import hashlib
 import os
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import msgspec
 import torch.distributed as dist
 
+from reshard.control.pool import FAN, Pool
 from reshard.errors import LayoutError, ReshardError, format_ranks
 
 if TYPE_CHECKING:  # imported where there is more than one rank
@@ -37,6 +39,7 @@ _MESSAGE_CHARS = 20_000
 """Of a traceback that is sent to the other ranks; its end says most."""
 
 
+_DIGEST_BYTES = 16
 _VALUE_CHARS = 200
 """Of an option's value, in a message."""
 
@@ -89,8 +92,10 @@ class Group:
                 from reshard.control.store import store_of
                 from reshard.control.store_rounds import Rounds
 
-                store, ring = store_of(group)
-                self._rounds = Rounds(store, self.rank, self.ranks, ring)
+                shared = store_of(group)
+                line = shared.lend()
+                self._rounds = Rounds(line, self.rank, self.ranks, shared.ring, shared.litter)
+                weakref.finalize(self._rounds, shared.give_back, line)
         elif process_group is not None:
             raise ReshardError("a process group was given, but torch.distributed is not initialised (any more)")
         else:
@@ -117,13 +122,71 @@ class Group:
         """Wait until all ranks are here."""
         self._round("a barrier", b"", _nothing)
 
+    def merge(self, data: bytes, combine: Callable[[list[bytes]], bytes], what: str) -> bytes:
+        """Everybody's data, combined to one answer for all.
+
+        Args:
+            combine: makes one of several, which are in the order of the ranks; called on what ranks gave, and again on
+                what it made. What comes out had better not grow with the ranks: every rank gets it.
+            what: what is put together, for the message about ranks that do different things.
+        """
+        return self._round(what, bytes(data), combine)
+
+    def merge_and_count(
+        self, data: bytes, combine: Callable[[list[bytes]], bytes], what: str, name: str
+    ) -> tuple[bytes, int]:
+        """`merge`, and how many ranks give the same name as this one, such as that of their machine: see `among`."""
+        if self._rounds is None:
+            return combine([bytes(data)]), 1
+        box = _box_of(name)
+        merged = self._round(what, bytes(data), combine, parcels={box: b""})
+        return merged, len(self._rounds.collect(box, range(self.world_size)))
+
+    def any(self, flag: bool, what: str) -> bool:
+        """Whether it is so on any rank."""
+        return bool(self.merge(b"1" if flag else b"", lambda parts: max(parts), what))
+
     def exchange(self, data: bytes) -> list[bytes]:
-        """Everybody's data, in rank order. Equal data travels once, so equal answers of many ranks are cheap."""
+        """Everybody's data, in rank order, for what every rank needs of every other. Equal data travels once."""
         if self._rounds is None:
             return [bytes(data)]
-        whole = self._round("an exchange", bytes(data), _pool)
-        distinct, places = msgspec.msgpack.decode(whole, type=tuple[list[bytes], list[int]])
-        return [distinct[place] for place in places]
+        return Pool.decode(self._round("an exchange", Pool.of(data), Pool.join)).answers()
+
+    def gather(self, data: bytes, root: int = 0) -> list[bytes] | None:
+        """Everybody's data, in rank order, for the rank `root` (its place in the group); None for the others."""
+        self._check_root(root, "gather on")
+        if self._rounds is None:
+            return [bytes(data)]
+        boxes = [f"gather/{first // FAN}" for first in range(0, self.world_size, FAN)]
+        self._round(f"a gathering on rank {root}", b"", _nothing, parcels={boxes[self.rank // FAN]: bytes(data)})
+        if self.rank != root:
+            return None
+        found: dict[int, bytes] = {}
+        for first, box in zip(range(0, self.world_size, FAN), boxes):
+            found |= self._rounds.collect(box, range(first, min(first + FAN, self.world_size)), owner=True)
+        return [found[place] for place in range(self.world_size)]
+
+    def scatter(self, data: Sequence[bytes] | None, root: int = 0, *, common: bytes = b"") -> tuple[bytes, bytes]:
+        """What the rank `root` has for this one, and what it has for all; the others give None."""
+        self._check_root(root, "scatter from")
+        if self.rank == root and (data is None or len(data) != self.world_size):
+            raise ReshardError(f"rank {root} is to give each of {self.world_size} ranks its data")
+        if self._rounds is None:
+            return bytes(data[0]) if data else b"", common
+        is_root = self.rank == root
+        parcels = {f"for/{place}": bytes(one) for place, one in enumerate(data or ())} if is_root else {}
+        label = f"a scattering from rank {root}"
+        known = self._round(label, common if is_root else b"", b"".join, parcels=parcels)
+        return self._rounds.collect(f"for/{self.rank}", [root], owner=True)[root], known
+
+    def among(self, name: str, data: bytes) -> dict[int, bytes]:
+        """The data of the ranks that give the same name as this one, such as that of their machine, by place in the
+        group and in its order. They are few: 1,024 at most give one name."""
+        if self._rounds is None:
+            return {0: bytes(data)}
+        box = _box_of(name)
+        self._round("an exchange among some", b"", _nothing, parcels={box: bytes(data)})
+        return self._rounds.collect(box, range(self.world_size))
 
     def parties(self, data: bytes) -> dict[bytes, list[int]]:
         """What the ranks have to say: each distinct answer, and the ranks that gave it, in the order of the ranks.
@@ -132,25 +195,30 @@ class Group:
         """
         if self._rounds is None:
             return {bytes(data): list(self.ranks)}
-        digest = hashlib.sha256(data).digest()
+        digest = hashlib.sha256(data).digest()[:_DIGEST_BYTES]
         digests = self.exchange(digest)
         if digests.count(digest) == len(digests):
             return {bytes(data): list(self.ranks)}
-        firsts = {found: digests.index(found) for found in digests}
-        answers = self.exchange(data if firsts[digest] == self.rank else b"")
+        firsts = {found: digests.index(found) for found in dict.fromkeys(digests)}
+        mine = [bytes(data)] if firsts[digest] == self.rank else []
+        packed = self.merge(msgspec.msgpack.encode(mine), _concatenated, "an exchange of what differs")
+        answers = dict(zip(firsts, msgspec.msgpack.decode(packed, type=list[bytes]), strict=True))
         out: dict[bytes, list[int]] = {}
         for rank, found in zip(self.ranks, digests, strict=True):
-            out.setdefault(answers[firsts[found]], []).append(rank)
+            out.setdefault(answers[found], []).append(rank)
         return out
 
     def share(self, data: bytes | None, root: int = 0) -> bytes:
         """What the rank `root` (its place in the group) has; the others give None."""
-        if not 0 <= root < self.world_size:
-            raise ReshardError(f"there is no rank {root} to share from in a group of {self.world_size}")
+        self._check_root(root, "share from")
         if self.rank == root and data is None:
             raise ReshardError(f"rank {root} is to share its data, but gave None")
         mine = bytes(data) if data is not None and self.rank == root else b""
-        return self._round(f"a share from rank {root}", mine, lambda all_data: all_data[root])
+        return self._round(f"a share from rank {root}", mine, b"".join)
+
+    def _check_root(self, root: int, what: str) -> None:
+        if not 0 <= root < self.world_size:
+            raise ReshardError(f"there is no rank {root} to {what} in a group of {self.world_size}")
 
     def agree(self, digest: bytes, what: str, *, error: type[ReshardError] = LayoutError, fix: str = "") -> None:
         """Make sure that all ranks have the same bytes.
@@ -161,11 +229,10 @@ class Group:
             error: raised, alike on all ranks, where they differ; it names which ranks do. The group stays usable.
             fix: a sentence for the end of the message.
         """
-        verdict = self._round(
-            f"agreement on {what}", bytes(digest), lambda all_data: _differences(all_data, self.ranks)
-        )
-        if verdict:
-            self.refuse(error(f"the ranks differ in {what}: {verdict.decode()}{'. ' + fix if fix else ''}"))
+        pool = Pool.decode(self._round(f"agreement on {what}", Pool.of(digest), Pool.join))
+        if len(pool.distinct) > 1:
+            verdict = _differences(pool.answers(), self.ranks)
+            self.refuse(error(f"the ranks differ in {what}: {verdict}{'. ' + fix if fix else ''}"))
 
     def same_options(self, verb: str, options: Mapping[str, object]) -> None:
         """Make sure that all ranks were called alike.
@@ -253,7 +320,7 @@ class Group:
         rounds = self._rounds
         if rounds is None or rounds.failure is not None or error is self._common:
             return
-        from reshard.control.store_rounds import Failure
+        from reshard.control.session import Failure
 
         rank = self.ranks[self.rank]
         trace = "".join(traceback.format_exception(error))[-_MESSAGE_CHARS:]
@@ -270,7 +337,13 @@ class Group:
             error.add_note(f"before that, {first.message}")
 
     def _round(
-        self, label: str, data: bytes, combine: Callable[[list[bytes]], bytes], *, in_phase: bool = True
+        self,
+        label: str,
+        data: bytes,
+        combine: Callable[[list[bytes]], bytes],
+        *,
+        in_phase: bool = True,
+        parcels: Mapping[str, bytes] | None = None,
     ) -> bytes:
         if self._rounds is None:
             return combine([data])
@@ -279,7 +352,7 @@ class Group:
             label += f" in '{name}'" if in_phase else ""
         else:
             deadline, allowed_s = time.monotonic() + self._deadline_s, self._deadline_s
-        return self._rounds.take(label, data, combine, deadline, allowed_s)
+        return self._rounds.take(label, data, combine, deadline, allowed_s, parcels)
 
 
 def _refuse_unjoined() -> None:
@@ -298,19 +371,20 @@ def _nothing(all_data: list[bytes]) -> bytes:
     return b""
 
 
-def _pool(all_data: list[bytes]) -> bytes:
-    distinct = {data: place for place, data in enumerate(dict.fromkeys(all_data))}
-    return msgspec.msgpack.encode((list(distinct), [distinct[data] for data in all_data]))
+def _box_of(name: str) -> str:
+    return f"among/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
-def _differences(all_data: list[bytes], ranks: Sequence[int]) -> bytes:
-    """Empty if all are equal, else which ranks hold alike, the largest party first."""
+def _concatenated(parts: list[bytes]) -> bytes:
+    return msgspec.msgpack.encode([row for part in parts for row in msgspec.msgpack.decode(part, type=list[bytes])])
+
+
+def _differences(all_data: list[bytes], ranks: Sequence[int]) -> str:
+    """Which ranks hold alike, the largest party first."""
     parties: dict[bytes, list[int]] = {}
     for rank, data in zip(ranks, all_data, strict=True):
         parties.setdefault(data, []).append(rank)
-    if len(parties) == 1:
-        return b""
     largest_first = sorted(parties.values(), key=lambda party: (-len(party), party))
     words = [format_ranks(party) for party in largest_first[:10]]
     more = f", and {len(parties) - 10} more parties" if len(parties) > 10 else ""
-    return (" differ from ".join(words[:2]) + "".join(f", and from {word}" for word in words[2:]) + more).encode()
+    return " differ from ".join(words[:2]) + "".join(f", and from {word}" for word in words[2:]) + more

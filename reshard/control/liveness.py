@@ -36,7 +36,6 @@ class Ring:
     """
 
     def __init__(self, store: Any, place: int) -> None:
-        self._store = store
         self._machine = machine()
         self._watched: tuple[int, int, str] | None = None
         if self._machine:
@@ -44,26 +43,29 @@ class Ring:
             pid = os.getpid()
             store.set(self._key(self._index), f"{place} {pid} {start_of(pid)}")
 
-    def look(self) -> Gone | None:
-        """The watched process, if it is gone. A look at the local system; the first to come also asks the store."""
+    def look(self, store: Any, *, again: bool) -> Gone | None:
+        """The watched process, if it is gone. A look at the local system; the store is asked whom to watch.
+
+        `again`: more ranks may have come since it was asked last, so that the first to come has another one to watch.
+        """
         if not self._machine:
             return None
-        if self._watched is None or self._index == 0:
-            self._watched = self._find()
+        if self._watched is None or (again and self._index == 0):
+            self._watched = self._find(store)
         if self._watched is None:
             return None
         place, pid, start = self._watched
         return None if start_of(pid) == start else Gone(place, f"process {pid} on {socket.gethostname()}")
 
-    def _find(self) -> tuple[int, int, str] | None:
+    def _find(self, store: Any) -> tuple[int, int, str] | None:
         # the first to come watches the last, who may be another one when it looks again
-        index = self._index - 1 if self._index else self._store.add(f"machines/{self._machine}", 0) - 1
+        index = self._index - 1 if self._index else store.add(f"machines/{self._machine}", 0) - 1
         if index <= 0 and self._index == 0:
             return None
-        key = self._key(index)
-        if not self._store.check([key]):
+        found = store.peek(self._key(index))
+        if found is None:
             return None
-        place, pid, start = bytes(self._store.get(key)).decode().split(" ")
+        place, pid, start = found.decode().split(" ")
         return int(place), int(pid), start
 
     def _key(self, index: int) -> str:

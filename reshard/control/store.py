@@ -14,47 +14,76 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from reshard.control.line import KeyValueStore, Line
 from reshard.control.liveness import Ring
-from reshard.control.store_rounds import KeyValueStore
+from reshard.control.session import Litter
 from reshard.errors import ReshardError
 
-__all__ = ["store_of"]
+__all__ = ["SharedStore", "store_of"]
 
-_stores: WeakKeyDictionary[Any, tuple[KeyValueStore, Ring]] = WeakKeyDictionary()
+
+class SharedStore:
+    """A store that all ranks of a group share, under a prefix of ours, over clients of its own where it can.
+
+    Clients of its own matter: each serves one call at a time, and a background save must not keep the training loop's
+    next `new_group` waiting, nor another save. Mostly there is one.
+
+    Attributes:
+        ring: this process's place among those that watch over one another.
+        litter: keys that this rank deletes once no rank needs them.
+
+    Raises ReshardError if the group has no store that answers, as a fake process group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._store = _raw_store(process_group)
+        self._idle = [self._open()]
+        self.ring = Ring(self._idle[0], dist.get_rank(process_group))
+        self.litter = Litter()
+
+    def lend(self) -> Line:
+        """A line that nobody else has until it is given back."""
+        try:
+            store = self._idle.pop()
+        except IndexError:
+            store = self._open()
+        return Line(store, self._open if hasattr(self._store, "clone") else None)
+
+    def give_back(self, line: Line) -> None:
+        """The line may be lent again."""
+        if line.is_idle:
+            self._idle.append(line.store)
+
+    def _open(self) -> KeyValueStore:
+        store = self._store
+        try:
+            prefixed: Any = PrefixStore("reshard", store.clone() if hasattr(store, "clone") else store)
+            prefixed.check(["probe"])
+        except (RuntimeError, NotImplementedError) as error:
+            raise ReshardError(
+                f"ranks cannot talk to each other: the store of this process group ({type(store).__name__}) does not "
+                "answer; a fake process group can describe layouts, but cannot save or load with more than one rank"
+            ) from error
+        return cast(KeyValueStore, prefixed)
+
+
+_stores: WeakKeyDictionary[Any, SharedStore] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def store_of(process_group: dist.ProcessGroup) -> tuple[KeyValueStore, Ring]:
-    """A store that all ranks of this group share, under a prefix of ours, over a connection of its own where it can.
-
-    Its own connection matters: a store's client serves one call at a time, and a background save must not keep the
-    training loop's next `new_group` waiting. With it comes this process's place in the ring that watches over ranks.
-
-    Raises:
-        ReshardError: the group has none that works, as a fake process group.
-    """
+def store_of(process_group: dist.ProcessGroup) -> SharedStore:
+    """The store of a process group: the same for every session of this process. Raises as `SharedStore`."""
     with _lock:
         known = _stores.get(process_group)
         if known is None:
-            store = _open(process_group)
-            known = _stores[process_group] = store, Ring(store, dist.get_rank(process_group))
+            known = _stores[process_group] = SharedStore(process_group)
     return known
 
 
-def _open(process_group: dist.ProcessGroup) -> KeyValueStore:
+def _raw_store(process_group: dist.ProcessGroup) -> Any:
     find = getattr(process_group, "get_group_store", None)
-    if find is None:
-        from torch.distributed.distributed_c10d import _get_process_group_store
+    if find is not None:
+        return find()
+    from torch.distributed.distributed_c10d import _get_process_group_store
 
-        store = _get_process_group_store(process_group)
-    else:
-        store = find()
-    try:
-        prefixed: Any = PrefixStore("reshard", store.clone() if hasattr(store, "clone") else store)
-        prefixed.check(["probe"])
-    except (RuntimeError, NotImplementedError) as error:
-        raise ReshardError(
-            f"ranks cannot talk to each other: the store of this process group ({type(store).__name__}) does not "
-            "answer; a fake process group can describe layouts, but cannot save or load with more than one rank"
-        ) from error
-    return cast(KeyValueStore, prefixed)
+    return _get_process_group_store(process_group)

@@ -1,159 +1,167 @@
 """Numbered rounds over a key-value store: every rank posts, the last to arrive closes the round, all read its outcome.
 
-A round has three keys however many ranks there are: a log to which each rank appends its frame, a count of the
-arrivals, and the outcome. The outcome is written once, by whoever is first: the rank that arrived last (success), a
-rank that failed, or one whose deadline passed. So all ranks read the same end, and one key is all they wait for.
+A round is a tree of logs, each of which a limited number of ranks append to. Who is the last to append to a log
+combines what is in it, and appends that to the log above; who does so at the top writes the outcome. So no rank reads
+more than a few logs, however many ranks there are. The outcome is written once, by whoever is first: the rank that
+arrived last (success), a rank that failed, or one whose deadline passed. All ranks read the same end, and one key is
+all they wait for.
 
     rank 0   post ──────────── wait ─┐
     rank 1        post ─────── wait ─┼─► outcome of round n: done, or the first failure
     rank 2               post, close ┘
 
+What one rank has to say to another, or to those of its machine, goes into a box beside the logs, which only they read.
+
 Sessions (one for each `Rounds`) are numbered by a counter per rank in the store itself. A rank that missed a session,
 since it failed before it got there, finds that the others gave up waiting for it, and goes on to the next number.
+Every rank deletes what it wrote, or closed, when all ranks have met again; what is left at the end of a session, when
+they have met in a later one, and none of them is in the former any more.
 """
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, Protocol
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
+from reshard.control.line import PART_BYTES, Line
 from reshard.control.liveness import Gone, Ring
-from reshard.errors import DeadlineError, RankFailedError, ReshardError, format_ranks
+from reshard.control.pool import FAN
+from reshard.control.session import Done, Entry, Failure, Litter, Outcome, decode_outcome
+from reshard.errors import RankFailedError, format_ranks
 
-__all__ = ["Failure", "KeyValueStore", "Rounds"]
+__all__ = ["Combine", "Rounds"]
 
-_PART_BYTES = 4 << 20
-"""Values are stored in parts of this size: the server of torch's TCPStore refuses values over 8 MiB."""
+_BOX_RANKS = 1024
+"""More do not put into one box."""
 _INLINE_BYTES = 32 << 10
-"""A larger payload gets keys of its own, so that the log stays small."""
+"""A larger payload gets keys of its own, so that logs stay small."""
 _WATCH_GAP_S = 0.5
 """How often a rank looks whether the one that it watches is alive."""
 _LAST_CALL_S = 1.0
 """Even a rank that is itself past the deadline looks this long for an outcome."""
+_VERDICT_S = 2.0
+"""So long the others leave it to one of them to say who missed the deadline."""
 _SEEN_S = 2.0
 """How long the first rank, which mostly hosts the store, stays so that the others can read how it all ended."""
+_MAX_LOOK_GAP_S = 4.0
 
-
-class KeyValueStore(Protocol):
-    """What is used of a `torch.distributed` store: TCPStore, FileStore, HashStore, PrefixStore over any of them.
-
-    Keys are text and values bytes. `add` and `compare_set` (which writes only if the key is absent, expecting "") are
-    atomic; so is `append` where `has_extended_api` says so.
-    """
-
-    def set(self, key: str, value: Any, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, value: int, /) -> int: ...
-    def append(self, key: str, value: Any, /) -> None: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: Any, /) -> bytes: ...
-    def delete_key(self, key: str, /) -> bool: ...
-    def has_extended_api(self) -> bool: ...
-
-
-class Failure(msgspec.Struct, frozen=True, tag=True):
-    """Why a session ended, in ranks of the default group: who failed first (-1: nobody special), who was missed."""
-
-    kind: Literal["error", "deadline", "diverged"]
-    rank: int
-    message: str
-    missing: list[int] = []
-
-    def raise_(self) -> NoReturn:
-        """Raise it as the error that every rank gets."""
-        if self.kind == "deadline":
-            raise DeadlineError(self.message)
-        if self.kind == "error":
-            raise RankFailedError(self.message, rank=self.rank)
-        raise ReshardError(self.message)
-
-
-class _Done(msgspec.Struct, frozen=True, tag=True):
-    data: bytes
-    parts: int
-    litter: list[str]
-    """Keys of this round that the next one deletes, when all ranks have left this one."""
-
-
-_Outcome = Failure | _Done
-_decoder: msgspec.msgpack.Decoder[_Outcome] = msgspec.msgpack.Decoder(Failure | _Done)
+Combine = Callable[[list[bytes]], bytes]
+"""Makes one answer of several, which are in rank order. Called on answers of ranks, and again on what it made."""
 
 
 class Rounds:
     """One session of rounds among the ranks of a group. Every rank makes its sessions in the same order.
 
     Args:
-        store: shared by exactly these ranks, and used for nothing else.
+        line: to a store that is shared by exactly these ranks, and used for nothing else.
         rank: this process's place in `ranks`.
         ranks: their ranks in the default group, for messages.
         ring: tells of a rank on this machine that died.
+        litter: of this rank's sessions over this store.
     """
 
-    def __init__(self, store: KeyValueStore, rank: int, ranks: Sequence[int], ring: Ring | None = None) -> None:
+    def __init__(
+        self, line: Line, rank: int, ranks: Sequence[int], ring: Ring | None = None, litter: Litter | None = None
+    ) -> None:
         self.failure: Failure | None = None
+        self._line = line
         self._ring = ring
-        self._next_watch = 0.0
+        self._next_watch = self._next_look = 0.0
         self._lock = threading.Lock()
-        self._store = store
         self._rank = rank
         self._ranks = tuple(ranks)
         self._round = 0
-        self._appends = store.has_extended_api()
-        # with many ranks each asks less often: about 20,000 questions a second in all
-        self._longest_nap_s = 0.02 + len(ranks) * 50e-6
-        self._next_look = 0.0
+        # with many ranks each asks less often: some thousand questions a second in all
+        self._look_gap_s = min(_MAX_LOOK_GAP_S, 0.1 + len(ranks) * 250e-6)
+        self._old_litter = Litter() if litter is None else litter
         self._litter: list[str] = []
         self._missed = ""  # how a session ended to which this rank came too late
         while True:
-            self._session = self._call(store.add, f"sessions/{rank}", 1)
+            self._session = line.add(f"sessions/{rank}", 1)
             outcome = self._read()
             if not isinstance(outcome, Failure) or self._ranks[rank] not in outcome.missing:
                 break
             self._missed = f". Before, the others had given this rank up: {outcome.message}"
+        self._old_litter.enter(self._session)
+        weakref.finalize(self, self._old_litter.leave, self._session, self._litter)
 
     def take(
-        self, label: str, data: bytes, combine: Callable[[list[bytes]], bytes], deadline: float, allowed_s: float
+        self,
+        label: str,
+        data: bytes,
+        combine: Combine,
+        deadline: float,
+        allowed_s: float,
+        parcels: Mapping[str, bytes] | None = None,
     ) -> bytes:
-        """Post `data`, wait for all others, and return what `combine` made of everybody's data, in rank order.
+        """Post `data`, wait for all others, and return what `combine` made of everybody's data.
 
         Args:
             label: what this rank is doing; all ranks must say the same.
-            combine: runs on the last rank to arrive only.
+            combine: runs on the last to arrive of up to `FAN` ranks, and on the last of these, and so on.
             deadline: on the monotonic clock, in seconds.
             allowed_s: the time that the deadline allowed, for the message.
+            parcels: box -> what those who `collect` it afterwards will find.
 
         Raises:
             RankFailedError, DeadlineError, ReshardError: the session's failure, the same on all ranks.
         """
-        with self._lock:
-            self._learn("its next step")
+        with self._lock, self._noting_loss():
             if self.failure is not None:
                 self.failure.raise_()
-            outcome = self._meet(label, data, combine, deadline, allowed_s)
+            before = self._take_litter()
+            self._send(parcels or {})
+            outcome = self._climb(label, data, combine) or self._wait(label, deadline, allowed_s)
             if isinstance(outcome, Failure):
-                self.failure = outcome
-                self.seen()
+                for box in parcels or ():  # nobody will collect them
+                    self._litter += self._line.keys_of(self._key(f"box/{box}"), [self._rank])
+                self._litter += before
+                self._end(outcome)
                 outcome.raise_()
-            whole = self._load(outcome.data, outcome.parts, "whole")
-            self._litter = outcome.litter
+            whole = self._line.fetch(outcome.head)
             self._round += 1
+            self._line.delete((*before, *self._old_litter.take(outcome.oldest)))
             return whole
+
+    def _send(self, parcels: Mapping[str, bytes]) -> None:
+        limit = min(_INLINE_BYTES, PART_BYTES // min(len(self._ranks), _BOX_RANKS))
+        for box, parcel in parcels.items():
+            head = self._put(f"parcel/{box}/{self._rank}", parcel, limit)
+            self._line.append(self._key(f"box/{box}"), self._rank, head)
+
+    def collect(self, box: str, places: Sequence[int], *, owner: bool | None = None) -> dict[int, bytes]:
+        """What was put into a box in the round just taken, by place, in order.
+
+        Args:
+            places: who may have put something there.
+            owner: whether this rank removes the box; default: if it is the first of those who put something there.
+        """
+        with self._lock, self._noting_loss():
+            log = f"{self._session}/{self._round - 1}/box/{box}"
+            heads = self._line.entries(log, places)
+            if owner or (owner is None and next(iter(heads), None) == self._rank):
+                self._litter += self._line.keys_of(log, heads)
+            return {place: self._line.fetch(head) for place, head in heads.items()}
 
     def look(self) -> None:
         """Learn of a failure of another rank, if there is one; asks the store only now and then. From any thread."""
         now = time.monotonic()
         if self.failure is not None or now < self._next_look:
             return
-        self._next_look = now + 5 * self._longest_nap_s
+        self._next_look = now + self._look_gap_s
         # a thread that is in a round will learn of it there, and must not have its keys read while they are deleted
         if self._lock.acquire(blocking=False):
             try:
-                self._learn("its next step")
+                with self._noting_loss():
+                    # nobody can have closed with success what this rank has not posted: an outcome is a failure
+                    outcome = self._read() or self._watch("its next step")
+                    if isinstance(outcome, Failure):
+                        self._end(outcome)
             finally:
                 self._lock.release()
 
@@ -161,12 +169,13 @@ class Rounds:
         """End the session; returns the failure that all ranks see, which is another one if that came first."""
         with self._lock:
             if self.failure is None:
-                outcome = self._settle(failure)
-                while not isinstance(outcome, Failure):  # we were interrupted in a round that was closed meanwhile
-                    self._round += 1
+                with self._noting_loss():
                     outcome = self._settle(failure)
-                self.failure = outcome
-                self.seen()
+                    while not isinstance(outcome, Failure):  # we were interrupted in a round that was closed meanwhile
+                        self._round += 1
+                        outcome = self._settle(failure)
+                    self._end(outcome)
+            assert self.failure is not None
             return self.failure
 
     def seen(self) -> None:
@@ -180,93 +189,133 @@ class Rounds:
         except RankFailedError:  # the store is gone, but we know already how it ended
             self.failure = known
 
+    def _end(self, outcome: Failure) -> None:
+        self.failure = outcome
+        self.seen()
+
     def _acknowledge(self, n: int) -> None:
+        """Round n was the last one; the first rank removes its keys when all know. Who missed the end of a session must
+        find its outcome there."""
         count, everybody = f"{self._session}/{n}/seen", f"{self._session}/{n}/everybody"
-        missing = () if self.failure is None else self.failure.missing
-        expected = len(set(self._ranks[1:]).difference(missing))
+        failed, missing = self.failure is not None, set(self.failure.missing if self.failure is not None else ())
+        expected = len(set(self._ranks[1:]) - missing)
+        own, tree = self._take_litter(), dict.fromkeys(self._tree_keys(n))
         if self._rank:
-            if self._call(self._store.add, count, 1) >= expected:
-                self._call(self._store.set, everybody, b"1")
+            self._old_litter.leave(self._session, own if failed else [key for key in own if key not in tree])
+            if self._line.add(count, 1) >= expected:
+                self._line.set(everybody, b"1")
             return
-        for _ in self._naps(time.monotonic() + _SEEN_S):
-            if not expected or self._call(self._store.check, [everybody]):
-                self._delete([count, everybody, *self._litter])
-                self._litter = []
-                break
+        if expected:
+            for _ in self._line.awaited(everybody, time.monotonic() + _SEEN_S, _SEEN_S):
+                pass
+        keys = dict.fromkeys([*own, count, everybody, *tree])
+        if failed and n:
+            keys |= dict.fromkeys(self._tree_keys(n - 1))
+        if not missing and (not expected or self._line.peek(everybody) is not None):
+            self._line.delete(keys)
+            keys = {}
+        self._old_litter.leave(self._session, keys)
 
-    def _meet(
-        self, label: str, data: bytes, combine: Callable[[list[bytes]], bytes], deadline: float, allowed_s: float
-    ) -> _Outcome:
-        self._post(label, data)
-        if self._call(self._store.add, self._key("count"), 1) == len(self._ranks):
-            return self._close(combine)
+    def _tree_keys(self, n: int) -> Iterator[str]:
+        """Under which keys the logs and the outcome of a round may be."""
+        yield f"{self._session}/{n}/outcome"
+        for level, sizes in enumerate(_levels(len(self._ranks))):
+            for group, size in enumerate(sizes):
+                yield f"{self._session}/{n}/count/{level}/{group}"
+                yield from self._line.keys_of(f"{self._session}/{n}/log/{level}/{group}", range(size))
+
+    def _take_litter(self) -> list[str]:
+        keys = self._litter[:]
+        self._litter.clear()
+        return keys
+
+    def _climb(self, label: str, data: bytes, combine: Combine) -> Outcome | None:
+        """Post, and as long as this rank is the last to come to a log, combine what is in it and post that above."""
+        place, oldest = self._rank, self._old_litter.oldest()
+        for level, sizes in enumerate(_levels(len(self._ranks))):
+            group, slot = divmod(place, FAN)
+            log, count = self._key(f"log/{level}/{group}"), self._key(f"count/{level}/{group}")
+            head = self._put(f"data/{level}/{place}", data, _INLINE_BYTES)
+            self._line.append(log, slot, msgspec.msgpack.encode(Entry(label, head, oldest)))
+            if self._line.add(count, 1) < sizes[group]:
+                return None
+            entries = self._entries(level, group, sizes[group])
+            self._litter += [count, *self._line.keys_of(log, entries)]
+            if len({entry.label for entry in entries.values()}) > 1:
+                return self._settle(self._diverged(entries, FAN**level, group))
+            data = combine([self._line.fetch(entry.head) for entry in entries.values()])
+            place, oldest = group, min(entry.oldest for entry in entries.values())
+        self._litter.append(self._key("outcome"))
+        return self._settle(Done(self._put("whole", data, PART_BYTES), oldest))
+
+    def _entries(self, level: int, group: int, size: int) -> dict[int, Entry]:
+        """Of a log, by slot."""
+        found = self._line.entries(self._key(f"log/{level}/{group}"), range(size))
+        return {slot: msgspec.msgpack.decode(entry, type=Entry) for slot, entry in found.items()}
+
+    def _wait(self, label: str, deadline: float, allowed_s: float) -> Outcome:
+        if self._ring is not None:
+            self._ring.look(self._line, again=self._round < 2)  # in the first round others may come later
         until = max(deadline, time.monotonic() + _LAST_CALL_S)
-        for _ in self._naps(until):
-            outcome = self._read() or self._watch(label, combine)
-            if outcome is not None:
-                return outcome
-        return self._settle(self._overdue(label, allowed_s))
+        for _ in self._line.awaited(self._key("outcome"), until, _WATCH_GAP_S):
+            if (gone := self._watch(label)) is not None:
+                return gone
+        arrived = self._line.arrived
+        return self._read() or self._overdue(label, allowed_s) if arrived is None else decode_outcome(arrived)
 
-    def _learn(self, label: str) -> None:
-        """Before this rank has posted, nobody can have closed the round with success: an outcome is a failure."""
-        if self.failure is None:
-            outcome = self._read() or self._watch(label)
-            if isinstance(outcome, Failure):
-                self.failure = outcome
-                self.seen()
-
-    def _watch(self, label: str, combine: Callable[[list[bytes]], bytes] | None = None) -> _Outcome | None:
-        """If the watched rank died before it posted this round, the end of the session. If it had posted, and all
-        others have, it may have died as the one that was to close the round: then this rank closes it, by `combine`."""
+    def _watch(self, label: str) -> Outcome | None:
+        """If the watched rank died before there was an outcome, the end of the session: even one that has posted may
+        have died as the one that was to close a log."""
         now = time.monotonic()
         if self._ring is None or now < self._next_watch:
             return None
         self._next_watch = now + _WATCH_GAP_S
-        gone: Gone | None = self._call(self._ring.look)
+        gone: Gone | None = self._ring.look(self._line, again=not self._round)
         if gone is None:
             return None
-        posted = self._frames()
-        if gone.place in posted:
-            return self._close(combine) if combine is not None and len(posted) == len(self._ranks) else None
         rank = self._ranks[gone.place]
-        why = f"it exited or was killed before it reached {label}. Look at its log, and at the system's for memory"
+        why = (
+            f"it exited or was killed before it reached {label}, or there. Look at its log, and the system's for memory"
+        )
         return self._settle(Failure("error", rank, f"rank {rank} ({gone.where}) is gone: {why}", [rank]))
 
-    def _close(self, combine: Callable[[list[bytes]], bytes]) -> _Outcome:
-        frames = self._frames()
-        labels: dict[str, list[int]] = {}
-        for place, frame in sorted(frames.items()):
-            labels.setdefault(frame[0], []).append(self._ranks[place])
-        if len(labels) > 1:
-            words = "; ".join(f"{label}: {format_ranks(ranks)}" for label, ranks in labels.items())
-            return self._settle(Failure("diverged", -1, f"the ranks do different things at the same time: {words}"))
-        whole = combine(
-            [self._load(inline, parts, f"data/{place}") for place, (_, inline, parts) in sorted(frames.items())]
-        )
-        inline, parts = self._save(whole, "whole", _PART_BYTES)
-        litter = [self._key("log"), self._key("count"), *self._part_keys("whole", parts)]
-        for place, (_, _, count) in frames.items():
-            litter += self._part_keys(f"data/{place}", count)
-            litter += [] if self._appends else [self._key(f"log/{place}")]
-        outcome = self._settle(_Done(inline, parts, litter))
-        self._delete(self._litter)
-        if self._round:
-            self._delete([f"{self._session}/{self._round - 1}/outcome"])
-        return outcome
+    def _diverged(self, entries: Mapping[int, Entry], span: int, group: int) -> Failure:
+        """`span`: of how many ranks each entry is."""
+        said: dict[str, list[int]] = {}
+        for slot, entry in entries.items():
+            first = (group * FAN + slot) * span
+            said.setdefault(entry.label, []).extend(self._ranks[first : first + span])
+        words = "; ".join(f"{label}: {format_ranks(ranks)}" for label, ranks in said.items())
+        return Failure("diverged", -1, f"the ranks do different things at the same time: {words}")
 
-    def _overdue(self, label: str, allowed_s: float) -> Failure:
-        arrived = {self._ranks[place] for place in self._frames()}
+    def _overdue(self, label: str, allowed_s: float) -> Outcome:
+        """The time is over: one rank looks who is missing, for all."""
+        if self._line.add(self._key("overdue"), 1) > 1:
+            until = time.monotonic() + _VERDICT_S
+            for _ in self._line.awaited(self._key("outcome"), until, _VERDICT_S):
+                pass
+            if (outcome := self._read()) is not None:
+                return outcome
+        self._litter.append(self._key("overdue"))
+        arrived = {
+            self._ranks[group * FAN + slot]
+            for group, size in enumerate(_levels(len(self._ranks))[0])
+            for slot in self._entries(0, group, size)
+        }
         missing = [rank for rank in self._ranks if rank not in arrived]
         where = f"{label} within {allowed_s:g} s"
         if not missing:
-            return Failure("deadline", -1, f"all ranks reached {where}, but the last of them died before it said so")
-        return Failure(
-            "deadline",
-            missing[0],
-            f"{format_ranks(missing)} did not reach {where}; "
-            f"there waited: {format_ranks(arrived)}. Look at what the missing hang in, or whether they died"
-            f"{self._missed}",
-            missing,
+            why = f"all ranks reached {where}, but one of them died before it said so"
+            return self._settle(Failure("deadline", -1, why))
+        return self._settle(
+            Failure(
+                "deadline",
+                missing[0],
+                f"{format_ranks(missing)} did not reach {where}; "
+                f"there waited: {format_ranks(arrived)}. Look at what the missing hang in, or whether they died"
+                f"{self._missed}",
+                missing,
+            )
         )
 
     # --- the store ---
@@ -274,86 +323,36 @@ class Rounds:
     def _key(self, name: str) -> str:
         return f"{self._session}/{self._round}/{name}"
 
-    def _post(self, label: str, data: bytes) -> None:
-        limit = min(_INLINE_BYTES, _PART_BYTES // len(self._ranks))
-        inline, parts = self._save(data, f"data/{self._rank}", limit)
-        frame = msgspec.msgpack.encode((self._rank, label, inline, parts))
-        if self._appends:
-            self._call(self._store.append, self._key("log"), struct.pack("<I", len(frame)) + frame)
-        else:
-            self._call(self._store.set, self._key(f"log/{self._rank}"), frame)
+    def _read(self) -> Outcome | None:
+        packed = self._line.peek(self._key("outcome"))
+        return None if packed is None else decode_outcome(packed)
 
-    def _frames(self) -> dict[int, tuple[str, bytes, int]]:
-        """Of the ranks that have posted this round: place -> label, data in the frame, number of parts outside it."""
-        packed: list[bytes] = []
-        if self._appends:
-            key = self._key("log")
-            log = bytes(self._call(self._store.get, key)) if self._call(self._store.check, [key]) else b""
-            start = 0
-            while start < len(log):
-                (length,) = struct.unpack_from("<I", log, start)
-                packed.append(log[start + 4 : start + 4 + length])
-                start += 4 + length
-        else:
-            keys = [self._key(f"log/{place}") for place in range(len(self._ranks))]
-            packed = [bytes(self._call(self._store.get, key)) for key in keys if self._call(self._store.check, [key])]
-        decoded = (msgspec.msgpack.decode(frame, type=tuple[int, str, bytes, int]) for frame in packed)
-        return {place: (label, inline, parts) for place, label, inline, parts in decoded}
-
-    def _read(self) -> _Outcome | None:
-        key = self._key("outcome")
-        if not self._call(self._store.check, [key]):
-            return None
-        return _decode(self._call(self._store.get, key))
-
-    def _settle(self, outcome: _Outcome) -> _Outcome:
+    def _settle(self, outcome: Outcome) -> Outcome:
         """Write the outcome of this round unless there is one; the one that stands."""
-        stands = self._call(self._store.compare_set, self._key("outcome"), "", msgspec.msgpack.encode(outcome))
-        return _decode(stands)
+        return decode_outcome(self._line.settle(self._key("outcome"), msgspec.msgpack.encode(outcome)))
 
-    def _save(self, data: bytes, name: str, limit: int) -> tuple[bytes, int]:
-        """What goes into the frame: the data itself, or how many keys hold its parts."""
-        if len(data) <= limit:
-            return data, 0
-        keys = self._part_keys(name, -(-len(data) // _PART_BYTES))
-        for i, key in enumerate(keys):
-            self._call(self._store.set, key, data[i * _PART_BYTES : (i + 1) * _PART_BYTES])
-        return b"", len(keys)
+    def _put(self, name: str, data: bytes, limit: int) -> bytes:
+        head, keys = self._line.put(self._key(name), data, limit)
+        self._litter += keys
+        return head
 
-    def _load(self, inline: bytes, parts: int, name: str) -> bytes:
-        return b"".join(bytes(self._call(self._store.get, key)) for key in self._part_keys(name, parts)) or inline
-
-    def _part_keys(self, name: str, parts: int) -> list[str]:
-        return [self._key(f"{name}/{i}") for i in range(parts)]
-
-    def _delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._call(self._store.delete_key, key)
-
-    def _naps(self, until: float) -> Any:
-        """Yields at once and then after ever longer pauses, a last time when the time is over."""
-        pause = 0.0002
-        while True:
-            yield
-            left = until - time.monotonic()
-            if left <= 0.0:
-                return
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, self._longest_nap_s)
-
-    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """That the store is gone is how the session ended, for this rank."""
         try:
-            return method(*args)
-        except RuntimeError as error:  # torch raises DistNetworkError, DistStoreError or the bare class
-            lost = Failure(
-                "error",
-                0,
-                "the store through which the ranks talk is gone; the process that hosts it, mostly rank 0, has "
-                f"probably exited or died: look at its log first ({str(error).splitlines()[0][:200]})",
-            )
-            self.failure = lost
-            raise RankFailedError(lost.message, rank=0) from error
+            yield
+        except RankFailedError as error:
+            if self.failure is None:
+                self.failure = Failure("error", error.rank, str(error))
+            raise
 
 
-def _decode(packed: bytes) -> _Outcome:
-    return _decoder.decode(bytes(packed))
+def _levels(count: int) -> list[list[int]]:
+    """How many append to each log, from the level of the ranks up to that of the one at the top."""
+    levels = []
+    while True:
+        full, rest = divmod(count, FAN)
+        levels.append([FAN] * full + [rest] * bool(rest))
+        if len(levels[-1]) == 1:
+            return levels
+        count = len(levels[-1])

@@ -214,26 +214,27 @@ def _fill(
     """
     views = {path: _views(target) for path, target in targets.items()}
     wanted = {path: [(box.offsets, box.sizes) for box, _ in own] for path, own in views.items()}
-    asked = Group(deadline_s=DEADLINE_S).exchange(msgspec.msgpack.encode((wanted, sorted(known))))
+    group = Group(deadline_s=DEADLINE_S)
+    asked = group.gather(msgspec.msgpack.encode((wanted, sorted(known))))
     requests: list[dict[str, Boxes]] = []
-    everybody: set[str] = set()
-    for data in asked:
-        request, names = msgspec.msgpack.decode(data, type=tuple[dict[str, Boxes], list[str]])
-        requests.append(request)
-        everybody.update(names)
-    strangers = sorted(set(sources) - everybody)
+    answer = None
+    if asked is not None:
+        told = [msgspec.msgpack.decode(data, type=tuple[dict[str, Boxes], list[str]]) for data in asked]
+        requests = [request for request, _ in told]
+        strangers = sorted(set(sources).difference(*(names for _, names in told)))
+        common = [path for path, boxes in wanted.items() if all(request.get(path) == boxes for request in requests)]
+        answer = msgspec.msgpack.encode((common, strangers))
+    alike, strangers = msgspec.msgpack.decode(group.share(answer), type=tuple[set[str], list[str]])
     with setting():
         if strict:
             _refuse(strangers)
-    here = dist.get_rank()
-    for path in sorted({path for request in requests for path in request}):
-        ranks = [rank for rank, request in enumerate(requests) if path in request]
-        same = len(ranks) == len(requests) and all(request[path] == requests[0][path] for request in requests)
-        if same:
+    for path in sorted({*alike, *views, *(path for request in requests for path in request)}):
+        if path in alike:
             _one_for_all(views[path], sources.get(path))
-        elif here == 0:
-            _send_all(sources[path], {rank: requests[rank][path] for rank in ranks}, views.get(path, []))
-        elif here in ranks:
+        elif requests:
+            each = {rank: request[path] for rank, request in enumerate(requests) if path in request}
+            _send_all(sources[path], each, views.get(path, []))
+        else:
             _receive(views[path])
 
 

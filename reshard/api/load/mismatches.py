@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import socket
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,17 +35,15 @@ class Truth(NamedTuple):
 
 
 class _Said(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others about its match."""
+    """What ranks tell the others about their matches."""
 
-    host: str
-    source: bytes
-    """Digest of what it loads from: ranks that load from something else have no say about its names."""
-    used: bytes
-    """A bit for each name of the checkpoint, compressed."""
-    save: tuple[str, str]
-    """URL and id of the save that it has opened, where all ranks open one."""
-    missing: list[str]
-    mismatched: list[str]
+    used: dict[bytes, bytes]
+    """A bit for each name of the checkpoint, compressed, by a digest of what they load from: who loads from something
+    else has no say about its names."""
+    saves: list[tuple[str, str]]
+    """URL and id of the saves that they have opened, where all ranks open one."""
+    fits: bool
+    """Whether no rank misses anything, or has anything that is mismatched."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ class Mismatches:
 def hear_all(match: Match, group: Group, checkpoint: Checkpoint) -> Mismatches:
     """Collective: what fits on no rank, and what does not fit on some.
 
-    A bit for each name of the checkpoint travels, compressed; ranks that want the same send it once.
+    A bit for each name of the checkpoint travels, compressed, and only where something does not fit, what that is.
 
     Raises CheckpointError, alike on every rank, if ranks have opened different saves at one path.
     """
@@ -131,34 +128,29 @@ def hear_all(match: Match, group: Group, checkpoint: Checkpoint) -> Mismatches:
             match.used, 1, dict.fromkeys(match.missing, here), dict.fromkeys(match.mismatched, here), True
         )
     bits = np.packbits([name in match.used for name in match.names]) if match.names else np.zeros(0, np.uint8)
+    source = xxhash.xxh3_64_digest(msgspec.msgpack.encode((match.names, checkpoint.contents.subset)))
     mine = _Said(
-        socket.gethostname(),
-        xxhash.xxh3_64_digest(msgspec.msgpack.encode((match.names, checkpoint.contents.subset))),
-        zlib.compress(bits.tobytes()),
-        _save_of(checkpoint),
-        list(match.missing),
-        list(match.mismatched),
+        {source: zlib.compress(bits.tobytes())}, [_save_of(checkpoint)], not match.missing and not match.mismatched
     )
-    rows = group.exchange(msgspec.msgpack.encode(mine))
-    said = {row: msgspec.msgpack.decode(row, type=_Said) for row in dict.fromkeys(rows)}
-    _refuse_different_saves(said.values(), group)
-    union = bits
-    for other in said.values():
-        if other.source == mine.source:
-            union = union | np.frombuffer(zlib.decompress(other.used), np.uint8)
-    flags = np.unpackbits(union, count=len(match.names)).tolist()
+    merged, sharers = group.merge_and_count(msgspec.msgpack.encode(mine), _join, "what fits", socket.gethostname())
+    said = msgspec.msgpack.decode(merged, type=_Said)
+    _refuse_different_saves(said.saves, group)
+    flags = np.unpackbits(np.frombuffer(zlib.decompress(said.used[source]), np.uint8), count=len(match.names)).tolist()
     missing: dict[str, list[int]] = {}
     mismatched: dict[str, list[int]] = {}
-    for row, rank in zip(rows, group.ranks, strict=True):
-        for keys, ranks_of in ((said[row].missing, missing), (said[row].mismatched, mismatched)):
+    odd = {} if said.fits else group.parties(msgspec.msgpack.encode((list(match.missing), list(match.mismatched))))
+    for data, ranks in odd.items():
+        for keys, ranks_of in zip(
+            msgspec.msgpack.decode(data, type=tuple[list[str], list[str]]), (missing, mismatched)
+        ):
             for key in keys:
-                ranks_of.setdefault(key, []).append(rank)
+                ranks_of.setdefault(key, []).extend(ranks)
     return Mismatches(
         frozenset(name for name, flag in zip(match.names, flags) if flag),
-        sum(count for row, count in Counter(rows).items() if said[row].host == mine.host),
-        missing,
-        mismatched,
-        len({other.source for other in said.values()}) == 1,
+        sharers,
+        {key: sorted(ranks) for key, ranks in missing.items()},
+        {key: sorted(ranks) for key, ranks in mismatched.items()},
+        len(said.used) == 1,
     )
 
 
@@ -173,9 +165,21 @@ def _save_of(checkpoint: Checkpoint) -> tuple[str, str]:
     return (checkpoint.url, save_id) if save_id else ("", "")
 
 
-def _refuse_different_saves(said: Iterable[_Said], group: Group) -> None:
+def _join(parts: list[bytes]) -> bytes:
+    used: dict[bytes, bytes] = {}
+    said = [msgspec.msgpack.decode(part, type=_Said) for part in parts]
+    for source, bits in ((source, bits) for one in said for source, bits in one.used.items()):
+        known = used.setdefault(source, bits)
+        if known != bits:
+            either = np.frombuffer(zlib.decompress(known), np.uint8) | np.frombuffer(zlib.decompress(bits), np.uint8)
+            used[source] = zlib.compress(either.tobytes())
+    saves = dict.fromkeys(save for one in said for save in one.saves)
+    return msgspec.msgpack.encode(_Said(used, list(saves), all(one.fits for one in said)))
+
+
+def _refuse_different_saves(opened: Iterable[tuple[str, str]], group: Group) -> None:
     saves: dict[str, str] = {}
-    for url, save_id in (one.save for one in said):
+    for url, save_id in opened:
         if saves.setdefault(url, save_id) != save_id:
             group.refuse(
                 CheckpointError(

@@ -39,7 +39,7 @@ class Values:
         Raises KeyMismatchError, alike on every rank, for a value that differs between ranks.
         """
         held = self._held()
-        merged = agree_on_values({}, held, group, check_replicas=True)
+        merged = agree_on_values({}, held, group, {}, check_replicas=True)
         mine = {key: name for key, name in self._pairs.items() if key in self._target.paths}
         return {key: self._made(key, decode_plain(merged[name])) for key, name in mine.items() if name in merged}
 
@@ -78,7 +78,7 @@ def check_replicas(source: Side, before: StateLayout, group: Group) -> None:
     copied = {key for key, layout in before.items() if int(layout.numels().sum()) > layout.spec.numel}
     mine = {k: t for k, t in source.state.tensors.items() if k in copied and k not in source.layouts}
     if copied:
-        agree_on_values(mine, {}, group, check_replicas=True)
+        agree_on_values(mine, {}, group, before, check_replicas=True)
 
 
 def _at(root: Any, path: tuple[Any, ...]) -> Any:

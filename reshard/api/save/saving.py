@@ -276,8 +276,8 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
         with group.together("write"):
             record = _write(job, entries) if entries else None
             written = time.perf_counter()
-            rows = group.exchange(msgspec.msgpack.encode((job.rank, record)))
-            if group.rank == 0:
+            rows = group.gather(msgspec.msgpack.encode((job.rank, record)))
+            if rows is not None:
                 decoded = [msgspec.msgpack.decode(row, type=tuple[int, FileRecord | None]) for row in rows]
                 litter = generation.publish({rank: row for rank, row in decoded if row is not None})
     except BaseException as error:
@@ -286,9 +286,8 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
         raise
     finally:
         generations.ended(generation.save_id)
-    if group.rank == 0:
-        generation.tidy(litter)
-    group.barrier()
+    if rows is not None:
+        generation.tidy(litter)  # before the phase of the caller ends on any rank
     job.seconds.update(write=written - clock, publish=time.perf_counter() - written)
     census, plan = generation.census, generation.plan
     return SaveReport(

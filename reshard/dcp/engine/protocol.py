@@ -47,25 +47,24 @@ def run_save(
     _set_up_planner(planner, state_dict, writer.storage_meta(), is_coordinator)
     _set_up_storage(writer.set_up_storage_writer, is_coordinator, group)
     local = writer.prepare_local_plan(planner.create_local_plan())
-    gathered = group.exchange(pickle.dumps(local))
-    both, final, metadata = b"", local, Metadata({})
+    gathered = group.gather(pickle.dumps(local), coordinator)
+    final, metadata, plans, known = local, Metadata({}), None, b""
     with group.together("plan"):
-        if is_coordinator:
-            plans, metadata = planner.create_global_plan(_with_own(local, gathered, coordinator))
-            plans = writer.prepare_global_plan(plans)
-            final = plans[coordinator]
-            both = pickle.dumps(([pickle.dumps(plan) for plan in plans], pickle.dumps(metadata)))
-    both = group.share(both if is_coordinator else None, coordinator)
+        if gathered is not None:
+            made, metadata = planner.create_global_plan(_with_own(local, gathered, coordinator))
+            made = writer.prepare_global_plan(made)
+            final, known = made[coordinator], pickle.dumps(metadata)
+            plans = [b"" if rank == coordinator else pickle.dumps(plan) for rank, plan in enumerate(made)]
+    mine, known = group.scatter(plans, coordinator, common=known)
     if not is_coordinator:
-        pickled, known = pickle.loads(both)
-        final, metadata = pickle.loads(pickled[group.rank]), pickle.loads(known)
+        final, metadata = pickle.loads(mine), pickle.loads(known)
     final = planner.finish_plan(final)
     with group.together("write"):
         results = write(writer, final, planner)
-        gathered = group.exchange(pickle.dumps(results))
+        told = group.gather(pickle.dumps(results), coordinator)
     with group.together("finish"):
-        if is_coordinator:
-            writer.finish(metadata, _with_own(results, gathered, coordinator))
+        if told is not None:
+            writer.finish(metadata, _with_own(results, told, coordinator))
     return metadata
 
 
@@ -98,14 +97,13 @@ def run_load(
 def _central_plan(reader: StorageReader, planner: LoadPlanner, group: Group, coordinator: int, for_all: bool) -> Any:
     local = reader.prepare_local_plan(planner.create_local_plan())
     if for_all:
-        is_coordinator = group.rank == coordinator
-        gathered = group.exchange(pickle.dumps(local))
-        both = b""
+        gathered = group.gather(pickle.dumps(local), coordinator)
+        plans = None
         with group.together("plan"):
-            if is_coordinator:
-                plans = planner.create_global_plan([pickle.loads(data) for data in gathered])
-                both = pickle.dumps(reader.prepare_global_plan(plans))
-        return pickle.loads(group.share(both if is_coordinator else None, coordinator))[group.rank]
+            if gathered is not None:
+                made = planner.create_global_plan([pickle.loads(data) for data in gathered])
+                plans = [pickle.dumps(plan) for plan in reader.prepare_global_plan(made)]
+        return pickle.loads(group.scatter(plans, coordinator)[0])
     return reader.prepare_global_plan(planner.create_global_plan([local]))[0]
 
 

@@ -90,8 +90,10 @@ class MachineReading:
         touched = TouchedBytes.of((source, copy.place.window) for source, copy in shareable)
         cost = touch_us_per_mib((source, copy.place.window) for source, copy in shareable)
         offer = _Offer(touched.encode(), cost, own.address)
-        offers = [msgspec.msgpack.decode(data, type=_Offer) for data in group.exchange(msgspec.msgpack.encode(offer))]
-        places = [i for i, other in enumerate(offers) if other.address.machine == own.machine and own.machine]
+        # who knows no machine of its own is alone in one
+        rows = group.among(own.machine or f"rank {group.rank}", msgspec.msgpack.encode(offer))
+        offers = {i: msgspec.msgpack.decode(row, type=_Offer) for i, row in rows.items()}
+        places = [*offers] if own.machine else []
         touch_us = min((offers[i].touch_us for i in places if offers[i].touch_us), default=0.0)
         if any(offers[i].address.memory < 0 for i in places):
             touch_us = 0.0  # a rank has no memory to share: each reads for itself, but not each checks everything
@@ -128,9 +130,11 @@ class MachineReading:
     def confirm(self, group: Group) -> tuple[MachineReading, bool]:
         """Collective, and a barrier: itself if all ranks of this machine can take part, else each reads for itself;
         and whether a rank of any machine cannot, which all ranks are told alike."""
-        refusals = group.exchange(b"refused" if self.refused else b"")
-        mine = any(refusals[i] for i in self.places)
-        return (self.fallback or self) if mine else self, any(refusals)
+        if not group.any(self.refused, "whether all ranks can read for one another"):
+            return self, False
+        machine = f"the machine of {self.places[0]}" if self.places else f"{group.rank} alone"
+        mine = any(group.among(machine, b"refused" if self.refused else b"").values())
+        return (self.fallback or self) if mine else self, True
 
     @classmethod
     def _shared(

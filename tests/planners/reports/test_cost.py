@@ -75,6 +75,18 @@ def test_a_save_writes_each_byte_once_in_a_file_per_rank():
     assert "does NOT fit" in str(cost)
 
 
+def test_what_the_ranks_ask_the_store_takes_its_time():
+    plan = plan_writes(state("S(0),R", "dp=2,copy=2", names=["a", "b"]))
+    mute = Cluster(ranks_per_host=2, storage_write_bytes_per_s=128.0)
+    slow = Cluster(ranks_per_host=2, storage_write_bytes_per_s=128.0, store_questions_per_s=90.0)
+
+    assert estimate(plan, slow).seconds == estimate(plan, mute).seconds + 4 * 45 / 90
+    assert estimate(plan, slow).control_seconds == 2.0
+    assert "the ranks agree for" in str(estimate(plan, slow))
+    assert "the ranks agree for" not in str(estimate(plan, mute))
+    assert estimate(plan_reads(ROWS, COLUMNS), Cluster(storage_read_bytes_per_s=1.0)).control_seconds == 0.0
+
+
 def test_transfers_count_what_leaves_the_host():
     plan = plan_transfers(state("S(0)", "dp=4", (8,)), state("R", "dp=4", (8,)))
     cluster = Cluster(ranks_per_host=2, network_bytes_per_s=8.0, local_bytes_per_s=16.0)

@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from reshard.control import liveness
-from reshard.control.liveness import Ring
+from reshard.control.line import Line
+from reshard.control.liveness import Gone, Ring
 
 
 class _Machine:
@@ -31,9 +32,13 @@ class _Machine:
         self.alive[self._current] = f"start-{self._current}"
         return Ring(self.store, place)
 
+    def look(self, ring: Ring) -> Gone | None:
+        return ring.look(Line(self.store), again=True)
+
 
 def test_alone_nobody_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _Machine(monkeypatch).start(0).look() is None
+    machine = _Machine(monkeypatch)
+    assert machine.look(machine.start(0)) is None
 
 
 @pytest.mark.parametrize("dead", [(0,), (1,), (2,), (3,), (0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2), (1, 2, 3), (0, 2)])
@@ -42,11 +47,11 @@ def test_whoever_dies_is_seen_by_somebody_who_lives(monkeypatch: pytest.MonkeyPa
     rings = {}
     for place in (2, 0, 3, 1):
         rings[place] = machine.start(place)
-        assert all(ring.look() is None for ring in rings.values()), "looking early must not fix who is watched"
+        assert all(machine.look(ring) is None for ring in rings.values()), "looking early must not fix who is watched"
     pids = dict(zip((2, 0, 3, 1), machine.alive))
     for place in dead:
         machine.alive[pids[place]] = "another"
-    seen = [gone for place, ring in rings.items() if place not in dead and (gone := ring.look())]
+    seen = [gone for place, ring in rings.items() if place not in dead and (gone := machine.look(ring))]
     assert seen
     assert {gone.place for gone in seen} <= set(dead)
 
@@ -54,7 +59,7 @@ def test_whoever_dies_is_seen_by_somebody_who_lives(monkeypatch: pytest.MonkeyPa
 def test_where_nobody_can_be_seen_nobody_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "machine", lambda: "")
     store = dist.HashStore()
-    assert [Ring(store, place).look() for place in range(3)] == [None] * 3
+    assert [Ring(store, place).look(Line(store), again=True) for place in range(3)] == [None] * 3
     assert store.num_keys() == 0
 
 

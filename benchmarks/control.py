@@ -1,0 +1,209 @@
+"""What ranks say to one another in a save and a load, and what it costs: many processes on one real TCPStore.
+
+    python -m benchmarks.control [--ranks 64 128 256 512] [--per-machine 8] [--dcp] [--quick]
+
+The processes are forked, with torch's fake backend (whose collectives do nothing) and tiny states, so what is measured
+is the control plane: seconds until the last rank is done, processor time a rank, what a rank gets from and gives to the
+store, and how often it asks it. Every `--per-machine` ranks take themselves for those of one machine. The first save
+and load of a process, with nothing cached, stand beside the second ones. With `--dcp`: torch's own save and load of the
+same state in the same processes, over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import socket
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  it registers the backend
+
+import reshard
+from reshard.control import liveness, store
+from reshard.execute.sharing import machine_memory
+
+warnings.filterwarnings("ignore")
+
+VERBS = ("save", "load", "save again", "load again")
+
+
+class Counting:
+    """A store that counts what goes through it: calls by name, bytes given and got."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+
+        def counted(*args: Any) -> Any:
+            calls[name] += 1
+            calls["bytes out"] += sum(map(_size, args))
+            answer = method(*args)
+            calls["bytes in"] += _size(answer)
+            return answer
+
+        return counted
+
+
+calls: Counter[str] = Counter()
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    return sum(map(_size, value)) if isinstance(value, list | tuple) else 0
+
+
+def ours(folder: str, clock: Clock, tensors: int) -> None:
+    """Save and load twice through the public verbs."""
+    opened = store.SharedStore._open
+    store.SharedStore._open = lambda shared: Counting(opened(shared))  # type: ignore[method-assign]
+    state = make(clock.rank, clock.world_size, tensors)
+    for i, path in enumerate((f"{folder}/first", f"{folder}/second")):
+        clock.measure(VERBS[2 * i], lambda path=path: reshard.save(state, path))  # type: ignore[misc]
+        clock.measure(VERBS[2 * i + 1], lambda path=path: reshard.load(state, path))  # type: ignore[misc]
+
+
+def theirs(folder: str, clock: Clock, tensors: int) -> None:
+    """The same by DCP."""
+    state = make(clock.rank, clock.world_size, tensors)
+    for i, path in enumerate((f"{folder}/first", f"{folder}/second")):
+        clock.measure(VERBS[2 * i], lambda path=path: dcp.save(state, checkpoint_id=path))  # type: ignore[misc]
+        clock.measure(VERBS[2 * i + 1], lambda path=path: dcp.load(state, checkpoint_id=path))  # type: ignore[misc]
+
+
+def make(rank: int, world_size: int, tensors: int) -> dict[str, Any]:
+    """A few rows for each rank, a tensor that all have, and a number."""
+    mesh = DeviceMesh("cpu", list(range(world_size)))
+    state: dict[str, Any] = {
+        f"layers.{i}.weight": DTensor.from_local(torch.full((2, 4), float(rank)), mesh, [Shard(0)], run_check=False)
+        for i in range(tensors)
+    }
+    return {"model": {**state, "norm": torch.ones(4)}, "step": 7}
+
+
+class Clock:
+    """Starts all ranks together, and notes what each verb took on this one."""
+
+    def __init__(self, rank: int, world_size: int, starts: Any) -> None:
+        self.rank, self.world_size, self.rows = rank, world_size, {}
+        self._starts = starts
+
+    rows: dict[str, dict[str, float]]
+
+    def measure(self, name: str, work: Callable[[], Any]) -> None:
+        """Run it when all ranks are here."""
+        self._starts.wait()
+        calls.clear()
+        begun, cpu = time.time(), time.process_time()
+        work()
+        took = time.process_time() - cpu
+        self.rows[name] = {"begun": begun, "ended": time.time(), "cpu": took, **calls}
+
+
+def _child(
+    body: Any, rank: int, world_size: int, per_machine: int, port: int, folder: str, starts: Any, pipe: Connection,
+    tensors: int,
+) -> None:  # fmt: skip
+    here = f"{liveness.machine()} {rank // per_machine}"
+    liveness.machine = machine_memory.machine = lambda: here
+    socket.gethostname = lambda: f"machine-{rank // per_machine}"
+    torch.set_num_threads(1)
+    shared = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=600))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("fake" if body is ours else "gloo", store=shared, rank=rank, world_size=world_size)
+    clock = Clock(rank, world_size, starts)
+    try:
+        body(folder, clock, tensors)
+        pipe.send(clock.rows)
+    except BaseException as error:
+        pipe.send(error)
+    starts.wait()
+    os._exit(0)
+
+
+def run(body: Any, world_size: int, per_machine: int, folder: str, tensors: int) -> list[dict[str, dict[str, float]]]:
+    """What each verb took on each rank."""
+    context = multiprocessing.get_context("fork")
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    starts = context.Barrier(world_size)
+    pipes, children = [], []
+    for rank in range(world_size):
+        receive, send = context.Pipe(duplex=False)
+        args = (body, rank, world_size, per_machine, server.port, folder, starts, send, tensors)
+        child = context.Process(target=_child, args=args, daemon=True)
+        child.start()
+        send.close()
+        pipes.append(receive)
+        children.append(child)
+    rows = [pipe.recv() for pipe in pipes]
+    for child in children:
+        child.join()
+    if errors := [row for row in rows if isinstance(row, BaseException)]:
+        raise errors[0]
+    keys = server.num_keys()
+    print(f"    {keys} keys are left in the store of {world_size} ranks, {keys / world_size:.2f} a rank", flush=True)
+    return rows
+
+
+def show(name: str, world_size: int, rows: list[dict[str, dict[str, float]]]) -> None:
+    """A line for each verb: the longest seconds, means of the rest."""
+    for verb in VERBS:
+        of = [row[verb] for row in rows]
+        seconds = max(row["ended"] for row in of) - min(row["begun"] for row in of)
+        cpu = sum(row["cpu"] for row in of) / world_size
+        got = sum(row.get("bytes in", 0) for row in of) / world_size
+        most = max(row.get("bytes in", 0) for row in of)
+        gave = sum(row.get("bytes out", 0) for row in of) / world_size
+        kinds = sum((Counter(row) for row in of), Counter())
+        asked = {k: n / world_size for k, n in kinds.items() if k in ASKED}
+        shown = " ".join(f"{k} {n:.1f}" for k, n in sorted(asked.items()))
+        print(
+            f"{name:5} {world_size:6} {verb:12} {seconds:8.2f} {cpu * 1e3:9.1f} {cpu * world_size / 2:8.2f} "
+            f"{got / 1e3:8.2f} {most / 1e3:8.1f} {gave / 1e3:8.2f} {sum(asked.values()):7.1f}   {shown}",
+            flush=True,
+        )
+
+
+ASKED = ("set", "get", "add", "append", "check", "compare_set", "delete_key", "wait", "multi_get", "multi_set")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="16 and 32 ranks only")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[32, 64, 128])
+    parser.add_argument("--per-machine", type=int, default=8, help="so many ranks take themselves for one machine's")
+    parser.add_argument("--tensors", type=int, default=2, help="sharded ones in the state")
+    parser.add_argument("--dcp", action="store_true", help="DCP over gloo, too")
+    parser.add_argument("--folder", default="/dev/shm", help="where the checkpoints go (default: memory)")
+    options = parser.parse_args()
+    print(
+        f"{'who':5} {'ranks':>6} {'verb':12} {'seconds':>8} {'cpu ms':>9} {'cpu s/2':>8} {'kB got':>8} {'most':>8} "
+        f"{'kB gave':>8} {'asked':>7}   a rank, by kind of question"
+    )
+    for world_size in [16, 32] if options.quick else options.ranks:
+        for name, body in [("ours", ours), ("dcp", theirs)][: 1 + options.dcp]:
+            folder = tempfile.mkdtemp(dir=options.folder)
+            try:
+                show(name, world_size, run(body, world_size, options.per_machine, folder, options.tensors))
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

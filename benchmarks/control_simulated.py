@@ -1,0 +1,129 @@
+"""What a save and a load say between ranks, for more ranks than any machine has processes.
+
+    python -m benchmarks.control_simulated [--ranks 1024 4096 16384]
+
+The ranks are simulated, the control plane is not: the same groups, rounds, census and agreements as in `reshard.save`
+and `reshard.load`, in the same order, on a store in memory that counts. Tensors are described, and have no elements;
+files are neither written nor read. `benchmarks.control` shows at fewer ranks that the counts are those of real saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from planners.geometry.layout import TensorSpec
+from planners.geometry.layout_forms import Form, ProductForm
+from planners.geometry.mesh import Mesh
+from planners.geometry.placement import Shard
+from reshard.api.load import mismatches
+from reshard.api.load.options import LoadOptions
+from reshard.api.save.options import SaveOptions
+from reshard.control.global_state import take_census
+from reshard.control.group import Group
+from reshard.execute.sharing.machine_memory import OwnMemory
+from reshard.execute.sharing.machine_reading import MachineReading
+from reshard.formats.native.manifest import FileRecord
+from tests.simulated_ranks import World
+
+PER_MACHINE = 8
+_RECORD = FileRecord("data-0192f3c1a800-5d2e6f7a8b9c/00000.safetensors", 1 << 30, 1 << 10, "0" * 32)
+
+
+@dataclass(frozen=True)
+class Described:
+    """What the census asks a live tensor."""
+
+    key: str
+    spec: TensorSpec
+    form: Form
+    is_sharded = True
+    is_elsewhere = False
+    is_meta = False
+    local = ()
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        return (self.form,)
+
+
+def save(group: Group, state: Any) -> None:
+    """The collective steps of `reshard.save`, in their order."""
+    with group.together("save"):
+        group.same_options("save", SaveOptions().shared())
+        take_census(state, group)
+        group.share(b"0192f3c1a800-5d2e6f7a8b9c" if group.rank == 0 else None)
+        group.barrier()
+        with group.together("write"):
+            group.gather(msgspec.msgpack.encode((group.rank, _RECORD)))
+
+
+def load(group: Group, match: Any, checkpoint: Any) -> None:
+    """Those of `reshard.load`."""
+    with group.together("load"):
+        group.same_options("load", LoadOptions().shared())
+        machine = f"machine {group.rank // PER_MACHINE}"
+        mismatches.socket = SimpleNamespace(gethostname=lambda: machine)  # type: ignore[attr-defined]
+        mismatches.hear_all(match, group, checkpoint)
+        own = OwnMemory(0, 4096)
+        own.machine = machine
+        MachineReading.agree([], own, group).confirm(group)
+
+
+def simulate(name: str, world_size: int, tensors: int) -> None:
+    """One verb, and a line about it."""
+    form = ProductForm.make(Mesh({"dp": world_size}), (Shard(0),))
+    names = [f"layers.{i}.weight" for i in range(tensors)]
+    held = {key: Described(key, TensorSpec(key, (2 * world_size, 4), "float32"), form) for key in names}
+    paths: dict[str, Any] = {key: (key,) for key in (*names, "step")}
+    state = SimpleNamespace(tensors=held, objects={"step": 7}, per_rank={}, paths=paths, containers={}, tied={})
+    match = SimpleNamespace(missing=(), mismatched=(), names=tuple(names), used=frozenset(names))
+    contents = SimpleNamespace(subset=None, facts_of=lambda kind: None)
+    checkpoint = SimpleNamespace(contents=contents, url="file:///run/step-1000")
+    world = World(world_size, PER_MACHINE)
+    verb: Callable[[Group], None] = (
+        (lambda group: save(group, state)) if name == "save" else (lambda group: load(group, match, checkpoint))
+    )
+
+    def body(rank: int) -> int:
+        group = world.group(rank)
+        verb(group)
+        assert group._rounds is not None
+        return group._rounds._round
+
+    begun = time.process_time()
+    with world.clock():
+        rounds = world.run(body)
+    assert len(set(rounds)) == 1, "the ranks did not go through the same rounds"
+    got = sorted(world.got.values())
+    print(
+        f"{name:5} {world_size:7,} {rounds[0]:6} {sum(world.asked.values()) / world_size:12.1f} "
+        f"{sum(got) / world_size / 1e3:8.2f} {got[-1] / 1e3:10.1f} {sum(world.gave.values()) / world_size / 1e3:8.2f} "
+        f"{world.peak_bytes / 1e6:10.1f} {len(world.values) - world_size:6} {time.process_time() - begun:8.0f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="up to 1,024 ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[128, 256, 1024, 4096, 16384])
+    parser.add_argument("--tensors", type=int, default=2)
+    options = parser.parse_args()
+    print(
+        f"{'verb':5} {'ranks':>7} {'rounds':>6} {'asked a rank':>12} {'kB got':>8} {'most, kB':>10} {'kB gave':>8} "
+        f"{'peak, MB':>10} {'left':>6} {'cpu s':>8}"
+    )
+    for world_size in [128, 1024] if options.quick else options.ranks:
+        for name in ("save", "load"):
+            simulate(name, world_size, options.tensors)
+
+
+if __name__ == "__main__":
+    main()
