@@ -1,6 +1,6 @@
 """What a save and a load say between ranks, for more ranks than any machine has processes.
 
-    python -m benchmarks.control_simulated [--ranks 1024 4096 16384]
+    python -m benchmarks.control_simulated [--ranks 1024 4096]
 
 The ranks are simulated, the control plane is not: the same groups, rounds, census and agreements as in `reshard.save`
 and `reshard.load`, in the same order, on a store in memory that counts. Tensors are described, and have no elements;
@@ -113,7 +113,7 @@ def simulate(name: str, world_size: int, tensors: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="up to 1,024 ranks")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[128, 256, 1024, 4096, 16384])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[128, 256, 1024, 4096])
     parser.add_argument("--tensors", type=int, default=2)
     options = parser.parse_args()
     print(
