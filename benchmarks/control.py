@@ -202,7 +202,7 @@ ASKED = ("set", "get", "add", "append", "check", "compare_set", "delete_key", "w
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="16 and 32 ranks only")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[32, 64, 128])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--per-machine", type=int, default=8, help="so many ranks take themselves for one machine's")
     parser.add_argument("--tensors", type=int, default=2, help="sharded ones in the state")
     parser.add_argument("--dcp", action="store_true", help="DCP over gloo, too")
