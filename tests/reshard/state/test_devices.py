@@ -23,6 +23,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
         def synchronize(self) -> None:
             seen.append(self.device)
 
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
     return seen
