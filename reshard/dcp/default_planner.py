@@ -39,7 +39,7 @@ from reshard.api.load.matching import needs_code
 from reshard.dcp.engine.misfits import refuse_misfits
 from reshard.dcp.engine.states import Region, flat_state, is_checkpointable, is_placed, put_at, regions_of, shape_of
 from reshard.errors import DamagedCheckpointError, KeyMismatchError, LayoutError, UnsafeDataError
-from reshard.formats.dcp.metadata import chunk_of
+from reshard.formats.dcp.metadata import chunk_of, versioned
 from reshard.formats.pickles.record import unknown_class
 from reshard.formats.stored.source import BytesSource
 from reshard.formats.torch_save.zip_archive import TorchArchive
@@ -47,8 +47,6 @@ from reshard.state.container_types import needs_class, retyped, unmade
 from reshard.state.tensors import is_sharded, is_tensor
 
 __all__ = ["DefaultLoadPlanner", "DefaultSavePlanner"]
-
-_VERSION = "1.0.0"
 
 __getattr__ = partial(getattr, _torch)
 
@@ -308,7 +306,7 @@ class DefaultSavePlanner(SavePlanner):
         mappings: dict[str, Any] = {}
         for plan in all_plans:
             mappings.update(plan.planner_data or {})
-        return Metadata(state_dict_metadata=table, planner_data=mappings or None, version=_VERSION)
+        return Metadata(state_dict_metadata=table, planner_data=mappings or None, **versioned())
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """What came back from the coordinator."""

@@ -35,7 +35,7 @@ from planners.geometry.box import Box
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, StorageError
 from reshard.formats.dcp import reader as dcp
-from reshard.formats.dcp.metadata import object_to_bytes, paths_of, tensor_metadata
+from reshard.formats.dcp.metadata import object_to_bytes, paths_of, tensor_metadata, versioned
 from reshard.formats.dcp.reader import DcpFacts
 from reshard.formats.opening import open_contents
 from reshard.formats.stored.contents import Contents
@@ -309,7 +309,7 @@ class FileSystemReader(StorageReader):
         facts = checkpoint.contents.facts_of(DcpFacts)
         save_id, version = (None, None) if facts is None else (facts.save_id, facts.version)
         meta = StorageMeta(checkpoint_id=self.path, save_id=save_id, load_id=self.load_id)
-        return Metadata(state_dict_metadata=table, planner_data=planner_data, storage_meta=meta, version=version)
+        return Metadata(state_dict_metadata=table, planner_data=planner_data, storage_meta=meta, **versioned(version))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up: where bytes are is asked of the checkpoint."""

@@ -7,14 +7,24 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.state.dtypes import dtype_from_name
 from reshard.state.tree import IntKey, KeyPath
 
-__all__ = ["chunk_of", "object_to_bytes", "paths_of", "tensor_metadata"]
+__all__ = ["chunk_of", "object_to_bytes", "paths_of", "tensor_metadata", "versioned"]
+
+
+def versioned(version: str | None = "1.0.0") -> dict[str, Any]:
+    """The version as an argument of torch's `Metadata`; {} where it has no such field, as in torch 2.6."""
+    return {"version": version} if "version" in Metadata.__dataclass_fields__ else {}
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:

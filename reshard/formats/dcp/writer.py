@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout
-from reshard.formats.dcp.metadata import chunk_of, object_to_bytes, paths_of, tensor_metadata
+from reshard.formats.dcp.metadata import chunk_of, object_to_bytes, paths_of, tensor_metadata, versioned
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.streaming import stream
 from reshard.formats.stored.writer import Done, FilePlan, FormatWriter, HashingWriter, Part, spread
@@ -93,7 +93,7 @@ class DcpWriter(FormatWriter):
                     table.setdefault(fqn, tensor_metadata(specs[key])).chunks.append(chunk_of(Box(offsets, sizes)))
                     places[MetadataIndex(fqn, torch.Size(offsets))] = info
         planner_data = paths_of(table, self.contents.paths)
-        metadata = Metadata(table, planner_data, places, StorageMeta(save_id=self.job_id), version="1.0.0")
+        metadata = Metadata(table, planner_data, places, StorageMeta(save_id=self.job_id), **versioned())
         old = [name for name in storage.list() if name.endswith(".distcp") and name not in done]
         storage.publish(_METADATA, pickle.dumps(metadata, protocol=4))
         for name in old:
