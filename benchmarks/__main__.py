@@ -12,6 +12,7 @@ import sys
 NAMES = (
     "plan",
     "state_dict",
+    "many_tensors",
     "load",
     "save",
     "live",

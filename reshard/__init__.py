@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-"""Read by the build, too: this is the one place."""
+"""Read by the build, too; what saves call their writer follows it."""
 
 _HOME = {
     "Checkpoint": "checkpoint.checkpoint",

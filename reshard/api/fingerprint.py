@@ -21,6 +21,7 @@ from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.streaming import Region, stream
 from reshard.state.fingerprints.keys import PUBLIC, Key
 from reshard.state.fingerprints.parts import Fingerprinter, Partial, partial
+from reshard.state.frameworks.tensor_subclasses import expanded
 from reshard.state.tensors import is_tensor, layout_of, local_tensors
 from reshard.state.tree import flatten, key_of
 from reshard.storage.base import Storage
@@ -118,7 +119,7 @@ def holdings(
     Raises:
         LayoutError: a tensor whose layout is not given, or whose local shape is not what the layout says.
     """
-    leaves = flatten(state_dict, is_leaf=lambda value: is_tensor(value) or isinstance(value, LazyTensor)).leaves
+    leaves = expanded(flatten(state_dict, is_leaf=lambda v: is_tensor(v) or isinstance(v, LazyTensor)).leaves)
     lazy = {key_of(path): value for path, value in leaves.items() if isinstance(value, LazyTensor)}
     tensors = {key_of(path): value for path, value in leaves.items() if is_tensor(value)}
     given: StateLayout = layout_of(tensors) if layouts is None else _pick(layouts, tensors)

@@ -32,6 +32,7 @@ from reshard.formats.stored.tensor import StoredTensor
 from reshard.formats.torch_save.zip_checksums import changed_records, is_archive
 from reshard.state.dtypes import dtype_name
 from reshard.state.fingerprints import Fingerprinter, comparable
+from reshard.state.frameworks.tensor_subclasses import expanded
 from reshard.state.per_rank import PerRank
 from reshard.state.plain_data import encode_plain
 from reshard.state.tensors import is_sharded, is_tensor, raw_bytes, spec_of
@@ -243,17 +244,17 @@ class _Side:
         self.is_one_rank_s = False
         if isinstance(source, Mapping) and not isinstance(source, Checkpoint):
             leaves = flatten(source, is_leaf=lambda v: is_tensor(v) or isinstance(v, LazyTensor | PerRank)).leaves
-            values = {key_of(path): value for path, value in leaves.items()}
+            values = {key_of(path): value for path, value in expanded(leaves).items()}  # as they are saved
             sharded = [key for key, value in values.items() if is_sharded(value)]
             if sharded:
                 raise LayoutError(f"{sharded[0]!r} is sharded: compare whole tensors, or checkpoints, or fingerprints")
             self.label = "the state dict"
             self.tensors = {k: v for k, v in values.items() if is_tensor(v) or isinstance(v, LazyTensor)}
-            for key, value in self.tensors.items():
-                if is_tensor(value):
-                    spec_of(key, value)  # which refuses what has no plain elements
             rank = dist.get_rank() if dist.is_initialized() else 0
             self.own = {k: {rank: v.value} for k, v in values.items() if isinstance(v, PerRank)}
+            for key, value in [*self.tensors.items(), *((k, v[rank]) for k, v in self.own.items())]:
+                if is_tensor(value):
+                    spec_of(key, value)  # which refuses what has no plain elements
             self.is_one_rank_s = True
             self.objects = {k: v for k, v in values.items() if k not in self.tensors and k not in self.own}
             return

@@ -21,7 +21,7 @@ from reshard.state.frameworks.placements import agreed_form
 from reshard.state.live_state import LiveTensor
 from reshard.state.tree import KeyPath, key_of, path_from_json
 
-__all__ = ["Described", "check_nests", "describe", "join_aliases", "join_layouts"]
+__all__ = ["Described", "check_nests", "describe", "join_aliases", "join_layouts", "settle_forms"]
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -75,6 +75,13 @@ def join_layouts(parties: Iterable[tuple[Described, list[int]]], *, skip: Iterab
     left_out, job = set(skip), _Job(everyone)
     tensors = {key: _join(key, rows, job) for key, rows in found.items() if key not in left_out}
     return StateLayout(tensors, job.everyone[-1] + 1)
+
+
+def settle_forms(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayout], rank: int) -> None:
+    """What all ranks found of tensors that one rank alone cannot place: from now on, each says this itself."""
+    for key, tensor in tensors.items():
+        if tensor.is_ambiguous and key in layouts:
+            tensor.settle(layouts[key], rank)
 
 
 def join_aliases(

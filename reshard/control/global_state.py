@@ -19,7 +19,7 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.layout_forms import ProductForm
 from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Replicate
-from reshard.control.global_layout import Described, check_nests, describe, join_aliases, join_layouts
+from reshard.control.global_layout import Described, check_nests, describe, join_aliases, join_layouts, settle_forms
 from reshard.control.group import Group
 from reshard.control.replicas import Table, agree_on_table
 from reshard.errors import FormatError, KeyMismatchError, LayoutError
@@ -91,6 +91,7 @@ def take_census(state: LiveState, group: Group, *, check_replicas: bool = True) 
     parties = [(msgspec.json.decode(data, type=_Description), ranks) for data, ranks in answers.items()]
     own = _own_values(state, group) if any(said.per_rank for said, _ in parties) else ({}, {})
     census = _merge(parties, *own)
+    settle_forms(state.tensors, census.layout, group.ranks[group.rank])
     merged = agree_on_values(state.tensors, objects, group, census.layout, check_replicas=check_replicas)
     return replace(census, objects=merged)
 

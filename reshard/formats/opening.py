@@ -17,6 +17,7 @@ from reshard.formats.native.manifest import is_generation
 from reshard.formats.runs import RunStep, look_at, look_in, path_below, shows_nothing, steps_seen
 from reshard.formats.stored.contents import Contents, Format
 from reshard.formats.stored.source import Files
+from reshard.state.garbage import uncollected
 from reshard.storage import Storage, is_temporary, open_storage
 from reshard.storage.opening import path_text
 
@@ -31,6 +32,7 @@ _ATTEMPTS = 5
 _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
 
 
+@uncollected()
 def open_contents(
     path: str | os.PathLike[str] | Storage, *, preferred: Format | None = None, step: int | None = None
 ) -> tuple[Contents, str]:

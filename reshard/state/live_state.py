@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from planners.geometry.layout import TensorSpec
+from planners.geometry.layout import TensorLayout, TensorSpec
 from planners.geometry.layout_forms import Form
 from reshard.state.frameworks.tensor_subclasses import expanded
 from reshard.state.per_rank import PerRank
@@ -20,6 +20,7 @@ from reshard.state.tensors import (
     form_of,
     forms_of,
     identity_of,
+    is_ambiguous,
     is_sharded,
     is_tensor,
     local_tensors,
@@ -55,6 +56,19 @@ class LiveTensor:
     def forms(self) -> tuple[Form, ...]:
         """See `forms_of`, which may raise LayoutError."""
         return forms_of(self.value, self.key)
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """See `is_ambiguous`."""
+        return is_ambiguous(self.value)
+
+    def settle(self, layout: TensorLayout, rank: int) -> None:
+        """Have `form` be the one that all ranks found together: of those that are possible for this rank, the one by
+        which `rank` holds what it holds in `layout`."""
+        held = [box for part in layout.parts(rank) for box, _ in part.boxes()]
+        for form in self.forms:
+            if held == [box for part in form.parts(self.spec.shape, rank) for box, _ in part.boxes()]:
+                self.__dict__["form"] = form
 
     @cached_property
     def local(self) -> tuple[torch.Tensor, ...]:

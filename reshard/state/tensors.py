@@ -37,6 +37,7 @@ __all__ = [
     "forms_of",
     "global_shape",
     "identity_of",
+    "is_ambiguous",
     "is_sharded",
     "is_tensor",
     "layout_of",
@@ -272,6 +273,14 @@ def _dtensor_readings(tensor: DTensor, fqn: str = "") -> tuple[ProductForm, ...]
         return _readings(mesh, _rank(), groups, tuple(tensor.placements), tensor.ndim)
     except LayoutError as error:
         raise LayoutError(f"tensor {fqn!r} {error}") from None
+
+
+def is_ambiguous(tensor: Any) -> bool:
+    """Whether the placements of a tensor can mean several forms, among which only what all ranks hold decides. The same
+    on all ranks of its mesh."""
+    if not isinstance(tensor, DTensor) or not any(isinstance(p, _StridedShard) for p in tensor.placements):
+        return False
+    return len(fitting(_dtensor_readings(tensor), tuple(tensor.shape), {})) > 1
 
 
 def _dtensor_forms(tensor: DTensor, fqn: str) -> tuple[ProductForm, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from reshard.state.deferred_optimizer import Awaiting
+from reshard.state.garbage import uncollected
 from reshard.state.optimizer_forms import flatten
 from reshard.state.tensors import is_sharded
 from reshard.state_dict.broadcast import receive_model, receive_optimizer, setting
@@ -41,16 +41,9 @@ Optimizers = Optimizer | Iterable[Optimizer]
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """No autograd, and no cyclic garbage collection: it would scan the many small containers made here again and
-    again, which costs more than all else. As a decorator, so that they are gone when collection starts again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        if enabled:
-            gc.enable()
+    """Neither autograd nor garbage collection."""
+    with uncollected(), torch.no_grad():
+        yield
 
 
 @_quietly()
@@ -128,7 +121,7 @@ def set_model_state_dict(
     opts = as_options(options)
     live = LiveModel(model, opts.dsd_fqn_modifiers)
     given = _model_given(live, model_state_dict, opts)
-    with setting(alone=not _shared(live, opts)):
+    with setting(opts, alone=not _shared(live, opts)):
         writes = plan_model(live, given, opts)
     return apply_model(writes, opts.strict)
 
@@ -154,7 +147,7 @@ def set_optimizer_state_dict(
     opts = as_options(options)
     live = LiveOptimizers(LiveModel(model, opts.dsd_fqn_modifiers), as_optimizers(optimizers))
     given = _optimizer_given(live, optim_state_dict, opts)
-    with setting(alone=not _shared(live.live, opts)):
+    with setting(opts, alone=not _shared(live.live, opts)):
         writes = plan_optimizers(live, given, opts)
     return apply_optimizers(live, writes)
 
@@ -179,7 +172,7 @@ def set_state_dict(
     if model_state_dict or opts.broadcast_from_rank0:
         model_given = _model_given(live, model_state_dict, opts)
     optimizer_given = _optimizer_given(live_optimizers, optim_state_dict, opts)
-    with setting(alone=not _shared(live, opts)):
+    with setting(opts, alone=not _shared(live, opts)):
         model_writes = plan_model(live, model_given, opts) if model_given else None
         optimizer_writes = plan_optimizers(live_optimizers, optimizer_given, opts)
     report = apply_model(model_writes, opts.strict) if model_writes is not None else SetReport()

@@ -37,8 +37,9 @@ def collect_model(state: dict[str, Any], options: StateDictOptions) -> dict[str,
     if not options.full_state_dict:
         state = as_chunks(state) if options.in_chunks else state
         return {name: _to_cpu(value) for name, value in state.items()} if options.cpu_offload else state
-    owner = _owners(state) if options.cpu_offload else None
-    agree_on_gathering({name: value for name, value in state.items() if is_sharded(value)})
+    asked = vars(options)
+    owner = _owners(state, asked) if options.cpu_offload else None
+    agree_on_gathering({name: value for name, value in state.items() if is_sharded(value)}, asked)
     whole = {name: _whole(state[name], name, owner) for name in sorted(state)}
     return {name: whole[name][0] for name in state if whole[name]}
 
@@ -51,11 +52,11 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
     if live.live.pieces_of:
         state = {**state, "state": fill_absent(state["state"], live)}
     names = dict.fromkeys([*state["state"], *(name for group in state["param_groups"] for name in group["params"])])
-    owner = _owners(names) if options.cpu_offload else None
+    owner = _owners(names, vars(options)) if options.cpu_offload else None
     tensors: dict[str, Any] = {}
     for name, values in state["state"].items():
         _leaves(f"{name}/", values, tensors)
-    agree_on_gathering({path: value for path, value in tensors.items() if is_sharded(value)})
+    agree_on_gathering({path: value for path, value in tensors.items() if is_sharded(value)}, vars(options))
     # ranks may have met their parameters in different orders, but must gather in one
     whole = {path: _whole(tensors[path], path.partition("/")[0], owner) for path in sorted(tensors)}
     mine = {name for name in names if owner is None or owner(name) == _rank()}
@@ -100,8 +101,9 @@ def iter_full(
     opts = as_options(options)
     with torch.no_grad():
         state = read_model(LiveModel(model, opts.dsd_fqn_modifiers), whole=True)
-    owner = _owners(state, prefer=to_rank) if to_rank is not None else None
-    agree_on_gathering({name: value for name, value in state.items() if is_sharded(value)})
+    asked = {**vars(opts), "to_rank": to_rank}
+    owner = _owners(state, asked, prefer=to_rank) if to_rank is not None else None
+    agree_on_gathering({name: value for name, value in state.items() if is_sharded(value)}, asked)
     for name in sorted(state):
         with torch.no_grad():
             found = _whole(state.pop(name), name, owner)
@@ -109,15 +111,16 @@ def iter_full(
             yield name, _to_cpu(found.pop()) if cpu_offload else found.pop()
 
 
-def agree_on_gathering(tensors: Mapping[str, Any]) -> None:
+def agree_on_gathering(tensors: Mapping[str, Any], options: Mapping[str, object]) -> None:
     """Make sure that every rank that holds a part of a tensor is about to gather it.
 
-    Collective, if any is sharded. Raises NormalizationError, alike on all ranks, naming the tensor and the ranks.
+    Collective, if any is sharded. Raises NormalizationError, alike on all ranks, naming the tensor and the ranks;
+    LayoutError where ranks were called with different options.
     """
     if not tensors or _world() == 1:
         return
     mine = [(name, list(global_shape(value)), member_ranks(value)) for name, value in sorted(tensors.items())]
-    answers = Group(deadline_s=DEADLINE_S).parties(msgspec.msgpack.encode(mine))
+    answers = _meeting(options).parties(msgspec.msgpack.encode(mine))
     if len(answers) == 1:
         return
     parties = [
@@ -141,11 +144,18 @@ def agree_on_gathering(tensors: Mapping[str, Any]) -> None:
                 )
 
 
-def _owners(names: Iterable[str], prefer: int | None = 0) -> Callable[[str], int]:
+def _meeting(options: Mapping[str, object]) -> Group:
+    """All ranks, called alike: with other options a rank would be at another step, and take this one's for its own."""
+    group = Group(deadline_s=DEADLINE_S)
+    group.same_options("the getters of state dicts", options)
+    return group
+
+
+def _owners(names: Iterable[str], options: Mapping[str, object], prefer: int | None = 0) -> Callable[[str], int]:
     """Which rank returns each name: `prefer` if it holds it, else the lowest rank that does."""
     if _world() == 1:
         return lambda name: 0
-    answers = Group(deadline_s=DEADLINE_S).parties(msgspec.msgpack.encode(sorted(names)))
+    answers = _meeting(options).parties(msgspec.msgpack.encode(sorted(names)))
     if len(answers) == 1:
         return lambda name: prefer or 0
     holders: dict[str, list[int]] = {}

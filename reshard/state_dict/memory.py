@@ -16,8 +16,8 @@ __all__ = ["all_apart", "apart", "overlapping", "overwritten"]
 
 def all_apart(tensors: Sequence[Any]) -> bool:
     """Whether no two of them lie in the same storage: then there is nothing to ask further."""
-    storages = [storage for storage in _storages(tensors) if storage]
-    return len(set(storages)) == len(storages)
+    storages = _storages(tensors)
+    return len(set(storages)) == len(storages) - max(storages.count(0) - 1, 0)
 
 
 def overlapping(tensors: Sequence[Any]) -> list[list[int]]:

@@ -8,7 +8,7 @@ called `module` keeps its name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -205,6 +205,11 @@ class LiveModel:
         """Canonical name of each live name."""
         return {slot.live: slot.name for slot in self.slots}
 
+    def tensors(self) -> Collection[torch.Tensor]:
+        """Parameters and buffers as they are, each once, without those inside FSDP1 flat parameters."""
+        found = {id(slot.value): slot.value for slot in self.slots if slot.value is not None and slot.piece is None}
+        return found.values()
+
     def of_kind(self, kind: str) -> Iterator[Slot]:
         """The slots of one kind, each name once."""
         return (slot for slot in self.by_name.values() if slot.kind == kind)
@@ -256,21 +261,25 @@ class _Walk:
         `live` and `name` are the module's live and canonical prefixes; both end in a dot or are empty.
         """
         reader, facts, start = self.reader, self.reader.facts(module), len(self.slots)
-        if items is not None and reader.is_opaque(module):
+        if items is not None and reader.is_opaque(module, facts):
             self.visit(module, live, name, wrappers, None)
             items.append(Region(module, name, tuple(self.slots[start:]), reader))
             return
-        reader.settle(module)
-        if facts.is_fsdp1:
+        if not facts.is_fsdp1:
+            reader.settle(module)
+        else:
             for owner, found in flat_pieces(module).items():
                 self.pieces.setdefault(owner, []).extend(found)
         self._own(module, live, name, wrappers, facts.has_extra_state)
         if items is not None:
             items += self.slots[start:]
+        children = reader.children(module)
+        if not children:
+            return
         hidden = reader.hidden(module) if facts.wrapped is not None or facts.modifiers else ()
         container = name[:-1]
         offset = self.offsets.get(container) if self.offsets else None
-        for child_name, child in reader.children(module).items():
+        for child_name, child in children.items():
             if child is None:
                 continue
             below, path = wrappers, f"{name}{child_name}."
@@ -288,7 +297,7 @@ class _Walk:
         for attr, piece in pieces:
             value = piece.parameter
             add(Slot(name + attr, live + attr, "parameter", module, attr, value, True, wrappers, stage, piece))
-        flattened = {attr for attr, _ in pieces}
+        flattened = {attr for attr, _ in pieces} if pieces else ()
         for attr, parameter in self.reader.parameters(module).items():
             if parameter is not None and attr not in flattened and not (self.pieces and is_flat(parameter)):
                 add(Slot(name + attr, live + attr, "parameter", module, attr, parameter, True, wrappers, stage))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import pydoc
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ import planners
 import reshard
 from planners import Finding, LayoutMismatchError, PlanError, Report, Topology, dumps
 from reshard.errors import FormatError, KeyMismatchError, LayoutError
+from reshard.storage.memory import MemoryStorage
 
 NET = nn.Linear(4, 2)
 
@@ -24,6 +26,9 @@ def test_one_version() -> None:
 
     assert reshard.__version__.count(".") == 2
     assert 'version = { attr = "reshard.__version__" }' in text
+    storage = MemoryStorage()
+    reshard.save({"step": 1}, storage)
+    assert json.loads(storage.read("manifest.json"))["writer"] == f"reshard {reshard.__version__}"
     assert '\nversion = "' not in text
 
 

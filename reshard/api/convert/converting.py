@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.distributed as dist
@@ -21,10 +22,15 @@ from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.control.group import Group
 from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, FormatError, ReshardError
+from reshard.formats.native.manifest import HF_INDEX, MANIFEST
+from reshard.formats.native.reader import detect
 from reshard.formats.stored.writer import FormatWriter
 from reshard.storage.base import Storage
 
 __all__ = ["ConvertReport", "convert"]
+
+MEETING_S = 300.0
+"""How long ranks wait for one another to begin: of a job in which one rank alone converts, the others never come."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,8 @@ def convert(
     _check(source, target, workers)
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("convert"):
-        group.same_options("convert", {"overwrite": overwrite, "resume": resume})
+        with group.together("convert by all ranks (alone=True: by one)", deadline_s=MEETING_S, meet=False):
+            group.same_options("convert", {"overwrite": overwrite, "resume": resume})
         state = job.state()
         writer, resumed = _run(job, state, group, workers, overwrite=overwrite, resume=resume, progress=progress)
     return _report(job, state, writer, resumed, time.perf_counter() - started)
@@ -213,8 +220,26 @@ def _check(source: Any, target: Any, workers: int) -> None:
 
 
 def _check_vacant(writer: FormatWriter, storage: Storage, overwrite: bool) -> None:
-    found = None if overwrite else writer.occupied(storage.list())
+    names = storage.list()
+    found = None if overwrite else writer.occupied(names)
     if found is not None:
         raise FormatError(
             f"there is a checkpoint in {storage.url} already ({found}): choose another folder, or overwrite=True"
         )
+    ours = (MANIFEST, HF_INDEX) if writer.format == "native" and detect(storage, names) else ()
+    kept = [name for name in names if "/" not in name and name not in ours]
+    foreign = next((name for name in kept if any(fnmatchcase(name, glob) for glob in _FOREIGN[writer.format])), None)
+    if foreign is not None:
+        raise FormatError(
+            f"{storage.url} holds {foreign}, which is of another kind of checkpoint: beside it, what is converted "
+            "could not be told apart. Choose a folder of its own"
+        )
+
+
+_FOREIGN: Mapping[str, tuple[str, ...]] = {
+    "native": (MANIFEST, HF_INDEX, ".metadata"),
+    "dcp": (MANIFEST, HF_INDEX, "*.safetensors"),
+    "safetensors": (MANIFEST, ".metadata"),
+    "torch_save": (),
+}
+"""By format, the files of others beside which a folder does not open, or opens as what was there before."""

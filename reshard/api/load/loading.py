@@ -26,6 +26,7 @@ from reshard.execute.load_bytes import Fetch
 from reshard.execute.reading import Workspace
 from reshard.formats.native.reader import NativeFacts, is_replaced
 from reshard.state.deferred_optimizer import Saved, places
+from reshard.state.garbage import uncollected
 from reshard.state.targets import Targets
 from reshard.state.tensors import settle_streams
 
@@ -98,6 +99,7 @@ def load(
         return load_with(group, state_dict, path, options, process_group)
 
 
+@uncollected()
 def load_with(
     group: Group,
     state_dict: dict[str, Any],
@@ -174,7 +176,7 @@ class _Load:
     def run(self, started: float) -> LoadReport:
         """Collective. Nothing is written before all that can be checked before is."""
         targets, match, options = self.targets, self.match, self.options
-        mismatches = hear_all(match, self.group, self.checkpoint)
+        mismatches = hear_all(match, self.group, self.checkpoint, targets)
         truth = mismatches.judge(match, options, self.checkpoint, targets, self.group)
         shared, plan = self._plan()
         planned = time.perf_counter()

@@ -17,6 +17,7 @@ from reshard.api.load.key_words import section, shifted
 from reshard.api.load.matching import Match
 from reshard.api.load.options import LoadOptions, Wording
 from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.control.global_layout import Described, describe, join_layouts, settle_forms
 from reshard.control.group import Group
 from reshard.errors import CheckpointError, KeyMismatchError, format_ranks
 from reshard.formats.native.reader import NativeFacts
@@ -44,6 +45,8 @@ class _Said(msgspec.Struct, frozen=True, array_like=True):
     """URL and id of the saves that they have opened, where all ranks open one."""
     fits: bool
     """Whether no rank misses anything, or has anything that is mismatched."""
+    ambiguous: bool
+    """Whether the placements of some tensor do not tell how it is cut."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +118,14 @@ class Mismatches:
         return "\n".join(lines + [f"  ({'; '.join(fixes)})"] * bool(fixes))
 
 
-def hear_all(match: Match, group: Group, checkpoint: Checkpoint) -> Mismatches:
-    """Collective: what fits on no rank, and what does not fit on some.
+def hear_all(match: Match, group: Group, checkpoint: Checkpoint, targets: Targets) -> Mismatches:
+    """Collective: what fits on no rank, and what does not fit on some. Targets of which one rank alone cannot tell how
+    they are cut know it from now on.
 
     A bit for each name of the checkpoint travels, compressed, and only where something does not fit, what that is.
 
-    Raises CheckpointError, alike on every rank, if ranks have opened different saves at one path.
+    Raises CheckpointError, alike on every rank, if ranks have opened different saves at one path; LayoutError if not
+    even all ranks together can tell how a tensor is cut.
     """
     here = list(group.ranks)
     if group.world_size == 1:
@@ -129,12 +134,16 @@ def hear_all(match: Match, group: Group, checkpoint: Checkpoint) -> Mismatches:
         )
     bits = np.packbits([name in match.used for name in match.names]) if match.names else np.zeros(0, np.uint8)
     source = xxhash.xxh3_64_digest(msgspec.msgpack.encode((match.names, checkpoint.contents.subset)))
-    mine = _Said(
-        {source: zlib.compress(bits.tobytes())}, [_save_of(checkpoint)], not match.missing and not match.mismatched
-    )
+    ambiguous = {key: targets.tensors[key] for key in match.tensors if targets.tensors[key].is_ambiguous}
+    fits = not match.missing and not match.mismatched
+    mine = _Said({source: zlib.compress(bits.tobytes())}, [_save_of(checkpoint)], fits, bool(ambiguous))
     merged, sharers = group.merge_and_count(msgspec.msgpack.encode(mine), _join, "what fits", socket.gethostname())
     said = msgspec.msgpack.decode(merged, type=_Said)
     _refuse_different_saves(said.saves, group)
+    if said.ambiguous:
+        cuts = group.parties(msgspec.json.encode(describe(ambiguous)))
+        layouts = join_layouts((msgspec.json.decode(cut, type=Described), ranks) for cut, ranks in cuts.items())
+        settle_forms(ambiguous, layouts, group.ranks[group.rank])
     flags = np.unpackbits(np.frombuffer(zlib.decompress(said.used[source]), np.uint8), count=len(match.names)).tolist()
     missing: dict[str, list[int]] = {}
     mismatched: dict[str, list[int]] = {}
@@ -174,7 +183,9 @@ def _join(parts: list[bytes]) -> bytes:
             either = np.frombuffer(zlib.decompress(known), np.uint8) | np.frombuffer(zlib.decompress(bits), np.uint8)
             used[source] = zlib.compress(either.tobytes())
     saves = dict.fromkeys(save for one in said for save in one.saves)
-    return msgspec.msgpack.encode(_Said(used, list(saves), all(one.fits for one in said)))
+    return msgspec.msgpack.encode(
+        _Said(used, list(saves), all(one.fits for one in said), any(one.ambiguous for one in said))
+    )
 
 
 def _refuse_different_saves(opened: Iterable[tuple[str, str]], group: Group) -> None:

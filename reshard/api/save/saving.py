@@ -27,6 +27,7 @@ from reshard.formats.native import generations
 from reshard.formats.native.data_file import Entry, sum_up, write_file
 from reshard.formats.native.manifest import FileRecord
 from reshard.formats.native.publish import Generation
+from reshard.state.garbage import uncollected
 from reshard.state.live_state import LiveState, LiveTensor, is_long, take_apart
 from reshard.state.tensors import settle_streams
 from reshard.storage import Storage, open_storage
@@ -200,6 +201,7 @@ class _Job:
         return self.group.ranks[self.group.rank]
 
 
+@uncollected()
 def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: SaveOptions) -> tuple[_Job, LiveState]:
     """Agree on what there is and who writes what. Writes nothing."""
     clock = time.perf_counter()
@@ -231,6 +233,7 @@ def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: Sa
     return _Job(group, storage, str(path), generation, options, {"plan": planned - clock}), state
 
 
+@uncollected()
 def _entries(job: _Job, state: LiveState) -> list[Entry]:
     """The arrays that this rank writes."""
     views: dict[str, tuple[torch.Tensor, ...]] = {}

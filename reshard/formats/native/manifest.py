@@ -76,7 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     version: int = VERSION
     save_id: str
     created_unix_s: float
-    writer: str = "reshard 0.1"
+    writer: str = "reshard 0.1.0"
     block_bytes: int = BLOCK_BYTES
     divide_above_bytes: int
     files: dict[str, FileRecord]

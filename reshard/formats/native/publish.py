@@ -16,6 +16,7 @@ from reshard.formats.native import generations
 from reshard.formats.native.hf_index import publish_index
 from reshard.formats.native.manifest import MANIFEST, FileRecord, Manifest, encode_manifest
 from reshard.state.fingerprints import Partial
+from reshard.state.garbage import uncollected
 from reshard.storage import Storage
 
 __all__ = ["Generation"]
@@ -45,6 +46,7 @@ class Generation:
         packed = msgspec.msgpack.encode({fqn: part.to_bytes() for fqn, part in parts.items()})
         self.storage.publish(f"{self.folder}/{rank:05d}{_PRINTS}", packed)
 
+    @uncollected()
     def publish(self, records: Mapping[int, FileRecord], parts: Iterable[Mapping[str, Partial]] = ()) -> list[str]:
         """Make the generation count; returns what is no longer needed. For the first rank, when all ranks have written.
 

@@ -89,19 +89,21 @@ class ModuleReader:
             names.update(getattr(module, self.modifiers)().values())
         return frozenset(names)
 
-    def is_opaque(self, module: nn.Module) -> bool:
+    def is_opaque(self, module: nn.Module, facts: ClassFacts) -> bool:
         """Whether only the module's own `state_dict` and `load_state_dict` know its state: it overrides them, or the
         user hooked them. Hooks of FSDP and of activation checkpointing do not count, their effect is known."""
         own = module.__dict__
-        if self.facts(module).overrides or "state_dict" in own or "load_state_dict" in own:
+        if facts.overrides or "state_dict" in own or "load_state_dict" in own:
             return True
-        hooks = [*filter(None, map(own.get, _HOOKS))]  # nearly always none
-        return bool(hooks) and not all(_is_known(hook) for kind in hooks for hook in kind.values())
+        if not any(map(own.get, _HOOKS)):
+            return False  # nearly always
+        return not all(_is_known(hook) for kind in _HOOKS for hook in own.get(kind, {}).values())
 
     def settle(self, module: nn.Module) -> None:
-        """Bring FSDP2 parameters to their sharded form, as its own hook does before a state dict is taken."""
+        """Bring FSDP2 parameters to their sharded form, as its own hook does before a state dict is taken. Not for
+        FSDP1, whose hook does more."""
         hooks = module.__dict__.get("_state_dict_pre_hooks")
-        if hooks and not self.facts(module).is_fsdp1:
+        if hooks:
             for hook in hooks.values():
                 if _is_known(hook):
                     hook(module, "", False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -59,21 +60,16 @@ class LiveOptimizers:
         self.optimizers = tuple(optimizers)
         self.parameters: list[list[OptimizedParameter]] = []
         """Per optimizer, in the order of its ids."""
-        self.by_id: list[dict[int, list[OptimizedParameter]]] = []
-        """Per optimizer and id in its own state dict: one parameter, or all that an FSDP1 flat one consists of."""
         self.by_name: dict[str, OptimizedParameter] = {}
         """By every name, aliases too."""
         self.outside: list[OptimizedParameter] = []
         """Those that the model does not have."""
-        seen: dict[int, OptimizedParameter] = {}
+        owners: dict[int, OptimizedParameter] = {}
         for k, optimizer in enumerate(self.optimizers):
             found = list(self._parameters(k, optimizer))
-            self.outside += [one for one in found if one.piece is None and id(one.parameter) not in live.names_of]
             self.parameters.append(found)
-            self.by_id.append({})
             for one in found:
-                self.by_id[k].setdefault(one.id, []).append(one)
-                other = seen.setdefault(id(one.parameter), one)
+                other = owners.setdefault(id(one.parameter), one)
                 if other is not one and (other.optimizer, other.id) != (k, one.id):
                     raise NormalizationError(
                         f"parameter {one.name!r} is in optimizer {other.optimizer} (group {other.group}) and in "
@@ -83,6 +79,16 @@ class LiveOptimizers:
                     self.by_name.setdefault(name, one)
         if self.outside and len(self.outside) == sum(map(len, self.parameters)):
             raise NormalizationError(_none_of_this_model(self.optimizers))
+
+    @functools.cached_property
+    def by_id(self) -> list[dict[int, list[OptimizedParameter]]]:
+        """Per optimizer and id in its own state dict: one parameter, or all that an FSDP1 flat one consists of."""
+        found: list[dict[int, list[OptimizedParameter]]] = []
+        for own in self.parameters:
+            found.append({})
+            for one in own:
+                found[-1].setdefault(one.id, []).append(one)
+        return found
 
     def _parameters(self, k: int, optimizer: Optimizer) -> Iterator[OptimizedParameter]:
         names_of, pieces_of, number = self.live.names_of, self.live.pieces_of, 0
@@ -97,7 +103,8 @@ class LiveOptimizers:
                         yield OptimizedParameter(parameter, own, k, g, position, number, piece)
                 else:
                     outside = (f"{OUTSIDE}.{k}.{g}.{position}",)
-                    yield OptimizedParameter(parameter, outside, k, g, position, number)
+                    self.outside.append(OptimizedParameter(parameter, outside, k, g, position, number))
+                    yield self.outside[-1]
                 number += 1
 
 

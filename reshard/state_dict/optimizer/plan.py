@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,9 @@ from reshard.state_dict.names import where
 from reshard.state_dict.optimizer.flat_parameters import filled_names, joined_pieces
 from reshard.state_dict.optimizer.groups import GroupWrite, plan_groups
 from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
+from reshard.state_dict.optimizer.places import Places, places_of
 from reshard.state_dict.optimizer.saved import SavedOptimizer, read_saved
-from reshard.state_dict.optimizer.schemas import StateKind
+from reshard.state_dict.optimizer.schemas import Misfit, StateKind
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
 
 __all__ = ["OptimizerWrites", "plan_optimizers"]
@@ -32,6 +33,8 @@ class OptimizerWrites(NamedTuple):
     """(optimizer, key, state) under keys that are no parameter."""
     groups: list[GroupWrite]
     report: OptimizerReport
+    places: Places
+    """Of which parameters the state is written where it lies."""
 
 
 def plan_optimizers(
@@ -46,7 +49,8 @@ def plan_optimizers(
     """
     saved = read_saved(given, live)
     match = _Match(live, saved)
-    faults = [*match.faults, *_misshapen(match.state)]
+    places = Places() if outlines else places_of(live, match.state)
+    faults = [*match.faults, *_misshapen(match.state, {id(one) for one, _, _ in places.rows})]
     if faults or (options.strict and (match.missing or match.lost or match.strangers or match.foreign)):
         raise KeyMismatchError(_message(live, match, faults, options.strict))
     groups = [] if outlines else plan_groups(live, saved)
@@ -60,7 +64,8 @@ def plan_optimizers(
         kept_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.kept),
         added_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.added),
     )
-    return OptimizerWrites([] if outlines else list(joined_pieces(match.state)), match.other, groups, report)
+    state = [] if outlines else list(joined_pieces(match.state)) if live.live.pieces_of else match.state
+    return OptimizerWrites(state, match.other, groups, report, places)
 
 
 class _Match:
@@ -78,8 +83,13 @@ class _Match:
         for k, own in enumerate(live.parameters):
             kind = StateKind(live.optimizers[k])
             for one in own:
-                values = self._state_of(one, kind)
-                self.state.append((one, self._checked(one, values, kind) if values is not None else None))
+                values = saved.state.get(one.names[0])
+                if values is None:
+                    values = self._under_another_name(one, kind)
+                if values is not None:
+                    misfit = kind.check(values, one, saved.fields.get(one.names[0], {}))
+                    values = values if misfit is None else self._useful(one, values, misfit, kind)
+                self.state.append((one, values))
         self.other = [
             (k, key, saved.state[key])
             for k, optimizer in enumerate(live.optimizers)
@@ -87,21 +97,20 @@ class _Match:
             if key in saved.state
         ]
         known = {key for _, key, _ in self.other}
-        names = dict.fromkeys([*saved.state, *saved.fields])
-        self.unexpected = [name for name in names if name not in live.by_name and name not in known]
+        strange = [name for names in (saved.state, saved.fields) for name in names if name not in live.by_name]
+        self.unexpected = [name for name in dict.fromkeys(strange) if name not in known]
         self.strangers = [name for name in self.unexpected if name not in live.live.by_name]
 
-    def _state_of(self, one: OptimizedParameter, kind: StateKind) -> State | None:
-        values = self.saved.state.get(one.name)
-        if values is None and len(one.names) > 1:
-            values = next((self.saved.state[name] for name in one.names if name in self.saved.state), None)
-        if values is None:
-            listed = any(name in self.saved.fields for name in one.names)
-            if listed and self._has_lost_state(one, kind):
-                self.lost.append(one.name)
-            elif one.parameter.requires_grad or listed:
-                (self.cold if listed else self.missing).append(one.name)
-        return values
+    def _under_another_name(self, one: OptimizedParameter, kind: StateKind) -> State | None:
+        found = next((name for name in one.names if name in self.saved.state), None)
+        if found is not None:
+            return self.saved.state[found]
+        listed = any(name in self.saved.fields for name in one.names)
+        if listed and self._has_lost_state(one, kind):
+            self.lost.append(one.name)
+        elif one.parameter.requires_grad or listed:
+            (self.cold if listed else self.missing).append(one.name)
+        return None
 
     def _has_lost_state(self, one: OptimizedParameter, kind: StateKind) -> bool:
         """Whether a flat dict was made with state of this parameter, and lacks it now."""
@@ -110,12 +119,8 @@ class _Match:
             return False
         return told.isdisjoint(one.names) and (one.piece is None or one.piece.is_here)
 
-    def _checked(self, one: OptimizedParameter, values: State, kind: StateKind) -> State | None:
+    def _useful(self, one: OptimizedParameter, values: State, misfit: Misfit, kind: StateKind) -> State | None:
         """The state without what the optimizer has no use for."""
-        live = self.live.optimizers[one.optimizer].param_groups[one.group]
-        misfit = kind.check(values, one.parameter, (self.saved.fields.get(one.name, {}), live))
-        if not (misfit.lacking or misfit.foreign):
-            return values
         self.faults += [f"{one.name}: its state lacks {key!r}, which {kind.name} needs" for key in misfit.lacking]
         self.foreign += [(one, key) for key in misfit.foreign]
         return {key: value for key, value in values.items() if key not in misfit.foreign} or None
@@ -127,16 +132,18 @@ def _other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [key for key in keys if not isinstance(key, torch.Tensor)]
 
 
-def _misshapen(state: list[Entry]) -> list[str]:
-    """State tensors that should have the shape of their parameter and do not.
+def _misshapen(state: list[Entry], fitting: Container[int]) -> list[str]:
+    """State tensors that should have the shape of their parameter and do not; of no parameter whose id is `fitting`.
 
     No schema says which state has that shape; a name counts as such if most parameters' tensors of that name have it.
     """
     misfits: dict[Any, list[str]] = {}
     for one, values in state:
+        if values is None or id(one) in fitting:
+            continue
         parameter = one.parameter
         plain = one.piece is None and type(parameter) in (torch.Tensor, torch.nn.Parameter)
-        for key, value in values.items() if values else ():
+        for key, value in values.items():
             if plain and type(value) is torch.Tensor and (not value.dim() or value.is_same_size(parameter)):
                 continue  # nearly always
             if not isinstance(value, torch.Tensor):

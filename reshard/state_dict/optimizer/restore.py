@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,13 +14,17 @@ from torch.distributed.tensor import DTensor
 from reshard.state.frameworks.torch_internals import copy_all, loads_itself
 from reshard.state.tensors import global_shape, identity_of, is_sharded
 from reshard.state_dict.memory import all_apart, apart, overlapping
+from reshard.state_dict.names import LiveModel
 from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
+from reshard.state_dict.optimizer.places import Places, all_plain
 from reshard.state_dict.optimizer.plan import OptimizerWrites
 from reshard.state_dict.optimizer.ties import GivenTies, ModelTensor, tensors_in
 from reshard.state_dict.options import OptimizerReport
 from reshard.state_dict.values import like, same_value, write
 
 __all__ = ["apply_optimizers"]
+
+Fields = Mapping[str, Any]
 
 
 def apply_optimizers(
@@ -40,21 +42,23 @@ def apply_optimizers(
     special = [loads_itself(optimizer) for optimizer in live.optimizers]
     # an optimizer that loads itself is given a dict of its own, the state of the others is written directly
     given: list[dict[Any, Any]] = [{} for _ in live.optimizers]
-    copies = _Copies()
     merged = [
         [{**group, **fields} for group, fields in zip(optimizer.param_groups, own)]
         for optimizer, own in zip(live.optimizers, groups)
     ]
-    states = [optimizer.state for optimizer in live.optimizers]
-    on_device = [[bool(fields.get("fused") or fields.get("capturable")) for fields in own] for own in merged]
+    places = Places() if _moves_a_step(writes.places, merged) else writes.places
+    copies = _Copies(places)
+    kept = {id(one) for one, _, _ in places.rows}
     for one, values in writes.state:
         k = one.optimizer
+        if id(one) in kept:
+            continue
         if not special[k]:
-            copies.add(states[k], one, values, merged[k][one.group], on_device[k][one.group])
+            copies.add(live.optimizers[k].state, one, values, merged[k][one.group])
         elif values is not None:
-            given[k][one.id] = copies.made(one, values, {})
+            given[k][one.id] = copies.made(one, values)
     others = [(k, key, copy.deepcopy(values)) for k, key, values in writes.other]
-    copies.finish(_model_tensors(live, model_state or {}))
+    copies.finish(live.live, model_state or {})
     for k, key, values in others:
         (given[k] if special[k] else live.optimizers[k].state)[key] = values
     for k, optimizer in enumerate(live.optimizers):
@@ -72,9 +76,22 @@ def apply_optimizers(
     return replace(writes.report, untied=(*copies.untied, *copies.ties.lost(live, writes)))
 
 
-def _model_tensors(live: LiveOptimizers, given: Mapping[str, Any]) -> list[ModelTensor]:
+def _moves_a_step(places: Places, fields: list[list[dict[str, Any]]]) -> bool:
+    """Whether a step that is held has to go to its parameter's device."""
+    moving = [[_keeps_step_on_device(group) for group in own] for own in fields]
+    return any(map(any, moving)) and any(
+        moving[one.optimizer][one.group] and "step" in held and held["step"].device != one.parameter.device
+        for one, held, _ in places.rows
+    )
+
+
+def _keeps_step_on_device(fields: Fields) -> bool:
+    return bool(fields.get("fused") or fields.get("capturable"))
+
+
+def _model_tensors(live: LiveModel, given: Mapping[str, Any]) -> list[ModelTensor]:
     """The model's tensors that state may be tied to, with what they were set to."""
-    slots = [slot for slot in live.live.by_name.values() if slot.value is not None and slot.piece is None]
+    slots = [slot for slot in live.by_name.values() if slot.value is not None and slot.piece is None]
     return [ModelTensor(slot.name, slot.value, given.get(slot.name)) for slot in slots]
 
 
@@ -82,67 +99,43 @@ class _Copies:
     """Writes the state of parameters: first all that has no place yet is made, then the places there are are filled;
     what can simply be copied is copied in one call."""
 
-    def __init__(self) -> None:
-        self.targets: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        self.keys: list[Any] = []
-        """Of each target: its key in the dict that it is in."""
-        self.holders: list[tuple[int, OptimizedParameter, dict[Any, Any]]] = []
-        """From which target on: whose state it is, and the dict that it is in."""
-        self.later: list[tuple[OptimizedParameter, dict[Any, Any], Any, Any, Any, Mapping[str, Any]]] = []
-        """Of each further entry: the same, with its value, what it holds now, and the fields of its group."""
+    def __init__(self, places: Places) -> None:
+        self.targets: list[Any] = list(places.targets)
+        """What the optimizers hold now and keep, to be written into."""
+        self.values: list[Any] = list(places.values)
+        self.later: list[tuple[OptimizedParameter, dict[Any, Any], Any, Any, Any, Fields]] = []
+        """Each further entry: whose it is, its dict, key, value, what it holds now, and the fields of its group."""
         self.untied: list[str] = []
         self.ties = GivenTies([], [])
+        self._rows = places.rows
+        self._found: list[tuple[OptimizedParameter, dict[Any, Any], Any]] = []
+        """Of each target that was found for an entry of `later`: whose it is, its dict and its key."""
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def add(
-        self, state: Any, one: OptimizedParameter, values: Mapping[Any, Any] | None, fields: Any, moves_step: bool
-    ) -> None:
-        """Give the parameter the state `values`, or none; `fields` are those of its group, and `moves_step` is whether
-        they keep the step on the parameter's device."""
-        parameter = one.parameter
+    def add(self, state: Any, one: OptimizedParameter, values: Mapping[Any, Any] | None, fields: Fields) -> None:
+        """Give the parameter the state `values`, or none; `fields` are those of its group."""
         if values is None:
-            state.pop(parameter, None)
+            state.pop(one.parameter, None)
             return
-        old = state.get(parameter)
+        old = state.get(one.parameter) or {}
         # a dict of the same keys is written in place
-        new = old if old is not None and old.keys() == values.keys() else {}
-        old = old or {}
-        targets, sources, keys, live_value = self.targets, self.values, self.keys, old.get
-        self.holders.append((len(targets), one, new))
-        for key, value in values.items():
-            live = live_value(key)
-            # by far the most common case, and there are many of them
-            if (
-                type(value) is type(live) is torch.Tensor
-                and value.dtype is live.dtype
-                and value.is_same_size(live)
-                and not (moves_step and key == "step")
-            ):
-                targets.append(live)
-                sources.append(value)
-                keys.append(key)
-                if new is not old:
-                    new[key] = live
-            else:
-                if new is not old:
-                    new[key] = None  # keeps its place in the order
-                self.later.append((one, new, key, value, live, fields))
-        if new is not old:
-            state[parameter] = new
+        new = old if old.keys() == values.keys() else dict.fromkeys(values)
+        self.later += [(one, new, key, value, old.get(key), fields) for key, value in values.items()]
+        state[one.parameter] = new
 
-    def made(self, one: OptimizedParameter, values: Mapping[Any, Any], fields: Mapping[str, Any]) -> dict[Any, Any]:
+    def made(self, one: OptimizedParameter, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """A dict that will have `values` made anew, once all is known."""
         new: dict[Any, Any] = dict.fromkeys(values)
-        self.later += [(one, new, key, value, None, fields) for key, value in values.items()]
+        self.later += [(one, new, key, value, None, {}) for key, value in values.items()]
         return new
 
-    def finish(self, model: list[ModelTensor]) -> None:
+    def finish(self, live: LiveModel, model_state: Mapping[str, Any]) -> None:
         """Make and write everything."""
         given = [*self.values, *(tensor for entry in self.later for tensor in tensors_in(entry[3]))]
         held = [*self.targets, *(tensor for entry in self.later for tensor in tensors_in(entry[4]))]
-        set_to = [each.given for each in model if isinstance(each.given, torch.Tensor)]
-        shares_nothing = all_apart([*given, *held, *set_to, *(each.live for each in model)])  # nearly always
+        set_to = {id(value): value for value in model_state.values() if isinstance(value, torch.Tensor)}
+        shares_nothing = all_apart([*given, *held, *set_to.values(), *live.tensors()])  # nearly always
+        model = [] if shares_nothing else _model_tensors(live, model_state)
         if not shares_nothing:
             self.ties = GivenTies(given, model)
         for one, holder, key, value, old, fields in self.later:
@@ -150,18 +143,20 @@ class _Copies:
         if not shares_nothing:
             self._give_apart([each.live for each in model])
             self.values = apart(self.targets, self.values)
-        plain: list[tuple[torch.Tensor, torch.Tensor]] = []
-        rest: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for pair in zip(self.targets, self.values):
-            (plain if type(pair[0]) is type(pair[1]) is torch.Tensor else rest).append(pair)
+        if all_plain(self.targets) and all_plain(self.values):
+            copy_all(self.targets, self.values)
+            return
+        pairs = list(zip(self.targets, self.values))
+        plain = list(filter(all_plain, pairs))
         copy_all([target for target, _ in plain], [value for _, value in plain])
-        for target, value in rest:
+        for target, value in itertools.filterfalse(all_plain, pairs):
             write(value, target)
 
     def _give_apart(self, model: list[torch.Tensor]) -> None:
         """Memory of their own for values that would be written where another value, or the model's, is to be."""
         moved: set[int] = set()
         pool = [*self.targets, *model]
+        places = [(one, old, key) for one, old, values in self._rows for key in values] + self._found
         for cluster in overlapping(pool):
             known = [(pool[i], pool[i].detach()) for i in cluster if i >= len(self.targets)]
             for i in (i for i in cluster if i < len(self.targets)):
@@ -170,8 +165,7 @@ class _Copies:
                 if all(identity_of(memory) == where and same_value(value, other) for memory, other in known):
                     known.append((target, value))
                     continue
-                _, one, holder = self.holders[bisect_right(self.holders, i, key=itemgetter(0)) - 1]
-                key = self.keys[i]
+                one, holder, key = places[i]
                 holder[key] = like(value, target) if is_sharded(value) else value.detach().clone()
                 moved.add(i)
                 self.untied.append(f"{one.name}.{key}")
@@ -185,7 +179,7 @@ class _Copies:
         """One entry of a parameter's state, made anew or, where `old` has its very form, `old`, to be written into."""
         parameter = one.parameter
         if isinstance(value, torch.Tensor):
-            on_device = bool(key == "step" and (fields.get("fused") or fields.get("capturable")))
+            on_device = key == "step" and _keeps_step_on_device(fields)
             if (
                 type(old) is type(value)
                 and old.dtype == value.dtype
@@ -194,8 +188,7 @@ class _Copies:
             ):
                 self.targets.append(old)
                 self.values.append(value)
-                self.holders.append((len(self.targets) - 1, one, holder))
-                self.keys.append(key)
+                self._found.append((one, holder, key))
                 return old
             lies = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else parameter.device
             same = (self.ties.same(value), key == "step", on_device, parameter.dim() > 0, lies)

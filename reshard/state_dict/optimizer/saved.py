@@ -79,17 +79,21 @@ def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
     """The dict that a key's front leads to, where the front is a known name."""
     known = live.live.by_name | live.by_name
     stateless: set[str] = set()
+    front: str | None = None
+    place: dict[Any, Any] | None = None
     for key, value in given.items():
-        if value == {} and key.removeprefix("state.") in known:
+        if type(value) is dict and not value and key.removeprefix("state.") in known:
             stateless.add(key.removeprefix("state."))
             continue
-        front, _, tail = key.rpartition(".")
-        if front in places:
-            places[front][tail] = value
+        last, (front, _, tail) = front, key.rpartition(".")
+        if front != last:  # keys of one parameter mostly come together
+            place = places.get(front)
+        if place is not None:
+            place[tail] = value
             continue
         section, name, path = split_flat_key(key, known)
         if len(path) == 1:
-            places[front] = (fields if section == "param_groups" else state).setdefault(name, {})
+            place = places[front] = (fields if section == "param_groups" else state).setdefault(name, {})
         if section == "param_groups":
             fields.setdefault(name, {})[".".join(path)] = value
             continue

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from reshard.state.frameworks.torch_internals import loads_itself
+from reshard.state_dict.optimizer.parameters import OptimizedParameter
 
 __all__ = ["Misfit", "StateKind"]
 
@@ -75,23 +76,34 @@ class StateKind:
         self._base = _torch_class(optimizer)
         self._schema = _SCHEMAS.get(self._base)
         self._asked = tuple(self._schema.under) if self._schema is not None else ()
+        self._fields: Mapping[str, Any] | None = None
+        self._group = 0
+        self._are_set: tuple[bool, ...] = ()
+        """Of the fields that were asked for last."""
         self._checked: dict[Any, Misfit] = {}
 
-    def check(self, values: Mapping[Any, Any], parameter: torch.Tensor, fields: Sequence[Mapping[str, Any]]) -> Misfit:
-        """What is wrong with the keys of `values`, saved for `parameter`, in a group that will have `fields`: the first
-        mapping that has one counts."""
+    def check(self, values: Mapping[Any, Any], one: OptimizedParameter, fields: Mapping[str, Any]) -> Misfit | None:
+        """What is wrong with the keys of `values`, saved for the parameter in a group that had `fields`; or None."""
         if self._optimizer_has_a_say:
-            return _FITS
-        # a model has many parameters and few kinds of state
-        are_set = tuple([_is_set(next((own[field] for own in fields if field in own), None)) for field in self._asked])
-        key = (are_set, parameter.dim() > 1, *values)
-        found = self._checked.get(key)
+            return None
+        # a model has many parameters, one after another in few groups, and few kinds of state
+        if self._asked and (fields is not self._fields or one.group != self._group):
+            self._fields, self._group = fields, one.group
+            self._are_set = self._settings(fields, one.group)
+        is_matrix = self._base == "Adafactor" and one.parameter.dim() > 1
+        kind = (self._are_set, is_matrix, *values)
+        found = self._checked.get(kind)
         if found is None or self._base == "LBFGS":
-            needed = self._needed(values, parameter, are_set)
+            needed = self._needed(values, is_matrix, self._are_set)
             lacking = tuple(name for name in needed if name not in values)
             foreign = tuple(key for key in values if self._known is not None and str(key) not in self._known)
-            found = self._checked[key] = Misfit(lacking, foreign)
-        return found
+            found = self._checked[kind] = Misfit(lacking, foreign) if lacking or foreign else _FITS
+        return None if found is _FITS else found
+
+    def _settings(self, fields: Mapping[str, Any], group: int) -> tuple[bool, ...]:
+        """Which of the fields that add to the state will be set: as they were saved, else as they are."""
+        live = self._optimizer.param_groups[group]
+        return tuple(_is_set(fields[name] if name in fields else live.get(name)) for name in self._asked)
 
     @functools.cached_property
     def keeps_state(self) -> bool:
@@ -111,13 +123,13 @@ class StateKind:
             return held or None
         return held.union(self._schema.always, self._schema.under.values(), self._schema.at_will)
 
-    def _needed(self, values: Mapping[Any, Any], parameter: torch.Tensor, are_set: Sequence[bool]) -> list[str]:
+    def _needed(self, values: Mapping[Any, Any], is_matrix: bool, are_set: Sequence[bool]) -> list[str]:
         if self._schema is None:
             return []
         needed = list(self._schema.always)
         needed += [key for key, is_set in zip(self._schema.under.values(), are_set) if is_set]
         if self._base == "Adafactor":
-            needed += ["row_var", "col_var"] if parameter.dim() > 1 else ["variance"]
+            needed += ["row_var", "col_var"] if is_matrix else ["variance"]
         if self._base == "LBFGS" and values.get("n_iter", 1):
             needed += _LBFGS
         return needed

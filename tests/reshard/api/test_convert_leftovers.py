@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from reshard.api.convert import workers
+from reshard.api.convert import converting, workers
 from reshard.api.convert.journal import Journal
-from reshard.errors import StorageError
+from reshard.errors import DeadlineError, StorageError
 from tests import gloo
 from tests.same import same
 
@@ -182,6 +182,9 @@ def by_itself(source: str, folder: str) -> float:
     started = time.monotonic()
     if dist.get_rank() == 1:
         reshard.convert(source, f"{folder}/one", format="safetensors", alone=True)
+        converting.MEETING_S = 0.5
+        with pytest.raises(DeadlineError, match=r"rank 0 did not reach .*alone=True.* within 0\.5 s"):
+            reshard.convert(source, f"{folder}/none", format="safetensors")
     dist.barrier()
     return time.monotonic() - started
 

@@ -371,6 +371,22 @@ def test_what_cannot_be_done_is_refused(
     assert not (tmp_path / "c").exists()
 
 
+def test_what_is_written_opens_or_is_refused_whatever_kind_of_checkpoint_is_there(saved: Path, tmp_path: Path) -> None:
+    """Two kinds of files in one folder are a mixture, or hide one another: also where one may overwrite."""
+    kinds = ("native", "dcp", "safetensors")
+    reshard.save({"other": torch.ones(3)}, tmp_path / "other")
+    for there, format in [(there, format) for there in kinds for format in kinds if there != format]:
+        target, wanted = tmp_path / f"{there}-{format}", ["model.*"]
+        reshard.convert(tmp_path / "other", target, format=there)
+        if (there, format) == ("safetensors", "native"):  # what is ours comes first
+            reshard.convert(saved, target, format=format, select=wanted, overwrite=True)
+            assert "other" not in reshard.open(target)
+            continue
+        with pytest.raises(FormatError, match=r"another kind of checkpoint.*folder of its own"):
+            reshard.convert(saved, target, format=format, select=wanted, overwrite=True)
+        assert list(reshard.open(target)) == ["other"]
+
+
 @pytest.mark.parametrize("format", ["native", "dcp", "safetensors"])
 def test_a_checkpoint_is_not_overwritten_unless_asked(format: str, saved: Path, tmp_path: Path) -> None:
     reshard.convert(saved, tmp_path / "c", format=format, select="model.embed")

@@ -169,13 +169,25 @@ def test_what_fsdp2_leaves_each_rank_is_read_or_refused(as_rank, dp, tp):
     assert [key for key in verdict.undecided if len(tp) == 1] == []
 
 
-def gathered(n):
+def together(n, path):
     """Cut so that ranks 2 and 6 alone cannot place what they hold."""
     placements = [_StridedShard(0, split_factor=4), Shard(0), Shard(0)]
-    tensor = distribute_tensor(torch.arange(n), init_device_mesh("cpu", (2, 2, 2)), placements, src_data_rank=None)
-    return gather(tensor).tolist(), read(lambda: reshard.layout_of(tensor, "w"), "what rank") is None
+    mesh = init_device_mesh("cpu", (2, 2, 2))
+    tensor = distribute_tensor(torch.arange(n), mesh, placements, src_data_rank=None)
+    alone = read(lambda: reshard.layout_of(tensor, "w"), "what rank") is None
+    whole = gather(tensor).tolist()
+    reshard.save({"w": tensor}, path)
+    filled = []
+    for options in ({}, {"read_once": True}, {"read_once": "host"}):
+        target = {"w": distribute_tensor(torch.zeros(n, dtype=torch.int64), mesh, placements, src_data_rank=None)}
+        reshard.load(target, path, **options)
+        filled.append(torch.equal(target["w"].to_local(), tensor.to_local()))
+    return whole, alone, filled
 
 
 @pytest.mark.gloo
-def test_ranks_that_gather_compare_what_they_hold():
-    assert gloo.run(gathered, 8, 6) == [(list(range(6)), rank in (2, 6)) for rank in range(8)]
+def test_ranks_that_gather_save_or_load_compare_what_they_hold(tmp_path):
+    found = gloo.run(together, 8, 6, str(tmp_path))
+
+    assert found == [(list(range(6)), rank in (2, 6), [True] * 3) for rank in range(8)]
+    assert reshard.open(tmp_path)["w"][...].tolist() == list(range(6))

@@ -56,6 +56,21 @@ def test_there_and_back(tmp_path):
     assert (weight.data_ == 3).all()
     assert weight.scale.tolist() == [3.0] * 4
     assert set(reshard.open(tmp_path)) == {"model.w.data_", "model.w.scale", "model.b"}
+    assert reshard.compare(tmp_path, target).ok
+    assert reshard.fingerprint(target) == reshard.open(tmp_path).fingerprints
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_compared_by_their_parts_or_refused():
+    jagged, strided = (
+        torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+        for layout in (torch.jagged, torch.strided)
+    )
+
+    assert reshard.compare({"a": jagged}, {"a": jagged}).ok
+    for state in ({"a": strided}, {"a": reshard.PerRank(strided)}, {"a": reshard.PerRank(jagged)}):
+        with pytest.raises(LayoutError, match="'a' is nested"):
+            reshard.compare(state, state)
 
 
 def test_inside_a_subclass_inside_another(tmp_path):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from reshard.errors import KeyMismatchError, NormalizationError, RankFailedError, ReshardError
+from reshard.errors import KeyMismatchError, LayoutError, NormalizationError, RankFailedError, ReshardError
 from reshard.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -208,6 +211,44 @@ def run_custom() -> None:
             assert report.missing == report.unexpected == ()
             assert report.untouched == ("layers.0.scratch", "layers.1.scratch")
             assert_same(get_model_state_dict(model, options=FULL), wanted)
+
+
+DIFFERENT: dict[str, tuple[dict[str, Any], ...]] = {
+    "cpu_offload": ({"cpu_offload": True}, {}),
+    "ignore_frozen_params": ({"ignore_frozen_params": True}, {}),
+    "broadcast_from_rank0": ({"broadcast_from_rank0": True}, {}),
+    "strict": ({}, {"strict": False}),
+}
+
+
+def with_different_options() -> dict[str, str]:
+    """What each verb says where rank 0 is given other options than the others."""
+    model, optimizer = fresh(zoo.fsdp2, 1)
+    whole = get_state_dict(model, optimizer, options=FULL)
+    heard: dict[str, str] = {}
+    for name, (first, others) in DIFFERENT.items():
+        options = replace(FULL, **(first if dist.get_rank() == 0 else others))
+        for verb, call in {
+            "get": partial(get_state_dict, model, optimizer),
+            "set": partial(set_state_dict, model, optimizer, model_state_dict=whole[0], optim_state_dict=whole[1]),
+        }.items():
+            try:
+                call(options=options)
+            except LayoutError as error:
+                heard[f"{verb} {name}"] = str(error)
+    return heard
+
+
+@pytest.mark.gloo
+def test_options_that_differ_between_ranks_are_an_error_on_all_of_them() -> None:
+    heard = gloo.run(with_different_options, 2)
+
+    assert heard[0] == heard[1]
+    assert set(heard[0]) == {f"{verb} {name}" for verb in ("get", "set") for name in DIFFERENT}
+    for call, said in heard[0].items():
+        assert re.search(
+            rf"different options.*: {call.split()[1]}: (True|False) on rank 0, (True|False) on rank 1$", said
+        )
 
 
 @pytest.mark.gloo
