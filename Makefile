@@ -9,7 +9,7 @@ PIN := $(if $(TORCH),"torch==$(TORCH)",--constraint constraints.txt)
 BIN := $(VENV)/bin
 TESTFLAGS ?= -n 2 --dist worksteal
 
-.PHONY: demo test check docs dist bench nightly clean
+.PHONY: demo test check docs dist bench gpu nightly clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name it with make PYTHON=..."; exit 1; }
@@ -42,6 +42,10 @@ dist: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks
+
+# says so and ends well where there is no accelerator
+gpu: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.device --suites
 
 nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -q property_tests --hypothesis-profile=nightly --timeout=0

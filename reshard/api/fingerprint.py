@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ from reshard.errors import CheckpointError, FormatError, LayoutError, ReplicaDri
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.streaming import Region, stream
 from reshard.state.fingerprints.keys import PUBLIC, Key
-from reshard.state.fingerprints.parts import Fingerprinter, Partial, partial
+from reshard.state.fingerprints.parts import Fingerprinter, Partial, partials
 from reshard.state.frameworks.tensor_subclasses import expanded
 from reshard.state.tensors import is_tensor, layout_of, local_tensors
 from reshard.state.tree import flatten, key_of
@@ -123,23 +123,37 @@ def holdings(
     lazy = {key_of(path): value for path, value in leaves.items() if isinstance(value, LazyTensor)}
     tensors = {key_of(path): value for path, value in leaves.items() if is_tensor(value)}
     given: StateLayout = layout_of(tensors) if layouts is None else _pick(layouts, tensors)
+    held = {fqn: _matched(fqn, local_tensors(tensors[fqn]), given.parts(fqn, rank)) for fqn in given}
+    sums = iter(_summed(given, held, rank, key))
     found = []
     for fqn, layout in given.items():
         spec = layout.spec
-        parts = given.parts(fqn, rank)
-        held = _matched(fqn, local_tensors(tensors[fqn]), parts)
-        for tensor, part in held:
-            try:
-                sums = partial(tensor, part, spec.shape, key=key)
-            except (LayoutError, FormatError) as error:
-                raise type(error)(f"tensor {fqn!r} on rank {rank}: {error}") from None
-            found.append(Holding(fqn, spec.dtype, spec.shape, _place(part), sums.to_bytes()))
-        if not held:
+        for _, part in held[fqn]:
+            found.append(Holding(fqn, spec.dtype, spec.shape, _place(part), next(sums).to_bytes()))
+        if not held[fqn]:
             found.append(Holding(fqn, spec.dtype, spec.shape, b"", Partial().to_bytes()))
     for fqn, stored in lazy.items():
         shape, read = tuple(stored.shape), _read(stored, key).partial.to_bytes()
         found.append(Holding(fqn, stored.stored.spec.dtype, shape, _place(Part.of_box(Box.full(shape))), read))
     return found
+
+
+def _summed(
+    given: StateLayout, held: Mapping[str, Sequence[tuple[Any, Part]]], rank: int, key: Key
+) -> Sequence[Partial]:
+    """Of all parts of all tensors, in order: what lies on devices is computed there, and waited for once."""
+    fqn = ""
+
+    def parts() -> Iterator[tuple[Any, Part, Sequence[int]]]:
+        nonlocal fqn
+        for fqn, layout in given.items():
+            for tensor, part in held[fqn]:
+                yield tensor, part, layout.spec.shape
+
+    try:
+        return partials(parts(), key=key)
+    except (LayoutError, FormatError) as error:
+        raise type(error)(f"tensor {fqn!r} on rank {rank}: {error}") from None
 
 
 def _pick(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, Any]) -> StateLayout:

@@ -33,6 +33,7 @@ __all__ = [
     "Census",
     "agree_on_values",
     "check_globs",
+    "lies_on_device",
     "per_rank_name",
     "take_census",
 ]
@@ -60,6 +61,8 @@ class _Description(msgspec.Struct, frozen=True):
     aliases: dict[str, str]
     empty: list[str]
     """Sharded tensors of which this rank holds no element, so that it cannot tell whether they are tied."""
+    on_device: bool
+    """Whether any tensor is elsewhere than in the memory of the CPU."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,14 @@ def take_census(state: LiveState, group: Group, *, check_replicas: bool = True) 
     own = _own_values(state, group) if any(said.per_rank for said, _ in parties) else ({}, {})
     census = _merge(parties, *own)
     settle_forms(state.tensors, census.layout, group.ranks[group.rank])
-    merged = agree_on_values(state.tensors, objects, group, census.layout, check_replicas=check_replicas)
+    merged = agree_on_values(
+        state.tensors,
+        objects,
+        group,
+        census.layout,
+        check_replicas=check_replicas,
+        on_device=any(said.on_device for said, _ in parties),
+    )
     return replace(census, objects=merged)
 
 
@@ -112,7 +122,13 @@ def _describe(state: LiveState) -> _Description:
         containers=[(path_to_json(path), kind) for path, kind in state.containers.items()],
         aliases=dict(state.tied),
         empty=[key for key, tensor in state.tensors.items() if tensor.is_elsewhere],
+        on_device=lies_on_device(state.tensors.values()),
     )
+
+
+def lies_on_device(tensors: Iterable[LiveTensor]) -> bool:
+    """Whether any tensor is elsewhere than in the memory of the CPU."""
+    return any(local.device.type not in ("cpu", "meta") for tensor in tensors for local in tensor.local)
 
 
 def agree_on_values(
@@ -122,22 +138,25 @@ def agree_on_values(
     layout: Mapping[str, TensorLayout],
     *,
     check_replicas: bool,
+    on_device: bool = False,
 ) -> dict[str, Any]:
     """Collective: all objects of all ranks, as JSON data, once it is sure that no key has two values.
 
-    `layout`: of what all ranks hold.
+    `layout`: of what all ranks hold; `on_device`: whether a tensor of any rank lies on a device: see `Table`.
 
     Raises KeyMismatchError, alike on every rank, for a tensor or object that differs between ranks under one key
     (unless `check_replicas` is off, which trusts the lowest rank).
     """
     if group.world_size == 1:
         return objects
-    table, digests = Table(), {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()}
+    table, digests = (
+        Table(on_device),
+        {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()},
+    )
     if check_replicas:
         for key, digest in digests.items():
             table.add_object(key, digest)
-        for key, tensor in tensors.items():
-            table.add_tensor(tensor, layout.get(key), group.ranks[group.rank], group.world_size)
+        table.add_tensors(tensors, layout, group.ranks[group.rank], group.world_size)
     if agree_on_table(table, digests, group):
         return objects
     merged: dict[str, Any] = {}

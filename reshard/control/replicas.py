@@ -17,12 +17,13 @@ import torch
 import xxhash
 
 from planners.geometry.layout import TensorLayout
-from planners.geometry.layout_forms import ProductForm
+from planners.geometry.layout_forms import Form, ProductForm
 from planners.geometry.placement import Replicate
 from reshard.control.group import Group
 from reshard.errors import KeyMismatchError, format_ranks
-from reshard.state.arrays import as_array, row_major_bytes
+from reshard.state.fingerprints import partials
 from reshard.state.live_state import LiveTensor
+from reshard.state.memory.arrays import as_array, row_major_bytes
 
 __all__ = ["Table", "agree_on_table"]
 
@@ -44,6 +45,9 @@ class _Heard(msgspec.Struct, frozen=True, array_like=True):
 class Table:
     """What this rank compares with others: a digest for each key, by who holds the key."""
 
+    on_device: bool = False
+    """Whether a tensor of any rank lies on a device: then all compare fingerprints, which devices compute where the
+    elements are, in the place of hashes of the bytes."""
     rows: dict[bytes, dict[str, bytes]] = field(default_factory=dict)
     counts: dict[bytes, int] = field(default_factory=dict)
     """Of holders; `_ANYBODY` if it is not known."""
@@ -56,21 +60,29 @@ class Table:
         self.rows.setdefault(holders, {})[key] = digest
         self.counts[holders] = _ANYBODY
 
-    def add_tensor(self, tensor: LiveTensor, layout: TensorLayout | None, rank: int, world_size: int) -> None:
-        """The parts of a tensor that other ranks may hold, too.
+    def add_tensors(
+        self, tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayout], rank: int, world_size: int
+    ) -> None:
+        """The parts of tensors that other ranks may hold, too.
 
-        `layout`: of what all ranks hold, where it is known; `world_size`: how many ranks there are.
+        `layouts`: of what all ranks hold, where it is known; `world_size`: how many ranks there are.
         """
-        form = None if layout is None else layout.form
-        for key, digest in _replica_digests(tensor, rank, world_size).items():
-            if isinstance(form, ProductForm) and rank in form.mesh:
-                if id(form) not in self._known:
-                    self._known[id(form)] = form, *_holders(form, rank)
-                _, holders, count = self._known[id(form)]
-                self.rows.setdefault(holders, {})[key] = digest
-                self.counts[holders] = count
-            else:
-                self.add_object(key, digest)
+        copies = {key: _replicas(tensor, rank, world_size) for key, tensor in tensors.items()}
+        digests = _digests({name: t for of in copies.values() for name, t in of.items()}, on_device=self.on_device)
+        for key, of in copies.items():
+            layout = layouts.get(key)
+            for name in of:
+                self._add(name, digests[name], None if layout is None else layout.form, rank)
+
+    def _add(self, name: str, digest: bytes, form: Form | None, rank: int) -> None:
+        if not (isinstance(form, ProductForm) and rank in form.mesh):
+            self.add_object(name, digest)
+            return
+        if id(form) not in self._known:
+            self._known[id(form)] = form, *_holders(form, rank)
+        _, holders, count = self._known[id(form)]
+        self.rows.setdefault(holders, {})[name] = digest
+        self.counts[holders] = count
 
     def heard(self, objects: bytes) -> _Heard:
         """What this rank tells."""
@@ -133,12 +145,12 @@ def _holders(form: ProductForm, rank: int) -> tuple[bytes, int]:
     return xxhash.xxh3_64_digest(f"{form.mesh} {copied} {place}".encode()), count
 
 
-def _replica_digests(tensor: LiveTensor, rank: int, world_size: int) -> dict[str, bytes]:
-    """A digest of each local tensor that other ranks may hold, too, under a name that says which elements it is."""
+def _replicas(tensor: LiveTensor, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """The local tensors that other ranks may hold, too, each under a name that says which elements it is."""
     if tensor.is_meta:
         return {}
     if not tensor.is_sharded:
-        return {tensor.key: _digest(tensor.value)}
+        return {tensor.key: tensor.value}
     form = tensor.form
     if not isinstance(form, ProductForm):
         return {}
@@ -146,8 +158,11 @@ def _replica_digests(tensor: LiveTensor, rank: int, world_size: int) -> dict[str
     if not copied and form.mesh.size == world_size:
         return {}  # nobody else holds any of it
     parts = form.parts(tensor.spec.shape, rank)
-    return {f"{tensor.key}\0{part.dims}": _digest(t) for t, part in zip(tensor.local, parts) if t.numel()}
+    return {f"{tensor.key}\0{part.dims}": t for t, part in zip(tensor.local, parts) if t.numel()}
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(row_major_bytes(as_array(tensor.cpu())))
+def _digests(tensors: Mapping[str, torch.Tensor], *, on_device: bool) -> dict[str, bytes]:
+    if on_device:
+        found = partials((t, None, None) for t in tensors.values())
+        return {name: one.to_bytes() for name, one in zip(tensors, found, strict=True)}
+    return {name: xxhash.xxh3_128_digest(row_major_bytes(as_array(t))) for name, t in tensors.items()}

@@ -42,8 +42,8 @@ from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.copying import copy_place
 from reshard.formats.stored.tensor import Place, StoredChunk
 from reshard.formats.torch_save.zip_writer import save_tensor
-from reshard.state.arrays import as_array
 from reshard.state.dtypes import dtype_from_name
+from reshard.state.memory.arrays import as_array
 from reshard.storage import Storage, open_storage
 from reshard.storage.base import Writer
 

@@ -19,6 +19,7 @@ from reshard.formats.stored.copying import MAX_BUFFER_BYTES, copy_place, empty
 from reshard.formats.stored.source import FileSource, Source
 from reshard.formats.stored.tensor import Place, StoredTensor
 from reshard.state.dtypes import dtype_name
+from reshard.state.memory.uploads import Uploads
 
 __all__ = [
     "Copy",
@@ -69,6 +70,10 @@ class Workspace:
         count = min(count, memory_budget_bytes // (2 * _MIN_PIECE_BYTES))
         return cls(count, min(MAX_BUFFER_BYTES, memory_budget_bytes // (2 * count)))
 
+    def uploads(self) -> Uploads:
+        """Two pieces for each thread, of half the size: one is read while the other is on its way to a device."""
+        return Uploads(2 * self.threads, self.piece_bytes // 2)
+
 
 def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -80,12 +85,22 @@ class Staged:
 
     tensor: torch.Tensor
     saved: torch.dtype
+    uploads: Uploads | None = None
+    """The way to its device, where that is reached by pinned memory."""
 
     def __getitem__(self, index: Any) -> Staged:
-        return Staged(self.tensor[index], self.saved)
+        return Staged(self.tensor[index], self.saved, self.uploads)
+
+    def limit(self, piece_bytes: int) -> int:
+        """The largest piece that can be filled at once, where `piece_bytes` may be staged."""
+        return piece_bytes if self.uploads is None else min(piece_bytes, self.uploads.slot_bytes)
 
     def fill(self, place: Place, buffer_bytes: int) -> None:
         """Read the elements into memory of the saved dtype, and from there into the target."""
+        if self.uploads is not None:
+            sizes = place.window.sizes
+            self.uploads.put(self.tensor, self.saved, sizes, lambda array: copy_place(place, array, buffer_bytes))
+            return
         scratch, array = empty(place.window.sizes, dtype_name(self.saved))
         copy_place(place, array, buffer_bytes)
         self.tensor.copy_(scratch)
@@ -181,7 +196,7 @@ def in_pieces(copy: Copy, piece_bytes: int) -> Iterator[tuple[Place, Array | Sta
     What needs no memory beside its target is cut only so that threads share it.
     """
     window, out = copy.place.window, copy.out
-    limit = piece_bytes if isinstance(out, Staged) else 2 * MAX_BUFFER_BYTES
+    limit = out.limit(piece_bytes) if isinstance(out, Staged) else 2 * MAX_BUFFER_BYTES
     todo = [(copy.place, out)]
     while todo:
         place, out = todo.pop()

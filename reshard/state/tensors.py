@@ -6,7 +6,6 @@ Only this module (with the other border modules) knows torch's private names for
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -46,7 +45,6 @@ __all__ = [
     "mesh_line",
     "mesh_of",
     "raw_bytes",
-    "settle_streams",
     "spec_of",
     "warn_if_untried",
 ]
@@ -381,18 +379,3 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     A dim of size 1 may have any stride and be contiguous all the same, but torch refuses to see it as bytes then.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def settle_streams(devices: Iterable[torch.device]) -> None:
-    """Wait for the calling thread's stream of each of these devices; the CPU and the meta device have none.
-
-    Before other threads touch tensors: a thread starts on the default stream, and where the caller is on another one,
-    neither waits for the other. A save would read values that are still being computed, a load would write what a
-    kernel under way overwrites.
-    """
-    if not torch.accelerator.is_available():  # torch 2.6 raises where there is a build for one and no device
-        return
-    kind = torch.accelerator.current_accelerator()
-    for device in set(devices):
-        if kind is not None and device.type == kind.type:
-            torch.accelerator.current_stream(device).synchronize()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from planners.geometry.box import Box
 from reshard.control.group import Group
 from reshard.errors import KeyMismatchError, NormalizationError
+from reshard.execute.messages.wires import device_of_kind, sending_kinds
 from reshard.state.frameworks.fsdp1 import FlatPiece
 from reshard.state.tensors import is_sharded, raw_bytes
 from reshard.state_dict.gather import parts_of
@@ -308,6 +309,5 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _wire() -> torch.device:
     """Where tensors must be to be sent: the CPU, if the default group has a backend for it."""
-    if "gloo" in str(dist.get_backend()) or "mpi" in str(dist.get_backend()):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    kinds = sending_kinds(None)
+    return device_of_kind("cpu" if "cpu" in kinds or not kinds else kinds[0])

@@ -27,8 +27,8 @@ from reshard.execute.reading import Workspace
 from reshard.formats.native.reader import NativeFacts, is_replaced
 from reshard.state.deferred_optimizer import Saved, places
 from reshard.state.garbage import uncollected
+from reshard.state.memory.uploads import Uploads
 from reshard.state.targets import Targets
-from reshard.state.tensors import settle_streams
 
 if TYPE_CHECKING:  # imported by loads that map or share: they are a third of what there is to import
     from reshard.execute.messages.read_once import SharedReading
@@ -178,13 +178,15 @@ class _Load:
         targets, match, options = self.targets, self.match, self.options
         mismatches = hear_all(match, self.group, self.checkpoint, targets)
         truth = mismatches.judge(match, options, self.checkpoint, targets, self.group)
-        shared, plan = self._plan()
+        space = Workspace.of(options.memory_budget_bytes, options.threads, mismatches.sharers)
+        uploads = space.uploads()
+        shared, plan = self._plan(uploads)
         planned = time.perf_counter()
         native = self.checkpoint.contents.facts_of(NativeFacts) if options.check else None
-        space = Workspace.of(options.memory_budget_bytes, options.threads, mismatches.sharers)
         together = self.many and options.once_among == "host"
         with Fetch(plan.copies, self.group, space, native, together, options.memory_budget_bytes) as fetch:
-            per_rank, checked = self._read(fetch, plan)
+            with uploads:
+                per_rank, checked = self._read(fetch, plan)
             if not options.dry_run:
                 if shared is not None:
                     fetch.bytes_received += shared.pass_on(targets.writable, self.group, self.process_group)
@@ -213,7 +215,7 @@ class _Load:
             seconds={"plan": planned - started, "check": checked - planned, "read": time.perf_counter() - checked},
         )
 
-    def _plan(self) -> tuple[SharedReading | None, ReadPlan]:
+    def _plan(self, uploads: Uploads) -> tuple[SharedReading | None, ReadPlan]:
         """Who reads what for whom, and what this rank reads where."""
         targets, match = self.targets, self.match
         targets.check_places([*match.objects, *match.per_rank])
@@ -224,8 +226,9 @@ class _Load:
         once = filled_once(match.tensors, targets.tensors, targets.tied_in_place, self.checkpoint, self.rank)
         # ranks without elements of a tensor do not see that it is tied: to share the reading, all must plan the same
         names = once if shared is None else match.tensors
-        plan = plan_rank(targets, self.checkpoint, names, self.rank, dry_run=self.options.dry_run, shared=shared)
-        settle_streams(targets.tensors[key].device for key in names)
+        dry_run = self.options.dry_run
+        plan = plan_rank(targets, self.checkpoint, names, self.rank, dry_run=dry_run, uploads=uploads, shared=shared)
+        uploads.begin()
         return shared, plan
 
     def _share(self) -> SharedReading:

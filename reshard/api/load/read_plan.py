@@ -15,8 +15,9 @@ from reshard.checkpoint.checkpoint import Checkpoint, stored_layout
 from reshard.errors import DamagedCheckpointError
 from reshard.execute.reading import Copy, Staged, find_copies
 from reshard.formats.stored.tensor import StoredTensor
-from reshard.state.arrays import as_array
 from reshard.state.dtypes import dtype_from_name
+from reshard.state.memory.arrays import as_array
+from reshard.state.memory.uploads import Uploads
 from reshard.state.targets import Targets
 
 if TYPE_CHECKING:  # imported by loads that share the reading
@@ -43,12 +44,14 @@ def plan_rank(
     rank: int,
     *,
     dry_run: bool,
+    uploads: Uploads,
     shared: SharedReading | None = None,
 ) -> ReadPlan:
     """Plan this rank's reads of the stored tensors `names`, prove the plan, and find the bytes of every item.
 
     Args:
         names: key of the target -> name in the checkpoint.
+        uploads: the way to devices.
         shared: who reads what, where ranks read for one another.
 
     Raises DamagedCheckpointError if the checkpoint does not hold every element that is wanted exactly once, or not all
@@ -74,11 +77,12 @@ def plan_rank(
     items = plan.items(rank)
     if dry_run:
         return ReadPlan([], items.nbytes)
-    return ReadPlan(find_copies(items, lambda key: stored[key], _landings(targets, wanted, shared)), items.nbytes)
+    landings = _landings(targets, wanted, shared, uploads)
+    return ReadPlan(find_copies(items, lambda key: stored[key], landings), items.nbytes)
 
 
 def _landings(
-    targets: Targets, wanted: Mapping[str, TensorLayout], shared: SharedReading | None
+    targets: Targets, wanted: Mapping[str, TensorLayout], shared: SharedReading | None, uploads: Uploads
 ) -> Callable[[ReadItem], Array | Staged]:
     """A function from an item to what it goes into: the target's own memory, where that can be written to at once."""
     made: dict[str, list[Array | Staged]] = {}
@@ -95,7 +99,7 @@ def _landings(
         return [
             as_array(local)
             if local.dtype == saved and local.device.type == "cpu" and not local.is_conj() and not local.is_neg()
-            else Staged(local, saved)
+            else Staged(local, saved, uploads if uploads.take_in(local.device) else None)
             for local in read
         ]
 

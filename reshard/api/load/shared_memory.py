@@ -15,8 +15,8 @@ import torch
 from planners.geometry.layout import TensorLayout
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError, LayoutError
-from reshard.state.arrays import as_array
 from reshard.state.live_state import LiveTensor
+from reshard.state.memory.arrays import as_array
 
 __all__ = ["filled_once", "refuse_overlaps"]
 

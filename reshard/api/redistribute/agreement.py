@@ -8,15 +8,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.views.view import View
 from reshard.api.redistribute.pairing import Pairing
 from reshard.control.global_layout import Described, describe, join_aliases, join_layouts
+from reshard.control.global_state import lies_on_device
 from reshard.control.group import Group
 from reshard.errors import LayoutError, format_ranks
+from reshard.execute.messages.wires import sending_kinds
 from reshard.mapping import Mapping as StateMapping
 from reshard.state.live_state import LiveTensor
 from reshard.state.targets import Targets
@@ -127,6 +128,8 @@ class _Description(msgspec.Struct, frozen=True):
     target: _SideDescription
     devices: list[str]
     """Kinds of device that this rank can send from, the preferred one first."""
+    on_device: bool
+    """Whether a tensor of its source lies elsewhere than in the memory of the CPU."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,8 @@ class Agreed:
     target_objects: tuple[str, ...]
     tied: Mapping[str, str]
     device: str
+    on_device: bool
+    """Whether a tensor of any source lies elsewhere than in the memory of the CPU."""
 
     def pair(self, options: Options) -> Pairing:
         """Raises KeyMismatchError; NormalizationError for a mapping that computes."""
@@ -172,7 +177,8 @@ def agree(
     """
     group.same_options("redistribute", options.shared())
     devices = _devices([*source.state.tensors.values(), *target.state.tensors.values()], process_group)
-    mine = _Description(source.describe(), target.describe(), devices)
+    held = lies_on_device(source.state.tensors.values())
+    mine = _Description(source.describe(), target.describe(), devices, held)
     parties = group.parties(msgspec.json.encode(mine))
     said = {data: msgspec.json.decode(data, type=_Description) for data in parties}
     found = [(said[data], ranks) for data, ranks in parties.items()]
@@ -192,6 +198,7 @@ def agree(
         tuple(dict.fromkeys(key for d, _ in found for key in d.target.objects)),
         join_aliases((d.target.tensors.tensors, d.target.tied, d.target.empty) for d, _ in found),
         _common_device(found),
+        any(description.on_device for description, _ in found),
     )
 
 
@@ -216,14 +223,7 @@ def _devices(tensors: list[LiveTensor], process_group: dist.ProcessGroup | None)
     for tensor in tensors:
         for local in tensor.local:
             held[local.device.type] = held.get(local.device.type, 0) + local.nbytes
-    able = ["cpu"]
-    if dist.is_available() and dist.is_initialized():
-        config = dist.get_backend_config(process_group)
-        backends = dict(row.split(":") for row in config.split(",")) if ":" in config else {"cpu": config}
-        # gloo sends from memory of the CPU only, whatever it is registered for
-        able = [kind for kind, backend in backends.items() if kind == "cpu" or backend not in ("gloo", "mpi")]
-        able = [kind for kind in able if kind != "cuda" or torch.cuda.is_available()]
-    return sorted(able, key=lambda kind: -held.get(kind, 0))
+    return sorted(sending_kinds(process_group), key=lambda kind: -held.get(kind, 0))
 
 
 def _common_device(found: list[tuple[_Description, list[int]]]) -> str:

@@ -70,15 +70,16 @@ class Values:
         return dict(sorted(out.items()))
 
 
-def check_replicas(source: Side, before: StateLayout, group: Group) -> None:
-    """Collective: compare digests of what several ranks hold alike. `before`: the layout of all sources of the job.
+def check_replicas(source: Side, before: StateLayout, group: Group, *, on_device: bool) -> None:
+    """Collective: compare digests of what several ranks hold alike. `before`: the layout of all sources of the job;
+    `on_device`: whether any of them lies on a device.
 
     Raises KeyMismatchError, alike on every rank, where they differ.
     """
     copied = {key for key, layout in before.items() if int(layout.numels().sum()) > layout.spec.numel}
     mine = {k: t for k, t in source.state.tensors.items() if k in copied and k not in source.layouts}
     if copied:
-        agree_on_values(mine, {}, group, before, check_replicas=True)
+        agree_on_values(mine, {}, group, before, check_replicas=True, on_device=on_device)
 
 
 def _at(root: Any, path: tuple[Any, ...]) -> Any:

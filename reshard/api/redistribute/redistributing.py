@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -25,6 +25,7 @@ from reshard.control.group import Group
 from reshard.errors import LayoutError, RankFailedError, UndefinedTargetsError, format_names
 from reshard.execute.messages.exchange import Exchange
 from reshard.execute.messages.waiting import Waiter
+from reshard.execute.messages.wires import device_of_kind, settle
 from reshard.state.dtypes import dtype_from_name
 from reshard.state.tensors import local_tensors
 
@@ -84,7 +85,8 @@ class Prepared:
         clock = time.perf_counter()
         self._source, self._target, self._options = source, target, options
         self._group, self._process_group = group, process_group
-        self._device = agreed.device
+        self._device = device_of_kind(agreed.device)
+        _meet_on(self._device, process_group)
         self._rank = group.ranks[group.rank]
         key = (agreed.key, self._rank, options.digest())
         found = _cache.get(key)
@@ -153,7 +155,7 @@ class Prepared:
         if self._first:
             group.barrier()  # nobody writes before everybody is ready to
         self._first = False
-        with torch.no_grad(), Waiter(group, torch.device(self._device), self._options.deadline_s) as waiter:
+        with torch.no_grad(), Waiter(group, self._device, self._options.deadline_s) as waiter:
             self._moving = True
             for exchange in self._exchanges:
                 exchange.move(group, waiter)
@@ -162,6 +164,7 @@ class Prepared:
             for slot, value in self._fills:
                 slot.fill_(value)
             self._values.assign(values)
+            settle(self._others, group)
             waiter.meet(self._process_group)
 
     def _undefined(self, error: Exception) -> UndefinedTargetsError:
@@ -211,6 +214,7 @@ class Prepared:
         ]
         self._target.state.put_new()
         self._memory = self._places()
+        self._others = {tensor.device for tensor in self._tensors()} - {self._device}
 
     def _places_checked(self) -> None:
         for key in {lane.source for lane in self.pairing.lanes.values()} & self._source.state.tensors.keys():
@@ -219,12 +223,12 @@ class Prepared:
 
     def _places(self) -> list[int]:
         """Where all local tensors are: equal as long as nobody gave a tensor other memory."""
-        return [
-            tensor.data_ptr()
-            for side in (self._source, self._target)
-            for live in side.state.tensors.values()
-            for tensor in (local_tensors(live.value) if not live.is_meta else ())
-        ]
+        return [tensor.data_ptr() for tensor in self._tensors()]
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for side in (self._source, self._target):
+            for live in side.state.tensors.values():
+                yield from local_tensors(live.value) if not live.is_meta else ()
 
     def _report(self) -> TransferReport:
         pairing, exchanges = self.pairing, self._exchanges
@@ -246,6 +250,13 @@ class Prepared:
             planned=planned,
             seconds=self._seconds,
         )
+
+
+def _meet_on(device: torch.device, process_group: dist.ProcessGroup | None) -> None:
+    """Collective: have the backend of a device make its connections, in which all ranks must take part. The rounds of
+    a transfer may be between some of them only."""
+    if device.type != "cpu":
+        dist.all_reduce(torch.zeros(1, dtype=torch.uint8, device=device), group=process_group)
 
 
 class _Local:
@@ -280,7 +291,7 @@ def prepare(
         known = time.perf_counter()
         prepared = Prepared(mine, wanted, agreed, given, group, process_group)
         if given.check_replicas:
-            check_replicas(mine, agreed.before, group)
+            check_replicas(mine, agreed.before, group, on_device=agreed.on_device)
         prepared._seconds = {"agree": known - start, **prepared._seconds}
     return prepared
 

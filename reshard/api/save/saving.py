@@ -19,17 +19,17 @@ from reshard.api.arguments import check_arguments
 from reshard.api.save import background
 from reshard.api.save.options import SaveOptions
 from reshard.api.save.report import SaveReport
+from reshard.api.save.staging import Stage, ToWrite, check_stage, staged
 from reshard.control.global_state import check_globs, per_rank_name, take_census
 from reshard.control.group import DEADLINE_S, Group
 from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, FormatError, LayoutError, ReshardError, format_ranks
 from reshard.formats.native import generations
-from reshard.formats.native.data_file import Entry, sum_up, write_file
+from reshard.formats.native.data_file import Entry, write_file
 from reshard.formats.native.manifest import FileRecord
 from reshard.formats.native.publish import Generation
 from reshard.state.garbage import uncollected
 from reshard.state.live_state import LiveState, LiveTensor, is_long, take_apart
-from reshard.state.tensors import settle_streams
 from reshard.storage import Storage, open_storage
 from reshard.storage.opening import place_of
 
@@ -94,7 +94,7 @@ def save(
         )
         check_arguments("save", state_dict, path)
         job, state = _prepare(state_dict, path, group, options)
-        return _finish(job, _entries(job, state))
+        return _finish(job, ToWrite.where_it_is(_entries(job, state)))
 
 
 class PendingSave:
@@ -138,8 +138,14 @@ def async_save(
     progress: bool = SaveOptions.progress,
     deadline_s: float = DEADLINE_S,
     max_in_flight: int = 1,
+    stage: Stage = "host",
 ) -> PendingSave:
     """Like `save`, but returns as soon as this rank's part is copied; the state saved is that of the call.
+
+    What lies on a device is copied to pinned memory of the host beside the caller's stream, as soon as that stream has
+    done what it was asked before, and the call waits for these copies. The memory is kept for the next save. With
+    `stage="device"` it is copied on the device, where that has room, and the call waits for nothing: each rank may
+    choose for itself. On the CPU both are the same.
 
     At most `max_in_flight` saves of this process go on at once: a further call first waits for the oldest. It raises
     what went wrong with an earlier one, on all ranks, unless all have asked for that one's `result()`. Saves to one
@@ -147,6 +153,7 @@ def async_save(
     """
     if max_in_flight < 1:
         raise CheckpointError(f"max_in_flight must be >= 1, got {max_in_flight}")
+    check_stage(stage)
     _await_saves_to(path)
     earlier = background.ended_for(max_in_flight)
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
@@ -157,16 +164,20 @@ def async_save(
             select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes, progress, overwrite
         )
         job, state = _prepare(state_dict, path, group, options)
-        entries = [_staged(entry) for entry in _entries(job, state)]
+        copies = staged(_entries(job, state), stage, fingerprints=options.fingerprints)
 
     def work() -> SaveReport:
-        with group.together("save"):
-            return _finish(job, entries)
+        try:
+            with group.together("save"):
+                return _finish(job, copies)
+        finally:
+            copies.release()
 
     try:
         name = f"reshard-save-{job.generation.save_id}"
         return PendingSave(background.start(work, name, place_of(job.storage)))
     except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
+        copies.release()
         with group.together("save"):
             raise
 
@@ -177,11 +188,6 @@ def _await_saves_to(path: Any) -> None:
     except ReshardError:  # the save itself will say so, to all ranks
         return
     background.await_place(place)
-
-
-def _staged(entry: Entry) -> Entry:
-    copied = entry.tensor.to("cpu", copy=True) if entry.tensor.device.type != "cpu" else entry.tensor.clone()
-    return Entry(entry.spec, entry.box, copied)
 
 
 @dataclass(frozen=True)
@@ -248,7 +254,6 @@ def _entries(job: _Job, state: LiveState) -> list[Entry]:
         part = views[item.fqn][item.part]
         piece = part[item.source.slices] if part.ndim else part
         out.append(Entry(layout.spec, item.box, piece))
-    settle_streams(entry.tensor.device for entry in out)
     return out
 
 
@@ -267,7 +272,7 @@ def _parts(tensor: LiveTensor, count: int, rank: int) -> tuple[torch.Tensor, ...
     return tuple(local[0][slices] for slices in boxes)
 
 
-def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
+def _finish(job: _Job, data: ToWrite) -> SaveReport:
     """Write this rank's file and, on the first rank, publish. Leaves nothing behind if any rank fails."""
     group, clock, generation = job.group, time.perf_counter(), job.generation
     try:
@@ -277,7 +282,7 @@ def _finish(job: _Job, entries: list[Entry]) -> SaveReport:
         if group.rank:
             generations.check_claimed(job.storage, generation.save_id, group.ranks[0])
         with group.together("write"):
-            record = _write(job, entries) if entries else None
+            record = _write(job, data) if data.entries else None
             written = time.perf_counter()
             rows = group.gather(msgspec.msgpack.encode((job.rank, record)))
             if rows is not None:
@@ -316,13 +321,13 @@ def _clear(job: _Job, cause: BaseException) -> None:
         cause.add_note(f"removing the unfinished save failed too: {second}")
 
 
-def _write(job: _Job, entries: list[Entry]) -> FileRecord:
+def _write(job: _Job, data: ToWrite) -> FileRecord:
     """This rank's file and, made by another thread meanwhile, its part of the fingerprints."""
     name = f"{job.generation.folder}/{job.rank:05d}.safetensors"
-    total = sum(entry.nbytes for entry in entries)
+    budget = job.options.memory_budget_bytes
     with (
         Progress(show=job.group.rank == 0, bars=job.options.progress) as bar,
-        bar.phase("write", total) as step,
+        bar.phase("write", data.nbytes) as step,
         ThreadPoolExecutor(1, thread_name_prefix="reshard-fingerprint") as beside,
     ):
 
@@ -330,8 +335,8 @@ def _write(job: _Job, entries: list[Entry]) -> FileRecord:
             job.group.check()
             step.advance(nbytes)
 
-        parts = beside.submit(sum_up, entries) if job.options.fingerprints else None
-        record = write_file(job.storage, name, entries, stage_bytes=job.options.memory_budget_bytes, on_bytes=on_bytes)
+        parts = beside.submit(data.sum_up) if job.options.fingerprints else None
+        record = write_file(job.storage, name, data.entries, lanes=data.lanes, stage_bytes=budget, on_bytes=on_bytes)
         if parts is not None:
             job.generation.leave_prints(job.rank, parts.result())
     return record

@@ -21,8 +21,10 @@ import torch.distributed as dist
 from planners.transfer.plan import TransferItem, TransferItems
 from planners.transfer.rounds import Message, Schedule
 from reshard.control.group import Group
-from reshard.execute.messages.waiting import Waiter, settle
-from reshard.state.arrays import raw_elements
+from reshard.execute.messages.waiting import Waiter
+from reshard.execute.messages.wires import settle
+from reshard.state.memory.arrays import raw_elements
+from reshard.state.memory.lanes import has_lanes, pinned
 from reshard.state.tensors import raw_bytes
 
 __all__ = ["DEPTH", "LARGE_BYTES", "Exchange", "Leg", "Parts", "RankWork", "round_bytes"]
@@ -102,6 +104,8 @@ class _Packed(NamedTuple):
 class _Round(NamedTuple):
     packs: list[tuple[torch.Tensor, torch.Tensor]]
     """(to, from), before it is posted."""
+    host_packs: list[tuple[torch.Tensor, torch.Tensor]]
+    """Of these, what the host does itself, into memory that devices have done with by then."""
     ops: list[dist.P2POp]
     unpacks: list[tuple[torch.Tensor, torch.Tensor]]
     """(to, from), when it has arrived."""
@@ -137,6 +141,8 @@ class Exchange:
         self.copied_bytes = self.sent_bytes = self.received_bytes = 0
         """Bytes of one run, as counted on what is really copied and given to the backend."""
         self._copies = [copy for item in work.copies if (copy := self._copy(item)) is not None]
+        self._elsewhere: set[torch.device] = set()
+        """Devices of tensors that are packed on the host."""
         self._build_rounds()
         self._sources = self._targets = _Memo(_nothing)  # the views keep what is needed
 
@@ -148,24 +154,36 @@ class Exchange:
         """
         with Waiter(group, self._device, deadline_s) as waiter:
             self.move(group, waiter)
-            settle(self._device, group)
+            settle([self._device, *self._elsewhere], group)
 
     def move(self, group: Group, waiter: Waiter) -> None:
-        """The same as part of something longer, which has its own waiter: on a device the work may be under way yet."""
+        """The same as part of something longer, which has its own waiter: on a device the work may be under way yet.
+
+        On devices whose streams the backend keeps to, nothing is waited for between the rounds. Where messages are
+        packed on the host, and tensors are not there, the host waits once a round.
+        """
         under_way: deque[tuple[_Round, list[Any]]] = deque()
         with torch.no_grad():
             copies = iter(self._copies)
             for number, step in enumerate(self._rounds):
                 if len(under_way) == DEPTH:
-                    _finish(waiter, *under_way.popleft())
+                    self._finish(waiter, *under_way.popleft())
                 for to, of in step.packs:
+                    to.copy_(of, non_blocking=self._is_pinned)
+                settle(self._elsewhere, group)  # packed, and what was in the buffer before is unpacked
+                for to, of in step.host_packs:
                     to.copy_(of)
                 under_way.append((step, dist.batch_isend_irecv(step.ops)))
                 if number == DEPTH - 1:
                     self._run_copies(copies, group)  # while the first messages travel
             self._run_copies(copies, group)
             while under_way:
-                _finish(waiter, *under_way.popleft())
+                self._finish(waiter, *under_way.popleft())
+
+    def _finish(self, waiter: Waiter, step: _Round, works: list[Any]) -> None:
+        waiter.wait(works, [op.peer for op in step.ops])
+        for to, of in step.unpacks:
+            to.copy_(of, non_blocking=self._is_pinned)
 
     def _run_copies(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], group: Group) -> None:
         for to, of in copies:
@@ -208,7 +226,11 @@ class Exchange:
                     there.append(burst)
                 placed[-1].append((leg, there))
             sizes[number % DEPTH] = max(sizes[number % DEPTH], at)
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+        self._is_pinned = any(map(has_lanes, self._elsewhere))
+        self._buffers = [
+            pinned(size) if self._is_pinned else torch.empty(size, dtype=torch.uint8, device=self._device)
+            for size in sizes
+        ]
         self._rounds = [self._round(legs, self._buffers[number % DEPTH]) for number, legs in enumerate(placed)]
 
     def _draft(self, leg: Leg) -> list[torch.Tensor | _Packed]:
@@ -217,7 +239,10 @@ class Exchange:
         for burst in leg.bursts:
             pieces, at = [], 0
             for item in burst:
-                pieces.append((self._piece(item, leg.sends), at, at + item.nbytes))
+                elements = self._piece(item, leg.sends)
+                if self._device.type == "cpu" and elements.device.type != "cpu":
+                    self._elsewhere.add(elements.device)
+                pieces.append((elements, at, at + item.nbytes))
                 at += item.nbytes
             straight = self._straight(burst[0], pieces[0][0]) if len(burst) == 1 else None
             out.append(_Packed(0, at, pieces) if straight is None else straight)
@@ -242,7 +267,7 @@ class Exchange:
         return raw_bytes(elements)
 
     def _round(self, legs: list[tuple[Leg, list[torch.Tensor | _Packed]]], buffer: torch.Tensor) -> _Round:
-        step = _Round([], [], [])
+        step = _Round([], [], [], [])
         for leg, bursts in legs:
             send_or_receive = dist.isend if leg.sends else dist.irecv
             for burst, items in zip(bursts, leg.bursts, strict=True):
@@ -254,15 +279,11 @@ class Exchange:
                         dtype = self._wires.get(item.fqn, elements.dtype)
                         there = wire[begin:end].view(dtype).view(elements.shape)
                         pair = (there, elements) if leg.sends else (elements, there)
-                        (step.packs if leg.sends else step.unpacks).append(pair)
+                        by_host = self._is_pinned and elements.device.type == "cpu"
+                        packs = step.host_packs if by_host else step.packs
+                        (packs if leg.sends else step.unpacks).append(pair)
                 step.ops.append(dist.P2POp(send_or_receive, wire, leg.peer, self._process_group, _TAG))
         return step
-
-
-def _finish(waiter: Waiter, step: _Round, works: list[Any]) -> None:
-    waiter.wait(works, [op.peer for op in step.ops])
-    for to, of in step.unpacks:
-        to.copy_(of)
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from reshard.control.group import Group
 from reshard.errors import DeadlineError, ReshardError
+from reshard.execute.messages.wires import settle
 
-__all__ = ["Waiter", "settle"]
+__all__ = ["Waiter"]
 
 _LOOK_S = 0.05
 """How often a rank that waits looks whether another has failed."""
@@ -92,7 +93,7 @@ class Waiter:
             except DeadlineError:
                 self._group.barrier()  # ends at once, and says who is missing
                 raise
-        settle(self._device, self._group)
+        settle([self._device], self._group)
 
 
 class _Batch:
@@ -114,14 +115,3 @@ def _serve(batches: queue.SimpleQueue[_Batch | None]) -> None:
         batch.works = ()
         batch.done.set()
         del batch
-
-
-def settle(device: torch.device, group: Group) -> None:
-    """Until the device has done all that was asked of it. Raises the failure of another rank."""
-    if device.type != "cuda":
-        return
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
-    while not done.query():  # type: ignore[no-untyped-call]
-        group.check()
-        time.sleep(0.0005)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,8 +14,9 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.formats.native.manifest import BLOCK_BYTES, FileRecord, entry_key
 from reshard.formats.safetensors.header import encode_header
-from reshard.state.arrays import as_array, row_major_bytes
-from reshard.state.fingerprints import Partial, partial
+from reshard.state.fingerprints import Partial, partials
+from reshard.state.memory.downloads import row_major_pieces
+from reshard.state.memory.lanes import Lanes
 from reshard.storage.base import Storage
 
 __all__ = ["STAGE_BYTES", "BlockSums", "Entry", "Sink", "digest128", "sum_up", "write_file"]
@@ -58,13 +59,17 @@ def write_file(
     name: str,
     entries: Sequence[Entry],
     *,
+    lanes: Lanes | None = None,
     stage_bytes: int = STAGE_BYTES,
     on_bytes: Callable[[int], None] | None = None,
 ) -> FileRecord:
     """Write `entries` as one safetensors file, and its block checksums beside it. Both are durable on return.
 
-    `stage_bytes` is for elements that do not lie in row-major order, or not on the CPU, on their way to the file. Large
-    elements come first, so that every array is aligned to its item size.
+    Large elements come first, so that every array is aligned to its item size.
+
+    Args:
+        lanes: by which entries on devices come to the host; those of other devices are copied one after another.
+        stage_bytes: for elements that do not lie in row-major order, or not on the CPU, on their way to the file.
 
     Raises FormatError if two entries have one key; StorageError if the storage fails.
     """
@@ -73,48 +78,32 @@ def write_file(
     with storage.create(name) as out:
         sums = BlockSums(out)
         sums.write(memoryview(header))
-        for entry in ordered:
-            for piece in _pieces(entry.tensor, stage_bytes // 2):  # one is written while the next one is made
-                sums.write(piece)
-                if on_bytes is not None:
-                    on_bytes(len(piece))
+        for piece in row_major_pieces([entry.tensor for entry in ordered], lanes or Lanes(), stage_bytes):
+            sums.write(piece)
+            if on_bytes is not None:
+                on_bytes(len(piece))
         digests = sums.finish()
     with storage.create(f"{name}.sums") as out:
         out.write(digests)
     return FileRecord(name, len(header) + sum(entry.nbytes for entry in ordered), len(header), digest128(digests))
 
 
-def sum_up(entries: Sequence[Entry]) -> dict[str, Partial]:
-    """What `entries` add to the fingerprints of their tensors, by name."""
+def sum_up(entries: Sequence[Entry], lanes: Lanes | None = None) -> dict[str, Partial]:
+    """What `entries` add to the fingerprints of their tensors, by name: computed where they are, on these lanes."""
     out: dict[str, Partial] = {}
-    for entry in entries:
-        found = partial(entry.tensor, entry.box, entry.spec.shape)
-        out[entry.spec.fqn] = out[entry.spec.fqn] + found if entry.spec.fqn in out else found
+    lanes = lanes or Lanes()
+    for device in dict.fromkeys(entry.tensor.device for entry in entries):
+        here = [entry for entry in entries if entry.tensor.device == device]
+        with lanes.use(device):
+            found = partials((entry.tensor, entry.box, entry.spec.shape) for entry in here)
+        for entry, one in zip(here, found, strict=True):
+            out[entry.spec.fqn] = out[entry.spec.fqn] + one if entry.spec.fqn in out else one
     return out
 
 
 def digest128(data: bytes) -> str:
     """XXH3-128, in hex."""
     return str(xxhash.xxh3_128_hexdigest(data))
-
-
-def _pieces(tensor: torch.Tensor, stage_bytes: int) -> Iterator[memoryview]:
-    """The elements in row-major order; with a bounded copy where they do not lie so in CPU memory."""
-    if tensor.numel() == 0:
-        return
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        yield row_major_bytes(as_array(tensor))
-        return
-    nbytes = tensor.numel() * tensor.element_size()
-    if tensor.ndim == 0 or nbytes <= stage_bytes or max(tensor.shape) == 1:
-        yield row_major_bytes(as_array(tensor.cpu()))
-        return
-    rows = stage_bytes * tensor.shape[0] // nbytes
-    for start in range(0, tensor.shape[0], max(rows, 1)):
-        if rows:
-            yield row_major_bytes(as_array(tensor[start : start + rows].cpu()))
-        else:  # one row alone is too large
-            yield from _pieces(tensor[start], stage_bytes)
 
 
 class BlockSums:

@@ -15,8 +15,8 @@ from planners.geometry.byteruns import Window
 from reshard.errors import CheckpointError
 from reshard.formats.stored.source import Source
 from reshard.formats.stored.tensor import Place
-from reshard.state.arrays import item_dtype
 from reshard.state.dtypes import dtype_from_name
+from reshard.state.memory.arrays import item_dtype
 
 __all__ = ["MAX_BUFFER_BYTES", "copy_place", "copy_view", "empty", "read_place"]
 

@@ -28,8 +28,8 @@ from reshard.errors import ReshardError
 from reshard.formats.stored.copying import copy_place
 from reshard.formats.stored.source import DIRECT_BYTES, FileSource
 from reshard.formats.stored.tensor import StoredTensor, check_cover
-from reshard.state.arrays import item_dtype
 from reshard.state.dtypes import dtype_from_name
+from reshard.state.memory.arrays import item_dtype
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -27,8 +27,8 @@ import torch
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.pickles.record import Record
-from reshard.state.arrays import as_array, row_major_bytes
 from reshard.state.dtypes import dtype_from_name, dtype_name
+from reshard.state.memory.arrays import as_array, row_major_bytes
 
 __all__ = [
     "ArchiveWriter",

@@ -18,7 +18,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,21 @@ import torch
 
 from reshard.state.fingerprints.keys import BLOCK, LANES, LIMB_BITS, LIMBS, PRIME, Key, Residues, products, to_limbs
 
-__all__ = ["Axis", "Sums", "add_sums", "fold", "tiles"]
+__all__ = ["Axis", "Sums", "Term", "add_sums", "fold", "known", "terms", "tiles"]
 
 Sums = tuple[int, ...]
 """One element of the field per lane."""
 Tile = tuple[tuple[int, int], ...]
 """A range of each axis."""
+
+
+class Term(NamedTuple):
+    """The sum over one tile, being computed where the words are: digits that `known` puts together."""
+
+    digits: torch.Tensor
+    uses: tuple[torch.Tensor, ...]
+    """Memory that may be given up when the digits are known, since another stream than this one may have made it."""
+
 
 _MAX_COLUMNS = 2048
 _MAX_ROWS = 1 << 14
@@ -115,28 +124,37 @@ def fold(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Sums:
     Extra memory: one chunk as float64 (1 MiB on the CPU, 128 MiB on other devices) and up to 32 MiB of digits,
     kept for the next tensor of the same geometry.
     """
+    return add_sums(*(_join(term.digits.tolist()) for term in terms(words, axes, key)))
+
+
+def known(found: Sequence[Term]) -> list[Sums]:
+    """Each sum, as soon as all of them are computed: they come to the host together."""
+    rows = torch.stack([term.digits for term in found]).tolist() if found else []
+    return [_join(row) for row in rows]
+
+
+def terms(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Iterator[Term]:
+    """What `fold` adds up. On a device each is asked for, and not waited for."""
     sizes = tuple(words.shape)
     if 0 in sizes:
-        return (0,) * LANES
+        return
     first, width = _whole_axes(sizes, _MAX_COLUMNS)
     if first and width < _NARROW:  # too narrow: take in some of the next axis, or its places within a block
         segments = axes[first - 1].segments()
         if len(segments) > 1 or len(segments[0][2]) > 1:
-            parts = []
             for start, stop, replaced in segments:
                 part_axes = (*axes[: first - 1], *replaced, *axes[first:])
                 part = words.narrow(first - 1, start, stop - start).view([axis.size for axis in part_axes])
-                parts.append(fold(part, part_axes, key))
-            return add_sums(*parts)
+                yield from terms(part, part_axes, key)
+            return
         if first == len(sizes) or math.prod(sizes[: first - 1]) >= _MIN_ROWS:
             first -= 1
-    total = []
     for columns in tiles(sizes[first:], _MAX_COLUMNS):
         column_limbs = _limbs(key, tuple(axes[first:]), columns, words.device)
         for rows in tiles(sizes[:first], _MAX_ROWS):
             row_limbs = _limbs(key, tuple(axes[:first]), rows, words.device)
-            total.append(_contract(_cut(words, rows + columns), first, row_limbs, column_limbs))
-    return add_sums(*total)
+            digits = _contract(_cut(words, rows + columns), first, row_limbs, column_limbs)
+            yield Term(digits, (row_limbs, column_limbs))
 
 
 def _whole_axes(sizes: Sequence[int], limit: int) -> tuple[int, int]:
@@ -174,8 +192,8 @@ def _limbs(key: Key, axes: tuple[Axis, ...], tile: Tile, device: torch.device) -
     return torch.from_numpy(to_limbs(numbers)).to(device)
 
 
-def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_limbs: torch.Tensor) -> Sums:
-    """The sum over one tile: axes before `first` are its rows, the others its columns."""
+def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_limbs: torch.Tensor) -> torch.Tensor:
+    """The digits of the sum over one tile: axes before `first` are its rows, the others its columns."""
     rows, columns = row_limbs.shape[1], column_limbs.shape[1]
     height = max(1, (_CPU_WORDS if words.device.type == "cpu" else _DEVICE_WORDS) // columns)
     sums = torch.empty(LANES * LIMBS, rows, dtype=torch.float64, device=words.device)
@@ -191,7 +209,7 @@ def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_l
     high = torch.round(sums * 2.0**-_HALF_BITS)
     low = sums - high * 2.0**_HALF_BITS
     parts = torch.stack((row_limbs @ low.t(), row_limbs @ high.t()))
-    return _join(parts.flatten().to(torch.int64).tolist())
+    return parts.flatten().to(torch.int64)
 
 
 def _join(parts: list[int]) -> Sums:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,11 +13,11 @@ import torch
 from planners.geometry.box import Box
 from reshard.errors import FormatError, LayoutError
 from reshard.state.dtypes import dtype_from_name, dtype_name
-from reshard.state.fingerprints.fold import Sums, add_sums, fold
+from reshard.state.fingerprints.fold import Sums, Term, add_sums, fold, known, terms
 from reshard.state.fingerprints.keys import LANES, PRIME, PUBLIC, Key
-from reshard.state.fingerprints.words import Positions, local_parts, words_of
+from reshard.state.fingerprints.words import Positions, float64_is_exact, local_parts, words_of
 
-__all__ = ["Fingerprinter", "Partial", "comparable", "partial"]
+__all__ = ["Fingerprinter", "Partial", "comparable", "partial", "partials"]
 
 _VERSION = "rf1"
 _LANE_BYTES = 6
@@ -97,19 +98,54 @@ def partial(
         LayoutError: positions that do not fit the shapes.
         FormatError: a tensor that is not dense, has no data, or whose elements are no plain numbers.
     """
-    shape = tuple(tensor.shape) if shape is None else tuple(shape)
+    return partials([(tensor, positions, shape)], key=key)[0]
+
+
+def partials(
+    parts: Iterable[tuple[torch.Tensor, Positions, Sequence[int] | None]], *, key: Key = PUBLIC
+) -> list[Partial]:
+    """`partial` of each (tensor, positions, shape). Devices are asked for all of them, and then waited for once."""
+    with torch.no_grad():
+        begun = [_Begun.of(tensor, positions, shape, key) for tensor, positions, shape in parts]
+        under_way: dict[torch.device, list[Term]] = {}
+        for one in begun:
+            for term in one.terms:
+                under_way.setdefault(term.digits.device, []).append(term)
+        ended = {device: iter(known(found)) for device, found in under_way.items()}
+    return [one.end(ended) for one in begun]
+
+
+class _Begun(NamedTuple):
+    """One fingerprint under way: what is known of it, and what a device has been asked."""
+
+    sums: Sums
+    terms: list[Term]
+    numel: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, positions: Positions, shape: Sequence[int] | None, key: Key) -> _Begun:
+        """Raises as `partial` does."""
+        shape = tuple(tensor.shape) if shape is None else tuple(shape)
+        _refuse(tensor)
+        pieces = local_parts(tensor, positions, shape)
+        words = (found for piece, part in pieces for found in words_of(piece, part))
+        numel = sum(piece.numel() for piece, _ in pieces)
+        if tensor.device.type == "cpu" or not float64_is_exact(tensor.device):
+            return cls(add_sums(*(fold(piece, axes, key) for piece, axes in words)), [], numel)
+        return cls(add_sums(), [term for piece, axes in words for term in terms(piece, axes, key)], numel)
+
+    def end(self, ended: Mapping[torch.device, Iterator[Sums]]) -> Partial:
+        """`ended`: the sums of all terms, in the order in which they were begun."""
+        return Partial(add_sums(self.sums, *(next(ended[term.digits.device]) for term in self.terms)), self.numel)
+
+
+def _refuse(tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise FormatError(
             f"a {kind} tensor of shape {tuple(tensor.shape)} has no plain elements to take a fingerprint of"
         )
     dtype_name(tensor.dtype)
-    with torch.no_grad():
-        found = [
-            Partial(add_sums(*(fold(words, axes, key) for words, axes in words_of(piece, part))), piece.numel())
-            for piece, part in local_parts(tensor, positions, shape)
-        ]
-    return found[0] if len(found) == 1 else Partial.total(found)
 
 
 def comparable(a: str, b: str) -> bool:

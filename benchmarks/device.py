@@ -1,0 +1,225 @@
+"""To a device and from it, beside a raw pinned copy, a copy on the device and DCP: `python -m benchmarks.device`.
+
+Of any accelerator that torch knows. Without one it says so and does nothing. `--suites` first runs the tests of the
+device path on it: with several devices between ranks by their own backend as well, with one by gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+import reshard
+from benchmarks import processes
+from reshard.state.memory.lanes import pinned
+
+REPEATS = 3
+SUITES = ("tests/stories/test_device.py", "tests/reshard/api/test_live_device.py")
+
+
+class Row(NamedTuple):
+    """One line of the table: ours and a peer in bytes a second, and the share of the peer's speed that is wanted."""
+
+    what: str
+    ours: float
+    peer: str
+    peers: float
+    wanted: float | None = None
+
+    def __str__(self) -> str:
+        share = self.ours / self.peers
+        wanted = "" if self.wanted is None else f", wanted {self.wanted:.2f}"
+        return f"| {self.what} | {self.ours / 1e9:.2f} | {self.peer} | {self.peers / 1e9:.2f} | {share:.2f}{wanted} |"
+
+
+def best_s(run: Callable[[], object], device: torch.device) -> float:
+    """The shortest of some runs, in seconds, after one to warm up; each ends when the device has done all of it."""
+    module, times = torch.get_device_module(device), []
+    for _ in range(REPEATS + 1):
+        module.synchronize()
+        start = time.perf_counter()
+        run()
+        module.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def state_of(nbytes: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Eight matrices in bfloat16 of so many bytes together, and one that lies transposed."""
+    rows = max(nbytes // (9 * 2 * 256), 1)
+    words = torch.arange(rows * 256, dtype=torch.int64).to(torch.bfloat16).view(rows, 256)
+    state = {f"layers.{i}.weight": (words + i).to(device) for i in range(8)}
+    state["turned"] = words.t().contiguous().to(device).t()
+    return state
+
+
+def copies(device: torch.device, nbytes: int) -> dict[str, float]:
+    """Bytes a second of plain copies: to the device and from it through pinned memory, and on the device."""
+    host, here = pinned(nbytes), torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    there = torch.empty_like(here)
+    return {
+        "to": nbytes / best_s(lambda: here.copy_(host, non_blocking=True), device),
+        "from": nbytes / best_s(lambda: host.copy_(here, non_blocking=True), device),
+        "on": nbytes / best_s(lambda: there.copy_(here), device),
+    }
+
+
+def read_speed(path: Path, device: torch.device) -> float:
+    """Bytes a second of reading the data files of a checkpoint into pinned memory, with nothing checked."""
+    files = sorted(path.rglob("*.safetensors"))
+    room = pinned(max(file.stat().st_size for file in files))
+
+    def read() -> None:
+        for file in files:
+            with open(file, "rb", buffering=0) as stream:
+                stream.readinto(memoryview(room.numpy()))  # type: ignore[arg-type]
+
+    return sum(file.stat().st_size for file in files) / best_s(read, device)
+
+
+def one_process(device: torch.device, nbytes: int, folder: Path) -> Iterator[Row]:
+    """Rows for what one process does with one device."""
+    state, raw = state_of(nbytes, device), copies(device, nbytes)
+    total = sum(value.nbytes for value in state.values())
+    speed = lambda run: total / best_s(run, device)  # noqa: E731
+    ours, theirs = folder / "ours", folder / "theirs"
+    saved, peer = speed(lambda: reshard.save(state, ours)), speed(lambda: _dcp_save(state, theirs))
+    yield Row("save", saved, "DCP", peer)
+    for stage in ("host", "device"):
+        blocked = _blocked_s(lambda stage=stage: reshard.async_save(state, ours, stage=stage), device)
+        wanted = 1 / 1.15 if stage == "host" else None
+        yield Row(f'async_save, until it returns, stage="{stage}"', total / blocked, "pinned copy", raw["from"], wanted)
+    slower = min(raw["to"], read_speed(ours, device))
+    target = {key: torch.empty_like(value) for key, value in state.items()}
+    yield Row("load", speed(lambda: reshard.load(target, ours)), "reading, or a pinned copy", slower, 0.8)
+    unchecked = speed(lambda: reshard.load(target, ours, check=False))
+    yield Row("load, nothing checked", unchecked, "reading, or a pinned copy", slower, 0.8)
+    yield Row("load", speed(lambda: reshard.load(target, ours)), "DCP", speed(lambda: _dcp_load(target, theirs)))
+    yield Row("fingerprint", speed(lambda: reshard.fingerprint(state)), "copy on the device", raw["on"], 1 / 3)
+
+
+def _blocked_s(start_save: Callable[[], Any], device: torch.device) -> float:
+    """Seconds until a save in the background has returned; the second one finds memory of the host."""
+    times = []
+    for _ in range(REPEATS + 1):
+        torch.get_device_module(device).synchronize()
+        start = time.perf_counter()
+        pending = start_save()
+        times.append(time.perf_counter() - start)
+        pending.result()
+    return min(times[1:])
+
+
+def _dcp_save(state: dict[str, torch.Tensor], folder: Path) -> None:
+    with _quiet():
+        dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
+
+
+def _dcp_load(state: dict[str, torch.Tensor], folder: Path) -> None:
+    with _quiet():
+        dcp.load(dict(state), checkpoint_id=folder, no_dist=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what DCP says of being alone."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def live(kind: str, nbytes: int, folder: str) -> list[Row]:
+    """Rows for what ranks with a device each do: rows into columns, and rows into copies on all."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device(kind, rank)
+    torch.get_device_module(kind).set_device(device)
+    backend = dist.get_default_backend_for_device(device)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.destroy_process_group()
+    dist.init_process_group(f"cpu:gloo,{kind}:{backend}", store=store, rank=rank, world_size=size)
+    mesh = init_device_mesh(kind, (size,))
+    side = max(int((nbytes // 2) ** 0.5) // size * size, size)
+    local = torch.ones(side // size, side, dtype=torch.bfloat16, device=device)
+    source = {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
+    rows = []
+    for name, placement, shape in (
+        ("columns", Shard(1), (side, side // size)),
+        ("copies", Replicate(), (side, side)),
+    ):
+        room = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        target = {"w": DTensor.from_local(room, mesh, [placement], run_check=False)}
+        prepared = reshard.prepare(source, target)
+        crossing = prepared.run().bytes_received
+        ours = crossing / best_s(prepared.run, device)
+        peer = crossing / best_s(lambda placement=placement: source["w"].redistribute(mesh, [placement]), device)
+        rows.append(Row(f"rows into {name}", ours, "DTensor.redistribute", peer))
+        rows.append(Row(f"rows into {name}", ours, "plain send", _plain_send(crossing, rank, size, device), 0.8))
+    return rows
+
+
+def _plain_send(nbytes: int, rank: int, size: int, device: torch.device) -> float:
+    """Bytes a second of one message to the next rank while one comes from the one before."""
+    out, back = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def send() -> None:
+        ops = [dist.P2POp(dist.isend, out, (rank + 1) % size), dist.P2POp(dist.irecv, back, (rank - 1) % size)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    return nbytes / best_s(send, device)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--suites", action="store_true", help="first run the tests of the device path on it")
+    parser.add_argument("--quick", action="store_true", help="64 MiB in the place of 4 GiB")
+    options = parser.parse_args()
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not torch.accelerator.is_available():
+        print("there is no accelerator here, or this torch does not know it: nothing was run")
+        return 0
+    failed = options.suites and _suites(kind.type)
+    nbytes = (64 << 20) if options.quick else (4 << 30)
+    module = torch.get_device_module(kind)
+    name = module.get_device_name() if hasattr(module, "get_device_name") else kind.type
+    print(f"{module.device_count()} x {name}, torch {torch.__version__}, {nbytes / 1e9:.2f} GB\n")
+    print("| what | ours, GB/s | beside | GB/s | ratio |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(dir=_fast_folder()) as folder:
+        for row in one_process(torch.device(kind.type, module.current_device()), nbytes, Path(folder)):
+            print(row, flush=True)
+        if module.device_count() > 1:
+            for row in processes.run(live, min(module.device_count(), 8), kind.type, nbytes, folder)[0]:
+                print(row, flush=True)
+        else:
+            print("\nLive transfers by the device's backend need several devices: not run.")
+    return int(failed)
+
+
+def _suites(kind: str) -> bool:
+    """Whether the tests of the device path fail on the device."""
+    command = [sys.executable, "-m", "pytest", "-q", *SUITES]
+    return bool(subprocess.run(command, env={**os.environ, "RESHARD_TEST_DEVICE": kind}, check=False).returncode)
+
+
+def _fast_folder() -> str | None:
+    """Storage that does not set the limit, where there is some."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""What one rank writes, on its way from where it is to the file: as it lies, or as a copy that nobody else changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from reshard.errors import CheckpointError
+from reshard.formats.native.data_file import Entry, sum_up
+from reshard.state.fingerprints import Partial
+from reshard.state.memory.downloads import HostMemory, fetch
+from reshard.state.memory.lanes import Lanes, has_lanes
+
+__all__ = ["Stage", "ToWrite", "check_stage", "staged"]
+
+Stage = Literal["host", "device"]
+"""Where an `async_save` copies what lies on devices: into pinned memory of the host, or on the device itself."""
+
+_log = logging.getLogger("reshard")
+_host = HostMemory()
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class ToWrite:
+    """Entries, and by which lanes their elements come to the host."""
+
+    entries: Sequence[Entry]
+    lanes: Lanes
+    beside: Lanes
+    """For fingerprints, which are computed where the elements are, while others are written."""
+    prints: dict[str, Partial] = field(default_factory=dict)
+    """Of entries that were summed up before, by name of the tensor: these are no more where they were."""
+    summed: frozenset[int] = frozenset()
+    """Numbers of those entries."""
+    release: Callable[[], None] = _nothing
+    """When all is written."""
+
+    @classmethod
+    def where_it_is(cls, entries: Sequence[Entry]) -> ToWrite:
+        """As it lies, from now on: what the calling thread's streams were asked before is done by then."""
+        devices = {entry.tensor.device for entry in entries}
+        return cls(entries, Lanes(devices), Lanes(devices))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    def sum_up(self) -> dict[str, Partial]:
+        """What all entries add to the fingerprints of their tensors, by name."""
+        out = dict(self.prints)
+        rest = [entry for i, entry in enumerate(self.entries) if i not in self.summed]
+        for fqn, found in sum_up(rest, self.beside).items():
+            out[fqn] = out[fqn] + found if fqn in out else found
+        return out
+
+
+def check_stage(stage: str) -> None:
+    """Raises CheckpointError for a place that is none."""
+    if stage not in ("host", "device"):
+        raise CheckpointError(f"stage must be 'host' or 'device', got {stage!r}")
+
+
+def staged(entries: Sequence[Entry], stage: Stage, *, fingerprints: bool) -> ToWrite:
+    """Copies of `entries`: the caller may change its tensors once this returns.
+
+    What lies on a device is copied to the host beside the caller's stream, and waited for; or, by "device", where it
+    is, by the caller's stream itself, for which nobody waits. Where there is no room for that, the host takes it.
+    """
+    if stage == "device":
+        try:
+            copies = [replace(entry, tensor=_copied(entry.tensor)) for entry in entries]
+            return ToWrite.where_it_is(copies)
+        except torch.OutOfMemoryError as error:
+            _log.warning("no room to stage on the device, so the host takes it, and the call waits: %s", error)
+    return _to_host(entries, fingerprints=fingerprints)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu" or has_lanes(tensor.device):
+        return tensor.clone()
+    return tensor.to("cpu", copy=True)
+
+
+def _to_host(entries: Sequence[Entry], *, fingerprints: bool) -> ToWrite:
+    numbers = [i for i, entry in enumerate(entries) if has_lanes(entry.tensor.device)]
+    numbers.sort(key=lambda i: -entries[i].spec.itemsize)
+    sent = [entries[i] for i in numbers]
+    devices = {entry.tensor.device for entry in entries}
+    lanes, beside = Lanes(devices), Lanes(devices)
+    rooms, blocks = _host.take([entry.nbytes for entry in sent])
+    try:
+        copies = dict(zip(numbers, fetch([entry.tensor for entry in sent], lanes, rooms), strict=True))
+        rest = {i: _copied(entry.tensor) for i, entry in enumerate(entries) if i not in copies}
+        prints = sum_up(sent, beside) if fingerprints else {}
+    finally:
+        lanes.wait()  # also where that failed: the memory may be another save's from here on
+    return ToWrite(
+        [replace(entry, tensor=copies[i] if i in copies else rest[i]) for i, entry in enumerate(entries)],
+        Lanes(),
+        Lanes(),
+        prints,
+        frozenset(numbers) if fingerprints else frozenset(),
+        lambda: _host.give(blocks),
+    )

@@ -1,0 +1,245 @@
+"""States on a device, saved and loaded: bits, budgets and orders, on a simulated device that runs as late as it may."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+import reshard
+from reshard.errors import KeyMismatchError
+from tests import gloo, simulated
+from tests.same import assert_same
+from tests.simulated import DEVICE, IS_REAL
+
+pytestmark = [pytest.mark.gloo, pytest.mark.skipif(not simulated.AVAILABLE, reason=simulated.WHY_NOT)]
+
+ORDERS: tuple[simulated.Order, ...] = ("late", "others first", "eager")
+BUDGET_BYTES = 256 << 10
+
+
+def _host_state() -> dict[str, torch.Tensor]:
+    """Every kind of dtype and stride, in tensors larger and smaller than a piece of the budget."""
+    seed = torch.Generator().manual_seed(0)
+    return {
+        "large": torch.randn(300, 701, generator=seed),
+        "half": torch.randn(999, generator=seed).bfloat16(),
+        "turned": torch.randn(64, 480, generator=seed).t(),
+        "every other": torch.randn(40, 90, generator=seed)[:, ::2],
+        "none": torch.zeros(0, 3),
+        "one": torch.tensor(3.5, dtype=torch.float64),
+        "complex": torch.randn(50, dtype=torch.complex64, generator=seed).conj(),
+        "bytes": torch.arange(255, dtype=torch.uint8),
+        "truth": torch.arange(77) % 3 == 0,
+        "eighths": torch.randn(33, generator=seed).to(torch.float8_e4m3fn),
+    }
+
+
+def _on_device(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with the same strides; each is still to come where the device runs late."""
+    out = {}
+    for key, value in state.items():
+        room = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
+        out[key] = room.copy_(value.resolve_conj())
+    return out
+
+
+def _to_fill(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of the same kinds, and about to be overwritten by what the caller asked before."""
+    return {key: torch.empty_like(value).zero_() for key, value in state.items()}
+
+
+def _back(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value.cpu().contiguous() for key, value in state.items()}
+
+
+def _round_trip(folder: Path, asynchronously: str = "") -> dict[str, torch.Tensor]:
+    """Save what the caller has only just changed, change it again, and load it. What comes back is on the host."""
+    here = torch.get_device_module(DEVICE).current_stream()
+    state = _on_device(_host_state())
+    state["large"].add_(1)
+    if asynchronously:
+        pending = reshard.async_save(state, folder, stage=asynchronously)  # type: ignore[arg-type]
+        state["large"].zero_()
+        state["half"].zero_()
+        if asynchronously == "host":
+            here.synchronize()  # on the device the copy is for the background to wait for, and for nobody else
+        pending.result()
+    else:
+        reshard.save(state, folder, memory_budget_bytes=BUDGET_BYTES)
+    filled = _to_fill(state)
+    reshard.load(filled, folder, memory_budget_bytes=BUDGET_BYTES, threads=2)
+    return _back(filled)
+
+
+def _wanted() -> dict[str, torch.Tensor]:
+    state = _host_state()
+    state["large"].add_(1)
+    return {key: value.resolve_conj().contiguous() for key, value in state.items()}
+
+
+WAYS = ("", "host", "device")
+
+
+def _all_orders() -> None:
+    for order in ORDERS:
+        for way in WAYS:
+            with tempfile.TemporaryDirectory() as folder, simulated.ordered(order), simulated.watch() as seen:
+                assert_same(_round_trip(Path(folder) / "c", way), _wanted())
+            assert seen.faults == [], (order, way)
+
+
+def _every_wait_is_needed() -> list[str]:
+    """Runs everything with each wait of the library left out in turn; those that nobody missed."""
+    for way in WAYS:
+        assert not _is_caught("late", way), way
+    sites = simulated.wait_sites()
+    assert len(sites) >= 4, sites
+    unseen = []
+    for site in sites:
+        with simulated.leave_out(site):
+            if not any(_is_caught(order, way) for order in ORDERS for way in WAYS):
+                unseen.append(" < ".join(site))
+    return unseen
+
+
+def _is_caught(order: simulated.Order, way: str) -> bool:
+    with tempfile.TemporaryDirectory() as folder, simulated.ordered(order), simulated.watch() as seen:
+        try:
+            assert_same(_round_trip(Path(folder) / "c", way), _wanted())
+        except (AssertionError, reshard.ReshardError):
+            return True
+        finally:
+            torch.get_device_module(DEVICE).synchronize()
+    return bool(seen.faults)
+
+
+def _budgets() -> None:
+    state = _on_device(_host_state())
+    torch.get_device_module(DEVICE).synchronize()
+    nbytes = sum(value.nbytes for value in state.values())
+    with tempfile.TemporaryDirectory() as folder:
+        with simulated.watch() as seen:
+            reshard.save(state, f"{folder}/a", memory_budget_bytes=BUDGET_BYTES, fingerprints=False)
+        assert seen.copied == {"to host": nbytes}, "each byte crosses once"
+        assert seen.peak["pinned"] <= BUDGET_BYTES
+        assert seen.peak["device"] <= BUDGET_BYTES, "what is put in order on the device is put so piece by piece"
+        assert not seen.blocking["blocking copy"], seen
+        for threads in (1, 3):
+            filled = _to_fill(state)
+            with simulated.watch() as seen:
+                reshard.load(filled, f"{folder}/a", memory_budget_bytes=BUDGET_BYTES, threads=threads)
+            assert seen.copied == {"to device": nbytes}, "each byte crosses once"
+            assert seen.peak["pinned"] <= BUDGET_BYTES
+            assert seen.peak["device"] <= BUDGET_BYTES
+            assert not seen.blocking["blocking copy"], seen
+            assert seen.blocking["Stream.synchronize"] == 1, "only the end of a load is waited for"
+
+
+def _async_waits_for_copies_only() -> None:
+    state = _on_device(_host_state())
+    nbytes = sum(value.nbytes for value in state.values())
+    with tempfile.TemporaryDirectory() as folder:
+        for number, kept in enumerate((False, True)):
+            with simulated.watch() as seen:
+                pending = reshard.async_save(state, f"{folder}/{number}")
+                blocked = dict(seen.blocking)
+                pending.result()
+            assert blocked["Stream.synchronize"] == 1
+            assert blocked["blocking copy"] <= 1 if kept else True, (
+                "digits of known geometries are there; sums come once"
+            )
+            assert seen.peak["pinned"] == (0 if kept else nbytes), "memory of the host is kept for the next save"
+        with simulated.watch() as seen:
+            pending = reshard.async_save(state, f"{folder}/device", stage="device")
+            assert dict(seen.blocking) == {}, "nothing is waited for"
+            pending.result()
+
+
+def _casts_and_kinds() -> None:
+    """Other dtypes are converted on the device; parameters, ties, meta tensors and plain values are as on the host."""
+    with tempfile.TemporaryDirectory() as folder:
+        weight = torch.randn(70, 30, generator=torch.Generator().manual_seed(1))
+        reshard.save({"w": weight, "tied": weight, "step": 3, "m": weight[0]}, f"{folder}/a")
+        parameter = torch.nn.Parameter(torch.zeros(70, 30, dtype=torch.bfloat16, device=DEVICE), requires_grad=False)
+        target = {"w": parameter, "tied": parameter, "step": 0, "m": torch.empty(30, device="meta")}
+        with simulated.watch() as seen:
+            reshard.load(target, f"{folder}/a", dtype_policy="cast")
+        assert IS_REAL or seen.copied == {"to device": weight.nbytes}, "it crosses as it was saved, once"
+        assert_same(target["w"].cpu(), weight.bfloat16())
+        assert target["w"] is target["tied"] is parameter
+        assert_same(target["m"], weight[0])
+        assert target["step"] == 3
+        reshard.load({"w": parameter}, f"{folder}/a", dtype_policy="saved", strict="subset")
+        with pytest.raises(KeyMismatchError):
+            reshard.load({"w": torch.zeros(3, device=DEVICE)}, f"{folder}/a", strict="subset")
+
+
+def _digests_are_the_same() -> None:
+    host = _host_state()
+    device = _on_device(host)
+    with simulated.watch() as seen:
+        found = reshard.fingerprint(device)
+    assert found == reshard.fingerprint(host)
+    assert IS_REAL or seen.copied["to host"] < 64 << 10, "only sums leave the device"
+    with simulated.watch() as seen:
+        reshard.fingerprint(device)
+    assert IS_REAL or seen.blocking["blocking copy"] == 1, "and all at once, when the geometry is known"
+
+
+JOBS: tuple[Callable[[], None], ...] = (_all_orders, _casts_and_kinds, _digests_are_the_same)
+COUNTING_JOBS: tuple[Callable[[], None], ...] = (_budgets, _async_waits_for_copies_only)
+watched = pytest.mark.skipif(IS_REAL, reason="nothing is watched on a real device")
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_bits(job: Callable[[], None]) -> None:
+    gloo.run(_installed, 1, job, init=False)
+
+
+@watched
+@pytest.mark.parametrize("job", COUNTING_JOBS)
+def test_budgets_and_waits(job: Callable[[], None]) -> None:
+    gloo.run(_installed, 1, job, init=False)
+
+
+@watched
+def test_every_wait_is_needed() -> None:
+    assert gloo.run(_installed, 1, _every_wait_is_needed, init=False) == [[]]
+
+
+def _installed(job: Callable[..., Any], *args: Any) -> Any:
+    simulated.install()
+    return job(*args)
+
+
+def _sharded(folder: str) -> None:
+    """Sharded, replicated and drifted tensors of two ranks, whose control plane needs no device."""
+    mesh = init_device_mesh(DEVICE, (2,))
+    rank = dist.get_rank()
+    whole = torch.arange(24.0).view(6, 4)
+    rows = DTensor.from_local(whole.chunk(2)[rank].to(DEVICE), mesh, [Shard(0)], run_check=False)
+    copies = DTensor.from_local(whole.to(DEVICE), mesh, [Replicate()], run_check=False)
+    with simulated.watch() as seen:
+        reshard.save({"rows": rows, "copies": copies, "plain": whole.to(DEVICE)}, f"{folder}/a")
+    assert seen.faults == []
+    local = torch.zeros(6, 2, device=DEVICE)
+    columns = DTensor.from_local(local, mesh, [Shard(1)], run_check=False)
+    plain = torch.zeros(6, 4, device=DEVICE)
+    reshard.load({"rows": columns, "copies": plain, "plain": plain.clone()}, f"{folder}/a")
+    assert_same(local.cpu(), whole[:, 2 * rank : 2 * rank + 2].contiguous())
+    assert_same(plain.cpu(), whole)
+    drifted = whole.to(DEVICE) + rank
+    with pytest.raises(KeyMismatchError, match="differ between ranks"):
+        reshard.save({"plain": drifted if rank else whole + 2}, f"{folder}/b")  # one of them on the host
+    reshard.save({"plain": whole.to(DEVICE) if rank else whole}, f"{folder}/b")
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    gloo.run(_installed, 2, _sharded, str(tmp_path))
