@@ -22,6 +22,7 @@ NAMES = (
     "control",
     "control_simulated",
     "manifest",
+    "device",
 )
 
 

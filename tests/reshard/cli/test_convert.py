@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,8 @@ def test_an_interrupt_ends_it_at_once_and_leaves_only_whole_files(say, nth, word
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # a shell that starts tests in the background has them ignore it
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert held.stdout is not None
     assert held.stdout.readline() == "writing\n"

@@ -50,7 +50,7 @@ def test_extra_state_may_have_grown() -> None:
     set_model_state_dict(fresh, state)
     assert fresh.amax == [1.0, 2.0, 3.0]
     del state["_extra_state"]
-    with pytest.raises(KeyMismatchError, match="missing: _extra_state"):
+    with pytest.raises(KeyMismatchError, match="Missing key: _extra_state"):
         set_model_state_dict(fresh, state)
 
 
@@ -64,7 +64,7 @@ def test_one_name_of_a_tied_tensor_is_enough_and_tying_lasts() -> None:
         assert target.head.weight is target.embed.weight
         assert_same(dict(target.state_dict()), state)
     without = {name: t for name, t in state.items() if name not in ("head.weight", "embed.weight")}
-    with pytest.raises(KeyMismatchError, match=r"missing: embed\.weight"):
+    with pytest.raises(KeyMismatchError, match=r"Missing key: embed\.weight"):
         set_model_state_dict(target, without)
     untied = {**state, "head.weight": state["head.weight"] + 1}
     with pytest.raises(KeyMismatchError, match="tied with"):
@@ -109,7 +109,7 @@ def test_frozen_parameters_and_adapters() -> None:
     with pytest.raises(KeyMismatchError, match="ignore_frozen_params=True allows that"):
         set_model_state_dict(target, state)
     del state["2.bias"]
-    with pytest.raises(KeyMismatchError, match=r"missing: 2\.bias"):
+    with pytest.raises(KeyMismatchError, match=r"Missing key: 2\.bias"):
         set_model_state_dict(target, state, options=options)
 
 
@@ -126,9 +126,9 @@ def test_everything_wrong_is_said_at_once_and_nothing_is_changed() -> None:
         set_model_state_dict(model, state)
     text = str(caught.value)
     for line in (
-        "missing: layers.0.up.weight",
-        "missing: layers.1.up.bias",
-        "unexpected: layers.0.up.wieght (did you mean layers.0.up.weight?)",
+        "Missing key: layers.0.up.weight",
+        "Missing key: layers.1.up.bias",
+        "Unexpected key: layers.0.up.wieght (did you mean layers.0.up.weight?)",
         "misfit: head.weight: wanted shape (11, 6), found (3, 3)",
         "misfit: layers.0.seen: wanted torch.int64, found torch.float32",
         "reshard.normalize",
@@ -219,7 +219,7 @@ def test_hooks_and_overrides_of_the_user_are_called(wrap: Any) -> None:
     assert_same(get_model_state_dict(target), kept)
     assert_same(state, kept)
     del state["c.bias"]
-    with pytest.raises(KeyMismatchError, match=r"missing: c\.bias"):
+    with pytest.raises(KeyMismatchError, match=r"Missing key: c\.bias"):
         set_model_state_dict(target, state)
 
 
