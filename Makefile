@@ -43,9 +43,9 @@ dist: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks
 
-# says so and ends well where there is no accelerator
+# says so and ends well where there is no accelerator; make gpu DEVICE=sim walks through it on a simulated one
 gpu: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.device --suites
+	$(BIN)/python -m benchmarks.device $(if $(DEVICE),--device=$(DEVICE) --mib=1) --suites
 
 nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -q property_tests --hypothesis-profile=nightly --timeout=0

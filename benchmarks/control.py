@@ -1,9 +1,10 @@
 """What ranks say to one another in a save and a load, and what it costs: many processes on one real TCPStore.
 
-    python -m benchmarks.control [--ranks 64 128 256 512] [--per-machine 8] [--dcp] [--quick]
+    python -m benchmarks.control [--ranks 64 128 256 512] [--per-machine 8] [--ranks-per-file 8] [--dcp] [--quick]
 
 The processes are forked, with torch's fake backend (whose collectives do nothing) and tiny states, so what is measured
-is the control plane: seconds until the last rank is done, processor time a rank, what a rank gets from and gives to the
+is the control plane: seconds until the last rank is done, for how many of them the processors had nothing to do
+(where the ranks are many, all others are processor time), processor time a rank, what a rank gets from and gives to the
 store, and how often it asks it. Every `--per-machine` ranks take themselves for those of one machine. The first save
 and load of a process, with nothing cached, stand beside the second ones. With `--dcp`: torch's own save and load of the
 same state in the same processes, over gloo.
@@ -23,6 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -34,6 +36,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  it registers the backend
 
 import reshard
+from reshard.api.save import crew
 from reshard.control import liveness, store
 from reshard.execute.sharing import machine_memory
 
@@ -70,13 +73,14 @@ def _size(value: Any) -> int:
     return sum(map(_size, value)) if isinstance(value, list | tuple) else 0
 
 
-def ours(folder: str, clock: Clock, tensors: int) -> None:
+def ours(folder: str, clock: Clock, tensors: int, ranks_per_file: int = 1) -> None:
     """Save and load twice through the public verbs."""
     opened = store.SharedStore._open
     store.SharedStore._open = lambda shared: Counting(opened(shared))  # type: ignore[method-assign]
     state = make(clock.rank, clock.world_size, tensors)
     for i, path in enumerate((f"{folder}/first", f"{folder}/second")):
-        clock.measure(VERBS[2 * i], lambda path=path: reshard.save(state, path))  # type: ignore[misc]
+        save = partial(reshard.save, state, path, ranks_per_file=ranks_per_file)
+        clock.measure(VERBS[2 * i], save)
         clock.measure(VERBS[2 * i + 1], lambda path=path: reshard.load(state, path))  # type: ignore[misc]
 
 
@@ -125,10 +129,17 @@ class Clock:
         """Run it when all ranks are here."""
         self._starts.wait()
         calls.clear()
-        begun, cpu = time.time(), time.process_time()
+        begun, cpu, idle = time.time(), time.process_time(), _idle_s()
         work()
         took = time.process_time() - cpu
-        self.rows[name] = {"begun": begun, "ended": time.time(), "cpu": took, **calls}
+        self.rows[name] = {"begun": begun, "ended": time.time(), "cpu": took, "idle": _idle_s() - idle, **calls}
+
+
+def _idle_s() -> float:
+    """For how long this machine's processors had nothing to do, on average."""
+    with open("/proc/stat") as stat:
+        _, *ticks = stat.readline().split()
+    return sum(map(int, ticks[3:5])) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
 
 
 def _child(
@@ -136,12 +147,12 @@ def _child(
     tensors: int,
 ) -> None:  # fmt: skip
     here = f"{liveness.machine()} {rank // per_machine}"
-    liveness.machine = machine_memory.machine = lambda: here
+    liveness.machine = machine_memory.machine = crew.machine = lambda: here
     socket.gethostname = lambda: f"machine-{rank // per_machine}"
     torch.set_num_threads(1)
     shared = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=600))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("fake" if body is ours else "gloo", store=shared, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo" if body is theirs else "fake", store=shared, rank=rank, world_size=world_size)
     clock = Clock(rank, world_size, starts)
     try:
         body(folder, clock, tensors)
@@ -152,16 +163,29 @@ def _child(
     os._exit(0)
 
 
+def _serve(pipe: Connection) -> None:
+    """Host the store, until asked how many keys are in it."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(server.port)
+    pipe.recv()
+    pipe.send(server.num_keys())
+    os._exit(0)
+
+
 def run(body: Any, world_size: int, per_machine: int, folder: str, tensors: int) -> list[dict[str, dict[str, float]]]:
     """What each verb took on each rank."""
     warm()
     context = multiprocessing.get_context("fork")
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # in a process that forks no others: its thread holds a lock of libc whenever it looks up the name of a client, and
+    # a process that is forked just then waits for that lock forever
+    to_server, of_server = context.Pipe()
+    context.Process(target=_serve, args=(of_server,), daemon=True).start()
+    port = to_server.recv()
     starts = context.Barrier(world_size)
     pipes, children = [], []
     for rank in range(world_size):
         receive, send = context.Pipe(duplex=False)
-        args = (body, rank, world_size, per_machine, server.port, folder, starts, send, tensors)
+        args = (body, rank, world_size, per_machine, port, folder, starts, send, tensors)
         child = context.Process(target=_child, args=args, daemon=True)
         child.start()
         send.close()
@@ -172,7 +196,8 @@ def run(body: Any, world_size: int, per_machine: int, folder: str, tensors: int)
         child.join()
     if errors := [row for row in rows if isinstance(row, BaseException)]:
         raise errors[0]
-    keys = server.num_keys()
+    to_server.send(None)
+    keys = to_server.recv()
     print(f"    {keys} keys are left in the store of {world_size} ranks, {keys / world_size:.2f} a rank", flush=True)
     return rows
 
@@ -190,7 +215,7 @@ def show(name: str, world_size: int, rows: list[dict[str, dict[str, float]]]) ->
         asked = {k: n / world_size for k, n in kinds.items() if k in ASKED}
         shown = " ".join(f"{k} {n:.1f}" for k, n in sorted(asked.items()))
         print(
-            f"{name:5} {world_size:6} {verb:12} {seconds:8.2f} {cpu * 1e3:9.1f} {cpu * world_size / 2:8.2f} "
+            f"{name:5} {world_size:6} {verb:12} {seconds:8.2f} {of[0]['idle']:6.2f} {cpu * 1e3:9.1f} "
             f"{got / 1e3:8.2f} {most / 1e3:8.1f} {gave / 1e3:8.2f} {sum(asked.values()):7.1f}   {shown}",
             flush=True,
         )
@@ -205,15 +230,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--per-machine", type=int, default=8, help="so many ranks take themselves for one machine's")
     parser.add_argument("--tensors", type=int, default=2, help="sharded ones in the state")
+    parser.add_argument("--ranks-per-file", type=int, default=1, help="so many ranks of a machine write one file")
     parser.add_argument("--dcp", action="store_true", help="DCP over gloo, too")
     parser.add_argument("--folder", default="/dev/shm", help="where the checkpoints go (default: memory)")
     options = parser.parse_args()
     print(
-        f"{'who':5} {'ranks':>6} {'verb':12} {'seconds':>8} {'cpu ms':>9} {'cpu s/2':>8} {'kB got':>8} {'most':>8} "
+        f"{'who':5} {'ranks':>6} {'verb':12} {'seconds':>8} {'idle':>6} {'cpu ms':>9} {'kB got':>8} {'most':>8} "
         f"{'kB gave':>8} {'asked':>7}   a rank, by kind of question"
     )
+    mine = partial(ours, ranks_per_file=options.ranks_per_file)
     for world_size in [16, 32] if options.quick else options.ranks:
-        for name, body in [("ours", ours), ("dcp", theirs)][: 1 + options.dcp]:
+        for name, body in [("ours", mine), ("dcp", theirs)][: 1 + options.dcp]:
             folder = tempfile.mkdtemp(dir=options.folder)
             try:
                 show(name, world_size, run(body, world_size, options.per_machine, folder, options.tensors))

@@ -1,6 +1,8 @@
 """What a save and a load say between ranks, for more ranks than any machine has processes.
 
-    python -m benchmarks.control_simulated [--ranks 1024 4096]
+    python -m benchmarks.control_simulated [--ranks 1024 131072] [--verbs save load]
+
+131,072 ranks take 100 s of processor time for each verb, and less than 12 GB.
 
 The ranks are simulated, the control plane is not: the same groups, rounds, census and agreements as in `reshard.save`
 and `reshard.load`, in the same order, on a store in memory that counts. Tensors are described, and have no elements;
@@ -24,15 +26,24 @@ from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Shard
 from reshard.api.load import mismatches
 from reshard.api.load.options import LoadOptions
+from reshard.api.save import crew
 from reshard.api.save.options import SaveOptions
-from reshard.control.global_state import take_census
+from reshard.control import global_state
+from reshard.control.global_state import Census, take_census
 from reshard.control.group import Group
 from reshard.execute.sharing.machine_memory import OwnMemory
 from reshard.execute.sharing.machine_reading import MachineReading
-from reshard.formats.native.manifest import FileRecord
+from reshard.formats.native.file_table import FileRecord
+from reshard.state.fingerprints.parts import Partial
+from reshard.state.fingerprints.tally import add_tallies, pack_tally
 from tests.simulated_ranks import World
 
 PER_MACHINE = 8
+_TOLD_BYTES = 150
+"""What a rank tells of blocks that it shares with others."""
+_NO_TARGETS: Any = None
+"""Nobody asks them: all fits."""
+_PART = Partial((1, 2), 8)
 _RECORD = FileRecord("data-0192f3c1a800-5d2e6f7a8b9c/00000.safetensors", 1 << 30, 1 << 10, "0" * 32)
 
 
@@ -46,6 +57,7 @@ class Described:
     is_sharded = True
     is_elsewhere = False
     is_meta = False
+    is_ambiguous = False
     local = ()
 
     @property
@@ -53,7 +65,7 @@ class Described:
         return (self.form,)
 
 
-def save(group: Group, state: Any) -> None:
+def save(group: Group, state: Any, ranks_per_file: int = 1) -> None:
     """The collective steps of `reshard.save`, in their order."""
     with group.together("save"):
         group.same_options("save", SaveOptions().shared())
@@ -61,7 +73,14 @@ def save(group: Group, state: Any) -> None:
         group.share(b"0192f3c1a800-5d2e6f7a8b9c" if group.rank == 0 else None)
         group.barrier()
         with group.together("write"):
-            group.gather(msgspec.msgpack.encode((group.rank, _RECORD)))
+            if ranks_per_file > 1:
+                here = f"machine {group.rank // PER_MACHINE}"
+                crew.machine = lambda: here
+                together = crew.crew_of(group, ranks_per_file)
+                for said in (b"bytes by item size", b"rows", bytes(_TOLD_BYTES)):
+                    together.tell(said)
+            tally = pack_tally(dict.fromkeys(range(len(state.tensors)), _PART))
+            group.gather_and_sum(msgspec.msgpack.encode((group.rank, _RECORD)), tally, add_tallies)
 
 
 def load(group: Group, match: Any, checkpoint: Any) -> None:
@@ -70,7 +89,7 @@ def load(group: Group, match: Any, checkpoint: Any) -> None:
         group.same_options("load", LoadOptions().shared())
         machine = f"machine {group.rank // PER_MACHINE}"
         mismatches.socket = SimpleNamespace(gethostname=lambda: machine)  # type: ignore[attr-defined]
-        mismatches.hear_all(match, group, checkpoint)
+        mismatches.hear_all(match, group, checkpoint, _NO_TARGETS)
         own = OwnMemory(0, 4096)
         own.machine = machine
         MachineReading.agree([], own, group).confirm(group)
@@ -83,13 +102,25 @@ def simulate(name: str, world_size: int, tensors: int) -> None:
     held = {key: Described(key, TensorSpec(key, (2 * world_size, 4), "float32"), form) for key in names}
     paths: dict[str, Any] = {key: (key,) for key in (*names, "step")}
     state = SimpleNamespace(tensors=held, objects={"step": 7}, per_rank={}, paths=paths, containers={}, tied={})
-    match = SimpleNamespace(missing=(), mismatched=(), names=tuple(names), used=frozenset(names))
+    match = SimpleNamespace(missing=(), mismatched=(), tensors=(), names=tuple(names), used=frozenset(names))
     contents = SimpleNamespace(subset=None, facts_of=lambda kind: None)
-    checkpoint = SimpleNamespace(contents=contents, url="file:///run/step-1000")
+    checkpoint = SimpleNamespace(contents=contents, url="file:///run/step-1000", run=None)
     world = World(world_size, PER_MACHINE)
     verb: Callable[[Group], None] = (
-        (lambda group: save(group, state)) if name == "save" else (lambda group: load(group, match, checkpoint))
+        (lambda group: load(group, match, checkpoint))
+        if name == "load"
+        else (lambda group: save(group, state, PER_MACHINE if name == "files" else 1))
     )
+
+    # what all ranks hold is frozen, and the same for all that were told the same: simulated ranks have one in common
+    censuses: dict[bytes, Census] = {}
+    merge = global_state._merge
+
+    def merged(parties: Any, *own: Any) -> Census:
+        key = msgspec.msgpack.encode(([(said, len(ranks), ranks[0], ranks[-1]) for said, ranks in parties], own))
+        if key not in censuses:
+            censuses[key] = merge(parties, *own)
+        return censuses[key]
 
     def body(rank: int) -> int:
         group = world.group(rank)
@@ -98,8 +129,15 @@ def simulate(name: str, world_size: int, tensors: int) -> None:
         return group._rounds._round
 
     begun = time.process_time()
-    with world.clock():
-        rounds = world.run(body)
+    global_state._merge = merged  # type: ignore[assignment]
+    try:
+        with world.clock():
+            rounds = world.run(body)
+    finally:
+        global_state._merge = merge
+    for end in rounds:
+        if isinstance(end, BaseException):
+            raise end
     assert len(set(rounds)) == 1, "the ranks did not go through the same rounds"
     got = sorted(world.got.values())
     print(
@@ -114,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="up to 1,024 ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[128, 256, 1024, 4096])
+    parser.add_argument("--verbs", nargs="+", default=["save", "load"], help="'files' is a save of 8 ranks a file")
     parser.add_argument("--tensors", type=int, default=2)
     options = parser.parse_args()
     print(
@@ -121,7 +160,7 @@ def main() -> None:
         f"{'peak, MB':>10} {'left':>6} {'cpu s':>8}"
     )
     for world_size in [128, 1024] if options.quick else options.ranks:
-        for name in ("save", "load"):
+        for name in options.verbs:
             simulate(name, world_size, options.tensors)
 
 

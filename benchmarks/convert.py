@@ -2,19 +2,21 @@
 
     python -m benchmarks.convert [--quick] [--folder /dev/shm] [--repeats 3]
 
-torch writes the checkpoint with four processes; then both convert it in turn. Prints wall-clock times of the call,
-their ratio (above 1: we are faster), and by how much the peak of the process's memory lies above its start.
+torch writes the checkpoint with four processes; then both convert it in turn. The seconds and processor time of the
+call, and by how much the peak of the process's memory lies above its start. The floor is a plain copy of as many bytes
+into one file, by a buffer.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.page import Row, arguments, report
 from benchmarks.processes import run
 
 _CHILD = """
@@ -34,12 +37,12 @@ def now():  # resident memory, in bytes: what the kernel counts, mapped files in
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmRSS"))
 with open("/proc/self/clear_refs", "w") as reset:  # the peak is that of the call, not of the imports
     reset.write("5")
-before, start = now(), time.perf_counter()
+before, start, cpu = now(), time.perf_counter(), time.process_time()
 dcp_to_torch_save(sys.argv[1], sys.argv[2])
-seconds = time.perf_counter() - start
+seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
 with open("/proc/self/status") as status:
     peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
-print(json.dumps({{"seconds": seconds, "above": peak - before}}))
+print(json.dumps({{"s": seconds, "processor s": cpu, "MB of memory": (peak - before) / 1e6}}))
 """
 _MODULES = {
     "torch": ("torch.distributed.checkpoint.format_utils", "torch.serialization"),
@@ -69,33 +72,49 @@ def convert(name: str, source: Path, target: Path) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="200 MB instead of 1.5 GB")
-    parser.add_argument("--folder", help="where the files go; default: where temporary files go")
-    parser.add_argument("--repeats", type=int, default=3)
-    given = parser.parse_args()
-    tensors, rows = (12, 2048) if given.quick else (23, 4096)
-    folder = Path(tempfile.mkdtemp(dir=given.folder))
-    rows_of: dict[str, list[dict[str, float]]] = {name: [] for name in _MODULES}
+def plain_copy(nbytes: int, target: Path) -> dict[str, float]:
+    """As many bytes into one file, and on to stable storage, as a conversion does."""
+    block = bytearray(os.urandom(1 << 20))
+    start, cpu = time.perf_counter(), time.process_time()
+    with open(target, "wb", buffering=0) as file:
+        for _ in range(-(-nbytes // len(block))):
+            file.write(block)
+        os.fsync(file.fileno())
+    return {"s": time.perf_counter() - start, "processor s": time.process_time() - cpu, "MB of memory": 0.0}
+
+
+def rows(tensors: int, size: int, parent: str | None, repeats: int) -> Iterator[Row]:
+    """Seconds, processor time and memory."""
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    rounds: list[dict[str, dict[str, float]]] = []
     try:
-        run(save, 4, str(folder / "saved"), tensors, rows)
-        nbytes = tensors * rows * rows * 4
-        for _ in range(given.repeats):
+        run(save, 4, str(folder / "saved"), tensors, size)
+        nbytes = tensors * size * size * 4
+        for _ in range(repeats):
+            rounds.append({})
             for name in _MODULES:
-                rows_of[name].append(convert(name, folder / "saved", folder / "out.pt"))
+                rounds[-1][name] = convert(name, folder / "saved", folder / "out.pt")
                 (folder / "out.pt").unlink()
-        print(f"{nbytes / 1e9:.2f} GB, median of {given.repeats}, alternating")
-        median = {name: statistics.median(row["seconds"] for row in found) for name, found in rows_of.items()}
-        for name, found in rows_of.items():
-            above = max(row["above"] for row in found)
-            spread = " ".join(f"{row['seconds']:.2f}" for row in found)
-            print(f"  {name:8} {median[name]:7.2f} s  ({spread})   peak {above / 1e6:7.0f} MB above the start")
-        print(f"  ratio {median['torch'] / median['reshard']:.2f}")
+            rounds[-1]["floor"] = plain_copy(nbytes, folder / "out.pt")
+            (folder / "out.pt").unlink()
     finally:
         shutil.rmtree(folder)
+    for unit in ("s", "processor s", "MB of memory"):
+        of = {who: tuple(found[who][unit] for found in rounds) for who in rounds[0]}
+        floor = () if unit == "MB of memory" else of["floor"]
+        yield Row(
+            "convert", f"DCP to torch.save, {nbytes / 1e9:.1f} GB", unit, of["reshard"], {"torch": of["torch"]}, floor
+        )
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--folder", help="where the files go; default: memory, where there is a folder of it")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    folder = options.folder or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    return report(rows(*((12, 2048) if options.quick else (23, 4096)), folder, options.repeats), options.rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,14 +10,14 @@ of saves in the background by a thread and by a process, until the call returns 
 
 from __future__ import annotations
 
-import argparse
 import glob
 import os
 import shutil
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import reshard.dcp as ours
-from benchmarks.processes import run
+from benchmarks.page import Row, arguments, report
+from benchmarks.processes import over_ranks, run
 
 warnings.filterwarnings("ignore")
 
@@ -42,7 +43,8 @@ CASES = {
     "few large tensors": (2, 8, 2048, 2048),
 }
 
-Measured = dict[str, float]
+Measured = dict[str, list[tuple[float, float]]]
+"""(seconds, processor seconds) of each round, by call."""
 
 
 def state_of(count: int, rows: int, columns: int, seed: int) -> dict[str, Any]:
@@ -71,15 +73,13 @@ def processor_seconds() -> float:
     return total
 
 
-def best(out: Measured, name: str, work: Callable[[], Any]) -> Any:
-    """Run `work` on all ranks together; keep its best time of both kinds."""
+def timed(out: Measured, name: str, work: Callable[[], Any]) -> Any:
+    """Run `work` on all ranks together, and note its times."""
     dist.barrier()
     begin, used = time.perf_counter(), processor_seconds()
     value = work()
-    wall, used = time.perf_counter() - begin, processor_seconds() - used
+    out.setdefault(name, []).append((time.perf_counter() - begin, processor_seconds() - used))
     dist.barrier()
-    for what, x in ((f"{name} wall", wall), (f"{name} cpu", used)):
-        out[what] = min(x, out.get(what, x))
     return value
 
 
@@ -88,10 +88,11 @@ def measure(folder: str, count: int, rows: int, columns: int) -> dict[str, Measu
     sides = {"torch": theirs, "ours": ours}
     out: dict[str, Measured] = {who: {} for who in sides}
     jobs = {who: _Job(dcp, f"{folder}/{who}", (count, rows, columns), out[who]) for who, dcp in sides.items()}
-    for _ in range(ROUNDS):  # the first one warms the imports of both; the best one counts
+    for _ in range(ROUNDS + 1):
         for job in jobs.values():
             job.round()
-    return out
+    # the first round warmed the imports of both
+    return {who: {name: rounds[1:] for name, rounds in of.items()} for who, of in out.items()}
 
 
 class _Job:
@@ -105,14 +106,14 @@ class _Job:
 
     def round(self) -> None:
         self.clear()
-        best(self.out, "save", lambda: self.save(DefaultSavePlanner()))
-        best(self.out, "load", self.load)
+        timed(self.out, "save", lambda: self.save(DefaultSavePlanner()))
+        timed(self.out, "load", self.load)
         self.check()
         self.clear()
-        best(self.out, "save, plan cached", lambda: self.save(self.cached))
+        timed(self.out, "save, plan cached", lambda: self.save(self.cached))
         for kind in ("thread", "process"):
             self.clear()
-            best(self.out, f"async by {kind}, all", lambda kind=kind: self.save_behind(kind).result())
+            timed(self.out, f"async by {kind}, all", lambda kind=kind: self.save_behind(kind).result())
         self.clear()
 
     def save(self, planner: DefaultSavePlanner) -> None:
@@ -128,7 +129,7 @@ class _Job:
             "process_group": self.group,
             "async_checkpointer_type": self.dcp.state_dict_saver.AsyncCheckpointerType(kind),
         }
-        return best(self.out, f"async by {kind}, the call", lambda: self.dcp.async_save(self.state, **options))
+        return timed(self.out, f"async by {kind}, the call", lambda: self.dcp.async_save(self.state, **options))
 
     def check(self) -> None:
         for name, tensor in self.state["model"].items():
@@ -143,28 +144,27 @@ class _Job:
         dist.barrier()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="the first case only")
+def rows(names: list[str], folder: str) -> Iterator[Row]:
+    """The rows of these cases: a call by processor time and by seconds."""
+    for name in names:
+        world, count, size, columns = CASES[name]
+        here = tempfile.mkdtemp(dir=folder)
+        try:
+            found = run(measure, world, here, count, size, columns)
+        finally:
+            shutil.rmtree(here)
+        for what in found[0]["ours"]:
+            ranks = [[{who: rank[who][what][i] for who in rank} for i in range(ROUNDS)] for rank in found]
+            for unit, one in over_ranks(ranks).items():
+                yield Row("dcp_face", f"{name}, {what}", unit, one["ours"], {"torch": one["torch"]})
+
+
+def main() -> int:
+    parser = arguments(__doc__)
     parser.add_argument("--folder", default="/dev/shm", help="where the checkpoints go (default: memory)")
     options = parser.parse_args()
-    for name in list(CASES)[:1] if options.quick else CASES:
-        world, count, rows, columns = CASES[name]
-        print(f"{name}: {world} ranks, {count} parameters of {rows} x {columns} float32, and their moments")
-        print(f"{'':28} {'processor seconds':^26} {'seconds':^26}")
-        print(f"{'':28} {'torch':>8} {'ours':>8} {'ratio':>8} {'torch':>8} {'ours':>8} {'ratio':>8}")
-        folder = tempfile.mkdtemp(dir=options.folder)
-        try:
-            results = run(measure, world, folder, count, rows, columns)
-        finally:
-            shutil.rmtree(folder)
-        for what in dict.fromkeys(key.rpartition(" ")[0] for key in results[0]["torch"]):
-            cells = []
-            for kind, over_ranks in (("cpu", sum), ("wall", max)):
-                peer, our = (over_ranks(r[who][f"{what} {kind}"] for r in results) for who in ("torch", "ours"))
-                cells.append(f"{peer:8.3f} {our:8.3f} {peer / our:8.2f}")
-            print(f"{what:28} {' '.join(cells)}", flush=True)
+    return report(rows(list(CASES)[:1] if options.quick else list(CASES), options.folder), options.rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

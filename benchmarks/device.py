@@ -1,7 +1,9 @@
 """To a device and from it, beside a raw pinned copy, a copy on the device and DCP: `python -m benchmarks.device`.
 
 Of any accelerator that torch knows. Without one it says so and does nothing. `--suites` first runs the tests of the
-device path on it: with several devices between ranks by their own backend as well, with one by gloo.
+device path on it, and then the suites of engine, live transfers and state dicts with all their tensors there: with
+several devices between ranks by their own backend as well, with one by gloo. `--device=sim` walks through all of it on
+the simulated device of the tests: what it prints then are no figures.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +26,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 import reshard
 from benchmarks import processes
-from reshard.state.memory.lanes import pinned
+from reshard.state.memory import lanes
 
 REPEATS = 3
+SIMULATED = "sim"
 SUITES = ("tests/stories/test_device.py", "tests/reshard/api/test_live_device.py")
+"""Of the device path itself."""
+EVERYWHERE = (
+    *(f"tests/stories/test_{name}.py" for name in ("engine", "engine_limits", "engine_ranks", "roundtrip", "types")),
+    *(f"tests/reshard/api/test_{name}.py" for name in ("background_saves", "tied_state", "live", "live_differences")),
+    "tests/stories/test_incremental.py",
+    "tests/reshard/state_dict",
+)
+"""What runs with all tensors on the device, as `pytest --device=KIND` does it."""
 
 
 class Row(NamedTuple):
@@ -68,7 +79,7 @@ def state_of(nbytes: int, device: torch.device) -> dict[str, torch.Tensor]:
 
 def copies(device: torch.device, nbytes: int) -> dict[str, float]:
     """Bytes a second of plain copies: to the device and from it through pinned memory, and on the device."""
-    host, here = pinned(nbytes), torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    host, here = lanes.pinned(nbytes), torch.zeros(nbytes, dtype=torch.uint8, device=device)
     there = torch.empty_like(here)
     return {
         "to": nbytes / best_s(lambda: here.copy_(host, non_blocking=True), device),
@@ -80,7 +91,7 @@ def copies(device: torch.device, nbytes: int) -> dict[str, float]:
 def read_speed(path: Path, device: torch.device) -> float:
     """Bytes a second of reading the data files of a checkpoint into pinned memory, with nothing checked."""
     files = sorted(path.rglob("*.safetensors"))
-    room = pinned(max(file.stat().st_size for file in files))
+    room = lanes.pinned(max(file.stat().st_size for file in files))
 
     def read() -> None:
         for file in files:
@@ -96,8 +107,10 @@ def one_process(device: torch.device, nbytes: int, folder: Path) -> Iterator[Row
     total = sum(value.nbytes for value in state.values())
     speed = lambda run: total / best_s(run, device)  # noqa: E731
     ours, theirs = folder / "ours", folder / "theirs"
-    saved, peer = speed(lambda: reshard.save(state, ours)), speed(lambda: _dcp_save(state, theirs))
-    yield Row("save", saved, "DCP", peer)
+    has_peer = device.type != SIMULATED  # DCP takes pinned memory from the device's library, and that one has none
+    saved = speed(lambda: reshard.save(state, ours))
+    if has_peer:
+        yield Row("save", saved, "DCP", speed(lambda: _dcp_save(state, theirs)))
     for stage in ("host", "device"):
         blocked = _blocked_s(lambda stage=stage: reshard.async_save(state, ours, stage=stage), device)
         wanted = 1 / 1.15 if stage == "host" else None
@@ -107,7 +120,8 @@ def one_process(device: torch.device, nbytes: int, folder: Path) -> Iterator[Row
     yield Row("load", speed(lambda: reshard.load(target, ours)), "reading, or a pinned copy", slower, 0.8)
     unchecked = speed(lambda: reshard.load(target, ours, check=False))
     yield Row("load, nothing checked", unchecked, "reading, or a pinned copy", slower, 0.8)
-    yield Row("load", speed(lambda: reshard.load(target, ours)), "DCP", speed(lambda: _dcp_load(target, theirs)))
+    if has_peer:
+        yield Row("load", speed(lambda: reshard.load(target, ours)), "DCP", speed(lambda: _dcp_load(target, theirs)))
     yield Row("fingerprint", speed(lambda: reshard.fingerprint(state)), "copy on the device", raw["on"], 1 / 3)
 
 
@@ -146,8 +160,10 @@ def _quiet() -> Iterator[None]:
 def live(kind: str, nbytes: int, folder: str) -> list[Row]:
     """Rows for what ranks with a device each do: rows into columns, and rows into copies on all."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device(kind, rank)
-    torch.get_device_module(kind).set_device(device)
+    _know(kind)
+    module = torch.get_device_module(kind)
+    device = torch.device(kind, rank % module.device_count())
+    module.set_device(device)
     backend = dist.get_default_backend_for_device(device)
     store = dist.FileStore(f"{folder}/store", size)
     dist.destroy_process_group()
@@ -186,34 +202,56 @@ def _plain_send(nbytes: int, rank: int, size: int, device: torch.device) -> floa
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--suites", action="store_true", help="first run the tests of the device path on it")
-    parser.add_argument("--quick", action="store_true", help="64 MiB in the place of 4 GiB")
+    parser.add_argument("--suites", nargs="*", help="first run the tests on it: all, or those named here")
+    parser.add_argument("--device", help='which kind, or "sim": by default that of this machine')
+    parser.add_argument("--mib", type=int, default=4096, help="how much the state holds")
+    parser.add_argument("--quick", action="store_const", dest="mib", const=64, help="64 MiB")
     options = parser.parse_args()
-    kind = torch.accelerator.current_accelerator()
-    if kind is None or not torch.accelerator.is_available():
+    kind = options.device or _accelerator()
+    if kind is None:
         print("there is no accelerator here, or this torch does not know it: nothing was run")
         return 0
-    failed = options.suites and _suites(kind.type)
-    nbytes = (64 << 20) if options.quick else (4 << 30)
-    module = torch.get_device_module(kind)
-    name = module.get_device_name() if hasattr(module, "get_device_name") else kind.type
+    failed = options.suites is not None and _suites(kind, options.suites)
+    _know(kind)
+    module, nbytes = torch.get_device_module(kind), options.mib << 20
+    name = module.get_device_name() if hasattr(module, "get_device_name") else kind
     print(f"{module.device_count()} x {name}, torch {torch.__version__}, {nbytes / 1e9:.2f} GB\n")
     print("| what | ours, GB/s | beside | GB/s | ratio |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=_fast_folder()) as folder:
-        for row in one_process(torch.device(kind.type, module.current_device()), nbytes, Path(folder)):
+        for row in one_process(torch.device(kind, module.current_device()), nbytes, Path(folder)):
             print(row, flush=True)
-        if module.device_count() > 1:
-            for row in processes.run(live, min(module.device_count(), 8), kind.type, nbytes, folder)[0]:
+        ranks = 2 if kind == SIMULATED else min(module.device_count(), 8)
+        if ranks > 1:
+            for row in processes.run(live, ranks, kind, nbytes, folder)[0]:
                 print(row, flush=True)
         else:
             print("\nLive transfers by the device's backend need several devices: not run.")
     return int(failed)
 
 
-def _suites(kind: str) -> bool:
-    """Whether the tests of the device path fail on the device."""
-    command = [sys.executable, "-m", "pytest", "-q", *SUITES]
-    return bool(subprocess.run(command, env={**os.environ, "RESHARD_TEST_DEVICE": kind}, check=False).returncode)
+def _accelerator() -> str | None:
+    kind = torch.accelerator.current_accelerator()
+    return kind.type if kind is not None and torch.accelerator.is_available() else None
+
+
+def _know(kind: str) -> None:
+    """Have torch know the simulated device and its backend, if it is that."""
+    if kind == SIMULATED:
+        from tests import simulated
+        from tests.simulated import messages
+
+        simulated.install()
+        messages.register()
+
+
+def _suites(kind: str, named: Sequence[str]) -> bool:
+    """Whether tests fail on the device."""
+    pytest = [sys.executable, "-m", "pytest", "-q"]
+    ends = [subprocess.run([*pytest, f"--device={kind}", *(named or EVERYWHERE)], check=False)]
+    if not named:
+        environ = {**os.environ, "RESHARD_TEST_DEVICE": kind}
+        ends.append(subprocess.run([*pytest, *SUITES], env=environ, check=False))
+    return any(end.returncode for end in ends)
 
 
 def _fast_folder() -> str | None:

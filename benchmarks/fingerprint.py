@@ -1,23 +1,26 @@
-"""How fast fingerprints are taken, beside a plain read of the same memory: `python -m benchmarks.fingerprint`.
+"""How fast fingerprints are taken: `python -m benchmarks.fingerprint [--quick]`.
 
-On one CPU core; and on a CUDA device, beside its copy bandwidth, where there is one.
+The milliseconds for 256 MiB (32 with `--quick`) on one core of the host, in several dtypes and shapes, the usual ones
+first, and for the first tensor of a shape, of which no numbers are at hand. The peer is a SHA-256 of the same bytes,
+which says nothing of parts and layouts. The floor is a copy of them. Then a tensor that is not worth its bytes, such as
+a norm's weight, alone and among many. With `--cuda`, the same on a device, beside its copy bandwidth.
 """
 
 from __future__ import annotations
 
-import argparse
+import hashlib
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from reshard.state.fingerprints import fold, partial
+from benchmarks.page import Row, arguments, report
+from reshard.state.fingerprints import fold, partial, partials
 from reshard.state.fingerprints.keys import Key
 
-WANTED_GB_PER_S = 2.0
-"""For bf16 and float32 on one core."""
-WANTED_COPY_SHARE = 1 / 3
-"""Of a CUDA device's copy bandwidth."""
+ROUNDS = 3
+FIRST_CASE = "bfloat16, rows of 4096"
 
 
 def best_s(run: Callable[[], object], repeats: int, device: torch.device) -> float:
@@ -45,7 +48,7 @@ def cases(nbytes: int, device: torch.device) -> list[tuple[str, torch.Tensor, li
     shifted = bf16[1 : n - 1]
     columns = bf16.view(-1, 4096)[:, :1000]
     return [
-        ("bfloat16, rows of 4096", bf16.view(-1, 4096), None),
+        (FIRST_CASE, bf16.view(-1, 4096), None),
         ("float32, rows of 4096", f32.view(-1, 4096), None),
         ("bfloat16, 1-D", bf16, None),
         ("float32, 1-D", f32, None),
@@ -69,59 +72,53 @@ def first_time_s(tensor: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def plain_s(nbytes: int, repeats: int, device: torch.device) -> tuple[float, float]:
-    """Seconds to read so many bytes, and to copy them."""
-    memory = torch.ones(nbytes // 8, dtype=torch.int64, device=device)
+def rows(nbytes: int, repeats: int, device: torch.device) -> Iterator[Row]:
+    """A row for each case, and those of small tensors."""
+    memory = torch.randint(-(2**62), 2**62, (nbytes // 8,), dtype=torch.int64, device=device)
     target = torch.empty_like(memory)
-    return best_s(memory.sum, repeats, device), best_s(lambda: target.copy_(memory), repeats, device)
+    name = "" if device.type == "cpu" else f"{device.type}, "
 
+    def copy() -> float:
+        return best_s(lambda: target.copy_(memory), repeats, device) * 1e3
 
-def measure(device: torch.device, nbytes: int, repeats: int) -> None:
-    """Print one line per case, and how the targets fare."""
-    gb = nbytes / 1e9
-    read, copy = (gb / seconds for seconds in plain_s(nbytes, repeats, device))
-    threads = f", {torch.get_num_threads()} thread" if device.type == "cpu" else ""
-    print(f"{device}{threads}, {nbytes >> 20} MiB: plain read (sum as int64) {read:.1f} GB/s, copy {copy:.1f} GB/s")
-    print(f"{'':46}{'GB/s':>7}{'of read':>9}{'of copy':>9}{'first time':>12}")
-    reached = []
-    for index, (name, tensor, positions) in enumerate(cases(nbytes, device)):
+    def secure() -> float:
+        return best_s(lambda: hashlib.sha256(memory.numpy().data), 1, device) * 1e3
+
+    for case, tensor, positions in cases(nbytes, device):
         shape = None if positions is None else [max(dim)[1] for dim in positions]
-        size_gb = tensor.numel() * tensor.itemsize / 1e9
-        rate = size_gb / best_s(lambda t=tensor, p=positions, s=shape: partial(t, p, s), repeats, device)
-        cold = f"{size_gb / first_time_s(tensor):.1f}" if positions is None else ""
-        print(f"{name:46}{rate:7.2f}{rate / read:9.0%}{rate / copy:9.0%}{cold:>12}")
-        if index < 2:
-            reached.append(rate)
-    if device.type == "cpu":
-        verdict = "reached" if min(reached) >= WANTED_GB_PER_S else "MISSED"
-        print(f"wanted: {WANTED_GB_PER_S} GB/s for bfloat16 and float32 on one core: {verdict} ({min(reached):.1f})")
-    else:
-        verdict = "reached" if min(reached) >= WANTED_COPY_SHARE * copy else "MISSED"
-        print(f"wanted: a third of the copy bandwidth: {verdict} ({min(reached) / copy:.0%})")
+        share = tensor.numel() * tensor.itemsize / nbytes
+        found = [
+            (best_s(lambda t=tensor, p=positions, s=shape: partial(t, p, s), repeats, device) * 1e3 / share, copy())  # type: ignore[misc]
+            for _ in range(ROUNDS)
+        ]
+        ours, floor = zip(*found, strict=True)
+        peers = {"SHA-256": tuple(secure() for _ in ours)} if device.type == "cpu" and case == FIRST_CASE else {}
+        yield Row("fingerprint", f"{name}{case}", "ms", ours, peers, floor)
+        if case == FIRST_CASE:
+            cold = tuple(first_time_s(tensor) * 1e3 for _ in ours)
+            yield Row("fingerprint", f"{name}{case}, first of its shape", "ms", cold, {}, floor)
+    tensors = [torch.randn(4096, device=device) for _ in range(200)]
+    for case, work in {
+        "4096 float32, alone": lambda: [partial(tensor) for tensor in tensors],
+        "4096 float32, among 200": lambda: partials((tensor, None, None) for tensor in tensors),
+    }.items():
+        each = tuple(best_s(work, 3, device) / len(tensors) * 1e3 for _ in range(ROUNDS))
+        yield Row("fingerprint", f"{name}{case}", "ms", each)
 
 
-def small_tensors() -> None:
-    """The cost of a tensor that is not worth its bytes, such as a norm's weight."""
-    tensors = [torch.randn(4096) for _ in range(200)]
-    each = best_s(lambda: [partial(tensor) for tensor in tensors], 3, torch.device("cpu")) / len(tensors)
-    print(f"a tensor of 4096 float32: {each * 1e6:.0f} µs")
-
-
-def main() -> None:
-    """Run on one CPU thread, and on the CUDA device if there is one."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    """Run on one CPU thread, or on the CUDA device."""
+    parser = arguments(__doc__)
     parser.add_argument("--mib", type=int, default=256, help="size of the tensors (default 256)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="tensors of 32 MiB")
+    parser.add_argument("--cuda", action="store_true", help="on the CUDA device")
     options = parser.parse_args()
-    options.mib = min(options.mib, 32) if options.quick else options.mib
+    mib = min(options.mib, 32) if options.quick else options.mib
     torch.set_num_threads(options.threads)
-    measure(torch.device("cpu"), options.mib << 20, options.repeats)
-    small_tensors()
-    if torch.cuda.is_available():
-        measure(torch.device("cuda"), options.mib * 8 << 20, options.repeats)
+    device, more = (torch.device("cuda"), 8) if options.cuda else (torch.device("cpu"), 1)
+    return report(rows(mib * more << 20, options.repeats, device), options.rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

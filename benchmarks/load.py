@@ -1,22 +1,23 @@
 """Loading against torch.distributed.checkpoint: each from its own checkpoint of the same tensors, in one process tree.
 
-    python -m benchmarks.load [--quick] [--folder /dev/shm] [--case TEXT] [--rows 4096] [--unchecked]
+    python -m benchmarks.load [--quick] [--folder /dev/shm] [--case TEXT] [--size 4096] [--unchecked]
 
-Prints, for both, the seconds until the last rank is done and the processor time of all ranks together, which depends
-less on what else the machine does; how many times faster we are by both; the same for a raw copy of as many bytes from
-the same files into the same memory; and the bytes read for each byte needed. For columns also: the time of what cannot
-be left out. What the peer reads is counted by the kernel; we read through mappings, too, which the kernel does not
-count, so what is printed for us is the larger of what the load reports and what the kernel counted.
+Of both, and of a raw copy of as many bytes from the same files into the same memory: the seconds until the last rank is
+done, and the processor time of all ranks together, which depends less on what else the machine does. For columns the
+floor is not the raw copy but what cannot be left out: one read, one hash and one strided copy of each byte. Then the
+bytes read for each byte needed. What the peer reads is counted by the kernel; we read through mappings, too, which the
+kernel does not count, so ours is the larger of what the load reports and what the kernel counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import glob
 import os
 import shutil
+import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import reshard
-from benchmarks.processes import measured, read_chars, run
+from benchmarks.page import Row, arguments, report
+from benchmarks.processes import measured, over_ranks, read_chars, run
 
 warnings.filterwarnings("ignore")
 
@@ -36,13 +38,13 @@ ROUNDS = 4
 
 CASES: dict[str, tuple[int, tuple[int, ...], list[Placement], tuple[int, ...], list[Placement]]] = {
     # name: (processes, mesh and placements of the save, mesh and placements of the load)
-    "rows by 4 -> columns by 8": (8, (4,), [Shard(0)], (8,), [Shard(1)]),
-    "rows by 2 -> columns by 2": (2, (2,), [Shard(0)], (2,), [Shard(1)]),
-    "rows by 4 -> columns by 4": (4, (4,), [Shard(0)], (4,), [Shard(1)]),
-    "rows by 8 -> columns by 8": (8, (8,), [Shard(0)], (8,), [Shard(1)]),
+    "rows by 4 to columns by 8": (8, (4,), [Shard(0)], (8,), [Shard(1)]),
+    "rows by 4 to columns by 4": (4, (4,), [Shard(0)], (4,), [Shard(1)]),
     "rows by 8, the same layout": (8, (8,), [Shard(0)], (8,), [Shard(0)]),
-    "2 x 2 -> 4 x 2, transposed": (8, (2, 2), [Shard(0), Shard(1)], (4, 2), [Shard(1), Shard(0)]),
-    "rows by 4 -> copies on all": (4, (4,), [Shard(0)], (4,), [Replicate()]),
+    "rows by 4 to copies on all": (4, (4,), [Shard(0)], (4,), [Replicate()]),
+    "rows by 2 to columns by 2": (2, (2,), [Shard(0)], (2,), [Shard(1)]),
+    "rows by 8 to columns by 8": (8, (8,), [Shard(0)], (8,), [Shard(1)]),
+    "2 x 2 to 4 x 2, transposed": (8, (2, 2), [Shard(0), Shard(1)], (4, 2), [Shard(1), Shard(0)]),
 }
 
 
@@ -75,43 +77,35 @@ def save(folder: str, shape: tuple[int, ...], placements: list[Placement], count
 def load(
     folder: str, shape: tuple[int, ...], placements: list[Placement], count: int, rows: int, ours_at: str, check: bool
 ) -> dict[str, Any]:
-    theirs = make(shape, placements, count, rows, seed=None)
-    ours = make(shape, placements, count, rows, seed=None)
-    needed = sum(t.to_local().nbytes for t in ours.values())
-    out: dict[str, Any] = {"needed": needed}
-    raw = make(shape, placements, count, rows, seed=None)
+    """What this rank measured, round by round, and whether both loaded the same."""
+    theirs, ours, raw = (make(shape, placements, count, rows, seed=None) for _ in range(3))
     for t in (*theirs.values(), *ours.values(), *raw.values()):
         t.to_local().add_(1)  # the memory is there before the clock starts
+    needed = sum(t.to_local().nbytes for t in ours.values())
     # all files' names, this rank's own first, so that the copies of all ranks cover all files
     files = sorted(glob.glob(f"{folder}/reshard/data-*/*.safetensors"))
     turn = dist.get_rank() % len(files)
-    for _ in range(ROUNDS):  # the first round warms the page cache and the imports of both; the best one counts
+    files = files[turn:] + files[:turn]
+    rounds: list[dict[str, tuple[float, float]]] = []
+    read: dict[str, float] = {}
+    for _ in range(ROUNDS + 1):
+        found: dict[str, tuple[float, float]] = {}
         before = read_chars()
-        seconds, cpu, _ = measured(lambda: dcp.load(theirs, checkpoint_id=f"{folder}/dcp"))
-        out["dcp_read"] = read_chars() - before
-        note(out, "dcp", seconds, cpu)
+        *found["DCP"], _ = measured(lambda: dcp.load(theirs, checkpoint_id=f"{folder}/dcp"))
+        read["DCP"] = (read_chars() - before) / needed
         before = read_chars()
-        seconds, cpu, report = measured(lambda: reshard.load(ours, f"{folder}/{ours_at}", check=check))
-        out["our_read"] = max(report.bytes_read + report.bytes_read_to_check, read_chars() - before)
-        if note(out, "our", seconds, cpu):
-            out["phases"] = dict(report.seconds)
-        seconds, cpu, _ = measured(lambda: copy_raw(files[turn:] + files[:turn], list(raw.values())))
-        note(out, "raw", seconds, cpu)
-        seconds, cpu, _ = measured(lambda: work_of_columns(files[turn:] + files[:turn], needed))
-        note(out, "floor", seconds, cpu)
+        *found["ours"], done = measured(lambda: reshard.load(ours, f"{folder}/{ours_at}", check=check))
+        read["ours"] = max(done.bytes_read + done.bytes_read_to_check, read_chars() - before) / needed
+        if placements == [Shard(1)]:
+            *found["floor"], _ = measured(lambda: work_of_columns(files, needed))
+        else:
+            *found["floor"], _ = measured(lambda: copy_raw(files, list(raw.values())))
+        rounds.append(found)
     pairs = [
         (a.to_local().view(torch.int16), b.to_local().view(torch.int16)) for a, b in zip(theirs.values(), ours.values())
     ]
-    out["equal"] = all(torch.equal(a, b) for a, b in pairs)
-    return out
-
-
-def note(out: dict[str, Any], who: str, seconds: float, cpu: float) -> bool:
-    """Keep the best round; whether this is it."""
-    best = seconds < out.get(f"{who}_s", float("inf"))
-    out[f"{who}_s"] = min(seconds, out.get(f"{who}_s", seconds))
-    out[f"{who}_cpu"] = min(cpu, out.get(f"{who}_cpu", cpu))
-    return best
+    # the first round warmed the page cache and the imports of both
+    return {"rounds": rounds[1:], "read": read, "equal": all(torch.equal(a, b) for a, b in pairs)}
 
 
 def copy_raw(files: list[str], targets: list[DTensor]) -> None:
@@ -152,55 +146,36 @@ def work_of_columns(files: list[str], nbytes: int) -> None:
         os.close(handle)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="the first case only, with an eighth of the bytes")
+def rows(names: list[str], size: tuple[int, int], folder: str, ours_at: str, check: bool) -> Iterator[Row]:
+    """The rows of these cases."""
+    for name in names:
+        world, saved_shape, saved, wanted_shape, wanted = CASES[name]
+        here = tempfile.mkdtemp(dir=folder)
+        try:
+            run(save, torch.Size(saved_shape).numel(), here, saved_shape, saved, *size)
+            found = run(load, world, here, wanted_shape, wanted, *size, ours_at, check)
+        finally:
+            shutil.rmtree(here)
+        assert all(rank["equal"] for rank in found), "the two loaded different values"
+        for unit, one in over_ranks([rank["rounds"] for rank in found]).items():
+            yield Row("load", name, unit, one["ours"], {"DCP": one["DCP"]}, one["floor"])
+        ours, theirs = (sum(rank["read"][who] for rank in found) / len(found) for who in ("ours", "DCP"))
+        yield Row("load", name, "bytes a byte", (ours,), {"DCP": (theirs,)})
+
+
+def main() -> int:
+    parser = arguments(__doc__)
     parser.add_argument("--folder", default="/dev/shm", help="where the checkpoints go (default: memory)")
     parser.add_argument("--case", help="only cases whose name holds this text")
     parser.add_argument("--same-checkpoint", action="store_true", help="both load the checkpoint that torch wrote")
-    parser.add_argument("--rows", type=int, default=4096, help="of each of the square tensors (default: 4096)")
+    parser.add_argument("--size", type=int, default=4096, help="rows of each of the 24 square tensors (default: 4096)")
     parser.add_argument("--unchecked", action="store_true", help="we compare no checksums either")
     options = parser.parse_args()
-    count, rows = (12, 2048) if options.quick else (24, options.rows)
-    names = [name for name in CASES if options.case is None or options.case in name]
-    print(f"{count} bf16 tensors of {rows} x {rows}, {count * rows * rows * 2 / 1e9:.2f} GB, in {options.folder}")
-    print(
-        f"{'':30} {'seconds':^20} {'processor s':^20} {'DCP/ours':^11} {'raw/ours':^11} {'bytes/byte':^11}\n"
-        f"{'case':30} {'DCP':>6} {'ours':>6} {'raw':>6} {'DCP':>6} {'ours':>6} {'raw':>6}"
-        f" {'wall':>5} {'cpu':>5} {'wall':>5} {'cpu':>5} {'DCP':>5} {'ours':>5}"
-    )
-    for name in names[:1] if options.quick else names:
-        world, saved_shape, saved, wanted_shape, wanted = CASES[name]
-        folder = tempfile.mkdtemp(dir=options.folder)
-        try:
-            savers = torch.Size(saved_shape).numel()
-            run(save, savers, folder, saved_shape, saved, count, rows)
-            ours_at = "dcp" if options.same_checkpoint else "reshard"
-            rows_out = run(load, world, folder, wanted_shape, wanted, count, rows, ours_at, not options.unchecked)
-        finally:
-            shutil.rmtree(folder)
-        assert all(row["equal"] for row in rows_out), "the two loaded different values"
-        wall = {who: max(r[f"{who}_s"] for r in rows_out) for who in ("dcp", "our", "raw", "floor")}
-        cpu = {who: sum(r[f"{who}_cpu"] for r in rows_out) for who in ("dcp", "our", "raw", "floor")}
-        needed = sum(r["needed"] for r in rows_out)
-        theirs, ours = (sum(r[k] for r in rows_out) / needed for k in ("dcp_read", "our_read"))
-        print(
-            f"{name:30} {wall['dcp']:6.2f} {wall['our']:6.2f} {wall['raw']:6.2f}"
-            f" {cpu['dcp']:6.2f} {cpu['our']:6.2f} {cpu['raw']:6.2f}"
-            f" {wall['dcp'] / wall['our']:5.1f} {cpu['dcp'] / cpu['our']:5.1f}"
-            f" {wall['raw'] / wall['our']:5.2f} {cpu['raw'] / cpu['our']:5.2f} {theirs:5.2f} {ours:5.2f}",
-            {phase: round(seconds, 3) for phase, seconds in rows_out[0]["phases"].items()},
-            flush=True,
-        )
-        if wanted == [Shard(1)]:
-            dcp_s, our_s, floor_s = wall["dcp"], wall["our"], wall["floor"]
-            print(
-                f"{'':4}one read, one hash and one strided copy of each byte, nothing else: {floor_s:.2f} s,", end=" "
-            )
-            print(
-                f"{dcp_s / floor_s:.1f} times as fast as DCP; ours takes {our_s / floor_s:.1f} times that", flush=True
-            )
+    names = [name for name in CASES if (options.case or "") in name]
+    ours_at = "dcp" if options.same_checkpoint else "reshard"
+    chosen = names[:4] if options.quick else names
+    return report(rows(chosen, (24, options.size), options.folder, ours_at, not options.unchecked), options.rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

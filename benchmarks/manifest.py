@@ -18,8 +18,11 @@ from benchmarks import models
 from planners.reports.codec import from_json
 from planners.save.plan import plan_writes
 from reshard.control.global_state import Census
-from reshard.formats.native.manifest import MANIFEST, FileRecord, encode_manifest, read_manifest
-from reshard.formats.native.publish import Generation
+from reshard.formats.native import reader
+from reshard.formats.native.file_table import FileRecord
+from reshard.formats.native.manifest import MANIFEST, encode_manifest, read_manifest
+from reshard.formats.native.publish import Generation, Written
+from reshard.formats.native.reader import NativeFacts, Share
 from reshard.storage.memory import MemoryStorage
 
 
@@ -40,23 +43,38 @@ def main() -> None:
     ranks = 1024 if options.quick else options.ranks
     layout = models.laid_out(models.with_adam(models.llama(options.layers)), models.fsdp(ranks))
     folder = "data-0192f3c1a800-5d2e6f7a8b9c"
-    files = {
-        rank: FileRecord(f"{folder}/{rank:05d}.safetensors", 1 << 38, 1 << 18, f"{rank:032x}") for rank in range(ranks)
+    written = {
+        rank: Written(FileRecord(f"{folder}/{rank:05d}.safetensors", 1 << 38, 1 << 18, f"{rank:032x}"))
+        for rank in range(ranks)
     }
     prints = {name: f"{number:032x}" for number, name in enumerate(layout)}
     census = Census(layout, {"step": 1}, {}, {name: name.split(".") for name in layout}, [], {})
     plan = timed("plan of the save", lambda: plan_writes(layout))
     storage = MemoryStorage()
     generation = Generation(storage, folder.removeprefix("data-"), 0.0, census, plan, None)
-    data = timed("make and encode", lambda: encode_manifest(generation._manifest(files, prints)))
+    files, table = timed("table of the files", lambda: generation._files(written))
+    data = timed("make and encode", lambda: encode_manifest(generation._manifest(written, files, table, prints)))
     storage.publish(MANIFEST, data)
-    print(f"{'bytes':44} {len(data) / 1e6:8.2f} MB, {len(data) / ranks:.0f} for each rank")
+    names = storage.list()
+    print(f"{'bytes of the manifest':44} {len(data) / 1e6:8.2f} MB, {len(data) / ranks:.0f} for each rank")
+    print(f"{'bytes of the table':44} {sum(names.values()) / 1e6 - len(data) / 1e6:8.2f} MB")
     tracemalloc.start()
-    manifest = read_manifest(storage)
-    print(f"{'memory of the decoded manifest, at most':44} {tracemalloc.get_traced_memory()[1] / 1e6:8.2f} MB")
+    reader.open(storage, names)
+    print(f"{'memory of the opened checkpoint, at most':44} {tracemalloc.get_traced_memory()[1] / 1e6:8.2f} MB")
     tracemalloc.stop()
-    timed("read and decode", lambda: read_manifest(storage))
+    manifest = timed("read and decode the manifest", lambda: read_manifest(storage))
     timed("layout out of it", lambda: from_json({"reshard": "state_layout", "version": 1, **manifest.layout}))
+    timed("open, all of it", lambda: reader.open(storage, names))
+    look(storage, "one rank of all", Share(ranks // 2, ranks))
+    look(storage, "a process alone", reader.ALL)
+
+
+def look(storage: MemoryStorage, who: str, share: Share) -> None:
+    """How much of the table somebody reads to look for its share of the files."""
+    facts = reader.open(storage, storage.list()).facts
+    assert isinstance(facts, NativeFacts)
+    lengths = timed(f"lengths of files, {who}", lambda: len(list(reader._lengths(facts, share))))
+    print(f"{'':44} {lengths:8} files, {len(facts.files._pages)} pages of the table")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,23 @@
 """Many tensors beside torch.distributed.checkpoint: `python -m benchmarks.many_tensors [N] [--quick]`.
 
 A state of N tensors of four elements (200,000 by default, 20,000 with `--quick`), so that what is measured is the work
-per tensor: saved, opened and loaded by one process, each side in its own format and we in theirs, too. Prints
-processor time, which what else the machine does cannot change much, its ratio, and our growth from half as many tensors
-(2.0 is linear).
+per tensor: saved, opened and loaded by one process, each side in its own format and we in theirs, too; then looked at
+and compared by the command. Processor time, which what else the machine does cannot change much, in one round, since a
+call takes long. The floor is twice the time of half as many tensors: what comes to it is linear.
 """
 
 from __future__ import annotations
 
-import argparse
+import gc
+import os
 import pickle
+import resource
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import reshard
+from benchmarks.page import Row, arguments, report
 
-Row = tuple[float, float | None]
-"""Our seconds of processor time, and theirs, where they have such a call."""
+FIRST_LINE = "inspect, until its first line"
 
 
 def state_of(count: int, fill: float | None = None) -> dict[str, Any]:
@@ -39,54 +42,69 @@ def state_of(count: int, fill: float | None = None) -> dict[str, Any]:
 
 def seconds(call: Callable[[], object]) -> float:
     """Processor time of all threads of this process; once, since a call takes long."""
+    gc.collect()
     start = time.process_time()
     call()
     return time.process_time() - start
 
 
-def rows(count: int, folder: Path, *, peers: bool) -> dict[str, Row]:
-    """Every call, in an order in which each finds what it reads."""
+def command(*words: str | os.PathLike[str]) -> tuple[float, float]:
+    """Processor time of a command in a process of its own, and seconds until it has written a line."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
+    with subprocess.Popen([sys.executable, "-m", "reshard", *words], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        first = time.perf_counter() - start
+        child.stdout.read()
+    assert child.returncode == 0, f"{words} ended with {child.returncode}"
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, first
+
+
+def measure(count: int, folder: Path, *, peers: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Our figure and torch's of every call, in an order in which each finds what it reads."""
     state, target = state_of(count), state_of(count, 0.0)
     ours, theirs = folder / f"ours-{count}", folder / f"theirs-{count}"
-
-    def timed(mine: Callable[[], object], other: Callable[[], object] | None) -> Row:
-        return seconds(mine), seconds(other) if other is not None and peers else None
-
-    found = {"save": timed(lambda: reshard.save(state, ours), None), "open": timed(lambda: reshard.open(ours), None)}
-    found["load"] = timed(lambda: reshard.load(target, ours), None)
+    mine = {
+        "save": seconds(lambda: reshard.save(state, ours)),
+        "open": seconds(lambda: reshard.open(ours)),
+        "load": seconds(lambda: reshard.load(target, ours)),
+    }
     assert all(torch.equal(a, b) for a, b in zip(target["model"].values(), state["model"].values(), strict=True))
-    other_save = seconds(lambda: dcp.save(state, checkpoint_id=theirs, no_dist=True))
-    found["open DCP"] = timed(lambda: reshard.open(theirs), lambda: pickle.loads((theirs / ".metadata").read_bytes()))
-    found["load DCP"] = timed(
-        lambda: reshard.load(target, theirs), lambda: dcp.load(target, checkpoint_id=theirs, no_dist=True)
-    )
+    save = seconds(lambda: dcp.save(state, checkpoint_id=theirs, no_dist=True))
+    mine["open DCP"] = seconds(lambda: reshard.open(theirs))
+    mine["load DCP"] = seconds(lambda: reshard.load(target, theirs))
+    mine["inspect"], mine[FIRST_LINE] = command("inspect", ours)
+    mine["diff"], _ = command("diff", ours, ours)
+    other: dict[str, float] = {}
     if peers:
-        found["save"] = found["save"][0], other_save
-        found["load"] = found["load"][0], found["load DCP"][1]
-    return found
+        load = seconds(lambda: dcp.load(target, checkpoint_id=theirs, no_dist=True))
+        other = {"save": save, "load": load, "load DCP": load}
+        other["open DCP"] = seconds(lambda: pickle.loads((theirs / ".metadata").read_bytes()))
+    return mine, other
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("count", type=int, nargs="?", default=200_000, help="number of tensors")
-    parser.add_argument("--quick", action="store_true", help="20,000 tensors")
-    args = parser.parse_args(arguments)
-    count = 20_000 if args.quick else args.count
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+def rows(count: int) -> Iterator[Row]:
+    """A row for each call."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        rows(min(count, 100), Path(folder), peers=True)  # first calls import much
-        half = rows(count // 2, Path(folder), peers=False)
-        print(f"{count} tensors, torch {torch.__version__}; seconds of processor time")
-        print(f"{'':10}{'torch':>10}{'reshard':>10}{'ratio':>8}{'growth':>8}")
-        for name, (mine, other) in rows(count, Path(folder), peers=True).items():
-            peer = (
-                f"{other:10.2f}{mine:10.2f}{other / mine:8.1f}" if other is not None else f"{'':10}{mine:10.2f}{'':8}"
-            )
-            print(f"{name:10}{peer}{mine / half[name][0]:8.1f}", flush=True)
-    return 0
+        measure(min(count, 100), Path(folder), peers=True)  # first calls import much
+        half, _ = measure(count // 2, Path(folder), peers=False)
+        found, other = measure(count, Path(folder), peers=True)
+    for name, mine in found.items():
+        peers = {"torch": (other[name],)} if name in other else {}
+        unit, floor = ("s", ()) if name == FIRST_LINE else ("processor s", (2 * half[name],))
+        yield Row("many_tensors", f"{name}, {count:,} tensors", unit, (mine,), peers, floor)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("count", type=int, nargs="?", default=200_000, help="number of tensors")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    return report(rows(20_000 if options.quick else options.count), options.rows)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import get_context
 from typing import Any
 
@@ -68,6 +68,18 @@ def measured(fn: Callable[[], Any]) -> tuple[float, float, Any]:
     cpu = time.process_time() - cpu
     dist.barrier()
     return time.perf_counter() - start, cpu, value
+
+
+def over_ranks(ranks: Sequence[Sequence[Mapping[str, Sequence[float]]]]) -> dict[str, dict[str, tuple[float, ...]]]:
+    """By unit and contestant the figures of the rounds: the slowest rank's seconds, and all ranks' processor time.
+
+    `ranks` has for each rank and round (seconds, processor seconds) by contestant.
+    """
+    rounds = list(zip(*ranks, strict=True))
+    return {
+        unit: {who: tuple(total(rank[who][i] for rank in ranks) for ranks in rounds) for who in rounds[0][0]}
+        for i, (unit, total) in enumerate({"s": max, "processor s": sum}.items())
+    }
 
 
 def read_chars() -> int:

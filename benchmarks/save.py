@@ -3,19 +3,21 @@
     python -m benchmarks.save [--quick] [--folder /dev/shm]
     python -m benchmarks.save --planning
 
-Prints the seconds until the last rank is done and the processor time of all ranks together, for the peer (which writes
-no checksums), for us with checksums, for us with checksums and fingerprints, as is the default, and for a raw write of
-the same bytes by the same processes. With `--planning`: the time in which one rank plans a save, for 8 to 8,192 ranks.
+The seconds until the last rank is done and the processor time of all ranks together, of a save with checksums and
+fingerprints, as is the default, and of one with checksums only, beside the peer's, which writes neither; the floor is a
+raw write of the same bytes by the same processes. Then how long the call of `async_save` blocks; its floor is a copy of
+as many bytes in memory. With `--planning`: the time in which one rank plans a save, for 8 to 8,192 ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
+import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,25 +29,30 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import reshard
-from benchmarks.load import make, note
-from benchmarks.processes import measured, run
+from benchmarks.load import make
+from benchmarks.page import Row, arguments, report
+from benchmarks.processes import measured, over_ranks, run
 from planners import Mesh, StateLayout, TensorLayout, TensorSpec, plan_writes
 from planners import Shard as PlanShard
 
 warnings.filterwarnings("ignore")
 
-ROUNDS = 4
+ROUNDS = 3
 
 CASES: dict[str, tuple[int, tuple[int, ...], list[Placement]]] = {
+    "one rank": (1, (1,), [Shard(0)]),
+    "rows by 4": (4, (4,), [Shard(0)]),
     "rows by 8": (8, (8,), [Shard(0)]),
-    "rows by 2": (2, (2,), [Shard(0)]),
     "2 copies of rows by 4": (8, (2, 4), [Replicate(), Shard(0)]),
 }
+WAYS = ("default", "without fingerprints", "async, the call")
 
 
-def save(folder: str, shape: tuple[int, ...], placements: list[Placement], count: int, rows: int) -> dict[str, Any]:
+def save(folder: str, shape: tuple[int, ...], placements: list[Placement], count: int, rows: int) -> Any:
+    """What this rank measured, by way and round."""
     state = make(shape, placements, count, rows, seed=1)
-    out: dict[str, Any] = {}
+    copies = [tensor.to_local().clone() for tensor in state.values()]
+    behind = dist.new_group(backend="gloo")  # in which torch's thread talks, while the ranks meet in the other one
 
     def clear(name: str) -> None:
         dist.barrier()
@@ -53,19 +60,28 @@ def save(folder: str, shape: tuple[int, ...], placements: list[Placement], count
             shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
         dist.barrier()
 
-    contestants = {
-        "dcp": lambda: dcp.save(state, checkpoint_id=f"{folder}/dcp"),
-        "sums": lambda: reshard.save(state, f"{folder}/sums", fingerprints=False),
-        "prints": lambda: reshard.save(state, f"{folder}/prints"),
-        "raw": lambda: write_raw(f"{folder}/raw", list(state.values())),
-    }
-    for _ in range(ROUNDS):  # the first one warms the imports; the best one counts
-        for name, work in contestants.items():
-            clear(name)
-            seconds, cpu, _ = measured(work)
-            note(out, name, seconds, cpu)
-            clear(name)
-    return out
+    def timed(name: str, work: Callable[[str], Any], after: Callable[[Any], Any] = lambda _: None) -> tuple[float, ...]:
+        clear(name)
+        *found, value = measured(lambda: work(f"{folder}/{name}"))
+        after(value)
+        clear(name)
+        return tuple(found)
+
+    ways: dict[str, list[dict[str, tuple[float, ...]]]] = {way: [] for way in WAYS}
+    for _ in range(ROUNDS + 1):
+        theirs = timed("dcp", lambda path: dcp.save(state, checkpoint_id=path))
+        raw = timed("raw", lambda path: write_raw(path, list(state.values())))
+        prints = timed("prints", lambda path: reshard.save(state, path))
+        sums = timed("sums", lambda path: reshard.save(state, path, fingerprints=False))
+        for way, ours in (("default", prints), ("without fingerprints", sums)):
+            ways[way].append({"ours": ours, "DCP": theirs, "floor": raw})
+        theirs = timed(
+            "later", lambda path: dcp.async_save(state, checkpoint_id=path, process_group=behind), lambda f: f.result()
+        )
+        ours = timed("later", lambda path: reshard.async_save(state, path), lambda pending: pending.result())
+        copy = timed("none", lambda _: [a.copy_(b.to_local()) for a, b in zip(copies, state.values())])
+        ways["async, the call"].append({"ours": ours, "DCP": theirs, "floor": copy})
+    return {way: rounds[1:] for way, rounds in ways.items()}  # the first round warmed the imports
 
 
 def write_raw(folder: str, tensors: list[DTensor]) -> None:
@@ -116,37 +132,32 @@ def _their_planning(ranks: int) -> str:
     return f"{(time.process_time() - begin) * 1e3 * 3000 / items:.0f}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="the first case only, with an eighth of the bytes")
+def rows(names: list[str], size: tuple[int, int], folder: str) -> Iterator[Row]:
+    """The rows of these cases."""
+    for name in names:
+        world, shape, placements = CASES[name]
+        here = tempfile.mkdtemp(dir=folder)
+        try:
+            found = run(save, world, here, shape, placements, *size)
+        finally:
+            shutil.rmtree(here)
+        for way in WAYS:
+            for unit, one in over_ranks([rank[way] for rank in found]).items():
+                if unit == "s" or way != "async, the call":  # processor time goes on beside the call
+                    yield Row("save", f"{name}, {way}", unit, one["ours"], {"DCP": one["DCP"]}, one["floor"])
+
+
+def main() -> int:
+    parser = arguments(__doc__)
     parser.add_argument("--folder", default="/dev/shm", help="where the checkpoints go (default: memory)")
     parser.add_argument("--planning", action="store_true", help="time the planning for many simulated ranks instead")
     options = parser.parse_args()
     if options.planning:
         planning()
-        return
-    count, rows = (12, 2048) if options.quick else (24, 4096)
-    print(f"{count} bf16 tensors of {rows} x {rows}, {count * rows * rows * 2 / 1e9:.2f} GB, in {options.folder}")
-    columns = "".join(f"{who:>9}" for who in ("DCP", "sums", "+prints", "raw"))
-    print(f"{'':24} {'seconds':^36} {'processor seconds':^36}\n{'case':24} {columns} {columns}")
-    for name in list(CASES)[:1] if options.quick else CASES:
-        world, shape, placements = CASES[name]
-        folder = tempfile.mkdtemp(dir=options.folder)
-        try:
-            results = run(save, world, folder, shape, placements, count, rows)
-        finally:
-            shutil.rmtree(folder)
-        wall = {who: max(r[f"{who}_s"] for r in results) for who in ("dcp", "sums", "prints", "raw")}
-        cpu = {who: sum(r[f"{who}_cpu"] for r in results) for who in ("dcp", "sums", "prints", "raw")}
-        print(f"{name:24} " + " ".join("".join(f"{x:9.2f}" for x in of.values()) for of in (wall, cpu)))
-        for what, of in (("seconds", wall), ("processor seconds", cpu)):
-            print(
-                f"    by {what}: {of['dcp'] / of['sums']:.2f} times as fast as DCP with checksums,"
-                f" {of['dcp'] / of['prints']:.2f} with fingerprints too;"
-                f" {of['raw'] / of['sums']:.2f} and {of['raw'] / of['prints']:.2f} of a raw write",
-                flush=True,
-            )
+        return 0
+    names = list(CASES)[:3] if options.quick else list(CASES)
+    return report(rows(names, (24, 4096), options.folder), options.rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from planners.reports.html import to_html
     from planners.reports.summary import PlanStats, summarize
     from planners.reports.text import explain, format_plan
+    from planners.save.copies import CopyPlan, plan_copies
     from planners.save.plan import SavePlan, WriteItem, WriteItems, plan_writes
     from planners.testing.replay import replay
     from planners.topologies.flat_buffers import even_ranges, flat_layouts, flat_offsets
@@ -55,6 +56,7 @@ _PUBLIC = {
     "reports.html": "to_html",
     "reports.summary": "PlanStats summarize",
     "reports.text": "explain format_plan",
+    "save.copies": "CopyPlan plan_copies",
     "save.plan": "SavePlan WriteItem WriteItems plan_writes",
     "testing.replay": "replay",
     "topologies.flat_buffers": "even_ranges flat_layouts flat_offsets",
@@ -70,15 +72,15 @@ _PUBLIC = {
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 __all__ = [
-    "LLAMA_TP_DIMS", "BlockShard", "Box", "ByteRuns", "Cluster", "CodecError", "Comparison", "CoverageError",
-    "Estimate", "FillItem", "Finding", "Home", "LayoutMismatchError", "LoadPlan", "Mesh", "Message", "Placement",
-    "PlanDiff", "PlanError", "PlanStats", "ProofError", "ReadItem", "ReadItems", "Replicate", "Report", "Rule",
-    "SavePlan", "Schedule", "Shard", "StateLayout", "StridedShard", "TensorLayout", "TensorSpec", "Topology",
+    "LLAMA_TP_DIMS", "BlockShard", "Box", "ByteRuns", "Cluster", "CodecError", "Comparison", "CopyPlan",
+    "CoverageError", "Estimate", "FillItem", "Finding", "Home", "LayoutMismatchError", "LoadPlan", "Mesh", "Message",
+    "Placement", "PlanDiff", "PlanError", "PlanStats", "ProofError", "ReadItem", "ReadItems", "Replicate", "Report",
+    "Rule", "SavePlan", "Schedule", "Shard", "StateLayout", "StridedShard", "TensorLayout", "TensorSpec", "Topology",
     "TransferItem", "TransferItems", "TransferPlan", "View", "Window", "WriteItem", "WriteItems",
     "compare_topologies", "concat", "ddp", "diff", "dumps", "estimate", "even_ranges", "expert_parallel", "explain",
     "flat_layouts", "flat_offsets", "format_plan", "fsdp", "fsdp_tp", "hsdp", "inverse", "loads", "pipelined",
-    "plan_reads", "plan_relay", "plan_transfers", "plan_writes", "replay", "schedule", "stack", "summarize",
-    "to_html", "verify", "viewed",
+    "plan_copies", "plan_reads", "plan_relay", "plan_transfers", "plan_writes", "replay", "schedule", "stack",
+    "summarize", "to_html", "verify", "viewed",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from planners.geometry.cover import tiling_fault
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.load.plan import LoadPlan
 from planners.load.proof import verify_load
+from planners.save.copies import CopyPlan, verify_copies
 from planners.save.plan import SavePlan
 from planners.save.proof import verify_save
 from planners.transfer.plan import TransferPlan
@@ -32,7 +33,8 @@ def verify(subject: object) -> Report:
     that a view makes it of), out of a chunk that its owner holds, or is a constant that a view declares. A save plan
     is right if every element is written exactly once, by a rank that holds it. A transfer plan is right if every needed
     element arrives exactly once, from a rank that holds it. A schedule is right if its plan is, if no rank sends to two
-    or receives from two in one round, if its budget is kept, and if every byte of the plan travels once.
+    or receives from two in one round, if its budget is kept, and if every byte of the plan travels once. A plan of
+    copies is right if what each rank writes is on so many other hosts.
 
     Raises PlanError for a value of which nothing can be proved.
     """
@@ -48,6 +50,8 @@ def verify(subject: object) -> Report:
         return verify_transfer(subject)
     if isinstance(subject, Schedule):
         return verify_schedule(subject)
+    if isinstance(subject, CopyPlan):
+        return verify_copies(subject)
     raise PlanError(f"cannot verify a {type(subject).__name__}: give a layout or a plan")
 
 

@@ -13,12 +13,12 @@ from property_tests.budget import examples
 from reshard.control import store_rounds
 from reshard.control.group import Group
 from reshard.control.pool import Pool
-from reshard.errors import DeadlineError, RankFailedError, ReshardError
+from reshard.errors import DeadlineError, LayoutError, RankFailedError, ReshardError
 from tests.simulated_ranks import Died, World
 
 DEADLINE_S = 60.0
 
-VERBS = ("barrier", "exchange", "gather", "scatter", "share", "among", "parties", "agree", "any", "busy")
+VERBS = ("barrier", "exchange", "gather", "sum", "scatter", "share", "among", "parties", "agree", "any", "busy")
 
 
 def _do(verb: str, group: Group, world: World) -> None:
@@ -34,6 +34,9 @@ def _do(verb: str, group: Group, world: World) -> None:
         long = 40_000 if rank % 5 == 0 else 1
         rows = group.gather(mine * long, size - 1)
         assert rows == ([b"%d" % r * (40_000 if r % 5 == 0 else 1) for r in range(size)] if rank == size - 1 else None)
+    elif verb == "sum":
+        told = group.gather_and_sum(mine, mine, lambda parts: b"%d" % sum(map(int, parts)), 0)
+        assert told == ((everybody, b"%d" % sum(range(size))) if rank == 0 else None)
     elif verb == "scatter":
         assert group.scatter(everybody if rank == 0 else None, common=mine) == (mine, b"0")
     elif verb == "share":
@@ -46,6 +49,8 @@ def _do(verb: str, group: Group, world: World) -> None:
         assert parties == {b"even": [*range(0, size, 2)], b"odd": [*range(1, size, 2)]}
     elif verb == "agree":
         group.agree(b"same", "the layout")
+        with pytest.raises(LayoutError, match="differ"):
+            group.agree(mine, "the layout")
     elif verb == "any":
         assert group.any(rank == size - 1, "a question")
     else:
@@ -141,6 +146,53 @@ def _judge(ends: list[Any], world: World, history: dict[str, Any]) -> None:
         assert longest <= (DEADLINE_S if is_unseen else busy) + 5.0
     if how in ("raise", "late"):
         assert len(world.values) <= len(ends), [key for key in world.values if not key.startswith("sessions/")][:5]
+
+
+@pytest.mark.parametrize(
+    ("how", "size", "deadline_s"),
+    [("raise", 1024, 1800.0), ("crash", 1024, 1800.0), ("hang", 1024, 30.0), ("late", 256, 1800.0)],
+)
+def test_of_many_ranks_all_have_the_first_error_at_once(how: str, size: int, deadline_s: float) -> None:
+    """Within 5 s, or at the deadline of who hangs; a rank that is late by ten minutes is none that failed."""
+    culprit, late_s = size // 2 + 5, 600.0
+    world = World(size)
+    failed_s: list[float] = []
+
+    def trouble(rank: int) -> None:
+        failed_s.append(world.now)
+        if how == "raise":
+            raise OSError("no space left")
+        if how == "crash":
+            world.crash[rank] = world.asked[rank]
+        else:
+            world.sleep(late_s)
+
+    def body(rank: int) -> tuple[type, str, float]:
+        group = world.group(rank, deadline_s=deadline_s)
+        try:
+            with group.together("save"):
+                group.share(b"which save" if rank == 0 else None)
+                if rank == culprit:
+                    trouble(rank)
+                for _ in range(8 if rank % 2 else 0):  # some work, others wait already
+                    world.sleep(1.0)
+                    group.check()
+                group.barrier()
+        except (ReshardError, OSError) as error:
+            return type(error), str(error), world.now
+        return type(None), "", world.now
+
+    with world.clock():
+        ends = world.run(body)
+    kinds = {kind for kind, *_ in ends[:culprit] + ends[culprit + 1 :]}
+    messages = {message for _, message, _ in ends[:culprit] + ends[culprit + 1 :]}
+    took = max(when for *_, when in ends[:culprit] + ends[culprit + 1 :]) - failed_s[0]
+    wanted = {"raise": RankFailedError, "crash": RankFailedError, "hang": DeadlineError, "late": type(None)}
+    assert (kinds, len(messages)) == ({wanted[how]}, 1)
+    assert how == "late" or f"rank {culprit} " in messages.pop()
+    assert took <= {"hang": deadline_s, "late": late_s + 8.0}.get(how, 0.0) + 5.0
+    if how in ("raise", "late"):
+        assert len(world.values) <= size
 
 
 @given(st.integers(1, 600), st.sampled_from([2, 5, 128]), st.data())

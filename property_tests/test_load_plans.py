@@ -17,7 +17,7 @@ from planners.testing.strategies import layouts, product_layouts, specs, state_p
 
 
 @given(st.data())
-@settings(max_examples=examples(1500))
+@settings(max_examples=examples(800))
 def test_boxes_tile_the_tensor_once_per_replica_group(data):
     layout = data.draw(specs().flatmap(layouts))
 
@@ -46,7 +46,7 @@ def arrived(plan: LoadPlan, fqn: str, rank: int):
 
 
 @given(state_pairs())
-@settings(max_examples=examples(2000))
+@settings(max_examples=examples(1000))
 def test_a_plan_verifies_and_moves_every_element_to_its_place(pair):
     saved, wanted = pair
 

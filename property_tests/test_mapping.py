@@ -24,7 +24,20 @@ from reshard.errors import NormalizationError
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.source import BytesSource
 from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
-from reshard.mapping import Concat, Mapping, Offset, Rename, Resize, Rope, Rule, Split, Stack, Transpose, Unstack
+from reshard.mapping import (
+    Concat,
+    Mapping,
+    Offset,
+    Rename,
+    Reshape,
+    Resize,
+    Rope,
+    Rule,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
 
 Shape = tuple[int, ...]
 
@@ -39,7 +52,9 @@ def rules(draw: st.DrawFn, at: int) -> tuple[Rule, dict[str, Shape]]:
     a, b = f"in{at}", f"out{at}"
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     dim = draw(st.integers(0, len(shape) - 1))
-    kind = draw(st.sampled_from(["rename", "concat", "split", "stack", "unstack", "transpose", "rope", "pad"]))
+    kind = draw(
+        st.sampled_from(["rename", "concat", "split", "stack", "unstack", "transpose", "rope", "pad", "reshape"])
+    )
     if kind == "rename":
         return Rename(f"{a}.{{x}}", f"{b}.{{x}}"), {f"{a}.w": shape}
     if kind in ("concat", "split"):
@@ -58,6 +73,14 @@ def rules(draw: st.DrawFn, at: int) -> tuple[Rule, dict[str, Shape]]:
         return Unstack(a, f"{b}.{{e}}.w", "e", dim), {a: shape}
     if kind == "transpose":
         return Transpose(a, b, draw(st.permutations(range(len(shape))))), {a: shape}
+    if kind == "reshape":
+        new: list[int] = []
+        for factor in draw(st.permutations([p for size in shape for p in ([2, 2] if size == 4 else [size])])):
+            if new and draw(st.booleans()):
+                new[-1] *= factor
+            else:
+                new.append(factor)
+        return Reshape(a, b, _swapped(shape, dim, -1), new), {a: shape}
     if kind == "rope":
         size, heads = draw(st.sampled_from([2, 4, 6])), draw(st.integers(1, 3))
         return Rope(a, b, size, draw(st.sampled_from(["halves", "pairs"]))), {a: _swapped(shape, 0, size * heads)}

@@ -8,10 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-"""Read by the build, too; what saves call their writer follows it."""
-
 _HOME = {
+    "__version__": "formats.native.release",
     "Checkpoint": "checkpoint.checkpoint",
     "ConvertReport": "api.convert.converting",
     "FqnMap": "state_dict",
@@ -53,13 +51,14 @@ _HOME = {
 }
 """Where each public name lives."""
 
-_MODULES = ("dcp", "planners")
+_MODULES = ("dcp", "elastic", "planners")
 """Public modules that are there without an import of their own."""
 
-__all__ = list(_HOME)
+__all__ = [name for name in _HOME if name != "__version__"]
 
 if TYPE_CHECKING:
     from reshard import dcp as dcp
+    from reshard import elastic as elastic
     from reshard import planners as planners
     from reshard.api.convert.converting import ConvertReport as ConvertReport
     from reshard.api.convert.converting import convert as convert
@@ -84,6 +83,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint.checkpoint import Checkpoint as Checkpoint
     from reshard.checkpoint.checkpoint import open as open
     from reshard.errors import ReshardError as ReshardError
+    from reshard.formats.native.release import __version__ as __version__
     from reshard.mapping import Mapping as Mapping
     from reshard.state.per_rank import PerRank as PerRank
     from reshard.state.tensors import layout_of as layout_of
@@ -114,4 +114,4 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOME, *_MODULES, "__version__"])
+    return sorted([*_HOME, *_MODULES])

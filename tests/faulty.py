@@ -64,6 +64,10 @@ class Faulty(Storage):
         self.fault("publish", name)
         self.inner.publish(name, data)
 
+    def link(self, name: str, other: str) -> bool:
+        self.fault("link", name)
+        return self.inner.link(name, other)
+
     def delete(self, name: str) -> None:
         self.fault("delete", name)
         self.inner.delete(name)
@@ -100,7 +104,7 @@ class SystemCalls:
     with calls.crashing(3): save(...)          # the third and all later ones raise Crash
     """
 
-    NAMES = ("mkdir", "write", "fsync", "replace", "unlink", "rmdir", "open")
+    NAMES = ("mkdir", "write", "fsync", "replace", "link", "unlink", "rmdir", "open")
 
     def __init__(self) -> None:
         self.made = 0

@@ -7,8 +7,8 @@
 
     assert gloo.run(body, 3, 2.0) == [6.0, 6.0, 6.0]
 
-Children are forked from a server that has imported torch once, so a run costs tenths of a second, and they
-inherit nothing else: neither threads, nor pytest, nor the modules of the test, which each child imports itself.
+Children are forked from a server that has imported torch and the library once, so a run costs tenths of a second, and
+they inherit nothing else: neither threads, nor a running pytest, nor the modules of the test, which each child imports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Outcome", "outcomes", "run"]
+__all__ = ["SOON_S", "Outcome", "outcomes", "run"]
+
+_TORCH = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.checkpoint")
+
+_LIBRARY = ("reshard.dcp", "reshard.api.load", "reshard.api.save", "reshard.api.redistribute", "hypothesis", "pytest")
+"""What most children import, four times as long as what they then do. Not where a device is to be set up before."""
+
+
+SOON_S = 20.0
+"""Within so many seconds ranks learn what happened to another: within five, as is promised, and more where names are
+resolved slowly: torch looks up the name of each new connection to a store, for 5 s each if nobody answers."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ def outcomes(
     world_size: int,
     *args: Any,
     timeout_s: float = 120.0,
-    linger_s: float = 20.0,
+    linger_s: float = 30.0,
     store: str = "rank0",
     init: bool = True,
 ) -> list[Outcome]:
@@ -90,7 +100,7 @@ def outcomes(
         init: False leaves torch.distributed uninitialised; RANK, WORLD_SIZE, MASTER_ADDR and so on are set anyway.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor"])
+    context.set_forkserver_preload([*_TORCH, *(() if "RESHARD_TESTS_ON_DEVICE" in os.environ else _LIBRARY)])
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the server starts: its torch must have no threads to lose
     folder = Path(tempfile.mkdtemp(prefix="gloo-"))
     hosted = _host_store(folder) if store == "parent" else None
@@ -231,10 +241,20 @@ def _in_group(setup: _Setup, payload: bytes) -> Any:
         store: Any = dist.FileStore(str(Path(setup.folder) / "store"), setup.world_size)
     else:
         store = _tcp_store(setup)
+    backend = _on_device()
     if setup.init:
-        dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=setup.world_size)
+        dist.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.world_size)
     fn, args = pickle.loads(payload)
     return fn(*args)
+
+
+def _on_device() -> str:
+    """Make this process one whose tensors lie on a device, if that is asked for; the backend that moves them."""
+    if "RESHARD_TESTS_ON_DEVICE" not in os.environ:
+        return "gloo"
+    from tests.simulated import everywhere
+
+    return everywhere.enter()
 
 
 def _tcp_store(setup: _Setup) -> Any:

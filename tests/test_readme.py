@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import typer
 
 import planners
@@ -19,17 +21,23 @@ import reshard
 from reshard import errors, mapping
 from reshard.cli.app import app, run
 from tests import gloo
+from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
+NEEDS = {"from-dcp:0": requires("no_dist" in inspect.signature(dcp.load).parameters, "takes no `no_dist`")}
 BLOCKS = [
-    pytest.param(match[1], page, text[: match.start()].count("\n") + 1, id=f"{page.stem}:{i}")
+    pytest.param(
+        *(match[1], page, text[: match.start()].count("\n") + 1),
+        id=f"{page.stem}:{i}",
+        marks=NEEDS.get(f"{page.stem}:{i}", ()),
+    )
     for page in PAGES
     for text in [page.read_text(encoding="utf-8")]
     for i, match in enumerate(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
 ]
 
-MODULES = ("errors", "mapping")
+MODULES = ("elastic", "errors", "mapping")
 """Of `reshard`, which have names of their own."""
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 COMMANDS = [
@@ -108,12 +116,15 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+_OF_FRAMEWORKS = {"MEGATRON_FOLDER", "OLD_MEGATRON_FOLDER", "FSDP_CHECKPOINT", "DEEPSEEK_OR_GPT_OSS"}
+
+
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_run(line: str, stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that need a framework's model, or install something, are read only: their options are there."""
     monkeypatch.chdir(stand_ins)
     words = shlex.split(line.split(" && ")[0].replace("NAME", "model.layers.0.wo.weight"), comments=True)[1:]
-    if "--names" in words or words[0].startswith("-") or {"MEGATRON_FOLDER", "DEEPSEEK_OR_GPT_OSS"} & set(words):
+    if "--names" in words or words[0].startswith("-") or _OF_FRAMEWORKS & set(words):
         command = typer.main.get_command(app)
         with command.make_context("reshard", words[:], resilient_parsing=True) as context:
             name, sub, rest = command.resolve_command(context, words) if words[0][0] != "-" else ("", command, words)
@@ -144,6 +155,7 @@ def _on_this_rank(source: str, folder: str) -> None:
     exec(compile(source, "recipe", "exec"), {"__name__": "__main__"})
 
 
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 @pytest.mark.gloo
 def test_the_recipe_for_resuming_runs_on_several_ranks(tmp_path: Path) -> None:
     """It begins on 3 ranks; a copy that expects a save resumes on 2."""
@@ -175,6 +187,7 @@ def test_the_recipe_for_pipelines_runs_on_other_numbers_of_stages(tmp_path: Path
     assert [saved["optim"][f"param_groups.layers.{i}.bias.lr"] for i in range(4)] == [0.1, 0.1, 0.01, 0.01]
 
 
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 @pytest.mark.gloo
 def test_the_recipe_for_adapters_runs_under_fsdp2(tmp_path: Path) -> None:
     """As it stands, but for a model that is cut over the ranks."""
@@ -217,6 +230,7 @@ if rank in serving:
 """
 
 
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 @pytest.mark.gloo
 def test_the_recipe_for_an_engine_fills_two_replicas_of_fused_tensor_parallel_weights(tmp_path: Path) -> None:
     """What the engine holds in the end is cut out of the trainer's gathered weights by hand."""

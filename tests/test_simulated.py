@@ -7,7 +7,11 @@ import torch
 
 from tests import gloo, simulated
 
-pytestmark = [pytest.mark.gloo, pytest.mark.skipif(not simulated.AVAILABLE, reason=simulated.WHY_NOT)]
+pytestmark = [
+    pytest.mark.gloo,
+    pytest.mark.skipif(not simulated.AVAILABLE, reason=simulated.WHY_NOT),
+    pytest.mark.host_only("says itself what lies where"),
+]
 
 
 def _late() -> None:

@@ -36,7 +36,7 @@ def shapes(max_dims: int = 4, max_size: int = 17) -> st.SearchStrategy[tuple[int
 
 def specs(fqn: str = "w", shape: st.SearchStrategy[tuple[int, ...]] | None = None) -> st.SearchStrategy[TensorSpec]:
     """A tensor of any shape and item size."""
-    return st.builds(TensorSpec, st.just(fqn), shape or shapes(), st.sampled_from(DTYPES))
+    return st.builds(TensorSpec, st.just(fqn), shapes() if shape is None else shape, st.sampled_from(DTYPES))
 
 
 @st.composite

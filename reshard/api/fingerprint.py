@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,13 +13,15 @@ import torch.distributed as dist
 
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
-from planners.geometry.layout_forms import Part
+from planners.geometry.layout_forms import Part, ProductForm
+from planners.geometry.placement import Replicate
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.control.group import Group
-from reshard.errors import CheckpointError, FormatError, LayoutError, ReplicaDriftError, format_ranks
+from reshard.errors import CheckpointError, FormatError, LayoutError
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.streaming import Region, stream
+from reshard.state.fingerprints.holdings import Holding, add_holdings, conclude, pack_holdings
 from reshard.state.fingerprints.keys import PUBLIC, Key
 from reshard.state.fingerprints.parts import Fingerprinter, Partial, partials
 from reshard.state.frameworks.tensor_subclasses import expanded
@@ -26,22 +29,10 @@ from reshard.state.tensors import is_tensor, layout_of, local_tensors
 from reshard.state.tree import flatten, key_of
 from reshard.storage.base import Storage
 
-__all__ = ["Exchange", "Holding", "alone", "fingerprint", "holdings", "join"]
+__all__ = ["Exchange", "alone", "fingerprint", "holdings", "join"]
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Gives this rank's bytes to all ranks and returns those of all, in rank order."""
-
-
-class Holding(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank holds of one tensor: one product of intervals."""
-
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    place: bytes
-    """8 bytes that are equal for ranks that hold the same elements."""
-    sums: bytes
-    """`Partial.to_bytes()` of them."""
 
 
 def alone(data: bytes) -> Sequence[bytes]:
@@ -61,8 +52,8 @@ def fingerprint(
 
     Of a state dict it is the same on every rank. With torch.distributed initialised this is collective over the
     default group: all ranks call it, and each adds up its own part of DTensors and ShardedTensors; no tensor is
-    gathered, only its name and some 60 bytes per rank. Replicas, and plain tensors of one name on several ranks, must
-    agree bit by bit.
+    gathered, a rank says and hears of each its name and some 60 bytes. Replicas, and plain tensors of one name on
+    several ranks, must agree bit by bit.
 
     Of a checkpoint, given as a path, `Storage` or open `Checkpoint`, this process reads every tensor, a window at a
     time; nobody else takes part, and what was saved along is not believed.
@@ -97,8 +88,10 @@ def fingerprint(
     group = Group()
     with group.together("fingerprint"):
         group.same_options("fingerprint", {"key": key.name})
-        payloads = group.exchange(msgspec.msgpack.encode(holdings(state_dict, layouts, rank, key)))
-    return join(payloads, ranks=group.ranks, key=key)
+        held = holdings(state_dict, layouts, rank, key, world_size=group.world_size)
+        mine = pack_holdings(held, group.ranks[group.rank])
+        told = group.merge(mine, lambda parts: add_holdings(parts, group.world_size), "fingerprints")
+    return conclude(told, key=key)
 
 
 def _read(tensor: LazyTensor, key: Key) -> Fingerprinter:
@@ -112,9 +105,16 @@ def _read(tensor: LazyTensor, key: Key) -> Fingerprinter:
 
 
 def holdings(
-    state_dict: Mapping[str, Any], layouts: Mapping[str, TensorLayout] | None, rank: int, key: Key = PUBLIC
+    state_dict: Mapping[str, Any],
+    layouts: Mapping[str, TensorLayout] | None,
+    rank: int,
+    key: Key = PUBLIC,
+    *,
+    world_size: int = 0,
 ) -> list[Holding]:
     """What `rank` holds, summed up. A tensor of which it holds no element is still named. Asks no other rank.
+
+    `world_size`: how many ranks there are, if it is known.
 
     Raises:
         LayoutError: a tensor whose layout is not given, or whose local shape is not what the layout says.
@@ -129,7 +129,8 @@ def holdings(
     for fqn, layout in given.items():
         spec = layout.spec
         for _, part in held[fqn]:
-            found.append(Holding(fqn, spec.dtype, spec.shape, _place(part), next(sums).to_bytes()))
+            holders = _holders(layout, rank, world_size)
+            found.append(Holding(fqn, spec.dtype, spec.shape, _place(part), next(sums).to_bytes(), holders))
         if not held[fqn]:
             found.append(Holding(fqn, spec.dtype, spec.shape, b"", Partial().to_bytes()))
     for fqn, stored in lazy.items():
@@ -174,6 +175,15 @@ def _matched(fqn: str, local: Sequence[Any], parts: Sequence[Part]) -> list[tupl
     return list(zip(local, parts))
 
 
+def _holders(layout: TensorLayout, rank: int, world_size: int) -> int:
+    """How many ranks hold what this rank holds; 0 where others may, of whom this layout does not tell."""
+    form = layout.form
+    if not isinstance(form, ProductForm) or form.mesh.size != world_size or rank not in form.mesh:
+        return 0
+    copies = (size for size, placement in zip(form.mesh.shape, form.placements) if isinstance(placement, Replicate))
+    return math.prod(copies)
+
+
 def _place(part: Part) -> bytes:
     """A digest of which elements these are; their local order does not matter."""
     if not part.numel:
@@ -181,42 +191,10 @@ def _place(part: Part) -> bytes:
     return hashlib.blake2b(repr([sorted(dim) for dim in part.dims]).encode(), digest_size=8).digest()
 
 
-def join(payloads: Iterable[bytes], *, ranks: Sequence[int] | None = None, key: Key = PUBLIC) -> dict[str, str]:
-    """The fingerprints that the holdings of all ranks (packed, in rank order) make up, in the order of first mention.
-
-    Raises:
-        ReplicaDriftError: ranks that hold the same elements have different sums.
-        LayoutError: dtypes or shapes differ, or parts are missing or overlap.
-    """
-    specs: dict[str, tuple[int, Holding]] = {}
-    places: dict[str, dict[bytes, dict[bytes, list[int]]]] = {}
-    for position, payload in enumerate(payloads):
-        rank = position if ranks is None else ranks[position]
-        for held in msgspec.msgpack.decode(payload, type=list[Holding]):
-            first_rank, first = specs.setdefault(held.fqn, (rank, held))
-            if (held.dtype, held.shape) != (first.dtype, first.shape):
-                raise LayoutError(
-                    f"tensor {held.fqn!r} is {first.dtype}{list(first.shape)} on rank {first_rank}, "
-                    f"but {held.dtype}{list(held.shape)} on rank {rank}"
-                )
-            places.setdefault(held.fqn, {}).setdefault(held.place, {}).setdefault(held.sums, []).append(rank)
-    drifted = [
-        f"{fqn}: " + " differ from ".join(format_ranks(same) for same in versions.values())
-        for fqn, by_place in places.items()
-        for versions in by_place.values()
-        if len(versions) > 1
+def join(payloads: Sequence[bytes], *, ranks: Sequence[int] | None = None, key: Key = PUBLIC) -> dict[str, str]:
+    """The fingerprints that the holdings of all ranks (packed, in rank order) make up: see `conclude`."""
+    told = [
+        pack_holdings(msgspec.msgpack.decode(payload, type=list[Holding]), rank)
+        for payload, rank in zip(payloads, range(len(payloads)) if ranks is None else ranks)
     ]
-    if drifted:
-        raise ReplicaDriftError(
-            f"{len(drifted)} replicated parts of tensors do not have the same bits on all ranks that hold them: "
-            + "; ".join(drifted[:8])
-            + (" ..." if len(drifted) > 8 else "")
-        )
-    found = {}
-    for fqn, (_, spec) in specs.items():
-        total = Partial.total(Partial.from_bytes(sums) for versions in places[fqn].values() for sums in versions)
-        try:
-            found[fqn] = total.digest(spec.dtype, spec.shape, key=key)
-        except LayoutError as error:
-            raise LayoutError(f"tensor {fqn!r}: {error}") from None
-    return found
+    return conclude(add_holdings(told, len(told)), key=key)

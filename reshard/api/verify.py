@@ -32,7 +32,9 @@ from reshard.formats.stored.tensor import StoredTensor
 from reshard.formats.torch_save.zip_checksums import changed_records, is_archive
 from reshard.state.dtypes import dtype_name
 from reshard.state.fingerprints import Fingerprinter, comparable
+from reshard.state.fingerprints.words import float64_is_exact
 from reshard.state.frameworks.tensor_subclasses import expanded
+from reshard.state.memory.downloads import to_host
 from reshard.state.per_rank import PerRank
 from reshard.state.plain_data import encode_plain
 from reshard.state.tensors import is_sharded, is_tensor, raw_bytes, spec_of
@@ -80,9 +82,7 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
     if deep and covered is not None:
         with Progress(show=progress) as bar, bar.phase("verify", total_bytes=covered.total_bytes) as step:
             if native is not None:
-                with bar.phase(
-                    "checksums", total_bytes=sum(f.nbytes for f in native.manifest.files.values())
-                ) as blocks:
+                with bar.phase("checksums", total_bytes=sum(f.nbytes for f in native.files.values())) as blocks:
                     findings += _block_findings(native, blocks)
             else:
                 findings += map(Finding, changed_records(checkpoint.contents.files))
@@ -105,7 +105,7 @@ def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
     """How far a deep look reaches: files with checksums are all of ours, and the zip archives of torch.save."""
     native = checkpoint.contents.facts_of(NativeFacts)
     if native is not None:
-        files = {record.name for record in native.manifest.files.values()}
+        files = set(native.files)
         metadata_checked = has_digest(native.storage)
     else:
         sources = checkpoint.contents.files
@@ -129,9 +129,9 @@ def _block_findings(native: NativeFacts, step: Phase) -> Iterator[Finding]:
     storage: Storage = native.storage
     files = Files(storage)
     size = native.manifest.block_bytes
-    for record in native.manifest.files.values():
+    for record in native.files.values():
         try:
-            sums = native.sums[record.name]
+            sums = native.sums(record.name)
             source = files[record.name]
             bad = []
             for at in range(0, record.nbytes, size):
@@ -342,7 +342,9 @@ def _difference(name: str, x: Any, y: Any, rtol: float, atol: float) -> list[Fin
 
 
 def _differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
-    """Where two tensors of one shape differ."""
+    """Where two tensors of one shape differ: on the device on which both are, or on the host."""
+    if x.device != y.device or not (x.device.type == "cpu" or float64_is_exact(x.device)):
+        x, y = to_host([x, y])
     if rtol or atol:
         wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
         return ~torch.isclose(x.to(wide), y.to(wide), rtol=rtol, atol=atol, equal_nan=True)
@@ -355,4 +357,4 @@ def _slice(tensor: Any, box: Box) -> torch.Tensor:
     piece: torch.Tensor = (
         tensor[box.slices] if box.ndim else (tensor[...] if isinstance(tensor, LazyTensor) else tensor)
     )
-    return piece.detach().cpu().resolve_conj().resolve_neg()
+    return piece.detach().resolve_conj().resolve_neg()

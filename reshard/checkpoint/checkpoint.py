@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, Protocol
 
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
 from reshard.errors import CheckpointError, KeyMismatchError
+from reshard.formats.native.reader import Share
 from reshard.formats.opening import open_contents
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.lazy_tensor import LazyTensor
-from reshard.formats.stored.tensor import StoredTensor, check_cover
+from reshard.formats.stored.tensor import LazyChunks, StoredTensor, check_cover
 from reshard.state.tree import unflatten
 from reshard.storage.base import Storage
 
-__all__ = ["Checkpoint", "open", "stored_layout"]
+__all__ = ["Checkpoint", "open", "open_among", "stored_layout"]
 
 
 class Normalized(dict[str, Any]):
@@ -110,10 +111,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
         `deep` also looks into every stored item, whether it holds what the metadata says.
         """
         found = []
+        whole: set[Hashable] = set()
         for name in self:
             try:
                 stored = self.contents.tensors[name]
-                check_cover(stored)
+                if (geometry := _geometry(stored)) not in whole:
+                    check_cover(stored)
+                    whole |= {geometry} - {None}
                 for chunk in stored.chunks if deep else ():
                     if not chunk.box.is_empty:
                         chunk.source.check(chunk.window.offset, chunk.window.stop)
@@ -173,6 +177,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return f"Checkpoint({self.url!r}, {self.format}, {len(self)} tensors)"
 
 
+def _geometry(stored: StoredTensor) -> Hashable:
+    """Equal for tensors whose chunks have equal boxes; None if that is not known."""
+    return stored.chunks.geometry if isinstance(stored.chunks, LazyChunks) else None
+
+
 def stored_layout(stored: StoredTensor) -> TensorLayout:
     """The saved mesh and placements where known, else the boxes of the chunks under the rank that wrote them."""
     if stored.layout is not None:
@@ -214,5 +223,12 @@ def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None) -> 
         DamagedCheckpointError: the metadata is unreadable or contradicts itself.
         UnsafeDataError: a pickle asks for something that could run code.
     """
-    contents, url = open_contents(path, step=step)
+    return open_among(path, 0, 1, step=step)
+
+
+def open_among(
+    path: str | os.PathLike[str] | Storage, place: int, ranks: int, *, step: int | None = None
+) -> Checkpoint:
+    """`open` on one of several ranks that open it together: each sees whether its share of the files is there."""
+    contents, url = open_contents(path, step=step, share=Share(place, ranks))
     return Checkpoint(contents, url, None if isinstance(path, Storage) else path)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from reshard import __version__
-from reshard.cli import convert, demo, diff, inspect, normalize, plan, verify
+from reshard.cli import convert, demo, diff, gather, inspect, normalize, plan, verify
 from reshard.cli.usage import UsageError, in_words_of_the_command_line
 
 __all__ = ["EXIT_ERROR", "EXIT_NO", "EXIT_USAGE", "app", "in_a_pipeline", "run"]
@@ -61,6 +61,10 @@ _EXAMPLES: dict[Callable[..., None], list[str]] = {
         "convert run/step-1000 dcp -f dcp --onto fsdp=8 --workers 4",
     ],
     normalize.normalize: ["normalize global_step1000/", 'normalize model.pt --hint \'param_names=["w", "b"]\''],
+    gather.gather: [
+        "gather node0 node1 node3 run/step-100",
+        "gather /local/run1/node* run/step-100 --step 100",
+    ],
     demo.demo: ["demo", "demo --steps 20 --out /tmp/demo"],
 }
 """What each command is used for, at the end of its help."""

@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["convert"]
 
+_Format = Annotated[
+    str,
+    typer.Option("--format", "-f", help="native, dcp, safetensors (Hugging Face), torch_save, megatron or deepspeed."),
+]
 _Names = Annotated[
     str | None,
     typer.Option(
-        metavar="FROM:TO", help="Of huggingface, transformers, plain, torchtitan and megatron; needs --config."
+        metavar="FROM:TO",
+        help="Of huggingface, transformers, plain, torchtitan, megatron, vllm and sglang; needs --config.",
     ),
 ]
 _Select = Annotated[
@@ -38,9 +43,7 @@ _Onto = Annotated[
 def convert(
     source: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format.")],
     target: Annotated[str, typer.Argument(metavar="TARGET", help="The folder to write; for torch_save the file.")],
-    format: Annotated[
-        str, typer.Option("--format", "-f", help="native, dcp, safetensors (Hugging Face) or torch_save.")
-    ] = "native",
+    format: _Format = "native",
     model: Annotated[
         bool, typer.Option("--model", help="Only the model's tensors, under their bare canonical names.")
     ] = False,
@@ -64,18 +67,18 @@ def convert(
 ) -> None:
     """Write CHECKPOINT in another format, in little memory. What is interrupted goes on when it is started again."""
     import reshard
-    from reshard.api.convert.job import FORMATS
+    from reshard.api.convert.job import CANONICAL, FORMATS
     from reshard.mapping import Mapping
 
-    choice(format, FORMATS, "format")
-    dtype = None if dtype is None else dtype_name(dtype)
+    normalized |= choice(format, FORMATS, "format") in CANONICAL
+    dtype = dtype and dtype_name(dtype)
     hints = stored_hints((names or "").partition(":")[0], read_hints(hint, used=normalized or model))
     mapping, plain = mapping_of(names, config, naming), dequantized(dequantize, dtype)
     kept: list[str] = []
     if names is not None and mapping is not None:
-        state = reshard.open(source)
-        state = state.canonical(hints, model_only=model) if model or normalized else state
-        kept = untaken(names, mapping, plain.apply(state))
+        opened = reshard.open(source)
+        named = opened.canonical(hints, model_only=model) if model or normalized else opened
+        kept = untaken(names, mapping, plain.apply(named))
     with _interrupts_told():
         report = reshard.convert(
             source,

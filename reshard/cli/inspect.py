@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import os
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +15,7 @@ from reshard.cli.show import Branch, Leaf, console, counted, print_json, print_t
 from reshard.errors import KeyMismatchError, did_you_mean
 
 if TYPE_CHECKING:
-    from planners.geometry.layout import TensorLayout
+    from planners.geometry.layout import StateLayout, TensorLayout
     from reshard.checkpoint.checkpoint import Checkpoint
 
 __all__ = ["cuts_of", "inspect"]
@@ -36,13 +38,19 @@ def inspect(
 
     Exits with 1 if tensors have holes or overlaps, or if no checkpoint of a run is complete.
     """
+    shown = drawn is None and not as_json
+    told = shown and os.path.exists(path)
+    if told:
+        _print_line(path)  # before all that takes long
     import reshard
     from reshard.formats.opening import steps_at
 
     if step is None and drawn is None and steps_at(path):
-        _list_run(path, as_json)
+        _list_run(path, as_json, told)
         return
     checkpoint = reshard.open(path, step=step)
+    if shown and (checkpoint.run or not told):
+        _print_line(checkpoint.url)
     if drawn is not None:
         _draw(checkpoint, drawn)
         return
@@ -61,7 +69,13 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _list_run(path: str, as_json: bool) -> None:
+def _print_line(path: str) -> None:
+    from rich.markup import escape
+
+    console().print(f"[bold]{escape(path)}[/]", soft_wrap=True)
+
+
+def _list_run(path: str, as_json: bool, told: bool) -> None:
     import reshard
 
     steps = reshard.steps(path)
@@ -71,7 +85,9 @@ def _list_run(path: str, as_json: bool) -> None:
         from rich.markup import escape
 
         screen = console()
-        screen.print(f"[bold]{escape(path)}[/]  a run of {counted(len(steps), 'checkpoint')}", soft_wrap=True)
+        if not told:
+            _print_line(path)
+        screen.print(f"a run of {counted(len(steps), 'checkpoint')}")
         for step in steps:
             number = "last" if step.step is None else step.step
             what = (
@@ -127,20 +143,20 @@ def _print(
 
     screen = console()
     layout = checkpoint.layout
-    total = sum(checkpoint[name].nbytes for name in names)
-    screen.print(f"[bold]{escape(checkpoint.url)}[/]", soft_wrap=True)
+    texts = _layout_texts(layout, names)
+    total = sum(layout[name].spec.nbytes for name in names)
     screen.print(
         f"format {checkpoint.format}, {counted(len(names), 'tensor')}, {size(total)}, "
         f"{counted(len(objects), 'object')}, saved by {counted(layout.world_size, 'rank')}"
     )
-    for title, weights in _totals(checkpoint, names).items():
+    for title, weights in _totals(layout, texts).items():
         rows = [f"{what} ({counted(count, 'tensor')}, {size(nbytes)})" for what, (count, nbytes) in weights.items()]
         screen.print(f"[bold]{title}[/]  {escape(_listed(rows))}", soft_wrap=True)
     leaves: dict[Any, Leaf] = {}
     paths = checkpoint.contents.paths
-    for name in names:
+    for name, text in texts.items():
         spec = layout[name].spec
-        text = f"{spec.dtype} {list(spec.shape)}  {size(spec.nbytes)}  {_layout_text(layout[name])}"
+        text = f"{spec.dtype} {list(spec.shape)}  {size(spec.nbytes)}  {text}"
         leaves[_parts(paths.get(name, (name,)))] = Leaf(text, spec.nbytes)
     for name in objects:
         leaves[_parts(paths.get(name, (name,)))] = Leaf(f"= {short(checkpoint.objects[name])}")
@@ -155,16 +171,14 @@ def _print(
         screen.print(f"[red]damaged[/]  {escape(problem)}", soft_wrap=True)
 
 
-def _totals(checkpoint: Checkpoint, names: list[str]) -> dict[str, dict[str, tuple[int, int]]]:
-    """Tensors and bytes by dtype and by layout, the largest first."""
+def _totals(layout: StateLayout, texts: Mapping[str, str]) -> dict[str, dict[str, tuple[int, int]]]:
+    """Tensors and bytes by dtype and by layout, the largest first. `texts`: of the layouts by name."""
     out: dict[str, dict[str, tuple[int, int]]] = {}
-    layout = checkpoint.layout
-    for title, key in (("dtypes ", lambda t: t.spec.dtype), ("layouts", _layout_text)):
-        counts: Counter[str] = Counter()
+    dtypes = {name: layout[name].spec.dtype for name in texts}
+    for title, kinds in (("dtypes ", dtypes), ("layouts", texts)):
+        counts: Counter[str] = Counter(kinds.values())
         weights: Counter[str] = Counter()
-        for name in names:
-            what = key(layout[name])
-            counts[what] += 1
+        for name, what in kinds.items():
             weights[what] += layout[name].spec.nbytes
         out[title] = {what: (counts[what], nbytes) for what, nbytes in weights.most_common()}
     return out
@@ -172,6 +186,18 @@ def _totals(checkpoint: Checkpoint, names: list[str]) -> dict[str, dict[str, tup
 
 Cuts = tuple[tuple[int, tuple[int, ...]], ...]
 """For each dim that is cut: its number, and the sizes of its pieces."""
+
+
+def _layout_texts(layout: StateLayout, names: Iterable[str]) -> dict[str, str]:
+    """By name; equal layouts are told once."""
+    texts: dict[object, str] = {}
+    out = {}
+    for name in names:
+        kind = layout[name].geometry_key
+        if kind not in texts:
+            texts[kind] = _layout_text(layout[name])
+        out[name] = texts[kind]
+    return out
 
 
 def _layout_text(layout: TensorLayout) -> str:

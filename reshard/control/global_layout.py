@@ -6,7 +6,7 @@ different lengths put together key by key, a rank would get back what it never h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -59,7 +59,7 @@ def describe(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayo
     return Described(found, [form_to_json(form) for form in forms])
 
 
-def join_layouts(parties: Iterable[tuple[Described, list[int]]], *, skip: Iterable[str] = ()) -> StateLayout:
+def join_layouts(parties: Iterable[tuple[Described, Sequence[int]]], *, skip: Iterable[str] = ()) -> StateLayout:
     """The layout of what all ranks hold together, out of each distinct description and the ranks that gave it.
 
     Raises LayoutError where ranks disagree about a tensor's shape, dtype or placement.
@@ -102,7 +102,7 @@ def join_aliases(
     return {key: first for key, first in tied.items() if first is not None and tied.get(first) is None}
 
 
-_Row = tuple[TensorSpec, tuple[Form, ...], list[int]]
+_Row = tuple[TensorSpec, tuple[Form, ...], Sequence[int]]
 """A tensor as some ranks describe it: the forms that it may have, none if it is plain."""
 
 

@@ -203,7 +203,7 @@ def _own_values(state: LiveState, group: Group) -> tuple[dict[str, dict[int, Any
 
 
 def _merge(
-    parties: Sequence[tuple[_Description, list[int]]],
+    parties: Sequence[tuple[_Description, Sequence[int]]],
     per_rank: dict[str, dict[int, Any]],
     own: dict[str, TensorLayout],
 ) -> Census:

@@ -78,7 +78,7 @@ class Group:
         self._common: BaseException | None = None
         self._rounds: Rounds | None = None
         self.rank = 0
-        self.ranks: tuple[int, ...] = (0,)
+        self.ranks: Sequence[int] = (0,)
         if dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD if process_group is None else process_group
             self.rank = dist.get_rank(group)
@@ -154,17 +154,29 @@ class Group:
 
     def gather(self, data: bytes, root: int = 0) -> list[bytes] | None:
         """Everybody's data, in rank order, for the rank `root` (its place in the group); None for the others."""
+        found = self.gather_and_sum(data, b"", _nothing, root)
+        return None if found is None else found[0]
+
+    def gather_and_sum(
+        self, data: bytes, summed: bytes, add: Callable[[list[bytes]], bytes], root: int = 0
+    ) -> tuple[list[bytes], bytes] | None:
+        """`gather`, and what everybody has of what adds up, added on the way: for the root, too.
+
+        Args:
+            add: makes one of several, which are in the order of the ranks; called on what it made, too.
+        """
         self._check_root(root, "gather on")
         if self._rounds is None:
-            return [bytes(data)]
-        boxes = [f"gather/{first // FAN}" for first in range(0, self.world_size, FAN)]
-        self._round(f"a gathering on rank {root}", b"", _nothing, parcels={boxes[self.rank // FAN]: bytes(data)})
+            return [bytes(data)], add([bytes(summed)])
+        parcels = {f"gather/{self.rank // FAN}": bytes(data)}
+        total = self._round(f"a gathering on rank {root}", bytes(summed), add, parcels=parcels, only=root)
         if self.rank != root:
             return None
         found: dict[int, bytes] = {}
-        for first, box in zip(range(0, self.world_size, FAN), boxes):
-            found |= self._rounds.collect(box, range(first, min(first + FAN, self.world_size)), owner=True)
-        return [found[place] for place in range(self.world_size)]
+        for first in range(0, self.world_size, FAN):
+            places = range(first, min(first + FAN, self.world_size))
+            found |= self._rounds.collect(f"gather/{first // FAN}", places, owner=True)
+        return [found[place] for place in range(self.world_size)], total
 
     def scatter(self, data: Sequence[bytes] | None, root: int = 0, *, common: bytes = b"") -> tuple[bytes, bytes]:
         """What the rank `root` has for this one, and what it has for all; the others give None."""
@@ -188,17 +200,18 @@ class Group:
         self._round("an exchange among some", b"", _nothing, parcels={box: bytes(data)})
         return self._rounds.collect(box, range(self.world_size))
 
-    def parties(self, data: bytes) -> dict[bytes, list[int]]:
+    def parties(self, data: bytes) -> dict[bytes, Sequence[int]]:
         """What the ranks have to say: each distinct answer, and the ranks that gave it, in the order of the ranks.
 
         A digest of each travels first; if all are equal nothing else does, and if not, each distinct answer once.
         """
         if self._rounds is None:
-            return {bytes(data): list(self.ranks)}
+            return {bytes(data): self.ranks}
         digest = hashlib.sha256(data).digest()[:_DIGEST_BYTES]
-        digests = self.exchange(digest)
-        if digests.count(digest) == len(digests):
-            return {bytes(data): list(self.ranks)}
+        pool = Pool.decode(self._round("an exchange of digests", Pool.of(digest), Pool.join))
+        if len(pool.distinct) == 1:
+            return {bytes(data): self.ranks}
+        digests = pool.answers()
         firsts = {found: digests.index(found) for found in dict.fromkeys(digests)}
         mine = [bytes(data)] if firsts[digest] == self.rank else []
         packed = self.merge(msgspec.msgpack.encode(mine), _concatenated, "an exchange of what differs")
@@ -206,7 +219,7 @@ class Group:
         out: dict[bytes, list[int]] = {}
         for rank, found in zip(self.ranks, digests, strict=True):
             out.setdefault(answers[found], []).append(rank)
-        return out
+        return dict(out)
 
     def share(self, data: bytes | None, root: int = 0) -> bytes:
         """What the rank `root` (its place in the group) has; the others give None."""
@@ -229,9 +242,14 @@ class Group:
             error: raised, alike on all ranks, where they differ; it names which ranks do. The group stays usable.
             fix: a sentence for the end of the message.
         """
-        pool = Pool.decode(self._round(f"agreement on {what}", Pool.of(digest), Pool.join))
-        if len(pool.distinct) > 1:
-            verdict = _differences(pool.answers(), self.ranks)
+
+        def judge(parts: list[bytes]) -> bytes:
+            joined = Pool.join(parts)
+            if (pool := Pool.decode(joined)).count < self.world_size:
+                return joined
+            return pool.differences(self.ranks).encode()  # all were heard: what each rank needs of it is a sentence
+
+        if verdict := self._round(f"agreement on {what}", Pool.of(digest), judge).decode():
             self.refuse(error(f"the ranks differ in {what}: {verdict}{'. ' + fix if fix else ''}"))
 
     def same_options(self, verb: str, options: Mapping[str, object]) -> None:
@@ -344,6 +362,7 @@ class Group:
         *,
         in_phase: bool = True,
         parcels: Mapping[str, bytes] | None = None,
+        only: int | None = None,
     ) -> bytes:
         if self._rounds is None:
             return combine([data])
@@ -352,7 +371,7 @@ class Group:
             label += f" in '{name}'" if in_phase else ""
         else:
             deadline, allowed_s = time.monotonic() + self._deadline_s, self._deadline_s
-        return self._rounds.take(label, data, combine, deadline, allowed_s, parcels)
+        return self._rounds.take(label, data, combine, deadline, allowed_s, parcels, only)
 
 
 def _refuse_unjoined() -> None:
@@ -377,14 +396,3 @@ def _box_of(name: str) -> str:
 
 def _concatenated(parts: list[bytes]) -> bytes:
     return msgspec.msgpack.encode([row for part in parts for row in msgspec.msgpack.decode(part, type=list[bytes])])
-
-
-def _differences(all_data: list[bytes], ranks: Sequence[int]) -> str:
-    """Which ranks hold alike, the largest party first."""
-    parties: dict[bytes, list[int]] = {}
-    for rank, data in zip(ranks, all_data, strict=True):
-        parties.setdefault(data, []).append(rank)
-    largest_first = sorted(parties.values(), key=lambda party: (-len(party), party))
-    words = [format_ranks(party) for party in largest_first[:10]]
-    more = f", and {len(parties) - 10} more parties" if len(parties) > 10 else ""
-    return " differ from ".join(words[:2]) + "".join(f", and from {word}" for word in words[2:]) + more

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Sequence
 
 import msgspec
+
+from reshard.errors import format_ranks
 
 __all__ = ["FAN", "Pool"]
 
@@ -17,24 +20,31 @@ class Pool(msgspec.Struct, frozen=True, array_like=True):
     """The answers of some ranks in a row."""
 
     distinct: list[bytes]
+    count: int
+    """How many ranks' they are."""
     places: bytes
     """For each rank, where its answer stands, as 32-bit numbers; compressed, since mostly few answers come again and
-    again."""
+    again. Nothing where all gave the same."""
 
     @staticmethod
     def of(data: bytes) -> bytes:
         """The encoded pool of one rank."""
-        return Pool([bytes(data)], _packed([0])).encode()
+        return Pool([bytes(data)], 1, b"").encode()
 
     @staticmethod
     def join(parts: list[bytes]) -> bytes:
         """One pool of several, in their order, all of them encoded."""
+        pools = [Pool.decode(part) for part in parts]
         known: dict[bytes, int] = {}
-        places: list[int] = []
-        for pool in map(Pool.decode, parts):
-            mine = [known.setdefault(answer, len(known)) for answer in pool.distinct]
-            places += [mine[place] for place in _unpacked(pool.places)]
-        return Pool(list(known), _packed(places)).encode()
+        for pool in pools:
+            for answer in pool.distinct:
+                known.setdefault(answer, len(known))
+        places = array("I")
+        for pool in pools if len(known) > 1 else ():
+            mine = [known[answer] for answer in pool.distinct]
+            places.extend(mine[place] for place in pool.numbers())
+        count = sum(pool.count for pool in pools)
+        return Pool(list(known), count, zlib.compress(places.tobytes(), 1) if places else b"").encode()
 
     @staticmethod
     def decode(data: bytes) -> Pool:
@@ -47,13 +57,20 @@ class Pool(msgspec.Struct, frozen=True, array_like=True):
 
     def answers(self) -> list[bytes]:
         """Of each rank."""
-        return [self.distinct[place] for place in _unpacked(self.places)]
+        return [self.distinct[place] for place in self.numbers()]
 
+    def numbers(self) -> Sequence[int]:
+        """Of each rank, where its answer stands."""
+        return array("I", zlib.decompress(self.places)) if self.places else [0] * self.count
 
-def _packed(places: list[int]) -> bytes:
-    numbers = array("I", places).tobytes()
-    return zlib.compress(numbers, 1)
-
-
-def _unpacked(places: bytes) -> array[int]:
-    return array("I", zlib.decompress(places))
+    def differences(self, ranks: Sequence[int]) -> str:
+        """Which ranks give the same answer, the largest party first; "" if all do. `ranks`: those of the answers."""
+        if len(self.distinct) == 1:
+            return ""
+        parties: dict[int, list[int]] = {}
+        for rank, place in zip(ranks, self.numbers(), strict=True):
+            parties.setdefault(place, []).append(rank)
+        largest_first = sorted(parties.values(), key=lambda party: (-len(party), party))
+        words = [format_ranks(party) for party in largest_first[:10]]
+        more = f", and {len(parties) - 10} more parties" if len(parties) > 10 else ""
+        return " differ from ".join(words[:2]) + "".join(f", and from {word}" for word in words[2:]) + more

@@ -8,6 +8,9 @@ address that every rank can reach, which only the existing store is known to hav
 from __future__ import annotations
 
 import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -37,6 +40,8 @@ class SharedStore:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._store = _raw_store(process_group)
+        with self._answering():
+            self._client = _client_of(self._store)
         self._idle = [self._open()]
         self.ring = Ring(self._idle[0], dist.get_rank(process_group))
         self.litter = Litter()
@@ -47,7 +52,7 @@ class SharedStore:
             store = self._idle.pop()
         except IndexError:
             store = self._open()
-        return Line(store, self._open if hasattr(self._store, "clone") else None)
+        return Line(store, self._open if self._client is not None else None)
 
     def give_back(self, line: Line) -> None:
         """The line may be lent again."""
@@ -55,16 +60,21 @@ class SharedStore:
             self._idle.append(line.store)
 
     def _open(self) -> KeyValueStore:
-        store = self._store
+        with self._answering():
+            prefixed: Any = PrefixStore("reshard", self._store if self._client is None else self._client())
+            if prefixed.check(["probe"]):  # which nobody ever sets
+                raise RuntimeError("it has what nobody has stored")
+        return cast(KeyValueStore, prefixed)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
         try:
-            prefixed: Any = PrefixStore("reshard", store.clone() if hasattr(store, "clone") else store)
-            prefixed.check(["probe"])
+            yield
         except (RuntimeError, NotImplementedError) as error:
             raise ReshardError(
-                f"ranks cannot talk to each other: the store of this process group ({type(store).__name__}) does not "
-                "answer; a fake process group can describe layouts, but cannot save or load with more than one rank"
+                f"ranks cannot talk to each other: the store of this process group ({type(self._store).__name__}) does "
+                "not answer; a fake process group can describe layouts, but cannot save or load with more than one rank"
             ) from error
-        return cast(KeyValueStore, prefixed)
 
 
 _stores: WeakKeyDictionary[Any, SharedStore] = WeakKeyDictionary()
@@ -87,3 +97,20 @@ def _raw_store(process_group: dist.ProcessGroup) -> Any:
     from torch.distributed.distributed_c10d import _get_process_group_store
 
     return _get_process_group_store(process_group)
+
+
+def _client_of(store: Any) -> Callable[[], Any] | None:
+    """What opens another client of a store; None where one serves any number of threads."""
+    if hasattr(store, "clone"):
+        return cast(Callable[[], Any], store.clone)
+    # older releases of torch cannot clone: 2.6, for one
+    server: Any = store
+    while isinstance(server, PrefixStore):
+        server = server.underlying_store
+    tcp: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, and not exported by name
+    if not isinstance(server, tcp):
+        return None
+    # nor do they tell prefixes, which keep groups and restarts apart: one that is known only behind them stands in
+    name = bytes(store.compare_set("reshard", "", uuid.uuid4().hex)).decode()
+    host, port, patience = server.host, server.port, server.timeout
+    return lambda: PrefixStore(name, tcp(host, port, timeout=patience, wait_for_workers=False))

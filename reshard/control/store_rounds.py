@@ -74,7 +74,7 @@ class Rounds:
         self._next_watch = self._next_look = 0.0
         self._lock = threading.Lock()
         self._rank = rank
-        self._ranks = tuple(ranks)
+        self._ranks = ranks
         self._round = 0
         # with many ranks each asks less often: some thousand questions a second in all
         self._look_gap_s = min(_MAX_LOOK_GAP_S, 0.1 + len(ranks) * 250e-6)
@@ -98,6 +98,7 @@ class Rounds:
         deadline: float,
         allowed_s: float,
         parcels: Mapping[str, bytes] | None = None,
+        only: int | None = None,
     ) -> bytes:
         """Post `data`, wait for all others, and return what `combine` made of everybody's data.
 
@@ -107,6 +108,7 @@ class Rounds:
             deadline: on the monotonic clock, in seconds.
             allowed_s: the time that the deadline allowed, for the message.
             parcels: box -> what those who `collect` it afterwards will find.
+            only: the place of the one rank that gets what was made; the others get nothing. Default: all do.
 
         Raises:
             RankFailedError, DeadlineError, ReshardError: the session's failure, the same on all ranks.
@@ -116,14 +118,14 @@ class Rounds:
                 self.failure.raise_()
             before = self._take_litter()
             self._send(parcels or {})
-            outcome = self._climb(label, data, combine) or self._wait(label, deadline, allowed_s)
+            outcome = self._climb(label, data, combine, only) or self._wait(label, deadline, allowed_s)
             if isinstance(outcome, Failure):
                 for box in parcels or ():  # nobody will collect them
                     self._litter += self._line.keys_of(self._key(f"box/{box}"), [self._rank])
                 self._litter += before
                 self._end(outcome)
                 outcome.raise_()
-            whole = self._line.fetch(outcome.head)
+            whole = self._line.fetch(outcome.head) if only in (None, self._rank) else b""
             self._round += 1
             self._line.delete((*before, *self._old_litter.take(outcome.oldest)))
             return whole
@@ -198,17 +200,18 @@ class Rounds:
         find its outcome there."""
         count, everybody = f"{self._session}/{n}/seen", f"{self._session}/{n}/everybody"
         failed, missing = self.failure is not None, set(self.failure.missing if self.failure is not None else ())
-        expected = len(set(self._ranks[1:]) - missing)
-        own, tree = self._take_litter(), dict.fromkeys(self._tree_keys(n))
+        expected = len(self._ranks) - 1 - len(missing - {self._ranks[0]})
+        own = self._take_litter()
         if self._rank:
-            self._old_litter.leave(self._session, own if failed else [key for key in own if key not in tree])
+            tree = tuple(f"{self._session}/{n}/{name}" for name in ("outcome", "count/", "log/"))
+            self._old_litter.leave(self._session, own if failed else [key for key in own if not key.startswith(tree)])
             if self._line.add(count, 1) >= expected:
                 self._line.set(everybody, b"1")
             return
         if expected:
             for _ in self._line.awaited(everybody, time.monotonic() + _SEEN_S, _SEEN_S):
                 pass
-        keys = dict.fromkeys([*own, count, everybody, *tree])
+        keys = dict.fromkeys([*own, count, everybody, *self._tree_keys(n)])
         if failed and n:
             keys |= dict.fromkeys(self._tree_keys(n - 1))
         if not missing and (not expected or self._line.peek(everybody) is not None):
@@ -229,7 +232,7 @@ class Rounds:
         self._litter.clear()
         return keys
 
-    def _climb(self, label: str, data: bytes, combine: Combine) -> Outcome | None:
+    def _climb(self, label: str, data: bytes, combine: Combine, only: int | None) -> Outcome | None:
         """Post, and as long as this rank is the last to come to a log, combine what is in it and post that above."""
         place, oldest = self._rank, self._old_litter.oldest()
         for level, sizes in enumerate(_levels(len(self._ranks))):
@@ -246,7 +249,7 @@ class Rounds:
             data = combine([self._line.fetch(entry.head) for entry in entries.values()])
             place, oldest = group, min(entry.oldest for entry in entries.values())
         self._litter.append(self._key("outcome"))
-        return self._settle(Done(self._put("whole", data, PART_BYTES), oldest))
+        return self._settle(Done(self._put("whole", data, PART_BYTES if only is None else 0), oldest))
 
     def _entries(self, level: int, group: int, size: int) -> dict[int, Entry]:
         """Of a log, by slot."""

@@ -345,7 +345,7 @@ def _with_empty(fqn: str, value: Any) -> list[Region]:
     regions = list(regions_of(fqn, value))
     shape = shape_of(value)
     if not regions and 0 in shape:
-        regions = [Region(Box.full(shape), torch.empty(shape, dtype=value.dtype))]
+        regions = [Region(Box.full(shape), torch.empty(shape, dtype=value.dtype, device="cpu"))]
     return regions
 
 

@@ -8,15 +8,15 @@ import io
 import os
 import pickle
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem as _torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # what torch's reader looks for in .metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     SavePlan,
     SavePlanner,
-    WriteItemType,
 )
 from torch.distributed.checkpoint.planner import ReadItem as TorchReadItem
 from torch.distributed.checkpoint.planner import WriteItem as TorchWriteItem
@@ -33,7 +32,10 @@ from torch.futures import Future
 
 from planners.geometry.box import Box
 from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.dcp.engine.item_files import write_items
+from reshard.dcp.engine.staging import on_the_cpu
 from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, StorageError
+from reshard.execute.reading import Copy, Staged, in_pieces
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.dcp.metadata import object_to_bytes, paths_of, tensor_metadata, versioned
 from reshard.formats.dcp.reader import DcpFacts
@@ -41,16 +43,17 @@ from reshard.formats.opening import open_contents
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.copying import copy_place
 from reshard.formats.stored.tensor import Place, StoredChunk
-from reshard.formats.torch_save.zip_writer import save_tensor
 from reshard.state.dtypes import dtype_from_name
 from reshard.state.memory.arrays import as_array
+from reshard.state.memory.lanes import has_lanes, of_caller
+from reshard.state.memory.uploads import Uploads
 from reshard.storage import Storage, open_storage
-from reshard.storage.base import Writer
 
 __all__ = ["FileSystemReader", "FileSystemWriter"]
 
 _METADATA = ".metadata"
-_TOGETHER_BYTES = 1 << 18  # pieces up to this size are written together
+_PIECE_BYTES = 16 << 20
+"""Of memory through which elements go to devices and other dtypes, twice."""
 __getattr__ = partial(getattr, _torch)
 
 
@@ -82,7 +85,8 @@ class FileSystemWriter(StorageWriter):
 
         Raises StorageError for a `thread_count` below 1, or another `serialization_format`.
         """
-        del sync_files, per_thread_copy_ahead, cache_staged_state_dict
+        del sync_files, cache_staged_state_dict
+        self.per_thread_copy_ahead = per_thread_copy_ahead  # callers read it; nothing goes by it
         if thread_count < 1:
             raise StorageError(f"thread_count must be >= 1, got {thread_count}")
         if getattr(serialization_format, "value", serialization_format) != "torch_save":  # 2.6 has no enum
@@ -156,10 +160,11 @@ class FileSystemWriter(StorageWriter):
         if _is_there(storage, f"{prefix}0.distcp"):  # a plan that its planner kept from an earlier save
             prefix = f"{prefix}{uuid.uuid4().hex[:12]}_"
         files = self._files(plan.items)
+        callers = of_caller()
 
         def write(numbered: tuple[int, list[TorchWriteItem]]) -> list[WriteResult]:
             number, items = numbered
-            return _write_file(storage, f"{prefix}{number}.distcp", items, planner, self.extensions)
+            return write_items(storage, f"{prefix}{number}.distcp", items, planner, self.extensions, callers)
 
         with ThreadPoolExecutor(self.thread_count, thread_name_prefix="reshard-dcp-write") as pool:
             results = [result for rows in pool.map(write, enumerate(files)) for result in rows]
@@ -185,6 +190,25 @@ class FileSystemWriter(StorageWriter):
         """Where and by which save."""
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
+    # a stager, too, as torch's writer is: subclasses change how `async_save` copies
+    _synchronize_after_execute = False
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether `async_save` waits for `synchronize_staging`."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        """A copy on the CPU, whole when it returns."""
+        self.per_thread_copy_ahead = 0
+        return on_the_cpu(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this could be a place to write to."""
@@ -197,69 +221,6 @@ def _is_there(storage: Storage, name: str) -> bool:
     except CheckpointNotFoundError:
         return False
     return True
-
-
-class _Gathered:
-    """The file object that items are written into: small pieces, of which an item has dozens, are written together."""
-
-    def __init__(self, out: Writer) -> None:
-        self._out, self._waiting, self.nbytes = out, bytearray(), 0
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        if size + len(self._waiting) > _TOGETHER_BYTES:
-            self.let_go()
-        if size > _TOGETHER_BYTES:
-            self._out.write(data)
-        else:
-            self._waiting += data
-        self.nbytes += size
-        return size
-
-    def let_go(self) -> None:
-        """Write what waits."""
-        self._out.write(self._waiting)
-        self._waiting.clear()
-
-    def flush(self) -> None:
-        """Wait: for more, or for the end."""
-
-    close = flush
-
-
-def _write_file(
-    storage: Storage,
-    name: str,
-    items: Iterable[TorchWriteItem],
-    planner: SavePlanner,
-    extensions: Sequence[Any],
-) -> list[WriteResult]:
-    rows = []
-    transforms = [extension.get_descriptor() for extension in reversed(extensions)]
-    with storage.create(name) as file:
-        out = _Gathered(file)
-        for item in items:
-            start = out.nbytes
-            data = planner.resolve_data(item)
-            stream: Any = out
-            for extension in extensions:
-                stream = extension.transform_to(stream)
-            if item.type == WriteItemType.BYTE_IO:
-                stream.write(data.getbuffer())  # type: ignore[union-attr]  # the planner gives bytes for it
-            else:
-                save_tensor(_compact(data), stream)  # type: ignore[arg-type]
-            stream.close()
-            info = _StorageInfo(name, start, out.nbytes - start, *([transforms] if transforms else []))
-            rows.append(WriteResult(index=item.index, size_in_bytes=out.nbytes - start, storage_data=info))
-        out.let_go()
-    return rows
-
-
-def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, and not a view of more memory than it shows: `torch.save` writes all of it."""
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() and tensor.is_contiguous()
-    return tensor if whole else tensor.contiguous().clone()
 
 
 class FileSystemReader(StorageReader):
@@ -335,16 +296,12 @@ class FileSystemReader(StorageReader):
                 continue
             place = self._place(item)
             found.append((place.source.label, place.window.offset, item, place))
-        for _, _, item, place in sorted(found, key=lambda row: row[:2]):
-            target = planner.resolve_tensor(item).detach()
-            dtype = dtype_from_name(self.checkpoint[item.storage_index.fqn].stored.spec.dtype)
-            if target.dtype == dtype and target.device.type == "cpu" and not target.is_conj():
-                copy_place(place, as_array(target))
-            else:
-                staged = torch.empty(tuple(item.lengths), dtype=dtype)
-                copy_place(place, as_array(staged))
-                target.copy_(staged)
-            planner.commit_tensor(item, target)
+        with Uploads(2, _PIECE_BYTES) as uploads:
+            for _, _, item, place in sorted(found, key=lambda row: row[:2]):
+                target = planner.resolve_tensor(item).detach()
+                dtype = dtype_from_name(self.checkpoint[item.storage_index.fqn].stored.spec.dtype)
+                _fill(target, dtype, place, uploads)
+                planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -366,6 +323,20 @@ class FileSystemReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this could be a place to read from."""
         return bool(os.fspath(checkpoint_id))
+
+
+def _fill(target: torch.Tensor, saved: torch.dtype, place: Place, uploads: Uploads) -> None:
+    """Read what is at `place` into a tensor on any device; what its own stream is asked next comes after that."""
+    device = target.device
+    if target.dtype == saved and device.type == "cpu" and not target.is_conj() and not target.is_neg():
+        copy_place(place, as_array(target))
+        return
+    on_lane = has_lanes(device)
+    with uploads.in_order(device) if on_lane else nullcontext():
+        out = Staged(target, saved, uploads if on_lane else None)
+        for there, piece in in_pieces(Copy(place, out), _PIECE_BYTES):
+            assert isinstance(piece, Staged)
+            piece.fill(there, _PIECE_BYTES)
 
 
 class _Dcp:

@@ -71,6 +71,10 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
         self.metadata = Metadata(state_dict_metadata=table)
 
 
+class NoFileError(CheckpointError, AssertionError):
+    """Nobody said which file to read: torch raises an AssertionError."""
+
+
 class BroadcastingTorchSaveReader(StorageReader):
     """Reads a file of `torch.save` straight into sharded targets; to be used with `DynamicMetaLoadPlanner`.
 
@@ -91,9 +95,10 @@ class BroadcastingTorchSaveReader(StorageReader):
         return Metadata(state_dict_metadata={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises CheckpointError if nobody said which file to read."""
+        """Raises NoFileError if nobody said which file to read."""
+        self.is_coordinator = is_coordinator
         if self.checkpoint_id is None:
-            raise CheckpointError("BroadcastingTorchSaveReader needs the path of a file: give checkpoint_id")
+            raise NoFileError("BroadcastingTorchSaveReader needs the path of a file: give checkpoint_id")
         self._checkpoint = open_checkpoint(self.checkpoint_id)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -106,10 +111,10 @@ class BroadcastingTorchSaveReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item out of the file. Raises KeyMismatchError for a tensor that it does not hold."""
-        assert self._checkpoint is not None
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                raise KeyMismatchError(f"{item.storage_index.fqn!r}: only tensors can be read this way")
+                raise KeyMismatchError(f"{item.storage_index.fqn!r}: this reader only supports loading Tensors")
+            assert self._checkpoint is not None
             region = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths))
             piece = self._checkpoint[item.storage_index.fqn][region if region else ...]
             target = planner.resolve_tensor(item).detach()

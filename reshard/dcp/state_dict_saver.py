@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import warnings
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import default_planner as _torch_planner
 from torch.distributed.checkpoint import state_dict_saver as _torch
@@ -18,16 +16,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter
-from torch.distributed.tensor import DTensor
 
 from reshard.api.save import background
 from reshard.control.group import Group
 from reshard.dcp.default_planner import DefaultSavePlanner
 from reshard.dcp.engine.calls import Call
 from reshard.dcp.engine.protocol import Write, run_save, write_here
-from reshard.dcp.engine.states import copied_like, unwrapped
+from reshard.dcp.engine.staging import on_the_cpu
+from reshard.dcp.engine.states import unwrapped
 from reshard.dcp.engine.storages import storage_by_position, writer_for
-from reshard.state.tensors import is_sharded
 
 __all__ = ["async_save", "save", "save_state_dict"]
 
@@ -117,7 +114,8 @@ def async_save(
             `AsyncStager`. It stays the caller's to close.
 
     Returns:
-        A `Future` of the metadata; where the stager itself answers with a future, an `AsyncSaveResponse` of two.
+        A `Future` of the metadata; where the stager itself answers with a future, an `AsyncSaveResponse` of two, if
+        torch has that name.
     """
     del use_collectives
     call = Call(process_group, no_dist)
@@ -125,13 +123,14 @@ def async_save(
         writer = writer_for(checkpoint_id, storage_writer)
         stager = async_stager if async_stager is not None else writer if isinstance(writer, AsyncStager) else None
         state = unwrapped(state_dict)
-        staged = _copied(state) if stager is None else stager.stage(state)
+        staged = on_the_cpu(state) if stager is None else stager.stage(state)
     write = write_here
     if getattr(async_checkpointer_type, "value", async_checkpointer_type) == "process":
         from reshard.dcp.engine.saving_process import write_in_process as write  # mostly a thread will do
     done = _in_background(lambda: _save(_now(staged), writer, planner, group, 0, write), call)
     if isinstance(staged, Future):
-        # newer than torch 2.6
+        if not hasattr(_torch, "AsyncSaveResponse"):  # newer than torch 2.6
+            return done
         return _torch.AsyncSaveResponse(staging_completion=_without_value(staged), upload_completion=done)  # type: ignore[arg-type]  # it is of the metadata
     if stager is not None and stager.should_synchronize_after_execute:
         stager.synchronize_staging()
@@ -168,21 +167,3 @@ def _without_value(staged: Future[Any]) -> Future[None]:
 
     staged.add_done_callback(pass_on)
     return done
-
-
-def _copied(value: Any) -> Any:
-    """The state with every tensor copied to the CPU, and everything else that may change copied as well."""
-    if isinstance(value, DTensor):
-        copied = value.to_local().detach().to("cpu", copy=True)
-        return DTensor.from_local(
-            copied, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-        )
-    if is_sharded(value):  # a ShardedTensor: its copies know their shards
-        return value.detach().clone().cpu()
-    if isinstance(value, torch.Tensor):
-        return copied_like(value.detach().to("cpu", copy=True), value)
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
-    return copy.deepcopy(value)

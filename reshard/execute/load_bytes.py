@@ -116,12 +116,10 @@ class Fetch:
         if self._machine is not None:
             self._add(self._machine.run(piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
             alone = self._machine.rest
-        rest = self._read_by_segments(alone, check, on_bytes)
+        rest = self._read_by_segments(alone, on_bytes)
         self.bytes_read += run_copies(rest, space=self.space, on_bytes=on_bytes)
 
-    def _read_by_segments(
-        self, copies: Sequence[Copy], check: Check | None, on_bytes: Callable[[int], None]
-    ) -> Sequence[Copy]:
+    def _read_by_segments(self, copies: Sequence[Copy], on_bytes: Callable[[int], None]) -> Sequence[Copy]:
         """Copy what lies in storages that have no view of their bytes, as far as it pays; gives what is left."""
         sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
         if all(source.view() is not None for source in sources):
@@ -129,10 +127,17 @@ class Fetch:
         from reshard.execute.sharing.remote_reading import RemoteReading
         from reshard.execute.sharing.segments import REMOTE_SEGMENT_BYTES
 
+        # half of the memory: the other half is for what is staged
+        room = REQUESTS * REMOTE_SEGMENT_BYTES if self.room_bytes is None else self.room_bytes // 2
         remote = RemoteReading.of(copies)
-        room = REQUESTS if self.room_bytes is None else self.room_bytes // (2 * REMOTE_SEGMENT_BYTES)
-        requests = max(1, min(REQUESTS, room))
-        self._add(remote.run(requests=requests, piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
+        done = remote.run(
+            requests=max(1, min(REQUESTS, room // REMOTE_SEGMENT_BYTES)),
+            request_bytes=min(REMOTE_SEGMENT_BYTES, room),
+            piece_bytes=self.space.piece_bytes,
+            native=self.native,
+            on_bytes=on_bytes,
+        )
+        self._add(done)
         return remote.rest
 
     def _check_rest(self, check: Check) -> Check:

@@ -38,6 +38,8 @@ Array = npt.NDArray[Any]
 MAX_THREADS = 8
 _MIN_PIECE_BYTES = 64 << 10
 _SMALL_RUN_BYTES = 64 << 10
+_TELL_BYTES = 1 << 20
+"""How often to say how many bytes were copied."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,6 @@ class Staged:
 class Copy:
     """Elements at a place of a file, and the array or tensor of equal sizes that they go into."""
 
-    item: ReadItem
     place: Place
     out: Array | Staged
 
@@ -146,7 +147,7 @@ def find_copies(
                 raise DamagedCheckpointError(f"tensor {item.fqn!r}, {common}: {error}") from None
             at = item.target if common == box else common.relative_to(box).shift(item.target.offsets)
             index: Any = (*at.slices, ...)  # the dots make it a view, also of a 0-d array
-            copies.append(Copy(item, place.with_window(window), whole[index]))
+            copies.append(Copy(place.with_window(window), whole[index]))
             taken += common.numel
         if taken != box.numel:
             raise DamagedCheckpointError(
@@ -169,21 +170,28 @@ def run_copies(
     """
     pieces = [piece for copy in _in_file_order(copies) for piece in in_pieces(copy, space.piece_bytes)]
 
-    def work(piece: tuple[Place, Array | Staged]) -> int:
-        place, out = piece
-        if isinstance(out, Staged):
-            out.fill(place, space.piece_bytes)
-        else:
-            copy_place(place, out, space.piece_bytes)
-        nbytes = place.window.nbytes
+    def work(some: Sequence[tuple[Place, Array | Staged]]) -> int:
+        total = told = 0
+        for place, out in some:
+            if isinstance(out, Staged):
+                out.fill(place, space.piece_bytes)
+            else:
+                copy_place(place, out, space.piece_bytes)
+            total += place.window.nbytes
+            if on_bytes is not None and total - told >= _TELL_BYTES:
+                on_bytes(total - told)
+                told = total
         if on_bytes is not None:
-            on_bytes(nbytes)
-        return nbytes
+            on_bytes(total - told)
+        return total
 
+    # some at a time: a thread's turn costs more than to copy a small piece
+    step = max(1, len(pieces) // (space.threads * 16))
+    lots = [pieces[i : i + step] for i in range(0, len(pieces), step)]
     if space.threads == 1 or len(pieces) <= 1:
-        return sum(map(work, pieces))
+        return sum(map(work, lots))
     with ThreadPoolExecutor(space.threads, thread_name_prefix="reshard-read") as pool:
-        return sum(pool.map(work, pieces, chunksize=max(1, len(pieces) // (space.threads * 16))))
+        return sum(pool.map(work, lots))
 
 
 def _in_file_order(copies: Sequence[Copy]) -> list[Copy]:

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, NewerVersionError, StorageError
 from reshard.formats.dcp.names import has_dcp
 from reshard.formats.native import reader as native
-from reshard.formats.native.manifest import is_generation
+from reshard.formats.native.manifest import MANIFEST, is_generation
 from reshard.formats.runs import RunStep, look_at, look_in, path_below, shows_nothing, steps_seen
 from reshard.formats.stored.contents import Contents, Format
 from reshard.formats.stored.source import Files
@@ -26,34 +26,39 @@ __all__ = ["composite_formats", "open_contents", "plain_formats", "steps_at"]
 _OF_DCP = ("megatron", "lightning")
 """The composite formats that are made of a DCP checkpoint: any other beside one is a mixture."""
 
-_ATTEMPTS = 5
-"""So often a checkpoint is looked at that is being replaced just then."""
+_ATTEMPTS = 100
+"""So often a checkpoint is looked at that is being replaced just then: each time, another save was finished."""
 
-_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
+_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".gguf", ".nemo", ".json")
 
 
 @uncollected()
 def open_contents(
-    path: str | os.PathLike[str] | Storage, *, preferred: Format | None = None, step: int | None = None
+    path: str | os.PathLike[str] | Storage,
+    *,
+    preferred: Format | None = None,
+    step: int | None = None,
+    share: native.Share = native.ALL,
 ) -> tuple[Contents, str]:
     """What is at `path`, by the format that its files show, and a text that says where that is. Of the folder of a
     run, the checkpoint of `step`, or the newest that is complete.
 
     Where they show several, and `preferred` is one of them, it is taken. It may be another reader of the same name.
+    `share`: which of the files this process looks for, among many that open it together.
 
     Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
     """
     steps = steps_at(path, is_sure=step is not None)
     if not isinstance(path, Storage) and (steps or step is not None):
-        return _open_step(path, steps, preferred, step)
+        return _open_step(path, steps, preferred, step, share)
     try:
-        return _open_at(path, preferred)
+        return _open_at(path, preferred, share)
     except FormatError:
         # of what is not on this machine all names had to be listed first
         steps = [] if isinstance(path, Storage) or _is_here(path) else steps_seen(look_in(_find(path)[1]))
         if isinstance(path, Storage) or not steps:
             raise
-        return _open_step(path, steps, preferred, step)
+        return _open_step(path, steps, preferred, step, share)
 
 
 def steps_at(path: str | os.PathLike[str] | Storage, *, is_sure: bool = False) -> list[RunStep]:
@@ -79,7 +84,11 @@ def steps_at(path: str | os.PathLike[str] | Storage, *, is_sure: bool = False) -
 
 
 def _open_step(
-    path: str | os.PathLike[str], steps: Sequence[RunStep], preferred: Format | None, wanted: int | None
+    path: str | os.PathLike[str],
+    steps: Sequence[RunStep],
+    preferred: Format | None,
+    wanted: int | None,
+    share: native.Share,
 ) -> tuple[Contents, str]:
     """The checkpoint of that step, or the newest complete one, which then says what was passed over."""
     chosen = [step for step in reversed(steps) if wanted in (None, step.step)]
@@ -87,7 +96,7 @@ def _open_step(
     for step in chosen:
         place = path_below(path, step.name)
         try:
-            contents, url = _open_at(place, preferred)
+            contents, url = _open_at(place, preferred, share)
         except (CheckpointNotFoundError, DamagedCheckpointError, FormatError) as error:
             if wanted is not None or isinstance(error, NewerVersionError):
                 raise
@@ -112,20 +121,27 @@ def _local(path: str | os.PathLike[str]) -> str:
     return unquote(text.removeprefix("file://")) if text.startswith("file://") else text
 
 
-def _open_at(path: str | os.PathLike[str] | Storage, preferred: Format | None) -> tuple[Contents, str]:
+def _open_at(
+    path: str | os.PathLike[str] | Storage, preferred: Format | None, share: native.Share
+) -> tuple[Contents, str]:
     storage, names = _find(path)
     url = storage.url if isinstance(path, Storage) else os.fspath(path)
     for attempt in range(_ATTEMPTS):
+        facts = None
         try:
             contents = _open(storage, names, url, preferred)
+            if (facts := contents.facts_of(native.NativeFacts)) is not None:
+                native.look_for_files(facts, names, share)
             break
         except (CheckpointNotFoundError, DamagedCheckpointError):
-            # a save may have taken the place of what was listed, which is gone then: the new one is whole
+            # a save may have taken the place of what was listed, which is gone then: the new one is whole. Its names
+            # may be the same as before, where it was there already and the old one is being removed
             listed, (storage, names) = names, _find(path)
-            if names == listed or attempt + 1 == _ATTEMPTS:
+            is_same = names == listed and not (facts is not None and native.is_replaced(facts))
+            if is_same or attempt + 1 == _ATTEMPTS:
                 raise
     files = Files(storage)
-    return replace(contents, files=tuple(files[name] for name in names)), url
+    return replace(contents, files=tuple(files[name] for name in names if not name.endswith("/"))), url
 
 
 def _of_a_hub(url: str) -> str:
@@ -164,7 +180,10 @@ def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, in
         single = last.endswith(_FILE_SUFFIXES) if remote else _is_local_file(text)
         file = (unquote(last) if "://" in text else last) if single else ""
         storage = open_storage((parent or ("/" if text.startswith("/") else ".")) if single else path)
-    names = storage.list(file)
+    if not file and (top := storage.top()) is not None and MANIFEST in top and native.detect(storage, top):
+        names = top  # what is below need not be listed, by each of many ranks: the manifest says it
+    else:
+        names = storage.list(file)
     if file and file in names:
         return storage, {file: names[file]}
     return storage, {name: size for name, size in names.items() if not is_temporary(name)}
@@ -195,18 +214,22 @@ def composite_formats() -> tuple[Format, ...]:
         orbax,
         pipeline_stages,
         rank_files,
+        torchsnapshot,
     )
 
-    return (megatron, megatron_legacy, deepspeed, accelerate, rank_files, lightning, pipeline_stages, fsdp1, orbax)
+    of_ranks = (rank_files, lightning, pipeline_stages, fsdp1)
+    return (megatron, megatron_legacy, deepspeed, accelerate, torchsnapshot, *of_ranks, orbax)
 
 
 def plain_formats() -> tuple[Format, ...]:
     """Formats of one kind of file: if two fit, the folder is a mixture and refused."""
     from reshard.formats.dcp import reader as dcp
+    from reshard.formats.frameworks import nemo
+    from reshard.formats.gguf import reader as gguf
     from reshard.formats.safetensors import reader as safetensors
     from reshard.formats.torch_save import reader as torch_save
 
-    return (dcp, safetensors, torch_save)
+    return (dcp, safetensors, torch_save, gguf, nemo)
 
 
 def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Format:
@@ -242,5 +265,5 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
 def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:
     """Folders below that hold what looks like a checkpoint, for the message; at most five."""
     folders = sorted({name.rpartition("/")[0] for name in names if "/" in name})
-    marks = (".metadata", ".safetensors", ".pt", ".bin", ".ckpt", "manifest.json")
+    marks = (".metadata", "_metadata", ".safetensors", ".gguf", ".nemo", ".pt", ".bin", ".ckpt", "manifest.json")
     return [f for f in folders if any(n.startswith(f + "/") and n.endswith(marks) for n in names)][:5]

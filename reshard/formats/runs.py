@@ -36,6 +36,7 @@ _MARKS = frozenset(
         "metadata.json",
         "_METADATA",
         "_CHECKPOINT_METADATA",
+        ".snapshot_metadata",
         "latest",
         "latest_checkpointed_iteration.txt",
     )
@@ -44,6 +45,8 @@ _SUFFIXES = (
     ".metadata",
     ".distcp",
     ".safetensors",
+    ".gguf",
+    ".nemo",
     ".pt",
     ".pth",
     ".bin",

@@ -21,7 +21,7 @@ from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.dcp import DefaultLoadPlanner
 from reshard.dcp import load as fill
-from reshard.formats.stored.lazy_tensor import LazyTensor
+from reshard.formats.stored.lazy_tensor import whole
 from reshard.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 
 __all__ = ["ReshardIO", "ReshardModelParallel"]
@@ -36,7 +36,7 @@ class ReshardIO(CheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Every rank reads for itself. Nothing in the file is run, so `weights_only` makes no difference."""
-        found: dict[str, Any] = _read(open_checkpoint(path).nested())
+        found: dict[str, Any] = whole(open_checkpoint(path).nested())
         return found
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -83,13 +83,4 @@ class ReshardModelParallel(ModelParallelStrategy):
                 optim_state_dict=state["optimizer_states"][number],
             )
         nested = checkpoint.nested()
-        return {key: _read(value) for key, value in nested.items() if key not in state}
-
-
-def _read(value: Any) -> Any:
-    """Lazy tensors read, in containers of the kinds they were in."""
-    if isinstance(value, dict):
-        return {name: _read(inner) for name, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_read, value))
-    return value[...] if isinstance(value, LazyTensor) else value
+        return {key: whole(value) for key, value in nested.items() if key not in state}

@@ -17,6 +17,7 @@ from reshard.mapping.mapping import apply_dict as apply_dict
 from reshard.mapping.rules import Concat as Concat
 from reshard.mapping.rules import Drop as Drop
 from reshard.mapping.rules import Rename as Rename
+from reshard.mapping.rules import Reshape as Reshape
 from reshard.mapping.rules import Resize as Resize
 from reshard.mapping.rules import Rope as Rope
 from reshard.mapping.rules import Rule as Rule

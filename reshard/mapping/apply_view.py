@@ -139,7 +139,7 @@ def _cut(strip: _Strip, chunk: StoredChunk, ranges: Sequence[tuple[int, int]]) -
 
 def _constant(fill: Fill, spec: TensorSpec) -> StoredChunk:
     """One element in memory that every element of the box points to."""
-    raw = torch.full((1,), fill.value, dtype=torch.float64).to(dtype_from_name(spec.dtype))
+    raw = torch.full((1,), fill.value, dtype=torch.float64, device="cpu").to(dtype_from_name(spec.dtype))
     data = bytes(raw.view(torch.uint8).tolist())
     window = Window(0, fill.target.sizes, (0,) * len(spec.shape), spec.itemsize)
     return StoredChunk(fill.target, Place(BytesSource(data, f"the constant {fill.value}"), window), "constant")

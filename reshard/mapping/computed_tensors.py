@@ -142,14 +142,16 @@ def dequantized(
         high = [-(-stop // b) for stop, b in zip(box.stops, block)]
         factors = scales[tuple(map(slice, low, high))].to(torch.float32)
         for d, (offset, size, b) in enumerate(zip(box.offsets, box.sizes, block)):
-            index = torch.arange(offset, offset + size) // b - offset // b
+            index = torch.arange(offset, offset + size, device="cpu") // b - offset // b
             factors = factors.index_select(d, index)
         return (values[box.slices].to(torch.float32) * factors).to(to)
 
     return computed(TensorSpec(fqn, shape, dtype), compute, f"{weight.fqn} dequantized")
 
 
-_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_FP4 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], device="cpu"
+)
 """What four bits stand for: a sign, two bits of exponent, one of mantissa."""
 
 

@@ -11,6 +11,7 @@ targets, and a plan goes through them down to bytes.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,20 @@ from planners.views.view import View, concat, stack
 from reshard.errors import NormalizationError
 from reshard.mapping.name_patterns import Pattern
 
-__all__ = ["Concat", "Drop", "Rename", "Resize", "Rope", "Rule", "Split", "Stack", "Transpose", "Unstack", "views_of"]
+__all__ = [
+    "Concat",
+    "Drop",
+    "Rename",
+    "Reshape",
+    "Resize",
+    "Rope",
+    "Rule",
+    "Split",
+    "Stack",
+    "Transpose",
+    "Unstack",
+    "views_of",
+]
 
 Names = Sequence[str] | str
 
@@ -265,6 +279,38 @@ class Transpose(Rule):
 
 
 @dataclass(frozen=True, init=False)
+class Reshape(Rule):
+    """The same elements in row-major order, from the shape `old` to `new`: heads that are a dim of their own.
+
+        Reshape("{l+}.query.kernel", "{l+}.q_proj.weight", old=(-1, 8, 64), new=(-1, 512))
+
+    One size of each may be -1: in `old` it is whatever the tensor has, in `new` what is left.
+    """
+
+    old: tuple[int, ...]
+    new: tuple[int, ...]
+
+    def __init__(self, source: str, target: str, old: Sequence[int], new: Sequence[int]) -> None:
+        self._set(source, target, old=tuple(old), new=tuple(new))
+        for shape in (self.old, self.new):
+            if shape.count(-1) > 1 or any(size < 1 and size != -1 for size in shape):
+                raise NormalizationError(f"a shape has sizes >= 1, and -1 at most once; got {shape}")
+
+    def build(self, views: Sequence[View]) -> list[View]:
+        view = _one(self, views)
+        if len(view.shape) != len(self.old) or any(o not in (-1, n) for o, n in zip(self.old, view.shape)):
+            raise NormalizationError(f"the shape {view.shape} is not {self.old}")
+        total, known = math.prod(view.shape), math.prod(size for size in self.new if size != -1)
+        new = tuple(total // known if size == -1 else size for size in self.new)
+        if math.prod(new) != total:
+            raise NormalizationError(f"the {total} elements of shape {view.shape} do not make up {self.new}")
+        return [_reshaped(view, new)]
+
+    def inverse(self) -> Rule:
+        return Reshape(self.targets[0].text, self.sources[0].text, self.new, self.old)
+
+
+@dataclass(frozen=True, init=False)
 class Resize(Rule):
     """`dim` of size `old` becomes `new`: rows of zeros are added at its end, or rows are cut off there.
 
@@ -315,6 +361,26 @@ class Rope(Rule):
     def inverse(self) -> Rule:
         other = "pairs" if self.to == "halves" else "halves"
         return Rope(self.targets[0].text, self.sources[0].text, self.head_size, other)
+
+
+def _reshaped(view: View, new: tuple[int, ...]) -> View:
+    """Row-major: dims that are alike stay, those between are made one, and that one is cut."""
+    old = view.shape
+    same = next((i for i, (a, b) in enumerate(zip(old, new)) if a != b), min(len(old), len(new)))
+    last = next((i for i, (a, b) in enumerate(zip(old[:same:-1], new[:same:-1])) if a != b), None)
+    if last is None:
+        last = min(len(old), len(new)) - same - 1
+    last = max(last, 0)
+    if len(old) - last == same:  # only dims of size 1 are added, or it stays
+        return view.rearrange([*range(same), *[None] * (len(new) - len(old)), *range(same, len(old))])
+    for _ in range(len(old) - last - same - 1):
+        view = view.merge_dims(same)
+    wanted = new[same : len(new) - last]
+    if not wanted:
+        return view.rearrange([d for d in range(len(view.shape)) if d != same])
+    for number, size in enumerate(wanted[:-1]):
+        view = view.split_dim((size, math.prod(wanted[number + 1 :])), same + number)
+    return view
 
 
 def _even(view: View, groups: int, dim: int) -> list[View]:

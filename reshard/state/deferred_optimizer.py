@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from reshard.state.dtypes import dtype_from_name
-from reshard.state.frameworks.flat_cuts import remade_like
+from reshard.state.frameworks.fsdp1_cuts import remade_like
 from reshard.state.optimizer_forms import is_flat_key, owner_of
 from reshard.state.tensors import device_of, dtype_of, global_shape, is_sharded, is_tensor
 from reshard.state.tree import KeyPath, flatten, key_of, unflatten
@@ -211,7 +211,7 @@ def lost_state(state_dict: Any, saved: Iterable[Saved]) -> list[str]:
 def _place_like(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Unfilled memory for a tensor of a parameter's state: placed like it where the shapes are the same."""
     if shape != global_shape(parameter) or (type(parameter) is torch.Tensor and parameter.device.type == "meta"):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return remade_like(parameter, dtype)
 
 

@@ -93,9 +93,11 @@ def flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             else:
                 flat[f"{prefix}{key}"] = value
     for group in state_dict["param_groups"]:
-        fields = {field: value for field, value in group.items() if field != "params"}
+        fields = [(f".{field}", value) for field, value in group.items() if field != "params"]
         for name in group["params"]:
-            flat.update(zip(map(f"param_groups.{name}.".__add__, fields), fields.values()))
+            front = f"param_groups.{name}"
+            for tail, value in fields:
+                flat[front + tail] = value
     return flat
 
 

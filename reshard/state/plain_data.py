@@ -76,7 +76,7 @@ def _decode_tensor(dtype: str, shape: list[int], data: str) -> torch.Tensor:
     if len(raw) != math.prod(shape) * kind.itemsize:
         raise ValueError(f"{len(raw)} bytes are no tensor of shape {shape} and dtype {dtype}")
     if not raw:
-        return torch.empty(shape, dtype=kind)
+        return torch.empty(shape, dtype=kind, device="cpu")
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(kind).reshape(shape)
 
 

@@ -47,6 +47,7 @@ __all__ = [
     "raw_bytes",
     "spec_of",
     "warn_if_untried",
+    "with_local",
 ]
 
 NEWEST_TRIED = (2, 15)
@@ -204,7 +205,7 @@ def _in_group_order(device_mesh: DeviceMesh, axis: int, line: list[int]) -> list
     mesh may have none, or outlive them; their names may be those of others by then."""
     try:
         ranks = dist.get_process_group_ranks(device_mesh.get_group(axis))
-    except (RuntimeError, LookupError, ValueError, AssertionError):
+    except (RuntimeError, LookupError, ValueError, AssertionError, TypeError):  # the last is what torch 2.6 says
         return sorted(line)
     return ranks if sorted(ranks) == sorted(line) else sorted(line)
 
@@ -251,7 +252,10 @@ def form_by_all(tensor: Any) -> Form:
     ways = fitting(_dtensor_readings(tensor), tuple(tensor.shape), {}) if isinstance(tensor, DTensor) else forms
     if len(ways) == 1 or tensor.device_mesh.get_coordinate() is None:
         return forms[0]
-    possible = torch.tensor([way in forms for way in ways], dtype=torch.int32, device=tensor._local_tensor.device)
+    kinds = dist.get_backend_config(tensor.device_mesh.get_group(0))
+    here = tensor._local_tensor.device  # or, where its groups send from there alone, what its mesh is made of
+    here = here if f"{here.type}:" in kinds else tensor.device_mesh.device_type
+    possible = torch.tensor([way in forms for way in ways], dtype=torch.int32, device=here)
     for axis in range(tensor.device_mesh.ndim):
         dist.all_reduce(possible, dist.ReduceOp.MIN, group=tensor.device_mesh.get_group(axis))
     form = agreed_form(tuple(tensor.shape), [[way for way, fits in zip(ways, possible.tolist()) if fits]])
@@ -335,6 +339,12 @@ def _sharded_tensor_form(tensor: Any, fqn: str) -> Form:
             raise LayoutError(f"tensor {fqn!r}: a shard of this ShardedTensor does not say on which rank it is")
         boxes.setdefault(int(shard.placement.rank()), []).append(Box(shard.shard_offsets, shard.shard_sizes))
     return BoxesForm.make(boxes)
+
+
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """The same DTensor over another local tensor of equal sizes, which stays where it is: `from_local` would move it to
+    the device of the mesh."""
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def local_tensors(tensor: Any) -> tuple[torch.Tensor, ...]:

@@ -147,7 +147,7 @@ def _names_any(path: str, live: LiveOptimizers) -> bool:
 
 def _optimizer_target(one: Outline, owner: OptimizedParameter | None) -> torch.Tensor:
     if owner is None or not one.shape:
-        return torch.empty(one.shape, dtype=one.dtype)
+        return torch.empty(one.shape, dtype=one.dtype, device="cpu")
     device = owner.parameter.device
     if one.shape == owner.shape:
         return _like(owner.parameter, owner.piece, one.dtype, device)
@@ -272,7 +272,7 @@ def _one_for_all(views: list[tuple[Box, torch.Tensor]], source: torch.Tensor | N
 
 
 def _send_all(source: torch.Tensor, boxes: Mapping[int, Boxes], views: list[tuple[Box, torch.Tensor]]) -> None:
-    works = []
+    ops = []
     for rank, own in boxes.items():
         pieces = [source[Box(*box).slices].detach().contiguous() for box in own]
         if rank == 0:
@@ -280,10 +280,15 @@ def _send_all(source: torch.Tensor, boxes: Mapping[int, Boxes], views: list[tupl
                 view.copy_(piece)
         elif sum(piece.numel() for piece in pieces):
             data = torch.cat([_as_bytes(piece) for piece in pieces]).to(_wire())
-            works.append((dist.isend(data, rank), data))
-    for work, _ in works:  # the data must live until it is sent
-        if work is not None:
-            work.wait()
+            ops.append(dist.P2POp(dist.isend, data, rank))  # which keeps the data until it is sent
+    _wait_for(ops)
+
+
+def _wait_for(ops: list[dist.P2POp]) -> None:
+    """Messages of one call go by the communicator that all ranks have. Alone, each pair of ranks would get one of its
+    own from NCCL."""
+    for work in dist.batch_isend_irecv(ops) if ops else ():
+        work.wait()
 
 
 def _receive(views: list[tuple[Box, torch.Tensor]]) -> None:
@@ -291,7 +296,7 @@ def _receive(views: list[tuple[Box, torch.Tensor]]) -> None:
     if not sum(sizes):
         return
     data = torch.empty(sum(sizes), dtype=torch.uint8, device=_wire())
-    dist.recv(data, src=0)
+    _wait_for([dist.P2POp(dist.irecv, data, 0)])
     for (_, view), piece in zip(views, _pieces(data, sizes)):
         view.copy_(piece.clone().view(view.dtype).view(view.shape))
 

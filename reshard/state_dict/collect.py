@@ -6,7 +6,7 @@ an error on all of them and no wait without end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from reshard.control.group import Group
 from reshard.errors import NormalizationError
 from reshard.state.frameworks.deepspeed import PartitionedParameter
-from reshard.state.tensors import global_shape, is_sharded
+from reshard.state.memory.downloads import to_host
+from reshard.state.tensors import global_shape, is_sharded, with_local
 from reshard.state_dict.chunks import as_chunks
 from reshard.state_dict.gather import gather, member_ranks
 from reshard.state_dict.model import read_model
@@ -36,7 +37,7 @@ def collect_model(state: dict[str, Any], options: StateDictOptions) -> dict[str,
     """The state dict as the options ask for it. With `full_state_dict` collective, and a new dict."""
     if not options.full_state_dict:
         state = as_chunks(state) if options.in_chunks else state
-        return {name: _to_cpu(value) for name, value in state.items()} if options.cpu_offload else state
+        return dict(zip(state, _all_to_cpu(list(state.values())))) if options.cpu_offload else state
     asked = vars(options)
     owner = _owners(state, asked) if options.cpu_offload else None
     agree_on_gathering({name: value for name, value in state.items() if is_sharded(value)}, asked)
@@ -48,7 +49,7 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
     """The nested optimizer state dict as the options ask for it, {} where another rank has it."""
     if not options.full_state_dict:
         state = _optimizer_chunks(state, live) if options.in_chunks and live.live.pieces_of else state
-        return _each(state, _to_cpu) if options.cpu_offload else state
+        return _nest_to_cpu(state) if options.cpu_offload else state
     if live.live.pieces_of:
         state = {**state, "state": fill_absent(state["state"], live)}
     names = dict.fromkeys([*state["state"], *(name for group in state["param_groups"] for name in group["params"])])
@@ -183,16 +184,26 @@ def _whole(value: Any, name: str, owner: Callable[[str], int] | None) -> list[An
 
 
 def _to_cpu(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        if value.to_local().device.type == "cpu":
-            return value
-        local = value.to_local().cpu()
-        return DTensor.from_local(
-            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-        )
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    return value
+    return _all_to_cpu([value])[0]
+
+
+def _all_to_cpu(values: Sequence[Any]) -> list[Any]:
+    """The values, with the elements that this rank has of tensors on the CPU; what is no tensor as it is."""
+    held = [
+        value.to_local() if isinstance(value, DTensor) else value if isinstance(value, torch.Tensor) else None
+        for value in values
+    ]
+    plain = [i for i, local in enumerate(held) if local is not None and local.device.type != "cpu"]
+    out = list(values)
+    for i, local in zip(plain, to_host([held[i].detach() for i in plain])):  # type: ignore[union-attr]
+        out[i] = with_local(values[i], local) if isinstance(values[i], DTensor) else local
+    return out
+
+
+def _nest_to_cpu(nest: Any) -> Any:
+    tensors: dict[str, Any] = {}
+    _leaves("", nest, tensors)
+    return _rebuilt("", nest, {path: [value] for path, value in zip(tensors, _all_to_cpu(list(tensors.values())))})
 
 
 def _same(value: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from planners.geometry.layout_forms import Form, Part
 from reshard.errors import NormalizationError
+from reshard.execute.messages.wires import sending_device
 from reshard.state.frameworks.fsdp1 import group_of
 from reshard.state.tensors import (
     dtype_of,
@@ -58,7 +59,7 @@ def gather(tensor: Any, to_rank: int | None = None) -> Any:
     if not is_sharded(tensor):
         return tensor
     form, shape, locals_ = form_by_all(tensor), global_shape(tensor), local_tensors(tensor)
-    data = torch.cat([_bytes(local) for local in locals_]) if locals_ else torch.empty(0, dtype=torch.uint8)
+    data = torch.cat([_bytes(local) for local in locals_]) if locals_ else _nothing(tensor)
     if isinstance(tensor, DTensor):
         held = _along_axes(tensor, form, shape, data, to_rank)
     else:
@@ -131,16 +132,24 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return raw_bytes(tensor.detach().contiguous())
 
 
+def _nothing(tensor: Any) -> torch.Tensor:
+    """No bytes of a ShardedTensor of which this rank has no shard: on such a device as others have theirs on, for that
+    is what their process group sends from."""
+    placed = [shard.placement.device() for shard in tensor.metadata().shards_metadata if shard.placement is not None]
+    return torch.empty(0, dtype=torch.uint8, device=placed[0].type if placed else "cpu")
+
+
 def _exchange(data: torch.Tensor, sizes: Sequence[int], group: Any, to_rank: int | None) -> list[torch.Tensor] | None:
     """The bytes of every member of the group, in its order; None on all but `to_rank`, unless that is None."""
-    longest = max(sizes)
+    longest, home = max(sizes), data.device
     if longest == 0:
         return [data[:0] for _ in sizes] if to_rank in (None, dist.get_rank()) else None
     padded = data if len(data) == longest else torch.cat((data, data.new_zeros(longest - len(data))))
+    padded = padded.to(sending_device(home, group))
     wanted = to_rank in (None, dist.get_rank())
     out = [torch.empty_like(padded) for _ in sizes] if wanted else None
     if to_rank is None:
         dist.all_gather(out, padded, group=group)
     else:
         dist.gather(padded, out, dst=to_rank, group=group)
-    return None if out is None else [piece[:size] for piece, size in zip(out, sizes)]
+    return None if out is None else [piece[:size].to(home) for piece, size in zip(out, sizes)]

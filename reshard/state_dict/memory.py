@@ -14,10 +14,12 @@ from reshard.state.tensors import identity_of, local_tensors
 __all__ = ["all_apart", "apart", "overlapping", "overwritten"]
 
 
-def all_apart(tensors: Sequence[Any]) -> bool:
-    """Whether no two of them lie in the same storage: then there is nothing to ask further."""
-    storages = _storages(tensors)
-    return len(set(storages)) == len(storages) - max(storages.count(0) - 1, 0)
+def all_apart(tensors: Sequence[Any], storages: Sequence[int] = ()) -> bool:
+    """Whether no two of them lie in the same storage, and none in `storages`, the addresses of those of other tensors,
+    in which no two lie either: then there is nothing to ask further."""
+    found = [*storages, *_storages(tensors)]
+    apart = set(found)
+    return len(apart) == len(found) or (0 in apart and len(apart) == len(found) - found.count(0) + 1)
 
 
 def overlapping(tensors: Sequence[Any]) -> list[list[int]]:

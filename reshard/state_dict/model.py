@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,11 +14,11 @@ from torch.nn.parameter import is_lazy
 from reshard.errors import KeyMismatchError
 from reshard.state.frameworks.deepspeed import HOW_TO_SAVE, PartitionedParameter
 from reshard.state.frameworks.torch_internals import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
-from reshard.state.tensors import dtype_of, global_shape, is_sharded, local_tensors
+from reshard.state.tensors import dtype_of, global_shape, identity_of, is_sharded, local_tensors
 from reshard.state_dict.memory import apart, overwritten
 from reshard.state_dict.names import LiveModel, Region, Slot, where
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
-from reshard.state_dict.values import is_meta, like, materialised, problem, same_value, write
+from reshard.state_dict.values import is_meta, like, materialised, problem, same_value, write_all
 
 __all__ = ["ModelWrites", "apply_model", "plan_model", "read_model"]
 
@@ -58,10 +59,19 @@ class RegionWrite(NamedTuple):
     """Names that may be missing."""
 
 
+class DirectWrite(NamedTuple):
+    """A value that is written into its place by us."""
+
+    slot: Slot
+    value: Any
+    plain: bool
+    """Whether it can simply be copied."""
+
+
 class ModelWrites(NamedTuple):
     """All that setting a model's state will do, checked against the model before anything is touched."""
 
-    direct: list[tuple[Slot, Any]]
+    direct: list[DirectWrite]
     regions: list[RegionWrite]
     report: SetReport
 
@@ -79,21 +89,24 @@ def plan_model(
         "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)"
     )
     match = _Match(live, given, options.ignore_frozen_params, outlines)
-    direct: list[tuple[Slot, Any]] = []
+    direct: list[DirectWrite] = []
     regions: list[RegionWrite] = []
     for item in live.items:
         if isinstance(item, Region):
             regions.append(match.region(item))
         elif item.persistent:
-            name = match.take(item)
-            if name is not None:
-                direct.append((item, given[name]))
+            write = match.direct(item)
+            if write is not None:
+                direct.append(write)
     match.refuse_overwritten(direct)
     prefixes = tuple(write.region.prefix for write in regions)
     unexpected = [name for name in given if name not in match.used and not name.startswith(prefixes)]
+    aliases = match.aliases(unexpected)
     if match.faults or (options.strict and (match.missing or unexpected)):
-        raise KeyMismatchError(_message(live, match.missing, unexpected, match.faults, options.strict))
-    return ModelWrites(direct, regions, match.report(unexpected))
+        ties = {name: f"{name}, tied to {other} in the dict and not here" for name, other in aliases.items()}
+        told = [ties.get(name, name) for name in unexpected]
+        raise KeyMismatchError(_message(live, match.missing, told, match.faults, options.strict))
+    return ModelWrites(direct, regions, match.report(unexpected, aliases))
 
 
 def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
@@ -122,10 +135,10 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
     targets: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
     plain: list[bool] = []
-    for slot, value in writes.direct:
+    for slot, value, is_plain in writes.direct:
         if slot.value is None:
             slot.owner.set_extra_state(value)
-        elif _is_plain_pair(slot, value):
+        elif is_plain:
             targets.append(slot.value)
             values.append(value)
             plain.append(True)
@@ -140,10 +153,9 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
                 new = made[slot.identity] = as_parameter(materialised(value, slot.value), slot.value)
             assign_tensor(slot.owner, slot.attr, new)
     values = apart(targets, values)
-    copy_all(*([each for each, is_plain in zip(given, plain) if is_plain] for given in (targets, values)))
-    for target, value, is_plain in zip(targets, values, plain):
-        if not is_plain:
-            write(value, target)
+    copy_all(list(itertools.compress(targets, plain)), list(itertools.compress(values, plain)))
+    if not all(plain):
+        write_all((value, target) for target, value, is_plain in zip(targets, values, plain) if not is_plain)
     return replace(writes.report, missing=tuple(missing), unexpected=tuple(unexpected))
 
 
@@ -175,6 +187,19 @@ class _Match:
         self.made: dict[Any, torch.Tensor] = {}
         """New tensors for those on the meta device inside regions, by identity, so that ties last."""
 
+    def direct(self, slot: Slot) -> DirectWrite | None:
+        """What is to be written there; None where nothing is given for it."""
+        name = slot.name
+        value = self.given.get(name)
+        if _is_plain_pair(slot, value) and name not in self.live.tied:
+            self.used.add(name)
+            self.written.add(id(slot.value))
+            return DirectWrite(slot, value, True)
+        found = self.take(slot)
+        if found is None:
+            return None
+        return DirectWrite(slot, self.given[found], _is_plain_pair(slot, self.given[found]))
+
     def take(self, slot: Slot) -> str | None:
         """The name under which `given` has this slot's value, checked; None where it has none."""
         name: str | None = slot.name
@@ -193,12 +218,12 @@ class _Match:
             self.written.add(slot.identity)
         return name
 
-    def refuse_overwritten(self, direct: list[tuple[Slot, Any]]) -> None:
+    def refuse_overwritten(self, direct: list[DirectWrite]) -> None:
         """Places of the model may share memory without being one tensor, as a buffer that is a row of a parameter:
         then values that differ cannot both be there."""
         if self.outlines or self.faults:
             return
-        pairs = [(slot, value) for slot, value in direct if slot.value is not None and slot.piece is None]
+        pairs = [(slot, value) for slot, value, _ in direct if slot.value is not None and slot.piece is None]
         for i in overwritten([slot.value for slot, _ in pairs], [value for _, value in pairs]):
             self.faults.append(f"{pairs[i][0].name}: shares memory with another place that is given another value")
 
@@ -234,12 +259,23 @@ class _Match:
         forgiven = frozenset(name for name, slot in slots.items() if self.ignore_frozen and _is_frozen(slot))
         return RegionWrite(region, state, assign, forgiven)
 
-    def report(self, unexpected: list[str]) -> SetReport:
+    def aliases(self, unexpected: list[str]) -> dict[str, str]:
+        """Of unexpected names, under which of those that were used the dict has the very same memory."""
+        if not unexpected:
+            return {}
+        used = [name for name in self.used if isinstance(self.given[name], torch.Tensor)]
+        known = {identity_of(self.given[name]): name for name in used}
+        tensors = {name: self.given[name] for name in unexpected if isinstance(self.given[name], torch.Tensor)}
+        found = {name: known.get(place) for name, value in tensors.items() if (place := identity_of(value)) is not None}
+        return {name: other for name, other in found.items() if other is not None}
+
+    def report(self, unexpected: list[str], aliases: Collection[str]) -> SetReport:
         """What was found, to be returned if all goes well."""
         untouched = [s for s in self.live.slots if s.value is not None and s.identity not in self.written]
         return SetReport(
             missing=tuple(self.missing),
             unexpected=tuple(unexpected),
+            aliases=tuple(aliases),
             reshaped=tuple(self.reshaped),
             cast=tuple(self.casts),
             untouched=tuple(dict.fromkeys(slot.name for slot in untouched)),
@@ -259,10 +295,10 @@ class _Match:
         return like(value, slot.value) if is_sharded(value) or is_sharded(slot.value) else value
 
     def _fit(self, name: str, value: Any, slot: Slot) -> None:
+        if _is_plain_pair(slot, value):
+            return
         target, shape = slot.value, slot.shape
         assert target is not None
-        if type(value) is torch.Tensor and value.dtype == target.dtype and value.shape == shape and not value.is_meta:
-            return
         fault = problem(value, shape, target.dtype, target.is_meta or self.outlines)
         if fault is not None:
             self.faults.append(f"{name}: {fault}")
@@ -318,12 +354,11 @@ def _is_plain_pair(slot: Slot, value: Any) -> bool:
     target = slot.value
     return (
         type(value) is torch.Tensor
-        and type(target) in (torch.Tensor, torch.nn.Parameter)
-        and target is not None
+        and (type(target) is torch.nn.Parameter or type(target) is torch.Tensor)
         and slot.piece is None
-        and value.dtype == target.dtype
-        and value.shape == target.shape
-        and not target.is_meta
+        and value.dtype is target.dtype
+        and value.is_same_size(target)
+        and not (target.is_meta or value.is_meta)
     )
 
 

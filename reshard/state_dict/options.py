@@ -135,6 +135,9 @@ class SetReport(Tabled):
     """Names of the model that the dict does not have, under any of their aliases."""
     unexpected: tuple[str, ...] = ()
     """Names in the dict that the model does not have."""
+    aliases: tuple[str, ...] = ()
+    """Those of `unexpected` whose tensor the dict also has under a name that was set: they were tied where the dict
+    comes from, so that nothing is lost but the tie."""
     reshaped: tuple[str, ...] = ()
     """One-element tensors whose saved shape was () and the live one (1,), or the other way round."""
     cast: tuple[Cast, ...] = ()

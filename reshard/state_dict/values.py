@@ -6,15 +6,17 @@ everything else goes through `full`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from reshard.state.tensors import dtype_of, form_of, global_shape, is_sharded, local_tensors
+from reshard.state_dict.chunks import exchange_rows
 from reshard.state_dict.gather import gather, scatter
 
-__all__ = ["copy_containers", "is_meta", "like", "materialised", "problem", "same_value", "write"]
+__all__ = ["copy_containers", "is_meta", "like", "materialised", "problem", "same_value", "write", "write_all"]
 
 
 def problem(value: Any, shape: tuple[int, ...], dtype: torch.dtype, on_meta: bool = False) -> str | None:
@@ -45,6 +47,12 @@ def write(value: torch.Tensor, target: torch.Tensor) -> None:
             _write_plain(its, mine)
     else:
         scatter(gather(value) if is_sharded(value) else value, target)
+
+
+def write_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """`write` the first of each pair into the second; what FSDP1 cuts across rows is sent together where it can be."""
+    for value, target in exchange_rows(pairs):
+        write(value, target)
 
 
 def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
@@ -93,6 +101,8 @@ def same_value(a: Any, b: Any) -> bool:
 def copy_containers(value: Any) -> Any:
     """Nested dicts, lists and tuples made anew; the leaves are shared."""
     if isinstance(value, dict):
+        if set(map(type, value.values())) == {torch.Tensor}:
+            return dict(value)  # nearly always, and there are many
         return {key: item if isinstance(item, torch.Tensor) else copy_containers(item) for key, item in value.items()}
     if type(value) is list or type(value) is tuple:
         return type(value)(map(copy_containers, value))

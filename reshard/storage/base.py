@@ -18,7 +18,7 @@ from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in the standard library from Python 3.12 on
 
-__all__ = ["Storage", "Writer", "check_name", "check_range", "is_temporary"]
+__all__ = ["PlacedWriter", "Storage", "Writer", "check_name", "check_range", "is_temporary"]
 
 _TEMPORARY_SUFFIX = ".tmp"
 
@@ -34,11 +34,13 @@ class Storage(ABC):
         max_gap_bytes: reading up to this many bytes that nobody asked for is cheaper than one more request.
         is_common: whether all processes of a machine that open this URL see the same objects, so that one may read for
             another.
+        has_places: whether several processes of a machine can write one object together, see `create_together`.
     """
 
     url: str
     max_gap_bytes: int
     is_common: bool = False
+    has_places: bool = False
 
     @abstractmethod
     def list(self, prefix: str = "") -> dict[str, int]:
@@ -46,6 +48,11 @@ class Storage(ABC):
 
         A folder that does not exist holds nothing. What a killed writer left behind is listed too: see `is_temporary`.
         """
+
+    def top(self) -> builtins.dict[str, int] | None:
+        """What lies in no folder, and its size, and each folder, with a slash behind its name and no size; None where
+        that takes no less than to `list` everything."""
+        return None
 
     @abstractmethod
     def size(self, name: str) -> int:
@@ -58,6 +65,11 @@ class Storage(ABC):
     @abstractmethod
     def create(self, name: str) -> Writer:
         """A new object, written from front to end; it must not exist yet."""
+
+    def create_together(self, name: str, nbytes: int) -> PlacedWriter:
+        """An object of `nbytes` that several processes of one machine write at once, each its own bytes of it. All of
+        them call this alike; the first to come makes it. What nobody writes is zero."""
+        raise StorageError(f"{self.url} has no objects that several processes write: let each write one of its own")
 
     @abstractmethod
     def publish(self, name: str, data: Buffer) -> None:
@@ -78,6 +90,14 @@ class Storage(ABC):
         """Give a staged object its name, over an older object, durably. A second time does nothing."""
         if staged != name:
             raise StorageError(f"{self.url} has no staged objects: {staged!r} is none of them")
+
+    def link(self, name: str, other: str) -> bool:
+        """Give an object, which nobody changes any more, a second name, without its bytes coming here: it stays as long
+        as it has one of them. A second time does nothing. False where this storage cannot.
+
+        Raises CheckpointNotFoundError if there is no such object.
+        """
+        return False
 
     def empty_folders(self) -> builtins.list[str]:
         """Names of the folders that hold nothing, left by killed writers; none where a folder is only a part of names.
@@ -171,6 +191,19 @@ class Writer(ABC):
             self._abort()
         except ReshardError as second:  # the first error is what the caller must see
             cause.add_note(f"removing the unfinished object failed too: {second}")
+
+
+class PlacedWriter(Writer):
+    """A writer that puts bytes where they belong: what is written next goes to `at`, which moves on by its length.
+
+    A clean exit makes what this process wrote durable. An exit by an exception removes the object, also for the other
+    processes: without this one's bytes it is of no use.
+
+    Attributes:
+        at: a position in the object, in bytes; may be set.
+    """
+
+    at: int = 0
 
 
 def check_name(name: str, url: str) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
-from reshard.storage.base import Storage, Writer, check_name, check_range, not_found, temporary_name
+from reshard.storage.base import PlacedWriter, Storage, Writer, check_name, check_range, not_found, temporary_name
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -30,8 +30,10 @@ T = TypeVar("T")
 _PAGE_BYTES = 4096
 _WRITE_BYTES = 1 << 30
 """One write call; Linux stops at 2 GiB - 4 KiB."""
-_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 _CREATE_TRIES = 10
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""File systems without links, and folders of two of them."""
 
 
 class LocalStorage(Storage):
@@ -42,6 +44,7 @@ class LocalStorage(Storage):
 
     max_gap_bytes = _PAGE_BYTES
     is_common = True
+    has_places = True
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))
@@ -56,15 +59,16 @@ class LocalStorage(Storage):
         with self._errors("list", folder or "."):
             if self.root.exists() and not self.root.is_dir():
                 raise StorageError(f"{self.url} is a file, wanted a folder")
-            for where, _, files in os.walk(top, onerror=_unless_absent):
-                inside = os.path.relpath(where, self.root)
-                for file in files:
-                    name = file if inside == "." else f"{inside}/{file}"
-                    if name.startswith(prefix):
-                        # a file that another process removes while we look is not in the folder
-                        with suppress(FileNotFoundError):
-                            found[name] = os.stat(os.path.join(where, file)).st_size
+            _list(os.fspath(top), f"{folder}/" if folder else "", found)
+        if prefix != f"{folder}/":
+            found = {name: size for name, size in found.items() if name.startswith(prefix)}
         return dict(sorted(found.items()))
+
+    def top(self) -> dict[str, int] | None:
+        with self._errors("list", "."):
+            found: dict[str, int] = {}
+            _list(os.fspath(self.root), "", found, deep=False)
+        return found
 
     def empty_folders(self) -> builtins.list[str]:
         with self._errors("list", "."):
@@ -113,13 +117,22 @@ class LocalStorage(Storage):
         return self._with_file(name, "map", map_file)
 
     def create(self, name: str) -> Writer:
+        return _LocalWriter(self, name, *self._created(name, os.O_EXCL))
+
+    def create_together(self, name: str, nbytes: int) -> PlacedWriter:
+        path, file = self._created(name, 0)
+        with self._errors("create", name):
+            os.ftruncate(file, nbytes)
+        return _LocalPlacedWriter(self, name, path, file)
+
+    def _created(self, name: str, more_flags: int) -> tuple[Path, int]:
         path = self._path(name)
         with self._errors("create", name):
             for _ in range(_CREATE_TRIES):
                 self._make_folder(path.parent)
                 # another process may remove the folder, empty as it still is, before our file is in it
                 with suppress(FileNotFoundError):
-                    return _LocalWriter(self, name, path, os.open(path, _CREATE_FLAGS, 0o666))
+                    return path, os.open(path, _CREATE_FLAGS | more_flags, 0o666)
         raise StorageError(f"cannot create {name} in {self.url}: somebody keeps removing its folder")
 
     def publish(self, name: str, data: Buffer) -> None:
@@ -151,6 +164,27 @@ class LocalStorage(Storage):
         with self._errors("publish", name), suppress(FileNotFoundError):
             os.replace(self._path(staged), path)
             _sync_folder(path.parent)
+
+    def link(self, name: str, other: str) -> bool:
+        path, beside = self._path(name), self._path(other)
+        with self._errors("link", name):
+            for _ in range(_CREATE_TRIES):
+                self._make_folder(beside.parent)
+                try:
+                    os.link(path, beside)
+                except FileExistsError:
+                    return os.path.samefile(path, beside)
+                except FileNotFoundError:  # the object, or the folder, which another process removed while it was empty
+                    if not path.exists():
+                        raise
+                except OSError as error:
+                    if error.errno in _NO_LINKS:
+                        return False
+                    raise
+                else:
+                    _sync_folder(beside.parent)
+                    return True
+        raise StorageError(f"cannot link {name} in {self.url}: somebody keeps removing the folder of {other}")
 
     def delete(self, name: str) -> None:
         path = self._path(name)
@@ -243,6 +277,15 @@ class _LocalWriter(Writer):
             os.close(file)
 
 
+class _LocalPlacedWriter(_LocalWriter, PlacedWriter):
+    def _write(self, data: memoryview) -> None:
+        with self._storage._errors("write", self._name):
+            while data:
+                done = os.pwrite(self._file, data[:_WRITE_BYTES], self.at)
+                self.at += done
+                data = data[done:]
+
+
 def _sync_folder(folder: Path) -> None:
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -253,6 +296,24 @@ def _sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(file)
+
+
+def _list(folder: str, before: str, found: dict[str, int], *, deep: bool = True) -> None:
+    """Add the sizes of all files below a folder, by name, and not deep, those of its folders by names with a slash."""
+    try:
+        entries = os.scandir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with entries:
+        for entry in entries:
+            if not entry.is_dir():
+                # a file that another process removes while we look is not in the folder
+                with suppress(FileNotFoundError):
+                    found[before + entry.name] = entry.stat().st_size
+            elif not deep:
+                found[f"{before}{entry.name}/"] = 0
+            elif not entry.is_symlink():
+                _list(entry.path, f"{before}{entry.name}/", found)
 
 
 def _unless_absent(error: OSError) -> None:

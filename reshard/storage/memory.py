@@ -58,6 +58,12 @@ class MemoryStorage(Storage):
         with self._lock:
             self._objects[self._folder + name] = bytes(data)
 
+    def link(self, name: str, other: str) -> bool:
+        data = self._get(name)
+        with self._lock:
+            self._objects[self._folder + check_name(other, self.url)] = data
+        return True
+
     def delete(self, name: str) -> None:
         check_name(name, self.url)
         with self._lock:

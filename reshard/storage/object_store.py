@@ -172,6 +172,15 @@ class ObjectStorage(Storage):
         except CheckpointNotFoundError:  # Google and Azure say so, S3 does not
             return
 
+    def link(self, name: str, other: str) -> bool:
+        """The store copies the object within itself: nothing of it comes here."""
+        check_name(other, self.url)
+        if not self._exists(name):
+            raise not_found(name, self.url)
+        with self._errors("copy", name):
+            self._again(lambda: self._api.copy(self._store, name, other))
+        return True
+
     def _exists(self, name: str) -> bool:
         try:
             self.size(name)

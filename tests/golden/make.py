@@ -1,12 +1,14 @@
 """Makes the golden checkpoints: run it once for each released version of the format, and never for an old one.
 
-    python -m tests.golden.make v1
+    python -m tests.golden.make v2
 
-`v1/single` is what one process wrote, `v1/sharded` what four ranks did. The tests of formats read them.
+`v1/single` is what one process wrote, `v1/sharded` what four ranks did. Those of version 2 have some of their elements
+in files of an earlier save, in which a few tensors were others. The tests of formats read them.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,7 @@ def sharded_values() -> dict[str, torch.Tensor]:
     }
 
 
-def sharded(path: str) -> None:
+def sharded(path: str, changed: bool = False) -> None:
     """Save as one of four ranks: uneven rows, columns, a grid of both, copies, and a value of each rank."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     placements = {"rows": [Shard(0), Shard(0)], "columns": [Replicate(), Shard(1)], "grid": [Shard(0), Shard(1)]}
@@ -65,12 +67,20 @@ def sharded(path: str) -> None:
         for name, value in sharded_values().items()
     }
     assert isinstance(state["grid"], DTensor)
-    reshard.save({"model": state, "rng": reshard.PerRank(torch.tensor([dist.get_rank()])), "step": 3}, path)
+    if changed:
+        state["rows"] = -state["rows"]
+    own = reshard.PerRank(torch.tensor([dist.get_rank()]))
+    reshard.save({"model": state, "rng": own, "step": 3}, path, base="auto")
 
 
 if __name__ == "__main__":
     target = HERE / sys.argv[1]
     if target.exists():
         raise SystemExit(f"{target} exists: golden files are never made anew")
-    reshard.save(single(), target / "single")
+    earlier = single()
+    earlier["model"]["w"] = torch.zeros(3, 4)
+    reshard.save(earlier, target / "earlier", base="auto")
+    reshard.save(single(), target / "single", base=target / "earlier")
+    shutil.rmtree(target / "earlier")
+    gloo.run(sharded, 4, str(target / "sharded"), True)
     gloo.run(sharded, 4, str(target / "sharded"))

@@ -25,8 +25,21 @@ from tests.simulated.streams import Event, Order, Stream, leave_out, ordered, wa
 
 DEVICE = os.environ.get("RESHARD_TEST_DEVICE", "sim")
 IS_REAL = DEVICE != "sim"
-AVAILABLE = IS_REAL or hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-WHY_NOT = "this torch knows devices that are written in C++ only"
+
+
+def _is_there() -> bool:
+    try:
+        return bool(torch.get_device_module(DEVICE).is_available())
+    except RuntimeError:  # torch has no module of this name
+        return False
+
+
+AVAILABLE = _is_there() if IS_REAL else hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+WHY_NOT = (
+    f"there is no {DEVICE} here, or this torch does not know it"
+    if IS_REAL
+    else "this torch knows devices that are written in C++ only"
+)
 
 __all__ = [
     "AVAILABLE",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 import xxhash
 from torch.utils._pytree import tree_map_only
 
-from reshard.state.memory import downloads, lanes, uploads
+from reshard.state.memory import lanes
 from tests.simulated import memory, streams
 from tests.simulated.memory import allocate, fault, hidden, is_pinned, saw
 
@@ -50,6 +51,14 @@ class _Module:
         pass
 
     @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    @staticmethod
+    def device(device: Any) -> Any:
+        return contextlib.nullcontext()
+
+    @staticmethod
     def manual_seed_all(seed: int) -> None:
         pass
 
@@ -65,14 +74,58 @@ def install() -> None:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(NAME, _Module())
-    for module in (lanes, uploads, downloads):
-        module.pinned = memory.pinned  # type: ignore[attr-defined]
+    lanes._pin = memory.pinned
     library = torch.library.Library("_", "IMPL")
     library.fallback(_kernel, "PrivateUse1")
-    _library.append(library)
+    copying = torch.library.Library("aten", "IMPL")
+    for lazily in ("Conjugate", "Negative"):  # copies resolve these themselves; to resolve them first takes a copy
+        copying.impl("_copy_from", torch.library.fallthrough_kernel, lazily)
+    _library.extend((library, copying))
+    _mend_storages()
+    record = torch.Tensor.record_stream
+    # it is for allocators that give memory again, and parses streams of torch's own only
+    torch.Tensor.record_stream = lambda self, stream: None if self.device.type == NAME else record(self, stream)  # type: ignore[method-assign, assignment]
+
+
+def _mend_storages() -> None:
+    """torch copies bare storages by allocators, which no Python-only backend has."""
+    kind, to = torch.UntypedStorage, torch.storage._to
+    clone, resize, nbytes = kind.clone, kind.resize_, kind.nbytes
+    said: dict[int, int] = {}
+
+    def as_tensor(storage: Any) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def cloned(self: Any) -> Any:
+        return as_tensor(self).clone().untyped_storage() if self.device.type == NAME else clone(self)
+
+    def sent(self: Any, device: torch.device, non_blocking: bool = False) -> Any:
+        if NAME not in (self.device.type, device.type):
+            return to(self, device, non_blocking)
+        return as_tensor(self).to(device, non_blocking=non_blocking).untyped_storage()
+
+    def resized(self: Any, size: int) -> Any:
+        if self.device.type != NAME:
+            return resize(self, size)
+        said[self.data_ptr()] = size  # the memory stays: FSDP1 frees so, and looks at the size to see whether it has
+        return self
+
+    def told(self: Any) -> int:
+        return said.get(self.data_ptr(), nbytes(self)) if self.device.type == NAME else nbytes(self)
+
+    kind.nbytes = kind.size = told  # type: ignore[method-assign]
+    kind.resize_ = resized  # type: ignore[method-assign]
+    kind.clone, torch.storage._to = cloned, sent  # type: ignore[assignment]
+    kind.cpu = lambda self: sent(self, torch.device("cpu"))  # type: ignore[assignment, method-assign]
+    setattr(kind, NAME, lambda self, device=None, non_blocking=False: sent(self, torch.device(NAME), non_blocking))
 
 
 def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunction():  # modes of the caller are no business of kernels
+        return _dispatched(op, args, kwargs)
+
+
+def _dispatched(op: Any, args: Any, kwargs: Any) -> Any:
     if op in (_aten.empty.memory_format, _aten.empty_strided.default):
         return _empty(op, *args, **kwargs)
     if op is _aten._copy_from.default:
@@ -107,7 +160,7 @@ def _refuse_other_memory(op: Any, args: Any, kwargs: Any) -> None:
     """A device reads single numbers of the host, and no more."""
 
     def look(tensor: torch.Tensor) -> None:
-        if tensor.device.type != NAME and tensor.ndim:
+        if tensor.device.type != NAME and tensor.numel() != 1:
             raise RuntimeError(f"{op}: expected all tensors on {NAME}, but found one on {tensor.device}")
 
     tree_map_only(torch.Tensor, look, (args, kwargs))
@@ -132,6 +185,7 @@ def _ranges(*nests: Any) -> list[tuple[int, int]]:
 
 def _compute(op: Any, args: Any, kwargs: Any) -> Any:
     """Make room for the results, and ask the current stream to compute them."""
+    args = tuple(_as_tensor(of, arg) for of, arg in zip(op._schema.arguments, args))
     written = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
     named = {a.name: kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(op._schema.arguments)}
     targets = [value for value, is_written in zip(named.values(), written) if is_written]
@@ -139,7 +193,10 @@ def _compute(op: Any, args: Any, kwargs: Any) -> Any:
         _resize(op, targets, args, kwargs)
         here = _hidden(args), _hidden(kwargs)
         streams.current().ask(lambda: _discard(op(*here[0], **here[1])), _ranges(args, kwargs))
-        return targets[0] if len(op._schema.returns) == 1 else tuple(targets) or None
+        _draw_now(op)
+        if not op._schema.returns:
+            return None
+        return targets[0] if len(op._schema.returns) == 1 else tuple(targets)
     here = _hidden(args), _hidden(kwargs)
     meta = _meta(args, kwargs)
     try:
@@ -158,7 +215,20 @@ def _compute(op: Any, args: Any, kwargs: Any) -> Any:
             room.copy_(result)
 
     streams.current().ask(work, _ranges(args, kwargs, out))
+    _draw_now(op)
     return out
+
+
+def _draw_now(op: Any) -> None:
+    """Random numbers come from a generator of the host, which must be asked in the order of the program."""
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        streams.current().run(streams.current().asked)
+
+
+def _as_tensor(argument: Any, value: Any) -> Any:
+    """Numbers among tensors, which torch hands to Python as numbers."""
+    is_number = isinstance(value, (bool, int, float, complex)) and isinstance(argument.type, torch.TensorType)
+    return torch.tensor(value) if is_number else value
 
 
 def _resize(op: Any, targets: list[Any], args: Any, kwargs: Any) -> None:

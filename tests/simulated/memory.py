@@ -20,6 +20,7 @@ RESERVED_BYTES = 64 << 30
 GARBAGE = 0xA5
 """What new memory holds."""
 _ALIGN_BYTES = 512
+_nbytes = torch.UntypedStorage.nbytes
 
 
 @dataclass
@@ -187,8 +188,8 @@ def allocate(nbytes: int, stream: Any) -> torch.Tensor:
 def hidden(tensor: torch.Tensor) -> torch.Tensor:
     """What a tensor of the device stands for, as one of the CPU: for kernels, when they run."""
     storage, arena = tensor.untyped_storage(), _the_arena()
-    start = storage.data_ptr() - arena.base if storage.nbytes() else 0
-    whole = arena.bytes[start : start + storage.nbytes() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+    start = storage.data_ptr() - arena.base if _nbytes(storage) else 0
+    whole = arena.bytes[start : start + _nbytes(storage) // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
     found = whole.as_strided(tensor.size(), tensor.stride(), whole.storage_offset() + tensor.storage_offset())
     found = found.conj() if tensor.is_conj() else found
     return torch._neg_view(found) if tensor.is_neg() else found

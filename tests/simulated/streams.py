@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import torch
+
 import reshard
 from tests.simulated.memory import fault, on_free, saw
 
@@ -103,9 +105,12 @@ class Stream:
         with _lock:
             while self.done < until:
                 work, _ = self._queue[0]
-                work()
-                del self._queue[0]
-                self.done += 1
+                try:
+                    with torch.inference_mode(), torch._C.DisableTorchFunction():  # whatever the waiting thread is in
+                        work()
+                finally:  # what failed is not tried again
+                    del self._queue[0]
+                    self.done += 1
 
     def touches(self, start: int, stop: int) -> bool:
         """Whether work that has not run uses memory of the device."""

@@ -22,7 +22,7 @@ from reshard.formats.native import generations
 from tests.faulty import Crash, SystemCalls
 from tests.golden import make
 
-KILLS = 200
+KILLS = 80
 
 
 @pytest.fixture(autouse=True)

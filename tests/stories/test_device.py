@@ -13,12 +13,23 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 import reshard
+import reshard.dcp
+from reshard.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from reshard.dcp.engine.staging import on_the_cpu
+from reshard.dcp.filesystem import FileSystemReader, FileSystemWriter
 from reshard.errors import KeyMismatchError
+from reshard.state.memory.downloads import to_host
+from reshard.state_dict import StateDictOptions, get_model_state_dict
+from reshard.storage import LocalStorage
 from tests import gloo, simulated
 from tests.same import assert_same
 from tests.simulated import DEVICE, IS_REAL
 
-pytestmark = [pytest.mark.gloo, pytest.mark.skipif(not simulated.AVAILABLE, reason=simulated.WHY_NOT)]
+pytestmark = [
+    pytest.mark.gloo,
+    pytest.mark.skipif(not simulated.AVAILABLE, reason=simulated.WHY_NOT),
+    pytest.mark.host_only("says itself what lies where"),
+]
 
 ORDERS: tuple[simulated.Order, ...] = ("late", "others first", "eager")
 BUDGET_BYTES = 256 << 10
@@ -64,6 +75,8 @@ def _round_trip(folder: Path, asynchronously: str = "") -> dict[str, torch.Tenso
     here = torch.get_device_module(DEVICE).current_stream()
     state = _on_device(_host_state())
     state["large"].add_(1)
+    if asynchronously == "face":
+        return _round_trip_of_face(folder, state)
     if asynchronously:
         pending = reshard.async_save(state, folder, stage=asynchronously)  # type: ignore[arg-type]
         state["large"].zero_()
@@ -78,13 +91,50 @@ def _round_trip(folder: Path, asynchronously: str = "") -> dict[str, torch.Tenso
     return _back(filled)
 
 
+def _round_trip_of_face(folder: Path, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By planners and storages, whose threads meet tensors one by one. The caller has a stream of its own."""
+    module = torch.get_device_module(DEVICE)
+    own = module.Stream()
+    own.wait_stream(module.current_stream())
+    with module.stream(own):
+        state["large"].add_(0)
+        writer, reader = FileSystemWriter(folder, thread_count=2), FileSystemReader(folder)
+        reshard.dcp.save(state, storage_writer=writer, planner=_Planner())
+        filled = _to_fill(state)
+        reshard.dcp.load(filled, storage_reader=reader, planner=_Doubling())
+    doubled = filled.pop("large")
+    found = _back(filled)  # by another stream than the caller's, which has done only what was loaded
+    own.synchronize()
+    assert_same(_back(filled), found)
+    return {"large": doubled.cpu() / 2, **found}
+
+
+class _Planner(DefaultSavePlanner):
+    """Computes what it gives."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        return data * 1 if isinstance(data, torch.Tensor) and data.dtype == torch.float32 else data
+
+
+class _Doubling(DefaultLoadPlanner):
+    """Overwrites what it wants to be filled, and goes on with it, by the caller's stream."""
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return super().resolve_tensor(read_item).zero_()
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        if read_item.dest_index.fqn == "large":
+            tensor.mul_(2)
+
+
 def _wanted() -> dict[str, torch.Tensor]:
     state = _host_state()
     state["large"].add_(1)
     return {key: value.resolve_conj().contiguous() for key, value in state.items()}
 
 
-WAYS = ("", "host", "device")
+WAYS = ("", "host", "device", "face")
 
 
 def _all_orders() -> None:
@@ -142,6 +192,78 @@ def _budgets() -> None:
             assert seen.blocking["Stream.synchronize"] == 1, "only the end of a load is waited for"
 
 
+def _far_storage() -> None:
+    """What gives no view of its bytes: they are read, and checked, within the budget, too."""
+    state = _on_device({"w": torch.arange(700_000, dtype=torch.int32).view(7, -1), **_host_state()})
+    with tempfile.TemporaryDirectory() as folder:
+        reshard.save(state, folder)
+        for budget, threads in ((BUDGET_BYTES, 3), (2 << 20, 1)):
+            filled, far = _to_fill(state), Far(folder)
+            with simulated.watch() as seen:
+                report = reshard.load(filled, far, memory_budget_bytes=budget, threads=threads)
+            assert seen.peak["pinned"] <= budget // 2
+            assert far.largest <= budget // 2 + 64
+            assert report.bytes_checked > report.bytes_needed, "headers, too"
+            assert not seen.blocking["blocking copy"], seen
+            assert_same(_back(filled), _back(state))
+
+
+class Far(LocalStorage):
+    """A folder as an object store would give it."""
+
+    max_gap_bytes, largest = 1 << 20, 0
+
+    def mapped(self, name: str) -> None:
+        return None
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self.largest = max(self.largest, buffer.nbytes)
+        super().read_into(name, start, buffer)
+
+
+def _bases() -> None:
+    """What an earlier checkpoint has, and what it has not, comes to the host once, but for the heads of blocks."""
+    seed = torch.Generator().manual_seed(0)
+    host = {key: torch.randn(300, 2048, generator=seed) for key in ("kept", "rows", "new")}
+    host["turned"] = torch.randn(700, 500, generator=seed).t()
+    for stage in ("", "host", "device"):
+        with tempfile.TemporaryDirectory() as folder:
+            state = _on_device(host)
+            reshard.save(state, f"{folder}/0", base="auto")
+            state["new"].mul_(2)
+            state["rows"][:7].add_(1)
+            torch.get_device_module(DEVICE).synchronize()
+            with simulated.watch() as seen:
+                if stage:
+                    report = reshard.async_save(state, f"{folder}/1", base="auto", stage=stage).result()  # type: ignore[arg-type]
+                else:
+                    report = reshard.save(state, f"{folder}/1", base="auto", memory_budget_bytes=BUDGET_BYTES)
+            nbytes = sum(value.nbytes for value in state.values())
+            assert seen.faults == []
+            assert report.bytes_reused > nbytes - host["new"].nbytes - (2 << 20), report
+            assert IS_REAL or seen.copied["to host"] < nbytes + 20 * 256 + 4096, (stage, seen)
+            filled = _to_fill(state)
+            reshard.load(filled, f"{folder}/1")
+            assert_same(_back(filled), _back(state))
+
+
+def _compared() -> None:
+    """On the device where both sides are there, and by pinned memory else; what differs is named alike."""
+    host = {key: value.resolve_conj() for key, value in _host_state().items()}
+    here, there = _on_device(host), _on_device(host)
+    there["half"][7] = 5
+    with simulated.watch() as seen:
+        found = reshard.compare(here, there)
+    (finding,) = found.findings
+    assert (finding.fqn, finding.element) == ("half", (7,))
+    assert IS_REAL or seen.copied["to host"] < 64 << 10, "only counts leave the device"
+    with tempfile.TemporaryDirectory() as folder:
+        reshard.save(host, f"{folder}/a")
+        for tolerance in ({}, {"rtol": 1e-6}):
+            assert reshard.compare(here, f"{folder}/a", **tolerance).ok
+            assert [one.fqn for one in reshard.compare(f"{folder}/a", there, **tolerance).findings] == ["half"]
+
+
 def _async_waits_for_copies_only() -> None:
     state = _on_device(_host_state())
     nbytes = sum(value.nbytes for value in state.values())
@@ -193,8 +315,30 @@ def _digests_are_the_same() -> None:
     assert IS_REAL or seen.blocking["blocking copy"] == 1, "and all at once, when the geometry is known"
 
 
-JOBS: tuple[Callable[[], None], ...] = (_all_orders, _casts_and_kinds, _digests_are_the_same)
-COUNTING_JOBS: tuple[Callable[[], None], ...] = (_budgets, _async_waits_for_copies_only)
+def _comes_to_the_host() -> None:
+    """What getters and the face's `async_save` copy: by pinned memory, and no more of it than two pieces."""
+    wanted = {key: value.resolve_conj().contiguous() for key, value in _host_state().items()}
+    for order in ORDERS:
+        with simulated.ordered(order), simulated.watch() as seen:
+            device = _on_device(_host_state())
+            device["large"].mul_(2).mul_(0.5)
+            before = seen.blocking["blocking copy"]
+            found = to_host([*device.values(), wanted["one"]], stage_bytes=64 << 10)
+            blocking = seen.blocking["blocking copy"] - before
+        assert seen.faults == []
+        assert found.pop() is wanted["one"]
+        assert_same({key: value.contiguous() for key, value in zip(device, found)}, wanted)
+        assert IS_REAL or seen.peak["pinned"] <= 64 << 10
+        assert IS_REAL or blocking == 3, "two that are strided, and one without elements"
+        staged = on_the_cpu({"a": device["half"], "nest": [device["half"], 3]})
+        assert_same(staged, {"a": wanted["half"], "nest": [wanted["half"], 3]})
+
+
+JOBS: tuple[Callable[[], None], ...] = (
+    *(_all_orders, _casts_and_kinds, _digests_are_the_same, _comes_to_the_host),
+    *(_bases, _compared),
+)
+COUNTING_JOBS: tuple[Callable[[], None], ...] = (_budgets, _far_storage, _async_waits_for_copies_only)
 watched = pytest.mark.skipif(IS_REAL, reason="nothing is watched on a real device")
 
 
@@ -235,6 +379,11 @@ def _sharded(folder: str) -> None:
     reshard.load({"rows": columns, "copies": plain, "plain": plain.clone()}, f"{folder}/a")
     assert_same(local.cpu(), whole[:, 2 * rank : 2 * rank + 2].contiguous())
     assert_same(plain.cpu(), whole)
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(rows)
+    offloaded = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))["weight"]
+    assert offloaded.device.type == offloaded.to_local().device.type == "cpu", "though its mesh is one of devices"
+    assert_same(offloaded.to_local(), whole.chunk(2)[rank])
     drifted = whole.to(DEVICE) + rank
     with pytest.raises(KeyMismatchError, match="differ between ranks"):
         reshard.save({"plain": drifted if rank else whole + 2}, f"{folder}/b")  # one of them on the host

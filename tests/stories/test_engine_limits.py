@@ -45,7 +45,8 @@ def imported(tmp_path_factory):
     """What is imported at first use is no memory of a save or load."""
     path = tmp_path_factory.mktemp("warm")
     reshard.save({"w": torch.ones(3)}, path)
-    reshard.load({"w": torch.ones(3, dtype=torch.float64)}, path, dtype_policy="cast", threads=2)
+    for storage in (path, Unmapped(open_storage(path), lambda verb, name: None)):
+        reshard.load({"w": torch.ones(3, dtype=torch.float64)}, storage, dtype_policy="cast", threads=2)
 
 
 class Unmapped(Faulty):
@@ -65,6 +66,7 @@ class TestMemory:
         reshard.save({"w": torch.arange(8 * MIB, dtype=torch.float32).reshape(2048, 4096)}, path)
         return path
 
+    @pytest.mark.host_only("devices take pinned memory")
     def test_a_load_into_place_takes_next_to_nothing(self, path):
         target = {"w": torch.zeros(2048, 4096)}
 
@@ -84,15 +86,14 @@ class TestMemory:
         assert peak < self.budget + MIB
         assert torch.equal(target["w"], torch.arange(8 * MIB, dtype=torch.float64).reshape(2048, 4096))
 
-    def test_a_storage_without_views_stays_within_the_budget(self, path):
+    @pytest.mark.parametrize(("budget", "check"), [(2 * MIB, False), (MIB, True)])
+    def test_a_storage_without_views_stays_within_the_budget(self, path, budget, check):
         target = {"w": torch.zeros(4096, 2048).t()}
         storage = Unmapped(open_storage(path), lambda verb, name: None)
 
-        peak = peak_bytes(
-            lambda: reshard.load(target, storage, threads=2, memory_budget_bytes=self.budget, check=False)
-        )
+        peak = peak_bytes(lambda: reshard.load(target, storage, threads=2, memory_budget_bytes=budget, check=check))
 
-        assert peak < self.budget + MIB
+        assert peak < budget + MIB  # what a simulated device is asked counts, too, until it is done
         assert torch.equal(target["w"], torch.arange(8 * MIB, dtype=torch.float32).reshape(2048, 4096))
 
     def test_a_save_of_what_is_strided_stays_within_the_budget(self, tmp_path):
@@ -228,6 +229,7 @@ class TestAsync:
         reshard.async_save({"w": torch.ones(3)}, tmp_path / "c").result(30)
         assert reshard.open(tmp_path / "c")["w"][0] == 1
 
+    @pytest.mark.not_simulated("its device gives no address twice")
     def test_two_hundred_saves_leave_memory_and_threads_as_they_were(self, tmp_path):
         state = {"w": torch.ones(256, 1024), "step": 0}
 
@@ -301,13 +303,14 @@ class TestScale:
         for record in files.values():
             found[record.name], found[f"{record.name}.sums"] = MIB, 8
 
-        begin = time.process_time()
+        tracemalloc.start()
         contents = open_native(storage, found)
         tensor = contents.tensors["layers.500.w"]
         row = next(tensor.meeting(Box((2000, 0), (1, 64))))
-        seconds = time.process_time() - begin
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
 
-        assert seconds < 0.5
+        assert peak < 20 * MIB, "a million chunks would take hundreds of MiB"
         assert row[0].owner == 500
         assert len(storage.read(native.MANIFEST)) < 400_000, "it must not grow with tensors times ranks"
         assert len(tensor.chunks) == ranks

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import reshard
 from reshard.errors import NormalizationError
 from tests import gloo
 from tests.same import same
+from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks: their warnings are not ours to mend
 
@@ -151,9 +155,58 @@ def gathered(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 @pytest.mark.gloo
 def test_a_program_for_torch_s_dcp_goes_on_with_one_changed_import_and_back(tmp_path: Path) -> None:
     assert gloo.run(swap_engines, 2, str(tmp_path)) == [[True] * 4] * 2
+
+
+def with_changed_import(framework: str, engine: str, jobs: list[tuple[str, str, int]]) -> list[Any]:
+    """(folder, axis of two ranks, steps) each: steps done, the whole state, and which verbs of ours were called.
+
+    Where no step is to be done, the other engine saves there, perhaps at this moment.
+    """
+    import reshard.dcp as ours
+
+    called: list[str] = []
+
+    def counted(verb: str, do: Any) -> Any:
+        return lambda *args, **options: (called.append(verb), do(*args, **options))[1]
+
+    for verb in ("save", "load"):
+        setattr(ours, verb, counted(verb, getattr(ours, verb)))
+    program, found = example("changed_import", "torch"), []
+    for folder, axis, steps in jobs:
+        while not steps and not Path(folder, "saved").exists():
+            time.sleep(0.05)
+        done, model, optimizer = program.run(framework, engine, Path(folder), {axis: 2}, steps)
+        dist.barrier()
+        Path(folder, "saved").touch()
+        found.append((done, gathered(reshard.get_state_dict(model, optimizer)), sorted(set(called))))
+        called.clear()
+    return found
+
+
+@pytest.mark.gloo
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs, as the program does")
+@pytest.mark.parametrize("framework", ["torchtitan", "accelerate", "lightning"])
+def test_a_framework_with_one_changed_import_goes_on_from_torch_s_saves_and_back(
+    framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example("changed_import", framework)
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)  # as torchrun says it, so that Lightning starts no processes of its own
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    jobs = {"torch": [(a, "fsdp", 2), (b, "tp", 0)], "ours": [(b, "fsdp", 2), (a, "tp", 0)]}
+
+    with ThreadPoolExecutor() as pool:
+        ends = pool.map(lambda engine: gloo.run(with_changed_import, 2, framework, engine, jobs[engine]), jobs)
+        (saved_by_torch, taken_back), (saved_by_us, taken_over) = (first for first, _ in ends)
+
+    all_four = (saved_by_torch, taken_back, saved_by_us, taken_over)
+    assert [(done, called) for done, _, called in all_four] == [(2, []), (2, []), (2, ["save"]), (2, ["load"])]
+    assert same(saved_by_torch[1], taken_over[1])
+    assert same(saved_by_us[1], taken_back[1])
 
 
 def test_examples_without_their_package_are_skipped() -> None:

@@ -87,7 +87,7 @@ def test_fewer_ranks_killed_while_they_overwrite(tmp_path):
             if end.rank not in victims:
                 kind, seconds = end.value
                 assert kind in ("", "RankFailedError")
-                assert seconds < 5.0, "the survivor learns of it soon"
+                assert seconds < gloo.SOON_S, "the survivor learns of it soon"
         ends.append(found(path))
         assert ends[-1] in (OLD, NEW)
     assert OLD in ends, "no kill came in time"

@@ -3,6 +3,7 @@ error, and never "there is none"."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch.distributed as dist
 
 import reshard
 from reshard.errors import CheckpointError
-from reshard.formats.native.manifest import HF_INDEX
+from reshard.formats.native import reader
+from reshard.formats.native.manifest import HF_INDEX, MANIFEST
 from reshard.storage import open_storage
 from tests import gloo
 from tests.faulty import Faulty
@@ -72,6 +74,29 @@ def test_there_is_always_a_latest_checkpoint(tmp_path):
         found.add(reshard.latest_complete(tmp_path))
     thread.join()
     assert found == {str(tmp_path / "c")}
+
+
+def test_one_that_is_replaced_while_nothing_changes_but_its_manifest_is_opened_again(tmp_path, monkeypatch):
+    """The files of the next save are there already when it is opened; then it is published, and those before go."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)  # so that both manifests are equally long
+    reshard.save(state(1), tmp_path / "c")
+    shutil.copytree(tmp_path / "c", tmp_path / "before")
+    reshard.save(state(2), tmp_path / "c")
+    for kept in (tmp_path / "before").glob("data-*"):
+        shutil.copytree(kept, tmp_path / "c" / kept.name)
+    published = (tmp_path / "c" / MANIFEST).read_bytes()
+    shutil.copy(tmp_path / "before" / MANIFEST, tmp_path / "c" / MANIFEST)
+    look = reader.look_for_files
+
+    def publish_and_look(*args: Any) -> None:
+        (tmp_path / "c" / MANIFEST).write_bytes(published)
+        for old in (tmp_path / "before").glob("data-*/*"):
+            (tmp_path / "c" / old.parent.name / old.name).unlink(missing_ok=True)
+        look(*args)
+
+    monkeypatch.setattr(reader, "look_for_files", publish_and_look)
+    assert reshard.open(tmp_path / "c").objects["step"] == 2
 
 
 def test_an_index_for_other_tools_never_names_files_of_a_save_that_lost_a_race(tmp_path):

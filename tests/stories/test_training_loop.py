@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import gloo
+from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
 pytestmark = pytest.mark.gloo
 
@@ -23,6 +24,7 @@ def run_example(folder, steps):
     return module.train(Path(folder), steps, every=4)
 
 
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 def test_a_run_goes_on_where_another_world_left_off(tmp_path):
     folder = str(tmp_path / "ckpt")
     straight = gloo.run(run_example, 2, str(tmp_path / "straight"), 16)

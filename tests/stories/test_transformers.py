@@ -82,6 +82,7 @@ def test_transformers_loads_a_file_of_torch(tmp_path: Path) -> None:
 
 
 NOT_IN_TITAN = {"phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe"}
+NOT_IN_ENGINES = {"phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss"}
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -93,6 +94,7 @@ def test_every_naming_and_back(name: str, tmp_path: Path) -> None:
     family = made.config.model_type
     namings = {"transformers": "model.", "plain": "model.", "megatron": "decoder."}
     namings |= {} if family in NOT_IN_TITAN else {"torchtitan": "layers."}
+    namings |= {} if family in NOT_IN_ENGINES else {"vllm": "model.", "sglang": "model."}
 
     for naming, head in namings.items():
         for engine in (False, True) if naming == "megatron" else (False,):
@@ -105,6 +107,49 @@ def test_every_naming_and_back(name: str, tmp_path: Path) -> None:
             assert dict(back.aliases) == dict(stored.aliases)
     memory = ready(tmp_path, "huggingface", "transformers").apply(stored)
     same_state(memory, made.state_dict())
+
+
+ATTENTION = {f"{part}_proj": "qkv_proj" for part in "qkv"}
+GATE_UP = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
+EXPERT = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
+EXPERT |= {"w1": "w13_weight", "w3": "w13_weight", "w2": "w2_weight"}
+ORDER = [*ATTENTION, *LATENT, *EXPERT]
+
+
+def as_loaded(files: Any, *, latent: str, experts: str) -> dict[str, torch.Tensor]:
+    """As an engine puts what it is given into its own tensors: one behind another, experts upon one another."""
+    packed = GATE_UP | ({} if any(LATENT[1] in key for key in files) else ATTENTION)
+    packed |= dict.fromkeys(LATENT, latent) if any(LATENT[0] in key for key in files) else {}
+    slots: dict[str, dict[int, list[torch.Tensor]]] = {}
+    for key in sorted(
+        [*files, *files.aliases], key=lambda key: [ORDER.index(part) for part in key.split(".") if part in ORDER]
+    ):
+        *before, part, kind = key.split(".")
+        number, target = -1, ".".join([*before, packed.get(part, part), kind])
+        if "experts" in before:
+            number, target = int(before[-1]), ".".join([*before[:-2], experts, EXPERT[part]])
+        slots.setdefault(target, {}).setdefault(number, []).append(files[key][...])
+    cats = {target: {number: torch.cat(its) for number, its in of.items()} for target, of in slots.items()}
+    return {
+        target: of[-1] if -1 in of else torch.stack([of[number] for number in sorted(of)])
+        for target, of in cats.items()
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if name not in NOT_IN_ENGINES])
+def test_an_engine_s_own_tensors(name: str, tmp_path: Path) -> None:
+    """Names, fusions and their order, as vLLM and SGLang describe them."""
+    model(name).save_pretrained(tmp_path)
+    stored = reshard.open(tmp_path)
+    for engine, latent, experts, options in (
+        ("vllm", "fused_qkv_a_proj", "experts.routed_experts", {}),
+        ("vllm", "fused_qkv_a_proj", "experts", {"routed_experts": False}),
+        ("sglang", "fused_qkv_a_proj_with_mqa", "experts", {}),
+    ):
+        made = ready(tmp_path, "huggingface", engine, **options).apply(stored)
+
+        same_state(made, as_loaded(stored, latent=latent, experts=experts))
 
 
 @pytest.mark.parametrize("name", ["phi3", "llama"])

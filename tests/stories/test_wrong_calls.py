@@ -40,6 +40,7 @@ WRONG_OPTIONS: dict[str, dict[str, Any]] = {
         "select": ["w", 3, [1], []],
         "divide_above_bytes": [-1, 0, "x", None],
         "memory_budget_bytes": [0, "x", 1.5],
+        "ranks_per_file": [0, "x", 2.0, True],
     },
     "load": {
         "strict": [3, "yes", {"w": "sometimes"}],

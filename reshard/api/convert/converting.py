@@ -19,6 +19,7 @@ from reshard.api.convert.job import FormatName, Job
 from reshard.api.convert.journal import Journal
 from reshard.api.convert.workers import dealt, write_files, write_in_processes
 from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.control.flags import either, pack_flags, unpack_flags
 from reshard.control.group import Group
 from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, FormatError, ReshardError
@@ -51,8 +52,8 @@ class ConvertReport(Tabled):
     aliases: Mapping[str, str]
     """Tied tensors that are stored once: name -> the name that holds them."""
     left_out: tuple[str, ...]
-    """Keys of the source that the format cannot hold; with `normalized`, also values of each rank, which have no
-    canonical name."""
+    """Keys of the source that the format cannot hold; with `normalized`, also what has no canonical name and is no
+    plain data: values of each rank, averages of the model."""
     warnings: tuple[str, ...]
     """What a reader of the source should know."""
     seconds: float = field(compare=False)
@@ -90,12 +91,14 @@ def convert(
     Args:
         source: a path or URL of any format that `open` reads, or an open `Checkpoint`.
         target: a folder, URL or `Storage`; for "torch_save" the path of a file.
-        format: "native", "dcp", "safetensors" (Hugging Face) or "torch_save".
+        format: "native", "dcp", "safetensors" (Hugging Face), "torch_save", or "megatron" (Megatron-core's torch_dist)
+            and "deepspeed" (a universal checkpoint), which are written from canonical names, with the same hints.
         mapping: a `reshard.mapping.Mapping`, or a dict new name -> name in the source.
         onto: write the files that the ranks of this layout or topology would have written (native and dcp).
         select: globs of what is taken, by its new name; those that begin with `!` say what is not.
         dtype: floating-point tensors of at least one dim are converted to this one.
-        normalized: under canonical names first: see `Checkpoint.normalized`.
+        normalized: under canonical names first: see `Checkpoint.normalized`. Plain objects beside model and optimizer
+            keep their keys, if they have any but a file's; others are in `left_out`.
         model_only: only the model's tensors, under their bare canonical names.
         hints: for the normalization.
         max_shard_bytes: size of a file's tensors; a tensor that is larger has a file of its own. Without `onto`.
@@ -133,13 +136,13 @@ def _report(
         target=job.target.url if isinstance(job.target, Storage) else os.fspath(job.target),
         format=job.format,
         tensors=len(writer.names),
-        objects=len(state.objects) if job.format != "safetensors" else 0,
+        objects=len(writer.contents.objects) if job.format != "safetensors" else 0,
         files=tuple(file.name for file in writer.files),
         total_bytes=writer.total_bytes,
         resumed=resumed,
         aliases=dict(state.aliases),
         left_out=writer.left_out,
-        warnings=tuple(state.warnings),
+        warnings=writer.contents.warnings,
         seconds=seconds,
     )
 
@@ -189,7 +192,7 @@ def _write(
     mine = dealt(writer.files, group.world_size)[group.rank]
     kept = {file.name for file in mine if journal.finished(file.name) is not None}
     todo = [file for file in mine if file.name not in kept]
-    everybody = group.exchange("\n".join(sorted(kept)).encode())
+    heard = group.merge(pack_flags([file.name in kept for file in writer.files]), either, "files that are finished")
     with (
         group.together("write"),
         Progress(show=progress and group.rank == 0) as bar,
@@ -207,7 +210,8 @@ def _write(
             write_in_processes(job, writer.job_id, digest, hands, on_bytes)
         else:
             write_files(writer, journal, todo, on_bytes)
-    return tuple(sorted(name for names in everybody for name in names.decode().split("\n") if name))
+    flags = unpack_flags(heard, len(writer.files))
+    return tuple(sorted(file.name for file, is_finished in zip(writer.files, flags) if is_finished))
 
 
 def _check(source: Any, target: Any, workers: int) -> None:
@@ -226,7 +230,8 @@ def _check_vacant(writer: FormatWriter, storage: Storage, overwrite: bool) -> No
         raise FormatError(
             f"there is a checkpoint in {storage.url} already ({found}): choose another folder, or overwrite=True"
         )
-    ours = (MANIFEST, HF_INDEX) if writer.format == "native" and detect(storage, names) else ()
+    ours: tuple[str, ...] = (MANIFEST, HF_INDEX) if writer.format == "native" and detect(storage, names) else ()
+    ours += (found_last,) if overwrite and (found_last := writer.occupied(names)) else ()
     kept = [name for name in names if "/" not in name and name not in ours]
     foreign = next((name for name in kept if any(fnmatchcase(name, glob) for glob in _FOREIGN[writer.format])), None)
     if foreign is not None:
@@ -241,5 +246,7 @@ _FOREIGN: Mapping[str, tuple[str, ...]] = {
     "dcp": (MANIFEST, HF_INDEX, "*.safetensors"),
     "safetensors": (MANIFEST, ".metadata"),
     "torch_save": (),
+    "deepspeed": (MANIFEST, HF_INDEX, "*.safetensors", ".metadata"),
+    "megatron": (MANIFEST, HF_INDEX, "*.safetensors", ".metadata"),
 }
 """By format, the files of others beside which a folder does not open, or opens as what was there before."""

@@ -14,6 +14,7 @@ import xxhash
 
 from planners.geometry.layout import StateLayout
 from planners.topologies.topology import Topology
+from reshard.checkpoint.canonical.beside import keep_beside
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, StorageError, did_you_mean
@@ -24,13 +25,16 @@ from reshard.formats.stored.writer import FormatWriter
 from reshard.formats.torch_save.writer import TorchSaveWriter
 from reshard.mapping import Cast, apply_dict
 from reshard.mapping import Mapping as StateMapping
+from reshard.mapping.computed_tensors import cast
 from reshard.storage import Storage, open_storage
 
 __all__ = ["FORMATS", "FormatName", "Job"]
 
-FormatName = Literal["native", "dcp", "safetensors", "torch_save"]
+FormatName = Literal["native", "dcp", "safetensors", "torch_save", "megatron", "deepspeed"]
 """The formats that can be written."""
 FORMATS: tuple[str, ...] = get_args(FormatName)
+CANONICAL = ("megatron", "deepspeed")
+"""Formats that are written from canonical names, whatever the source has."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,13 @@ class Job:
     def state(self) -> Checkpoint:
         """What will be written, lazily, under its new names."""
         state = self.source if isinstance(self.source, Checkpoint) else open_checkpoint(self.source)
-        if self.normalized or self.model_only:
-            state = state.canonical(self.hints, model_only=self.model_only)
+        if self.normalized or self.model_only or self.format in CANONICAL:
+            source = state
+            state = source.canonical(self.hints, model_only=self.model_only)
+            if not self.model_only:
+                state = Checkpoint(
+                    keep_beside(state.contents, source.contents, for_framework=self.format in CANONICAL), source.url
+                )
         if isinstance(self.mapping, StateMapping):
             _check_taken(self.mapping, state)
             state = self.mapping.apply(state)
@@ -100,6 +109,8 @@ class Job:
             return TorchSaveWriter(contents, job_id, file=os.fspath(self.target).rstrip("/").rpartition("/")[2])
         if self.format == "safetensors":
             return SafetensorsWriter(contents, job_id, max_shard_bytes=self.max_shard_bytes)
+        if self.format in CANONICAL:
+            return self._framework(state, job_id)
         onto = self.onto
         if isinstance(onto, Topology):
             onto = onto.layout({n: state[n].stored.spec for n in state if n not in state.aliases})
@@ -111,6 +122,20 @@ class Job:
 
         return DcpWriter(contents, job_id, onto=onto, max_shard_bytes=self.max_shard_bytes)
 
+    def _framework(self, state: Checkpoint, job_id: str) -> FormatWriter:
+        """The writer of a format that knows its own names and shapes only."""
+        if self.format == "deepspeed":
+            from reshard.checkpoint.canonical.deepspeed.saved_form import deepspeed_form
+            from reshard.formats.frameworks.deepspeed_writer import DeepSpeedWriter
+
+            return DeepSpeedWriter(deepspeed_form(state.contents, self.hints, _widened, state.url), job_id)
+        from reshard.checkpoint.canonical.megatron.saved_form import megatron_form
+        from reshard.formats.frameworks.megatron_writer import MegatronWriter
+
+        form = megatron_form(state.contents, self.hints, _widened, state.url)
+        target = self.target.url if isinstance(self.target, Storage) else os.fspath(self.target)
+        return MegatronWriter(form, job_id, target=target, max_shard_bytes=self.max_shard_bytes)
+
     def digest(self, state: Checkpoint) -> str:
         """The same for equal work on an unchanged source, so that interrupted work is found again."""
         onto = self.onto.digest() if isinstance(self.onto, StateLayout) else self.onto
@@ -120,6 +145,10 @@ class Job:
         for name in state:
             seen.update(repr(state[name].stored.spec).encode())
         return str(seen.hexdigest())
+
+
+def _widened(tensor: StoredTensor, name: str) -> StoredTensor:
+    return cast(tensor, "float32", name)
 
 
 def _check_taken(mapping: StateMapping, state: Checkpoint) -> None:

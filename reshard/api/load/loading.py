@@ -17,8 +17,7 @@ from reshard.api.load.per_rank import own_values
 from reshard.api.load.read_plan import ReadPlan, plan_rank
 from reshard.api.load.report import LoadReport
 from reshard.api.load.shared_memory import filled_once, refuse_overlaps
-from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.checkpoint.checkpoint import Checkpoint, open_among
 from reshard.control.group import DEADLINE_S, Group
 from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, KeyMismatchError
@@ -81,8 +80,8 @@ def load(
             checkpoint is unexpected only if none of them wants it.
         alone: this process loads by itself, in a running job too; of sharded tensors it reads its own shards.
         threads: at most so many copy at once; default: this process's share of the machine's processors, up to 8.
-        memory_budget_bytes: for what is staged on its way to another dtype or device, or has no view of its bytes, of
-            which 2 MiB are read at once however small it is; default: 32 MiB a thread.
+        memory_budget_bytes: for what is staged on its way to another dtype or device, or has no view of its bytes; at
+            least 128 KiB; default: 32 MiB a thread.
         progress: the first rank shows bars where somebody looks on. Each phase logs one line in any case.
         deadline_s: how long the whole may take.
 
@@ -106,11 +105,16 @@ def load_with(
     path: Any,
     options: LoadOptions,
     process_group: dist.ProcessGroup | None = None,
+    bring: Callable[[ReadPlan], None] | None = None,
 ) -> LoadReport:
-    """`load` among the ranks of `group`, within a phase of theirs."""
+    """`load` among the ranks of `group`, within a phase of theirs.
+
+    Args:
+        bring: collective; called when all is planned and proved, to bring what will be read to where it is read.
+    """
     check_arguments("load", state_dict, path, Checkpoint)
     group.same_options("load", options.shared())
-    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    checkpoint = path if isinstance(path, Checkpoint) else open_among(path, group.rank, group.world_size)
     checkpoint = _mapped(checkpoint, options.mapping)
     names = options.mapping if isinstance(options.mapping, Mapping) else {}
     try:
@@ -119,7 +123,7 @@ def load_with(
             started = time.perf_counter()
             targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
             match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names)
-            return _Load(group, process_group, checkpoint, options, targets, match).run(started)
+            return _Load(group, process_group, checkpoint, options, targets, match, bring).run(started)
     except (CheckpointNotFoundError, DamagedCheckpointError) as error:
         native = checkpoint.contents.facts_of(NativeFacts)
         if native is None or not is_replaced(native):
@@ -162,6 +166,7 @@ class _Load:
     options: LoadOptions
     targets: Targets
     match: Match
+    bring: Callable[[ReadPlan], None] | None = None
 
     @property
     def rank(self) -> int:
@@ -182,6 +187,8 @@ class _Load:
         uploads = space.uploads()
         shared, plan = self._plan(uploads)
         planned = time.perf_counter()
+        if self.bring is not None:
+            self.bring(plan)
         native = self.checkpoint.contents.facts_of(NativeFacts) if options.check else None
         together = self.many and options.once_among == "host"
         with Fetch(plan.copies, self.group, space, native, together, options.memory_budget_bytes) as fetch:

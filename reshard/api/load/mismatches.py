@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 import socket
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import xxhash
 
 from reshard.api.load.key_words import section, shifted
 from reshard.api.load.matching import Match
 from reshard.api.load.options import LoadOptions, Wording
 from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.control.flags import either, pack_flags, unpack_flags
 from reshard.control.global_layout import Described, describe, join_layouts, settle_forms
 from reshard.control.group import Group
 from reshard.errors import CheckpointError, KeyMismatchError, format_ranks
@@ -127,16 +126,16 @@ def hear_all(match: Match, group: Group, checkpoint: Checkpoint, targets: Target
     Raises CheckpointError, alike on every rank, if ranks have opened different saves at one path; LayoutError if not
     even all ranks together can tell how a tensor is cut.
     """
-    here = list(group.ranks)
     if group.world_size == 1:
+        here = list(group.ranks)
         return Mismatches(
             match.used, 1, dict.fromkeys(match.missing, here), dict.fromkeys(match.mismatched, here), True
         )
-    bits = np.packbits([name in match.used for name in match.names]) if match.names else np.zeros(0, np.uint8)
+    used = pack_flags([name in match.used for name in match.names])
     source = xxhash.xxh3_64_digest(msgspec.msgpack.encode((match.names, checkpoint.contents.subset)))
     ambiguous = {key: targets.tensors[key] for key in match.tensors if targets.tensors[key].is_ambiguous}
     fits = not match.missing and not match.mismatched
-    mine = _Said({source: zlib.compress(bits.tobytes())}, [_save_of(checkpoint)], fits, bool(ambiguous))
+    mine = _Said({source: used}, [_save_of(checkpoint)], fits, bool(ambiguous))
     merged, sharers = group.merge_and_count(msgspec.msgpack.encode(mine), _join, "what fits", socket.gethostname())
     said = msgspec.msgpack.decode(merged, type=_Said)
     _refuse_different_saves(said.saves, group)
@@ -144,7 +143,7 @@ def hear_all(match: Match, group: Group, checkpoint: Checkpoint, targets: Target
         cuts = group.parties(msgspec.json.encode(describe(ambiguous)))
         layouts = join_layouts((msgspec.json.decode(cut, type=Described), ranks) for cut, ranks in cuts.items())
         settle_forms(ambiguous, layouts, group.ranks[group.rank])
-    flags = np.unpackbits(np.frombuffer(zlib.decompress(said.used[source]), np.uint8), count=len(match.names)).tolist()
+    flags = unpack_flags(said.used[source], len(match.names))
     missing: dict[str, list[int]] = {}
     mismatched: dict[str, list[int]] = {}
     odd = {} if said.fits else group.parties(msgspec.msgpack.encode((list(match.missing), list(match.mismatched))))
@@ -178,10 +177,7 @@ def _join(parts: list[bytes]) -> bytes:
     used: dict[bytes, bytes] = {}
     said = [msgspec.msgpack.decode(part, type=_Said) for part in parts]
     for source, bits in ((source, bits) for one in said for source, bits in one.used.items()):
-        known = used.setdefault(source, bits)
-        if known != bits:
-            either = np.frombuffer(zlib.decompress(known), np.uint8) | np.frombuffer(zlib.decompress(bits), np.uint8)
-            used[source] = zlib.compress(either.tobytes())
+        used[source] = either([used.get(source, bits), bits])
     saves = dict.fromkeys(save for one in said for save in one.saves)
     return msgspec.msgpack.encode(
         _Said(used, list(saves), all(one.fits for one in said), any(one.ambiguous for one in said))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
@@ -37,6 +37,7 @@ class TransferOptions(TypedDict, total=False):
     check_replicas: bool
     max_inflight_bytes: int
     ranks_per_host: int | None
+    delta: bool
     deadline_s: float
 
 
@@ -53,6 +54,7 @@ class Options:
     check_replicas: bool = True
     max_inflight_bytes: int = 256 << 20
     ranks_per_host: int | None = None
+    delta: bool = False
     deadline_s: float = 1800.0
 
     @classmethod
@@ -130,6 +132,8 @@ class _Description(msgspec.Struct, frozen=True):
     """Kinds of device that this rank can send from, the preferred one first."""
     on_device: bool
     """Whether a tensor of its source lies elsewhere than in the memory of the CPU."""
+    onto_device: bool
+    """Whether one of its target does."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,8 @@ class Agreed:
     device: str
     on_device: bool
     """Whether a tensor of any source lies elsewhere than in the memory of the CPU."""
+    onto_device: bool
+    """Whether one of any target does."""
 
     def pair(self, options: Options) -> Pairing:
         """Raises KeyMismatchError; NormalizationError for a mapping that computes."""
@@ -177,8 +183,8 @@ def agree(
     """
     group.same_options("redistribute", options.shared())
     devices = _devices([*source.state.tensors.values(), *target.state.tensors.values()], process_group)
-    held = lies_on_device(source.state.tensors.values())
-    mine = _Description(source.describe(), target.describe(), devices, held)
+    held, wanted = (lies_on_device(side.state.tensors.values()) for side in (source, target))
+    mine = _Description(source.describe(), target.describe(), devices, held, wanted)
     parties = group.parties(msgspec.json.encode(mine))
     said = {data: msgspec.json.decode(data, type=_Description) for data in parties}
     found = [(said[data], ranks) for data, ranks in parties.items()]
@@ -187,7 +193,7 @@ def agree(
         name: _join(name, [(getattr(description, name), ranks) for description, ranks in found])
         for name in ("source", "target")
     }
-    hasher = hashlib.sha256(repr(sorted(parties.values())).encode())
+    hasher = hashlib.sha256(repr(sorted(map(list, parties.values()))).encode())
     for data in parties:
         hasher.update(hashlib.sha256(data).digest())
     return Agreed(
@@ -199,10 +205,11 @@ def agree(
         join_aliases((d.target.tensors.tensors, d.target.tied, d.target.empty) for d, _ in found),
         _common_device(found),
         any(description.on_device for description, _ in found),
+        any(description.onto_device for description, _ in found),
     )
 
 
-def _judge(found: list[tuple[_Description, list[int]]]) -> None:
+def _judge(found: list[tuple[_Description, Sequence[int]]]) -> None:
     idle = sorted(rank for d, ranks in found if not d.source and not d.target for rank in ranks)
     if idle:
         raise LayoutError(
@@ -210,7 +217,7 @@ def _judge(found: list[tuple[_Description, list[int]]]) -> None:
         )
 
 
-def _join(name: str, parties: list[tuple[_SideDescription, list[int]]]) -> StateLayout:
+def _join(name: str, parties: list[tuple[_SideDescription, Sequence[int]]]) -> StateLayout:
     try:
         return join_layouts((side.tensors, ranks) for side, ranks in parties)
     except LayoutError as error:
@@ -226,7 +233,7 @@ def _devices(tensors: list[LiveTensor], process_group: dist.ProcessGroup | None)
     return sorted(sending_kinds(process_group), key=lambda kind: -held.get(kind, 0))
 
 
-def _common_device(found: list[tuple[_Description, list[int]]]) -> str:
+def _common_device(found: list[tuple[_Description, Sequence[int]]]) -> str:
     """The kind of device that messages are packed on: one that every rank can send from, best not by way of the CPU."""
     everyone = [description.devices for description, _ in found]
     preferred = [devices[0] for devices in everyone if devices]

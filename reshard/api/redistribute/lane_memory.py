@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -40,7 +41,9 @@ def part_tensors(key: str, local: Sequence[torch.Tensor], layout: TensorLayout, 
         return _taken_apart(key, local[0], parts, rank)
     if [tuple(tensor.shape) for tensor in local] != [part.sizes for part in parts]:
         if not local and all(not part.numel for part in parts):
-            return [torch.empty(part.sizes, dtype=torch.uint8) for part in parts]  # nothing is read from it
+            return [
+                torch.empty(part.sizes, dtype=torch.uint8, device="cpu") for part in parts
+            ]  # nothing is read from it
         raise _unfit(key, rank, local, " and ".join(str(list(part.sizes)) for part in parts) or "nothing")
     return list(local)
 
@@ -130,7 +133,7 @@ def refuse_shared_memory(
 
     A tensor may be its own source, in the same layout: then nothing happens to it.
     """
-    spans: list[tuple[int, int, bool, str]] = []
+    spans: defaultdict[torch.device, list[tuple[int, int, bool, str]]] = defaultdict(list)
     for lane in pairing.lanes.values():
         mine, its = sources.get(lane.source), targets.get(lane.target)
         if mine is not None and its is not None and lane.before.form == lane.after.form and lane.turn is None:
@@ -140,8 +143,14 @@ def refuse_shared_memory(
         for value, is_target, key in ((mine, False, lane.source), (its, True, lane.target)):
             for tensor in local_tensors(value.value) if value is not None else ():
                 if tensor.numel() and tensor.device.type != "meta":
-                    spans.append((*_span(tensor), is_target, key))
-    spans.sort()
+                    spans[tensor.device].append((*_span(tensor), is_target, key))
+    for those in spans.values():
+        _refuse_overlaps(sorted(those))
+
+
+def _refuse_overlaps(spans: Sequence[tuple[int, int, bool, str]]) -> None:
+    """`spans`: (first byte, one past the last, of a target, key), in order; of one device, whose addresses may be those
+    of another one, too."""
     reach = {True: (0, ""), False: (0, "")}  # of targets, of sources: where the furthest ends
     for start, stop, is_target, key in spans:
         end, other = reach[not is_target]

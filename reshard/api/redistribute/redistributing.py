@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -22,14 +24,18 @@ from reshard.api.redistribute.pairing import Pairing
 from reshard.api.redistribute.plain_values import Values, check_replicas
 from reshard.api.redistribute.transfer_steps import Steps, plan_steps
 from reshard.control.group import Group
-from reshard.errors import LayoutError, RankFailedError, UndefinedTargetsError, format_names
+from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError, format_names
+from reshard.execute.messages.differences import DeltaExchange
 from reshard.execute.messages.exchange import Exchange
 from reshard.execute.messages.waiting import Waiter
-from reshard.execute.messages.wires import device_of_kind, settle
+from reshard.execute.messages.wires import device_of_kind
 from reshard.state.dtypes import dtype_from_name
+from reshard.state.memory.lanes import device_module, has_lanes
 from reshard.state.tensors import local_tensors
 
 __all__ = ["Prepared", "TransferReport", "prepare", "redistribute"]
+
+_log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,13 +91,16 @@ class Prepared:
         clock = time.perf_counter()
         self._source, self._target, self._options = source, target, options
         self._group, self._process_group = group, process_group
-        self._device = device_of_kind(agreed.device)
+        self._device = device_of_kind(agreed.device, self._tensors())
+        self._on_device = agreed.on_device or agreed.onto_device
         _meet_on(self._device, process_group)
         self._rank = group.ranks[group.rank]
         key = (agreed.key, self._rank, options.digest())
         found = _cache.get(key)
         self._planned = found is None
         self._first = True
+        self._crossed = 0
+        """Bytes of the last run, of all ranks, where only differences cross."""
         if found is None:
             found = _cache[key] = plan_steps(
                 agreed.pair(options),
@@ -141,6 +150,9 @@ class Prepared:
             with self._group.together("redistribute", meet=False):
                 self._run()
         except Exception as error:
+            for exchange in self._exchanges:
+                if isinstance(exchange, DeltaExchange):
+                    exchange.keep(ended_well=False)
             if self._moving:
                 raise self._undefined(error) from error
             raise
@@ -157,15 +169,44 @@ class Prepared:
         self._first = False
         with torch.no_grad(), Waiter(group, self._device, self._options.deadline_s) as waiter:
             self._moving = True
-            for exchange in self._exchanges:
-                exchange.move(group, waiter)
-            for to, of in self._repeats:
-                to.copy_(of)
-            for slot, value in self._fills:
-                slot.fill_(value)
+            self._ask(group, waiter)
             self._values.assign(values)
-            settle(self._others, group)
+            waiter.settle(self._others)
             waiter.meet(self._process_group)
+
+    def _ask(self, group: Group, waiter: Waiter) -> None:
+        """All that devices are asked for in a run. Between tensors and by a backend of one device, and without `delta`,
+        it takes no memory, waits for nothing on the host, and is the same in each run."""
+        for exchange in self._exchanges:
+            exchange.move(group, waiter)
+        if self._options.delta:
+            self._settle_differences(group, waiter)
+        for to, of in self._repeats:
+            to.copy_(of)
+        for slot, value in self._fills:
+            slot.fill_(value)
+
+    def _settle_differences(self, group: Group, waiter: Waiter) -> None:
+        """Collective: whoever does not hold what its senders hold gets everything, and then must."""
+        exchanges = [exchange for exchange in self._exchanges if isinstance(exchange, DeltaExchange)]
+        for may_repeat in (True, False):
+            sent = sum(exchange.sent_bytes for exchange in exchanges)
+            wrong = sum(len(exchange.wrong) for exchange in exchanges)
+            totals = waiter.total([sent, wrong], self._process_group)
+            self._crossed = totals[0]
+            for exchange in exchanges:
+                exchange.keep(ended_well=True)
+            if not totals[1]:
+                return
+            if not may_repeat:
+                break
+            _log.warning("targets were not what came last: %d pairs of ranks move everything", totals[1])
+            for exchange in exchanges:
+                exchange.move(group, waiter, again=True)
+        raise ReshardError(
+            f"of {totals[1]} pairs of ranks the one does not hold what the other sent, though it sent everything: does "
+            "something else write to sources or targets meanwhile?"
+        )
 
     def _undefined(self, error: Exception) -> UndefinedTargetsError:
         keys = tuple(dict.fromkeys(lane.target for lane in self.pairing.lanes.values()))
@@ -195,10 +236,14 @@ class Prepared:
             if lane.target in pairing.cast
         }
         sides = [(memory.given, memory.arriving, wires), (memory.arriving, memory.moved, {})]
+        kind = partial(DeltaExchange, on_device=self._on_device) if self._options.delta else Exchange
         self._exchanges = [
-            Exchange(work, *ends, wires=cast, device=self._device, process_group=self._process_group)
+            kind(work, *ends, wires=cast, device=self._device, process_group=self._process_group)
             for work, (*ends, cast) in zip(self._steps.works, sides)
         ]
+        if has_lanes(self._device):
+            # the buffers may be memory that the stream of this moment still works on, and runs may be on other streams
+            device_module(self._device).current_stream(self._device).synchronize()
         self._repeats = [
             (
                 memory.wanted(to)[again.target.part][again.target.box.slices],
@@ -238,7 +283,7 @@ class Prepared:
             missing=pairing.missing,
             unexpected=pairing.unexpected,
             cast=pairing.cast,
-            bytes_moved=sum(plan.bytes_moved for plan in self.plans),
+            bytes_moved=self._crossed if self._options.delta else sum(plan.bytes_moved for plan in self.plans),
             bytes_between_groups=self._steps.bytes_between_groups,
             bytes_among_receivers=sum(plan.bytes_moved for plan in self.plans[1:]),
             bytes_sent=sum(exchange.sent_bytes for exchange in exchanges),

@@ -15,7 +15,6 @@ from planners.findings import Finding, Report
 from planners.geometry.box import Box
 from planners.geometry.layout_forms import Part
 from planners.views.patches import Patch
-from reshard.api.fingerprint import Holding, join
 from reshard.api.redistribute.agreement import Options, Side, TransferOptions, agree
 from reshard.api.redistribute.lane_memory import part_tensors, turned
 from reshard.api.redistribute.pairing import Pairing
@@ -23,6 +22,7 @@ from reshard.control.group import Group
 from reshard.errors import LayoutError
 from reshard.state.dtypes import dtype_from_name
 from reshard.state.fingerprints import Partial, partial
+from reshard.state.fingerprints.holdings import Holding, add_holdings, conclude, pack_holdings
 
 __all__ = ["verify_live"]
 
@@ -35,7 +35,7 @@ def verify_live(
 ) -> Report:
     """Collective: compare every target tensor with what it is made of, by fingerprints: bit by bit, in any layouts.
 
-    Every rank sums up its own parts, and some 60 bytes for each tensor and rank travel. Arguments are those of
+    Every rank sums up its own parts, and says and hears some 60 bytes for each tensor. Arguments are those of
     `redistribute`. Where dtypes differ, sources are compared as converted.
 
     Returns the same report on all ranks, with a finding for each target that differs.
@@ -52,11 +52,14 @@ def verify_live(
         pairing = agree(mine, wanted, given, group, process_group).pair(given)
         there = [held for key in pairing.views for held in _as_it_is(pairing, key, wanted, rank)]
         here = [held for key in pairing.views for held in _as_target(pairing, key, mine, rank)]
-        payloads = group.exchange(msgspec.msgpack.encode((here, there)))
-    sides = [msgspec.msgpack.decode(payload, type=tuple[list[Holding], list[Holding]]) for payload in payloads]
-    before, after = (
-        join([msgspec.msgpack.encode(side[number]) for side in sides], ranks=group.ranks) for number in (0, 1)
-    )
+        packed = msgspec.msgpack.encode((pack_holdings(here, rank), pack_holdings(there, rank)))
+
+        def add(parts: list[bytes]) -> bytes:
+            sides = zip(*(msgspec.msgpack.decode(part, type=tuple[bytes, bytes]) for part in parts))
+            return msgspec.msgpack.encode([add_holdings(side, group.world_size) for side in sides])
+
+        told = group.merge(packed, add, "fingerprints")
+    before, after = map(conclude, msgspec.msgpack.decode(told, type=tuple[bytes, bytes]))
     findings = [
         Finding(f"is {after[key]} after, but {before[key]} before", key)
         for key in pairing.views
@@ -94,7 +97,7 @@ def _as_target(pairing: Pairing, key: str, mine: Side, rank: int) -> Iterator[Ho
                 converted = piece if piece.dtype == dtype else piece.to(dtype)
                 yield _holding(key, spec.dtype, spec.shape, converted, box)
     for fill in view.fills:
-        constant = torch.full((), fill.value, dtype=dtype).expand(fill.target.sizes)
+        constant = torch.full((), fill.value, dtype=dtype, device="cpu").expand(fill.target.sizes)
         yield _holding(key, spec.dtype, spec.shape, constant, fill.target)
 
 

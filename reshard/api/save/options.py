@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
@@ -26,12 +27,20 @@ class SaveOptions:
     memory_budget_bytes: int = STAGE_BYTES
     progress: bool = False
     overwrite: bool = True
+    base: str | os.PathLike[str] | None = None
+    ranks_per_file: int = 1
 
     def __post_init__(self) -> None:
         for name in ("memory_budget_bytes", "divide_above_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise CheckpointError(f"{name} must be a number of bytes >= 1, got {value!r}")
+        if type(self.ranks_per_file) is not int or self.ranks_per_file < 1:
+            raise CheckpointError(f"ranks_per_file must be a number of ranks >= 1, got {self.ranks_per_file!r}")
+        if self.ranks_per_file > 1 and self.base is not None:
+            raise CheckpointError(
+                "a save with a base keeps digests and tables of each rank's own file: leave ranks_per_file or base out"
+            )
         if isinstance(self.select, str):
             raise CheckpointError(f"select must be a list of globs, got the text {self.select!r}")
         if self.select is not None and not isinstance(self.select, Iterable):
@@ -40,6 +49,8 @@ class SaveOptions:
             object.__setattr__(self, "select", tuple(self.select))
         if odd := [glob for glob in self.select or () if not isinstance(glob, str)]:
             raise CheckpointError(f"select must be a list of globs, which are text, but has {odd[0]!r}")
+        if self.base is not None and not isinstance(self.base, str | os.PathLike):
+            raise CheckpointError(f'base must be "auto" or the path of a checkpoint, got {self.base!r}')
         if self.select == ():
             raise CheckpointError("select is empty: nothing would be saved; leave it out to save everything")
 

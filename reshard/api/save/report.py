@@ -14,7 +14,7 @@ __all__ = ["SaveReport"]
 
 @dataclass(frozen=True, repr=False)
 class SaveReport(Tabled):
-    """What a save did. Equal on all ranks but for `bytes_written` and `seconds`."""
+    """What a save did. Equal on all ranks but for `bytes_written`, `bytes_reused` and `seconds`."""
 
     path: str
     save_id: str
@@ -30,9 +30,14 @@ class SaveReport(Tabled):
     """Keys of which each rank's own value was kept."""
     seconds: Mapping[str, float] = field(compare=False)
     """Time of this rank, by phase."""
+    base: str | None = None
+    """The save id of the checkpoint that this one was compared with."""
+    bytes_reused: int = 0
+    """Bytes of tensors that this rank did not write, since a file of an earlier save has them."""
 
     def __repr__(self) -> str:
         """One line, with the first names of what is tied or each rank's own."""
         head = f"{self.tensors} tensors, {self.objects} objects, {format_bytes(self.total_bytes)} in {self.path!r}"
         odd = [f"{what} {format_names(getattr(self, what))}" for what in ("aliases", "per_rank") if getattr(self, what)]
+        odd += [f"{format_bytes(self.bytes_reused)} as they were"] if self.base is not None else []
         return f"SaveReport({', '.join([head, *odd])}, {format_bytes(self.bytes_written)} by this rank)"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
 import torch
 
 from reshard.errors import CheckpointError
@@ -22,6 +23,10 @@ Stage = Literal["host", "device"]
 
 _log = logging.getLogger("reshard")
 _host = HostMemory()
+_common = HostMemory(lambda nbytes: torch.from_numpy(np.empty(nbytes, np.uint8)))
+"""For what lies on the host already: to touch new memory takes several times as long as to copy into old, a third of
+that where numpy asked for huge pages."""
+_LARGE_BYTES = 64 << 10
 
 
 def _nothing() -> None:
@@ -62,6 +67,10 @@ class ToWrite:
             out[fqn] = out[fqn] + found if fqn in out else found
         return out
 
+    def summed_up(self) -> ToWrite:
+        """The same, all of it summed up already."""
+        return replace(self, prints=self.sum_up(), summed=frozenset(range(len(self.entries))))
+
 
 def check_stage(stage: str) -> None:
     """Raises CheckpointError for a place that is none."""
@@ -92,22 +101,33 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def _to_host(entries: Sequence[Entry], *, fingerprints: bool) -> ToWrite:
     numbers = [i for i, entry in enumerate(entries) if has_lanes(entry.tensor.device)]
-    numbers.sort(key=lambda i: -entries[i].spec.itemsize)
+    large = [i for i, entry in enumerate(entries) if entry.tensor.device.type == "cpu" and entry.nbytes >= _LARGE_BYTES]
+    for some in (numbers, large):
+        some.sort(key=lambda i: -entries[i].spec.itemsize)  # so that all are aligned
     sent = [entries[i] for i in numbers]
     devices = {entry.tensor.device for entry in entries}
     lanes, beside = Lanes(devices), Lanes(devices)
     rooms, blocks = _host.take([entry.nbytes for entry in sent])
+    common_rooms, common_blocks = _common.take([entries[i].nbytes for i in large])
     try:
         copies = dict(zip(numbers, fetch([entry.tensor for entry in sent], lanes, rooms), strict=True))
+        for i, room in zip(large, common_rooms, strict=True):
+            tensor = entries[i].tensor
+            copies[i] = room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         rest = {i: _copied(entry.tensor) for i, entry in enumerate(entries) if i not in copies}
         prints = sum_up(sent, beside) if fingerprints else {}
     finally:
         lanes.wait()  # also where that failed: the memory may be another save's from here on
+
+    def release() -> None:
+        _host.give(blocks)
+        _common.give(common_blocks)
+
     return ToWrite(
         [replace(entry, tensor=copies[i] if i in copies else rest[i]) for i, entry in enumerate(entries)],
         Lanes(),
         Lanes(),
         prints,
         frozenset(numbers) if fingerprints else frozenset(),
-        lambda: _host.give(blocks),
+        release,
     )

@@ -21,11 +21,13 @@ from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.tensor import StoredTensor
 from reshard.state.tree import KeyPath, key_of
 
-__all__ = ["normalize_generic", "normalize_orbax", "take_optimizer"]
+__all__ = ["ORBAX_OPTIMIZER", "normalize_generic", "normalize_orbax", "take_optimizer"]
 
 
 _ORBAX_MODEL = "params"
-_ORBAX_OPTIMIZER = ("opt_state", "opt", "optimizer", "optim")
+_OPTAX = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}
+"""Moments of optax, and what torch calls them. A `count` beside them is the number of steps."""
+ORBAX_OPTIMIZER = ("opt_state", "opt", "optimizer", "optim")
 
 
 def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
@@ -181,7 +183,7 @@ def _rows(fused: StoredTensor, per_head: dict[str, int], kv: int, part: str) -> 
 
 def normalize_orbax(contents: Contents, hints: Hints, what: str) -> Canonical:
     """Orbax: a tree of whole JAX arrays. The model has the dotted names of what lies under `params`; optimizers of
-    optax mirror its tree, so states are the arrays whose path ends in a parameter's path.
+    optax mirror its tree, so states are the arrays whose path ends in a parameter's path. Moments have torch's names.
 
     A tree without `params` is all model. Further levels of `params` (Flax wraps one around another) are taken off.
     """
@@ -198,15 +200,20 @@ def normalize_orbax(contents: Contents, hints: Hints, what: str) -> Canonical:
             short = short[1:]
         by_path[short] = key_of(short)
         result.add_model(key_of(short), contents.tensors[name], name)
-    for name, path in paths.items():
-        if not split or path[0] not in _ORBAX_OPTIMIZER:
-            continue
+    inside = {name: path for name, path in paths.items() if split and path[0] in ORBAX_OPTIMIZER}
+    counts = {path[:-1]: contents.tensors[name] for name, path in inside.items() if path[-1] == "count"}
+    counted: set[KeyPath] = set()
+    for name, path in inside.items():
         found = next((i for i in range(1, len(path)) if path[i:] in by_path), None)
         if found is None:
-            result.notes.append(f"{name!r} belongs to no parameter: it is left out")
             continue
-        state = next(
-            (str(part) for part in reversed(path[:found]) if isinstance(part, str) and part != _ORBAX_MODEL), "state"
-        )
-        result.add_state(by_path[path[found:]], state, contents.tensors[name])
+        at = next(i for i in reversed(range(found)) if isinstance(path[i], str) and path[i] != _ORBAX_MODEL)
+        fqn, state = by_path[path[found:]], str(path[at])
+        result.add_state(fqn, _OPTAX.get(state, state), contents.tensors[name])
+        if state in _OPTAX and path[:at] in counts and "step" not in result.state[fqn]:
+            result.add_state(fqn, "step", counts[path[:at]])
+            counted.add((*path[:at], "count"))
+    for name, path in inside.items():
+        if path not in counted and not any(path[i:] in by_path for i in range(1, len(path))):
+            result.notes.append(f"{name!r} belongs to no parameter: it is left out")
     return result

@@ -31,6 +31,8 @@ HINTS: dict[str, str] = {
     "kv_heads": "how many key/value heads: splits the fused wqkv of optimizer states like the weights",
     "head_dim": "size of an attention head: the other way to split fused wqkv",
     "keep_parametrizations": "True keeps names with .parametrizations. in them as they are",
+    "expert_optimizer": "for what is written in Megatron's format: whether experts have an optimizer of their own, as "
+    "they have there under expert parallelism",
     "stored_names": "True keeps the names and shapes of Hugging Face files as they are on disk",
 }
 """Every hint that `normalized()` understands, and what it is."""

@@ -21,17 +21,27 @@ from reshard.checkpoint.canonical.megatron.megatron import normalize_megatron
 from reshard.checkpoint.canonical.result import Canonical
 from reshard.checkpoint.canonical.stages import normalize_stages, stages_by_key
 from reshard.errors import DamagedCheckpointError, NormalizationError, ReshardError
+from reshard.formats.dcp.reader import DcpFacts
+from reshard.formats.frameworks.megatron import MegatronFacts, is_of_fsdp
 from reshard.formats.frameworks.pipeline_stages import StageFacts
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.tensor import StoredTensor
 
 __all__ = ["canonical_contents", "normalize"]
 
+
+def _normalize_nemo(contents: Contents, hints: Hints, what: str) -> Canonical:
+    """Of an archive by what is in it."""
+    inside = normalize_megatron if contents.facts_of(MegatronFacts) is not None else normalize_generic
+    return inside(contents, hints, what)
+
+
 _BY_FORMAT: dict[str, Callable[[Contents, Hints, str], Canonical]] = {
     "deepspeed": normalize_deepspeed,
     "fsdp1": normalize_fsdp1,
     "megatron": normalize_megatron,
     "megatron_legacy": normalize_megatron_legacy,
+    "nemo": _normalize_nemo,
     "orbax": normalize_orbax,
     "pipeline_stages": normalize_stages,
 }
@@ -51,6 +61,8 @@ def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: 
     given = Hints(hints)
     try:
         normalizer = _BY_FORMAT.get(contents.format, normalize_generic)
+        if contents.format == "dcp" and is_of_fsdp(contents):
+            normalizer, contents = normalize_megatron, replace(contents, facts=_facts_of_fsdp(contents))
         stages = stages_by_key(contents) if contents.format not in _BY_FORMAT else None
         if stages is not None:
             normalizer, contents = normalize_stages, replace(contents, facts=StageFacts(stages))
@@ -62,6 +74,13 @@ def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: 
         raise DamagedCheckpointError(
             f"{what}: what is in its files is not what {contents.format} writes: {type(error).__name__}: {error}"
         ) from error
+
+
+def _facts_of_fsdp(contents: Contents) -> MegatronFacts:
+    """What is known of a checkpoint of Megatron-FSDP that was opened without the folder above it."""
+    known = contents.facts_of(DcpFacts)
+    assert known is not None
+    return MegatronFacts(**vars(known), backend="fsdp_dtensor")
 
 
 def _tie(found: Canonical, hints: Hints) -> Canonical:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from planners.geometry.layout import StateLayout
 from planners.load.plan import LoadPlan, plan_reads
 from planners.proof import verify
@@ -103,8 +105,13 @@ class Result:
 def tell_story(out: Path, steps: int, hear: Hear, show: Show) -> Result:
     """Train on 2 × 2 ranks, save, plan and prove two changes of topology, and train on in each. Everything is in `out`.
 
-    Raises ReshardError if `out` cannot be written, or a rank fails.
+    Raises ReshardError if `out` cannot be written, or a rank fails, or this torch trains nothing under FSDP2 on CPUs.
     """
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        raise ReshardError(
+            f"the demo trains under FSDP2 on CPUs, which torch {torch.__version__} cannot: install a newer one, 2.7 at "
+            "least. Saves and loads need none of it"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,7 +1,7 @@
 """One call of the face: its ranks, and errors as callers of `torch.distributed.checkpoint` catch them.
 
 What is raised is what went wrong here, and a `CheckpointException` besides, whose `failures` holds on every rank the
-own error of each rank that failed.
+own error of each rank that failed, of many that of the first ones.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from traceback import StackSummary
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -24,6 +25,12 @@ __all__ = ["Call"]
 
 _TELL_S = 5.0
 """How long a rank that failed waits for what the others failed with."""
+
+_WHOLE = 16
+"""So many ranks' own errors are told to all ranks; of more, that they failed."""
+
+_Heard = tuple[dict[int, bytes], list[tuple[int, int]]]
+"""Errors by place in the group, and first and last places of others that failed."""
 
 Failures = dict[int, tuple[BaseException, StackSummary]]
 
@@ -51,13 +58,38 @@ class Call:
             return dict.fromkeys(range(group.world_size), here)
         if not group.failed or isinstance(error, DeadlineError):
             return {known: here}
-        mine = b"" if isinstance(error, RankFailedError) else _packed(here)
+        mine: dict[int, bytes] = {} if isinstance(error, RankFailedError) else {group.rank: _packed(here)}
         try:
-            rows = self._aftermath.exchange(mine)
+            heard = self._aftermath.merge(msgspec.msgpack.encode((mine, [])), _first_ones, "the errors of all")
         except ReshardError:  # somebody is gone, or far from coming here
             return {known: here}
-        found = {place: pickle.loads(row) for place, row in enumerate(rows) if row}
-        return {**found, **({group.rank: here} if mine else {})} or {known: here}
+        errors, others = msgspec.msgpack.decode(heard, type=_Heard)
+        found = {place: pickle.loads(data) for place, data in errors.items()}
+        for first, last in others:
+            found |= {place: _told(_one_of_many(group.ranks[place])) for place in range(first, last + 1)}
+        return {**found, **(dict.fromkeys(mine, here))} or {known: here}
+
+
+def _first_ones(parts: list[bytes]) -> bytes:
+    """The errors of the first ranks that failed, and which others did: so what a rank hears does not grow with them."""
+    errors: dict[int, bytes] = {}
+    others: list[tuple[int, int]] = []
+    for part in parts:
+        some, more = msgspec.msgpack.decode(part, type=_Heard)
+        for place, data in some.items():
+            if len(errors) < _WHOLE:
+                errors[place] = data
+            else:
+                more.append((place, place))
+        for first, last in sorted(more):
+            if others and others[-1][1] + 1 == first:
+                first = others.pop()[0]
+            others.append((first, last))
+    return msgspec.msgpack.encode((errors, others))
+
+
+def _one_of_many(rank: int) -> CheckpointError:
+    return CheckpointError(f"rank {rank} failed, too: of so many only the errors of the first {_WHOLE} travel")
 
 
 @contextmanager

@@ -22,12 +22,11 @@ from planners.transfer.plan import TransferItem, TransferItems
 from planners.transfer.rounds import Message, Schedule
 from reshard.control.group import Group
 from reshard.execute.messages.waiting import Waiter
-from reshard.execute.messages.wires import settle
 from reshard.state.memory.arrays import raw_elements
 from reshard.state.memory.lanes import has_lanes, pinned
 from reshard.state.tensors import raw_bytes
 
-__all__ = ["DEPTH", "LARGE_BYTES", "Exchange", "Leg", "Parts", "RankWork", "round_bytes"]
+__all__ = ["DEPTH", "LARGE_BYTES", "TAG", "Exchange", "Leg", "Parts", "RankWork", "round_bytes"]
 
 Parts = Callable[[str], Sequence[torch.Tensor]]
 """The local tensors of a name, one for each part of its layout, in the coordinates of the plan's items."""
@@ -37,7 +36,7 @@ LARGE_BYTES = 256 << 10
 DEPTH = 2
 """Rounds under way at a time."""
 _ALIGN_BYTES = 16
-_TAG = 0x52_53
+TAG = 0x52_53
 
 
 class Leg(NamedTuple):
@@ -154,7 +153,7 @@ class Exchange:
         """
         with Waiter(group, self._device, deadline_s) as waiter:
             self.move(group, waiter)
-            settle([self._device, *self._elsewhere], group)
+            waiter.settle([self._device, *self._elsewhere])
 
     def move(self, group: Group, waiter: Waiter) -> None:
         """The same as part of something longer, which has its own waiter: on a device the work may be under way yet.
@@ -170,7 +169,7 @@ class Exchange:
                     self._finish(waiter, *under_way.popleft())
                 for to, of in step.packs:
                     to.copy_(of, non_blocking=self._is_pinned)
-                settle(self._elsewhere, group)  # packed, and what was in the buffer before is unpacked
+                waiter.settle(self._elsewhere)  # packed, and what was in the buffer before is unpacked
                 for to, of in step.host_packs:
                     to.copy_(of)
                 under_way.append((step, dist.batch_isend_irecv(step.ops)))
@@ -183,6 +182,8 @@ class Exchange:
     def _finish(self, waiter: Waiter, step: _Round, works: list[Any]) -> None:
         waiter.wait(works, [op.peer for op in step.ops])
         for to, of in step.unpacks:
+            if self._is_pinned and to.dtype != of.dtype and has_lanes(to.device):
+                of = of.to(to.device, non_blocking=True)  # or torch converts it on the host
             to.copy_(of, non_blocking=self._is_pinned)
 
     def _run_copies(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], group: Group) -> None:
@@ -226,12 +227,15 @@ class Exchange:
                     there.append(burst)
                 placed[-1].append((leg, there))
             sizes[number % DEPTH] = max(sizes[number % DEPTH], at)
+        self._make_buffers(sizes)
+        self._rounds = [self._round(legs, self._buffers[number % DEPTH]) for number, legs in enumerate(placed)]
+
+    def _make_buffers(self, sizes: Sequence[int]) -> None:
         self._is_pinned = any(map(has_lanes, self._elsewhere))
         self._buffers = [
             pinned(size) if self._is_pinned else torch.empty(size, dtype=torch.uint8, device=self._device)
             for size in sizes
         ]
-        self._rounds = [self._round(legs, self._buffers[number % DEPTH]) for number, legs in enumerate(placed)]
 
     def _draft(self, leg: Leg) -> list[torch.Tensor | _Packed]:
         """The runs of memory of a leg, as they are or to be packed; where in a buffer comes later."""
@@ -282,7 +286,7 @@ class Exchange:
                         by_host = self._is_pinned and elements.device.type == "cpu"
                         packs = step.host_packs if by_host else step.packs
                         (packs if leg.sends else step.unpacks).append(pair)
-                step.ops.append(dist.P2POp(send_or_receive, wire, leg.peer, self._process_group, _TAG))
+                step.ops.append(dist.P2POp(send_or_receive, wire, leg.peer, self._process_group, TAG))
         return step
 
 

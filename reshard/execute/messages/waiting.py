@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ import torch.distributed as dist
 
 from reshard.control.group import Group
 from reshard.errors import DeadlineError, ReshardError
-from reshard.execute.messages.wires import settle
+from reshard.state.memory.lanes import device_module, has_lanes, wait_for
 
 __all__ = ["Waiter"]
 
 _LOOK_S = 0.05
 """How often a rank that waits looks whether another has failed."""
+_DEVICE_LOOK_S = 0.0005
+"""How often it looks whether a device is done."""
 _VERDICT_S = 5.0
 """After a lost connection: how long to wait for news of which rank is the cause."""
 _DRAIN_S = 1.0
@@ -65,12 +67,7 @@ class Waiter:
         self._last = batch = _Batch(works)
         self._queue.put(batch)
         while not batch.done.wait(_LOOK_S):
-            self._group.check()
-            if time.monotonic() > self._deadline:
-                raise DeadlineError(
-                    f"a message to or from rank {peers[batch.at]} did not get through within {self._allowed_s:g} s. "
-                    "Look at what that rank hangs in, or waits for"
-                )
+            self._look(f"a message to or from rank {peers[batch.at]} did not get through", "that rank hangs")
         if batch.error is None:
             return
         until = time.monotonic() + _VERDICT_S
@@ -79,6 +76,26 @@ class Waiter:
             time.sleep(_LOOK_S)
         raise ReshardError(f"a message to or from another rank was lost: {batch.error}") from batch.error
 
+    def _look(self, what: str, who: str) -> None:
+        """Raises the failure of another rank, DeadlineError when the time is up."""
+        self._group.check()
+        if time.monotonic() > self._deadline:
+            raise DeadlineError(f"{what} within {self._allowed_s:g} s. Look at what {who} in, or waits for")
+
+    def settle(self, devices: Iterable[torch.device]) -> None:
+        """Until the current streams of these devices have done all that was asked, messages between devices included.
+
+        Raises the failure of another rank, DeadlineError where a device waits for a message that does not come.
+        """
+        for device in dict.fromkeys(devices):
+            if not has_lanes(device):
+                wait_for(device)
+                continue
+            done: Any = device_module(device).current_stream(device).record_event()
+            while not done.query():
+                self._look(f"what {device} was asked, messages from other ranks included, did not end", "a rank hangs")
+                time.sleep(_DEVICE_LOOK_S)
+
     def meet(self, process_group: dist.ProcessGroup | None) -> None:
         """Until all ranks have come here, and the device has done what was asked of it.
 
@@ -86,14 +103,23 @@ class Waiter:
         `wait`; a DeadlineError names the ranks that are not there.
         """
         if self._group.world_size > 1:
-            here = torch.zeros(1, dtype=torch.uint8, device=self._device)
-            work = dist.all_reduce(here, group=process_group, async_op=True)
-            try:
-                self.wait([work], self._group.ranks)
-            except DeadlineError:
-                self._group.barrier()  # ends at once, and says who is missing
-                raise
-        settle([self._device], self._group)
+            self._sum_up(torch.zeros(1, dtype=torch.uint8, device=self._device), process_group)
+        self.settle([self._device])
+
+    def total(self, numbers: Sequence[int], process_group: dist.ProcessGroup | None) -> list[int]:
+        """The sums of all ranks' numbers. Raises as `meet`."""
+        found = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        if self._group.world_size > 1:
+            self._sum_up(found, process_group)
+        return [int(number) for number in found.tolist()]
+
+    def _sum_up(self, numbers: torch.Tensor, process_group: dist.ProcessGroup | None) -> None:
+        work = dist.all_reduce(numbers, group=process_group, async_op=True)
+        try:
+            self.wait([work], self._group.ranks)
+        except DeadlineError:
+            self._group.barrier()  # ends at once, and says who is missing
+            raise
 
 
 class _Batch:

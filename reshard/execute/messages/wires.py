@@ -1,32 +1,32 @@
-"""Where a process group sends from, and waiting for the devices that it does."""
+"""Where a process group sends from."""
 
 from __future__ import annotations
 
-import time
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from reshard.control.group import Group
-from reshard.state.memory.lanes import has_lanes
-
-__all__ = ["device_of_kind", "sending_kinds", "settle"]
+__all__ = ["device_of_kind", "sending_device", "sending_kinds"]
 
 _FROM_HOST = ("gloo", "mpi")
 """Backends that send from memory of the CPU only, whatever they are registered for."""
-_LOOK_S = 0.0005
 
 
 def sending_kinds(process_group: dist.ProcessGroup | None) -> list[str]:
     """The kinds of device that the backends of a group send from, on this machine: "cpu", "cuda", "xpu" and so on."""
     if not (dist.is_available() and dist.is_initialized()):
         return ["cpu"]
-    config = dist.get_backend_config(process_group)
-    backends = dict(row.split(":") for row in config.split(",")) if ":" in config else {"cpu": config}
+    backends = _backends(process_group)
     kinds = [kind for kind, backend in backends.items() if kind == "cpu" or backend not in _FROM_HOST]
     return [kind for kind in kinds if kind == "cpu" or _is_here(kind)]
+
+
+def _backends(process_group: dist.ProcessGroup | None) -> dict[str, str]:
+    """By kind of device."""
+    config = dist.get_backend_config(process_group)
+    return dict(row.split(":") for row in config.split(",")) if ":" in config else {"cpu": config}
 
 
 def _is_here(kind: str) -> bool:
@@ -37,18 +37,22 @@ def _is_here(kind: str) -> bool:
         return False
 
 
-def device_of_kind(kind: str) -> torch.device:
-    """The one of this process: tensors say which of several they are on, and so must what is compared with them."""
-    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+def device_of_kind(kind: str, tensors: Iterable[torch.Tensor] = ()) -> torch.device:
+    """The one of this process: where most of its tensors of that kind lie, whatever device is the current one; without
+    any, the current one. It has a number, as tensors say theirs, and what is compared with them must."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    held: Counter[torch.device] = Counter()
+    for tensor in tensors:
+        if tensor.device.type == kind:
+            held[tensor.device] += tensor.nbytes
+    if held:
+        return held.most_common(1)[0][0]
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def settle(devices: Iterable[torch.device], group: Group) -> None:
-    """Until the current streams of these devices have done all that was asked. Raises the failure of another rank."""
-    for device in dict.fromkeys(devices):
-        if has_lanes(device):
-            done: Any = torch.get_device_module(device).current_stream(device).record_event()
-            while not done.query():
-                group.check()
-                time.sleep(_LOOK_S)
-        elif device.type not in ("cpu", "meta"):
-            torch.get_device_module(device).synchronize()
+def sending_device(device: torch.device, process_group: dist.ProcessGroup | None) -> torch.device:
+    """Where elements on `device` are taken by the collectives of a group: there, or on one that its backends know, as
+    those of the CPU have to be where there is only NCCL."""
+    kinds = sending_kinds(process_group)
+    return device if device.type in _backends(process_group) or not kinds else device_of_kind(kinds[0])

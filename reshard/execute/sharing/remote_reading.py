@@ -7,23 +7,24 @@ first, and nothing is written of what is damaged; from an object store that woul
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 
 from reshard.execute.reading import Copy
 from reshard.execute.sharing.segment_parts import (
+    TAIL_BYTES,
     ByteCounts,
-    Check,
     SegmentPart,
     copy_parts,
+    parts_between,
     parts_by_segment,
     read_segment,
-    slot_bytes,
 )
 from reshard.execute.sharing.segments import segment_bytes
-from reshard.formats.native.checksums import MAX_EXTRA_SHARE, SMALL_FILE_BYTES
+from reshard.formats.native.checksums import MAX_EXTRA_SHARE, SMALL_FILE_BYTES, PassingCheck
+from reshard.formats.native.reader import NativeFacts
 from reshard.formats.stored.source import FileSource
 
 __all__ = ["RemoteReading"]
@@ -72,13 +73,21 @@ class RemoteReading:
         return cls(sorted(stretches, key=lambda s: (s.source.label, s.start)), rest)
 
     def run(
-        self, *, requests: int, piece_bytes: int, check: Check | None, on_bytes: Callable[[int], None]
+        self,
+        *,
+        requests: int,
+        request_bytes: int,
+        piece_bytes: int,
+        native: NativeFacts | None,
+        on_bytes: Callable[[int], None],
     ) -> ByteCounts:
         """Read, check and copy everything.
 
         Args:
-            requests: under way at a time, each with memory for a segment.
+            requests: under way at a time, each with memory of its own.
+            request_bytes: the most that one asks for.
             piece_bytes: memory for what is staged on its way to another dtype or device.
+            native: checksums to compare with, or None.
             on_bytes: called with the bytes that were copied out of each request, on any thread.
 
         Raises DamagedCheckpointError: targets may be partly written then.
@@ -86,15 +95,20 @@ class RemoteReading:
         lock, total = Lock(), ByteCounts()
 
         def work(stretch: _Stretch) -> None:
-            done, at = ByteCounts(), stretch.start - stretch.number * segment_bytes(stretch.source)
-            slot = memoryview(bytearray(slot_bytes(stretch.source)))
-            read_segment(stretch.source, stretch.start, stretch.stop, slot[at:], check, done)
-            taken = copy_parts(slot, stretch.parts, piece_bytes)
+            source, done, copied = stretch.source, ByteCounts(), 0
+            passing = None if native is None else PassingCheck(native, source, stretch.start, stretch.stop)
+            check = None if passing is None else lambda _, __, data: passing.add(data)
+            for base, start, stop, parts in _requests(stretch, request_bytes):
+                slot = memoryview(bytearray(stop - base + TAIL_BYTES))
+                read_segment(source, start, stop, slot[start - base :], check, done)
+                taken = copy_parts(slot, parts, piece_bytes)
+                del slot  # before there is another one
+                on_bytes(taken)
+                copied += taken
             with lock:
-                total.read += taken
-                total.extra += max(0, done.read - taken)
+                total.read += copied
+                total.extra += max(0, done.read - copied)
                 total.checked += done.checked
-            on_bytes(taken)
 
         if requests == 1 or len(self.stretches) <= 1:
             for stretch in self.stretches:
@@ -104,6 +118,18 @@ class RemoteReading:
                 for _ in pool.map(work, self.stretches):
                     pass
         return total
+
+
+def _requests(stretch: _Stretch, limit: int) -> Iterator[tuple[int, int, int, Iterable[SegmentPart]]]:
+    """(byte that windows count from, first byte, one past the last, parts that begin there): all at once, or as much as
+    the limit allows."""
+    base = stretch.number * segment_bytes(stretch.source)
+    if stretch.stop - base <= limit:
+        yield base, stretch.start, stretch.stop, stretch.parts
+        return
+    for start in range(stretch.start, stretch.stop, limit):
+        stop = min(start + limit, stretch.stop)
+        yield start, start, stop, parts_between(stretch.parts, start - base, stop - base)
 
 
 def _stretch(source: FileSource, number: int, parts: list[SegmentPart]) -> _Stretch:

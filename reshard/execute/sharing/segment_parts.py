@@ -15,9 +15,19 @@ from reshard.formats.stored.copying import copy_view
 from reshard.formats.stored.source import BytesSource, FileSource
 from reshard.formats.stored.tensor import Place
 
-__all__ = ["ByteCounts", "Check", "SegmentPart", "copy_parts", "parts_by_segment", "read_segment", "slot_bytes"]
+__all__ = [
+    "TAIL_BYTES",
+    "ByteCounts",
+    "Check",
+    "SegmentPart",
+    "copy_parts",
+    "parts_between",
+    "parts_by_segment",
+    "read_segment",
+    "slot_bytes",
+]
 
-_TAIL_BYTES = 64
+TAIL_BYTES = 64
 """Beyond its end a segment is read so much further: an element that begins in it may end there."""
 
 Check = Callable[[FileSource, int, memoryview], int]
@@ -54,7 +64,7 @@ class SegmentPart(NamedTuple):
     def as_copy(self, segment_start: int) -> Copy:
         """A copy of these elements alone, from the file whose segment begins at byte `segment_start`."""
         window = replace(self.window, offset=self.window.offset + segment_start)
-        return Copy(self.copy.item, self.copy.place.with_window(window), self.out)
+        return Copy(self.copy.place.with_window(window), self.out)
 
 
 def parts_by_segment(source: FileSource, copy: Copy) -> Iterator[tuple[int, list[SegmentPart]]]:
@@ -80,6 +90,15 @@ def _windows_by_segment(window: Window, size: int) -> list[list[tuple[Any, Windo
     return out
 
 
+def parts_between(parts: Iterable[SegmentPart], start: int, stop: int) -> Iterator[SegmentPart]:
+    """What of some parts begins in bytes [start, stop) of their segment, with windows counted from `start`."""
+    index: Any
+    for window, out, copy in parts:
+        for box in window.within(start, stop):
+            part, index = window.crop(box), (*box.slices, ...)  # the dots make it a view, also of a 0-d array
+            yield SegmentPart(replace(part, offset=part.offset - start), out[index], copy)
+
+
 def read_segment(
     source: FileSource, start: int, stop: int, slot: memoryview, check: Check | None, done: ByteCounts
 ) -> None:
@@ -87,7 +106,7 @@ def read_segment(
 
     Raises DamagedCheckpointError, which says that targets may be partly written.
     """
-    source.read_directly(start, slot[: min(stop + _TAIL_BYTES, source.nbytes) - start])
+    source.read_directly(start, slot[: min(stop + TAIL_BYTES, source.nbytes) - start])
     done.read += stop - start
     if check is not None:
         try:
@@ -105,7 +124,7 @@ def copy_parts(view: memoryview, parts: Iterable[SegmentPart], piece_bytes: int)
     for window, out, copy in parts:
         if isinstance(out, Staged):
             here = Place(BytesSource(view), window, copy.place.conjugate)
-            for place, piece in in_pieces(Copy(copy.item, here, out), piece_bytes):
+            for place, piece in in_pieces(Copy(here, out), piece_bytes):
                 assert isinstance(piece, Staged)
                 piece.fill(place, piece_bytes)
         else:

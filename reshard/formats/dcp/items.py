@@ -17,6 +17,7 @@ from reshard.formats.stored.source import DecodedSource, Files, FileSource, Sour
 from reshard.formats.stored.tensor import Place
 from reshard.formats.torch_save.file import TorchFile
 from reshard.formats.torch_save.zip_archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
+from reshard.state.dtypes import dtype_from_name
 
 __all__ = ["Item", "Items", "Undo"]
 
@@ -59,6 +60,7 @@ class Items:
 
         def locate() -> Place:
             try:
+                dtype_from_name(spec.dtype)  # which the item asks for by name, and this torch may not have
                 place, dtype = self._locate(spec, box, item)
             except ReshardError as error:
                 raise type(error)(f"tensor {spec.fqn!r}, chunk {box}: {error}") from None

@@ -15,6 +15,7 @@ import torch
 
 from planners.errors import PlanError
 from planners.geometry.box import Box
+from planners.geometry.dtypes import ITEM_SIZES
 from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.dcp.items import Item, Items, Undo
@@ -204,6 +205,15 @@ def _spec(key: str, meta: Record) -> TensorSpec:
     properties = meta.fields["properties"]
     # torch pickles the properties as a tuple that begins with the dtype, others may as a dict
     dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.fields["dtype"]
-    if not isinstance(dtype, torch.dtype):
+    return TensorSpec(key, _ints(meta.fields["size"]), _dtype_named(dtype))
+
+
+def _dtype_named(dtype: Any) -> str:
+    """Its name, also where this torch has no such dtype: only who reads the tensor needs one."""
+    if isinstance(dtype, torch.dtype):
+        return dtype_name(dtype)
+    path = dtype.path if isinstance(dtype, type) and issubclass(dtype, Record) else ""
+    name = path.removeprefix("torch.")
+    if name == path or name not in ITEM_SIZES:
         raise ValueError(f"{dtype!r:.80} is no dtype")
-    return TensorSpec(key, _ints(meta.fields["size"]), dtype_name(dtype))
+    return name

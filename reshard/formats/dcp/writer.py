@@ -24,6 +24,7 @@ from reshard.formats.torch_save.zip_writer import (
     pickled_state,
     unknown_objects,
 )
+from reshard.state.tree import KeyPath
 from reshard.storage.base import Storage
 
 __all__ = ["DcpWriter"]
@@ -40,10 +41,10 @@ class DcpWriter(FormatWriter):
         super().__init__(contents, job_id)
         self.left_out += tuple(contents.per_rank)
         self.refused = dict.fromkeys(unknown_objects(contents.objects), "its class is not known here")
-        self.plan = spread([self.stored(name).spec for name in self.names], onto, max_shard_bytes)
-        specs, files = self.plan.layout.specs, []
-        for rank in range(self.plan.world_size):
-            parts = [Part(specs[item.fqn], item.box) for item in self.plan.items(rank)]
+        plan = spread([self.stored(name).spec for name in self.names], onto, max_shard_bytes)
+        specs, files = plan.layout.specs, []
+        for rank in range(plan.world_size):
+            parts = [Part(specs[item.fqn], item.box) for item in plan.items(rank)]
             parts = [part for part in parts if 0 not in part.spec.shape]
             if rank == 0:  # a tensor without elements is an item, too: else nobody would know of it
                 parts += [Part(spec, Box.full(spec.shape)) for spec in specs.values() if 0 in spec.shape]
@@ -76,26 +77,32 @@ class DcpWriter(FormatWriter):
 
     def finish(self, storage: Storage, done: Mapping[str, Done]) -> None:
         """Publish `.metadata`, then remove the files of an older checkpoint."""
+        self.publish(storage, done, self.contents.paths)
+
+    def publish(
+        self, storage: Storage, done: Mapping[str, Done], paths: Mapping[str, KeyPath] | None, folder: str = ""
+    ) -> None:
+        """`.metadata` of all files, which are in `folder`, as those are that it replaces."""
         table: dict[str, Any] = {}
         places: dict[MetadataIndex, _StorageInfo] = {}
         names: dict[str, list[str]] = {}
         for alias, kept in self.contents.aliases.items():
             names.setdefault(kept, []).append(alias)
-        specs = self.plan.layout.specs
         for name, written in done.items():
             for key, offsets, sizes, start, length in written.facts["items"]:
-                info = _StorageInfo(name, start, length)
-                if offsets is None:
-                    table[key] = BytesStorageMetadata()
-                    places[MetadataIndex(key)] = info
-                    continue
+                info = _StorageInfo(name.removeprefix(folder), start, length)
                 for fqn in (key, *names.get(key, ())):  # tied tensors are several names of the same items
-                    table.setdefault(fqn, tensor_metadata(specs[key])).chunks.append(chunk_of(Box(offsets, sizes)))
-                    places[MetadataIndex(fqn, torch.Size(offsets))] = info
-        planner_data = paths_of(table, self.contents.paths)
+                    if offsets is None:
+                        table[fqn] = BytesStorageMetadata()
+                    else:
+                        known = tensor_metadata(self.stored(key).spec)
+                        table.setdefault(fqn, known).chunks.append(chunk_of(Box(offsets, sizes)))
+                    places[MetadataIndex(fqn, None if offsets is None else torch.Size(offsets))] = info
+        planner_data = None if paths is None else paths_of(table, paths)
         metadata = Metadata(table, planner_data, places, StorageMeta(save_id=self.job_id), **versioned())
-        old = [name for name in storage.list() if name.endswith(".distcp") and name not in done]
-        storage.publish(_METADATA, pickle.dumps(metadata, protocol=4))
+        beside = (name for name in storage.list(folder) if name.endswith(".distcp"))
+        old = [name for name in beside if name not in done and "/" not in name.removeprefix(folder)]
+        storage.publish(folder + _METADATA, pickle.dumps(metadata, protocol=4))
         for name in old:
             storage.delete(name)
 

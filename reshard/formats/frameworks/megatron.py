@@ -28,7 +28,17 @@ from reshard.formats.torch_save.file import contents_of, read_torch_file
 from reshard.state.plain_data import encode_plain
 from reshard.storage.base import Storage
 
-__all__ = ["LATEST", "MegatronFacts", "detect", "iteration_folder", "looks_for", "name", "open"]
+__all__ = [
+    "LATEST",
+    "MegatronFacts",
+    "detect",
+    "is_of_fsdp",
+    "iteration_folder",
+    "looks_for",
+    "name",
+    "open",
+    "open_folder",
+]
 
 name = "megatron"
 looks_for = "latest_checkpointed_iteration.txt, or metadata.json with a sharded_backend or common.pt, beside .metadata"
@@ -68,6 +78,11 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     return "metadata.json" not in names or "sharded_backend" in _description(storage, "")
 
 
+def is_of_fsdp(sharded: Contents) -> bool:
+    """Whether Megatron-FSDP saved this: a nest as torch's DCP keeps it, with the settings of each parameter."""
+    return any(path[:2] == ("optimizer", "param_to_group_meta") for path in sharded.paths.values())
+
+
 def _description(storage: Storage, folder: str) -> dict[str, Any]:
     try:
         value = json.loads(storage.read(folder + "metadata.json"))
@@ -83,7 +98,11 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         FormatError: the files are of another of Megatron's backends.
         DamagedCheckpointError: a file is missing or damaged.
     """
-    folder = iteration_folder(storage, names)
+    return open_folder(storage, names, iteration_folder(storage, names))
+
+
+def open_folder(storage: Storage, names: Mapping[str, int], folder: str) -> Contents:
+    """The same of the checkpoint in `folder`, "" or ending in "/"."""
     described = _description(storage, folder) if folder + "metadata.json" in names else {}
     backend = described.get("sharded_backend", "torch_dist")
     if backend not in _BACKENDS:
@@ -96,6 +115,8 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
             f"{storage.url}/{folder}: there is no .metadata, which comes last: the save did not end"
         )
     sharded = dcp.open_folder(storage, names, folder)
+    if not described and is_of_fsdp(sharded):
+        backend = "fsdp_dtensor"
     shared: dict[str, Any] = {}
     parts = [("", sharded)]
     common = folder + "common.pt"

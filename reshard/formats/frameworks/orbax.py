@@ -7,6 +7,7 @@ compressed, so a chunk is read whole.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from planners.geometry.byteruns import Window
 from planners.geometry.dtypes import itemsize
 from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.formats.stored.contents import Contents, LazyMapping
+from reshard.formats.stored.contents import Contents, LazyMapping, merge
 from reshard.formats.stored.source import Source
 from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.state.tree import KeyPath, key_of
@@ -33,27 +34,41 @@ looks_for = "_METADATA beside manifest.ocdbt or zarr arrays"
 _TREE = "_METADATA"
 _EMPTY = {"Tuple": "tuple", "List": "list", "Dict": "dict", "NamedTuple": "tuple"}
 _SEQUENCE_KEY = 1
+_JSON_ITEM = re.compile(r"([^/]+)/(?:metadata|metrics)")
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether there is a tree at the top, or in one item of a step that Orbax's manager wrote."""
-    return _folder(names) is not None
+    """Whether there is a tree at the top, or in items of a step that Orbax's manager wrote."""
+    return bool(_folders(names))
 
 
-def _folder(names: Mapping[str, int]) -> str | None:
+def _folders(names: Mapping[str, int]) -> list[str]:
+    """The folders that have a tree, "" or ending in "/"."""
     if _TREE in names:
-        return ""
-    items = [n.removesuffix(_TREE) for n in names if n.endswith(f"/{_TREE}") and n.count("/") == 1]
-    return items[0] if len(items) == 1 and "_CHECKPOINT_METADATA" in names else None
+        return [""]
+    items = sorted(n.removesuffix(_TREE) for n in names if n.endswith(f"/{_TREE}") and n.count("/") == 1)
+    return items if "_CHECKPOINT_METADATA" in names else []
 
 
 def open(storage: Storage, names: Mapping[str, int]) -> Contents:
-    """The checkpoint. Raises FormatError where tensorstore is not installed or the folder is not local;
-    DamagedCheckpointError for a tree that is unreadable."""
-    folder = _folder(names)
-    assert folder is not None
+    """The checkpoint. The keys of an item begin with its name where there are several that have arrays.
+
+    Raises FormatError where tensorstore is not installed or the folder is not local; DamagedCheckpointError for a tree
+    that is unreadable.
+    """
+    folders = _folders(names)
     if not isinstance(storage, LocalStorage):
         raise FormatError(f"{storage.url}: Orbax checkpoints are read from local folders only: copy it to one")
+    parts = [("" if len(folders) == 1 else folder[:-1], _open_item(storage, folder)) for folder in folders]
+    plain = [(file, match[1]) for file in names if (match := _JSON_ITEM.fullmatch(file))] if folders != [""] else []
+    found = {item: _json(storage, file) for file, item in plain if f"{item}/" not in folders}
+    if not found and len(parts) == 1:
+        return parts[0][1]
+    return merge(name, [*parts, ("", Contents(name, {}, found, paths={item: (item,) for item in found}))])
+
+
+def _open_item(storage: LocalStorage, folder: str) -> Contents:
+    """What the tree in one folder says."""
     tree = _tree(storage, f"{folder}{_TREE}")
     driver = "zarr3" if tree.get("use_zarr3") else "zarr"
     stored = bool(tree.get("store_array_data_equal_to_fill_value"))
@@ -73,6 +88,14 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
             tensors[key] = partial(_tensor, key, root)
         paths[key] = path
     return Contents(name, LazyMapping(tensors), objects, paths=paths, containers=containers)
+
+
+def _json(storage: Storage, file: str) -> Any:
+    """An item that is no tree: settings, metrics, positions of a data loader."""
+    try:
+        return json.loads(storage.read(file))
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{storage.url}/{file} is no JSON: {error}") from None
 
 
 def _tree(storage: Storage, file: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,11 +10,11 @@ import numpy as np
 import xxhash
 
 from reshard.errors import DamagedCheckpointError
-from reshard.formats.native.manifest import FileRecord
+from reshard.formats.native.file_table import FileRecord
 from reshard.formats.native.reader import NativeFacts
 from reshard.formats.stored.source import FileSource
 
-__all__ = ["blocks_to_check", "check_blocks", "segment_check", "whole_blocks"]
+__all__ = ["PassingCheck", "blocks_to_check", "check_blocks", "segment_check", "whole_blocks"]
 
 MAX_EXTRA_SHARE = 0.01
 """For checking, so much more may be read of a file than is wanted of it."""
@@ -71,7 +72,7 @@ def check_blocks(
 
     Raises DamagedCheckpointError that names the first file and byte range whose checksum differs, and how many do.
     """
-    by_name = {record.name: record for record in facts.manifest.files.values()}
+    by_name = facts.files
     size = facts.manifest.block_bytes
     work: list[tuple[FileSource, FileRecord, int, int]] = []
     extra = 0
@@ -79,7 +80,7 @@ def check_blocks(
         record = by_name.get(source.name)
         if record is None:
             continue
-        sums = np.frombuffer(facts.sums[record.name], dtype="<u8")
+        sums = np.frombuffer(facts.sums(record.name), dtype="<u8")
         blocks, more = blocks_to_check(_with_header(ranges, record.header_bytes), record.nbytes, size)
         work += [(source, record, block, int(sums[block])) for block in blocks]
         extra += more
@@ -106,24 +107,43 @@ def check_blocks(
 def segment_check(facts: NativeFacts) -> Callable[[FileSource, int, memoryview], int]:
     """A function that compares the blocks that lie wholly within some bytes of a file, which begin at a position, with
     their checksums, and returns how many bytes those are. It raises DamagedCheckpointError."""
-    by_name = {record.name: record for record in facts.manifest.files.values()}
-    size = facts.manifest.block_bytes
+    return lambda source, start, data: PassingCheck(facts, source, start, start + len(data)).add(data)
 
-    def check(source: FileSource, start: int, data: memoryview) -> int:
-        record = by_name.get(source.name)
-        if record is None:
-            return 0
-        sums = np.frombuffer(facts.sums[record.name], dtype="<u8")
+
+class PassingCheck:
+    """Compares what is read of bytes [start, stop) of a file, one piece behind another, with the checksums of the
+    blocks that lie wholly within them."""
+
+    def __init__(self, facts: NativeFacts, source: FileSource, start: int, stop: int) -> None:
+        self._label, self._at, self._size = source.label, start, facts.manifest.block_bytes
+        record = facts.files.get(source.name)
+        self._nbytes = 0 if record is None else record.nbytes
+        self._sums = np.frombuffer(b"" if record is None else facts.sums(record.name), dtype="<u8")
+        blocks = whole_blocks([(start, stop)], self._nbytes, self._size) if record is not None else []
+        self._blocks = deque(blocks)
+        self._state = xxhash.xxh3_64()
+
+    def add(self, data: memoryview) -> int:
+        """The next bytes; returns how many bytes were compared. Raises DamagedCheckpointError."""
+        first, stop = self._at, self._at + len(data)
         rows, checked = [], 0
-        for block in whole_blocks([(start, start + len(data))], record.nbytes, size):
-            begin, end = block * size, min((block + 1) * size, record.nbytes)
-            digest = xxhash.xxh3_64_intdigest(data[begin - start : end - start])
-            rows.append((source.label, begin, end, digest == int(sums[block])))
+        while self._blocks:
+            begin = self._blocks[0] * self._size
+            end = min(begin + self._size, self._nbytes)
+            piece = data[max(begin - first, 0) : max(end - first, 0)]
+            if begin >= first and end <= stop:
+                digest = xxhash.xxh3_64_intdigest(piece)
+            else:
+                self._state.update(piece)
+                if end > stop:
+                    break
+                digest = self._state.intdigest()
+                self._state.reset()
+            rows.append((self._label, begin, end, digest == int(self._sums[self._blocks.popleft()])))
             checked += end - begin
+        self._at = stop
         raise_damaged(rows)
         return checked
-
-    return check
 
 
 def raise_damaged(rows: Iterable[tuple[str, int, int, bool]]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -12,24 +12,19 @@ import xxhash
 
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
-from reshard.formats.native.manifest import BLOCK_BYTES, FileRecord, entry_key
+from reshard.formats.native.blocks import BlockDigests, Sink, blocks_of, write_blocks
+from reshard.formats.native.file_table import FileRecord
+from reshard.formats.native.manifest import BLOCK_BYTES, entry_key
 from reshard.formats.safetensors.header import encode_header
 from reshard.state.fingerprints import Partial, partials
 from reshard.state.memory.downloads import row_major_pieces
 from reshard.state.memory.lanes import Lanes
 from reshard.storage.base import Storage
 
-__all__ = ["STAGE_BYTES", "BlockSums", "Entry", "Sink", "digest128", "sum_up", "write_file"]
+__all__ = ["STAGE_BYTES", "BlockSums", "Entry", "digest128", "sum_up", "write_file"]
 
 STAGE_BYTES = 32 << 20
 """Default memory for elements that do not lie in row-major order, or not on the CPU, on their way to the file."""
-
-
-class Sink(Protocol):
-    """What takes the bytes of a file, front to end."""
-
-    def write(self, data: memoryview) -> None:
-        """Append."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +56,7 @@ def write_file(
     *,
     lanes: Lanes | None = None,
     stage_bytes: int = STAGE_BYTES,
+    digests: bool = False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> FileRecord:
     """Write `entries` as one safetensors file, and its block checksums beside it. Both are durable on return.
@@ -70,22 +66,34 @@ def write_file(
     Args:
         lanes: by which entries on devices come to the host; those of other devices are copied one after another.
         stage_bytes: for elements that do not lie in row-major order, or not on the CPU, on their way to the file.
+        digests: leave digests of the blocks of every array, too, for later saves.
 
     Raises FormatError if two entries have one key; StorageError if the storage fails.
     """
     ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
     header = encode_header((entry.key, entry.spec.dtype, entry.box.sizes) for entry in ordered)
     with storage.create(name) as out:
-        sums = BlockSums(out)
+        blocks = [blocks_of(entry.box, entry.spec.itemsize) for entry in ordered] if digests else []
+        passing = BlockDigests([len(header), *_lengths(ordered, blocks)], out)
+        sums = BlockSums(passing if digests else out)
         sums.write(memoryview(header))
         for piece in row_major_pieces([entry.tensor for entry in ordered], lanes or Lanes(), stage_bytes):
             sums.write(piece)
             if on_bytes is not None:
                 on_bytes(len(piece))
-        digests = sums.finish()
+        checksums = sums.finish()
     with storage.create(f"{name}.sums") as out:
-        out.write(digests)
-    return FileRecord(name, len(header) + sum(entry.nbytes for entry in ordered), len(header), digest128(digests))
+        out.write(checksums)
+    *starts, end = accumulate((entry.nbytes for entry in ordered), initial=len(header))
+    if digests:
+        write_blocks(storage, name, starts, [len(found) for found in blocks], passing.finish()[1:])
+    return FileRecord(name, end, len(header), digest128(checksums))
+
+
+def _lengths(entries: Sequence[Entry], blocks: Sequence[Sequence[Box]]) -> Iterator[int]:
+    for entry, found in zip(entries, blocks):
+        for block in found:
+            yield block.numel * entry.spec.itemsize
 
 
 def sum_up(entries: Sequence[Entry], lanes: Lanes | None = None) -> dict[str, Partial]:

@@ -23,17 +23,17 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
     metadata: dict[str, int] = {}
 
 
-def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping[int, str]) -> None:
-    """Where one rank holds every tensor whole, say so; else remove the index of an older save.
+def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping[int, str] | None) -> None:
+    """Where one rank has written every tensor whole, say so; else remove the index of an older save.
 
     Of two saves that race, only the one whose manifest counts leaves an index. If the other's came later nevertheless,
     there is none in the end, which is better than one of files that are gone.
 
     Args:
         save_id: of the save, whose manifest is published already.
-        files: the name of each rank's data file.
+        files: the name of each rank's data file; None where they do not hold all.
     """
-    weight_map = _weight_map(plan, files)
+    weight_map = None if files is None else _weight_map(plan, files)
     if weight_map is None:
         storage.delete(HF_INDEX)
     elif generations.counts(storage, save_id):
@@ -47,7 +47,8 @@ def index_problem(native: NativeFacts) -> str | None:
     if HF_INDEX not in native.storage.list(HF_INDEX):
         return None
     where = f"{native.storage.url.rstrip('/')}/{HF_INDEX}"
-    expected = _weight_map(native.plan, {int(rank): record.name for rank, record in native.manifest.files.items()})
+    files = {int(rank): record.name for rank, record in native.manifest.files.items()}
+    expected = None if native.manifest.tables else _weight_map(native.plan, files)
     if expected is None:
         return f"{where}: no index belongs here, since the tensors are not whole in one file; remove it"
     try:
@@ -71,7 +72,6 @@ def _weight_map(plan: SavePlan, files: Mapping[int, str]) -> dict[str, str] | No
     """The file of every tensor; None unless there is one file, of whole tensors."""
     specs = plan.layout.specs
     items = (item for rank in range(plan.world_size) for item in plan.items(rank))
-    if len(files) != 1 or any(item.box.sizes != specs[item.fqn].shape for item in items):
+    if len(set(files.values())) != 1 or any(item.box.sizes != specs[item.fqn].shape for item in items):
         return None
-    (file,) = files.values()
-    return dict.fromkeys(specs, file)
+    return dict.fromkeys(specs, next(iter(files.values())))

@@ -1,8 +1,10 @@
-"""The library's own format, version 1: safetensors data files and one JSON manifest, published last.
+"""The library's own format: safetensors data files and one JSON manifest, published last.
 
     manifest.json                              what is here: specs, layouts, files, objects
     data-<save id>/00000.safetensors           what rank 0 wrote
     data-<save id>/00000.safetensors.sums      a checksum for each MiB of it
+
+Version 2 has, beside these, files of earlier saves that still hold some of the elements, or a table of many files.
 
 Which rank wrote which region is not listed: it follows from the layouts by the same deterministic save plan that the
 ranks wrote by. `docs/format.md` is the specification.
@@ -17,9 +19,12 @@ from typing import Any
 
 import msgspec
 import xxhash
+from msgspec import UNSET, UnsetType
 
 from planners.geometry.box import Box
 from reshard.errors import DamagedCheckpointError, NewerVersionError
+from reshard.formats.native.file_table import FileRecord, LinkedRecord, TableRecord
+from reshard.formats.native.release import __version__
 from reshard.storage.base import Storage
 
 __all__ = [
@@ -27,8 +32,8 @@ __all__ = [
     "HF_INDEX",
     "MANIFEST",
     "VERSION",
-    "FileRecord",
     "Manifest",
+    "PartsRecord",
     "encode_manifest",
     "entry_key",
     "has_digest",
@@ -40,7 +45,8 @@ __all__ = [
 MANIFEST = "manifest.json"
 HF_INDEX = "model.safetensors.index.json"
 """Beside the manifest, where one rank holds every tensor whole: for Hugging Face tools."""
-VERSION = 1
+VERSION = 2
+"""The newest that is known. Written is the oldest that says everything."""
 BLOCK_BYTES = 1 << 20
 """Bytes of a data file that one checksum covers."""
 _MAX_HEADER_BYTES = 1 << 30
@@ -50,16 +56,13 @@ _MAX_ELEMENTS = 1 << 56
 _AXIS_SIZE = re.compile(r"=\s*(\d{1,30})")
 
 
-class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a manifest says of a data file."""
+class PartsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a manifest says of a table of parts: see `reshard.formats.native.parts`."""
 
     name: str
-    """Relative to the checkpoint's folder."""
     nbytes: int
-    header_bytes: int
-    """Length of the safetensors header, its 8 length bytes included."""
-    sums: str
-    """XXH3-128 of the sums file, in hex; that file has the name of the data file with `.sums` behind."""
+    digest: str
+    """XXH3-128 of the file, in hex."""
 
 
 def entry_key(fqn: str, box: Box, shape: Sequence[int]) -> str:
@@ -73,14 +76,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """All of a checkpoint but its tensors' bytes. See `docs/format.md` for what each field means."""
 
     reshard: str = "checkpoint"
-    version: int = VERSION
+    version: int = 1
     save_id: str
     created_unix_s: float
-    writer: str = "reshard 0.1.0"
+    writer: str = f"reshard {__version__}"
     block_bytes: int = BLOCK_BYTES
     divide_above_bytes: int
     files: dict[str, FileRecord]
-    """By the rank that wrote it, as text."""
+    """By the rank that has arrays in it, as text."""
     layout: dict[str, Any]
     paths: dict[str, list[Any]] = {}
     containers: list[tuple[list[Any], str]] = []
@@ -91,6 +94,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     fingerprints: dict[str, str] = {}
     subset: list[str] | None = None
     """The globs that chose what was saved, where that was not everything."""
+    parts: dict[str, PartsRecord] | UnsetType = UNSET
+    """By rank: what it did not write, since an earlier save has it. Of version 2, as is the next."""
+    linked: list[LinkedRecord] | UnsetType = UNSET
+    """Data files of earlier saves, which are in this folder, too."""
+    table: TableRecord | UnsetType = UNSET
+    """Of version 2, too: where there are many files, a table has them, and `files` is empty."""
+
+    @property
+    def tables(self) -> dict[str, PartsRecord]:
+        """`parts`, {} where every rank has written all that is its."""
+        return {} if self.parts is UNSET else self.parts
 
     def __post_init__(self) -> None:
         """Raises ValueError, which becomes an error of the parser, for what no save writes."""
@@ -99,12 +113,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if self.block_bytes < 1:
             raise ValueError(f"block_bytes must be >= 1, got {self.block_bytes}")
         rows = [(rank, row) for by_rank in self.per_rank.values() for rank, row in by_rank.items()]
-        for rank in (*self.files, *(rank for rank, _ in rows)):
+        for rank in (*self.files, *self.tables, *(rank for rank, _ in rows)):
             if not (rank.isascii() and rank.isdigit() and len(rank) < 10):
                 raise ValueError(f"{rank!r} is no rank")
         for rank, row in rows:
             if set(row) not in ({"tensor"}, {"object"}) or not isinstance(row.get("tensor", ""), str):
                 raise ValueError(f"the value of rank {rank} is neither a tensor nor an object: {str(row)[:80]}")
+        if self.table is not UNSET and not is_generation(self.table.name.rpartition("/")[0]):
+            raise ValueError(f"{self.table.name!r} is no table of a save")
         # what is damaged must not take all memory before it is found out
         forms = self.layout.get("forms")
         meshes = [f.get("mesh") for f in forms if isinstance(f, dict)] if isinstance(forms, list) else []

@@ -7,22 +7,41 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from msgspec import UNSET
 
 from planners.reports.codec import to_json
 from planners.save.plan import SavePlan
 from reshard.control.global_state import Census
 from reshard.errors import ReshardError, StorageError
 from reshard.formats.native import generations
+from reshard.formats.native.file_table import FEW_FILES, FileRecord, LinkedRecord, TableRecord, encode_table
 from reshard.formats.native.hf_index import publish_index
-from reshard.formats.native.manifest import MANIFEST, FileRecord, Manifest, encode_manifest
+from reshard.formats.native.manifest import MANIFEST, Manifest, PartsRecord, encode_manifest
 from reshard.state.fingerprints import Partial
 from reshard.state.garbage import uncollected
 from reshard.storage import Storage
 
-__all__ = ["Generation"]
+__all__ = ["Generation", "Written"]
 
-_PRINTS = ".prints"
 _log = logging.getLogger("reshard")
+
+
+class Written(msgspec.Struct, frozen=True):
+    """What one rank has done for a generation."""
+
+    record: FileRecord | None = None
+    """Of its data file, if it has one."""
+    parts: PartsRecord | None = None
+    """Of its table of parts, if files of earlier saves have some of its elements."""
+    linked: tuple[LinkedRecord, ...] = ()
+    """Those files, and how much of each is this rank's."""
+    ranks: tuple[int, ...] = ()
+    """Whose arrays its data file has, if several ranks wrote it; those others have no record of it."""
+
+    @property
+    def files(self) -> list[FileRecord | PartsRecord]:
+        """All that must be there."""
+        return [one for one in (self.record, self.parts, *self.linked) if one is not None]
 
 
 @dataclass(frozen=True)
@@ -41,75 +60,101 @@ class Generation:
         """Of this generation, within the checkpoint's."""
         return generations.folder_of(self.save_id)
 
-    def leave_prints(self, rank: int, parts: Mapping[str, Partial]) -> None:
-        """A rank's part of the fingerprints, as a small file: so much need not go through the control plane."""
-        packed = msgspec.msgpack.encode({fqn: part.to_bytes() for fqn, part in parts.items()})
-        self.storage.publish(f"{self.folder}/{rank:05d}{_PRINTS}", packed)
-
     @uncollected()
-    def publish(self, records: Mapping[int, FileRecord], parts: Iterable[Mapping[str, Partial]] = ()) -> list[str]:
-        """Make the generation count; returns what is no longer needed. For the first rank, when all ranks have written.
+    def publish(self, written: Mapping[int, Written], parts: Sequence[Mapping[str, Partial]] = ()) -> None:
+        """Make the generation count. For the first rank, when all ranks have written.
 
         Args:
-            records: what each rank that writes has written.
-            parts: of the fingerprints, beside those that ranks have left as files.
+            written: by each rank.
+            parts: of the fingerprints of all tensors, by name.
 
         Raises StorageError if a file is not there with its whole length.
         """
         seen = self.storage.list(f"{self.folder}/")
-        for rank, record in records.items():
-            if seen.get(record.name) != record.nbytes:
-                raise StorageError(
-                    f"rank {rank} wrote {record.name} ({record.nbytes} bytes), but the first rank does not see it in "
-                    f"{self.storage.url}: the folder must be the same, shared one for all ranks"
-                )
-        prints = [name for name in seen if name.endswith(_PRINTS)]
-        manifest = self._manifest(records, self._fingerprints([*parts, *map(self._left_prints, prints)]))
+        for rank, one in written.items():
+            for record in one.files:
+                if seen.get(record.name) != record.nbytes:
+                    raise StorageError(
+                        f"rank {rank} wrote {record.name} ({record.nbytes} bytes), but the first rank does not see it "
+                        f"in {self.storage.url}: the folder must be the same, shared one for all ranks"
+                    )
+        table = self._table(written)
+        manifest = self.manifest(written, parts, table)
         self.storage.publish(MANIFEST, encode_manifest(manifest))
-        publish_index(self.storage, self.save_id, self.plan, {rank: record.name for rank, record in records.items()})
-        return prints
+        names = {int(rank): record.name for rank, record in manifest.files.items()}
+        publish_index(self.storage, self.save_id, self.plan, None if manifest.tables else names)
 
-    def tidy(self, names: Iterable[str]) -> None:
-        """Remove these files, the claim, and what older saves have left.
+    def tidy(self) -> None:
+        """Remove the claim, and what older saves have left.
 
         A failure is logged and no more: the checkpoint counts already, and the next save tries again.
         """
         try:
-            for name in names:
-                self.storage.delete(name)
             generations.release(self.storage, self.save_id)
             generations.remove_dead(self.storage)
         except ReshardError as error:
             _log.warning("%s is saved, but what is no longer needed could not be removed: %s", self.storage.url, error)
 
-    def _manifest(self, records: Mapping[int, FileRecord], fingerprints: dict[str, str]) -> Manifest:
+    def _table(self, written: Mapping[int, Written]) -> TableRecord | None:
+        """Of many data files a table, which is stored."""
+        records = {rank: one.record for rank, one in sorted(written.items()) if one.record is not None}
+        if len(records) <= FEW_FILES:
+            return None
+        table, data = encode_table(f"{self.folder}/files", records)
+        self.storage.publish(table.name, data)
+        return table
+
+    def manifest(
+        self,
+        written: Mapping[int, Written],
+        parts: Sequence[Mapping[str, Partial]] = (),
+        table: TableRecord | None = None,
+    ) -> Manifest:
+        """What makes the generation count; arguments are those of `publish`.
+
+        Args:
+            table: of the data files, which are listed in the manifest without one.
+        """
+        records = {rank: one.record for rank, one in sorted(written.items()) if one.record is not None}
+        files = {} if table is not None else records
         census = self.census
+        tables = {str(rank): one.parts for rank, one in sorted(written.items()) if one.parts is not None}
         layout = {key: value for key, value in to_json(census.layout).items() if key not in ("reshard", "version")}
         return Manifest(
+            version=2 if tables or table is not None else 1,
             save_id=self.save_id,
             created_unix_s=self.started_unix_s,
             divide_above_bytes=self.plan.divide_above_bytes,
-            files={str(rank): record for rank, record in sorted(records.items())},
+            files={str(r): record for rank, record in files.items() for r in written[rank].ranks or (rank,)},
             layout=layout,
             paths={key: path for key, path in census.paths.items() if path != [key]},
             containers=census.containers,
             objects=census.objects,
             per_rank={key: {str(r): row for r, row in rows.items()} for key, rows in census.per_rank.items()},
             aliases=census.aliases,
-            fingerprints=fingerprints,
+            fingerprints=self.fingerprints(parts),
             subset=None if self.subset is None else list(self.subset),
+            parts=tables or UNSET,
+            linked=_together(written.values()) or UNSET,
+            table=UNSET if table is None else table,
         )
 
-    def _left_prints(self, name: str) -> dict[str, Partial]:
-        """What a rank left by `leave_prints`."""
-        packed = msgspec.msgpack.decode(self.storage.read(name), type=dict[str, bytes])
-        return {fqn: Partial.from_bytes(part) for fqn, part in packed.items()}
-
-    def _fingerprints(self, parts: Sequence[Mapping[str, Partial]]) -> dict[str, str]:
-        """Of every tensor, {} if nobody took any; a tensor without elements has a part in no file."""
+    def fingerprints(self, parts: Sequence[Mapping[str, Partial]]) -> dict[str, str]:
+        """Of every tensor, out of parts by name; {} if nobody took any; of no elements there is no part."""
         specs = self.census.layout.specs
         totals = dict.fromkeys(specs, Partial()) if parts else {}
-        for of_file in parts:
-            for fqn, part in of_file.items():
+        for some in parts:
+            for fqn, part in some.items():
                 totals[fqn] = totals[fqn] + part
         return {fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()}
+
+
+def _together(written: Iterable[Written]) -> list[LinkedRecord]:
+    """The files of earlier saves, each with what all ranks have of it."""
+    found: dict[str, LinkedRecord] = {}
+    for one in written:
+        for record in one.linked:
+            before = found.get(record.name)
+            live = record.live_bytes + (before.live_bytes if before is not None else 0)
+            found[record.name] = msgspec.structs.replace(record, live_bytes=live)
+    return list(found.values())

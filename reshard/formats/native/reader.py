@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
+from msgspec import UNSET
 
 from planners.errors import PlanError
 from planners.geometry.box import Box
@@ -18,19 +20,50 @@ from planners.geometry.layout import StateLayout
 from planners.reports.codec import from_json
 from planners.save.plan import SavePlan, plan_writes
 from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, FormatError
-from reshard.formats.native.manifest import GENERATION, MANIFEST, FileRecord, Manifest, entry_key, read_manifest
+from reshard.formats.native.file_table import FileRecord, Files
+from reshard.formats.native.manifest import GENERATION, MANIFEST, Manifest, entry_key, read_manifest
+from reshard.formats.native.parts import Part, read_parts
 from reshard.formats.safetensors.header import Offsets, read_offsets
 from reshard.formats.stored.contents import Contents, Facts, LazyMapping
-from reshard.formats.stored.source import Files, FileSource
+from reshard.formats.stored.source import Files as Sources
+from reshard.formats.stored.source import FileSource
 from reshard.formats.stored.tensor import LazyChunks, Place, StoredChunk, StoredTensor
 from reshard.state.plain_data import decode_plain
 from reshard.state.tree import key_of, path_from_json
 from reshard.storage.base import Storage
 
-__all__ = ["NativeFacts", "detect", "is_replaced", "looks_for", "name", "open"]
+__all__ = [
+    "ALL",
+    "NativeFacts",
+    "Share",
+    "detect",
+    "is_replaced",
+    "look_for_files",
+    "looks_for",
+    "name",
+    "open",
+]
 
 name = "native"
 looks_for = "manifest.json"
+
+
+T = TypeVar("T")
+
+
+class Share(NamedTuple):
+    """One of several parts of equal size."""
+
+    number: int
+    of: int
+
+    def among(self, things: Collection[T]) -> Iterator[T]:
+        """Those of this part, which are next to one another."""
+        start, stop = (len(things) * number // self.of for number in (self.number, self.number + 1))
+        return islice(things, start, stop)
+
+
+ALL = Share(0, 1)
 
 
 @dataclass(frozen=True)
@@ -40,8 +73,12 @@ class NativeFacts(Facts):
     storage: Storage
     manifest: Manifest
     plan: SavePlan
-    sums: Mapping[str, bytes]
-    """By file name: the block checksums, read and checked when first asked for."""
+    files: Files
+    """All data files, by name."""
+    sums: Callable[[str], bytes]
+    """The block checksums of a file of this name, read and checked when first asked for."""
+    parts_near: Callable[[str, Box], Iterator[Part]]
+    """Where the elements of a tensor are that share one with a box, each with its file and array."""
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -65,22 +102,15 @@ def is_replaced(native: NativeFacts) -> bool:
 
 
 def open(storage: Storage, names: Mapping[str, int]) -> Contents:
-    """The checkpoint.
+    """The checkpoint, out of its manifest alone: see `look_for_files`.
 
-    Raises DamagedCheckpointError, naming the file, if a file is missing or of another length; CheckpointNotFoundError
-    if no save was ever finished here.
+    Raises CheckpointNotFoundError if no save was ever finished here, DamagedCheckpointError for a manifest of nonsense.
     """
     if MANIFEST not in names:
         raise CheckpointNotFoundError(
             f"there is no {MANIFEST} in {storage.url}: a save was killed before it was whole, or is still running"
         )
     manifest = read_manifest(storage)
-    for record in manifest.files.values():
-        blocks = -(-record.nbytes // manifest.block_bytes)
-        for file, nbytes in ((record.name, record.nbytes), (f"{record.name}.sums", 8 * blocks)):
-            if names.get(file) != nbytes:
-                found = f"it has {names[file]} bytes" if file in names else "it is missing"
-                raise DamagedCheckpointError(f"{storage.url}: {file} must have {nbytes} bytes, but {found}")
     try:
         layout = from_json({"reshard": "state_layout", "version": 1, **manifest.layout})
         plan = plan_writes(layout, divide_above_bytes=manifest.divide_above_bytes)
@@ -105,13 +135,57 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         aliases=manifest.aliases,
         paths=paths,
         containers={path_from_json(path): kind for path, kind in manifest.containers},
-        facts=NativeFacts(storage, manifest, plan, files.sums),
+        facts=NativeFacts(
+            storage, manifest, plan, files.records, files.sums, partial(_parts_near, layout, plan, files)
+        ),
         per_rank=LazyMapping(
             {key: partial(_per_rank, rows, layout, plan, files) for key, rows in manifest.per_rank.items()}
         ),
         fingerprints=manifest.fingerprints or None,
         subset=None if manifest.subset is None else tuple(manifest.subset),
     )
+
+
+def look_for_files(native: NativeFacts, names: Mapping[str, int], share: Share = ALL) -> None:
+    """See that data files and their checksums are there, and as long as the manifest says.
+
+    Args:
+        names: sizes of what was listed, by name; where only the top was, it has folders, with a slash behind.
+
+    Raises DamagedCheckpointError, naming the file.
+    """
+    storage = native.storage
+    size_of: Callable[[str], int | None] = names.get
+    if any(name.endswith("/") for name in names):
+        size_of = storage.list().get if share == ALL else partial(_size, storage)
+    for file, nbytes in _lengths(native, share):
+        if (found := size_of(file)) != nbytes:
+            raise _of_wrong_length(storage, file, nbytes, found)
+
+
+def _lengths(native: NativeFacts, share: Share) -> Iterator[tuple[str, int]]:
+    """Names and sizes of a share of the files beside the manifest: of neighbours, whose rows are neighbours, too."""
+    manifest = native.manifest
+    if manifest.table is not UNSET and share.number == 0:
+        yield manifest.table.name, manifest.table.nbytes
+    for name in share.among(native.files):
+        record = native.files[name]
+        yield record.name, record.nbytes
+        yield f"{record.name}.sums", 8 * -(-record.nbytes // manifest.block_bytes)
+    for table in share.among(manifest.tables.values()):
+        yield table.name, table.nbytes
+
+
+def _size(storage: Storage, name: str) -> int | None:
+    try:
+        return storage.size(name)
+    except CheckpointNotFoundError:
+        return None
+
+
+def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None) -> DamagedCheckpointError:
+    but = "it is missing" if found is None else f"it has {found} bytes"
+    return DamagedCheckpointError(f"{storage.url}: {file} must have {nbytes} bytes, but {but}")
 
 
 def _per_rank(rows: Mapping[str, Any], layout: StateLayout, plan: SavePlan, files: _DataFiles) -> dict[int, Any]:
@@ -126,34 +200,61 @@ def _per_rank(rows: Mapping[str, Any], layout: StateLayout, plan: SavePlan, file
 
 
 class _DataFiles:
-    """The data files of a checkpoint, their headers and checksums, each read when first needed."""
+    """The data files of a checkpoint, their headers, checksums and tables of parts, each read when first needed."""
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
-        self.sources = Files(storage)
-        self.records = {int(rank): record for rank, record in manifest.files.items()}
-        self.sums = LazyMapping({r.name: partial(_sums, storage, r) for r in manifest.files.values()})
-        self._headers: dict[int, dict[str, Offsets]] = {}
+        self.sources = Sources(storage)
+        self.records = Files(
+            storage,
+            {int(rank): record for rank, record in manifest.files.items()},
+            () if manifest.linked is UNSET else manifest.linked,
+            None if manifest.table is UNSET else manifest.table,
+        )
+        self.sums = cache(partial(_sums, storage, self.records))
+        self._tables = LazyMapping({int(r): partial(read_parts, storage, t) for r, t in manifest.tables.items()})
+        self.has_tables = bool(manifest.tables)
+        self._headers: dict[str, dict[str, Offsets]] = {}
         self._lock = threading.Lock()
+
+    def parts(self, rank: int, key: str, box: Box) -> Sequence[Part]:
+        """What makes up an array that the rank holds: itself, in the rank's own file, in most cases."""
+        found = self._tables[rank].get(key) if rank in self._tables else None
+        return found or (Part(box, box),)
 
     def find(self, rank: int, key: str) -> tuple[FileSource, int, int]:
         """(file, first byte, one past the last byte) of an array."""
-        record = self.records.get(rank)
+        record = self.records.of_rank(rank)
         if record is None:
             raise DamagedCheckpointError(f"the manifest names no file of rank {rank}, which must hold {key!r}")
         source = self.sources[record.name]
-        if rank not in self._headers:
+        if record.name not in self._headers:
+            if (found := source.nbytes) != record.nbytes:  # another rank may have been the one to look for it
+                raise _of_wrong_length(source.storage, record.name, record.nbytes, found)
             with self._lock:
-                self._headers[rank] = read_offsets(source, record.header_bytes)
-        entry = self._headers[rank].get(key)
+                self._headers[record.name] = read_offsets(source, record.header_bytes)
+        entry = self._headers[record.name].get(key)
         if entry is None or entry.data_offsets is None:
             raise DamagedCheckpointError(f"{source.label} must hold {key!r}, but its header does not name it")
         start, stop = (record.header_bytes + offset for offset in entry.data_offsets)
+        return (source, *self._within(source, record, key, start, stop))
+
+    def find_linked(self, part: Part, size: int) -> FileSource:
+        """The file of an earlier save that holds the part."""
+        record = self.records.get(part.file)
+        if record is None:
+            raise DamagedCheckpointError(f"the manifest does not name {part.file}, which must hold {part.box}")
+        source = self.sources[record.name]
+        self._within(source, record, str(part.box), part.start, part.start + part.array.numel * size)
+        return source
+
+    def _within(self, source: FileSource, record: FileRecord, what: str, start: int, stop: int) -> tuple[int, int]:
         if not record.header_bytes <= start <= stop <= record.nbytes:
-            raise DamagedCheckpointError(f"{source.label}: {key!r} lies outside the file, at bytes [{start}, {stop})")
-        return source, start, stop
+            raise DamagedCheckpointError(f"{source.label}: {what!r} lies outside the file, at bytes [{start}, {stop})")
+        return start, stop
 
 
-def _sums(storage: Storage, record: FileRecord) -> bytes:
+def _sums(storage: Storage, records: Files, file: str) -> bytes:
+    record = records[file]
     data = storage.read(f"{record.name}.sums")
     if xxhash.xxh3_128_hexdigest(data) != record.sums:
         raise DamagedCheckpointError(f"{storage.url}: {record.name}.sums was changed since it was written")
@@ -166,27 +267,48 @@ def _tensor(fqn: str, layout: StateLayout, plan: SavePlan, files: _DataFiles) ->
     shape = tensor.spec.shape
     made: dict[Box, StoredChunk] = {}
 
-    def chunk_at(rank: int, box: Box) -> StoredChunk:
-        if box not in made:
-            place: Callable[[], Place] = partial(_locate, files, rank, fqn, box, shape, size)
-            made[box] = StoredChunk(box, place, rank)
-        return made[box]
+    def chunks_at(rank: int, box: Box) -> Iterator[StoredChunk]:
+        for part in files.parts(rank, entry_key(fqn, box, shape), box):
+            if part.box not in made:
+                place: Callable[[], Place] = partial(_locate, files, rank, fqn, part, shape, size)
+                made[part.box] = StoredChunk(part.box, place, rank)
+            yield made[part.box]
 
     def every() -> Iterator[StoredChunk]:
         for _, chunk in tensor.chunks():
-            yield from (chunk_at(rank, box) for rank, box in plan.writers(fqn, chunk) if chunk.contains(box))
+            for rank, box in plan.writers(fqn, chunk):
+                if chunk.contains(box):
+                    yield from chunks_at(rank, box)
 
     def near(box: Box) -> Iterator[StoredChunk]:
-        return (chunk_at(rank, found) for rank, found in plan.writers_near(fqn, box))
+        for rank, found in plan.writers_near(fqn, box):
+            yield from chunks_at(rank, found)
 
-    return StoredTensor(tensor.spec, LazyChunks(every, near), tensor)
+    # what was taken from an earlier save may be cut otherwise
+    return StoredTensor(tensor.spec, LazyChunks(every, near, None if files.has_tables else tensor.geometry_key), tensor)
 
 
-def _locate(files: _DataFiles, rank: int, fqn: str, box: Box, shape: tuple[int, ...], size: int) -> Place:
-    key = entry_key(fqn, box, shape)
+def _locate(files: _DataFiles, rank: int, fqn: str, part: Part, shape: tuple[int, ...], size: int) -> Place:
+    if part.file:
+        window = Window.row_major(part.start, part.array.sizes, size)
+        return Place(files.find_linked(part, size), window.crop(part.box.relative_to(part.array)))
+    key, box = entry_key(fqn, part.box, shape), part.box
     source, start, stop = files.find(rank, key)
     if stop - start != box.numel * size:
         raise DamagedCheckpointError(
             f"{source.label}: {key!r} has {stop - start} bytes, but {box} of {size}-byte elements is {box.numel * size}"
         )
     return Place(source, Window.row_major(start, box.sizes, size))
+
+
+def _parts_near(layout: StateLayout, plan: SavePlan, files: _DataFiles, fqn: str, box: Box) -> Iterator[Part]:
+    shape = layout[fqn].spec.shape
+    for rank, found in plan.writers_near(fqn, box):
+        for part in files.parts(rank, entry_key(fqn, found, shape), found):
+            if part.box & box is None:
+                continue
+            if part.file:
+                yield part
+                continue
+            source, start, _ = files.find(rank, entry_key(fqn, part.box, shape))
+            yield Part(part.box, part.box, source.name, start)

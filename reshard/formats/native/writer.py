@@ -13,8 +13,9 @@ from reshard.control.global_state import OWN_TENSOR_BYTES, Census, per_rank_name
 from reshard.errors import FormatError
 from reshard.formats.native import generations
 from reshard.formats.native.data_file import BlockSums, digest128
-from reshard.formats.native.manifest import MANIFEST, FileRecord, entry_key
-from reshard.formats.native.publish import Generation
+from reshard.formats.native.file_table import FileRecord
+from reshard.formats.native.manifest import MANIFEST, entry_key
+from reshard.formats.native.publish import Generation, Written
 from reshard.formats.safetensors.header import encode_header
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.streaming import stream
@@ -130,15 +131,16 @@ class NativeWriter(FormatWriter):
             aliases=dict(contents.aliases),
         )
         rank_of = {file.name: file.rank for file in self.files}
-        records = {
-            rank_of[name]: FileRecord(name, row.nbytes, row.facts["header_bytes"], row.facts["sums"])
+        written = {
+            rank_of[name]: Written(FileRecord(name, row.nbytes, row.facts["header_bytes"], row.facts["sums"]))
             for name, row in done.items()
         }
         parts: list[dict[str, Partial]] = [{}]  # tensors without elements have a fingerprint, but no file
         for row in done.values():
             parts.append({fqn: Partial.from_bytes(bytes.fromhex(data)) for fqn, data in row.facts["prints"].items()})
         generation = Generation(storage, self.save_id, generations.begin(), census, self.plan, None)
-        generation.tidy(generation.publish(records, parts))
+        generation.publish(written, parts)
+        generation.tidy()
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """A manifest."""

@@ -20,7 +20,17 @@ from reshard.formats.stored.source import Source
 from reshard.formats.stored.tensor import Place
 from reshard.state.dtypes import SAFETENSORS_CODES, dtype_from_code
 
-__all__ = ["Entry", "Header", "Offsets", "encode_header", "looks_like_header", "read_header", "read_offsets"]
+__all__ = [
+    "Entry",
+    "Header",
+    "Offsets",
+    "encode_header",
+    "encode_rows",
+    "framed",
+    "looks_like_header",
+    "read_header",
+    "read_offsets",
+]
 
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library refuses to go beyond."""
@@ -189,8 +199,18 @@ def encode_header(arrays: Iterable[tuple[str, str, Sequence[int]]], note: Mappin
 
     Raises FormatError if two arrays have one name.
     """
-    table: dict[str, object] = {"__metadata__": {"format": "pt", **(note or {})}}
-    at = 0
+    rows = encode_rows(arrays, 0)
+    head, tail = framed(len(rows), note)
+    return head + rows + tail
+
+
+def encode_rows(arrays: Iterable[tuple[str, str, Sequence[int]]], start: int) -> bytes:
+    """The rows of a header for some arrays, the first of which begins at `start`, counted from the end of the header.
+
+    Raises FormatError if two arrays have one name.
+    """
+    table: dict[str, object] = {}
+    at = start
     for key, dtype, sizes in arrays:
         if key == "__metadata__":
             raise FormatError(
@@ -204,6 +224,12 @@ def encode_header(arrays: Iterable[tuple[str, str, Sequence[int]]], note: Mappin
             code, shape = "U8", [*shape, itemsize(dtype)]
         table[key] = {"dtype": code, "shape": shape, "data_offsets": [at, stop]}
         at = stop
-    text = msgspec.json.encode(table)
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    return b"," + msgspec.json.encode(table)[1:-1] if table else b""
+
+
+def framed(rows_bytes: int, note: Mapping[str, str] | None = None) -> tuple[bytes, bytes]:
+    """What stands before and behind rows of so many bytes, to make a header of them; `note` is metadata."""
+    head = msgspec.json.encode({"__metadata__": {"format": "pt", **(note or {})}})[:-1]
+    nbytes = len(head) + rows_bytes + 1
+    padding = -(8 + nbytes) % _ALIGNMENT
+    return (nbytes + padding).to_bytes(8, "little") + head, b"}" + b" " * padding

@@ -15,7 +15,7 @@ from reshard.formats.stored.copying import copy_place, empty
 from reshard.formats.stored.tensor import Place, StoredTensor, check_cover
 from reshard.state.dtypes import dtype_from_name
 
-__all__ = ["LazyTensor"]
+__all__ = ["LazyTensor", "whole"]
 
 Range = tuple[int, int, int]
 """Start, step and count of the indexes wanted of a dim."""
@@ -81,6 +81,15 @@ class LazyTensor:
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, {list(self.shape)}, {self.stored.spec.dtype})"
+
+
+def whole(value: Any) -> Any:
+    """Lazy tensors read, in dicts, lists and tuples of the same kinds."""
+    if isinstance(value, dict):
+        return {name: whole(inner) for name, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(whole, value))
+    return value[...] if isinstance(value, LazyTensor) else value
 
 
 def _normalize(index: Any, shape: torch.Size, name: str) -> tuple[list[Range], list[bool]]:

@@ -67,10 +67,10 @@ class Source(ABC):
         view = self.view()
         if view is not None:
             return view[start : start + length]
-        buffer = bytearray(length)
+        buffer = memoryview(bytearray(length))
         if length:
-            self._fill(start, memoryview(buffer))
-        return bytes(buffer)
+            self._fill(start, buffer)
+        return buffer.toreadonly()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.label!r})"

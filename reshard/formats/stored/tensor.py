@@ -13,7 +13,7 @@ is *located* when its bytes are first asked for, not when the checkpoint is open
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
@@ -130,11 +130,16 @@ class LazyChunks(Sequence[StoredChunk]):
     """
 
     def __init__(
-        self, every: Callable[[], Iterable[StoredChunk]], near: Callable[[Box], Iterable[StoredChunk]]
+        self,
+        every: Callable[[], Iterable[StoredChunk]],
+        near: Callable[[Box], Iterable[StoredChunk]],
+        geometry: Hashable = None,
     ) -> None:
-        """`every` lists all chunks; `near` finds at least those that share an element with a box."""
+        """`every` lists all chunks; `near` finds at least those that share an element with a box. Where there is a
+        `geometry`, all tensors with an equal one are cut into the same boxes."""
         self._every = every
         self.near = near
+        self.geometry = geometry
 
     @cached_property
     def _all(self) -> tuple[StoredChunk, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from planners.geometry.box import Box
@@ -20,7 +20,7 @@ from reshard.formats.torch_save.zip_writer import (
 from reshard.state.tree import unflatten
 from reshard.storage.base import Storage
 
-__all__ = ["TorchSaveWriter", "tensor_record"]
+__all__ = ["TorchSaveWriter", "tensor_record", "write_archive"]
 
 
 class TorchSaveWriter(FormatWriter):
@@ -39,17 +39,8 @@ class TorchSaveWriter(FormatWriter):
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
         """Stream the archive."""
         numbers = {part.spec.fqn: number for number, part in enumerate(file.parts)}
-        regions = [self.region(part) for part in file.parts]
         name = storage.staged(file.name, self.job_id)
-        storage.delete(name)
-        with storage.create(name) as raw, stream(regions) as feed:
-            out = HashingWriter(raw)
-            archive = begin_archive(out.write, pickled_state(self._nest(numbers)))
-            for number, region in enumerate(regions):
-                tensor_record(archive, f"data/{number}", feed, region, on_bytes)
-            end_archive(archive)
-            done = out.nbytes, out.digest()
-        return Done(name, *done)
+        return write_archive(storage, name, self._nest(numbers), [self.region(part) for part in file.parts], on_bytes)
 
     def _nest(self, numbers: Mapping[str, int]) -> Any:
         """The state, in the order in which it was saved, with a stub for each tensor."""
@@ -70,6 +61,21 @@ class TorchSaveWriter(FormatWriter):
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The file itself; others beside it are in nobody's way."""
         return next((file.name for file in self.files if file.name in names), None)
+
+
+def write_archive(
+    storage: Storage, name: str, value: Any, regions: Sequence[Region], on_bytes: Callable[[int], None]
+) -> Done:
+    """Stream an archive of `value`, in which the stub of number n stands for the tensor of the nth region."""
+    storage.delete(name)
+    with storage.create(name) as raw, stream(regions) as feed:
+        out = HashingWriter(raw)
+        archive = begin_archive(out.write, pickled_state(value))
+        for number, region in enumerate(regions):
+            tensor_record(archive, f"data/{number}", feed, region, on_bytes)
+        end_archive(archive)
+        done = out.nbytes, out.digest()
+    return Done(name, *done)
 
 
 def tensor_record(

@@ -205,7 +205,7 @@ class _Pickler(pickle.Pickler):
         hooks: OrderedDict[str, Any] = OrderedDict()
         args = (storage, 0, spec.shape, tuple(reversed(steps)), False, hooks)
         # torch itself says by which function a tensor of this dtype is made again
-        like: Any = torch.empty(0, dtype=dtype_from_name(spec.dtype))
+        like: Any = torch.empty(0, dtype=dtype_from_name(spec.dtype), device="cpu")
         rebuild = like.__reduce_ex__(2)[0]
         return rebuild, args if name else (*args, dtype_from_name(spec.dtype))
 

@@ -1,5 +1,5 @@
-"""Ready mappings between Hugging Face, torchtitan and Megatron, for Llama, Mistral, Qwen, Phi-3, Gemma and mixtures of
-experts: Qwen, Mixtral, DeepSeek-V2 and V3, gpt-oss.
+"""Ready mappings between Hugging Face, torchtitan, Megatron, vLLM and SGLang, for Llama, Mistral, Qwen, Phi-3, Gemma
+and mixtures of experts: Qwen, Mixtral, DeepSeek-V2 and V3, gpt-oss.
 
     mapping = ready("config.json", "torchtitan", "huggingface")
     reshard.convert(checkpoint, "out", format="safetensors", model_only=True, mapping=mapping)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from reshard.errors import NormalizationError
@@ -17,6 +19,7 @@ from reshard.mapping.families.dense import (
     outer_to_titan,
     phi3_to_plain,
 )
+from reshard.mapping.families.engines import ENGINES, to_engine
 from reshard.mapping.families.experts import (
     experts_to_megatron,
     experts_to_titan,
@@ -25,17 +28,21 @@ from reshard.mapping.families.experts import (
 )
 from reshard.mapping.families.gpt_oss import gpt_oss_to_megatron, gpt_oss_to_plain, gpt_oss_to_titan
 from reshard.mapping.families.latent import latent_to_megatron, latent_to_titan, next_layers_to_megatron
+from reshard.mapping.families.llama_cpp import LLAMA_CPP, to_llama_cpp
+from reshard.mapping.families.transformer_engine import TRANSFORMER_ENGINE, as_not_fused, to_transformer_engine
 from reshard.mapping.mapping import Mapping, between
 from reshard.mapping.rules import Drop, Rule, Split
 
 __all__ = ["FAMILIES", "NAMINGS", "ready"]
 
-NAMINGS = ("huggingface", "transformers", "plain", "torchtitan", "megatron")
+NAMINGS = ("huggingface", "transformers", "plain", "torchtitan", "megatron", *ENGINES, "gguf", "transformer_engine")
+_ONLY_IN = {"gguf": LLAMA_CPP, "transformer_engine": TRANSFORMER_ENGINE}
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"),
     *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"),
 )
 _NOT_IN_TITAN = ("phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe")
+_NOT_IN_ENGINES = ("phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss")
 
 
 def ready(
@@ -49,6 +56,7 @@ def ready(
     zero_centered: bool | None = None,
     exact: bool = True,
     mtp: str = "mtp_model_layer",
+    routed_experts: bool = True,
     fill: float | None = None,
 ) -> Mapping:
     """The mapping from one naming to another.
@@ -57,19 +65,42 @@ def ready(
         config: the model's Hugging Face `config.json`: path, folder or content; or a `Decoder`.
         source, target: "huggingface" (as on disk), "transformers" (as a model of transformers 5 has it in memory),
             "plain" (one matrix for each of gate, up, queries, keys, values and expert, as Llama and Qwen have them on
-            disk), "torchtitan" or "megatron". `normalized` brings Hugging Face's files to the names in memory, unless
-            its hint `stored_names` is True.
+            disk), "torchtitan", "megatron", "vllm" or "sglang" (as these have it in memory, whole), or "gguf"
+            (llama.cpp's names), or "transformer_engine" (Hugging Face's outside, its `TransformerLayer` inside).
+            `normalized` brings Hugging Face's files to the names in memory, unless its hint `stored_names` is True.
         titan: whose names: "0.3", or "0.2" for all older ones.
         transformer_engine: Megatron's names where its layers are those of TransformerEngine.
         padded_vocab: rows of Megatron's padded vocabulary, where it is not cut off.
         zero_centered: whether Megatron's norms are (`--apply-layernorm-1p`); by default as the family's own are.
         exact: refuse norms that would lose digits when 1 is added or subtracted; see `Offset`.
         mtp: what Megatron calls the layer within one of multi-token prediction; before 0.16 "transformer_layer".
+        routed_experts: whether vLLM has its experts in a module of that name, as since the middle of 2026.
         fill: stands for states of experts that have none, where experts are stacked; see `Stack`.
 
-    Raises NormalizationError for a family or naming that is not known, or a family that torchtitan does not have.
+    Raises NormalizationError for a family or naming that is not known, or a family that torchtitan does not have, or
+    that there is no mapping of to an engine.
     """
     model = Decoder.of(config)
+    _check(model, source, target, titan)
+    if source == target:
+        return Mapping()
+    plain = _plain(model, fill)
+    moved: dict[str, Callable[[], Mapping]] = {
+        "huggingface": lambda: Mapping(),
+        "plain": lambda: plain,
+        "transformers": lambda: _in_memory(model, plain, fill),
+        "torchtitan": lambda: _titan(model, titan, plain, fill),
+        "megatron": lambda: plain | _megatron(model, transformer_engine, padded_vocab, zero_centered, exact, mtp),
+        "gguf": lambda: Mapping(to_llama_cpp(model)),
+        "transformer_engine": lambda: Mapping(to_transformer_engine()),
+        **{name: partial(_engine, model, name, plain, routed_experts, fill) for name in ENGINES},
+    }
+    mapping = between(moved[source](), moved[target]())
+    return _FIRST[source](model) | mapping if source in _FIRST else mapping
+
+
+def _check(model: Decoder, source: str, target: str, titan: str) -> None:
+    """Raises NormalizationError for a family or naming that is not known, or that does not have the other."""
     if model.family not in FAMILIES:
         raise NormalizationError(f"there is no ready mapping for {model.family!r}: known are {', '.join(FAMILIES)}")
     for naming in (source, target):
@@ -77,20 +108,12 @@ def ready(
             raise NormalizationError(f"unknown naming {naming!r}: known are {', '.join(NAMINGS)}")
         if naming == "torchtitan" and model.family in _NOT_IN_TITAN:
             raise NormalizationError(f"torchtitan has no model of the family {model.family!r}")
+        if naming in ENGINES and model.family in _NOT_IN_ENGINES:
+            raise NormalizationError(f"there is no ready mapping of {model.family!r} to {naming}")
+        if model.family not in _ONLY_IN.get(naming, FAMILIES):
+            raise NormalizationError(f"there is no ready mapping of {model.family!r} to {naming}")
     if titan not in ("0.2", "0.3"):
         raise NormalizationError(f"torchtitan's names are known as of '0.2' and '0.3', not {titan!r}")
-    if source == target:
-        return Mapping()
-    plain = _plain(model, fill)
-    moved = {
-        "huggingface": lambda: Mapping(),
-        "plain": lambda: plain,
-        "transformers": lambda: _in_memory(model, plain, fill),
-        "torchtitan": lambda: _titan(model, titan, plain, fill),
-        "megatron": lambda: plain | _megatron(model, transformer_engine, padded_vocab, zero_centered, exact, mtp),
-    }
-    mapping = between(moved[source](), moved[target]())
-    return _titan_as_plain(model) | mapping if source == "torchtitan" else mapping
 
 
 def _plain(model: Decoder, fill: float | None) -> Mapping:
@@ -105,6 +128,10 @@ def _plain(model: Decoder, fill: float | None) -> Mapping:
 def _in_memory(model: Decoder, plain: Mapping, fill: float | None) -> Mapping:
     is_stacked = model.has_experts and model.family != "gpt_oss"
     return plain | in_memory_to_disk(fill).inverse() if is_stacked else Mapping()
+
+
+def _engine(model: Decoder, engine: str, plain: Mapping, routed_experts: bool, fill: float | None) -> Mapping:
+    return plain | to_engine(model, engine, routed_experts=routed_experts, fill=fill)
 
 
 def _titan(model: Decoder, generation: str, plain: Mapping, fill: float | None) -> Mapping:
@@ -128,6 +155,19 @@ def _titan_as_plain(model: Decoder) -> Mapping:
         # a buffer for balancing that these families' files do not have
         rules += [Drop(f"{TITAN}moe.expert_bias_E"), Drop(f"{TITAN}moe.expert_bias")]
     return Mapping(rules)
+
+
+def _gguf_as_plain(model: Decoder) -> Mapping:
+    """A table that follows from the settings is no parameter."""
+    return Mapping([Drop("rope_freqs.weight")])
+
+
+_FIRST: dict[str, Callable[[Decoder], Mapping]] = {
+    "torchtitan": _titan_as_plain,
+    "gguf": _gguf_as_plain,
+    "transformer_engine": as_not_fused,
+}
+"""What is done first with the files of a naming, and cannot be undone."""
 
 
 def _megatron(

@@ -32,6 +32,8 @@ class Decoder:
     """Numbers of the layers of a mixture of experts that have none."""
     expert_size: int = 0
     """Rows of an expert's gate."""
+    latent_rows: tuple[int, int] = (0, 0)
+    """Rows of the first projections of latent attention: of queries, 0 if these have none; of keys and values."""
 
     def __post_init__(self) -> None:
         """Raises NormalizationError for numbers that cannot be."""
@@ -92,6 +94,10 @@ class Decoder:
             int(config.get("num_nextn_predict_layers") or 0),
             tuple(layer for layer in range(layers) if not _has_experts(config, layer)),
             int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 0),
+            (
+                int(config.get("q_lora_rank") or 0),
+                int(config.get("kv_lora_rank") or 0) + int(config.get("qk_rope_head_dim") or 0),
+            ),
         )
 
 

@@ -24,9 +24,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from reshard.state.fingerprints.keys import BLOCK, LANES, LIMB_BITS, LIMBS, PRIME, Key, Residues, products, to_limbs
+from reshard.state.fingerprints.keys import (
+    BLOCK,
+    LANES,
+    LIMB_BITS,
+    LIMBS,
+    PRIME,
+    Key,
+    Residues,
+    multiply,
+    products,
+    to_limbs,
+)
 
-__all__ = ["Axis", "Sums", "Term", "add_sums", "fold", "known", "terms", "tiles"]
+__all__ = ["Axis", "Sums", "Term", "add_sums", "fold", "fold_each", "known", "terms", "tiles"]
 
 Sums = tuple[int, ...]
 """One element of the field per lane."""
@@ -47,7 +58,8 @@ _MAX_ROWS = 1 << 14
 _NARROW = 256  # fewer columns than this do not keep the matrix product busy
 _MIN_ROWS = 16  # fewer rows than this do not pay for more columns
 _HALF_BITS = 27
-_CPU_WORDS = 1 << 17  # 1 MiB as float64: stays in the cache of one core
+_CPU_WORDS = 1 << 18  # 2 MiB as float64: of fewer the calls would take a part of the time
+_ONE_THREAD = 1 << 18  # multiplications: for no more than these OpenBLAS asks no other threads, which would spin
 _DEVICE_WORDS = 1 << 24
 
 
@@ -121,10 +133,28 @@ def add_sums(*sums: Sums) -> Sums:
 def fold(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Sums:
     """The sum of word times numbers over an int32 tensor whose dims are `axes`; at least one dim, any strides.
 
-    Extra memory: one chunk as float64 (1 MiB on the CPU, 128 MiB on other devices) and up to 32 MiB of digits,
+    Extra memory: one chunk as float64 (2 MiB on the CPU, 128 MiB on other devices) and up to 64 MiB of digits,
     kept for the next tensor of the same geometry.
     """
     return add_sums(*(_join(term.digits.tolist()) for term in terms(words, axes, key)))
+
+
+def fold_each(rows: torch.Tensor, axes: Sequence[Axis], key: Key) -> list[Sums]:
+    """`fold` of each of many small tensors that lie alike; int32 on the CPU, (tensors, words in row-major order).
+
+    All axes are columns here, so that one product sums up all of them: for small ones the calls are what takes time.
+    """
+    total = np.zeros((LANES, len(rows)), np.int64)
+    start = 0
+    for tile in tiles([axis.size for axis in axes], _MAX_COLUMNS):
+        limbs = _limbs(key, tuple(axes), tile, rows.device)
+        stop = start + limbs.shape[1]
+        digits = (rows[:, start:stop].to(torch.float64) @ limbs.t()).numpy().astype(np.int64)
+        worth = np.array([1 << LIMB_BITS * place for place in range(LIMBS)])
+        total += multiply(digits.T.reshape(LANES, LIMBS, -1) % PRIME, worth[:, None]).sum(axis=1)
+        total %= PRIME
+        start = stop
+    return list(zip(*total.tolist()))
 
 
 def known(found: Sequence[Term]) -> list[Sums]:
@@ -185,7 +215,7 @@ def _cut(words: torch.Tensor, tile: Tile) -> torch.Tensor:
     return words[tuple(slice(start, stop) for start, stop in tile)]
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _limbs(key: Key, axes: tuple[Axis, ...], tile: Tile, device: torch.device) -> torch.Tensor:
     """The digits of the products of the axes' numbers over a tile, (LANES * LIMBS, places of the tile), float64."""
     numbers = products([axis.numbers(key, *span) for axis, span in zip(axes, tile)])
@@ -195,21 +225,43 @@ def _limbs(key: Key, axes: tuple[Axis, ...], tile: Tile, device: torch.device) -
 def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_limbs: torch.Tensor) -> torch.Tensor:
     """The digits of the sum over one tile: axes before `first` are its rows, the others its columns."""
     rows, columns = row_limbs.shape[1], column_limbs.shape[1]
-    height = max(1, (_CPU_WORDS if words.device.type == "cpu" else _DEVICE_WORDS) // columns)
-    sums = torch.empty(LANES * LIMBS, rows, dtype=torch.float64, device=words.device)
-    chunk = torch.empty(min(height, rows) * columns, dtype=torch.float64, device=words.device)
+    sums = torch.empty(rows, LANES * LIMBS, dtype=torch.float64, device=words.device)
+    chunk, height = _chunk(rows, columns, words.device)
     done = 0
     for tile in tiles(words.shape[:first], height):
         size = math.prod(stop - start for start, stop in tile)
         values = chunk[: size * columns]
         piece = _cut(words, tile)
         values.view(piece.shape).copy_(piece)
-        sums[:, done : done + size] = column_limbs @ values.view(size, columns).t()
+        _multiply(values.view(size, columns), column_limbs, sums[done : done + size])
         done += size
     high = torch.round(sums * 2.0**-_HALF_BITS)
     low = sums - high * 2.0**_HALF_BITS
-    parts = torch.stack((row_limbs @ low.t(), row_limbs @ high.t()))
+    parts = torch.stack((row_limbs @ low, row_limbs @ high))
     return parts.flatten().to(torch.int64)
+
+
+def _multiply(values: torch.Tensor, limbs: torch.Tensor, out: torch.Tensor) -> None:
+    """values @ limbs.t() into `out`: so thin a product numpy's BLAS does faster, torch's with the threads it has."""
+    if values.device.type != "cpu" or torch.get_num_threads() > 1:
+        out[...] = values @ limbs.t()
+        return
+    left, right, made = values.numpy(), limbs.numpy().T, out.numpy()
+    step = max(1, _ONE_THREAD // limbs.numel())
+    for start in range(0, len(left), step):
+        np.matmul(left[start : start + step], right, out=made[start : start + step])
+
+
+def _chunk(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Memory for some rows of words, and how many those are: fewer where the device is nearly full."""
+    height = max(1, (_CPU_WORDS if device.type == "cpu" else _DEVICE_WORDS) // columns)
+    while True:
+        try:
+            return torch.empty(min(height, rows) * columns, dtype=torch.float64, device=device), height
+        except torch.OutOfMemoryError:
+            if height * columns <= _CPU_WORDS:
+                raise
+            height = min(height, rows) // 4 or 1
 
 
 def _join(parts: list[int]) -> Sums:

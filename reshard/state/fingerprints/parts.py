@@ -13,7 +13,7 @@ import torch
 from planners.geometry.box import Box
 from reshard.errors import FormatError, LayoutError
 from reshard.state.dtypes import dtype_from_name, dtype_name
-from reshard.state.fingerprints.fold import Sums, Term, add_sums, fold, known, terms
+from reshard.state.fingerprints.fold import Sums, Term, add_sums, fold, fold_each, known, terms
 from reshard.state.fingerprints.keys import LANES, PRIME, PUBLIC, Key
 from reshard.state.fingerprints.words import Positions, float64_is_exact, local_parts, words_of
 
@@ -22,6 +22,10 @@ __all__ = ["Fingerprinter", "Partial", "comparable", "partial", "partials"]
 _VERSION = "rf1"
 _LANE_BYTES = 6
 _COUNT_BYTES = 8
+_WORD_BYTES = 4
+_SMALL_BYTES = 64 << 10
+_BATCH_WORDS = 1 << 16
+"""Of small tensors that are summed up together: as float64 they stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +108,60 @@ def partial(
 def partials(
     parts: Iterable[tuple[torch.Tensor, Positions, Sequence[int] | None]], *, key: Key = PUBLIC
 ) -> list[Partial]:
-    """`partial` of each (tensor, positions, shape). Devices are asked for all of them, and then waited for once."""
+    """`partial` of each (tensor, positions, shape). Devices are asked for all of them, and then waited for once; small
+    tensors of the host that lie alike are summed up together."""
+    given = list(parts)
+    together: dict[tuple[object, ...], list[int]] = {}
+    for i, (tensor, positions, shape) in enumerate(given):
+        if (kind := _small_kind(tensor, positions, shape)) is not None:
+            together.setdefault(kind, []).append(i)
+    out: list[Partial | None] = [None] * len(given)
     with torch.no_grad():
-        begun = [_Begun.of(tensor, positions, shape, key) for tensor, positions, shape in parts]
+        for alike in together.values():
+            if len(alike) > 1:
+                for i, found in zip(alike, _small_partials([given[i] for i in alike], key), strict=True):
+                    out[i] = found
+        begun = {i: _Begun.of(*given[i], key) for i, done in enumerate(out) if done is None}
         under_way: dict[torch.device, list[Term]] = {}
-        for one in begun:
-            for term in one.terms:
-                under_way.setdefault(term.digits.device, []).append(term)
-        ended = {device: iter(known(found)) for device, found in under_way.items()}
-    return [one.end(ended) for one in begun]
+        for term in (term for each in begun.values() for term in each.terms):
+            under_way.setdefault(term.digits.device, []).append(term)
+        ended = {device: iter(known(asked)) for device, asked in under_way.items()}
+    return [begun[i].end(ended) if done is None else done for i, done in enumerate(out)]
+
+
+def _small_kind(tensor: torch.Tensor, positions: Positions, shape: Sequence[int] | None) -> tuple[object, ...] | None:
+    """What small tensors have in common that can be seen as whole words, and are summed up alike; None for others."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+        return None
+    if tensor.device.type != "cpu" or not 0 < tensor.nbytes <= _SMALL_BYTES or not tensor.is_contiguous():
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        return None
+    itemsize = tensor.itemsize
+    ends = (0, tensor.shape[-1] if tensor.ndim else 1, tensor.storage_offset())
+    if isinstance(positions, Box) and positions.sizes == tensor.shape and positions.sizes:
+        ends = (positions.offsets[-1], positions.stops[-1], tensor.storage_offset())
+    elif positions is not None and not (isinstance(positions, Box) and positions.sizes == tensor.shape):
+        return None
+    if any(end * itemsize % _WORD_BYTES for end in ends):
+        return None
+    return tensor.dtype, tensor.shape, positions, shape if shape is None else tuple(shape)
+
+
+def _small_partials(
+    alike: Sequence[tuple[torch.Tensor, Positions, Sequence[int] | None]], key: Key
+) -> Iterator[Partial]:
+    """Of tensors of one small kind. Raises as `partial` does."""
+    tensor, positions, shape = alike[0]
+    _refuse(tensor)
+    ((piece, part),) = local_parts(tensor, positions, tuple(tensor.shape) if shape is None else tuple(shape))
+    ((words, axes),) = words_of(piece, part)
+    step = max(1, _BATCH_WORDS // words.numel())
+    for start in range(0, len(alike), step):
+        # one element may have any stride, and the tensor is contiguous all the same
+        rows = [one.detach().as_strided((one.numel(),), (1,)).view(torch.int32) for one, _, _ in alike[start:][:step]]
+        for sums in fold_each(torch.stack(rows), axes, key):
+            yield Partial(sums, tensor.numel())
 
 
 class _Begun(NamedTuple):

@@ -202,12 +202,19 @@ def _copy(piece: torch.Tensor, words: torch.Tensor, axis: Axis, per_word: int) -
         place += (-(-b // per_word) - a // per_word) * per_word
 
 
-@lru_cache(maxsize=64)
 def float64_is_exact(device: torch.device) -> bool:
-    """Whether this device's float64 matrix product is exact for the largest numbers that occur, found by trying once.
+    """Whether this device's float64 matrix product is exact for the largest numbers that occur, found by trying once;
+    on the CPU, numpy's too.
 
-    Devices without float64, or with an emulation of it, answer no; their tensors are copied to the CPU in pieces.
+    Devices without float64, or with an emulation of it, answer no; their tensors are copied to the CPU in pieces. So
+    do those whose product is refused where algorithms have to be deterministic, as CUDA's without a setting of its own.
     """
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return _tried(device, strict)
+
+
+@lru_cache(maxsize=64)
+def _tried(device: torch.device, strict: bool) -> bool:
     size = 2048
     ramp = torch.arange(size, dtype=torch.int64, device="cpu")  # not the user's default device
     words = torch.stack([0 * ramp - 2**31, ramp - 2**31, 2**31 - 1 - ramp * 3]).to(torch.int32)
@@ -219,5 +226,7 @@ def float64_is_exact(device: torch.device) -> bool:
     except torch.OutOfMemoryError:
         raise  # says nothing about the device
     except (TypeError, RuntimeError, NotImplementedError):
+        return False
+    if device.type == "cpu" and (digits.numpy().astype(float) @ words.numpy().astype(float).T).tolist() != want:
         return False
     return found == want

@@ -8,7 +8,7 @@ unit's group holds an equal range of it:
     rank 0      | a a a a a
     rank 1                a . . b   and so on
 
-So a rank holds one range, perhaps empty, of the row-major flattening of each parameter; see `flat_cuts`.
+So a rank holds one range, perhaps empty, of the row-major flattening of each parameter; see `fsdp1_cuts`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from reshard.errors import NormalizationError
-from reshard.state.frameworks.flat_cuts import FlatCut
+from reshard.state.frameworks.fsdp1_cuts import FlatCut
 
 __all__ = ["FlatPiece", "flat_pieces", "group_of", "is_flat"]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import device_mesh
 
 __all__ = [
     "EXTRA_STATE",
@@ -21,6 +22,7 @@ __all__ = [
     "as_parameter",
     "assign_tensor",
     "copy_all",
+    "forget_meshes",
     "loads_itself",
 ]
 
@@ -95,9 +97,19 @@ class ModuleReader:
         own = module.__dict__
         if facts.overrides or "state_dict" in own or "load_state_dict" in own:
             return True
-        if not any(map(own.get, _HOOKS)):
-            return False  # nearly always
         return not all(_is_known(hook) for kind in _HOOKS for hook in own.get(kind, {}).values())
+
+    def touched(self, module: nn.Module) -> bool:
+        """Whether anybody has a say in how this very module is saved and loaded; hardly ever, of very many modules."""
+        get = module.__dict__.get
+        return bool(
+            get("_state_dict_hooks")
+            or get("_state_dict_pre_hooks")
+            or get("_load_state_dict_pre_hooks")
+            or get("_load_state_dict_post_hooks")
+            or get("state_dict")
+            or get("load_state_dict")
+        )
 
     def settle(self, module: nn.Module) -> None:
         """Bring FSDP2 parameters to their sharded form, as its own hook does before a state dict is taken. Not for
@@ -187,3 +199,10 @@ def _is_known(hook: Any) -> bool:
     function: Callable[..., Any] | Any = getattr(hook, "hook", hook)
     function = getattr(function, "func", function)
     return (getattr(function, "__module__", None) or "").startswith(_KNOWN_HOOKS)
+
+
+def forget_meshes() -> None:
+    """For who goes on as another rank: torch 2.6 gives out meshes of before, even without their process groups."""
+    known = getattr(device_mesh, "_mesh_resources", None)
+    for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):
+        getattr(known, name, {}).clear()

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from reshard.state.memory.arrays import as_array, row_major_bytes
 from reshard.state.memory.lanes import Event, Lane, Lanes, pinned
 
-__all__ = ["BLOCK_BYTES", "HostMemory", "fetch", "row_major_pieces"]
+__all__ = ["BLOCK_BYTES", "HostMemory", "batches", "fetch", "row_major_pieces", "to_host"]
+
+T = TypeVar("T")
 
 BLOCK_BYTES = 1 << 30
 """Of pinned memory that is kept from save to save."""
+_SMALL_BYTES, _TOGETHER_BYTES = 16 << 10, 256 << 10
+_JOINED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
+STAGE_BYTES = 64 << 20
+"""Of pinned memory through which what is for the caller comes to the host."""
 
 
 def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: Lanes, stage_bytes: int) -> Iterator[memoryview]:
@@ -31,15 +38,28 @@ def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: Lanes, stage_bytes:
     """
     on_lanes = sum(tensor.nbytes for tensor in tensors if lanes[tensor.device] is not None)
     ring = _Ring(max(min(stage_bytes // 2, on_lanes), 16))
-    for tensor in tensors:
-        lane = lanes[tensor.device]
-        if lane is None:
+    for some in batches(tensors, lambda tensor: tensor.nbytes, _TOGETHER_BYTES, _small_kind):
+        if len(some) > 1 and _small_kind(some[0]) is not None:
             yield from ring.flush()
-            yield from _of_host(tensor, stage_bytes // 2)  # one is written while the next one is made
+            yield row_major_bytes(as_array(torch.cat([tensor.detach().view(-1) for tensor in some])))
             continue
-        for piece in _in_pieces(tensor, ring.slot_bytes):
-            yield from ring.add(piece, lane)
+        for tensor in some:
+            lane = lanes[tensor.device]
+            if lane is None:
+                yield from ring.flush()
+                yield from _of_host(tensor, stage_bytes // 2)  # one is written while the next one is made
+                continue
+            for piece in _in_pieces(tensor, ring.slot_bytes):
+                yield from ring.add(piece, lane)
     yield from ring.flush()
+
+
+def _small_kind(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype of what lies on the host as it is to be written and is so small that the call would cost more than the
+    copy; None for others. Of these dtypes torch joins all."""
+    small = tensor.device.type == "cpu" and 0 < tensor.nbytes <= _SMALL_BYTES and tensor.dtype in _JOINED
+    plain = small and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.dtype if plain and type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
 
 
 def _of_host(tensor: torch.Tensor, stage_bytes: int) -> Iterator[memoryview]:
@@ -48,7 +68,8 @@ def _of_host(tensor: torch.Tensor, stage_bytes: int) -> Iterator[memoryview]:
         yield row_major_bytes(as_array(tensor))
         return
     for piece in _in_pieces(tensor, stage_bytes):
-        yield row_major_bytes(as_array(piece.cpu()))
+        there = piece if piece.device.type == "cpu" else piece.contiguous()  # put in order where it is
+        yield row_major_bytes(as_array(there.cpu()))
 
 
 def _in_pieces(tensor: torch.Tensor, limit_bytes: int) -> Iterator[torch.Tensor]:
@@ -133,12 +154,15 @@ def _ask(elements: torch.Tensor, room: torch.Tensor, lane: Lane) -> None:
 
 
 class HostMemory:
-    """Pinned memory for whole saves, kept for the next ones: as much as ever was in use at a time, and no more.
+    """Memory for whole saves, kept for the next ones: as much as ever was in use at a time, and no more.
 
-    In blocks, since torch rounds each up to a power of two: beside tensors that are larger than one, little is lost.
+    In blocks, since torch rounds pinned ones up to a power of two: beside tensors that are larger than one, little is
+    lost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[int], torch.Tensor] = pinned) -> None:
+        """`make` gives new memory of so many bytes."""
+        self._make = make
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
@@ -146,7 +170,7 @@ class HostMemory:
         """Room for each of so many bytes, one behind another within blocks; and the blocks, to be given back."""
         rooms: list[torch.Tensor] = []
         blocks: list[torch.Tensor] = []
-        for together in _blocks(sizes):
+        for together in batches(sizes, int, BLOCK_BYTES):
             block, at = self._block(sum(together)), 0
             for size in together:
                 rooms.append(block[at : at + size])
@@ -162,7 +186,7 @@ class HostMemory:
                 return self._free.pop(min(fits, key=lambda i: self._free[i].numel()))
             if self._free:
                 self._free.pop()
-        return pinned(nbytes)
+        return self._make(nbytes)
 
     def give(self, blocks: Iterable[torch.Tensor]) -> None:
         """Back, when nobody uses them any more."""
@@ -170,18 +194,21 @@ class HostMemory:
             self._free.extend(blocks)
 
 
-def _blocks(sizes: Iterable[int]) -> Iterator[list[int]]:
-    """Sizes in order, as many together as a block holds."""
-    together: list[int] = []
+def batches(
+    items: Iterable[T], nbytes: Callable[[T], int], limit_bytes: int, kind: Callable[[T], object] = lambda _: None
+) -> Iterator[list[T]]:
+    """Items in order, as many of one `kind` together as `limit_bytes` holds; what is larger is alone."""
+    batch: list[T] = []
     total = 0
-    for size in sizes:
-        if together and total + size > BLOCK_BYTES:
-            yield together
-            together, total = [], 0
-        together.append(size)
+    for item in items:
+        size = nbytes(item)
+        if batch and (total + size > limit_bytes or kind(item) != kind(batch[0])):
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
         total += size
-    if together:
-        yield together
+    if batch:
+        yield batch
 
 
 def fetch(tensors: Iterable[torch.Tensor], lanes: Lanes, rooms: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -189,8 +216,41 @@ def fetch(tensors: Iterable[torch.Tensor], lanes: Lanes, rooms: Iterable[torch.T
     for those. Larger elements come before smaller ones, so that all are aligned."""
     found = []
     for tensor, room in zip(tensors, rooms, strict=True):
-        lane = lanes[tensor.device]
+        lane, at = lanes[tensor.device], 0
         assert lane is not None
-        _ask(tensor, room, lane)
+        # what is strided takes as much of the device as it is put in order at once
+        for piece in [tensor] if tensor.is_contiguous() else _in_pieces(tensor, STAGE_BYTES):
+            _ask(piece, room[at : at + piece.nbytes], lane)
+            at += piece.nbytes
         found.append(room.view(tensor.dtype).view(tensor.shape))
     return found
+
+
+def to_host(tensors: Sequence[torch.Tensor], stage_bytes: int = STAGE_BYTES) -> list[torch.Tensor]:
+    """Each on the host, in common memory: a copy of what lies on a device, and itself what lies here already.
+
+    One piece of pinned memory is filled by the device while another is emptied here; then they change places, for all
+    tensors together. Strided tensors, lazily conjugated ones and subclasses are copied by torch.
+    """
+    lanes = Lanes(tensor.device for tensor in tensors)
+    numbers = [i for i, tensor in enumerate(tensors) if lanes[tensor.device] is not None and _is_plain(tensor)]
+    numbers.sort(key=lambda i: -tensors[i].itemsize)
+    sent = set(numbers)
+    out = [
+        torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if i in sent else tensor.cpu()
+        for i, tensor in enumerate(tensors)
+    ]
+    rooms = deque(row_major_bytes(as_array(out[i])) for i in numbers)
+    for piece in row_major_pieces([tensors[i] for i in numbers], lanes, stage_bytes):
+        while piece:
+            taken = min(len(piece), len(rooms[0]))
+            rooms[0][:taken] = piece[:taken]
+            piece, rooms[0] = piece[taken:], rooms[0][taken:]
+            if not rooms[0]:
+                rooms.popleft()
+    return out
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    lazily = tensor.is_conj() or tensor.is_neg()
+    return type(tensor) is torch.Tensor and tensor.is_contiguous() and tensor.numel() > 0 and not lazily

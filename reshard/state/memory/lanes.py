@@ -7,13 +7,15 @@ Of any accelerator that torch knows: all is asked of the device module of a tens
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Event", "Lane", "Lanes", "has_lanes", "pinned"]
+__all__ = ["Event", "Lane", "Lanes", "device_module", "has_lanes", "of_caller", "pinned", "wait_for"]
 
 _log = logging.getLogger("reshard")
 
@@ -31,15 +33,41 @@ def pinned(nbytes: int) -> torch.Tensor:
     Where the system gives no such memory it is common memory: copies are right, and slower, and a warning is logged.
     """
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return _pin(nbytes)
     except RuntimeError as error:
         _log.warning("no pinned memory of %d bytes, so copies to and from devices are slow: %s", nbytes, error)
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
+def _pin(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def device_module(device: torch.device) -> Any:
+    """torch's module of such devices, or None: the CPU, and devices that other libraries know how to wait for."""
+    try:
+        return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    except RuntimeError:  # such as "xla" has none
+        return None
+
+
 def has_lanes(device: torch.device) -> bool:
     """Whether what is asked of the device is asked of streams."""
-    return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "Stream")
+    return hasattr(device_module(device), "Stream")
+
+
+def wait_for(device: torch.device) -> None:
+    """Until a device has done all that it was asked by anybody. It need not be the current one."""
+    module = device_module(device)
+    if hasattr(module, "Stream"):
+        module.synchronize(device)
+    elif module is not None:
+        module.synchronize()
+
+
+_unused: defaultdict[torch.device, list[Any]] = defaultdict(list)
+"""Streams of lanes that are no more. Allocators keep freed memory for the stream that it was made on: with a new stream
+for each lane, as much as a lane ever took would stay with each of them."""
 
 
 class Lane:
@@ -47,9 +75,22 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         """On the thread, and where the stream is current, that the lane is to come after."""
-        self._module: Any = torch.get_device_module(device)
-        self._stream = self._module.Stream(device)
-        self._stream.wait_event(self._module.current_stream(device).record_event())
+        self._module: Any = device_module(device)
+        try:
+            self._stream = _unused[device].pop()
+        except IndexError:
+            self._stream = self._module.Stream(device)
+        weakref.finalize(self, _unused[device].append, self._stream).atexit = False
+        self._device = device
+        self.follow()
+
+    def follow(self) -> None:
+        """What is asked from here on comes after what the calling thread's stream was asked until now."""
+        self._stream.wait_event(self._module.current_stream(self._device).record_event())
+
+    def lead(self) -> None:
+        """What the calling thread's stream is asked from here on comes after what this lane was asked until now."""
+        self._module.current_stream(self._device).wait_event(self._stream.record_event())
 
     def use(self) -> AbstractContextManager[Any]:
         """Within, on this thread, all that is asked of the device is asked of this lane."""
@@ -79,19 +120,46 @@ class Lanes:
         for device in dict.fromkeys(devices):
             if has_lanes(device):
                 self._lanes[device] = Lane(device)
-            elif device.type not in ("cpu", "meta"):
-                torch.get_device_module(device).synchronize()
+            else:
+                wait_for(device)
 
     def __getitem__(self, device: torch.device) -> Lane | None:
         """None for a device without streams."""
         return self._lanes.get(device)
+
+    def follow(self, device: torch.device) -> Lane:
+        """The lane of a device with streams, after what the calling thread's stream was asked until now."""
+        lane = self._lanes.get(device)
+        if lane is None:
+            lane = self._lanes[device] = Lane(device)
+        else:
+            lane.follow()
+        return lane
 
     def use(self, device: torch.device) -> AbstractContextManager[Any]:
         """As `Lane.use`; nothing where there is no lane."""
         lane = self._lanes.get(device)
         return nullcontext() if lane is None else lane.use()
 
+    @contextmanager
+    def use_all(self) -> Iterator[None]:
+        """As `use` of each device that has a lane."""
+        with ExitStack() as stack:
+            for lane in self._lanes.values():
+                stack.enter_context(lane.use())
+            yield
+
     def wait(self) -> None:
         """Until all that was asked of any of them is done."""
         for lane in self._lanes.values():
             lane.wait()
+
+
+def of_caller() -> Lanes:
+    """A lane after the caller's stream of the current device, if this process has used one: for threads that meet
+    tensors only later. On other devices they must `wait_for` all that was asked."""
+    kind = torch.accelerator.current_accelerator()
+    module = torch.cpu if kind is None else torch.get_device_module(kind)
+    if kind is None or not has_lanes(kind) or not module.is_initialized():
+        return Lanes()
+    return Lanes([torch.device(kind.type, module.current_device())])

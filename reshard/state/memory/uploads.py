@@ -8,7 +8,8 @@ read 2 ....................... waits until slot 0 has arrived, -> slot 0
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,14 @@ class Uploads:
     def begin(self) -> None:
         """On the caller's thread: what is put from here on comes after what the caller's streams were asked."""
         self._lanes = Lanes(self._devices)
+
+    @contextmanager
+    def in_order(self, device: torch.device) -> Iterator[None]:
+        """Within, what is put comes after what the caller's stream was asked, and before what it is asked next. On a
+        device that is met now, and not before `begin`."""
+        lane = self._lanes.follow(device)
+        yield
+        lane.lead()
 
     def put(
         self, target: torch.Tensor, saved: torch.dtype, sizes: Sequence[int], read: Callable[[Array], None]

@@ -6,7 +6,7 @@ of them share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -17,7 +17,7 @@ from reshard.errors import NormalizationError
 from reshard.state.frameworks.fsdp1 import FlatPiece
 from reshard.state.tensors import dtype_of, global_shape, is_sharded
 from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
-from reshard.state_dict.values import copy_containers, same_value, write
+from reshard.state_dict.values import copy_containers, same_value, write_all
 
 __all__ = ["fill_absent", "filled_names", "joined_pieces", "split_state"]
 
@@ -38,20 +38,24 @@ def split_state(piece: FlatPiece, parameter: torch.Tensor, values: Mapping[Any, 
     return out
 
 
-def joined_pieces(entries: Iterable[Entry]) -> Iterator[Entry]:
+def joined_pieces(entries: Iterable[Entry]) -> list[Entry]:
     """The entries as the optimizers want them: the original parameters of one flat parameter become one entry.
 
     Raises NormalizationError if they were saved with different scalars, of which a flat parameter has only one.
     """
+    out: list[Entry] = []
     waiting: dict[int, list[Entry]] = {}
     for one, values in entries:
         if one.piece is None:
-            yield one, values
+            out.append((one, values))
         else:
             waiting.setdefault(id(one.parameter), []).append((one, values))
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for together in waiting.values():
         first = together[0][0]
-        yield first, _join(first.parameter, together)
+        out.append((first, _join(first.parameter, together, pairs)))
+    write_all(pairs)
+    return out
 
 
 def filled_names(entries: Iterable[Entry]) -> list[str]:
@@ -64,7 +68,10 @@ def filled_names(entries: Iterable[Entry]) -> list[str]:
     return [one.name for unit in units.values() if any(v for _, v in unit) for one, values in unit if not values]
 
 
-def _join(parameter: torch.Tensor, together: Sequence[Entry]) -> dict[Any, Any] | None:
+def _join(
+    parameter: torch.Tensor, together: Sequence[Entry], pairs: list[tuple[torch.Tensor, torch.Tensor]]
+) -> dict[Any, Any] | None:
+    """One entry, of tensors that are still to be written: `pairs` has each given value and its place."""
     out: dict[Any, Any] = {}
     for one, values in together:
         piece = one.piece
@@ -76,7 +83,7 @@ def _join(parameter: torch.Tensor, together: Sequence[Entry]) -> dict[Any, Any] 
                     out[key] = torch.zeros(_held_shape(piece, parameter), dtype=value.dtype, device=parameter.device)
                 whole = out[key]
                 local = whole[piece.local_slice()] if parameter is piece.flat else whole
-                write(value, piece.tensor(local))
+                pairs.append((value, piece.tensor(local)))
             elif key not in out:
                 out[key] = value
             elif not same_value(out[key], value):
@@ -124,4 +131,6 @@ def _outline(value: Any) -> Any:
 
 
 def _filled(outline: Any, piece: FlatPiece, numel: int) -> Any:
-    return piece.tensor(torch.zeros(numel, dtype=outline)) if isinstance(outline, torch.dtype) else outline
+    if not isinstance(outline, torch.dtype):
+        return outline
+    return piece.tensor(torch.zeros(numel, dtype=outline, device=piece.flat.device))

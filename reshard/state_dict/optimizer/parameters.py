@@ -91,12 +91,13 @@ class LiveOptimizers:
         return found
 
     def _parameters(self, k: int, optimizer: Optimizer) -> Iterator[OptimizedParameter]:
-        names_of, pieces_of, number = self.live.names_of, self.live.pieces_of, 0
+        names_of, pieces_of, number, make = self.live.names_of, self.live.pieces_of, 0, tuple.__new__
         for g, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 names = names_of.get(id(parameter))
                 if names is not None:
-                    yield OptimizedParameter(parameter, tuple(names), k, g, position, number)
+                    # three times as fast as OptimizedParameter(...), and there are many
+                    yield make(OptimizedParameter, (parameter, tuple(names), k, g, position, number, None))
                 elif id(parameter) in pieces_of:
                     for piece in pieces_of[id(parameter)]:
                         own = tuple(names_of[piece.identity])

@@ -4,7 +4,6 @@ on every load into a running optimizer that is all of it, and there is much of i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedPar
 __all__ = ["Places", "all_plain", "places_of"]
 
 State = Mapping[Any, Any]
-_DTYPE = attrgetter("dtype")
 
 
 class Places(NamedTuple):
@@ -27,27 +25,39 @@ class Places(NamedTuple):
     """All that they have, one after another. Plain tensors."""
     values: Sequence[torch.Tensor] = ()
     """Of each target, a plain tensor of its shape and dtype."""
+    storages: Sequence[int] = ()
+    """Addresses of the storages of all these tensors."""
 
 
 def places_of(live: LiveOptimizers, state: Iterable[tuple[OptimizedParameter, State | None]]) -> Places:
     """The places of all state under the same keys; of none, if one of them has another form than what is given."""
     held = [{} if loads_itself(optimizer) else optimizer.state for optimizer in live.optimizers]
-    rows = []
+    rows: list[tuple[OptimizedParameter, dict[Any, Any], State]] = []
+    targets: list[torch.Tensor] = []
+    given: list[torch.Tensor] = []
+    storages: list[int] = []
+    plain, alike = torch.Tensor, torch.Tensor.is_same_size
+    storage_of, address_of = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
     for one, values in state:
-        if values and one.piece is None:
-            old = held[one.optimizer].get(one.parameter)
-            if old is not None and old.keys() == values.keys():
-                rows.append((one, old, values))
-    targets = [target for _, old, own in rows for target in map(old.__getitem__, own)]
-    given = [value for _, _, own in rows for value in own.values()]
-    # each question is asked of all at once: a loop over them would take longer than the copying
-    alike = (
-        all_plain(targets)
-        and all_plain(given)
-        and all(map(is_, map(_DTYPE, targets), map(_DTYPE, given)))
-        and all(map(torch.Tensor.is_same_size, targets, given))
-    )
-    return Places(rows, targets, given) if alike else Places()
+        old = held[one.optimizer].get(one.parameter) if values and one.piece is None else None
+        if old is None or values is None or old.keys() != values.keys():
+            continue
+        rows.append((one, old, values))
+        # a tensor is asked everything while it is in the processor's cache: to fetch them all from memory again for
+        # each question takes longer than the answers
+        for key, value in values.items():
+            target = old[key]
+            if type(value) is not plain or type(target) is not plain:
+                return Places()
+            if value.dtype is not target.dtype or not alike(target, value):
+                return Places()
+            targets.append(target)
+            given.append(value)
+            try:
+                storages += address_of(storage_of(target)), address_of(storage_of(value))
+            except (RuntimeError, NotImplementedError):
+                return Places()  # sparse tensors have several
+    return Places(rows, targets, given, storages)
 
 
 def all_plain(tensors: Iterable[Any]) -> bool:

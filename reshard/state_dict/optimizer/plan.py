@@ -22,6 +22,7 @@ __all__ = ["OptimizerWrites", "plan_optimizers"]
 
 State = Mapping[Any, Any]
 Entry = tuple[OptimizedParameter, State | None]
+_NO_FIELDS: Mapping[str, Any] = {}
 
 
 class OptimizerWrites(NamedTuple):
@@ -50,7 +51,10 @@ def plan_optimizers(
     saved = read_saved(given, live)
     match = _Match(live, saved)
     places = Places() if outlines else places_of(live, match.state)
-    faults = [*match.faults, *_misshapen(match.state, {id(one) for one, _, _ in places.rows})]
+    # what has places has their shapes
+    others = len(places.rows) < len(match.state)
+    shapes = _misshapen(match.state, {id(one) for one, _, _ in places.rows}) if others else []
+    faults = [*match.faults, *shapes]
     if faults or (options.strict and (match.missing or match.lost or match.strangers or match.foreign)):
         raise KeyMismatchError(_message(live, match, faults, options.strict))
     groups = [] if outlines else plan_groups(live, saved)
@@ -64,7 +68,7 @@ def plan_optimizers(
         kept_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.kept),
         added_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.added),
     )
-    state = [] if outlines else list(joined_pieces(match.state)) if live.live.pieces_of else match.state
+    state = [] if outlines else joined_pieces(match.state) if live.live.pieces_of else match.state
     return OptimizerWrites(state, match.other, groups, report, places)
 
 
@@ -83,11 +87,12 @@ class _Match:
         for k, own in enumerate(live.parameters):
             kind = StateKind(live.optimizers[k])
             for one in own:
-                values = saved.state.get(one.names[0])
+                name = one.names[0]
+                values = saved.state.get(name)
                 if values is None:
                     values = self._under_another_name(one, kind)
                 if values is not None:
-                    misfit = kind.check(values, one, saved.fields.get(one.names[0], {}))
+                    misfit = kind.check(values, one, saved.fields.get(name, _NO_FIELDS))
                     values = values if misfit is None else self._useful(one, values, misfit, kind)
                 self.state.append((one, values))
         self.other = [

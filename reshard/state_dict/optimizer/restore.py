@@ -20,7 +20,7 @@ from reshard.state_dict.optimizer.places import Places, all_plain
 from reshard.state_dict.optimizer.plan import OptimizerWrites
 from reshard.state_dict.optimizer.ties import GivenTies, ModelTensor, tensors_in
 from reshard.state_dict.options import OptimizerReport
-from reshard.state_dict.values import like, same_value, write
+from reshard.state_dict.values import like, same_value, write_all
 
 __all__ = ["apply_optimizers"]
 
@@ -49,7 +49,7 @@ def apply_optimizers(
     places = Places() if _moves_a_step(writes.places, merged) else writes.places
     copies = _Copies(places)
     kept = {id(one) for one, _, _ in places.rows}
-    for one, values in writes.state:
+    for one, values in writes.state if len(kept) < len(writes.state) else ():
         k = one.optimizer
         if id(one) in kept:
             continue
@@ -107,7 +107,7 @@ class _Copies:
         """Each further entry: whose it is, its dict, key, value, what it holds now, and the fields of its group."""
         self.untied: list[str] = []
         self.ties = GivenTies([], [])
-        self._rows = places.rows
+        self._places = places
         self._found: list[tuple[OptimizedParameter, dict[Any, Any], Any]] = []
         """Of each target that was found for an entry of `later`: whose it is, its dict and its key."""
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -131,32 +131,32 @@ class _Copies:
 
     def finish(self, live: LiveModel, model_state: Mapping[str, Any]) -> None:
         """Make and write everything."""
-        given = [*self.values, *(tensor for entry in self.later for tensor in tensors_in(entry[3]))]
-        held = [*self.targets, *(tensor for entry in self.later for tensor in tensors_in(entry[4]))]
+        given = [tensor for entry in self.later for tensor in tensors_in(entry[3])]
+        held = [tensor for entry in self.later for tensor in tensors_in(entry[4])]
         set_to = {id(value): value for value in model_state.values() if isinstance(value, torch.Tensor)}
-        shares_nothing = all_apart([*given, *held, *set_to.values(), *live.tensors()])  # nearly always
+        others = [*given, *held, *set_to.values(), *live.tensors()]
+        shares_nothing = all_apart(others, self._places.storages)  # nearly always
         model = [] if shares_nothing else _model_tensors(live, model_state)
         if not shares_nothing:
-            self.ties = GivenTies(given, model)
+            self.ties = GivenTies([*self.values, *given], model)
         for one, holder, key, value, old, fields in self.later:
             holder[key] = self._restored(value, old, one, holder, key, fields)
         if not shares_nothing:
             self._give_apart([each.live for each in model])
             self.values = apart(self.targets, self.values)
-        if all_plain(self.targets) and all_plain(self.values):
+        if not self.later:
             copy_all(self.targets, self.values)
             return
         pairs = list(zip(self.targets, self.values))
         plain = list(filter(all_plain, pairs))
         copy_all([target for target, _ in plain], [value for _, value in plain])
-        for target, value in itertools.filterfalse(all_plain, pairs):
-            write(value, target)
+        write_all((value, target) for target, value in itertools.filterfalse(all_plain, pairs))
 
     def _give_apart(self, model: list[torch.Tensor]) -> None:
         """Memory of their own for values that would be written where another value, or the model's, is to be."""
         moved: set[int] = set()
         pool = [*self.targets, *model]
-        places = [(one, old, key) for one, old, values in self._rows for key in values] + self._found
+        places = [(one, old, key) for one, old, values in self._places.rows for key in values] + self._found
         for cluster in overlapping(pool):
             known = [(pool[i], pool[i].detach()) for i in cluster if i >= len(self.targets)]
             for i in (i for i in cluster if i < len(self.targets)):

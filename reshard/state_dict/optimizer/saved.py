@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
+
+import torch
 
 from reshard.errors import NormalizationError
 from reshard.state.optimizer_forms import split_flat_key
@@ -73,41 +76,105 @@ def _names_of_ids(groups: Sequence[Mapping[str, Any]], live: LiveOptimizers) -> 
 
 
 def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
-    state: dict[str, dict[str, Any]] = {}
-    fields: dict[str, dict[str, Any]] = {}
-    places: dict[str, dict[Any, Any]] = {}
-    """The dict that a key's front leads to, where the front is a known name."""
-    known = live.live.by_name | live.by_name
-    stateless: set[str] = set()
-    front: str | None = None
-    place: dict[Any, Any] | None = None
-    for key, value in given.items():
-        if type(value) is dict and not value and key.removeprefix("state.") in known:
-            stateless.add(key.removeprefix("state."))
-            continue
-        last, (front, _, tail) = front, key.rpartition(".")
-        if front != last:  # keys of one parameter mostly come together
-            place = places.get(front)
-        if place is not None:
-            place[tail] = value
-            continue
-        section, name, path = split_flat_key(key, known)
-        if len(path) == 1:
-            place = places[front] = (fields if section == "param_groups" else state).setdefault(name, {})
-        if section == "param_groups":
-            fields.setdefault(name, {})[".".join(path)] = value
-            continue
-        inner: dict[Any, Any] = state.setdefault(name, {})
-        for part in path[:-1]:
-            inner = inner.setdefault(part, {})
-        inner[path[-1]] = value
-    for name, values in state.items():
+    flat = _Flat(live)
+    flat.read(list(given), list(given.values()))
+    for name in flat.singly[id(flat.state)]:
+        values = flat.state[name]
         if not any(isinstance(value, dict) for value in values.values()):
             continue
         one = live.by_name.get(name)
         now = live.optimizers[one.optimizer].state.get(one.parameter, {}) if one is not None else {}
-        state[name] = {key: _typed_keys(item, now.get(key)) for key, item in values.items()}
-    return SavedOptimizer(state, fields, [], frozenset(stateless))
+        flat.state[name] = {key: _typed_keys(item, now.get(key)) for key, item in values.items()}
+    return SavedOptimizer(flat.state, flat.fields, [], frozenset(flat.stateless))
+
+
+class _Flat:
+    """Reads the flat form: key by key, but a parameter with the keys that the one before it had, all at once."""
+
+    def __init__(self, live: LiveOptimizers) -> None:
+        self.state: dict[str, dict[Any, Any]] = {}
+        self.fields: dict[str, dict[Any, Any]] = {}
+        self.stateless: set[str] = set()
+        self.singly: dict[int, set[str]] = {id(self.state): set(), id(self.fields): set()}
+        """Of both, the parameters of which keys were read one by one; the others have no nested state, and parameters
+        of one group share their fields."""
+        self._known = live.live.by_name | live.by_name
+        self._places: dict[str, dict[Any, Any]] = {}
+        """The dict that a key's front leads to, where the front is a known name."""
+        self._front: str | None = None
+        """Of the key that was read last by itself."""
+        self._tails: dict[str, list[str]] = {}
+        """By section, the last parts of the keys of one parameter that were read one by one, in their order."""
+        self._latest: tuple[list[str], Sequence[Any], dict[Any, Any]] = ([], [], {})
+        """Tails and values of fields that were read at once, and the dict of them."""
+
+    def read(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        """Take all keys apart."""
+        at, last = 0, None
+        while at < len(keys):
+            front, _, tail = keys[at].rpartition(".")
+            count = self._row(front, keys, values, at) if front != last else 0
+            if not count:
+                self._one(keys[at], front, tail, values[at])
+            at, last = at + (count or 1), front
+
+    def _row(self, front: str, keys: Sequence[str], values: Sequence[Any], at: int) -> int:
+        """Read all keys of a parameter, if they are those that one before it had; how many, or 0."""
+        section, _, name = front.partition(".")
+        goal, tails = self._goal(section), self._tails.get(section)
+        if not tails or name in goal or name not in self._known:
+            return 0
+        end, dotted = at + len(tails), f"{front}."
+        own = values[at:end]
+        if keys[at:end] != [dotted + tail for tail in tails] or not _LEAVES.issuperset(map(type, own)):
+            return 0
+        if goal is self.state:
+            goal[name] = dict(zip(tails, own))
+            return len(tails)
+        known, before, fields = self._latest
+        if known is not tails or not (all(map(is_, before, own)) or all(map(_is_alike, before, own))):
+            fields = dict(zip(tails, own))
+            self._latest = tails, own, fields
+        goal[name] = fields
+        return len(tails)
+
+    def _one(self, key: str, front: str, tail: str, value: Any) -> None:
+        """Read one key."""
+        if type(value) is dict and not value and key.removeprefix("state.") in self._known:
+            self.stateless.add(key.removeprefix("state."))
+            return
+        if front != self._front:
+            self._front, self._tails[front.partition(".")[0]] = front, []
+        self._tails[front.partition(".")[0]].append(tail)
+        place = self._places.get(front)
+        if place is not None:
+            place[tail] = value
+            return
+        section, name, path = split_flat_key(key, self._known)
+        goal = self._goal(section)
+        if name not in self.singly[id(goal)]:
+            self.singly[id(goal)].add(name)
+            goal[name] = dict(goal.get(name, {}))
+        inner = goal[name]
+        if len(path) == 1:
+            self._places[front] = inner
+        if section == "param_groups":
+            inner[".".join(path)] = value
+            return
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[path[-1]] = value
+
+    def _goal(self, section: str) -> dict[str, dict[Any, Any]]:
+        return self.fields if section == "param_groups" else self.state
+
+
+_LEAVES = frozenset([torch.Tensor, bool, int, float, str, tuple, type(None)])
+"""Types of values that are no dicts: of nearly all."""
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and type(a) in (bool, int, float, str) and a == b)
 
 
 def _typed_keys(value: Any, live: Any) -> Any:

@@ -80,15 +80,18 @@ class StateKind:
         self._group = 0
         self._are_set: tuple[bool, ...] = ()
         """Of the fields that were asked for last."""
+        self._fitting: list[Any] | None = None
+        """Keys that fit in every parameter of that group that had those fields."""
         self._checked: dict[Any, Misfit] = {}
 
     def check(self, values: Mapping[Any, Any], one: OptimizedParameter, fields: Mapping[str, Any]) -> Misfit | None:
         """What is wrong with the keys of `values`, saved for the parameter in a group that had `fields`; or None."""
-        if self._optimizer_has_a_say:
-            return None
         # a model has many parameters, one after another in few groups, and few kinds of state
-        if self._asked and (fields is not self._fields or one.group != self._group):
-            self._fields, self._group = fields, one.group
+        known = fields is self._fields and one.group == self._group
+        if self._optimizer_has_a_say or (known and list(values) == self._fitting):
+            return None
+        if not known:
+            self._fields, self._group, self._fitting = fields, one.group, None
             self._are_set = self._settings(fields, one.group)
         is_matrix = self._base == "Adafactor" and one.parameter.dim() > 1
         kind = (self._are_set, is_matrix, *values)
@@ -96,8 +99,10 @@ class StateKind:
         if found is None or self._base == "LBFGS":
             needed = self._needed(values, is_matrix, self._are_set)
             lacking = tuple(name for name in needed if name not in values)
-            foreign = tuple(key for key in values if self._known is not None and str(key) not in self._known)
+            foreign = tuple(key for key in values if self._has_no_use_for(str(key)))
             found = self._checked[kind] = Misfit(lacking, foreign) if lacking or foreign else _FITS
+        if found is _FITS and self._base not in ("Adafactor", "LBFGS"):  # whose state depends on more
+            self._fitting = list(values)
         return None if found is _FITS else found
 
     def _settings(self, fields: Mapping[str, Any], group: int) -> tuple[bool, ...]:
@@ -115,13 +120,17 @@ class StateKind:
     def _optimizer_has_a_say(self) -> bool:
         return loads_itself(self._optimizer)
 
+    def _has_no_use_for(self, key: str) -> bool:
+        """Whether the optimizer neither knows the key nor holds state under it; not where that cannot be told."""
+        schema = self._schema
+        if schema is not None and (key in schema.always or key in schema.under.values() or key in schema.at_will):
+            return False
+        return key not in self._held and (schema is not None or bool(self._held))
+
     @functools.cached_property
-    def _known(self) -> Collection[str] | None:
-        """Keys that the optimizer has a use for; None if that cannot be told."""
-        held = {str(key) for own in self._optimizer.state.values() if isinstance(own, dict) for key in own}
-        if self._schema is None:
-            return held or None
-        return held.union(self._schema.always, self._schema.under.values(), self._schema.at_will)
+    def _held(self) -> Collection[str]:
+        """Keys under which the optimizer has state of any parameter."""
+        return {str(key) for own in self._optimizer.state.values() if isinstance(own, dict) for key in own}
 
     def _needed(self, values: Mapping[Any, Any], is_matrix: bool, are_set: Sequence[bool]) -> list[str]:
         if self._schema is None:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.bits import random_bits
+from tests.torch_releases import distribute_own
 
 State = dict[str, Any]
 SHAPES = {"w": ((13, 10), torch.float32), "b": ((9,), torch.bfloat16), "experts": ((4, 6, 5), torch.float16)}
@@ -45,7 +46,7 @@ def placed(state: State, ranks: tuple[int, ...], shape: tuple[int, ...], placeme
     def fitting(tensor: torch.Tensor) -> list[Any]:
         return [Replicate() if isinstance(p, Shard) and p.dim >= tensor.ndim else p for p in placements]
 
-    return {key: distribute_tensor(t, where, fitting(t), src_data_rank=None) for key, t in state.items()}
+    return {key: distribute_own(t, where, fitting(t)) for key, t in state.items()}
 
 
 def strided(state: State) -> State:
@@ -55,7 +56,7 @@ def strided(state: State) -> State:
     out = {}
     for key, tensor in state.items():
         if not tensor.ndim or tensor.shape[0] == 0:
-            out[key] = distribute_tensor(tensor, where, [Replicate(), Replicate()], src_data_rank=None)
+            out[key] = distribute_own(tensor, where, [Replicate(), Replicate()])
             continue
         local = chunk(chunk(tensor, 2, tp), 4, dp)
         how = [_StridedShard(0, split_factor=2), Shard(0)]

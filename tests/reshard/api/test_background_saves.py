@@ -119,3 +119,25 @@ def test_a_save_in_the_background_keeps_no_tensor_alive(tmp_path: Path) -> None:
         held.go_on.set()
     pending.result()
     assert reshard.verify(tmp_path / "c").ok
+
+
+def test_what_is_saved_is_of_the_time_of_the_call_also_in_memory_that_was_used_before(tmp_path: Path) -> None:
+    """Tensors that are large enough for kept memory, of all kinds of layouts and of several sizes of elements."""
+    z = torch.randn(200, 300, dtype=torch.complex64)
+    state = {
+        "odd": torch.randint(0, 255, (70001,), dtype=torch.uint8),
+        "wide": torch.randn(9001, dtype=torch.float64),
+        "turned": torch.randn(150, 300).t(),
+        "conjugated": z.conj(),
+        "repeated": torch.randn(300, dtype=torch.bfloat16).expand(200, 300),
+        "small": torch.randn(3),
+    }
+    for step in range(3):
+        known = {name: tensor.clone() for name, tensor in state.items()}
+        pending = reshard.async_save(state, tmp_path / str(step))
+        for tensor in (z, *(state[name] for name in ("odd", "wide", "turned", "small"))):
+            tensor.add_(1)
+        pending.result()
+        target = {name: torch.zeros_like(tensor).contiguous() for name, tensor in known.items()}
+        reshard.load(target, tmp_path / str(step))
+        assert all(torch.equal(target[name], tensor) for name, tensor in known.items())

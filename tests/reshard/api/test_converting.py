@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 
 import reshard
 from planners.topologies.topology import Topology
@@ -26,6 +25,7 @@ from reshard.formats.stored.writer import FormatWriter
 from tests import gloo
 from tests.reshard.formats.samples import sample, truth
 from tests.same import assert_same, same
+from tests.torch_releases import load_alone
 
 FORMATS = ["native", "dcp", "safetensors", "torch_save"]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -168,7 +168,6 @@ def test_torch_loads_the_file(saved: Path, tmp_path: Path) -> None:
     assert zipfile.ZipFile(tmp_path / "c.pt").testzip() is None  # all checksums are right
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_loads_the_folder(saved: Path, tmp_path: Path) -> None:
     """torch's own `dcp.load`, of files of several sizes and of a layout of three ranks."""
     wanted = state()
@@ -176,13 +175,13 @@ def test_torch_loads_the_folder(saved: Path, tmp_path: Path) -> None:
     reshard.convert(saved, tmp_path / "ranks", format="dcp", onto=Topology.parse("dp=3", {"*": "S(0)"}), select="*[dh]")
     for folder in ("small", "ranks"):
         target = {"model": {"embed": torch.zeros(40, 8), "head": torch.zeros(40, 8)}}
-        dcp.load(target, checkpoint_id=tmp_path / folder)
+        load_alone(target, checkpoint_id=tmp_path / folder)
         assert torch.equal(target["model"]["embed"], wanted["model"]["embed"])
         assert torch.equal(target["model"]["head"], wanted["model"]["embed"])
     assert len(list((tmp_path / "ranks").glob("__*_0.distcp"))) + len(list((tmp_path / "ranks").glob("__*"))) >= 3
     everything = {"model": {k: torch.zeros_like(v) for k, v in wanted["model"].items() if k != "layers"}}
     everything["optim"] = {"state": {"embed": {"step": torch.tensor(0.0)}}}
-    dcp.load(everything, checkpoint_id=tmp_path / "small")
+    load_alone(everything, checkpoint_id=tmp_path / "small")
     assert all(same(everything["model"][k], v.contiguous()) for k, v in wanted["model"].items() if k != "layers")
 
 

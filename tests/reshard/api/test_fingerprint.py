@@ -16,7 +16,7 @@ from planners.geometry.box import Box
 from reshard.api.fingerprint import fingerprint
 from reshard.errors import CheckpointError, CheckpointNotFoundError
 from reshard.state.dtypes import dtype_name
-from reshard.state.fingerprints import PUBLIC, Key, Partial, comparable, partial
+from reshard.state.fingerprints import PUBLIC, Key, Partial, comparable, partial, partials
 from reshard.state.fingerprints import fold as fold_module
 from reshard.state.fingerprints import words as words_module
 from reshard.state.fingerprints.fold import Axis, fold, tiles
@@ -226,6 +226,24 @@ def test_memory_layout_does_not_matter():
     assert partial(torch.nn.Parameter(z.real.clone())) == partial(z.real)
 
 
+def test_many_small_tensors_have_the_fingerprints_that_each_has_alone():
+    """What is seen as whole words is summed up together; the others, between them, are not."""
+    g = torch.Generator().manual_seed(6)
+    shapes: list[tuple[int, ...]] = [(), (4,), (7,), (3, 5), (0, 4), (1, 1), (3, 4, 4), (8, 512), (4099,), (2048, 3)]
+    parts = []
+    for dtype, shape, offset in itertools.product(DTYPES, shapes, (None, 0, 2, 2044)):
+        box = None if offset is None else Box((offset,) * len(shape), shape)
+        whole = None if offset is None else tuple(offset + size + 3 for size in shape)
+        parts += [(random_bits(shape, dtype, g), box, whole) for _ in range(2)]
+    # a dim of one element may have any stride, and is contiguous all the same
+    for dtype in DTYPES:
+        rows = random_bits((4, 6), dtype, g)
+        parts += [(rows[0, ::6], None, None), (rows[1, ::6], None, None), (rows[:1, :4], None, None)]
+    parts.append((parts[4][0].clone().requires_grad_(parts[4][0].is_floating_point()), *parts[4][1:]))
+
+    assert partials(parts) == [partial(*part) for part in parts]
+
+
 def test_modes_of_torch_do_not_matter():
     """Autocast, inference mode, another default device or dtype, gradients; each with caches that it fills itself."""
     tensor = torch.randn(40, 50)
@@ -233,7 +251,7 @@ def test_modes_of_torch_do_not_matter():
     modes = [torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.device("meta"), torch.enable_grad()]
     for n, mode in enumerate(modes):
         fold_module._limbs.cache_clear()
-        words_module.float64_is_exact.cache_clear()
+        words_module._tried.cache_clear()
         with mode:
             inside = partial(tensor.requires_grad_(n == 3))
 

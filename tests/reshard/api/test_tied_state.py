@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import reshard
 from tests import gloo
 from tests.same import same
+from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
 
 class Odd(torch.optim.Optimizer):
@@ -217,6 +218,7 @@ def _sharded_state(path: str, way: str, saves: bool) -> dict[str, Any]:
     }
 
 
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 @pytest.mark.gloo
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sharded_optimizer_shares_what_the_saved_one_shared(way: str, tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._extension import ZStandard
 from typer.testing import CliRunner
 
 import reshard
 from planners.findings import Coverage
 from reshard.cli.app import app
+from tests.torch_releases import save_alone
 
 STATE: dict[str, Any] = {
     "a": torch.arange(3000.0).reshape(60, 50),
@@ -35,9 +35,11 @@ def written(form: str, folder: Path) -> Path:
         folder = folder.with_suffix(".pt")
         torch.save(STATE, folder, _use_new_zipfile_serialization=form == "torch_save")
     elif form in ("dcp", "zstd"):
-        extensions = [ZStandard()] if form == "zstd" else []
-        writer = dcp.FileSystemWriter(folder, _extensions=extensions)
-        dcp.save(STATE, storage_writer=writer, no_dist=True)
+        extensions: dict[str, Any] = {}
+        if form == "zstd":
+            extensions["_extensions"] = [pytest.importorskip("torch.distributed.checkpoint._extension").ZStandard()]
+        writer = dcp.FileSystemWriter(folder, **extensions)
+        save_alone(STATE, storage_writer=writer)
     else:
         reshard.save(STATE, folder.with_name("source"))
         reshard.convert(folder.with_name("source"), folder, format="safetensors", select=["!note"])

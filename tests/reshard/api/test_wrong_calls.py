@@ -27,6 +27,8 @@ SAVE: dict[str, Any] = {
     "fingerprints": False,
     "divide_above_bytes": 123,
     "overwrite": False,
+    "base": "auto",
+    "ranks_per_file": 2,
 }
 LOAD: dict[str, Any] = {
     "strict": {"*": "subset"},
@@ -42,6 +44,7 @@ TRANSFER: dict[str, Any] = {
     "check_replicas": False,
     "max_inflight_bytes": 12345,
     "ranks_per_host": 2,
+    "delta": True,
 }
 """For each option that all ranks must choose alike, another value than where nothing is said."""
 

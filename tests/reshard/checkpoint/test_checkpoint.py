@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 import reshard
 from planners.geometry.box import Box
 from planners.geometry.byteruns import Window
-from planners.geometry.layout import TensorSpec
-from reshard.checkpoint.checkpoint import Checkpoint
+from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
+from planners.geometry.mesh import Mesh
+from planners.geometry.placement import Shard
+from reshard.checkpoint.checkpoint import Checkpoint, open_among
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import (
     CheckpointError,
@@ -29,7 +31,7 @@ from reshard.formats.stored.copying import MAX_BUFFER_BYTES
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import BytesSource, FileSource
 from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
-from reshard.storage import MemoryStorage, open_storage
+from reshard.storage import LocalStorage, MemoryStorage, open_storage
 from tests.reshard.formats.writers import CountingStorage, DcpWriter, grid
 from tests.same import same
 
@@ -271,3 +273,34 @@ def test_a_single_element_of_odd_stride_is_compared_like_any_other(tmp_path):
 
     assert reshard.compare({"w": odd}, tmp_path / "ckpt", by_fingerprint=False).ok
     assert not reshard.compare({"w": odd}, {"w": odd + 1}).ok
+
+
+def test_ranks_that_open_together_miss_every_file_and_list_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reshard.save({"a": torch.arange(24.0), "b": torch.ones(3)}, tmp_path / "one")
+    whole = tmp_path / "many"
+    spec = TensorSpec("a", (24,), "float32")
+    layout = StateLayout({"a": TensorLayout(spec, Mesh({"dp": 4}), [Shard(0)])}, 4)
+    reshard.convert(tmp_path / "one", whole, onto=layout, select="a")
+    monkeypatch.setattr(LocalStorage, "list", None)  # what each of many ranks would ask for thousands of files
+    ranks = 3
+    for place in range(ranks):
+        assert same(open_among(whole, place, ranks)["a"][:], torch.arange(24.0))
+    for file in whole.glob("data-*/*"):
+        kept = file.read_bytes()
+        for damage in (lambda file=file: file.write_bytes(kept[:-1]), file.unlink):  # noqa: B023
+            damage()
+            seen = []
+            for place in range(ranks):
+                try:
+                    open_among(whole, place, ranks)
+                except DamagedCheckpointError as error:
+                    seen.append(str(error))
+            assert len(seen) == 1
+            assert file.name in seen[0]
+        file.write_bytes(kept)
+    victim = whole / next(file.name for file in whole.glob("data-*")) / "00003.safetensors"
+    victim.write_bytes(victim.read_bytes()[:-1])
+    with pytest.raises(DamagedCheckpointError, match="must have"):  # it is another rank's to look for, but it is read
+        open_among(whole, 0, 4)["a"][:]

@@ -12,13 +12,27 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import reshard
-from reshard.cli.demo_job.story import Change
+from reshard.cli.demo_job.story import Change, tell_story
+from reshard.errors import ReshardError
+from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
 SCRIPT = Path(sys.executable).parent / "reshard"
 
 
+TRAINS = requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
+
+
+def test_a_torch_that_cannot_train_on_cpus_is_told(tmp_path, monkeypatch) -> None:
+    monkeypatch.delattr(torch.cpu.Stream, "record_event", raising=False)
+    with pytest.raises(ReshardError, match=r"FSDP2 on CPUs.*newer"):
+        tell_story(tmp_path / "out", 6, lambda *_: None, lambda _: None)
+    assert not (tmp_path / "out").exists()
+
+
+@TRAINS
 @pytest.mark.gloo
 def test_the_whole_story(tmp_path) -> None:
     out = tmp_path / "out"
@@ -37,6 +51,7 @@ def test_the_whole_story(tmp_path) -> None:
     assert checkpoint.objects["step"] == 6
 
 
+@TRAINS
 @pytest.mark.gloo
 def test_ctrl_c_ends_it_quietly(tmp_path) -> None:
     with subprocess.Popen(
@@ -58,6 +73,7 @@ def test_ctrl_c_ends_it_quietly(tmp_path) -> None:
     assert "Traceback" not in err
 
 
+@TRAINS
 def test_a_folder_that_cannot_be_made(tmp_path) -> None:
     (tmp_path / "file").write_text("")
 

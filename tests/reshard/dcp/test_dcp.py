@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as theirs
 
 import reshard
 import reshard.dcp as ours
 from reshard.errors import CheckpointError, DamagedCheckpointError, KeyMismatchError, StorageError, UnsafeDataError
 from tests import gloo
 from tests.reshard.dcp import jobs
+from tests.torch_releases import load_alone, save_alone
 
 NAMES = (
     ["save", "load", "async_save", "save_state_dict", "load_state_dict", "Stateful", "StorageReader", "StorageWriter"]
@@ -110,7 +110,7 @@ def test_torch_save_to_dcp(tmp_path):
 
     ours.torch_save_to_dcp(tmp_path / "x.pt", tmp_path / "dcp")
     target = {"model": {"w": torch.zeros(4)}, "step": 0}
-    theirs.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    load_alone(target, checkpoint_id=tmp_path / "dcp")
 
     assert target["model"]["w"].tolist() == [0, 1, 2, 3]
     assert target["step"] == 3
@@ -129,7 +129,7 @@ def test_hostile_metadata_and_items_run_nothing(tmp_path):
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Attack()))
     with pytest.raises((UnsafeDataError, DamagedCheckpointError)):
         ours.load({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "a")
-    theirs.save({"obj": Attack()}, checkpoint_id=tmp_path / "b", no_dist=True)
+    save_alone({"obj": Attack()}, checkpoint_id=tmp_path / "b")
     with pytest.raises((UnsafeDataError, DamagedCheckpointError)):
         ours.load({"obj": None}, checkpoint_id=tmp_path / "b")
     assert not mark.exists()

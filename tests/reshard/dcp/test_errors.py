@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as theirs
 from torch.distributed.checkpoint import CheckpointException
 
 import reshard.dcp as ours
+from reshard.dcp.engine import calls
 from reshard.errors import KeyMismatchError, RankFailedError, StorageError
 from tests import gloo
 from tests.reshard.dcp import jobs
@@ -91,6 +93,15 @@ def test_every_rank_has_the_own_error_of_each_rank_that_failed(tmp_path, step):
         assert ("ValueError" in kinds) == (rank in (0, 2, 3))
         assert (RankFailedError.__name__ in kinds) == (rank == 1)
         assert failures == {n: ("ValueError", f"rank {n} cannot") for n in (0, 2, 3)}
+
+
+def test_of_many_errors_the_first_travel_whatever_the_tree():
+    said = [msgspec.msgpack.encode(({n: b"e%d" % n} if n % 50 else {}, [])) for n in range(200)]
+    flat = msgspec.msgpack.decode(calls._first_ones(said))
+    tree = msgspec.msgpack.decode(calls._first_ones([calls._first_ones(said[n : n + 7]) for n in range(0, 200, 7)]))
+    assert tree == flat
+    assert list(flat[0]) == list(range(1, 17))
+    assert flat[1] == [[17, 49], [51, 99], [101, 149], [151, 199]]
 
 
 @pytest.mark.gloo

@@ -24,9 +24,11 @@ from reshard.errors import FormatError, KeyMismatchError, RankFailedError, Stora
 from tests import gloo
 from tests.reshard.dcp import jobs
 from tests.same import assert_same
+from tests.torch_releases import load_alone, save_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
+TYPED = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # by the writer of torch 2.6
 FUNCTIONS = ["save", "load", "async_save", "save_state_dict", "load_state_dict"]
 FILE_FUNCTIONS = ["dcp_to_torch_save", "torch_save_to_dcp"]
 CLASSES = ["FileSystemReader", "FileSystemWriter", "DefaultLoadPlanner", "DefaultSavePlanner"]
@@ -73,7 +75,7 @@ def test_every_kind_of_container(tmp_path, saver, planner):
     if saver is reshard:
         reshard.save(nest(2.0), tmp_path)
     else:
-        saver.save(nest(2.0), checkpoint_id=tmp_path, no_dist=True)
+        (save_alone if saver is theirs else ours.save)(nest(2.0), checkpoint_id=tmp_path)
     target = nest(0.0)
 
     if planner is not None and saver is reshard:
@@ -87,7 +89,7 @@ def test_every_kind_of_container(tmp_path, saver, planner):
 
 def test_what_torch_2_3_saved_as_one_object(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.distributed.checkpoint._version._derived_version", "2_3")
-    metadata = theirs.save(nest(2.0), checkpoint_id=tmp_path, no_dist=True)
+    metadata = save_alone(nest(2.0), checkpoint_id=tmp_path)
     monkeypatch.undo()
     assert "rows" in metadata.state_dict_metadata
 
@@ -179,6 +181,7 @@ def test_failures_name_the_rank(tmp_path):
         assert failures == [1]
 
 
+@TYPED
 def test_urls_that_only_fsspec_knows(tmp_path):
     pytest.importorskip("fsspec")
     where = f"local://{tmp_path}/c"
@@ -194,7 +197,7 @@ def test_urls_that_only_fsspec_knows(tmp_path):
 
 @pytest.mark.skipif("use_collectives" not in inspect.signature(theirs.save).parameters, reason="a newer torch can")
 def test_metadata_of_a_rank_alone(tmp_path):
-    theirs.save({"w": torch.ones(2), "n": 3}, checkpoint_id=tmp_path, no_dist=True, use_collectives=False)
+    save_alone({"w": torch.ones(2), "n": 3}, checkpoint_id=tmp_path, use_collectives=False)
     assert not (tmp_path / ".metadata").exists()
 
     for reader in (ours.FileSystemReader(tmp_path), theirs.FileSystemReader(tmp_path)):
@@ -236,12 +239,15 @@ def test_a_stager_that_is_not_done_yet(tmp_path):
     later: Future[dict[str, torch.Tensor]] = Future()
 
     answer = ours.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, async_stager=Stager(later))
-    assert not answer.staging_completion.done()
-    assert not answer.upload_completion.done()
+    staged = getattr(answer, "staging_completion", None)  # under torch 2.6 there is one future, of the upload
+    saved = answer if staged is None else answer.upload_completion
+    assert (staged is None) == (not hasattr(theirs.state_dict_saver, "AsyncSaveResponse"))
+    assert not (staged or saved).done()
+    assert not saved.done()
     later.set_result({"w": torch.full((2,), 4.0)})
 
-    assert answer.staging_completion.result(20) is None
-    answer.upload_completion.result(20)
+    assert staged is None or staged.result(20) is None
+    saved.result(20)
     ours.load(target := {"w": torch.zeros(2)}, checkpoint_id=tmp_path)
     assert target["w"].tolist() == [4, 4]
 
@@ -254,12 +260,36 @@ class StagingWriter(theirs.FileSystemWriter):
         return super().stage(state_dict)
 
 
+@TYPED
 def test_a_writer_that_is_a_stager_stages(tmp_path):
     writer = StagingWriter(tmp_path)
 
     ours.async_save({"w": torch.ones(2)}, storage_writer=writer).result()
 
     assert writer.staged == 1
+
+
+class TracksStaging(ours.FileSystemWriter):
+    """As programs write it for torch's writer, which is a stager itself."""
+
+    _synchronize_after_execute = True
+    synchronized = 0
+
+    def stage(self, state_dict):
+        return {key: value + 1 for key, value in super().stage(state_dict).items()}
+
+    def synchronize_staging(self):
+        self.synchronized += 1
+
+
+def test_a_subclass_of_the_writer_stages_in_its_own_way(tmp_path):
+    writer, state = TracksStaging(tmp_path), {"w": torch.ones(2)}
+
+    ours.async_save(state, storage_writer=writer).result()
+
+    ours.load(target := {"w": torch.zeros(2)}, checkpoint_id=tmp_path)
+    assert target["w"].tolist() == [2, 2]
+    assert writer.synchronized == 1
 
 
 def test_nothing_that_changes_later_is_saved_in_the_background(tmp_path):
@@ -339,7 +369,7 @@ def test_extensions_of_the_writer(tmp_path):
     registry.register(kind)
     target = {"w": torch.zeros(3), "n": 0}
 
-    theirs.load(target, storage_reader=theirs.FileSystemReader(tmp_path, _extension_registry=registry), no_dist=True)
+    load_alone(target, storage_reader=theirs.FileSystemReader(tmp_path, _extension_registry=registry))
 
     assert (target["w"].tolist(), target["n"]) == ([0, 1, 2], 5)
     with pytest.raises(reshard.ReshardError, match=r"stream\.flipped(.|\n)*_extension_registry"):
@@ -398,7 +428,7 @@ def test_a_writer_is_used_again_without_being_reset(tmp_path):
     """torch resets a writer only where a new place is given."""
     writer = ours.FileSystemWriter(Path(tmp_path))
     for value in (1.0, 2.0, 3.0):
-        theirs.save({"w": torch.full((2,), value)}, storage_writer=writer, no_dist=True)
+        save_alone({"w": torch.full((2,), value)}, storage_writer=writer)
         ours.load(target := {"w": torch.zeros(2)}, checkpoint_id=tmp_path)
         assert target["w"].tolist() == [value, value]
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections.abc
 import importlib
 import pkgutil
+import typing
 
 import pytest
 import torch.distributed.checkpoint as theirs
 
 import reshard.dcp as ours
+from tests.torch_releases import requires
 
 MODULES = ["", *(f".{m.name}" for m in pkgutil.iter_modules(theirs.__path__) if not m.name.startswith("_"))]
 STATE = {f"{verb}_{what}state_dict" for verb in ("get", "set") for what in ("", "model_", "optimizer_")}
@@ -39,20 +42,27 @@ def test_every_name_of_torch_is_there_and_is_torch_s_own_where_it_need_not_diffe
 
     assert [name for name in names if not hasattr(our, name)] == []
     differing = {name for name in names - submodules if getattr(our, name) is not getattr(their, name)}
+    differing -= set(typing.__all__) & set(collections.abc.__all__)  # the same, which older torch takes from typing
     assert {name for name in differing if not name.startswith("_")} == OURS.get(module, set()) & names
 
 
 def test_names_can_be_imported_from_where_programs_import_them():
-    from reshard.dcp.filesystem import SerializationFormat
     from reshard.dcp.metadata import STATE_DICT_TYPE, Metadata
     from reshard.dcp.planner import LoadItemType, WriteItemType
     from reshard.dcp.state_dict import StateDictOptions, get_model_state_dict
+
+    assert None not in (STATE_DICT_TYPE, Metadata, LoadItemType, WriteItemType)
+    assert StateDictOptions(full_state_dict=True).full_state_dict
+    assert get_model_state_dict is not None
+
+
+@requires(hasattr(theirs.state_dict_saver, "AsyncSaveResponse"), "has none of these names")
+def test_names_that_are_newer():
+    from reshard.dcp.filesystem import SerializationFormat
     from reshard.dcp.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
     assert AsyncCheckpointerType.THREAD.value == "thread"
-    assert None not in (SerializationFormat, STATE_DICT_TYPE, Metadata, LoadItemType, WriteItemType, AsyncSaveResponse)
-    assert StateDictOptions(full_state_dict=True).full_state_dict
-    assert get_model_state_dict is not None
+    assert None not in (SerializationFormat, AsyncSaveResponse)
 
 
 def test_what_neither_has_is_an_error_that_names_the_module():

@@ -17,6 +17,7 @@ from reshard.errors import KeyMismatchError
 from tests import gloo
 from tests.reshard.dcp import jobs
 from tests.same import assert_same
+from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -146,6 +147,12 @@ def test_a_fresh_state_dict_is_a_plain_one(tmp_path):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", ["fsdp1 flat", "fsdp1 original", "fsdp2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("fsdp1 flat", "fsdp1 original"),
+        pytest.param("fsdp2", marks=requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")),
+    ],
+)
 def test_a_fresh_sharded_optimizer_gets_its_state(tmp_path, kind):
     assert all(gloo.run(jobs.fresh_sharded_optimizer, 2, str(tmp_path), kind))

@@ -21,6 +21,7 @@ import reshard.dcp as ours
 from planners import Box, TensorSpec
 from reshard.errors import DamagedCheckpointError, StorageError
 from reshard.formats.dcp.metadata import tensor_metadata
+from tests.torch_releases import load_alone, save_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 BOTH = pytest.mark.parametrize("saver", [ours, theirs], ids=["ours", "theirs"])
@@ -43,7 +44,7 @@ def loaded(path, like):
     target = {"w": torch.zeros_like(like["w"]), "step": 0}
     ours.load(target, checkpoint_id=path, no_dist=True)
     again = {"w": torch.zeros_like(like["w"]), "step": 0}
-    theirs.load(again, checkpoint_id=path, no_dist=True)
+    load_alone(again, checkpoint_id=path)
     assert torch.equal(target["w"], again["w"])
     assert target["step"] == again["step"]
     return target
@@ -96,7 +97,7 @@ class Ranked(ours.FileSystemWriter):
 def test_our_writer_where_each_rank_saves_for_itself(tmp_path):
     def save(rank, value):
         state = {"w": torch.full((3,), value), "step": 1}
-        theirs.save(state, storage_writer=Ranked(tmp_path, rank), no_dist=True, use_collectives=False)
+        save_alone(state, storage_writer=Ranked(tmp_path, rank), use_collectives=False)
         return pickle.loads((tmp_path / f"__{rank}.metadata").read_bytes())
 
     for value in (1.0, 2.0):
@@ -106,7 +107,7 @@ def test_our_writer_where_each_rank_saves_for_itself(tmp_path):
     assert all(name.startswith(f"__{rank}_") for rank in range(2) for name in files[rank])
     assert {path.name for path in tmp_path.glob("*.distcp")} == files[0] | files[1]
     target = {"w": torch.zeros(3), "step": 0}
-    theirs.load(target, checkpoint_id=tmp_path, no_dist=True)
+    load_alone(target, checkpoint_id=tmp_path)
     assert target["w"].tolist() == [2, 2, 2]
 
 
@@ -190,4 +191,4 @@ def test_torch_reads_no_bytes_of_a_native_checkpoint_even_where_they_are_describ
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
 
     with pytest.raises(theirs.CheckpointException, match="UnpicklingError"):
-        theirs.load({"w": torch.zeros(2, 3)}, checkpoint_id=tmp_path, no_dist=True)
+        load_alone({"w": torch.zeros(2, 3)}, checkpoint_id=tmp_path)

@@ -33,6 +33,7 @@ from reshard.state.tensors import local_tensors
 from reshard.storage import LocalStorage, MemoryStorage
 from tests import gloo
 from tests.same import same
+from tests.torch_releases import distribute_own
 
 
 def touched(window: Window, nbytes: int, grain: int = 4096) -> list[int]:
@@ -398,7 +399,7 @@ def damaged_parts_job(path: str, file: str, places: list[int], budget_bytes: int
             flip(file, at)
         dist.barrier()
         target = {
-            name: distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, [Shard(1)], src_data_rank=None)
+            name: distribute_own(torch.zeros(shape, dtype=dtype), mesh, [Shard(1)])
             for (name, shape), dtype in zip(shapes.items(), (torch.float32, torch.bfloat16))
         }
         out.append(outcome(target, path, memory_budget_bytes=budget_bytes))
@@ -438,7 +439,7 @@ def careless_job(path: str, file: str, places: list[int], cost: float) -> list[s
         if dist.get_rank() == 0:
             flip(file, at)
         dist.barrier()
-        target = {"wide": distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, [Shard(1)], src_data_rank=None)}
+        target = {"wide": distribute_own(torch.zeros(ROWS, COLUMNS), mesh, [Shard(1)])}
         try:
             reshard.load(target, path, check=dist.get_rank() != 0)
             out.append("loaded")
@@ -472,7 +473,7 @@ def unlucky_damaged_job(paths: list[str]) -> list[str]:
     for path in paths:
         target: Any = torch.zeros(ROWS, COLUMNS)
         if dist.get_rank():
-            target = distribute_tensor(target, mesh, [Shard(1)], src_data_rank=None)
+            target = distribute_own(target, mesh, [Shard(1)])
         out.append(outcome({"wide": target}, path))
     return out
 

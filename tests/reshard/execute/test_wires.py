@@ -36,3 +36,28 @@ def test_kinds_that_are_sent_from(
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(torch, "get_device_module", module)
     assert wires.sending_kinds(None) == kinds
+
+
+def test_a_process_sends_from_where_its_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the current device, which all ranks have in common where nobody has set it."""
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(current_device=lambda: 0))
+    held = [
+        SimpleNamespace(device=torch.device(name), nbytes=n) for name, n in (("cuda:1", 3), ("cuda:2", 9), ("cpu", 99))
+    ]
+    assert wires.device_of_kind("cuda", held) == torch.device("cuda:2")  # type: ignore[arg-type]
+    assert wires.device_of_kind("cuda", held[2:]) == torch.device("cuda:0")  # type: ignore[arg-type]
+    assert wires.device_of_kind("cpu", held) == torch.device("cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "where"), [("cuda:nccl", "cuda:0"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo,cuda:gloo", "cpu")]
+)
+def test_what_lies_on_the_host_goes_by_a_device_where_there_is_only_nccl(
+    config: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(is_available=lambda: True, current_device=lambda: 0)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    assert wires.sending_device(torch.device("cpu"), None) == torch.device(where)
+    assert wires.sending_device(torch.device("cuda:3"), None) == torch.device("cuda:3")

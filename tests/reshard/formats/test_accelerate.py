@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError, UnsafeDataError
 from tests.reshard.formats.samples import check_all
 from tests.reshard.formats.writers import DcpWriter, grid
+from tests.torch_releases import save_alone
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Please use DTensor:FutureWarning", "ignore:torch.distributed is disabled"
@@ -119,8 +119,8 @@ def test_several_models_keep_apart(tmp_path: Path, kind: str) -> None:
     states = [{"state": {"w": {"m": value}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]} for value in (A, B)]
     for i, (value, state) in enumerate(zip((A, B), states)):
         if kind == "folders":
-            dcp.save({"model": {"w": value}}, checkpoint_id=tmp_path / f"pytorch_model_fsdp_{i}", no_dist=True)
-            dcp.save({"optimizer": state}, checkpoint_id=tmp_path / f"optimizer_{i}", no_dist=True)
+            save_alone({"model": {"w": value}}, checkpoint_id=tmp_path / f"pytorch_model_fsdp_{i}")
+            save_alone({"optimizer": state}, checkpoint_id=tmp_path / f"optimizer_{i}")
         elif kind == "ranks":
             of_ranks(tmp_path, f"pytorch_model_fsdp_{i}", 2, lambda rank, value=value: {"w": value})  # type: ignore[misc]
             of_ranks(tmp_path, f"optimizer_{i}", 2, lambda rank, state=state: state)  # type: ignore[misc]

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from planners.geometry.box import Box
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
+from reshard.state import dtypes
 from tests.reshard.formats.samples import DATA, check_all
 from tests.reshard.formats.writers import CountingStorage, DcpWriter, archive, grid
 from tests.same import same
+from tests.torch_releases import HAS_E8M0, requires, save_alone
 
 W = torch.arange(70, dtype=torch.float32).reshape(10, 7)
 
@@ -45,7 +46,7 @@ def test_all_dtypes_and_strides_that_torch_writes(tmp_path: Path) -> None:
         "zero": torch.tensor(1.0),
         "empty": torch.empty(0, 3),
     }
-    dcp.save(dict(state), checkpoint_id=tmp_path, no_dist=True)
+    save_alone(dict(state), checkpoint_id=tmp_path)
 
     checkpoint = open_checkpoint(tmp_path)
 
@@ -114,8 +115,7 @@ def test_a_stepped_slice_skips_chunks_that_hold_nothing_of_it(tmp_path: Path) ->
 
 def test_items_of_other_torch_versions(tmp_path: Path) -> None:
     """Parameters, other alignments, and zips whose first kilobytes do not show where the data is."""
-    from torch.utils.serialization import config
-
+    config = pytest.importorskip("torch.utils.serialization", reason="torch 2.6 aligns in one way").config
     old, config.save.storage_alignment = config.save.storage_alignment, 4096
     try:
         writer = DcpWriter(
@@ -333,7 +333,23 @@ def test_metadata_that_is_something_else(tmp_path: Path, value: Any) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["dcp_sharded_tensor_w2", "dcp_zstd_w2", "dcp_misc_single"])
+def test_a_dtype_that_this_torch_lacks_hides_no_other_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "float8_e8m0fnu", raising=False)
+    monkeypatch.delitem(dtypes._BY_NAME, "float8_e8m0fnu", raising=False)
+    checkpoint = open_checkpoint(DATA / "dcp_misc_single" / "ckpt")
+    assert checkpoint["fp8_e8m0"].shape == (3,)
+    with pytest.raises(FormatError, match=r"fp8_e8m0.*float8_e8m0fnu.*has no such dtype"):
+        checkpoint["fp8_e8m0"][...]
+    assert all(checkpoint[key][...].shape == checkpoint[key].shape for key in checkpoint if key != "fp8_e8m0")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dcp_sharded_tensor_w2", "dcp_zstd_w2"),
+        pytest.param("dcp_misc_single", marks=requires(HAS_E8M0, "lacks a dtype of this sample")),
+    ],
+)
 def test_samples_of_the_repository(name: str) -> None:
     """Checkpoints as torch 2.13 wrote them: uneven grids, compressed items, every dtype and stride."""
     wanted = torch.load(DATA / name / "truth.pt", weights_only=True)

@@ -10,6 +10,7 @@ import torch
 
 import reshard
 from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.mapping import Mapping, Reshape, Transpose
 
 pytest.importorskip("tensorstore", reason="the extra reshard[orbax] is not installed")
 
@@ -44,7 +45,21 @@ def test_normalized(checkpoint):
     state = checkpoint.normalized()
 
     assert set(state["model"]) == {"dense.kernel", "dense.bias"}
-    assert torch.equal(state["optim"]["state"]["dense.kernel"]["mu"][...], 2 * KERNEL)
+    moments = state["optim"]["state"]["dense.kernel"]
+    assert torch.equal(moments["exp_avg"][...], 2 * KERNEL)
+    assert moments["step"][...].item() == checkpoint["opt_state.0.count"][...].item()
+    assert state.notes == ()
+
+
+def test_moments_follow_their_parameters_to_other_names(checkpoint):
+    """As a torch program has them: heads joined to one dim, rows and columns changed."""
+    split = Mapping([Reshape("dense.kernel", "dense.kernel", old=(10, 6), new=(10, 2, 3))])
+    joined = Mapping([Reshape("dense.kernel", "dense.kernel", old=(-1, 2, 3), new=(-1, 6))])
+    rules = split | joined | Mapping([Transpose("dense.kernel", "dense.weight")])
+    made = checkpoint.canonical().mapped(rules)
+    assert torch.equal(made["model.dense.weight"][...], KERNEL.T)
+    assert torch.equal(made["optim.state.dense.weight.exp_avg"][...], 2 * KERNEL.T)
+    assert "optim.state.dense.weight.step" in made
 
 
 def test_load_into_a_target(checkpoint):
@@ -73,3 +88,25 @@ def test_only_local_folders(tmp_path):
 
     with pytest.raises(FormatError, match="local folders only"):
         reshard.open(storage)
+
+
+def test_items_of_a_step(tmp_path):
+    """What `CheckpointManager.save` of Orbax 0.12.8 wrote of a Composite of two trees and a JSON."""
+    checkpoint = reshard.open(DATA / "items")
+
+    assert set(checkpoint) == {
+        "params.dense.kernel",
+        "params.dense.bias",
+        "opt_state.mu.dense.kernel",
+        "opt_state.count",
+    }
+    assert torch.equal(checkpoint["params.dense.kernel"][3:8, ::2], KERNEL[3:8, ::2])
+    assert checkpoint.objects["meta"] == {"lr": 0.1, "names": ["a"]}
+    assert torch.equal(checkpoint.nested()["opt_state"]["mu"]["dense"]["kernel"][...], 2 * KERNEL)
+    state = checkpoint.normalized()
+    assert torch.equal(state["model"]["dense.kernel"][...], KERNEL)
+    assert torch.equal(state["optim"]["state"]["dense.kernel"]["exp_avg"][...], 2 * KERNEL)
+    shutil.copytree(DATA / "items", tmp_path / "c")
+    (tmp_path / "c" / "meta" / "metadata").write_text("{")
+    with pytest.raises(DamagedCheckpointError, match=r"meta/metadata is no JSON"):
+        reshard.open(tmp_path / "c")

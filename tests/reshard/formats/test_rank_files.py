@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from planners.geometry.mesh import Mesh
@@ -20,6 +19,7 @@ from reshard.errors import DamagedCheckpointError, FormatError
 from tests.reshard.formats.samples import DATA, check_all
 from tests.reshard.formats.writers import DcpWriter, grid
 from tests.same import same
+from tests.torch_releases import save_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's remark on saving alone
 
@@ -183,7 +183,7 @@ def test_lightning(tmp_path: Path) -> None:
 
 def test_what_fabric_saves_has_no_attribute_to_take(tmp_path: Path) -> None:
     """It is a model itself, and not a training module that holds one: `net` is a part of it."""
-    dcp.save({"model": {"net": {"w": A}}}, checkpoint_id=tmp_path, no_dist=True)
+    save_alone({"model": {"net": {"w": A}}}, checkpoint_id=tmp_path)
     torch.save({"steps": 4}, tmp_path / "meta.pt")
     assert set(open_checkpoint(tmp_path).normalized()["model"]) == {"net.w"}
     torch.save({"steps": 4, "pytorch-lightning_version": "2.6"}, tmp_path / "meta.pt")

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import reshard
 from reshard.errors import CheckpointNotFoundError, FormatError, NewerVersionError
 from reshard.formats import opening
 from tests import gloo
+from tests.torch_releases import save_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
 def as_dcp(path: Path, value: float) -> None:
-    dcp.save({"w": torch.full((2,), value)}, checkpoint_id=path, no_dist=True)
+    save_alone({"w": torch.full((2,), value)}, checkpoint_id=path)
 
 
 def as_file(path: Path, value: float) -> None:

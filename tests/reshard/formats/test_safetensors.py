@@ -20,6 +20,7 @@ from reshard.state.dtypes import SAFETENSORS_CODES, dtype_from_name
 from tests.reshard.formats.samples import DATA, check_all
 from tests.reshard.formats.writers import CountingStorage, safetensors_bytes
 from tests.same import same
+from tests.torch_releases import requires, save_alone
 
 A = torch.arange(12.0).reshape(3, 4)
 B = torch.arange(5, dtype=torch.int64)
@@ -134,12 +135,13 @@ def test_shards_of_dcp(tmp_path: Path) -> None:
     assert "stored twice" in open_checkpoint(tmp_path).problems()[0]
 
 
+@requires(hasattr(dcp, "HuggingFaceStorageWriter"), "writes no safetensors")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_torch_loses_when_it_consolidates_is_told(tmp_path: Path) -> None:
     """Its zeros in the place of tensors without dims cannot be told from values; the shards beside them are whole."""
     state = {"w": A, "scale": torch.tensor(3.5)}
     writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True, enable_consolidation=True)
-    dcp.save(state, storage_writer=writer, no_dist=True)
+    save_alone(state, storage_writer=writer)
     consolidated = open_checkpoint(tmp_path)
     check_all(consolidated, {"w": A}, complete=False)
     assert any("without dims, such as 'scale'" in warning for warning in consolidated.warnings)

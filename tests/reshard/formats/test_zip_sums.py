@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import reshard
 from reshard.formats.stored.source import FileSource
 from reshard.formats.torch_save.zip_checksums import archives, changed_records
 from reshard.storage import LocalStorage, MemoryStorage
+from tests.torch_releases import save_alone
 
 
 def state() -> dict[str, object]:
@@ -29,7 +29,7 @@ def state() -> dict[str, object]:
 @pytest.fixture
 def folder(tmp_path):
     with warnings.catch_warnings(action="ignore"):  # that torch is not distributed
-        dcp.save(state(), checkpoint_id=tmp_path / "ckpt", no_dist=True)
+        save_alone(state(), checkpoint_id=tmp_path / "ckpt")
     return tmp_path / "ckpt"
 
 

@@ -15,6 +15,7 @@ import reshard
 from reshard.errors import ReshardError
 from tests import gloo
 from tests.same import same
+from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -57,6 +58,7 @@ def go_on(folder: str) -> tuple[dict[str, Any], list[str]]:
     return extra, [type(parameter).__name__ for parameter in accelerator._models[0].parameters()]
 
 
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 def test_a_run_goes_on_on_other_numbers_of_processes(tmp_path: Path) -> None:
     from reshard.integrations.accelerate import load_state, save_state
 

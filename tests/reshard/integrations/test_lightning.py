@@ -12,6 +12,7 @@ from torch import nn
 import reshard
 from tests import gloo
 from tests.same import same
+from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 
@@ -78,6 +79,7 @@ def swap(text: str) -> list[bool]:
     return [saved["step"] == 2, same(saved, resumed), same(saved, taken_over)]
 
 
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 def test_sharded_training_resumes_in_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}.items():
         monkeypatch.setenv(name, value)  # as torchrun says it, so that Lightning starts no processes of its own

@@ -112,23 +112,29 @@ def test_a_padded_vocabulary(tmp_path: Path) -> None:
 
 
 NOT_IN_TITAN = {"phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe"}
+IN_LLAMA_CPP = {"llama", "mistral", "qwen2", "qwen3"}
+NOT_IN_ENGINES = {"phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_pair_can_be_made(family: str) -> None:
     """And back, by the inverse; only torchtitan's has a stage before."""
-    model = Decoder(family, 4, 2, 8, 53, 2, 1, (0,), 16)
+    model = Decoder(family, 4, 2, 8, 53, 2, 1, (0,), 16, (12, 12))
     for source, target in product(NAMINGS, NAMINGS):
         options: dict[str, Any] = {"transformer_engine": len(source) % 2 == 0, "titan": ("0.2", "0.3")[len(target) % 2]}
-        if family in NOT_IN_TITAN and "torchtitan" in (source, target):
-            with pytest.raises(NormalizationError, match="torchtitan has no model"):
+        refused = {"torchtitan"} if family in NOT_IN_TITAN else set()
+        refused |= {"vllm", "sglang"} if family in NOT_IN_ENGINES else set()
+        refused |= set() if family in IN_LLAMA_CPP else {"gguf"}
+        refused |= set() if family in IN_LLAMA_CPP - {"qwen3"} else {"transformer_engine"}
+        if refused & {source, target}:
+            with pytest.raises(NormalizationError, match=r"torchtitan has no model|there is no ready mapping of"):
                 ready(model, source, target, **options)
             continue
 
         made = ready(model, source, target, **options)
 
         assert source != target or made == Mapping()
-        if "torchtitan" not in (source, target):
+        if not {"torchtitan", "gguf", "transformer_engine"} & {source, target}:
             assert made.inverse() == ready(model, target, source, **options)
 
 
@@ -147,3 +153,27 @@ def test_every_pair_can_be_made(family: str) -> None:
 def test_configs_that_do_not_do(config: object, message: str) -> None:
     with pytest.raises(NormalizationError, match=message):
         ready(config, "huggingface", "torchtitan")
+
+
+def test_layers_of_transformer_engine(tmp_path: Path) -> None:
+    """By its documentation: norms within projections, gate and up as one; queries, keys and values as one or three."""
+    front, inner = "model.layers.1.", "model.layers.1.self_attention.layernorm_qkv."
+    sizes = {"q": 32, "k": 16, "v": 16}
+    plain = {f"{front}self_attn.{x}_proj.weight": torch.randn(rows, 32) for x, rows in sizes.items()}
+    plain |= {f"{front}mlp.{x}_proj.weight": torch.randn(24, 32) for x in ("gate", "up")}
+    plain |= {f"{front}input_layernorm.weight": torch.randn(32), f"{front}mlp.down_proj.weight": torch.randn(32, 24)}
+    reshard.save(plain, tmp_path / "plain")
+    made = ready(LLAMA, "huggingface", "transformer_engine").apply(reshard.open(tmp_path / "plain"))
+    assert torch.equal(made[f"{inner}key_weight"][...], plain[f"{front}self_attn.k_proj.weight"])
+    assert torch.equal(made[f"{inner}layer_norm_weight"][...], plain[f"{front}input_layernorm.weight"])
+    gate_up = torch.cat([plain[f"{front}mlp.{x}_proj.weight"] for x in ("gate", "up")])
+    assert torch.equal(made[f"{front}layernorm_mlp.fc1_weight"][...], gate_up)
+
+    stored = {name: tensor[...] for name, tensor in made.items()}
+    q, k, v = (stored.pop(f"{inner}{x}_weight").view(2, -1, 8, 32) for x in ("query", "key", "value"))
+    stored[f"{inner}weight"] = torch.cat([q, k, v], 1).reshape(64, 32)
+    stored[f"{inner}_extra_state"] = torch.zeros(3, dtype=torch.uint8)
+    reshard.save(stored, tmp_path / "fused")
+    for folder in (made, reshard.open(tmp_path / "fused")):
+        back = ready(LLAMA, "transformer_engine", "huggingface").apply(folder)
+        assert {name: same(tensor[...], plain[name]) for name, tensor in back.items()} == dict.fromkeys(plain, True)

@@ -6,6 +6,7 @@ whatever the mesh says: FSDP2, `distribute_tensor` and `full_tensor` all do. The
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import tempfile
 import warnings
@@ -25,9 +26,11 @@ import reshard
 from planners.testing.replay import element_ids
 from reshard.control.global_layout import describe, join_layouts
 from reshard.errors import FormatError, LayoutError
+from reshard.state.frameworks.torch_internals import forget_meshes
 from reshard.state.live_state import LiveTensor
 from reshard.state.tensors import form_of
 from tests import gloo
+from tests.torch_releases import distribute_own
 
 QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
@@ -41,7 +44,7 @@ def from_groups(ranks, sizes, kept):
     grid, here, groups = np.reshape(ranks, sizes), dist.get_rank(), []
     for axis in range(grid.ndim):
         for line in np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis]):
-            group = dist.new_group(line.tolist(), sort_ranks=not kept)
+            group = dist.new_group(line.tolist(), **({"sort_ranks": not kept} if KEEPS_ORDER else {}))
             if here in line:
                 groups.append(group)
     if grid.ndim == 1 and (kept or list(grid) == sorted(grid)):
@@ -78,6 +81,11 @@ def one_of_all(ranks, sizes):
     return found
 
 
+KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+"""Groups in any order; those of torch 2.6 all ascend."""
+NEEDS = {"unflattened": "_unflatten", "flattened and unflattened": "_unflatten", "concatenated": "_concatenate"}
+NEEDS |= {"one of all": "_get_all_submeshes"}
+"""Methods of meshes that torch 2.6 has not."""
 WAYS = {
     "root": root,
     "unnamed": unnamed,
@@ -94,12 +102,16 @@ WAYS = {
     "groups in the mesh's order": lambda ranks, sizes: from_groups(ranks, sizes, kept=True),
     "one of all": one_of_all,
 }
+WAYS = {way: make for way, make in WAYS.items() if hasattr(DeviceMesh, NEEDS.get(way, "get_group"))}
+if not KEEPS_ORDER:
+    del WAYS["groups in the mesh's order"]
 SIZES = [(1,), (2,), (3,), (5,), (2, 2), (3, 2), (2, 3), (1, 3), (4, 2), (2, 2, 2), (2, 1, 3)]
 
 
 def become(rank, world_size):
     if dist.is_initialized():
         dist.destroy_process_group()
+    forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
@@ -227,7 +239,7 @@ def test_a_mesh_whose_groups_leave_elements_to_nobody_is_refused_with_the_reason
 def test_a_tensor_that_torch_cut_in_the_order_of_the_mesh_is_refused_where_its_shape_shows_it():
     """`distribute_tensor` without a source rank goes by coordinates; torch itself gathers such a tensor wrongly."""
     become(0, 2)
-    tensor = distribute_tensor(torch.arange(3), root((1, 0), (2,)), [Shard(0)], src_data_rank=None)
+    tensor = distribute_own(torch.arange(3), root((1, 0), (2,)), [Shard(0)])
 
     with pytest.raises(LayoutError, match=r"tensor 'w'.*rank 0 has shape \(1,\).*process groups"):
         form_of(tensor, "w")
@@ -244,6 +256,8 @@ MESHES = {
     "slices": lambda: root((2, 0, 3, 1), (2, 2))["b"],
     "groups in the mesh's order": lambda: from_groups((2, 0, 3, 1), (4,), kept=True),
 }
+if not KEEPS_ORDER:
+    del MESHES["groups in the mesh's order"]
 ROWS = 8
 
 

@@ -42,6 +42,22 @@ def test_a_lane_for_each_device_with_streams(asked: list[str]) -> None:
     assert made[torch.device("cpu")] is None
 
 
+def test_a_stream_serves_one_lane_after_another(asked: list[str]) -> None:
+    """Allocators keep memory for each stream on which some was made."""
+    device = torch.device("cuda:7")
+    first, beside = lanes.Lane(device), lanes.Lane(device)
+    assert first._stream is not beside._stream
+    streams = [first._stream, beside._stream]
+    del first
+    assert lanes.Lane(device)._stream is streams[0]
+
+
+def test_devices_that_only_other_libraries_know() -> None:
+    device = torch.device("xla:0")
+    assert not lanes.has_lanes(device)
+    lanes.wait_for(device)
+
+
 def test_devices_without_streams_are_waited_for(asked: list[str]) -> None:
     assert lanes.Lanes([torch.device("mps:0"), torch.device("cpu")])[torch.device("mps:0")] is None
     assert asked == ["synchronize"]
@@ -64,8 +80,7 @@ def test_memory_that_cannot_be_pinned_is_told_of(caplog: Any, monkeypatch: pytes
 def test_memory_is_kept_in_blocks_as_much_as_was_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     monkeypatch.setattr(downloads, "BLOCK_BYTES", 100)
-    monkeypatch.setattr(downloads, "pinned", lambda n: made.append(n) or torch.empty(n, dtype=torch.uint8))
-    memory = downloads.HostMemory()
+    memory = downloads.HostMemory(lambda n: made.append(n) or torch.empty(n, dtype=torch.uint8))
     rooms, blocks = memory.take([64, 30, 8, 250, 0, 90])
     assert [room.numel() for room in rooms] == [64, 30, 8, 250, 0, 90]
     assert made == [94, 8, 250, 90]

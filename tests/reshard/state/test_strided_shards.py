@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -27,7 +27,9 @@ from reshard.errors import LayoutError
 from reshard.state.live_state import LiveTensor
 from reshard.state_dict.gather import gather
 from tests import gloo
+from tests.torch_releases import UNEVEN_STRIDES, distribute_own, requires
 
+pytestmark = requires(UNEVEN_STRIDES, "cuts strided shards evenly, or not at all")
 SIZES = (1, 3, 5, 7, 10, 13, 27)
 
 
@@ -119,7 +121,7 @@ def test_what_distribute_tensor_leaves_each_rank_is_read_or_refused(as_rank, siz
     def made():
         mesh = init_device_mesh("cpu", sizes)
         return {
-            f"{n} {' '.join(map(str, cuts))}": distribute_tensor(torch.arange(n), mesh, cuts, src_data_rank=None)
+            f"{n} {' '.join(map(str, cuts))}": distribute_own(torch.arange(n), mesh, cuts)
             for n in SIZES
             for cuts in placements_of(sizes)
         }
@@ -156,7 +158,7 @@ def test_what_fsdp2_leaves_each_rank_is_read_or_refused(as_rank, dp, tp):
             model = torch.nn.Module()
             for n in SIZES:
                 whole = torch.arange(n, dtype=torch.float32)
-                cut = distribute_tensor(whole, inner, parsed(text), src_data_rank=None)
+                cut = distribute_own(whole, inner, parsed(text))
                 setattr(model, f"n{n}", torch.nn.Parameter(cut))
             fully_shard(model, mesh=mesh["dp"])
             out |= {f"{text} {name}": parameter.detach() for name, parameter in model.named_parameters()}
@@ -173,13 +175,13 @@ def together(n, path):
     """Cut so that ranks 2 and 6 alone cannot place what they hold."""
     placements = [_StridedShard(0, split_factor=4), Shard(0), Shard(0)]
     mesh = init_device_mesh("cpu", (2, 2, 2))
-    tensor = distribute_tensor(torch.arange(n), mesh, placements, src_data_rank=None)
+    tensor = distribute_own(torch.arange(n), mesh, placements)
     alone = read(lambda: reshard.layout_of(tensor, "w"), "what rank") is None
     whole = gather(tensor).tolist()
     reshard.save({"w": tensor}, path)
     filled = []
     for options in ({}, {"read_once": True}, {"read_once": "host"}):
-        target = {"w": distribute_tensor(torch.zeros(n, dtype=torch.int64), mesh, placements, src_data_rank=None)}
+        target = {"w": distribute_own(torch.zeros(n, dtype=torch.int64), mesh, placements)}
         reshard.load(target, path, **options)
         filled.append(torch.equal(target["w"].to_local(), tensor.to_local()))
     return whole, alone, filled

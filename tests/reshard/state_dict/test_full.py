@@ -32,7 +32,7 @@ ON_ONE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 # 9 hidden rows over tensor parallelism of 2 and FSDP of 2: pieces of 3, 2, 2 and 2 rows, and no formula of
 # DTensor's placements says which; nothing here runs forward, so no shape needs to be even
-UNEVEN = {"hidden": 9, "dim": 7}
+UNEVEN = {"hidden": zoo.HIDDEN, "dim": 7}
 LAYOUTS = [
     zoo.plain,
     zoo.ddp,
@@ -133,7 +133,7 @@ def failing(change: str) -> str:
         model_state["ghost"] = torch.ones(2)
     elif change == "rank 0 has a wrong shape":
         options = BROADCAST
-        model_state["layers.1.up.bias"] = torch.ones(8)
+        model_state["layers.1.up.bias"] = torch.ones(7)
     try:
         set_model_state_dict(model, model_state if rank == 0 or options is FULL else {}, options=options)
     except (KeyMismatchError, RankFailedError) as error:
@@ -149,7 +149,7 @@ def failing(change: str) -> str:
         ("only some ranks", "embed.weight"),
         ("rank 0 lacks a name", "Missing key: layers.1.up.bias"),
         ("rank 0 has a name too many", "Unexpected key: ghost"),
-        ("rank 0 has a wrong shape", "wanted shape (9,), found (8,)"),
+        ("rank 0 has a wrong shape", f"wanted shape ({zoo.HIDDEN},), found (7,)"),
     ],
 )
 def test_a_bad_full_dict_is_an_error_on_all_ranks_with_nothing_changed(change: str, name: str) -> None:

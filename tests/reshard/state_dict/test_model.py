@@ -138,6 +138,18 @@ def test_everything_wrong_is_said_at_once_and_nothing_is_changed() -> None:
     assert_same(state, kept)
 
 
+def test_a_name_that_was_tied_to_one_that_the_model_has_is_told_as_such() -> None:
+    tied, apart = nn.Module(), nn.Module()
+    tied.a, apart.a = nn.Linear(2, 2), nn.Linear(2, 2)
+    tied.b, tied.c = tied.a, nn.Linear(2, 2, bias=False)
+    state = get_model_state_dict(tied)
+    with pytest.raises(KeyMismatchError, match=r"Unexpected key: b\.bias, tied to a\.bias in the dict and not here\n"):
+        set_model_state_dict(apart, state)
+    report = set_model_state_dict(apart, state, options=LENIENT)
+    assert report.unexpected == ("b.weight", "b.bias", "c.weight")
+    assert report.aliases == ("b.weight", "b.bias")
+
+
 def test_report_of_a_lenient_set() -> None:
     model = zoo.make(0).to(torch.bfloat16)
     state = {name: t.clone() for name, t in get_model_state_dict(zoo.make(1)).items()}
@@ -155,6 +167,7 @@ def test_report_of_a_lenient_set() -> None:
     assert torch.equal(model.head.weight, state["head.weight"].bfloat16())
 
 
+@pytest.mark.not_simulated("what is compiled would trace its kernels, which are Python")
 def test_inputs_come_back_untouched_and_share_no_memory() -> None:
     """Also where torch's own setter renames the caller's keys: a compiled child."""
     model = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"), nn.BatchNorm1d(2))

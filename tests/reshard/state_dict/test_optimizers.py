@@ -390,6 +390,7 @@ def test_bad_state_is_refused_with_all_names_and_nothing_changed() -> None:
         assert_same(zoo.snapshot(model, optimizer), before)
 
 
+@pytest.mark.not_simulated("a layer norm in bfloat16 keeps other sums there than torch says beforehand")
 def test_state_keeps_the_dtype_it_was_saved_with() -> None:
     _, _, state = warm_adamw(torch.bfloat16)
     model = zoo.make(1)

@@ -28,6 +28,7 @@ from reshard.state_dict import (
 from tests import gloo
 from tests.reshard.state_dict import zoo
 from tests.same import assert_same
+from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 FULL = StateDictOptions(full_state_dict=True)
@@ -215,6 +216,7 @@ def run_meta() -> None:
     assert_same(get_state_dict(replicated, optimizer, options=FULL), (wanted, wanted_optim))
 
 
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 @pytest.mark.gloo
 def test_meta_models_and_replicating_meshes() -> None:
     gloo.run(run_meta, 2)
@@ -255,6 +257,7 @@ def run_shapes() -> None:
     assert_same(get_state_dict(other, other_optimizer, options=FULL), get_state_dict(model, optimizer, options=FULL))
 
 
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 @pytest.mark.gloo
 def test_factored_state_of_sharded_parameters() -> None:
     gloo.run(run_shapes, 2)
@@ -279,6 +282,7 @@ def run_fsdp1_without_gradients() -> None:
         assert cold not in found["state"] or not found["state"][cold]["exp_avg"].any()
 
 
+@pytest.mark.not_simulated("DDP takes its memory for the host's")
 @pytest.mark.gloo
 def test_parameters_that_gain_state_in_a_flat_parameter_are_reported() -> None:
     gloo.run(run_fsdp1_without_gradients, 2)
@@ -315,7 +319,9 @@ def run_alone() -> None:
         assert not torch.equal(found[0]["head.weight"], wanted[0]["head.weight"])
 
 
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 @pytest.mark.gloo
+@pytest.mark.not_simulated("DDP takes its memory for the host's")
 def test_sharded_state_is_read_and_set_without_any_other_rank() -> None:
     gloo.run(run_alone, 2)
 

@@ -57,6 +57,7 @@ def test_names_that_become_one_are_refused() -> None:
         normalize({"model": raw})
 
 
+@pytest.mark.not_simulated("what is compiled would trace its kernels, which are Python")
 def test_a_training_script_s_own_dict_of_ids() -> None:
     """DDP-like prefix, integer ids, a step counter: what torch.save(dict(model=..., optim=...)) left behind."""
     model = nn.ModuleDict({"module": torch.compile(zoo.make(0), backend="eager")})

@@ -16,8 +16,10 @@ from tests.reshard.state_dict.torch_optimizers import CLASSES, OPTIONS, make, st
 
 LENIENT = StateDictOptions(strict=False)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+SPARSE = pytest.mark.not_simulated("it has no sparse tensors")
+NOT_THERE = {"SparseAdam": [SPARSE], "Rprop": [pytest.mark.not_simulated("it sets elements by a tensor of the host")]}
 KINDS = [
-    (name, options)
+    pytest.param(name, options, marks=NOT_THERE.get(name, []))
     for name in CLASSES
     for options in [{}, *({option: value} for option, values in OPTIONS.get(name, {}).items() for value in values)]
 ]
@@ -39,8 +41,20 @@ def warm(name: str, options: Any, steps: int = 1) -> tuple[nn.Module, torch.opti
     return model, optimizer
 
 
+def begins_anew(name: str) -> bool:
+    """Whether the optimizer steps parameters whose state was taken away."""
+    _, optimizer = warm(name, {}, 0)
+    optimizer.state.clear()
+    try:
+        step(optimizer)
+    except KeyError:
+        return False
+    return True
+
+
 def test_the_options_of_every_optimizer_of_torch_are_known() -> None:
-    assert set(CLASSES) == set(OPTIONS)
+    newer = {"Muon"}  # than torch 2.6
+    assert set(CLASSES) == {name for name in OPTIONS if name not in newer or hasattr(torch.optim, name)}
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -78,6 +92,7 @@ def test_every_single_key_left_out_is_named_before_anything_changes(name: str, o
             assert_same(get_optimizer_state_dict(model, optimizer), before)
 
 
+@SPARSE
 @pytest.mark.parametrize(("name", "options"), KINDS, ids=str)
 def test_state_of_one_optimizer_goes_into_another_only_where_it_is_of_its_kind(name: str, options: Any) -> None:
     model, optimizer = warm(name, options, 2)
@@ -86,6 +101,8 @@ def test_state_of_one_optimizer_goes_into_another_only_where_it_is_of_its_kind(n
     for other in CLASSES:
         if not all(takes(other, p) for p in model.parameters()):
             continue
+        if name == "SGD" and other == "Adagrad" and not optimizer.state and not begins_anew(other):
+            continue  # with nothing: this torch gives it state only when it is made, and its own load takes that away
         fresh = make(other, model.parameters())
         before = copy.deepcopy(fresh.state_dict())
         refused = ""

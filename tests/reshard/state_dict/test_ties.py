@@ -68,6 +68,26 @@ def test_state_that_is_the_parameter_or_shared_by_all_is_so_again_in_another_mod
     assert_same(get_state_dict(other, fresh), (model_state, state))
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_state_that_is_a_buffer_is_so_again_or_named(running: bool) -> None:
+    models = [nn.Linear(3, 2, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers):
+        model.register_buffer("table", torch.rand(2, 3))
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+    optimizers[0].state[models[0].weight]["exp_avg"] = models[0].table
+    if not running:
+        optimizers[1].state.clear()
+    model_state, state = get_state_dict(models[0], optimizers[0])
+    report = set_state_dict(models[1], optimizers[1], model_state_dict=model_state, optim_state_dict=state)
+    found = optimizers[1].state[models[1].weight]["exp_avg"]
+    assert torch.equal(found, models[0].table)
+    assert report.optimizer is not None
+    assert (found.data_ptr() == models[1].table.data_ptr()) is not running
+    assert report.optimizer.untied == (("weight.exp_avg",) if running else ())
+
+
 def test_without_its_model_a_master_copy_is_one_of_its_own_and_the_model_is_left_alone() -> None:
     model, optimizer = _pair()
     other, running = _pair(1)
@@ -121,6 +141,7 @@ def test_places_of_the_model_that_share_memory_take_no_two_values() -> None:
     assert_same(get_model_state_dict(model), before)
 
 
+@pytest.mark.not_simulated("it has no sparse tensors")
 def test_only_what_overlaps_is_found() -> None:
     flat = torch.zeros(12)
     one, two, apart, across = flat[:4], flat[:4].view(2, 2), flat[4:8], flat[6:10]

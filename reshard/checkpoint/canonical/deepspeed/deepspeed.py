@@ -14,6 +14,7 @@ from typing import Any
 
 from planners.geometry.box import Box
 from reshard.checkpoint.canonical.deepspeed.mixed import is_mixed, read_mixed
+from reshard.checkpoint.canonical.deepspeed.parts import Parts, joined
 from reshard.checkpoint.canonical.deepspeed.zero import (
     MASTER,
     Rank,
@@ -67,21 +68,6 @@ class _Stage:
         return [{str(k): tuple(int(n) for n in v) for k, v in group.items()} for group in groups]
 
 
-@dataclass
-class _Parts:
-    """What was found in all files, by the names in them."""
-
-    model: dict[str, StoredTensor] = field(default_factory=dict)
-    state: dict[str, dict[str, Value]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    by_id: SavedOptimizer | None = None
-    """ZeRO stage 0: the optimizer as torch saves it."""
-    tied: dict[str, str] = field(default_factory=dict)
-    """Second names of parameters, and the first ones."""
-    unread: list[str] = field(default_factory=list)
-    """Files of experts' optimizer states without ZeRO."""
-
-
 def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state under canonical names.
 
@@ -93,13 +79,18 @@ def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonica
     assert isinstance(facts, DeepSpeedFacts)
     files = facts.files
     stages = _stages(files)
-    parts = _Parts()
+    parts = Parts()
     _add_universal(parts, files, stages, hints)
-    for mp, stage in sorted(stages.items()):
-        _add_stage(parts, stage, mp, hints)
+    if _is_tensor_parallel(files, stages):
+        ranks = [Parts() for _ in stages]
+        for part, (mp, stage) in zip(ranks, sorted(stages.items())):
+            _add_stage(part, stage, mp, hints)
+        parts = joined(ranks, hints)
+    else:
+        for mp, stage in sorted(stages.items()):
+            _add_stage(parts, stage, mp, hints)
     for stem, file in files.items():
         _add_layer(parts, stem, file)
-        parts.unread += [stem] if stem.startswith("expp_rank_") else []
     if not parts.model:
         raise FormatError(f"{what}: no file of DeepSpeed in it holds a parameter")
     rename = NameMap(parts.model, hints)
@@ -111,8 +102,9 @@ def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonica
             masters.setdefault(rename(alias), masters[rename(source)])
     for fqn, tensor in parts.model.items():
         result.add_model(rename(fqn), _master(fqn, tensor, masters.get(rename(fqn))), fqn)
-    if parts.unread:
-        result.notes.append(f"the optimizer states of experts, such as those in {parts.unread[0]}.pt, are not read")
+    unread = next((stem for stem in files if stem.startswith("expp_rank_")), None)
+    result.notes += [f"the optimizer states of experts, such as those in {unread}.pt, are not read"] if unread else []
+    result.notes += parts.notes
     if named is not None:
         take_optimizer(result, named, rename)
         check_shapes(result, "so the names that were given are in another order than the ids")
@@ -136,21 +128,30 @@ def _stages(files: Mapping[str, TorchFile]) -> dict[int, _Stage]:
     stages: dict[int, _Stage] = {}
     for stem, file in files.items():
         if match := _MODEL.fullmatch(stem):
-            stages.setdefault(int(match["mp"]), _Stage()).models[int(match["dp"] or 0)] = file
+            # what we wrote has that of rank 0 under two names, the second one without tensors
+            stages.setdefault(int(match["mp"]), _Stage()).models.setdefault(int(match["dp"] or 0), file)
         elif match := _OPTIM.fullmatch(stem):
             stages.setdefault(int(match["mp"]), _Stage()).optims[int(match["dp"])] = (stem, file)
-    layers = [m for stem in files if (m := _LAYER.fullmatch(stem))]
-    split = {int(m["tp"]) for m in layers if m["tp"] is not None}
-    joined = any(map(_UNIVERSAL.fullmatch, files))
-    if not joined and (len(split) > 1 or (not layers and len(stages) > 1)):
-        raise FormatError(
-            "DeepSpeed checkpoints of tensor parallel models say nowhere how parameters were cut; turn it into a "
-            "universal checkpoint (ds_to_universal) first, which joins them"
-        )
     return stages
 
 
-def _add_stage(parts: _Parts, stage: _Stage, mp: int, hints: Hints) -> None:
+def _is_tensor_parallel(files: Mapping[str, TorchFile], stages: Mapping[int, _Stage]) -> bool:
+    """Whether each of the model parallel ranks has a part of every parameter, rather than a stage of a pipeline.
+
+    Raises FormatError for a pipeline whose stages are tensor parallel.
+    """
+    if any(map(_UNIVERSAL.fullmatch, files)):
+        return False
+    layers = [m for stem in files if (m := _LAYER.fullmatch(stem))]
+    if len({m["tp"] for m in layers if m["tp"] is not None}) > 1:
+        raise FormatError(
+            "it is the pipeline of a tensor parallel model, whose files say nowhere which of them belong together; "
+            "turn it into a universal checkpoint (ds_to_universal) first, which joins them"
+        )
+    return not layers and len(stages) > 1
+
+
+def _add_stage(parts: Parts, stage: _Stage, mp: int, hints: Hints) -> None:
     head, shapes = stage.head, stage.shapes()
     if not stage.models:
         raise DamagedCheckpointError(f"mp_rank_{mp:02d}_model_states.pt is missing, which says what the parameters are")
@@ -188,7 +189,7 @@ def _stored(key: str, value: Any, file: TorchFile) -> Value:
     return stored_tensor(key, file, value) if isinstance(value, TensorRef) else file.plain(value)
 
 
-def _add_zero(parts: _Parts, stage: _Stage, shapes: list[Shapes]) -> None:
+def _add_zero(parts: Parts, stage: _Stage, shapes: list[Shapes]) -> None:
     """Masters, states and groups from the flat pieces of all data parallel ranks."""
     ordered = sorted(stage.optims)
     if ordered != list(range(len(ordered))):
@@ -209,7 +210,7 @@ def _add_zero(parts: _Parts, stage: _Stage, shapes: list[Shapes]) -> None:
     _add_groups(parts, ranks, shapes)
 
 
-def _add_groups(parts: _Parts, ranks: Sequence[Rank], shapes: list[Shapes]) -> None:
+def _add_groups(parts: Parts, ranks: Sequence[Rank], shapes: list[Shapes]) -> None:
     """The groups of a stage; those of further stages have the same settings and parameters of their own."""
     before, rank = len(parts.groups), ranks[0]
     for g, group in enumerate(shapes):
@@ -222,7 +223,7 @@ def _add_groups(parts: _Parts, ranks: Sequence[Rank], shapes: list[Shapes]) -> N
             parts.groups.append({**bare, "params": list(names)})
 
 
-def _add_module(parts: _Parts, stage: _Stage, head: Mapping[str, Any]) -> None:
+def _add_module(parts: Parts, stage: _Stage, head: Mapping[str, Any]) -> None:
     """Weights that have no master: buffers, frozen parameters, everything without ZeRO."""
     file = stage.models[min(stage.models)]
     frozen = {str(k): tuple(int(n) for n in v) for k, v in (head.get("frozen_param_shapes") or {}).items()}
@@ -264,7 +265,7 @@ def _frozen(stage: _Stage, fqn: str, shape: tuple[int, ...]) -> StoredTensor:
     return unflatten(assemble(fqn, (at,), pieces), shape, fqn)
 
 
-def _add_layer(parts: _Parts, stem: str, file: TorchFile) -> None:
+def _add_layer(parts: Parts, stem: str, file: TorchFile) -> None:
     """Weights of a pipeline's layer, or of an expert."""
     layer, expert = _LAYER.fullmatch(stem), _EXPERT.fullmatch(stem)
     if (layer is None and expert is None) or not isinstance(file.value, dict):
@@ -289,7 +290,7 @@ def _check_universal(files: Mapping[str, TorchFile], trained: set[str]) -> None:
             raise DamagedCheckpointError(f"zero/{fqn}/{lost}.pt is missing: other parameters have their {lost}")
 
 
-def _add_universal(parts: _Parts, files: Mapping[str, TorchFile], stages: Mapping[int, _Stage], hints: Hints) -> None:
+def _add_universal(parts: Parts, files: Mapping[str, TorchFile], stages: Mapping[int, _Stage], hints: Hints) -> None:
     """Parameters and states that have a file each."""
     shapes = {fqn: shape for stage in stages.values() for group in stage.shapes() for fqn, shape in group.items()}
     found = False
@@ -326,7 +327,7 @@ def _add_universal(parts: _Parts, files: Mapping[str, TorchFile], stages: Mappin
             _add_groups(parts, [rank], stage.shapes())
 
 
-def _add_common_step(parts: _Parts, common: TorchFile) -> None:
+def _add_common_step(parts: Parts, common: TorchFile) -> None:
     """The number of steps for parameters that have no file of it, as those of stage 3; its groups have one each."""
     inner = common.value.get("optimizer_state_dict") if isinstance(common.value, dict) else None
     states = inner.get("state") if isinstance(inner, dict) else None

@@ -11,10 +11,11 @@ from typing import Any
 
 from reshard.checkpoint.canonical.megatron.names import is_expert, is_vocabulary
 from reshard.checkpoint.canonical.result import Canonical
+from reshard.errors import FormatError
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.tensor import StoredTensor
 
-__all__ = ["assign_groups", "decays", "find_groups"]
+__all__ = ["assign_groups", "decays", "find_groups", "groups_to_save"]
 
 
 def decays(name: str, ndim: int) -> bool:
@@ -101,3 +102,47 @@ def _by_rule(result: Canonical, own_rate: Any) -> None:
             f"{len(lost)} parameters are in no param group, such as {lost[0]!r}: in which they were is not stored, and "
             "Megatron's default rules do not tell"
         )
+
+
+_KINDS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""The settings by which Megatron finds the group that belongs to one of its own."""
+
+
+def groups_to_save(found: Canonical, own_experts: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """The settings of Megatron's groups, and what is to be known of them.
+
+    Groups of other programs are made anew by Megatron's rules: with and without weight decay, and with `own_experts`
+    those of experts by themselves.
+
+    Raises FormatError if parameters that Megatron has in one group have different settings.
+    """
+    made: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}
+    notes: list[str] = []
+    for number, group in enumerate(found.groups):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for kind in dict.fromkeys(_kinds(found, group, own_experts)):
+            if not kind[0] and settings.get("weight_decay") and "wd_mult" not in settings:
+                notes.append(
+                    f"param group {number} has weight decay for biases or one-dimensional parameters; Megatron has none"
+                )
+            first, known = made.setdefault(kind, (number, settings))
+            if known != settings:
+                differs = next(k for k in (*known, *settings) if known.get(k) != settings.get(k))
+                raise FormatError(
+                    f"Megatron has the parameters with {dict(zip(_KINDS, kind))} in one group, but the param groups "
+                    f"{first} and {number} have {differs} {known.get(differs)!r} and {settings.get(differs)!r}: make "
+                    "them alike, or leave the optimizer out by model_only"
+                )
+    return [{**settings, **dict(zip(_KINDS, kind))} for kind, (_, settings) in made.items()], notes
+
+
+def _kinds(found: Canonical, group: Mapping[str, Any], own_experts: bool) -> Iterator[tuple[Any, ...]]:
+    """What Megatron would call the group of each of its parameters."""
+    is_theirs = "wd_mult" in group
+    decided = group.get("wd_mult", 1.0), group.get("lr_mult", 1.0), bool(group.get("is_decoupled_lr"))
+    if is_theirs and not group.get("params"):
+        yield decided[0], decided[1], own_experts and bool(group.get("is_expert_parallel")), decided[2]
+    for fqn in group.get("params", ()):
+        tensor = found.model.get(fqn)
+        decay = decided[0] if is_theirs or tensor is None else float(decays(fqn, len(tensor.spec.shape)))
+        yield decay, decided[1], own_experts and is_expert(fqn), decided[2]

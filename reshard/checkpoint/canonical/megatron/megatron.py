@@ -15,16 +15,18 @@ from reshard.checkpoint.canonical.hints import Hints
 from reshard.checkpoint.canonical.megatron.buckets import cut_buckets
 from reshard.checkpoint.canonical.megatron.groups import assign_groups, find_groups
 from reshard.checkpoint.canonical.megatron.names import (
+    canonical_key,
     cut_vocabulary,
     expand,
     is_vocabulary,
     join_halves,
     skipped,
     vocab_size,
+    whole_key,
 )
-from reshard.checkpoint.canonical.optim import read_optimizer
+from reshard.checkpoint.canonical.optim import read_optimizer, regroup
 from reshard.checkpoint.canonical.result import Canonical, Value
-from reshard.checkpoint.canonical.sections import find_sections
+from reshard.checkpoint.canonical.sections import find_sections, resolve
 from reshard.checkpoint.canonical.views import ungrid
 from reshard.errors import FormatError
 from reshard.formats.frameworks.megatron import MegatronFacts
@@ -92,11 +94,11 @@ def finish(
         for fqn, states in state.items():
             if name in states and fqn not in tensors:
                 result.add_state(fqn, STATE_NAMES.get(name, name), states[name])
-    assign_groups(result, settings, args.get("decoupled_lr"))
     if step is not None:
         for fqn, states in result.state.items():
             if "step" not in states:
                 result.add_state(fqn, "step", step)
+    assign_groups(result, settings, args.get("decoupled_lr"))
     return result
 
 
@@ -118,8 +120,9 @@ def _states(contents: Contents, original: Mapping[str, Any]) -> dict[str, dict[s
         shape = _original_shape(original.get(key))
         if shape is not None and shape != tensor.spec.shape:
             tensor = ungrid(tensor, shape, key)
+        name = STATE_NAMES.get(inner["state"], inner["state"])  # masters may be there under several
         for fqn, one in expand(inner["key"], tensor):
-            out.setdefault(fqn, {})[inner["state"]] = one
+            out.setdefault(fqn, {})[name] = one
     return out
 
 
@@ -144,15 +147,24 @@ def _from_dtensors(
     groups: list[dict[str, Any]] = []
     for _, tree in sections.optimizers:
         saved = read_optimizer(tree)
-        groups += saved.groups
+        groups += saved.groups + _groups_by_name(tree.get("param_to_group_meta"))
         for name, states in saved.state.items():
             for key, value in states.items():
-                expanded = (
-                    expand(name, value) if isinstance(value, StoredTensor) and value.spec.shape else [(name, value)]
-                )
-                for fqn, one in expanded:
-                    state.setdefault(fqn, {})[key] = one
+                if isinstance(value, StoredTensor) and value.spec.shape:
+                    for fqn, one in expand(name, value):
+                        state.setdefault(fqn, {})[key] = one
+                else:  # both halves of a parameter have the same
+                    state.setdefault(whole_key(canonical_key(name)), {})[key] = value
     return model, state, groups
+
+
+def _groups_by_name(tree: Any) -> list[dict[str, Any]]:
+    """Groups from the settings that Megatron-FSDP saves of each parameter; halves of one are in its group once."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, settings in resolve(tree).items() if isinstance(tree, dict) else ():
+        if isinstance(settings, dict):
+            found.setdefault(whole_key(canonical_key(name)), settings)
+    return regroup(found)
 
 
 def _common_step(contents: Contents) -> Value | None:

@@ -16,7 +16,16 @@ from reshard.checkpoint.canonical.views import concat, narrow, unstack
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.stored.tensor import StoredTensor
 
-__all__ = ["canonical_key", "cut_vocabulary", "expand", "is_expert", "join_halves", "skipped", "vocab_size"]
+__all__ = [
+    "canonical_key",
+    "cut_vocabulary",
+    "expand",
+    "is_expert",
+    "join_halves",
+    "skipped",
+    "vocab_size",
+    "whole_key",
+]
 
 _STACKED = re.compile(r"(?P<head>(?:.*?\.)?layers)\.(?P<tail>(?!\d+\.).+)")
 _EXPERTS = re.compile(r"(?P<head>.*\bexperts)\.experts\.(?:(?P<number>\d+)\.)?(?P<tail>.+)")
@@ -96,6 +105,12 @@ def join_halves(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             raise DamagedCheckpointError(f"{name!r}: the other half of {match[1]!r} (_w or _v) is missing")
         out.setdefault(match[1], concat([halves[0], halves[1]], 0, match[1]))
     return out
+
+
+def whole_key(key: str) -> str:
+    """The name of the parameter of which `key` may be a half."""
+    match = _HALF.fullmatch(key)
+    return key if match is None else match[1]
 
 
 def vocab_size(args: Mapping[str, Any], hint: Any) -> int | None:

@@ -34,6 +34,9 @@ _RULES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
         (r".*eh_proj\.(weight|bias)", 0),
         (r".*softmax_offset|.*mixer\.(A_log|D|dt_bias)", 0),
         (r".*mixer\.out_proj\.weight", 1),
+        (r".*\.[qkv]_proj\.(weight|bias)|.*\.(gate|up)_proj\.(weight|bias)", 0),
+        (r".*\.(o|down)_proj\.weight", 1),
+        (r".*\.(o|down)_proj\.bias", None),
         (r".*pooler.*|.*binary_head.*|.*lm_head\.dense.*", None),
     )
 )

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from reshard.checkpoint import checkpoint
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
+from tests.reshard.formats.samples import DATA
 
 SHAPES: list[dict[str, tuple[int, ...]]] = [
     {"embed.weight": (7, 5), "layers.0.w": (5, 3, 2), "head.weight": (7, 5)},
@@ -41,9 +42,11 @@ def settings() -> list[dict[str, Any]]:
     return [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}]
 
 
-def save_stage12(root: Path, world: int, *, prefix: str = "", stripped: bool = True, dtype: torch.dtype) -> Any:
+def save_stage12(
+    root: Path, world: int, *, prefix: str = "", stripped: bool = True, dtype: torch.dtype, seed: int = 0
+) -> Any:
     """Stages 1 and 2: groups in one row, padded to twice the world, one piece a rank."""
-    values = {kind: make(i, FROZEN if kind == "fp32" else None) for i, kind in enumerate(KINDS)}
+    values = {kind: make(seed + i, FROZEN if kind == "fp32" else None) for i, kind in enumerate(KINDS)}
     module = {**values["fp32"], "count": torch.tensor(9.0)}
     torch.save(model_file(module, dtype), root / "mp_rank_00_model_states.pt")
     for rank in range(world):
@@ -202,9 +205,37 @@ def test_weights_alone(tmp_path: Path) -> None:
         checkpoint.open(tmp_path)
 
 
-def test_tensor_parallel_weights_are_refused(tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_are_joined(tmp_path: Path) -> None:
+    """Two tensor parallel ranks of three data parallel ones each; where names say nothing, the hint does."""
+    values = []
+    for tp in range(2):
+        (tmp_path / f"{tp}").mkdir()
+        values.append(save_stage12(tmp_path / f"{tp}", 3, dtype=torch.float16, seed=10 * tp))
+        for file in (tmp_path / f"{tp}").iterdir():
+            file.rename(tmp_path / file.name.replace("mp_rank_00", f"mp_rank_{tp:02d}"))
+    opened = checkpoint.open(tmp_path)
+    with pytest.raises(NormalizationError, match=r"over 2 ranks cuts '.*', and its name is not known.*tp_dims"):
+        opened.normalized()
+
+    dims = {"embed.weight": 0, "head.weight": 1, "layers.0.w": 2}
+    found = opened.normalized(hints={"tp_dims": {**dims, "*": None}})
+
+    for kind, of in (("fp32", found["model"]), *((k, found["optim"]["state"]) for k in KINDS[1:])):
+        for name in (*SHAPES[0], *SHAPES[1]):
+            tensor = of[name] if kind == "fp32" else of[name][kind]
+            pieces = [value[kind][name] for value in values]
+            assert torch.equal(tensor[...], torch.cat(pieces, dims[name]) if name in dims else pieces[0])
+    assert found["optim"]["state"]["embed.weight"]["step"][...].item() == 4
+    assert [group["params"] for group in found["optim"]["param_groups"]] == [list(group) for group in SHAPES]
+    (tmp_path / "mp_rank_01_model_states.pt").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"mp_rank_01_model_states.pt is missing"):
+        checkpoint.open(tmp_path).normalized(hints={"tp_dims": {"*": None}})
+
+
+def test_tensor_parallel_pipelines_are_refused(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save(model_file(make(0), torch.float32), tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
+        torch.save({"w": torch.ones(2)}, tmp_path / f"layer_00-model_{rank:02d}-model_states.pt")
     with pytest.raises(FormatError, match="ds_to_universal"):
         checkpoint.open(tmp_path).normalized()
 
@@ -267,3 +298,13 @@ def test_a_universal_checkpoint_without_one_state_of_one_parameter(tmp_path: Pat
     (folder / "zero" / "b" / f"{state}.pt").unlink()
     with pytest.raises(DamagedCheckpointError, match=f"zero/b/{state}.pt is missing"):
         checkpoint.open(tmp_path).normalized()
+
+
+def test_what_deepspeed_saved_of_a_tensor_parallel_model() -> None:
+    """Version 0.19.8, two tensor parallel times two data parallel ranks, ZeRO-1; names say how parameters were cut."""
+    truth = torch.load(DATA / "ds_tp2_dp2" / "truth.pt", weights_only=True)
+    found = checkpoint.open(DATA / "ds_tp2_dp2" / "ckpt").normalized()
+    assert set(found["model"]) == set(found["optim"]["state"]) == set(truth)
+    for name, value in truth.items():
+        assert torch.equal(found["model"][name][...], value.bfloat16().float())
+        assert found["optim"]["state"][name]["exp_avg"].shape == value.shape

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import reshard
 from reshard.checkpoint import checkpoint
 from reshard.checkpoint.canonical.hints import HINTS
 from reshard.errors import DamagedCheckpointError, NormalizationError
+from tests.torch_releases import save_alone
 
 W, B = torch.arange(6.0).reshape(2, 3), torch.arange(2.0)
 
@@ -87,7 +87,7 @@ STATES = [
 def test_shapes_of_states(tmp_path: Path, state: Any, note: str) -> None:
     check(normalized(tmp_path, state))
     if not any(isinstance(value, list) for value in state.values()):
-        dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        save_alone(state, checkpoint_id=tmp_path / "dcp")
         check(checkpoint.open(tmp_path / "dcp").normalized())
 
 
@@ -213,7 +213,7 @@ def test_an_optimizer_is_known_by_its_inside(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_lightning_without_its_meta_file_is_noted(tmp_path: Path) -> None:
-    dcp.save({"state_dict": weights("net."), "optimizer_0": by_name("net.")}, checkpoint_id=tmp_path, no_dist=True)
+    save_alone({"state_dict": weights("net."), "optimizer_0": by_name("net.")}, checkpoint_id=tmp_path)
     found = checkpoint.open(tmp_path).normalized()
     assert set(found["model"]) == {f"net.{name}" for name in weights()}
     assert any("without its meta.pt" in note for note in found.notes)
@@ -248,7 +248,7 @@ def staged(local: bool, nest: str) -> dict[str, Any]:
 def test_stages_with_keys_of_their_own(tmp_path: Path, nest: str, local: bool) -> None:
     """As pipeline stages save that must not overwrite each other's lists: one model, its layers numbered through."""
     state = staged(local, nest)
-    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save_alone(state, checkpoint_id=tmp_path / "dcp")
     reshard.convert(tmp_path / "dcp", tmp_path / "native")
     opened = [checkpoint.open(tmp_path / kind).normalized() for kind in ("dcp", "native")]
     names = [f"layers.{i}.weight" for i in range(4)]

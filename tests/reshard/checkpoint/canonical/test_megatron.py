@@ -30,6 +30,7 @@ from reshard.formats.torch_save.file import read_torch_file
 from reshard.storage.opening import open_storage
 from tests.reshard.checkpoint.canonical import megatron_maker as make
 from tests.reshard.checkpoint.canonical.megatron_maker import Shape
+from tests.torch_releases import save_alone
 
 
 def facts_of(made: Contents) -> MegatronFacts:
@@ -394,7 +395,7 @@ def test_a_learning_rate_of_embeddings_and_output_layer(told: bool) -> None:
 def test_the_description_is_missing(tmp_path: Path) -> None:
     """All tensors are there without it, so that it is told, and no more."""
     folder = tmp_path / "iter_0000002"
-    torch.distributed.checkpoint.save({"w": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    save_alone({"w": torch.ones(3)}, checkpoint_id=folder)
     torch.save({"iteration": 2}, folder / "common.pt")
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "common_backend": "torch"}')
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")

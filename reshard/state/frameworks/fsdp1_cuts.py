@@ -108,7 +108,7 @@ def _chunk_dtensor(shape: tuple[int, ...], flat: torch.Tensor, mesh: Any, axis: 
 
 
 def _across_rows(cut: FlatCut, local: torch.Tensor) -> torch.Tensor:
-    from reshard.state.frameworks.cut_across_rows import CutAcrossRows  # ShardedTensor is deprecated upstream
+    from reshard.state.frameworks.fsdp1_across_rows import CutAcrossRows  # ShardedTensor is deprecated upstream
 
     return CutAcrossRows.of(cut, local, _sharded_tensor(cut, local))
 

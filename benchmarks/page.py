@@ -1,0 +1,173 @@
+"""What benchmarks measured, as data, and the one page that is made of it.
+
+A benchmark yields rows. `python -m benchmarks` gathers those of all of them, prints the page, and with `--write` keeps
+the rows in `benchmarks/results.json` and puts the tables into `docs/speed.md`, between their marks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RESULTS", "SPEED", "Results", "Row", "arguments", "filled", "report"]
+
+RESULTS = Path(__file__).with_name("results.json")
+SPEED = Path(__file__).parents[1] / "docs" / "speed.md"
+
+Rounds = tuple[float, ...]
+"""A figure of each round. The contestants take turns, so those of one place were measured close to one another."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was measured, of all contestants in the same rounds."""
+
+    section: str
+    """Name of the benchmark."""
+    what: str
+    unit: str
+    """"s", "processor s", or what else is counted, such as "MB"; less is better."""
+    ours: Rounds
+    peers: dict[str, Rounds] = field(default_factory=dict)
+    floor: Rounds = ()
+    """What the work takes at the very least: which work, the section's text says."""
+
+    def __post_init__(self) -> None:
+        others = [*self.peers.values(), *([self.floor] if self.floor else [])]
+        if not self.ours or any(len(one) != len(self.ours) for one in others):
+            raise ValueError(f"{self.section}: {self.what}: a figure of each round is wanted of each contestant")
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Row:
+        """Inverse of `dataclasses.asdict` after JSON."""
+        peers = {name: tuple(rounds) for name, rounds in row["peers"].items()}
+        return cls(**{**row, "ours": tuple(row["ours"]), "peers": peers, "floor": tuple(row["floor"])})
+
+    def cells(self) -> tuple[str, ...]:
+        """As in the header of `Results.table`."""
+        ratios = [f"{_ratio(rounds, self.ours)} {name}" for name, rounds in self.peers.items()]
+        return (
+            self.what,
+            self.unit,
+            _figure(self.ours),
+            ", ".join(f"{name} {_figure(rounds)}" for name, rounds in self.peers.items()),
+            _figure(self.floor) if self.floor else "",
+            ", ".join(ratios),
+            _ratio(self.floor, self.ours) if self.floor else "",
+            f"{max(self.ours) / min(self.ours):.2f}" if len(self.ours) > 1 and min(self.ours) else "one round",
+        )
+
+
+def _figure(rounds: Rounds) -> str:
+    """The median."""
+    return f"{statistics.median(rounds):.3g}"
+
+
+def _ratio(above: Rounds, below: Rounds) -> str:
+    """The median of the rounds' own ratios, with the lowest and the highest."""
+    ratios = sorted(a / b for a, b in zip(above, below, strict=True) if b)
+    if not ratios:
+        return ""
+    middle = (
+        f"{statistics.median(ratios):.2g}" if statistics.median(ratios) < 10 else f"{statistics.median(ratios):.0f}"
+    )
+    return middle if len(ratios) == 1 else f"{middle} ({ratios[0]:.2g} to {ratios[-1]:.2g})"
+
+
+HEADER = ("", "unit", "ours", "peers", "floor", "peer / ours", "floor / ours", "noise")
+
+
+@dataclass(frozen=True)
+class Results:
+    """The rows of one run of all benchmarks."""
+
+    where: str
+    """On what, in words."""
+    rows: tuple[Row, ...]
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """In order of first mention."""
+        return tuple(dict.fromkeys(row.section for row in self.rows))
+
+    def table(self, section: str) -> str:
+        """The rows of a section in Markdown."""
+        lines = [HEADER, tuple("---" for _ in HEADER), *(row.cells() for row in self.rows if row.section == section)]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+    def page(self) -> str:
+        """Everything."""
+        parts = [f"# {self.where}"]
+        parts += [f"## benchmarks.{section}\n\n{self.table(section)}" for section in self.sections]
+        return "\n\n".join(parts) + "\n"
+
+    def to_json(self) -> str:
+        """For `RESULTS`: a line a row."""
+        rows = ",\n".join(f"  {json.dumps(_rounded(asdict(row)))}" for row in self.rows)
+        return f'{{"where": {json.dumps(self.where)}, "rows": [\n{rows}\n]}}\n'
+
+    @classmethod
+    def from_json(cls, text: str) -> Results:
+        """Inverse of `to_json`."""
+        found = json.loads(text)
+        return cls(found["where"], tuple(map(Row.from_json, found["rows"])))
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    """With four digits of each figure."""
+
+    def short(rounds: Iterable[float]) -> list[float]:
+        return [float(f"{x:.4g}") for x in rounds]
+
+    peers = {name: short(rounds) for name, rounds in row["peers"].items()}
+    return {**row, "ours": short(row["ours"]), "peers": peers, "floor": short(row["floor"])}
+
+
+_MARKS = re.compile(r"(<!-- measured: (\w+) -->\n).*?(\n?<!-- end -->)", re.DOTALL)
+
+
+def filled(text: str, results: Results) -> str:
+    """`docs/speed.md` with what was measured between its marks. Raises ValueError unless it has one place for each
+    section, and one for where all of it was measured."""
+    places = [mark[1] for mark in _MARKS.findall(text)]
+    wanted = ["where", *results.sections]
+    if sorted(places) != sorted(wanted):
+        raise ValueError(f"the page has places for {', '.join(places)}; there are {', '.join(wanted)}")
+
+    def fill(mark: re.Match[str]) -> str:
+        inner = results.where if mark[2] == "where" else results.table(mark[2])
+        return f"{mark[1]}{inner}\n<!-- end -->"
+
+    return _MARKS.sub(fill, text)
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="smaller or fewer cases")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="write what was measured there, too, as JSON")
+    return parser
+
+
+def report(rows: Iterator[Row], file: Path | None) -> int:
+    """Print rows as they come, and keep them. 0, for the exit code."""
+    found: list[Row] = []
+    for row in rows:
+        if not found:
+            print(_line(HEADER), flush=True)
+        found.append(row)
+        print(_line(row.cells()), flush=True)
+    if file is not None:
+        file.write_text(Results("", tuple(found)).to_json())
+    return 0
+
+
+def _line(cells: Sequence[str]) -> str:
+    widths = (44, 12, 9, 26, 9, 34, 20, 0)
+    return " ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip()

@@ -1,0 +1,135 @@
+"""Copies of what each rank has written, on other hosts, so that the loss of any `k` hosts loses nothing. Pure.
+
+Hosts are put into groups, each as small as it may be (k + 1 hosts, at most 2k + 1), and each group is a ring: what a
+host wrote is also on the next k of its ring.
+
+    ring 0   a -> b -> a          k = 1: nothing is lost unless a and b are, or two of c, d, e that are neighbours
+    ring 1   c -> d -> e -> c
+
+So more than k hosts may be lost, too, as long as they are in different rings; copies dealt to all hosts alike would
+share each byte between other pairs, and then any k + 1 lost hosts lose something. Hosts with much go together with
+hosts that have little, since each keeps what its neighbours wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from planners.errors import PlanError
+from planners.findings import Finding, Report
+
+__all__ = ["CopyPlan", "plan_copies", "verify_copies"]
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """Which ranks keep a copy of what a rank wrote, beside the one on its own host."""
+
+    hosts: tuple[str, ...]
+    """Of each rank."""
+    nbytes: tuple[int, ...]
+    """That each rank writes."""
+    copies: int
+    """Of each byte, beside the first; so many hosts may be lost, whichever they are."""
+    rings: tuple[tuple[str, ...], ...]
+    keepers: tuple[tuple[int, ...], ...]
+    """For each rank the ranks that get a copy."""
+
+    @cached_property
+    def ring_of(self) -> dict[str, int]:
+        """The number of each host's ring."""
+        return {host: number for number, ring in enumerate(self.rings) for host in ring}
+
+    @cached_property
+    def bytes_by_host(self) -> dict[str, int]:
+        """What each host holds of one generation: what its ranks wrote, and copies."""
+        held = dict.fromkeys(self.ring_of, 0)
+        for host, nbytes, keepers in zip(self.hosts, self.nbytes, self.keepers, strict=True):
+            for place in (host, *(self.hosts[keeper] for keeper in keepers)):
+                held[place] += nbytes
+        return held
+
+    @property
+    def bytes_sent(self) -> int:
+        """Between hosts, for one generation."""
+        return sum(nbytes * len(keepers) for nbytes, keepers in zip(self.nbytes, self.keepers, strict=True))
+
+    def lost(self, hosts: Collection[str]) -> list[int]:
+        """The ranks of whose bytes nothing is left if these hosts are lost."""
+        gone = set(hosts)
+        return [
+            rank
+            for rank, keepers in enumerate(self.keepers)
+            if self.nbytes[rank] and {self.hosts[rank], *(self.hosts[keeper] for keeper in keepers)} <= gone
+        ]
+
+
+def plan_copies(hosts: Sequence[str], nbytes: Sequence[int], *, copies: int = 1) -> CopyPlan:
+    """Choose who keeps copies of what.
+
+    Args:
+        hosts: the name of each rank's host, by rank.
+        nbytes: how much each rank writes, by rank.
+        copies: how many hosts may be lost.
+
+    Raises PlanError for fewer hosts than `copies + 1`, and for numbers that cannot be.
+    """
+    if len(hosts) != len(nbytes) or any(size < 0 for size in nbytes):
+        raise PlanError(f"each of {len(hosts)} ranks must say how many bytes it writes, got {len(nbytes)} numbers")
+    written = dict.fromkeys(hosts, 0)
+    for host, size in zip(hosts, nbytes, strict=True):
+        written[host] += size
+    if copies < 0 or len(written) < copies + 1:
+        raise PlanError(
+            f"{copies} copies on other hosts need at least {copies + 1} hosts, but there are {len(written)} "
+            f"({', '.join(sorted(written)[:5])}): ask for fewer copies, or run on more hosts"
+        )
+    rings = _rings(written, copies)
+    following = {
+        host: [ring[(i + step) % len(ring)] for step in range(1, copies + 1)]
+        for ring in rings
+        for i, host in enumerate(ring)
+    }
+    return CopyPlan(tuple(hosts), tuple(nbytes), copies, rings, _keepers(hosts, nbytes, following))
+
+
+def _rings(written: dict[str, int], copies: int) -> tuple[tuple[str, ...], ...]:
+    """Dealt out from the host with most to the one with least, to and fro."""
+    count = len(written) // (copies + 1)
+    rings: list[list[str]] = [[] for _ in range(count)]
+    for number, host in enumerate(sorted(written, key=lambda host: (-written[host], host))):
+        turn, at = divmod(number, count)
+        rings[count - 1 - at if turn % 2 else at].append(host)
+    return tuple(map(tuple, rings))
+
+
+def _keepers(
+    hosts: Sequence[str], nbytes: Sequence[int], following: dict[str, list[str]]
+) -> tuple[tuple[int, ...], ...]:
+    """On each of the next hosts the rank that gets the least until then, the largest first."""
+    ranks: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    got, out = [0] * len(hosts), [()] * len(hosts)  # type: tuple[list[int], list[tuple[int, ...]]]
+    for rank in sorted(range(len(hosts)), key=lambda rank: -nbytes[rank]):
+        chosen = [min(ranks[host], key=lambda keeper: (got[keeper], keeper)) for host in following[hosts[rank]]]
+        for keeper in chosen:
+            got[keeper] += nbytes[rank]
+        out[rank] = tuple(chosen)
+    return tuple(out)
+
+
+def verify_copies(plan: CopyPlan) -> Report:
+    """The proof that every byte is on `copies + 1` different hosts, or all that is wrong."""
+    return Report(f"{plan.copies} copies on {len(plan.ring_of)} hosts", tuple(_findings(plan)), len(plan.hosts))
+
+
+def _findings(plan: CopyPlan) -> Iterator[Finding]:
+    for rank, keepers in enumerate(plan.keepers):
+        places = {plan.hosts[rank], *(plan.hosts[keeper] for keeper in keepers)}
+        if len(places) != plan.copies + 1:
+            yield Finding(f"what it writes is on {len(places)} hosts, wanted {plan.copies + 1}", rank=rank)
+        if len(places) != 1 + len(keepers):
+            yield Finding("two copies of what it writes are on one host", rank=rank)

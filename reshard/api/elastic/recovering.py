@@ -1,0 +1,333 @@
+"""`recover`: the newest generation that survives whole, loaded from the memory of the hosts that have it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from planners.geometry.box import Box
+from reshard.api.elastic.hosts import Hosts, Settings
+from reshard.api.elastic.kept import Held, Kept, Made, fetched_folder, held_in, kept_in, lost_boxes, remove
+from reshard.api.elastic.moving import move
+from reshard.api.elastic.reports import RecoverReport
+from reshard.api.elastic.surviving import Survivors, blocks_of
+from reshard.api.load.loading import load_with
+from reshard.api.load.options import LoadOptions
+from reshard.api.load.read_plan import ReadPlan
+from reshard.api.load.report import LoadReport
+from reshard.checkpoint.checkpoint import Checkpoint, open_among
+from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.control.group import Group
+from reshard.errors import CheckpointError, CheckpointNotFoundError, ReshardError, format_ranks
+from reshard.execute.reading import Workspace, merge_ranges
+from reshard.formats.native import reader
+from reshard.formats.native.checksums import check_blocks
+from reshard.formats.native.manifest import MANIFEST, read_manifest
+from reshard.formats.native.reader import NativeFacts
+from reshard.formats.stored.contents import LazyMapping
+from reshard.formats.stored.source import FileSource
+from reshard.storage import Storage
+from reshard.storage.local import LocalStorage
+
+__all__ = ["missing_text", "recover"]
+
+
+class _Candidate(NamedTuple):
+    """Something that could be loaded."""
+
+    kept: Kept | None
+    """None for the fallback as a whole."""
+    place: int
+    """Of a rank whose host has the manifest."""
+
+
+class _Verdict(NamedTuple):
+    refused: str
+    """Why not; empty if it can be loaded."""
+    lost: tuple[str, ...]
+    """Tensors that the fallback has instead."""
+
+
+def recover(
+    settings: Settings, state: Any, fallback: Any, options: LoadOptions, group: Group, hosts: Hosts
+) -> RecoverReport:
+    """Collective. What is not loaded, and what was fetched, is removed once all ranks have loaded."""
+    passed: list[str] = []
+    try:
+        report = _first_whole(settings, state, fallback, options, group, hosts, passed)
+    except BaseException:
+        if hosts.leads:
+            with suppress(ReshardError):  # the next recovery, or generation, removes what was fetched
+                remove(hosts.folder, list(kept_in(hosts.folder)))
+        raise
+    if report is None:
+        none = "; ".join(passed) or f"none counts on any of the {len(hosts.places)} hosts"
+        advice = "" if fallback is not None else ". Give a checkpoint as fallback=, or start anew"
+        group.refuse(CheckpointNotFoundError(f"no generation in {settings.folder} survives whole: {none}{advice}"))
+    return report
+
+
+def _first_whole(
+    settings: Settings, state: Any, fallback: Any, options: LoadOptions, group: Group, hosts: Hosts, passed: list[str]
+) -> RecoverReport | None:
+    """Collective: the newest candidate that can be loaded is; `passed` gets why those before it cannot."""
+    clock = time.perf_counter()
+    for candidate in _candidates(fallback, group, hosts):
+        if candidate.kept is None:
+            load = load_with(group, state, fallback, options, settings.process_group)
+            return _report(clock, None, (), passed, load, group, hosts)
+        found = _Generation.look(settings, candidate, group, hosts)
+        verdict = found.judge(fallback)
+        if verdict.refused:
+            passed.append(verdict.refused)
+            continue
+        load = found.load(state, fallback, verdict.lost, options)
+        return _report(clock, found, verdict.lost, passed, load, group, hosts)
+    return None
+
+
+def _report(
+    clock: float,
+    found: _Generation | None,
+    lost: tuple[str, ...],
+    passed: list[str],
+    load: LoadReport,
+    group: Group,
+    hosts: Hosts,
+) -> RecoverReport:
+    group.barrier()  # nobody needs what the others were asked for any more
+    loaded = time.perf_counter()
+    if hosts.leads:
+        remove(hosts.folder, [found.kept] if found is not None else [])
+    return RecoverReport(
+        number=found.kept.number if found is not None else None,
+        step=found.kept.step if found is not None else None,
+        from_fallback=lost,
+        passed_over=tuple(passed),
+        bytes_received=found.received if found is not None else 0,
+        bytes_checked=found.checked if found is not None else load.bytes_checked,
+        load=load,
+        seconds={"all": loaded - clock, **load.seconds},
+    )
+
+
+def _candidates(fallback: Any, group: Group, hosts: Hosts) -> list[_Candidate]:
+    """Collective: what counts on some host, the newest first, and the fallback where its time puts it."""
+    if hosts.leads:
+        remove(hosts.folder, list(kept_in(hosts.folder)))  # what an earlier recovery had fetched
+    told = group.gather(msgspec.msgpack.encode(list(kept_in(hosts.folder).items()) if hosts.leads else []))
+    rows: list[_Candidate] = []
+    if told is not None:
+        first: dict[Kept, tuple[int, Made]] = {}
+        for place, row in enumerate(told):
+            for kept, made in msgspec.msgpack.decode(row, type=list[tuple[Kept, Made | None]]):
+                if made is not None:
+                    first.setdefault(kept, (place, made))
+        rows = [_Candidate(kept, first[kept][0]) for kept in sorted(first, reverse=True)]
+        if fallback is not None:
+            rows.insert(_rank_of(fallback, [first[row.kept][1] for row in rows if row.kept]), _Candidate(None, 0))
+    shared = group.share(msgspec.msgpack.encode(rows) if group.rank == 0 else None)
+    return msgspec.msgpack.decode(shared, type=list[_Candidate])
+
+
+def _rank_of(fallback: Any, newest_first: list[Made]) -> int:
+    """Before how many generations a fallback comes: behind one of the same state, else by the time it was made, and
+    last where it does not say."""
+    native = open_checkpoint(fallback).contents.facts_of(NativeFacts)
+    if native is None:
+        return len(newest_first)
+    its = Made.of(native.manifest)
+    same = [place for place, made in enumerate(newest_first) if its.state and made.state == its.state]
+    return same[0] + 1 if same else sum(made.unix_s >= its.unix_s for made in newest_first)
+
+
+def _manifest_of(kept: Kept, place: int, group: Group, hosts: Hosts) -> bytes:
+    """Collective: the text of a manifest, which the rank at `place` has; hosts that lack it get it, once each."""
+    here, fetched = LocalStorage(hosts.folder / kept.folder), LocalStorage(hosts.folder / fetched_folder(kept))
+    has_it = kept_in(hosts.folder).get(kept) is not None
+    lacking = group.gather(b"1" if hosts.leads and not has_it else b"", place)
+    text = here.read(MANIFEST) if has_it else b""
+    sent, _ = group.scatter([text if lacks else b"" for lacks in lacking] if lacking is not None else None, place)
+    if sent:
+        fetched.publish(MANIFEST, sent)
+    group.barrier()
+    return text if has_it else fetched.read(MANIFEST)
+
+
+@dataclass
+class _Generation:
+    """A generation as this rank sees it, while it is judged and loaded."""
+
+    settings: Settings
+    kept: Kept
+    group: Group
+    hosts: Hosts
+    checkpoint: Checkpoint
+    storage: Survivors
+    native: NativeFacts
+    by_host: dict[str, list[Held]] = field(default_factory=dict)
+    """On the first rank: what the ranks of each host have found."""
+    received: int = 0
+    checked: int = 0
+
+    @classmethod
+    def look(cls, settings: Settings, candidate: _Candidate, group: Group, hosts: Hosts) -> _Generation:
+        """Collective: share the manifest, and check all that is left of what it names."""
+        kept = candidate.kept
+        assert kept is not None
+        here = LocalStorage(hosts.folder / kept.folder)
+        text = _manifest_of(kept, candidate.place, group, hosts)
+        looking = Survivors(here, hosts.folder / fetched_folder(kept), text, ())
+        manifest = read_manifest(looking)
+        mates = hosts.mine
+        threads = Workspace.of(None, None, len(mates)).threads
+        mine = held_in(here, manifest, mates.index(group.rank), len(mates), threads)
+        rows = group.among(f"host {hosts.name}", msgspec.msgpack.encode(mine))
+        found = [msgspec.msgpack.decode(row, type=Held) for row in rows.values()]
+        records = manifest.files
+        whole = [
+            records[rank].name for one in found for rank, ranges in one.items() if ranges == [(0, records[rank].nbytes)]
+        ]
+        storage = Survivors(here, hosts.folder / fetched_folder(kept), text, whole)
+        contents = reader.open(storage, storage.list())
+        native = contents.facts_of(NativeFacts)
+        assert native is not None
+        storage.expect(native.manifest, native.plan)
+        self = cls(settings, kept, group, hosts, Checkpoint(contents, storage.url), storage, native)
+        self.checked = sum(stop - start for ranges in mine.values() for start, stop in ranges)
+        told = group.gather(msgspec.msgpack.encode(mine))
+        for name, row in zip(hosts.names, told or ()):
+            self.by_host.setdefault(name, []).append(msgspec.msgpack.decode(row, type=Held))
+        return self
+
+    def judge(self, fallback: Any) -> _Verdict:
+        """Collective: whether it is whole, or becomes so by the same tensors of the fallback."""
+        verdict = None
+        if self.group.rank == 0:
+            verdict = msgspec.msgpack.encode(self._judged(fallback))
+        return msgspec.msgpack.decode(self.group.share(verdict), type=_Verdict)
+
+    def _judged(self, fallback: Any) -> _Verdict:
+        lost = lost_boxes(self.native, self.by_host)
+        if not lost:
+            return _Verdict("", ())
+        text = f"{self.kept} is not whole: {missing_text(lost)}"
+        if fallback is None:
+            return _Verdict(text, ())
+        try:
+            others = open_checkpoint(fallback)
+        except CheckpointError as error:
+            return _Verdict(f"{text}; the fallback cannot be opened: {error}", ())
+        mine, theirs = self.native.manifest.fingerprints, others.fingerprints or {}
+        other = [fqn for fqn in lost if fqn not in self.checkpoint or mine.get(fqn, "") != theirs.get(fqn)]
+        if other:
+            why = "by fingerprint" if mine and theirs else "as nobody can tell where one side has no fingerprints"
+            return _Verdict(f"{text}; the fallback does not have the same {other[0]!r}, {why}", ())
+        return _Verdict("", tuple(lost))
+
+    def load(self, state: Any, fallback: Any, lost: tuple[str, ...], options: LoadOptions) -> LoadReport:
+        """Collective: fill the state, each rank by its own read plan out of the files of its host, to which `_bring`
+        has brought what they need."""
+        others, checkpoint = None, self.checkpoint
+        if lost:
+            others = open_among(fallback, self.group.rank, self.group.world_size)
+            theirs, mine = others.contents, checkpoint.contents
+            tensors = {fqn: partial((theirs if fqn in lost else mine).find, fqn) for fqn in mine.tensors}
+            checkpoint = Checkpoint(replace(mine, tensors=LazyMapping(tensors)), checkpoint.url)  # type: ignore[arg-type]
+        bring = partial(self._bring, others)
+        own = replace(options, read_once="rank", check=False)  # all that is read was checked when it was found
+        return load_with(self.group, state, checkpoint, own, self.settings.process_group, bring=bring)
+
+    def _bring(self, others: Checkpoint | None, plan: ReadPlan) -> None:
+        """Collective: what the plans of a host's ranks read, and the host has not, comes to it once."""
+        if others is not None and (native := others.contents.facts_of(NativeFacts)) is not None:
+            self.checked += check_blocks(native, _blocks_read(plan, self.storage, native.manifest.block_bytes))[0]
+        told = self.group.gather(msgspec.msgpack.encode(self._wants(plan)))
+        table = self._table([msgspec.msgpack.decode(row, type=Held) for row in told]) if told is not None else None
+        shared = self.group.share(msgspec.msgpack.encode(table) if table is not None else None)
+        held, wanted, sizes = msgspec.msgpack.decode(shared, type=_Table)
+        if wanted:
+            mine = self.group.ranks[self.group.rank]
+            for name, by in wanted.items():
+                if mine in by and not name.endswith(".sums"):
+                    self.storage.prepare(name)
+            here = self.storage.here.root.joinpath
+            self.received = move(
+                held, wanted, sizes, here, self.storage.path_of, self.group, self.settings.process_group,
+                max_inflight_bytes=self.settings.max_inflight_bytes,
+            )  # fmt: skip
+            got = {name: by[mine] for name, by in wanted.items() if mine in by and not name.endswith(".sums")}
+            spans = {FileSource(self.storage, name): ranges for name, ranges in got.items()}
+            self.checked += check_blocks(self.native, spans)[0]
+            self.group.barrier()
+
+    def _wants(self, plan: ReadPlan) -> Held:
+        """The blocks that this rank reads of files that are not whole on its host, by the rank that wrote them."""
+        block, wants = self.native.manifest.block_bytes, Held()
+        ranks = {record.name: (rank, record) for rank, record in self.native.manifest.files.items()}
+        for copy in plan.copies:
+            source = copy.place.source
+            if (
+                isinstance(source, FileSource)
+                and source.storage is self.storage
+                and source.name not in self.storage.whole
+            ):
+                rank, record = ranks[source.name]
+                ranges = wants.setdefault(rank, [(0, min(-(-record.header_bytes // block) * block, record.nbytes))])
+                ranges += blocks_of(copy.place.window, block, record.nbytes)
+        return {rank: merge_ranges(ranges) for rank, ranges in wants.items()}
+
+    def _table(self, rows: list[Held]) -> _Table:
+        """Who gets what for its host, and who could send it."""
+        table, manifest, ranks = _Table({}, {}, {}), self.native.manifest, self.group.ranks
+        needs: dict[str, dict[str, list[tuple[int, int]]]] = {}
+        for host, row in zip(self.hosts.names, rows):
+            for rank, ranges in row.items():
+                needs.setdefault(rank, {}).setdefault(host, []).extend(ranges)
+        for number, (rank, needed) in enumerate(needs.items()):
+            record = manifest.files[rank]
+            sums, nsums = f"{record.name}.sums", 8 * -(-record.nbytes // manifest.block_bytes)
+            table.sizes.update({record.name: record.nbytes, sums: nsums})
+            for host, places in self.hosts.places.items():
+                acts = ranks[places[number % len(places)]]
+                there = merge_ranges(piece for found in self.by_host[host] for piece in found.get(rank, ()))
+                if there:
+                    table.held.setdefault(record.name, {})[acts] = there
+                    table.held.setdefault(sums, {})[acts] = [(0, nsums)]
+                if host in needed:
+                    table.wanted.setdefault(record.name, {})[acts] = merge_ranges(needed[host])
+                    table.wanted.setdefault(sums, {})[acts] = [(0, nsums)]
+        return table
+
+
+def _blocks_read(plan: ReadPlan, unless: Storage, block_bytes: int) -> dict[FileSource, list[tuple[int, int]]]:
+    """The blocks that a plan reads of files of other storages."""
+    found: dict[FileSource, list[tuple[int, int]]] = {}
+    for copy in plan.copies:
+        source = copy.place.source
+        if isinstance(source, FileSource) and source.storage is not unless:
+            found.setdefault(source, []).extend(blocks_of(copy.place.window, block_bytes, source.nbytes))
+    return {source: merge_ranges(ranges) for source, ranges in found.items()}
+
+
+class _Table(NamedTuple):
+    held: dict[str, dict[int, list[tuple[int, int]]]]
+    wanted: dict[str, dict[int, list[tuple[int, int]]]]
+    sizes: dict[str, int]
+
+
+def missing_text(lost: Mapping[str, list[tuple[int, Box]]]) -> str:
+    """What is missing, for messages: tensors with the regions of the first few."""
+    shown = [
+        f"{fqn!r} lacks {', '.join(str(box) for _, box in boxes[:3])}{', ...' if len(boxes) > 3 else ''}, written by "
+        f"{format_ranks({rank for rank, _ in boxes})}"
+        for fqn, boxes in list(lost.items())[:5]
+    ]
+    more = f", and {len(lost) - 5} more tensors" if len(lost) > 5 else ""
+    return "; ".join(shown) + more

@@ -1,0 +1,170 @@
+"""`Tier`: a job's last states in the memory of its hosts, or on their local disks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from reshard.api.arguments import check_arguments
+from reshard.api.elastic.hosts import Hosts, Settings, meet
+from reshard.api.elastic.keeping import keep
+from reshard.api.elastic.kept import remove
+from reshard.api.elastic.recovering import recover
+from reshard.api.elastic.reports import KeepReport, RecoverReport
+from reshard.api.load.options import DtypePolicy, LoadOptions, Mode
+from reshard.api.save.options import SaveOptions
+from reshard.control.group import DEADLINE_S, Group
+from reshard.errors import CheckpointError
+from reshard.storage.base import check_name
+from reshard.storage.local import LocalStorage
+
+if TYPE_CHECKING:
+    from reshard.mapping import Mapping as StateMapping
+
+__all__ = ["Tier"]
+
+
+class Tier:
+    """A folder on each host in which the job keeps its last states: in shared memory, which survives the processes, or
+    on a local disk, which survives the host's restart as well.
+
+        tier = reshard.elastic.Tier("/dev/shm/run1", copies=1)
+        tier.keep(state, step=100)        # collective, each few steps
+        report = tier.recover(state)      # collective, after a loss: with other hosts, ranks and layouts
+
+    Each host has a folder of its own below `folder`. There are two generations at most: the last that is whole, and
+    beside it the next while it is made.
+
+    Args:
+        folder: a local path, the same on all hosts; another one for each job.
+        host: name of this rank's host; by default that of the machine. Ranks that give one name share the folder.
+        copies: how many hosts may be lost, whichever they are, without losing a byte; so many other hosts have a copy
+            of what a rank writes.
+        process_group: the ranks that keep and recover together; default: the default group, or this process alone.
+        max_inflight_bytes: bound on the memory for messages under way, on each rank.
+        deadline_s: how long each call may take.
+
+    Raises CheckpointError for arguments that cannot be.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        host: str | None = None,
+        copies: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+        max_inflight_bytes: int = 256 << 20,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        text = os.fspath(folder) if isinstance(folder, str | os.PathLike) else ""
+        if not text or "://" in text:
+            raise CheckpointError(f"folder must be a path on each host, such as '/dev/shm/run1', got {folder!r}")
+        if not isinstance(copies, int) or copies < 0:
+            raise CheckpointError(f"copies must be a number of hosts >= 0, got {copies!r}")
+        if not isinstance(max_inflight_bytes, int) or max_inflight_bytes < 1024:
+            raise CheckpointError(f"max_inflight_bytes must be at least 1024, got {max_inflight_bytes!r}")
+        name = socket.gethostname() if host is None else host
+        if "/" in check_name(name, text):
+            raise CheckpointError(f"host must be the name of one folder, got {name!r}")
+        path = Path(os.path.abspath(text))
+        self.settings = Settings(path, name, copies, process_group, max_inflight_bytes, deadline_s)
+        self._known: tuple[Hosts, tuple[int, ...]] | None = None
+
+    def keep(
+        self,
+        state_dict: Mapping[str, Any],
+        step: int,
+        *,
+        check_replicas: bool = SaveOptions.check_replicas,
+        fingerprints: bool = SaveOptions.fingerprints,
+    ) -> KeepReport:
+        """Collective: keep a state dict as the next generation; the one before is removed once all hosts have it.
+
+        Each rank writes its part of what `reshard.save` would save, with checksums, and its copies are sent and checked
+        before the generation counts anywhere. A failure or kill at any point leaves the one before.
+
+        Args:
+            step: the caller's number of it, which `recover` reports.
+            check_replicas: as of `reshard.save`.
+            fingerprints: digest each tensor: without them, `recover` cannot fill what is lost from a fallback.
+
+        Raises, beside what `reshard.save` does (nothing is kept then, and the generation before stays):
+            LayoutError: there are fewer hosts than `copies + 1`.
+            StorageError: a host has no room for what it must hold, or its folder belongs to another job.
+        """
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise CheckpointError(f"step must be a number >= 0, got {step!r}")
+        group = self._group()
+        with group.together("keep"):
+            options = SaveOptions(check_replicas=check_replicas, fingerprints=fingerprints)
+            group.same_options("keep", {**self._shared(), "step": step, **options.shared()})
+            check_arguments("keep", state_dict, self.settings.folder)
+            return keep(self.settings, state_dict, step, options, group, self._meet(group))
+
+    def recover(
+        self,
+        state_dict: dict[str, Any],
+        fallback: Any = None,
+        *,
+        strict: bool | Mode | Mapping[str, Mode] = LoadOptions.strict,
+        dtype_policy: DtypePolicy = LoadOptions.dtype_policy,
+        mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
+    ) -> RecoverReport:
+        """Collective: fill `state_dict`, in place, with the newest generation that survives whole, whatever ranks,
+        hosts and layouts there are now. All ranks load the same one, or none.
+
+        Blocks that do not have their checksums count as lost, and another host's copy is taken. What a host lacks comes
+        to it once, from hosts that have it. All else is as with `reshard.load`, and so are the errors.
+
+        Args:
+            fallback: a checkpoint, by path, URL or `Storage`. Tensors that survive nowhere come from it if it has the
+                same by fingerprint; else an older generation is taken, or the whole fallback, whichever is the newer.
+            strict, dtype_policy, mapping: as of `reshard.load`.
+
+        Raises CheckpointNotFoundError, alike on all ranks, if nothing is whole: it names for each generation what is
+        missing. Nothing was written then.
+        """
+        group = self._group()
+        with group.together("recover"):
+            options = LoadOptions(strict=strict, dtype_policy=dtype_policy, mapping=mapping)
+            group.same_options("recover", {**self._shared(), "fallback": str(fallback), **options.shared()})
+            if fallback is not None:
+                check_arguments("recover", state_dict, fallback)
+            return recover(self.settings, state_dict, fallback, options, group, self._meet(group))
+
+    def clear(self) -> None:
+        """Collective: remove everything that the job keeps, on all hosts: when it has ended well."""
+        group = self._group()
+        with group.together("clear"):
+            hosts = self._meet(group)
+            if hosts.leads:
+                remove(hosts.folder)
+                LocalStorage(self.settings.folder).delete(f"{self.settings.host}/owner.json")
+                with suppress(OSError):  # where another host has its folder there, too
+                    self.settings.folder.rmdir()
+            self._known = None
+
+    def _group(self) -> Group:
+        return Group.of(self.settings.process_group, alone=False, deadline_s=self.settings.deadline_s)
+
+    def _meet(self, group: Group) -> Hosts:
+        """Collective: who is where, which is asked once."""
+        ranks = tuple(group.ranks)
+        if group.any(self._known is None or self._known[1] != ranks, "whether the hosts are known") or not self._known:
+            self._known = meet(self.settings.folder, self.settings.host, group), ranks
+        return self._known[0]
+
+    def _shared(self) -> dict[str, object]:
+        names = ("folder", "copies", "max_inflight_bytes")
+        return {name: getattr(self.settings, name) for name in names}
+
+    def __repr__(self) -> str:
+        its = self.settings
+        return f"Tier({str(its.folder)!r}, host={its.host!r}, copies={its.copies})"

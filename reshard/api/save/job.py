@@ -1,0 +1,193 @@
+"""One rank's part of a save: what it writes, and what it need not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from planners.save.plan import SavePlan, plan_writes
+from planners.save.proof import verify_save
+from reshard.api.save.base import Choice, alike, doubtful
+from reshard.api.save.crew import crew_of
+from reshard.api.save.options import SaveOptions
+from reshard.api.save.staging import ToWrite
+from reshard.control.global_state import Census, check_globs, per_rank_name, take_census
+from reshard.control.group import Group
+from reshard.control.progress import Progress
+from reshard.errors import CheckpointError, FormatError, LayoutError, format_ranks
+from reshard.formats.native.common_file import write_common_file
+from reshard.formats.native.data_file import Entry, write_file
+from reshard.formats.native.parts import write_parts
+from reshard.formats.native.publish import Generation, Written
+from reshard.formats.native.reuse import Base, Reused, reuse
+from reshard.state.fingerprints.parts import Partial
+from reshard.state.fingerprints.tally import add_tallies, pack_tally, unpack_tally
+from reshard.state.garbage import uncollected
+from reshard.state.live_state import LiveState, LiveTensor, is_long, take_apart
+from reshard.storage import Storage
+
+__all__ = ["Job", "entries_of", "planned_writes", "summed_up", "tally", "total", "write"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's view of a save: what there is, who writes what, where to. It keeps no tensor of the user's alive."""
+
+    group: Group
+    storage: Storage
+    path: str
+    generation: Generation
+    options: SaveOptions
+    choice: Choice | None
+    base: Base | None
+    """The checkpoint that was chosen, as far as this rank can open it."""
+    seconds: dict[str, float]
+
+    @property
+    def rank(self) -> int:
+        """Of the default group, by which plans are numbered."""
+        return self.group.ranks[self.group.rank]
+
+
+def planned_writes(state_dict: Any, group: Group, options: SaveOptions) -> tuple[LiveState, Census, SavePlan]:
+    """Collective: what all ranks hold, and who of them writes what, proved. Writes nothing.
+
+    Raises as `reshard.save` does.
+    """
+    if not isinstance(state_dict, Mapping | list | tuple):
+        raise FormatError(f"what is saved must be a dict (or a list) of values, got {type(state_dict).__name__}")
+    state = take_apart(state_dict, whole_at=is_long, select=options.globs)
+    census = take_census(state, group, check_replicas=options.check_replicas)
+    if options.globs is not None:
+        check_globs(options.globs, census)
+    plan = plan_writes(census.layout, divide_above_bytes=options.divide_above_bytes)
+    report = verify_save(plan)
+    if not report.ok:
+        raise LayoutError(
+            f"what {format_ranks(group.ranks)} have does not make up each tensor exactly once: {report}. "
+            "All ranks that hold a part of a tensor must save together"
+        )
+    return state, census, plan
+
+
+@uncollected()
+def entries_of(job: Job, state: LiveState) -> list[Entry]:
+    """The arrays that this rank writes."""
+    views: dict[str, tuple[torch.Tensor, ...]] = {}
+    census, plan = job.generation.census, job.generation.plan
+    own = {per_rank_name(key, job.rank): wrapper.value for key, wrapper in state.per_rank.items()}
+    out = []
+    for item in plan.items(job.rank):
+        layout = census.layout[item.fqn]
+        if item.fqn not in views:
+            tensor = LiveTensor(item.fqn, own[item.fqn]) if item.fqn in own else state.tensors[item.fqn]
+            views[item.fqn] = _parts(tensor, len(layout.parts(job.rank)), job.rank)
+        part = views[item.fqn][item.part]
+        piece = part if item.source.sizes == part.shape else part[item.source.slices]
+        out.append(Entry(layout.spec, item.box, piece))
+    return out
+
+
+def _parts(tensor: LiveTensor, count: int, rank: int) -> tuple[torch.Tensor, ...]:
+    """The local tensors as the agreed layout counts them: as many as the tensor has, or one for each of its boxes."""
+    local, fqn = tensor.local, tensor.key
+    if any(t.device.type == "meta" for t in local):
+        raise CheckpointError(f"tensor {fqn!r} is on the meta device: it has no values to save")
+    if any(type(t).__name__ == "FakeTensor" for t in local):
+        raise CheckpointError(f"tensor {fqn!r} is a FakeTensor: it has no values to save")
+    if len(local) == count:
+        return local
+    boxes = [place.slices for part in tensor.form.parts(tensor.spec.shape, rank) for _, place in part.boxes()]
+    if len(local) != 1 or len(boxes) != count or not tensor.is_sharded:
+        raise LayoutError(f"tensor {fqn!r} has {len(local)} local tensors on rank {rank}, but its layout says {count}")
+    return tuple(local[0][slices] for slices in boxes)
+
+
+def summed_up(job: Job, data: ToWrite) -> tuple[ToWrite, list[str]]:
+    """Where no rank can say by itself whether a tensor is what it was, its fingerprint can: those of which it does."""
+    if job.choice is None or not job.choice.by_print:
+        return data, []
+    group, generation = job.group, job.generation
+    data = data.summed_up()
+    told = group.gather_and_sum(b"", tally(job, data.prints), add_tallies)
+    names: list[str] = []
+    if told is not None and job.base is not None:
+        now = generation.fingerprints([total(job, told[1])])
+        names = alike(doubtful(job.base, generation.census.layout, now), job.base, now)
+    known = group.share(msgspec.msgpack.encode(names) if group.rank == 0 else None)
+    return data, msgspec.msgpack.decode(known, type=list[str])
+
+
+def tally(job: Job, prints: Mapping[str, Partial]) -> bytes:
+    """Parts of fingerprints by name, packed for `add_tallies`: the layout, which is the same on all ranks, has numbers
+    for the names."""
+    numbers = {fqn: number for number, fqn in enumerate(job.generation.census.layout)} if prints else {}
+    return pack_tally({numbers[fqn]: part for fqn, part in prints.items()})
+
+
+def total(job: Job, packed: bytes) -> dict[str, Partial]:
+    """Inverse of `tally`."""
+    names = list(job.generation.census.layout)
+    return {names[number]: part for number, part in unpack_tally(packed).items()}
+
+
+def write(job: Job, data: ToWrite, same: list[str]) -> tuple[Written, int, dict[str, Partial]]:
+    """This rank's file, or its part of one, and, made by another thread meanwhile, its part of the fingerprints. Also
+    says how many bytes need not be written, of which those of the tensors `same` are known."""
+    many = job.options.ranks_per_file > 1 and job.group.world_size > 1
+    if not data.entries and not many:
+        return Written(), 0, {}
+    with (
+        Progress(show=job.group.rank == 0, bars=job.options.progress) as bar,
+        bar.phase("write", data.nbytes) as step,
+        ThreadPoolExecutor(1, thread_name_prefix="reshard-fingerprint") as beside,
+    ):
+
+        def on_bytes(nbytes: int) -> None:
+            job.group.check()
+            step.advance(nbytes)
+
+        prints = beside.submit(data.sum_up) if job.options.fingerprints else None
+        written, reused = _write_together(job, data, on_bytes) if many else _write_own(job, data, same, on_bytes)
+        return written, reused, {} if prints is None else prints.result()
+
+
+def _write_own(job: Job, data: ToWrite, same: list[str], on_bytes: Callable[[int], None]) -> tuple[Written, int]:
+    stem, budget = f"{job.generation.folder}/{job.rank:05d}", job.options.memory_budget_bytes
+    reused = Reused(tuple(data.entries), {}, ())
+    if job.base is not None:
+        folder = job.generation.folder
+        reused = reuse(data.entries, job.base, folder, same=set(same), lanes=data.lanes, stage_bytes=budget)
+        on_bytes(reused.nbytes)
+    record = None
+    if reused.entries:
+        record = write_file(
+            job.storage,
+            f"{stem}.safetensors",
+            reused.entries,
+            lanes=data.lanes,
+            stage_bytes=budget,
+            digests=job.options.base is not None,
+            on_bytes=on_bytes,
+        )
+    parts = write_parts(job.storage, f"{stem}.parts", reused.arrays) if reused.arrays else None
+    return Written(record, parts, reused.linked), reused.nbytes
+
+
+def _write_together(job: Job, data: ToWrite, on_bytes: Callable[[int], None]) -> tuple[Written, int]:
+    crew = crew_of(job.group, job.options.ranks_per_file)
+    written = write_common_file(
+        job.storage,
+        f"{job.generation.folder}/{crew.ranks[0]:05d}.safetensors",
+        data.entries,
+        crew,
+        lanes=data.lanes,
+        stage_bytes=job.options.memory_budget_bytes,
+        on_bytes=on_bytes,
+    )
+    return (Written() if written is None else Written(written.record, ranks=written.ranks)), 0

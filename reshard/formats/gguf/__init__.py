@@ -1,0 +1,1 @@
+"""GGUF: the files of llama.cpp, with their metadata and their quantized tensors."""

@@ -1,0 +1,98 @@
+"""torchft's recovery by checkpoints of this engine: a replica group that is behind reads what another has written.
+
+    from reshard.integrations.torchft import ReshardTransport
+
+    Manager(..., checkpoint_transport=ReshardTransport(f"/shared/heal/{replica_id}"))
+
+Nothing that a peer sends is unpickled, what is read is checked, and ranks that shard within their group write and read
+each its own part. It goes by way of a folder that all groups see, so it is for large states on fast storage, or for one
+machine's memory: `/dev/shm`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torchft.checkpointing.transport import CheckpointTransport
+
+from reshard.api.load.loading import load
+from reshard.api.retention import prune
+from reshard.api.save.saving import save
+from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.errors import CheckpointNotFoundError, DeadlineError
+from reshard.formats.runs import path_below
+from reshard.formats.stored.lazy_tensor import whole
+
+__all__ = ["ReshardTransport"]
+
+_PAUSE_S = 0.05
+"""Between two looks for a checkpoint that another group is writing."""
+
+
+class ReshardTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # Any where torchft is not installed
+    """One for each rank of a replica group, all with the same arguments."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        places: Callable[[Checkpoint], dict[str, Any]] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """
+        Args:
+            folder: of this replica group alone; the other groups read it, under the same path or URL.
+            places: gives the state to load into, such as {"user": {"default": {...}}, "torchft": {...}}, as torchft's
+                manager nests it; needed where it is sharded. Otherwise each rank gets all of it, as plain tensors.
+            process_group: of the ranks that share the state within this replica group.
+        """
+        self._folder, self._places, self._process_group = os.fspath(folder), places, process_group
+
+    def metadata(self) -> str:
+        """The folder."""
+        return self._folder
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+        """Collective within the replica group: write it. What was sent before goes, since nobody reads it any more."""
+        save(
+            state_dict, self._path(self._folder, step), process_group=self._process_group, deadline_s=_seconds(timeout)
+        )
+        if not dist.is_initialized() or dist.get_rank(self._process_group) == 0:
+            prune(self._folder, keep_last=1)
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        """Collective within the replica group: wait for it, and read it.
+
+        Raises DeadlineError if it is not there in time; as `load` does.
+        """
+        checkpoint = _awaited(self._path(metadata, step), _seconds(timeout))
+        if self._places is None:
+            return whole(checkpoint.nested())
+        state = self._places(checkpoint)
+        load(state, checkpoint, process_group=self._process_group, deadline_s=_seconds(timeout))
+        return state
+
+    @staticmethod
+    def _path(folder: str, step: int) -> str:
+        return path_below(folder, f"step-{step}")
+
+
+def _seconds(timeout: timedelta) -> float:
+    return timeout.total_seconds()
+
+
+def _awaited(path: str, timeout_s: float) -> Checkpoint:
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            return open_checkpoint(path)
+        except CheckpointNotFoundError as error:
+            if time.monotonic() > end:
+                raise DeadlineError(f"{path} was not there after {timeout_s:g} s: {error}") from error
+        time.sleep(_PAUSE_S)

@@ -1,0 +1,137 @@
+"""transformers' Trainer with checkpoints of this engine: each process writes and reads its own part.
+
+    from reshard.integrations.transformers import ReshardTrainer
+
+    trainer = ReshardTrainer(model, args, train_dataset=data)         # in place of Trainer
+    trainer.train(resume_from_checkpoint=True)
+
+    class MyTrainer(ReshardTrainer, SFTTrainer): ...                  # any other trainer
+
+It is a class and no callback since the Trainer has loaded by the time that it calls the first one. Model, optimizer and
+schedule are one checkpoint of ours in the folder `checkpoint-<step>`; beside it lie the Trainer's state, random numbers
+and gradient scaler in the Trainer's own files. Of a model with adapters of PEFT, only what trains is saved.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Optimizer
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+
+from reshard.api.load.loading import load
+from reshard.api.optimizer_destinations import optimizer_destinations
+from reshard.api.retention import steps
+from reshard.api.save.saving import save
+from reshard.errors import CheckpointNotFoundError, ReshardError, format_names
+from reshard.formats.native.manifest import MANIFEST
+from reshard.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from reshard.state_dict.options import StateDictOptions
+
+__all__ = ["ReshardTrainer"]
+
+
+class ReshardTrainer(Trainer):
+    """Decides as the Trainer does when and what; checkpoints that the Trainer itself wrote are resumed by its code."""
+
+    def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
+        """As the Trainer's. Of models that transformers itself shards, which it refuses to save, all is saved, too."""
+        is_refused = args is not None and getattr(model, "is_distributed_loading_by_transformers", False)
+        only = is_refused and args.save_only_model
+        if is_refused:
+            args.save_only_model = True
+        try:
+            super().__init__(model, args, *more, **options)
+        finally:
+            if is_refused:
+                args.save_only_model = only
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+        """As the Trainer's; True resumes from the newest checkpoint that is complete.
+
+        Raises CheckpointNotFoundError if none is; ReshardError under DeepSpeed, whose engine saves by itself.
+        """
+        if self.is_deepspeed_enabled:
+            raise ReshardError("DeepSpeed's engine saves by itself: use the Trainer as it is, and reshard.convert")
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._newest()
+        return super().train(resume_from_checkpoint, *args, **options)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's, one whole model that `from_pretrained` reads; of a checkpoint, the config only."""
+        if not _internal_call or output_dir is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
+        if self.args.should_save and config is not None:  # conversions ask for it
+            os.makedirs(output_dir, exist_ok=True)
+            config.save_pretrained(output_dir)
+        if self.args.save_only_model:
+            save({"model": get_model_state_dict(self.model, options=self._options())}, output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state: dict[str, Any] = {"scheduler": self.lr_scheduler.state_dict()}
+        state["model"], state["optim"] = get_state_dict(self.model, self._inner_optimizer(), options=self._options())
+        save(state, output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not _is_ours(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        model, options = self.model if model is None else model, self._options()
+        state = {"model": get_model_state_dict(model, options=options)}
+        load(state, resume_from_checkpoint, strict={"model*": "strict", "*": "subset"})
+        set_model_state_dict(model, state["model"], options=options)
+
+    def _load_best_model(self) -> None:
+        if _is_ours(self.state.best_model_checkpoint):
+            self._load_from_checkpoint(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not _is_ours(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        optimizer = self._inner_optimizer()
+        state = {
+            "optim": optimizer_destinations(self.model, optimizer, checkpoint),
+            "scheduler": self.lr_scheduler.state_dict(),
+        }
+        load(state, checkpoint, strict={"model*": "subset", "*": "strict"})
+        set_optimizer_state_dict(self.model, optimizer, state["optim"], options=self._options())
+        self.lr_scheduler.load_state_dict(state["scheduler"])
+
+    def _options(self) -> StateDictOptions:
+        """What is frozen beside adapters comes from where it came from."""
+        has_adapters = hasattr(self.accelerator.unwrap_model(self.model), "peft_config")
+        return StateDictOptions(ignore_frozen_params=has_adapters)
+
+    def _inner_optimizer(self) -> Optimizer:
+        found: Any = self.optimizer
+        inner: Optimizer = found.optimizer if isinstance(found, AcceleratedOptimizer) else found
+        return inner
+
+    def _newest(self) -> str:
+        """The Trainer writes its state last."""
+        found = steps(self.args.output_dir)
+        whole = [step.path for step in found if step.problem is None and Path(step.path, TRAINER_STATE_NAME).is_file()]
+        if not whole:
+            raise CheckpointNotFoundError(
+                f"{self.args.output_dir} has no complete checkpoint to resume from; incomplete are: "
+                f"{format_names([Path(step.path).name for step in found])}"
+            )
+        return whole[-1]
+
+
+def _is_ours(folder: str | None) -> bool:
+    return folder is not None and Path(folder, MANIFEST).is_file()

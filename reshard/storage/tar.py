@@ -1,0 +1,118 @@
+"""The files inside an uncompressed tar archive, read where they lie: nothing is extracted."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from typing import TYPE_CHECKING, NoReturn
+
+from reshard.errors import DamagedCheckpointError, FormatError, StorageError
+from reshard.storage.base import Storage, Writer, check_range, not_found
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["TarStorage"]
+
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
+_MAX_HEADER_BYTES = 1 << 20
+
+
+class TarStorage(Storage):
+    """An archive in another storage, as a folder that cannot be written to.
+
+    Only its plain files are there; of two with one name the later one, as tar has it.
+    """
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        """Reads the headers of all members.
+
+        Raises:
+            FormatError: the archive is compressed, so that nothing in it can be found without reading all of it.
+            DamagedCheckpointError: it is no tar archive, or is cut short.
+        """
+        self.url = f"{storage.url.rstrip('/')}/{name}"
+        self.max_gap_bytes = storage.max_gap_bytes
+        self._storage, self._name = storage, name
+        head = storage.read(name, 0, min(2, storage.size(name)))
+        if head in _COMPRESSED:
+            raise FormatError(
+                f"{self.url}: the archive is compressed by {_COMPRESSED[head]}, so that nothing in it can be read "
+                "without reading all of it: decompress it first, into an archive or a folder, and open that"
+            )
+        self._places = dict(sorted(self._members().items()))
+
+    def _members(self) -> dict[str, tuple[int, int]]:
+        places: dict[str, tuple[int, int]] = {}
+        size = self._storage.size(self._name)
+        try:
+            with tarfile.open(fileobj=_Reader(self._storage, self._name, size), mode="r:") as archive:
+                for member in archive:
+                    name = member.name.removeprefix("./")
+                    if member.offset_data + member.size > size:
+                        raise tarfile.ReadError(f"{name!r} of {member.size} bytes ends behind it")
+                    if member.issparse():
+                        raise FormatError(f"{self.url}: {name!r} in it is stored with holes, which is not supported")
+                    if member.isreg():
+                        places[name] = member.offset_data, member.size
+        except (tarfile.TarError, ValueError, EOFError, RecursionError) as error:
+            raise DamagedCheckpointError(f"{self.url}: no whole tar archive: {error}") from None
+        return places
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        return {name: size for name, (_, size) in self._places.items() if name.startswith(prefix)}
+
+    def size(self, name: str) -> int:
+        return self._place(name)[1]
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        at, size = self._place(name)
+        check_range(self, name, start, buffer.nbytes, size)
+        self._storage.read_into(self._name, at + start, buffer)
+
+    def _place(self, name: str) -> tuple[int, int]:
+        if name not in self._places:
+            raise not_found(name, self.url)
+        return self._places[name]
+
+    def create(self, name: str) -> Writer:
+        self._refuse(name)
+
+    def publish(self, name: str, data: Buffer) -> None:
+        self._refuse(name)
+
+    def delete(self, name: str) -> None:
+        self._refuse(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise StorageError(f"{self.url} is an archive, in which nothing is changed: {name!r} cannot be written")
+
+
+class _Reader(io.RawIOBase):
+    """The archive as tarfile wants it: a file that reads headers."""
+
+    def __init__(self, storage: Storage, name: str, size: int) -> None:
+        self._storage, self._name, self._size, self._at = storage, name, size, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(self._size - self._at, 0)
+        length = left if size is None or size < 0 else min(size, left)
+        if length > _MAX_HEADER_BYTES:  # names and sizes need no such
+            raise ValueError(f"a header of {length} bytes at {self._at}")
+        data = self._storage.read(self._name, self._at, length) if length else b""
+        self._at += length
+        return data

@@ -1,0 +1,327 @@
+"""`reshard.elastic`: hosts that are lost, with real processes; and on simulated hosts what is refused, filled, told."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import reshard
+from planners import Mesh, TensorLayout, TensorSpec
+from planners import Shard as S
+from reshard.api.elastic import keeping
+from reshard.api.elastic.hosts import meet
+from reshard.cli.app import run
+from reshard.elastic import Tier
+from reshard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatError,
+    KeyMismatchError,
+    LayoutError,
+    RankFailedError,
+    ReshardError,
+    StorageError,
+)
+from tests import gloo
+from tests.reshard.api import elastic_jobs
+from tests.same import bits
+from tests.simulated_hosts import Job, cut, global_of
+
+
+@pytest.mark.gloo
+def test_a_job_goes_on_without_a_host_in_another_topology(tmp_path: Path) -> None:
+    ends = gloo.outcomes(elastic_jobs.trained, 8, str(tmp_path), store="parent")
+    assert [end.exitcode for end in ends[2:4]] == [-signal.SIGKILL] * 2
+    assert all(isinstance(end.error, ReshardError) for end in [*ends[:2], *ends[4:]])
+    shutil.rmtree(tmp_path / "h1")  # the memory of the host is gone
+
+    for step, full, saved in gloo.run(elastic_jobs.went_on, 6, str(tmp_path)):
+        assert step == saved == 2
+        assert {name: bits(value) for name, value in full.items()} == {
+            k: bits(v) for k, v in elastic_jobs.whole(2).items()
+        }
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+# --- on simulated hosts ---
+
+NAMES = ["a", "a", "b", "b", "c"]
+ROWS = TensorLayout(TensorSpec("w", (300, 1000), "float32"), Mesh({"dp": 5}), [S(0)])
+COLUMNS = TensorLayout(TensorSpec("w", (300, 1000), "float32"), Mesh({"dp": 3}), [S(1)])
+BIAS = TensorLayout(TensorSpec("b", (10,), "float32"), Mesh({"dp": 5}), [S(0)])
+
+
+def values(step: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(step)
+    return {"w": torch.randn(300, 1000, generator=made, device="cpu"), "b": torch.full((10,), 7.0, device="cpu")}
+
+
+def kept(folder: Path, *steps: int, copies: int = 1, names: list[str] = NAMES, **more: Any) -> list[Any]:
+    """What all ranks of a job say that keeps these steps, one after another."""
+
+    def life(rank: int, tier: Tier) -> Any:
+        for step in steps:
+            all_of_it = values(step)
+            state = {"w": cut(all_of_it["w"], ROWS, rank), "b": cut(all_of_it["b"], BIAS, rank), "step": step}
+            report = tier.keep(state, step, **more)
+        return report
+
+    return Job(folder, names, copies=copies).run(life)
+
+
+def recovered(folder: Path, names: list[str], fallback: Any = None) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """What 3 ranks say that recover, and the tensors that they have then."""
+    states: dict[int, dict[str, Any]] = {}
+
+    def life(rank: int, tier: Tier) -> Any:
+        states[rank] = {"w": cut(torch.zeros(300, 1000), COLUMNS, rank), "b": torch.zeros(10), "step": 0}
+        return tier.recover(states[rank], fallback)
+
+    ends = Job(folder, names).run(life)
+    w = global_of({rank: state["w"] for rank, state in states.items()}, torch.zeros(300, 1000))
+    return ends, {"w": w, "b": states[0]["b"]}
+
+
+def is_step(found: dict[str, torch.Tensor], step: int) -> bool:
+    return all(torch.equal(found[name], value) for name, value in values(step).items())
+
+
+def files(folder: Path, host: str, suffix: str = ".safetensors") -> list[Path]:
+    return sorted(path for path in (folder / host).rglob(f"*{suffix}"))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_job_that_has_ended_leaves_nothing(tmp_path: Path) -> None:
+    kept(tmp_path / "run", 1)
+    assert Job(tmp_path / "run", NAMES).run(lambda rank, tier: tier.clear()) == [None] * 5
+    assert not (tmp_path / "run").exists()
+
+
+def test_who_is_where_is_asked_once(tmp_path: Path) -> None:
+    with mock.patch("reshard.api.elastic.tier.meet", side_effect=meet) as asked:
+        reports = kept(tmp_path, 1, 2, names=["a", "b", "c", "d", "e"])
+    assert asked.call_count == 5
+    assert {report.number for report in reports} == {2}
+
+
+def test_two_generations_at_most_and_as_much_memory_as_planned(tmp_path: Path) -> None:
+    reports = kept(tmp_path, 1, 2, 3)
+
+    assert [report.number for report in reports] == [3] * 5
+    for host, nbytes in reports[0].bytes_by_host.items():
+        (generation,) = [path for path in (tmp_path / host).iterdir() if path.is_dir()]
+        there = sum(path.stat().st_size for path in files(tmp_path, host))
+        assert generation.name.startswith("00000003-step-3-")
+        assert nbytes <= there <= nbytes + 4096 * len(files(tmp_path, host))
+    assert "generation 3, step 3" in repr(reports[0])
+
+
+def test_damaged_blocks_count_as_lost_and_the_other_copy_is_taken(tmp_path: Path) -> None:
+    kept(tmp_path, 1, copies=2)
+    shutil.rmtree(tmp_path / "b")
+    for host in "ac":  # every file is damaged here or there, its header included
+        for number, path in enumerate(files(tmp_path, host)):
+            if number % 2 == (host == "a"):
+                flip(path, 9 if number == 0 else path.stat().st_size - 1)
+
+    ends, found = recovered(tmp_path, ["a", "c", "new"])
+
+    assert is_step(found, 1)
+    assert ends[0].bytes_received + ends[1].bytes_received > 0
+    assert not list(tmp_path.glob("*/fetched-*"))
+
+
+def test_an_older_generation_is_taken_whole_and_the_report_says_why(tmp_path: Path) -> None:
+    with mock.patch.object(keeping, "remove"):  # as if killed before the older one was removed
+        kept(tmp_path, 1, 2)
+    for host in "abc":
+        for path in files(tmp_path, host):
+            if "step-2" in str(path) and path.name == "00004.safetensors":
+                path.unlink()
+
+    ends, found = recovered(tmp_path, ["a", "b", "c"])
+
+    assert {end.step for end in ends} == {1}
+    assert is_step(found, 1)
+    assert "generation 2 (step 2) is not whole" in ends[0].passed_over[0]
+    assert "'w' lacks Box[240:300, 0:1000], written by rank 4" in ends[0].passed_over[0]
+
+
+def test_what_survives_nowhere_comes_from_a_fallback_that_has_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    reshard.save({**values(5), "step": 5}, tmp_path / "before")
+    reshard.save({**values(1), "step": 1}, tmp_path / "same")
+    kept(folder, 1)
+    reshard.save({**values(5), "step": 6}, tmp_path / "after")
+    shutil.rmtree(folder / "a")
+    for number in range(4):
+        shutil.copytree(folder, tmp_path / f"copy{number}")
+    for copy in tmp_path.glob("copy[0-2]"):
+        (path,) = [path for path in files(copy, "b") if path.name == "00001.safetensors"]
+        flip(path, path.stat().st_size - 1)  # in the only block
+
+    def ends(number: int, fallback: Path | None) -> tuple[Any, dict[str, torch.Tensor]]:
+        found, tensors = recovered(tmp_path / f"copy{number}", ["b", "c", "new"], fallback)
+        return found[0], tensors
+
+    refused, _ = ends(0, None)
+    assert type(refused) is CheckpointNotFoundError
+    assert "'w' lacks Box[60:120, 0:1000], written by rank 1. Give a checkpoint as fallback" in str(refused)
+    filled, found = ends(0, tmp_path / "same")
+    assert (filled.step, filled.from_fallback) == (1, ("b", "w"))
+    assert is_step(found, 1)
+    older, found = ends(1, tmp_path / "before")  # the same b, and another w: not the same state
+    assert (older.number, older.load.loaded) == (None, ("w", "b", "step"))
+    assert "does not have the same 'w', by fingerprint" in older.passed_over[0]
+    assert is_step(found, 5)
+    assert not files(tmp_path / "copy1", "b")
+    with mock.patch("reshard.formats.native.checksums.xxhash.xxh3_64_intdigest", return_value=1):
+        damaged, _ = ends(2, tmp_path / "same")
+    assert isinstance(damaged, ReshardError)
+    newer, found = ends(3, tmp_path / "after")
+    assert (newer.number, newer.passed_over) == (None, ())
+    assert is_step(found, 5)
+
+
+@pytest.mark.parametrize("lost", [["b"], ["a"], []])
+def test_gathered_folders_are_an_ordinary_checkpoint(tmp_path: Path, lost: list[str]) -> None:
+    kept(tmp_path / "run", 1, 2)
+    places = [tmp_path / "run" / host for host in "abc" if host not in lost]
+
+    report = reshard.elastic.gather(places, tmp_path / "out")
+
+    assert (report.step, report.files) == (2, 5)
+    assert reshard.verify(tmp_path / "out").ok
+    state = {"w": torch.zeros(300, 1000), "b": torch.zeros(10), "step": 0}
+    reshard.load(state, tmp_path / "out")
+    assert is_step(state, 2)
+    with pytest.raises(FormatError, match="open it, or remove it first"):
+        reshard.elastic.gather(places, tmp_path / "out")
+
+
+def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(keeping, "remove"):
+        kept(tmp_path / "run", 1, 2, copies=0)
+    for path in files(tmp_path / "run", "c"):
+        if "step-2" in str(path):
+            path.unlink()
+    places = [tmp_path / "run" / host for host in "abc"]
+
+    with pytest.raises(DamagedCheckpointError, match=r"'w' lacks Box\[240:300, 0:1000\], written by rank 4.*step=1"):
+        reshard.elastic.gather(places, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointNotFoundError, match=r"no generation of step 7 counts in .*they have 2, 1"):
+        reshard.elastic.gather(places, tmp_path / "out", step=7)
+    with pytest.raises(SystemExit) as ended:
+        run(["gather", *map(str, places), str(tmp_path / "out")])
+    assert ended.value.code == 3
+    with pytest.raises(SystemExit):
+        run(["gather", *map(str, places), str(tmp_path / "out"), "--step", "1"])
+    assert "generation 1, step 1: 5 files" in capsys.readouterr().out
+    assert reshard.open(tmp_path / "out").objects["step"] == 1
+
+
+def test_what_cannot_be_kept_is_refused_on_all_ranks_and_leaves_the_one_before(tmp_path: Path) -> None:
+    kept(tmp_path, 1)
+    ends = kept(tmp_path, 2, copies=3)
+    assert {type(end) for end in ends} == {LayoutError}
+    assert "3 copies on other hosts need at least 4 hosts, but there are 3" in str(ends[0])
+    with mock.patch.object(keeping, "free_bytes", return_value=1000):
+        ends = kept(tmp_path, 2)
+    assert {type(end) for end in ends} == {StorageError, RankFailedError}
+    assert "host 'a' must hold 7" in str(ends[0])
+    assert "make the file system larger" in str(ends[0])
+    assert is_step(recovered(tmp_path, ["a", "b", "c"])[1], 1)
+
+
+def test_the_folder_of_another_job_that_is_running_is_left_alone(tmp_path: Path) -> None:
+    kept(tmp_path, 1, names=["a", "a", "a", "a", "a"], copies=0)
+    owner = tmp_path / "a" / "owner.json"
+    text = owner.read_text().replace(f'"pid":{os.getpid()}', f'"pid":{os.getppid()}')
+    owner.write_text(text)
+    with mock.patch("reshard.control.claims.is_gone", return_value=False):
+        ends = kept(tmp_path, 2, names=["a", "a", "a", "a", "a"], copies=0)
+    assert {type(end) for end in ends} == {StorageError, RankFailedError}
+    assert "another job has it" in str(ends[0])
+
+
+def test_keys_that_do_not_fit_are_all_told_and_nothing_is_written(tmp_path: Path) -> None:
+    kept(tmp_path, 1, copies=2)
+    state = {"v": torch.zeros(3), "w": torch.zeros(300, 1000), "b": torch.zeros(10), "step": 0}
+    (end,) = Job(tmp_path, ["a"]).run(lambda rank, tier: tier.recover(state))
+    assert type(end) is KeyMismatchError
+    assert not state["w"].any()
+    (end,) = Job(tmp_path, ["a"]).run(lambda rank, tier: tier.recover(state, strict=False))
+    assert end.load.missing == ("v",)
+    assert torch.equal(state["w"], values(1)["w"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"folder": "s3://bucket/x"}, "must be a path on each host"),
+        ({"folder": 3}, "must be a path on each host"),
+        ({"copies": -1}, "copies must be"),
+        ({"max_inflight_bytes": 5}, "at least 1024"),
+        ({"host": "a/b"}, "the name of one folder"),
+        ({"host": ""}, "wanted parts"),
+    ],
+)
+def test_wrong_tiers(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ReshardError, match=told):
+        Tier(**{"folder": "/dev/shm/x", **wrong})
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tier": {"copies": 2, "max_inflight_bytes": 12345, "folder": None},
+    "keep": {"step": 7, "check_replicas": False, "fingerprints": False},
+    "recover": {"fallback": "elsewhere", "strict": False, "dtype_policy": "cast"},
+}
+"""What all ranks must choose alike, and another value than where nothing is said."""
+
+
+@pytest.mark.parametrize(("verb", "option"), [(verb, option) for verb, its in OPTIONS.items() for option in its])
+def test_options_that_differ_are_named_on_all_ranks(tmp_path: Path, verb: str, option: str) -> None:
+    value = str(tmp_path / "other") if option == "folder" else OPTIONS[verb][option]
+
+    def life(rank: int, tier: Tier) -> None:
+        more = {option: value} if rank == 1 else {}
+        if verb == "tier":
+            tier.settings = dataclasses.replace(tier.settings, **more)
+        if verb == "recover":
+            tier.recover({"w": torch.zeros(2)}, **more)
+        else:
+            tier.keep({"w": torch.zeros(2)}, **{"step": 1, **(more if verb == "keep" else {})})
+
+    ends = Job(tmp_path / "run", ["a", "b"]).run(life)
+    assert {type(end) for end in ends} == {LayoutError}
+    assert f"{option}: " in str(ends[0])
+    assert str(value) in str(ends[0])
+
+
+def test_every_option_is_on_one_side_or_the_other() -> None:
+    own = {"host", "process_group", "deadline_s", "mapping", "state_dict", "self"}
+    for call in (Tier.__init__, Tier.keep, Tier.recover):
+        known = {*own, *(option for its in OPTIONS.values() for option in its)}
+        assert set(inspect.signature(call).parameters) <= known
+
+
+@pytest.mark.parametrize("step", [-1, True, "7"])
+def test_wrong_steps(step: Any) -> None:
+    with pytest.raises(CheckpointError, match="step must be a number >= 0"):
+        Tier("/dev/shm/x").keep({}, step)

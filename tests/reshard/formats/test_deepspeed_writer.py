@@ -1,0 +1,125 @@
+"""Universal checkpoints as we write them: files and their contents as DeepSpeed's own, and all values read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import FormatError, ReshardError
+from tests.reshard.formats.samples import sample
+from tests.same import assert_same
+
+
+def state(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """A model with a buffer, a frozen parameter and a tied one, and the optimizer of a program of torch's own."""
+    torch.manual_seed(0)
+    shapes = {"emb.weight": (5, 4), "mlp.weight": (4, 4), "mlp.bias": (4,), "frozen.weight": (2, 3)}
+    model: dict[str, Any] = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    states = {
+        name: {"step": torch.tensor(7.0), "exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape)}
+        for name, shape in shapes.items()
+        if name != "frozen.weight"
+    }
+    groups = [{"lr": 0.1, "params": ["emb.weight", "mlp.weight"]}, {"lr": 0.2, "params": ["mlp.bias"]}]
+    model |= {"head.weight": model["emb.weight"], "count": torch.tensor(3)}
+    return {"model": model, "optim": {"state": states, "param_groups": groups}, "epoch": 3, "schedule": {"last": 1}}
+
+
+def values(path: Path) -> dict[str, Any]:
+    """Everything under canonical names, in order of names."""
+    found = reshard.open(path).normalized()
+    states = {f"{fqn} {name}": v for fqn, of in found["optim"]["state"].items() for name, v in of.items()}
+    read = {k: torch.as_tensor(v[...] if hasattr(v, "dtype") else v) for k, v in {**found["model"], **states}.items()}
+    return {**{k: read[k] for k in sorted(read)}, "groups": found["optim"]["param_groups"]}
+
+
+@pytest.mark.samples
+@pytest.mark.parametrize("name", ["ds_z1_w2/ckpt", "ds_z1_w2/ckpt_universal", "ds_z3_w2/ckpt", "ds_pipe2_w2/ckpt"])
+def test_what_deepspeed_wrote_comes_back(name: str, tmp_path: Path) -> None:
+    reshard.convert(sample(name), tmp_path / "ours", normalized=True)
+    report = reshard.convert(tmp_path / "ours", tmp_path / "theirs", format="deepspeed")
+
+    assert_same(values(tmp_path / "theirs"), values(sample(name)))
+    assert not report.left_out
+    if name == "ds_z1_w2/ckpt_universal":
+        wanted, found = (next(path.glob("global_step2*")) for path in (sample(name), tmp_path / "theirs"))
+        files = {str(file.relative_to(wanted)) for file in wanted.rglob("*.pt")}
+        files -= {f"zero/{name}/fp32.pt" for name in ("tokens_seen", "norm.weight")}  # no optimizer has these
+        assert files < {str(file.relative_to(found)) for file in found.rglob("*.pt")}
+        for file in sorted(files):
+            if file.endswith(("fp32.pt", "exp_avg.pt", "step.pt")):
+                theirs, ours = (torch.load(folder / file, weights_only=True) for folder in (wanted, found))
+                assert_same([ours], [theirs])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_program_of_torch_s_own(dtype: torch.dtype, tmp_path: Path) -> None:
+    made = state(dtype)
+    reshard.save(made, tmp_path / "saved")
+    hints = {"tp_dims": {"mlp.w*": 1}}
+    reshard.convert(tmp_path / "saved", tmp_path / "theirs", format="deepspeed", hints=hints)
+
+    assert (tmp_path / "theirs" / "latest_universal").read_text() == "global_step7_universal"
+    folder = tmp_path / "theirs" / "global_step7_universal"
+    heads = [
+        torch.load(folder / f"{front}mp_rank_00_model_states.pt", weights_only=True)
+        for front in ("", "zero_pp_rank_0_")
+    ]
+    assert set(heads[0]["module"]) == {"frozen.weight", "count"}
+    assert not heads[1].pop("module")
+    assert {key: value for key, value in heads[0].items() if key != "module"} == heads[1]
+    assert heads[0]["param_shapes"] == [{"emb.weight": (5, 4), "mlp.weight": (4, 4)}, {"mlp.bias": (4,)}]
+    assert heads[0]["shared_params"] == {"head.weight": "emb.weight"}
+    assert (heads[0]["epoch"], heads[0]["schedule"], heads[0]["global_steps"]) == (3, {"last": 1}, 7)
+    fp32 = torch.load(folder / "zero" / "mlp.weight" / "fp32.pt", weights_only=True)
+    assert fp32["cat_dim"] == 1
+    assert_same(fp32["param"], made["model"]["mlp.weight"].float())
+    found, wanted = values(tmp_path / "theirs"), values(tmp_path / "saved")
+    for name in ("emb.weight", "mlp.weight", "mlp.bias", "head.weight"):  # the masters are the model
+        wanted[name] = wanted[name].float()
+    assert_same(found, wanted)
+    with pytest.raises(FormatError, match="already"):
+        reshard.convert(tmp_path / "saved", tmp_path / "theirs", format="deepspeed")
+    (folder / "zero" / "mlp.weight" / "old.pt").write_bytes(b"")
+    reshard.convert(tmp_path / "saved", tmp_path / "theirs", format="deepspeed", overwrite=True)
+    assert not (folder / "zero" / "mlp.weight" / "old.pt").exists()
+
+
+def no_optimizer(made: dict[str, Any]) -> None:
+    del made["optim"]
+
+
+def lost_state(made: dict[str, Any]) -> None:
+    del made["optim"]["state"]["mlp.weight"]["exp_avg_sq"]
+
+
+def in_no_group(made: dict[str, Any]) -> None:
+    made["optim"]["param_groups"][0]["params"].remove("mlp.weight")
+
+
+def other_step(made: dict[str, Any]) -> None:
+    made["optim"]["state"]["mlp.weight"]["step"] = torch.tensor(8.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (no_optimizer, "no states of an optimizer"),
+        (lost_state, "'mlp.weight' has no exp_avg_sq"),
+        (in_no_group, "no param group"),
+        (other_step, "one number of steps"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_the_format_cannot_hold(change: Any, words: str, tmp_path: Path) -> None:
+    made = state()
+    change(made)
+    reshard.save(made, tmp_path / "saved")
+    with pytest.raises(FormatError, match=words):
+        reshard.convert(tmp_path / "saved", tmp_path / "theirs", format="deepspeed")
+    with pytest.raises(ReshardError):
+        reshard.open(tmp_path / "theirs")

@@ -1,0 +1,127 @@
+"""NeMo's archives, as its documentation describes them: torch.save or a DCP checkpoint inside a tar, read in place."""
+
+from __future__ import annotations
+
+import io
+import random
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, StorageError
+from reshard.storage import LocalStorage
+from reshard.storage.tar import TarStorage
+from tests.reshard.formats.samples import check_all
+from tests.reshard.formats.writers import CountingStorage, DcpWriter, archive, grid
+
+STATE = {"encoder.weight": torch.arange(600.0).reshape(60, 10), "bias": torch.arange(5).to(torch.bfloat16)}
+CONFIG = b"hidden_size: 10\ntarget: some.Model\n"
+
+
+def nemo(path: Path, files: dict[str, bytes], mode: str = "w:") -> Path:
+    with tarfile.open(path, mode) as out:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            out.addfile(info, io.BytesIO(data))
+    return path
+
+
+def plain(path: Path, mode: str = "w:") -> Path:
+    files = {"./model_config.yaml": CONFIG, "./model_weights.ckpt": archive(STATE), "./tokenizer.model": b"x"}
+    return nemo(path, files, mode)
+
+
+def test_a_state_dict_in_an_archive(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(plain(tmp_path / "m.nemo"))
+
+    assert checkpoint.format == "nemo"
+    check_all(checkpoint, STATE)
+    assert checkpoint.objects["model_config.yaml"] == CONFIG.decode()
+    assert checkpoint.warnings == ("not opened: tokenizer.model",)
+    assert set(checkpoint.normalized()["model"]) == set(STATE)
+    reshard.convert(tmp_path, tmp_path / "out", format="safetensors")
+    check_all(open_checkpoint(tmp_path / "out"), STATE)
+
+
+def test_a_distributed_checkpoint_in_an_archive_or_a_folder(tmp_path: Path) -> None:
+    chunks = {key: grid(value, 2) for key, value in STATE.items()}
+    made = DcpWriter(chunks, {"step": 3}).write(tmp_path / "a" / "weights")
+    files = {f"model_weights/{file.name}": file.read_bytes() for file in made.iterdir()}
+    files["model_weights/metadata.json"] = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    for checkpoint in (
+        open_checkpoint(nemo(tmp_path / "m.nemo", {"model_config.yaml": CONFIG, **files})),
+        open_checkpoint(tmp_path / "m.nemo"),
+    ):
+        check_all(checkpoint, STATE)
+        assert (checkpoint.objects["step"], checkpoint.format) == (3, "nemo")
+        assert set(checkpoint.normalized()["model"]) == set(STATE)
+    (tmp_path / "a" / "context").mkdir()
+    (tmp_path / "a" / "context" / "model.yaml").write_bytes(CONFIG)
+    check_all(open_checkpoint(tmp_path / "a"), STATE)
+    del files["model_weights/.metadata"]
+    with pytest.raises(DamagedCheckpointError, match=r"m.nemo/model_weights/: there is no .metadata"):
+        open_checkpoint(nemo(tmp_path / "m.nemo", {"model_config.yaml": CONFIG, **files}))
+
+
+def test_only_the_bytes_of_a_slice_are_read(tmp_path: Path) -> None:
+    plain(tmp_path / "m.nemo")
+    storage = CountingStorage(tmp_path)
+    checkpoint = open_checkpoint(storage)
+    checkpoint["encoder.weight"][:1]
+    storage.reads.clear()
+    assert torch.equal(checkpoint["encoder.weight"][10:30], STATE["encoder.weight"][10:30])
+    assert 20 * 10 * 4 <= storage.nbytes_read <= 20 * 10 * 4 + 100
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    weights = archive(STATE)
+    with pytest.raises(FormatError, match=r"m.nemo: the archive is compressed by gzip.*decompress it first"):
+        open_checkpoint(plain(tmp_path / "m.nemo", "w:gz"))
+    ranks = {f"tp_rank_0{rank}_pp_rank_000/model_weights.ckpt": weights for rank in range(2)}
+    with pytest.raises(FormatError, match="the parts of 2 model parallel ranks, such as tp_rank_00_pp_rank_000/"):
+        open_checkpoint(nemo(tmp_path / "m.nemo", ranks))
+    check_all(open_checkpoint(nemo(tmp_path / "m.nemo", {"mp_rank_00/model_weights.ckpt": weights})), STATE)
+    with pytest.raises(DamagedCheckpointError, match=r"neither model_weights.ckpt nor model_weights/ in it, but other"):
+        open_checkpoint(nemo(tmp_path / "m.nemo", {"other": b""}))
+    plain(tmp_path / "n.nemo")
+    with pytest.raises(FormatError, match=r"has 2 archives: m.nemo, n.nemo"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_archive_is_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    plain(tmp_path / "m.nemo")
+    inside = TarStorage(LocalStorage(tmp_path), "m.nemo")
+    assert inside.read("model_config.yaml", 0, 11) == CONFIG[:11]
+    for write in (inside.create, inside.delete, lambda name: inside.publish(name, b"")):
+        with pytest.raises(StorageError, match="an archive, in which nothing is changed: 'x'"):
+            write("x")
+    with pytest.raises(FileNotFoundError, match="there is no"):
+        inside.size("x")
+    with pytest.raises(StorageError, match="too short"):
+        inside.read("model_config.yaml", 0, 1000)
+
+
+def test_fuzzed_archives_give_clear_errors_only(tmp_path: Path) -> None:
+    path = plain(tmp_path / "m.nemo")
+    original = path.read_bytes()
+    rng = random.Random(0)
+    refused = 0
+    for turn in range(200):
+        data = bytearray(original)
+        if turn % 4 == 0:
+            data = data[: rng.randrange(len(data))]
+        else:
+            data[rng.choice([0, 512, 1024]) + rng.randrange(512)] = rng.randrange(256)
+        path.write_bytes(data)
+        try:
+            checkpoint = open_checkpoint(path)
+            for key in checkpoint:
+                checkpoint[key][...]
+        except ReshardError:
+            refused += 1
+    assert refused > 80

@@ -1,0 +1,158 @@
+"""torchsnapshot: what version 0.1.0 wrote on two ranks (`tests/data/torchsnapshot`), and manifests that lie."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.errors import CheckpointError, DamagedCheckpointError, ReshardError
+from tests.reshard.formats.samples import DATA, check_all, flat_tensors
+from tests.same import same
+
+yaml = pytest.importorskip("yaml", reason="the extra reshard[test] is not installed")
+
+FOLDER = DATA / "torchsnapshot"
+
+
+def saved(rank: int = 0) -> Any:
+    """What the script beside the samples says that a rank saved."""
+    spec = importlib.util.spec_from_file_location("make_torchsnapshot", FOLDER / "make.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.values(rank)
+
+
+@pytest.mark.parametrize("kind", ["plain", "batched"])
+def test_what_torchsnapshot_wrote(kind: str) -> None:
+    checkpoint, state = open_checkpoint(FOLDER / kind), saved()
+
+    assert checkpoint.format == "torchsnapshot"
+    check_all(checkpoint, flat_tensors({key: state[key] for key in ("model", "optim")}))
+    nest = checkpoint.nested()
+    assert list(nest["optim"]["state"]) == [0]
+    assert nest["optim"]["param_groups"] == state["optim"]["param_groups"]
+    assert (nest["optim"]["raw"], nest["optim"]["none"], nest["progress"]["steps"]) == (b"\x00\xff", {}, 12)
+    assert "a/b%" in nest["model"]
+    own = checkpoint.contents.per_rank
+    assert dict(own["progress.rank"]) == {0: 0, 1: 1}
+    assert {rank: read(tensor).tolist() for rank, tensor in own["progress.seen"].items()} == {0: [0, 5], 1: [1, 5]}
+    assert any("2 values, such as 'progress." in warning for warning in checkpoint.warnings)
+
+
+def read(stored: Any) -> torch.Tensor:
+    from reshard.formats.stored.lazy_tensor import LazyTensor
+
+    return LazyTensor(stored)[...]
+
+
+def test_loads_normalizes_and_converts(tmp_path: Path) -> None:
+    state = saved()
+    found = reshard.open(FOLDER / "plain").normalized(hints={"param_names": ["sharded"]})
+    assert same(found["model"]["sharded"][...], state["model"]["sharded"])
+    assert same(found["optim"]["state"]["sharded"]["exp_avg"][...], state["optim"]["state"][0]["exp_avg"])
+    target = {"progress": {"seen": reshard.PerRank(torch.zeros(2, dtype=torch.int64), on_change="keep")}}
+    reshard.load(target, FOLDER / "plain", strict={"*": "subset"})
+    assert target["progress"]["seen"].value.tolist() == [0, 5]
+    reshard.convert(FOLDER / "batched", tmp_path / "out")
+    check_all(
+        open_checkpoint(tmp_path / "out"), flat_tensors({k: state[k] for k in ("model", "optim")}), complete=False
+    )
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(FOLDER / "plain", tmp_path / "c"))
+
+
+def rewrite(folder: Path, key: str, **changes: Any) -> None:
+    file = folder / ".snapshot_metadata"
+    manifest = json.loads(json.dumps(yaml.safe_load(file.read_text())))
+    manifest["manifest"][key].update(changes)
+    file.write_text(json.dumps(manifest))
+
+
+LIES = {
+    "file": ({"location": "../../etc/passwd"}, r"the file \.\./\.\./etc/passwd is missing"),
+    "range": ({"byte_range": [0, 99999]}, r"should be at bytes \[0, 99999\), but the file has"),
+    "short": ({"byte_range": [0, 8]}, r"needs 4 bytes, and has 8|should be at bytes"),
+    "dtype": ({"dtype": "torch.float65"}, "makes no sense: ValueError: 'torch.float65' is no dtype"),
+    "serializer": ({"serializer": "pickle"}, "serialized by 'pickle', which is not known"),
+    "shape": ({"shape": [-1]}, "makes no sense"),
+    "kind": ({"type": "tuple"}, "makes no sense"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_manifests_that_lie(name: str, copied: Path) -> None:
+    changes, message = LIES[name]
+    rewrite(copied, "0/model/scale", **changes)
+    with pytest.raises(ReshardError, match=message):
+        open_checkpoint(copied)
+
+
+def test_what_is_missing_or_of_another_kind(copied: Path) -> None:
+    as_json = json.dumps(yaml.safe_load((copied / ".snapshot_metadata").read_text()))
+    rewrite(copied, "0/model/scale", dtype="torch.qint8")
+    quantized = open_checkpoint(copied)
+    assert "model.scale" not in quantized
+    assert quantized.warnings[-1] == "1 quantized tensors, such as 'model.scale', are not read"
+    (copied / ".snapshot_metadata").write_text(as_json)
+    check_all(open_checkpoint(copied), {"model.scale": saved()["model"]["scale"]}, complete=False)
+    next(copied.rglob("scale*")).unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"is missing, which should hold 'model.scale'"):
+        open_checkpoint(copied)
+    (copied / ".snapshot_metadata").write_text("a: [")
+    with pytest.raises(DamagedCheckpointError, match="neither JSON nor YAML"):
+        open_checkpoint(copied)
+    (copied / ".snapshot_metadata").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint of"):
+        open_checkpoint(copied)
+
+
+def test_fuzzed_manifests_give_clear_errors_only(copied: Path) -> None:
+    file = copied / ".snapshot_metadata"
+    original = json.dumps(yaml.safe_load(file.read_text())).encode()
+    rng = random.Random(0)
+    refused = 0
+    for turn in range(150):
+        data = bytearray(original)
+        if turn % 5 == 0:
+            data = data[: rng.randrange(len(data))]
+        else:
+            data[rng.randrange(len(data))] = rng.choice(b'0123456789"{}[],:azA/')
+        file.write_bytes(data)
+        try:
+            checkpoint = open_checkpoint(copied)
+            for key in checkpoint:
+                checkpoint[key][...]
+            dict(checkpoint.objects)
+        except ReshardError:
+            refused += 1
+    assert refused > 40
+
+
+def test_early_manifests_and_dtensors(copied: Path) -> None:
+    """By the source: early versions wrote YAML, and later ones know DTensors, whose replicas several ranks list."""
+    manifest = json.loads((copied / ".snapshot_metadata").read_text())
+    for rank in range(2):
+        entry = manifest["manifest"][f"{rank}/model/sharded"]
+        manifest["manifest"][f"{rank}/model/sharded"] = {
+            "type": "DTensor",
+            "shards": [*entry["shards"], manifest["manifest"]["0/model/sharded"]["shards"][0]],
+            "mesh": [0, 1],
+            "dim_map": [[0], [-1]],
+        }
+    (copied / ".snapshot_metadata").write_text(yaml.safe_dump(manifest, sort_keys=False))
+
+    check_all(open_checkpoint(copied), {"model.sharded": saved()["model"]["sharded"]}, complete=False)

@@ -1,0 +1,130 @@
+"""transformers' Trainer with our checkpoints: sharded over two processes, resumed there and in other layouts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import CheckpointNotFoundError, KeyMismatchError, ReshardError
+from tests import gloo
+from tests.same import same
+from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
+
+for package in ("transformers", "accelerate", "peft"):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+
+pytestmark = [pytest.mark.gloo, pytest.mark.filterwarnings("ignore")]  # of the framework: not ours to mend
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Sixteen examples: four steps of four."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = (torch.arange(8) * (index + 3)) % 53
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def trainer(folder: Path, steps: int, *, lora: bool = False, **sizes: int) -> Any:
+    """A Trainer on the ranks there are, of the model in `folder / "tiny"`, which transformers shards by `sizes`."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM, TrainingArguments
+    from transformers.distributed import DistributedConfig
+
+    from reshard.integrations.transformers import ReshardTrainer
+
+    torch.manual_seed(0)
+    how = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
+    model: Any = LlamaForCausalLM.from_pretrained(folder / "tiny", **how)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=2, lora_dropout=0.2, target_modules=["q_proj", "up_proj"]))
+    args = TrainingArguments(
+        output_dir=str(folder / ("lora" if lora else "run")), max_steps=steps, save_steps=2, use_cpu=True,
+        per_device_train_batch_size=4 if sizes.get("fsdp_size", 1) == 1 else 2, learning_rate=0.01, report_to=[],
+        disable_tqdm=True, logging_strategy="no", seed=3,
+    )  # fmt: skip
+    return ReshardTrainer(model=model, args=args, train_dataset=Tokens())
+
+
+def whole(trainer: Any) -> Any:
+    """Model, optimizer and schedule as they are now."""
+    options = reshard.StateDictOptions(full_state_dict=True)
+    states = reshard.get_state_dict(trainer.model, trainer.optimizer.optimizer, options=options)
+    return [*states, trainer.lr_scheduler.state_dict()]
+
+
+def sharded(text: str) -> dict[str, Any]:
+    """On one of two ranks: without a break, with one, and under DDP with nothing left to do."""
+    folder, found = Path(text), {}
+    for lora in (False, True):
+        straight = trainer(folder, 4, lora=lora, fsdp_size=2)
+        straight.train()  # saves after steps 2 and 4
+        run = Path(straight.args.output_dir)
+        cut = trainer(folder, 4, lora=lora, fsdp_size=2)
+        cut.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+        kinds = {type(parameter).__name__ for parameter in cut.model.parameters()}
+        found[run.name] = (kinds, whole(straight), same(whole(straight), whole(cut)))
+    replicated = trainer(folder, 4)
+    replicated.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-4"))
+    return {**found, "ddp": same(found["run"][1], whole(replicated))}
+
+
+@pytest.mark.host_only("the Trainer trains on the device that it is told, here the CPU, and refuses losses on others")
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
+def test_sharded_training_goes_on(tmp_path: Path) -> None:
+    """Bit for bit where it began, dropout of the adapters included; within rounding on one process."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 54}
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, use_cache=False, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny")
+
+    for found in gloo.run(sharded, 2, str(tmp_path)):
+        (kinds, wanted, is_same), (lora_kinds, _, is_same_lora) = found["run"], found["lora"]
+        assert (kinds, lora_kinds) == ({"DTensor"}, {"DTensor", "Parameter"})
+        assert [is_same, is_same_lora, found["ddp"]] == [True] * 3
+    adapters = reshard.open(tmp_path / "lora")
+    assert all(".lora_" in key for key in adapters if key.startswith("model."))
+
+    (tmp_path / "run" / "checkpoint-4" / "trainer_state.json").unlink()  # as if it had not come to that
+    one = trainer(tmp_path, 4)
+    one.train(resume_from_checkpoint=True)
+
+    model, optim, schedule = whole(one)
+    torch.testing.assert_close(model, dict(wanted[0]))
+    torch.testing.assert_close(optim["state"], dict(wanted[1]["state"]))
+    assert schedule == wanted[2]
+    assert reshard.open(tmp_path / "run").objects["scheduler.last_epoch"] == 4
+    check_the_rest(one, tmp_path)
+
+
+def check_the_rest(one: Any, folder: Path) -> None:
+    """The best model, models alone, and what is refused."""
+    best = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
+    torch.nn.init.zeros_(one.model.lm_head.weight)
+    one.state.best_model_checkpoint = str(folder / "run" / "checkpoint-4")
+    one._load_best_model()
+    assert same(best, dict(one.model.state_dict()))
+
+    reshard.convert(folder / "run" / "checkpoint-4", folder / "hf", format="safetensors", model_only=True)
+    shutil.copy(folder / "run" / "checkpoint-4" / "config.json", folder / "hf")
+    assert same(best, dict(type(one.model).from_pretrained(folder / "hf").state_dict()))
+
+    one.args.output_dir, one.args.save_only_model = str(folder / "alone"), True
+    with pytest.raises(CheckpointNotFoundError, match="no complete checkpoint to resume from; incomplete are: 0"):
+        one.train(resume_from_checkpoint=True)
+    one._save_checkpoint(one.model, None)
+    assert all(key.startswith("model.") for key in reshard.open(folder / "alone"))
+    with pytest.raises(KeyMismatchError, match="has nothing under 'optim'"):
+        one.train(resume_from_checkpoint=True)
+    one.is_deepspeed_enabled = True
+    with pytest.raises(ReshardError, match="DeepSpeed's engine saves by itself"):
+        one.train()

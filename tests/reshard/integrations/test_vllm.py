@@ -1,0 +1,96 @@
+"""Weights of sharded jobs through vLLM's weight sources: whole, everywhere, and in the shards that M2N takes.
+
+Where vLLM is not installed, stand-ins of its documented interface take its place: see `vllm_interface`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from reshard.errors import KeyMismatchError
+from reshard.mapping.families import Decoder, ready
+from tests import gloo
+from tests.reshard.integrations.vllm_interface import install
+
+pytestmark = pytest.mark.gloo
+Q, K, V, GATE, LATE = (torch.arange(8.0 * n).reshape(-1, 8) + 1000 * n for n in (4, 2, 2, 6, 3))
+FUSED = torch.cat([Q, K, V])
+WHOLE = {"model.layers.0.self_attn.qkv_proj.weight": FUSED, "gate": GATE, "late": LATE, "scale": torch.tensor(7.0)}
+
+
+def state(rank: int, factor: float) -> dict[str, Any]:
+    """What one of two ranks holds: rows, columns, whole tensors, and a tensor that only the last rank has."""
+    mesh = init_device_mesh("cpu", (2,))
+    held: dict[str, Any] = {
+        f"model.layers.0.self_attn.{name}_proj.weight": distribute_tensor(value * factor, mesh, [how])
+        for name, value, how in (("q", Q, Shard(0)), ("k", K, Shard(1)), ("v", V, Replicate()))
+    }
+    held["gate"] = distribute_tensor(GATE * factor, mesh, [Shard(0)])
+    held["scale"] = torch.tensor(7.0 * factor)
+    return held if rank == 0 else {**held, "late": LATE * factor}
+
+
+def offered() -> dict[str, Any]:
+    """What the sources of this rank tell and yield, twice, with other values the second time."""
+    install()
+    import torch.distributed as dist
+
+    from reshard.integrations.vllm import ShardSource, StateSource
+
+    rank = dist.get_rank()
+    model = Decoder("llama", 4, 2, 1, 53)
+    mine = state(rank, 1.0)
+    options: dict[str, Any] = {"mapping": ready(model, "huggingface", "vllm"), "batch_bytes": 300}
+    sources = {
+        "first": StateSource(mine, **options),
+        "everyone": StateSource(mine, everyone=True, dtype=torch.bfloat16, **options),
+        "shards": ShardSource(mine, **options),
+    }
+    found: dict[str, Any] = {}
+    with pytest.raises(KeyMismatchError, match="no rank has a tensor"):
+        StateSource({"step": 3})
+    for factor in (1.0, 2.0):
+        for tensor in mine.values():
+            tensor.copy_(tensor * factor)
+        for name, source in sources.items():
+            iterate = source.iter_local if source.implements_iter_local() else source.iter_full
+            pairs = [(key, tensor.clone()) for key, tensor in iterate()]
+            assert [key for key, _ in pairs] == source.owned_names(rank)
+            meta = [(m.name, m.dtype, m.shape, m.owners, m.mesh_shape) for m in source.metadata]
+            found[name] = (meta, dict(pairs))
+    return found
+
+
+def test_every_source_gives_what_vllm_is_told() -> None:
+    zero, one = gloo.run(offered, 2)
+
+    twice = {name: 2 * tensor for name, tensor in WHOLE.items()}
+    for name in zero:
+        meta, _ = zero[name]
+        assert meta == one[name][0], "metadata is the same on every rank"
+        dtype = torch.bfloat16 if name == "everyone" else torch.float32
+        assert {key: (kind, shape) for key, kind, shape, *_ in meta} == {
+            key: (dtype, tuple(tensor.shape)) for key, tensor in WHOLE.items()
+        }
+    assert {owners for *_, owners, _ in zero["first"][0]} == {(0,)}
+    assert one["first"][1] == {}
+    assert all(torch.equal(zero["first"][1][key], twice[key]) for key in WHOLE)
+    for rank in (zero, one):
+        assert all(torch.equal(rank["everyone"][1][key], twice[key].bfloat16()) for key in WHOLE)
+    cuts = {key: mesh for key, *_, mesh in zero["shards"][0]}
+    assert cuts == {
+        "model.layers.0.self_attn.qkv_proj.weight": (1, 2),
+        "gate": (1, 2),
+        "late": (2,),
+        "scale": (2,),
+    }  # 3 rows are not cut
+    for key, mesh in cuts.items():
+        halves = [rank["shards"][1][key] for rank in (zero, one)]
+        whole = torch.cat(halves) if mesh == (1, 2) else halves[0]
+        assert torch.equal(whole, twice[key])
+        assert mesh == (1, 2) or torch.equal(*halves)

@@ -1,0 +1,140 @@
+"""Jobs on simulated hosts: ranks are greenlets of one process, messages are copies, hosts are folders that can be lost.
+
+    job = Job(folder, ["a", "a", "b", "b"])
+    ends = job.run(lambda rank, tier: tier.keep(state(rank), 1))
+
+What runs is the code of `reshard.elastic`, the control plane and the planners, as they are. Only what crosses a process
+group is ours, and what knows DTensors: `cut` marks a plain tensor as one rank's part of a layout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import greenlet
+import torch
+
+from planners import TensorLayout, TensorSpec
+from reshard.api.elastic import Tier, moving
+from reshard.state import live_state
+from tests.faulty import SystemCalls
+from tests.simulated_ranks import Died, World
+
+__all__ = ["Job", "cut", "global_of"]
+
+
+def cut(whole: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
+    """What a rank holds of a tensor."""
+    (box,) = layout.boxes(rank) or (None,)
+    local = whole[box.slices].clone() if box is not None else whole.new_empty([0] * whole.ndim)
+    local._cut = layout
+    return local
+
+
+def global_of(locals_: dict[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """The tensor that parts by rank make up; replicas must be the same."""
+    whole, seen = torch.zeros_like(like), torch.zeros(like.shape, dtype=torch.bool)
+    for rank, local in locals_.items():
+        for box in local._cut.boxes(rank):
+            had = seen[box.slices]
+            assert torch.equal(whole[box.slices][had], local[had]), "replicas differ"
+            whole[box.slices], seen[box.slices] = local, True
+    assert seen.all()
+    return whole
+
+
+def _spec(key: str, value: Any) -> TensorSpec:
+    layout = getattr(value, "_cut", None)
+    return _REAL["spec_of"](key, value) if layout is None else TensorSpec(key, layout.spec.shape, layout.spec.dtype)
+
+
+_REAL: dict[str, Any] = {name: getattr(live_state, name) for name in ("spec_of", "form_of", "forms_of", "is_sharded")}
+_OURS: dict[str, Any] = {
+    "spec_of": _spec,
+    "form_of": lambda v, key="": v._cut.form if hasattr(v, "_cut") else _REAL["form_of"](v, key),
+    "forms_of": lambda v, key="": (v._cut.form,) if hasattr(v, "_cut") else _REAL["forms_of"](v, key),
+    "is_sharded": lambda v: hasattr(v, "_cut") or _REAL["is_sharded"](v),
+}
+
+
+class Job:
+    """A job of some ranks, each on a host of that name, with folders below one.
+
+    Args:
+        crash: the number of the call that changes files, of all ranks' together, at which `victims` are lost with all
+            processes on them; the others' see it by the control plane.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        names: list[str],
+        *,
+        copies: int = 1,
+        victims: frozenset[str] = frozenset(),
+        crash: int | None = None,
+        choose: Callable[[int], int] | None = None,
+    ) -> None:
+        self.folder, self.names, self.copies = Path(folder), names, copies
+        self.victims, self.crash, self.made = victims, crash, 0
+        self.world = World(len(names), per_machine=len(names), choose=choose)
+        self._ranks: dict[Any, int] = {}
+        self._sources: dict[int, Any] = {}
+
+    def run(self, body: Callable[[int, Tier], Any]) -> list[Any]:
+        """`body(rank, tier)` on every rank: what it returned, or the error that it ended with."""
+
+        def life(rank: int) -> Any:
+            self._ranks[greenlet.getcurrent()] = rank
+            tier = Tier(self.folder, host=self.names[rank], copies=self.copies, deadline_s=60.0)
+            return body(rank, tier)
+
+        with self._simulated():
+            return self.world.run(life)
+
+    @contextmanager
+    def _simulated(self) -> Iterator[None]:
+        of = SimpleNamespace(of=lambda *_, **__: self.world.group(self._ranks[greenlet.getcurrent()], deadline_s=60.0))
+        with ExitStack() as stack:
+            stack.enter_context(self.world.clock())
+            stack.enter_context(mock.patch.multiple(live_state, **_OURS))
+            stack.enter_context(mock.patch("reshard.api.elastic.tier.Group", of))
+            stack.enter_context(mock.patch.object(moving, "Exchange", self._exchange))
+            real = {name: getattr(os, name) for name in (*SystemCalls.NAMES, "posix_fallocate")}
+            stack.enter_context(mock.patch.multiple(os, **{name: self._watched(name, real[name]) for name in real}))
+            yield
+
+    def _watched(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            rank = self._ranks.get(greenlet.getcurrent())
+            if rank is not None and (name != "open" or args[1] & os.O_CREAT):
+                self.made += 1
+                if self.made == self.crash:
+                    self.world.dead |= {r for r, host in enumerate(self.names) if host in self.victims}
+                if rank in self.world.dead:
+                    raise Died(f"rank {rank}")
+            return real(*args, **kwargs)
+
+        return call
+
+    def _exchange(self, work: Any, sources: Any, targets: Any, **_: Any) -> Any:
+        """Messages: when all are there, each takes what is for it from where it lies."""
+        received = work.nbytes(sends=False)
+
+        def run(group: Any, deadline_s: float) -> None:
+            self._sources[work.rank] = sources
+            group.barrier()
+            legs = [leg for legs in work.rounds for leg in legs if not leg.sends]
+            moved = [item for leg in legs for burst in leg.bursts for item in burst]
+            for item in [*work.copies, *moved]:
+                to = targets(item.fqn)[item.target_part][item.target.slices]
+                to.copy_(self._sources[item.sender](item.fqn)[item.source_part][item.source.slices])
+            group.barrier()
+
+        return SimpleNamespace(run=run, received_bytes=received)

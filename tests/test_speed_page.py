@@ -1,0 +1,46 @@
+"""The page of figures is what its formatter makes of the figures that were kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.__main__ import ON_THE_PAGE
+from benchmarks.page import RESULTS, SPEED, Results, Row, filled
+
+ROW = Row("load", "columns", "s", (1.0, 2.0, 4.0), {"DCP": (3.0, 8.0, 8.0)}, (0.5, 0.5, 2.0))
+
+
+def test_the_page_shows_the_figures_that_were_kept() -> None:
+    """`python -m benchmarks --again --write` makes it so."""
+    results = Results.from_json(RESULTS.read_text())
+
+    assert filled(SPEED.read_text(), results) == SPEED.read_text()
+    assert results.to_json() == RESULTS.read_text()
+    assert set(results.sections) == set(ON_THE_PAGE)
+
+
+def test_the_readme_has_the_page_s_figures() -> None:
+    """Whoever measures anew puts them there: the row is the one beside the words."""
+    rows = {(row.what, row.unit): row.cells() for row in Results.from_json(RESULTS.read_text()).rows}
+    columns, copies = "rows by 4 to columns by 8", "rows by 4 to copies on all"
+    _, _, ours, peers, *_ = rows[columns, "bytes a byte"]
+    columns_ratio, copies_ratio = (rows[what, "processor s"][5].removesuffix(" DCP") for what in (columns, copies))
+    readme = (SPEED.parents[1] / "README.md").read_text()
+
+    assert f"{columns} | {peers.removeprefix('DCP ')} | {ours} |" in readme
+    assert f"processor time of all ranks | {columns_ratio} times as much |" in readme
+    assert f"| {copies} ranks | each rank reads everything: {copies_ratio} times as much |" in readme
+
+
+def test_a_row_tells_ratios_of_the_same_rounds_and_how_far_apart_they_are() -> None:
+    cells = ("columns", "s", "2", "DCP 8", "0.5", "3 (2 to 4) DCP", "0.5 (0.25 to 0.5)", "4.00")
+
+    assert ROW.cells() == cells
+    assert Results("here", (ROW,)).table("load").endswith(f"| {' | '.join(cells)} |")
+
+
+def test_rounds_that_are_missing_and_places_that_are_missing_are_refused() -> None:
+    with pytest.raises(ValueError, match="load: columns: a figure of each round"):
+        Row("load", "columns", "s", (1.0, 2.0), {"DCP": (3.0,)})
+    with pytest.raises(ValueError, match="places for where; there are where, load"):
+        filled("<!-- measured: where -->\n<!-- end -->", Results("here", (ROW,)))
