@@ -38,9 +38,11 @@ _LIBRARY = ("reshard.dcp", "reshard.api.load", "reshard.api.save", "reshard.api.
 """What most children import, four times as long as what they then do. Not where a device is to be set up before."""
 
 
-SOON_S = 20.0
-"""Within so many seconds ranks learn what happened to another: within five, as is promised, and more where names are
-resolved slowly: torch looks up the name of each new connection to a store, for 5 s each if nobody answers."""
+SOON_S = 5.0
+"""Within so many seconds ranks learn what happened to another."""
+
+_RESOLVER = "timeout:1 attempts:1"
+"""torch looks up the name of each new connection to a store, by default for 5 s and more where nobody answers."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def outcomes(
             receive, send = context.Pipe()
             # torch replaces the pickling of tensors between processes by shared memory, which dies with the child
             payload = pickle.dumps((fn, args))
-            setup = _Setup(rank, world_size, str(folder), store, init, dict(os.environ))
+            environ = {"RES_OPTIONS": _RESOLVER, **os.environ}
+            setup = _Setup(rank, world_size, str(folder), store, init, environ)
             child = context.Process(target=_child, args=(setup, payload, send), daemon=True)
             child.start()
             send.close()

@@ -38,20 +38,23 @@ class Ring:
     def __init__(self, store: Any, place: int) -> None:
         self._machine = machine()
         self._watched: tuple[int, int, str] | None = None
+        self._is_final = False
         if self._machine:
             self._index = store.add(f"machines/{self._machine}", 1) - 1
             pid = os.getpid()
             store.set(self._key(self._index), f"{place} {pid} {start_of(pid)}")
 
-    def look(self, store: Any, *, again: bool) -> Gone | None:
+    def look(self, store: Any, *, all_came: bool) -> Gone | None:
         """The watched process, if it is gone. A look at the local system; the store is asked whom to watch.
 
-        `again`: more ranks may have come since it was asked last, so that the first to come has another one to watch.
+        `all_came`: every rank of the group has made its `Ring`. Before, the first to come has another one to watch at
+        each look; it must look once after, whenever that is, to have the last.
         """
         if not self._machine:
             return None
-        if self._watched is None or (again and self._index == 0):
+        if self._watched is None or not self._is_final:
             self._watched = self._find(store)
+            self._is_final = self._watched is not None and (all_came or self._index > 0)
         if self._watched is None:
             return None
         place, pid, start = self._watched

@@ -258,7 +258,7 @@ class Rounds:
 
     def _wait(self, label: str, deadline: float, allowed_s: float) -> Outcome:
         if self._ring is not None:
-            self._ring.look(self._line, again=self._round < 2)  # in the first round others may come later
+            self._ring.look(self._line, all_came=self._round > 0)  # while the store is there to be asked
         until = max(deadline, time.monotonic() + _LAST_CALL_S)
         for _ in self._line.awaited(self._key("outcome"), until, _WATCH_GAP_S):
             if (gone := self._watch(label)) is not None:
@@ -273,7 +273,7 @@ class Rounds:
         if self._ring is None or now < self._next_watch:
             return None
         self._next_watch = now + _WATCH_GAP_S
-        gone: Gone | None = self._ring.look(self._line, again=not self._round)
+        gone: Gone | None = self._ring.look(self._line, all_came=self._round > 0)
         if gone is None:
             return None
         rank = self._ranks[gone.place]

@@ -246,6 +246,31 @@ def test_one_exits(store: str) -> None:
         assert seconds < gloo.SOON_S
 
 
+def _last_to_come_exits() -> tuple[str, float]:
+    rank = dist.get_rank()
+    time.sleep({1: 0.0, 2: 0.3, 0: 1.5}[rank])  # the first has looked, and seen the second only, when the last comes
+    group = Group()
+    group.barrier()
+    time.sleep(0.4 if rank == 1 else 0.0)  # it closes this round, so that it need not wait
+    group.barrier()
+    if rank == 0:
+        os._exit(3)
+    start = time.monotonic()
+    with pytest.raises(RankFailedError) as caught:
+        group.barrier()
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.gloo
+def test_the_last_to_come_exits() -> None:
+    ends = gloo.outcomes(_last_to_come_exits, 3, store="parent")
+    for end in ends[1:]:
+        assert end.value is not None, end.trace
+        text, seconds = end.value
+        assert text.startswith("rank 0 (process")
+        assert seconds < gloo.SOON_S
+
+
 @pytest.mark.gloo
 def test_two_of_three_exit() -> None:
     ends = gloo.outcomes(_phase, 3, (1, 2), "exit", 30.0)

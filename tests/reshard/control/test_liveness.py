@@ -32,8 +32,8 @@ class _Machine:
         self.alive[self._current] = f"start-{self._current}"
         return Ring(self.store, place)
 
-    def look(self, ring: Ring) -> Gone | None:
-        return ring.look(Line(self.store), again=True)
+    def look(self, ring: Ring, *, all_came: bool = False) -> Gone | None:
+        return ring.look(Line(self.store), all_came=all_came)
 
 
 def test_alone_nobody_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,15 +51,29 @@ def test_whoever_dies_is_seen_by_somebody_who_lives(monkeypatch: pytest.MonkeyPa
     pids = dict(zip((2, 0, 3, 1), machine.alive))
     for place in dead:
         machine.alive[pids[place]] = "another"
-    seen = [gone for place, ring in rings.items() if place not in dead and (gone := machine.look(ring))]
+    seen = [gone for place, ring in rings.items() if place not in dead and (gone := machine.look(ring, all_came=True))]
     assert seen
     assert {gone.place for gone in seen} <= set(dead)
+
+
+def test_the_first_to_come_watches_the_last_however_late_it_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # it saw the second while it waited in round 0, and was the last to arrive in the next ones, where it did not wait
+    machine = _Machine(monkeypatch)
+    first, _second = machine.start(1), machine.start(2)
+    assert machine.look(first) is None
+    machine.start(0)
+    pid = max(machine.alive)
+    assert machine.look(first, all_came=True) is None
+    machine.alive[pid] = "another"
+    gone = machine.look(first, all_came=True)
+    assert gone is not None
+    assert gone.place == 0
 
 
 def test_where_nobody_can_be_seen_nobody_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "machine", lambda: "")
     store = dist.HashStore()
-    assert [Ring(store, place).look(Line(store), again=True) for place in range(3)] == [None] * 3
+    assert [Ring(store, place).look(Line(store), all_came=True) for place in range(3)] == [None] * 3
     assert store.num_keys() == 0
 
 
