@@ -1,5 +1,9 @@
 """The page of figures: `python -m benchmarks [--full] [--write]`, or only some by their names.
 
+    python -m benchmarks --write              # measure all, and put the tables into docs/speed.md
+    python -m benchmarks --write load save    # only these two: the other tables stay as they are
+    python -m benchmarks load save            # print these two, with all their cases
+
 Every benchmark runs us and its peers in turns, in processes of its own, so that ratios count; absolute times say little
 on a shared machine. What has no peer that could run beside it is not on the page, but runs by its name.
 """
@@ -17,11 +21,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.page import RESULTS, SPEED, Results, Row, filled
+from benchmarks.page import RESULTS, SPEED, Results, Row, filled, merged
 
 ON_THE_PAGE = ("load", "save", "state_dict", "many_tensors", "first_calls", "convert", "fingerprint", "dcp_face")
+ON_REQUEST: tuple[str, ...] = ()
+"""On the page, too, but they take so long that they are measured only by name, and kept until then."""
 NAMES = (
     *ON_THE_PAGE,
+    *ON_REQUEST,
     "plan",
     "incremental",
     "live",
@@ -46,11 +53,11 @@ def run(name: str, *options: str) -> int:
     return code
 
 
-def measure(quick: list[str]) -> Results:
-    """All that is on the page. Raises RuntimeError if a benchmark fails."""
+def measure(names: tuple[str, ...], quick: list[str]) -> Results:
+    """These of the page. Raises RuntimeError if a benchmark fails."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in ON_THE_PAGE:
+        for name in names:
             file = Path(folder, f"{name}.json")
             if run(name, "--rows", str(file), *quick):
                 raise RuntimeError(f"benchmarks.{name} failed: there is no page without it")
@@ -67,22 +74,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--full", action="store_true", help="all cases; without it some are smaller or left out")
     parser.add_argument("--quick", action="store_true", help="the default of the page, and for names: smaller cases")
-    parser.add_argument("--write", action="store_true", help="keep the figures, and put them into docs/speed.md")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the figures, and put them into docs/speed.md; of NAMEs only, or all"
+    )
     parser.add_argument("--again", action="store_true", help="measure nothing: the page of the figures that were kept")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these, of {', '.join(NAMES)}")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in NAMES]
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}: there are {', '.join(NAMES)}")
-    if options.names:
+    if options.names and not options.write:
         failed = [name for name in options.names if run(name, *(["--quick"] if options.quick else []))]
         if failed:
             print(f"failed: {', '.join(failed)}", file=sys.stderr)
         return bool(failed)
-    if options.again:
-        results = Results.from_json(RESULTS.read_text())
-    else:
-        results = measure([] if options.full else ["--quick"])
+    pageless = [name for name in options.names if name not in ON_THE_PAGE + ON_REQUEST]
+    if pageless:
+        parser.error(f"{pageless[0]} has no table on the page: run it without --write")
+    results = Results.from_json(RESULTS.read_text())
+    if not options.again:
+        found = measure(tuple(options.names) or ON_THE_PAGE, [] if options.full else ["--quick"])
+        results = merged(results, found, ON_THE_PAGE + ON_REQUEST)
     print(results.page())
     if options.write:
         RESULTS.write_text(results.to_json())

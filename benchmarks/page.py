@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "SPEED", "Results", "Row", "arguments", "filled", "report"]
+__all__ = ["RESULTS", "SPEED", "Results", "Row", "arguments", "filled", "merged", "report"]
 
 RESULTS = Path(__file__).with_name("results.json")
 SPEED = Path(__file__).parents[1] / "docs" / "speed.md"
@@ -127,6 +127,19 @@ def _rounded(row: dict[str, Any]) -> dict[str, Any]:
 
     peers = {name: short(rounds) for name, rounds in row["peers"].items()}
     return {**row, "ours": short(row["ours"]), "peers": peers, "floor": short(row["floor"])}
+
+
+def merged(kept: Results, found: Results, order: Sequence[str]) -> Results:
+    """What was kept, with the sections that were measured again in place of theirs, in the order of the page.
+
+    Raises ValueError if some of what was kept stays, and was measured elsewhere or with other cases: a page tells of
+    one machine.
+    """
+    rows = [row for row in kept.rows if row.section not in found.sections]
+    if rows and kept.where != found.where:
+        raise ValueError(f"the page was measured on {kept.where}, this on {found.where}: measure all of it anew")
+    rows += found.rows
+    return Results(found.where, tuple(sorted(rows, key=lambda row: order.index(row.section))))
 
 
 _MARKS = re.compile(r"(<!-- measured: (\w+) -->\n).*?(\n?<!-- end -->)", re.DOTALL)

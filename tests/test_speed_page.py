@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.__main__ import ON_THE_PAGE
-from benchmarks.page import RESULTS, SPEED, Results, Row, filled
+from benchmarks.__main__ import ON_REQUEST, ON_THE_PAGE
+from benchmarks.page import RESULTS, SPEED, Results, Row, filled, merged
 
 ROW = Row("load", "columns", "s", (1.0, 2.0, 4.0), {"DCP": (3.0, 8.0, 8.0)}, (0.5, 0.5, 2.0))
 
@@ -16,7 +18,7 @@ def test_the_page_shows_the_figures_that_were_kept() -> None:
 
     assert filled(SPEED.read_text(), results) == SPEED.read_text()
     assert results.to_json() == RESULTS.read_text()
-    assert set(results.sections) == set(ON_THE_PAGE)
+    assert set(results.sections) == set(ON_THE_PAGE + ON_REQUEST)
 
 
 def test_the_readme_has_the_page_s_figures() -> None:
@@ -44,3 +46,13 @@ def test_rounds_that_are_missing_and_places_that_are_missing_are_refused() -> No
         Row("load", "columns", "s", (1.0, 2.0), {"DCP": (3.0,)})
     with pytest.raises(ValueError, match="places for where; there are where, load"):
         filled("<!-- measured: where -->\n<!-- end -->", Results("here", (ROW,)))
+
+
+def test_sections_that_are_measured_again_take_the_place_of_the_old_ones() -> None:
+    other, again = replace(ROW, section="save"), replace(ROW, what="rows")
+    kept = Results("here", (ROW, other))
+
+    assert merged(kept, Results("here", (again,)), ("load", "save")) == Results("here", (again, other))
+    assert merged(kept, Results("there", (again, other)), ("load", "save")) == Results("there", (again, other))
+    with pytest.raises(ValueError, match="measured on here, this on there"):
+        merged(kept, Results("there", (again,)), ("load", "save"))
