@@ -27,7 +27,7 @@ Naming = Annotated[
         "--naming",
         metavar="NAME=VALUE",
         help="More about --names: titan=0.2, transformer_engine=true, padded_vocab=ROWS, zero_centered=true, "
-        "exact=false, fill=0, mtp=transformer_layer. Repeat it.",
+        "exact=false, fill=0, mtp=transformer_layer, qkv_interleaved=true. Repeat it.",
     ),
 ]
 HintOption = Annotated[

@@ -57,6 +57,7 @@ def ready(
     exact: bool = True,
     mtp: str = "mtp_model_layer",
     routed_experts: bool = True,
+    qkv_interleaved: bool | None = None,
     fill: float | None = None,
 ) -> Mapping:
     """The mapping from one naming to another.
@@ -75,6 +76,8 @@ def ready(
         exact: refuse norms that would lose digits when 1 is added or subtracted; see `Offset`.
         mtp: what Megatron calls the layer within one of multi-token prediction; before 0.16 "transformer_layer".
         routed_experts: whether vLLM has its experts in a module of that name, as since the middle of 2026.
+        qkv_interleaved: how queries, keys and values that are one tensor lie in layers of "transformer_engine", which
+            was their `qkv_weight_interleaved`. By default a file that has such tensors is refused when it is read.
         fill: stands for states of experts that have none, where experts are stacked; see `Stack`.
 
     Raises NormalizationError for a family or naming that is not known, or a family that torchtitan does not have, or
@@ -82,6 +85,8 @@ def ready(
     """
     model = Decoder.of(config)
     _check(model, source, target, titan)
+    if qkv_interleaved not in (None, True, False):
+        raise NormalizationError(f"qkv_interleaved is True or False, not {qkv_interleaved!r}")
     if source == target:
         return Mapping()
     plain = _plain(model, fill)
@@ -96,6 +101,8 @@ def ready(
         **{name: partial(_engine, model, name, plain, routed_experts, fill) for name in ENGINES},
     }
     mapping = between(moved[source](), moved[target]())
+    if source == "transformer_engine":
+        return as_not_fused(model, qkv_interleaved) | mapping
     return _FIRST[source](model) | mapping if source in _FIRST else mapping
 
 
@@ -165,7 +172,6 @@ def _gguf_as_plain(model: Decoder) -> Mapping:
 _FIRST: dict[str, Callable[[Decoder], Mapping]] = {
     "torchtitan": _titan_as_plain,
     "gguf": _gguf_as_plain,
-    "transformer_engine": as_not_fused,
 }
 """What is done first with the files of a naming, and cannot be undone."""
 

@@ -4,11 +4,15 @@
     layernorm_mlp.{layer_norm_weight, fc1_weight (gate, then up), fc2_weight}
 
 What is outside the layers keeps Hugging Face's names. With `fuse_qkv_params` queries, keys and values are one `weight`,
-by query groups as `qkv_weight_interleaved` has them by default: such a file is read, and written with three.
+by query groups or one behind another, as `qkv_weight_interleaved` says: such a file is read, and written with three.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from planners.views.view import View
+from reshard.errors import NormalizationError
 from reshard.mapping.families.config import Decoder
 from reshard.mapping.families.dense import HF
 from reshard.mapping.mapping import Mapping
@@ -36,12 +40,14 @@ def to_transformer_engine() -> list[Rule]:
     ]
 
 
-def as_not_fused(model: Decoder) -> Mapping:
+def as_not_fused(model: Decoder, interleaved: bool | None = None) -> Mapping:
     """Fused projections in three, and without the states of fp8 recipes, which are no parameters."""
-    parts = (model.heads // model.kv_heads, 1, 1)
+    if interleaved is None and model.kv_heads == 1:
+        interleaved = False  # one query group lies alike in both
+    cut = _UntoldSplit if interleaved is None else Split
+    parts, groups = (model.heads // model.kv_heads, 1, 1), model.kv_heads if interleaved else 1
     split: list[Rule] = [
-        Split(f"{_QKV}{kind}", [f"{_QKV}{x}_{kind}" for x in ("query", "key", "value")], parts, groups=model.kv_heads)
-        for kind in _KINDS
+        cut(f"{_QKV}{kind}", [f"{_QKV}{x}_{kind}" for x in ("query", "key", "value")], parts, groups) for kind in _KINDS
     ]
     inner = (
         "self_attention.layernorm_qkv.",
@@ -50,3 +56,14 @@ def as_not_fused(model: Decoder) -> Mapping:
         "layernorm_mlp.",
     )
     return Mapping([*split, *(Drop(f"{HF}{name}_extra_state") for name in inner)])
+
+
+class _UntoldSplit(Split):
+    """A fused projection of which nobody has said how it lies: both ways have one name and one shape."""
+
+    def build(self, views: Sequence[View]) -> list[View]:
+        raise NormalizationError(
+            "queries, keys and values in one lie by query groups, or one behind another, which no file says: give "
+            "ready(..., qkv_interleaved=True) where the layers had qkv_weight_interleaved=True, as by default, or "
+            "ready(..., qkv_interleaved=False); on the command line --naming qkv_interleaved=true or =false"
+        )

@@ -5,6 +5,7 @@ Where vLLM is not installed, stand-ins of its documented interface take its plac
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from reshard.errors import KeyMismatchError
 from reshard.mapping.families import Decoder, ready
 from tests import gloo
 from tests.reshard.integrations.vllm_interface import install
+from tests.same import same
 
 pytestmark = pytest.mark.gloo
 Q, K, V, GATE, LATE = (torch.arange(8.0 * n).reshape(-1, 8) + 1000 * n for n in (4, 2, 2, 6, 3))
@@ -94,3 +96,70 @@ def test_every_source_gives_what_vllm_is_told() -> None:
         whole = torch.cat(halves) if mesh == (1, 2) else halves[0]
         assert torch.equal(whole, twice[key])
         assert mesh == (1, 2) or torch.equal(*halves)
+
+
+def sent() -> list[Any]:
+    """What the client and the channel of an engine get, in two rounds; the engine is of vLLM's abstract class."""
+    install()
+    import torch.distributed as dist
+    from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
+
+    from reshard.integrations.vllm import StateSource
+
+    calls: list[Any] = []
+
+    class Client:
+        def start_weight_update(self) -> None:
+            calls.append("start")
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            calls.append(update_info["names"])
+
+        def finish_weight_update(self, weight_version: str | None = None) -> None:
+            calls.append("finish")
+
+    class Engine(TrainerWeightTransferEngine):  # type: ignore[misc]  # Any where vLLM is not installed
+        """Sends as those for NCCL do: the sender, in a thread while vLLM waits for it, and the others go along."""
+
+        @classmethod
+        def trainer_init(cls, init_info: int, *, client: Any, source: Any = None) -> Engine:
+            assert source.implements_iter_full()
+            return cls(client=client, source=source, is_sender=init_info == 0, rank=init_info)
+
+        def send_weights(self) -> None:
+            if not self.is_sender:
+                for _ in self.source.iter_full():
+                    raise AssertionError("what the first rank owns comes on no other")
+                return
+            self.client.start_weight_update()
+            names = [meta.name for meta in self.source.metadata]
+            with ThreadPoolExecutor(1) as beside:
+                update = beside.submit(self.client.update_weights, {"names": names})
+                calls.append({name: tensor.clone() for name, tensor in self.source.iter_full()})
+                update.result()
+            self.client.finish_weight_update()
+
+    rank = dist.get_rank()
+    mine = state(rank, 1.0)
+    source = StateSource(mine, mapping=ready(Decoder("llama", 4, 2, 1, 53), "huggingface", "vllm"), batch_bytes=300)
+    engine = Engine.trainer_init(rank, client=Client(), source=source)
+    for _ in range(2):
+        for tensor in mine.values():
+            tensor.mul_(2)
+        engine.send_weights()
+    return calls
+
+
+def test_an_engine_of_vllm_s_class_sends_what_the_source_gives() -> None:
+    zero, one = gloo.run(sent, 2)
+
+    assert one == []
+    assert [call for call in zero if isinstance(call, str)] == ["start", "finish"] * 2
+    told = [call for call in zero if isinstance(call, list)]
+    given = [call for call in zero if isinstance(call, dict)]
+    assert len(told) == len(given) == 2
+    for factor, names, weights in zip((2, 4), told, given, strict=True):
+        assert list(weights) == names
+        assert {name: same(tensor, factor * WHOLE[name]) for name, tensor in weights.items()} == dict.fromkeys(
+            WHOLE, True
+        )

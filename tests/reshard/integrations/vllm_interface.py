@@ -83,6 +83,22 @@ class WeightSource(ABC):
         raise NotImplementedError
 
 
+class TrainerWeightTransferEngine(ABC):
+    """What moves the weights of a source to vLLM: made and called on every rank of the trainer, the first one sends."""
+
+    def __init__(
+        self, *, client: Any, source: WeightSource | None = None, is_sender: bool = True, rank: int = 0
+    ) -> None:
+        self.client, self.source, self.is_sender, self.rank = client, source, is_sender, rank
+
+    @classmethod
+    @abstractmethod
+    def trainer_init(cls, init_info: Any, *, client: Any, source: WeightSource | None = None) -> Any: ...
+
+    @abstractmethod
+    def send_weights(self) -> None: ...
+
+
 def install() -> bool:
     """Whether it is vLLM itself that `import vllm` gives; else these are put in its place, in this process."""
     name = "vllm.distributed.weight_transfer.base"
@@ -91,6 +107,6 @@ def install() -> bool:
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         sys.modules.setdefault(".".join(parts[:depth]), ModuleType(".".join(parts[:depth])))
-    for one in (Replicate, Shard, ParamMeta, WeightSource):
+    for one in (Replicate, Shard, ParamMeta, WeightSource, TrainerWeightTransferEngine):
         setattr(sys.modules[name], one.__name__, one)
     return False

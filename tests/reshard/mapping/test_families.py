@@ -169,11 +169,34 @@ def test_layers_of_transformer_engine(tmp_path: Path) -> None:
     gate_up = torch.cat([plain[f"{front}mlp.{x}_proj.weight"] for x in ("gate", "up")])
     assert torch.equal(made[f"{front}layernorm_mlp.fc1_weight"][...], gate_up)
 
-    stored = {name: tensor[...] for name, tensor in made.items()}
-    q, k, v = (stored.pop(f"{inner}{x}_weight").view(2, -1, 8, 32) for x in ("query", "key", "value"))
-    stored[f"{inner}weight"] = torch.cat([q, k, v], 1).reshape(64, 32)
-    stored[f"{inner}_extra_state"] = torch.zeros(3, dtype=torch.uint8)
-    reshard.save(stored, tmp_path / "fused")
-    for folder in (made, reshard.open(tmp_path / "fused")):
-        back = ready(LLAMA, "transformer_engine", "huggingface").apply(folder)
+    back = ready(LLAMA, "transformer_engine", "huggingface").apply(made)
+    assert {name: same(tensor[...], plain[name]) for name, tensor in back.items()} == dict.fromkeys(plain, True)
+
+    three = {name: tensor[...] for name, tensor in made.items()}
+    q, k, v = (three.pop(f"{inner}{x}_weight") for x in ("query", "key", "value"))
+    by_groups = torch.cat([x.view(2, -1, 8, 32) for x in (q, k, v)], 1).reshape(64, 32)
+    for interleaved, fused in ((True, by_groups), (False, torch.cat([q, k, v]))):
+        folder = tmp_path / str(interleaved)
+        stored = {f"{inner}weight": fused, f"{inner}_extra_state": torch.zeros(3, dtype=torch.uint8)}
+        reshard.save(three | stored, folder)
+        told = ready(LLAMA, "transformer_engine", "huggingface", qkv_interleaved=interleaved)
+        back = told.apply(reshard.open(folder))
         assert {name: same(tensor[...], plain[name]) for name, tensor in back.items()} == dict.fromkeys(plain, True)
+
+        # the two cannot be told apart by their shapes
+        untold = ready(LLAMA, "transformer_engine", "huggingface")
+        with pytest.raises(NormalizationError, match=rf"{inner}weight.*qkv_interleaved=False"):
+            reshard.convert(folder, tmp_path / "never", mapping=untold)
+        with pytest.raises(NormalizationError, match="qkv_interleaved=False"):
+            untold.views({name: tensor.stored.spec for name, tensor in reshard.open(folder).items()})
+    with pytest.raises(NormalizationError, match="True or False"):
+        ready(LLAMA, "transformer_engine", "huggingface", qkv_interleaved="no")  # type: ignore[arg-type]
+
+
+def test_one_query_group_of_transformer_engine_needs_no_word(tmp_path: Path) -> None:
+    model = Decoder("llama", 4, 1, 1, 32)
+    name, rows = "model.layers.0.self_attention.layernorm_qkv.weight", torch.randn(6 * 8, 32)
+    reshard.save({name: rows}, tmp_path)
+    back = ready(model, "transformer_engine", "huggingface").apply(reshard.open(tmp_path))
+    parts = [back[f"model.layers.0.self_attn.{x}_proj.weight"][...] for x in "qkv"]
+    assert torch.equal(torch.cat(parts), rows)
