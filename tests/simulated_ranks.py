@@ -271,7 +271,7 @@ class _Ring:
         self._watched = last if rank == first else rank - 1
         self._world, self._rank = world, rank
 
-    def look(self, store: Any, *, again: bool) -> Gone | None:
+    def look(self, store: Any, *, all_came: bool) -> Gone | None:
         if self._watched == self._rank or self._watched not in self._world.dead:
             return None
         return Gone(self._watched, f"process {self._watched} on here")

@@ -77,21 +77,26 @@ def fingerprint(
             raise CheckpointError("layouts, rank and exchange are for state dicts; a checkpoint knows its own")
         names = dict.fromkeys((*state_dict, *state_dict.aliases))
         return {name: _read(state_dict[name], key).digest() for name in names}
-    if not (isinstance(state_dict, Mapping | list | tuple) or is_tensor(state_dict)):
-        raise CheckpointError(
-            f"fingerprint wants a state dict, a path or an open Checkpoint, got {type(state_dict).__name__}"
-        )
     if rank is None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if exchange is not None:
+        _check_state(state_dict)
         return join(exchange(msgspec.msgpack.encode(holdings(state_dict, layouts, rank, key))), key=key)
     group = Group()
     with group.together("fingerprint"):
+        _check_state(state_dict)
         group.same_options("fingerprint", {"key": key.name})
         held = holdings(state_dict, layouts, rank, key, world_size=group.world_size)
         mine = pack_holdings(held, group.ranks[group.rank])
         told = group.merge(mine, lambda parts: add_holdings(parts, group.world_size), "fingerprints")
     return conclude(told, key=key)
+
+
+def _check_state(state_dict: object) -> None:
+    if not (isinstance(state_dict, Mapping | list | tuple) or is_tensor(state_dict)):
+        raise CheckpointError(
+            f"fingerprint wants a state dict, a path or an open Checkpoint, got {type(state_dict).__name__}"
+        )
 
 
 def _read(tensor: LazyTensor, key: Key) -> Fingerprinter:

@@ -13,7 +13,6 @@ training loop runs its own collectives. With no process group at all everything 
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 import traceback
 import weakref
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import msgspec
 import torch.distributed as dist
 
+from reshard.control.calls import no_deadline, refuse_unjoined
 from reshard.control.pool import FAN, Pool
 from reshard.errors import LayoutError, ReshardError, format_ranks
 
@@ -71,9 +71,8 @@ class Group:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, deadline_s: float = DEADLINE_S) -> None:
-        if not deadline_s > 0:
-            raise ReshardError(f"a deadline must be a positive number of seconds, not {deadline_s}")
-        self._deadline_s = deadline_s
+        wrong = no_deadline(deadline_s)
+        self._deadline_s = deadline_s if wrong is None else DEADLINE_S
         self._phases: list[_Phase] = []
         self._common: BaseException | None = None
         self._rounds: Rounds | None = None
@@ -99,19 +98,27 @@ class Group:
         elif process_group is not None:
             raise ReshardError("a process group was given, but torch.distributed is not initialised (any more)")
         else:
-            _refuse_unjoined()
+            refuse_unjoined()
         self.world_size = len(self.ranks)
+        if wrong is not None:
+            with self.together("the call"):  # the other ranks wait for this one
+                raise wrong
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, *, alone: bool, deadline_s: float) -> Group:
         """The ranks of a group, or this process `alone`. Raises ReshardError for both at once."""
-        if alone and process_group is not None:
-            raise ReshardError("alone=True means this process by itself: leave process_group out")
-        return cls.alone(deadline_s=deadline_s) if alone else cls(process_group, deadline_s=deadline_s)
+        if not alone:
+            return cls(process_group, deadline_s=deadline_s)
+        if process_group is not None:
+            with cls(process_group, deadline_s=deadline_s).together("the call"):  # the others wait for this one
+                raise ReshardError("alone=True means this process by itself: leave process_group out")
+        return cls.alone(deadline_s=deadline_s)
 
     @classmethod
     def alone(cls, *, deadline_s: float = DEADLINE_S) -> Group:
         """This process by itself, also where torch.distributed is initialised: it asks and waits for nobody."""
+        if (wrong := no_deadline(deadline_s)) is not None:
+            raise wrong
         group = object.__new__(cls)
         group._deadline_s, group._phases, group._common, group._rounds = deadline_s, [], None, None
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -372,18 +379,6 @@ class Group:
         else:
             deadline, allowed_s = time.monotonic() + self._deadline_s, self._deadline_s
         return self._rounds.take(label, data, combine, deadline, allowed_s, parcels, only)
-
-
-def _refuse_unjoined() -> None:
-    """Raises ReshardError where the environment, as of torchrun, says that there are more processes than this one."""
-    size = os.environ.get("WORLD_SIZE", "")
-    if size.isdecimal() and int(size) > 1:
-        raise ReshardError(
-            f"this is one of {size} processes (WORLD_SIZE={size} in the environment), but torch.distributed is not "
-            "initialised, so each would act for itself, over what the others do: call "
-            "torch.distributed.init_process_group() first. If this process is to act by itself, say so with alone=True "
-            "(no_dist=True in reshard.dcp), or unset WORLD_SIZE"
-        )
 
 
 def _nothing(all_data: list[bytes]) -> bytes:

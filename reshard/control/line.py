@@ -26,6 +26,8 @@ PART_BYTES = 4 << 20
 _ABSENT = b"?"
 """Nobody stores this."""
 _NAP_S = 0.01
+_MAX_WAIT_S = 86_400.0 * 20
+"""Longer waits are not what torch takes them for: it counts milliseconds in 32 bits."""
 _INLINE, _PARTS = b"\0", b"\1"
 
 
@@ -100,7 +102,7 @@ class Line:
     def _wait(self, key: str, seconds: float, over: threading.Event) -> None:
         # the time is over, or the store gone: whoever asks it next will learn which
         with contextlib.suppress(RuntimeError):
-            self.store.wait([key], timedelta(seconds=seconds))
+            self.store.wait([key], timedelta(seconds=min(seconds, _MAX_WAIT_S)))
             self._found = key
         over.set()
 

@@ -54,8 +54,9 @@ def load(
     """
     with Call(process_group, no_dist).as_torch_raises() as group:
         with group.together("open"):
-            reader = reader_for(checkpoint_id, storage_reader)
-        _load(state_dict, reader, planner, group, 0)
+            reader, state = reader_for(checkpoint_id, storage_reader), unwrapped(state_dict)
+        _load(state, reader, planner, group, 0)
+        put_state_back(state_dict, state)
 
 
 def load_state_dict(
@@ -69,14 +70,16 @@ def load_state_dict(
     """The older name of `load`; deprecated upstream, and here."""
     warnings.warn("`load_state_dict` is deprecated. Please use `load` instead.", FutureWarning, stacklevel=2)
     with Call(process_group, no_dist).as_torch_raises() as group:
-        storage_reader.reset()
-        _load(state_dict, storage_reader, planner, group, coordinator_rank)
+        with group.together("open"):
+            storage_reader.reset()
+            state = unwrapped(state_dict)
+        _load(state, storage_reader, planner, group, coordinator_rank)
+        put_state_back(state_dict, state)
 
 
 def _load(
-    state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner | None, group: Group, coordinator: int
+    state: dict[str, Any], reader: StorageReader, planner: LoadPlanner | None, group: Group, coordinator: int
 ) -> None:
-    state = unwrapped(state_dict)
     defaults = DefaultLoadPlanner, _torch_planner.DefaultLoadPlanner
     is_default = planner is None or type(planner) in defaults
     flat, partial = getattr(planner, "flatten_state_dict", True), getattr(planner, "allow_partial_load", False)
@@ -95,4 +98,3 @@ def _load(
             planner = DefaultLoadPlanner(flat, allow_partial_load=partial)  # torch's own loses objects of a flat dict
         with group.together("load"):
             run_load(state, reader, planner, group, coordinator)
-    put_state_back(state_dict, state)

@@ -119,8 +119,10 @@ def set_model_state_dict(
             nothing was changed.
     """
     opts = as_options(options)
-    live = LiveModel(model, opts.dsd_fqn_modifiers)
-    given = _model_given(live, model_state_dict, opts)
+    with setting(opts, alone=not _broadcast(opts)):
+        live = LiveModel(model, opts.dsd_fqn_modifiers)
+        named = _by_name(live, model_state_dict) if _gives(opts) else {}
+    given = _model_given(live, named, opts)
     with setting(opts, alone=not _shared(live, opts)):
         writes = plan_model(live, given, opts)
     return apply_model(writes, opts.strict)
@@ -145,7 +147,8 @@ def set_optimizer_state_dict(
         NormalizationError: the saved groups contradict the live ones, or the dict has an unknown form.
     """
     opts = as_options(options)
-    live = LiveOptimizers(LiveModel(model, opts.dsd_fqn_modifiers), as_optimizers(optimizers))
+    with setting(opts, alone=not _broadcast(opts)):
+        live = LiveOptimizers(LiveModel(model, opts.dsd_fqn_modifiers), as_optimizers(optimizers))
     given = _optimizer_given(live, optim_state_dict, opts)
     with setting(opts, alone=not _shared(live.live, opts)):
         writes = plan_optimizers(live, given, opts)
@@ -166,11 +169,13 @@ def set_state_dict(
     An empty `model_state_dict` leaves the model alone.
     """
     opts = as_options(options)
-    live = LiveModel(model, opts.dsd_fqn_modifiers)
-    live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
+    with setting(opts, alone=not _broadcast(opts)):
+        live = LiveModel(model, opts.dsd_fqn_modifiers)
+        live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
+        named = _by_name(live, model_state_dict) if _gives(opts) else {}
     model_given: Mapping[str, Any] = {}
-    if model_state_dict or opts.broadcast_from_rank0:
-        model_given = _model_given(live, model_state_dict, opts)
+    if named or opts.broadcast_from_rank0:
+        model_given = _model_given(live, named, opts)
     optimizer_given = _optimizer_given(live_optimizers, optim_state_dict, opts)
     with setting(opts, alone=not _shared(live, opts)):
         model_writes = plan_model(live, model_given, opts) if model_given else None
@@ -192,10 +197,13 @@ def _broadcast(options: StateDictOptions) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _model_given(live: LiveModel, given: Mapping[Any, Any], options: StateDictOptions) -> Mapping[str, Any]:
-    if _broadcast(options):
-        return receive_model(live, _by_name(live, given) if dist.get_rank() == 0 else {}, options)
-    return _by_name(live, given)
+def _gives(options: StateDictOptions) -> bool:
+    """Whether this rank's own dict is what is set."""
+    return not _broadcast(options) or dist.get_rank() == 0
+
+
+def _model_given(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> Mapping[str, Any]:
+    return receive_model(live, given, options) if _broadcast(options) else given
 
 
 def _optimizer_given(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> Mapping[str, Any]:

@@ -71,7 +71,7 @@ def receive_model(live: LiveModel, given: Mapping[str, Any], options: StateDictO
     Where the live tensor has the dtype of the given one it is written directly, and stands in the returned dict
     itself. Collective. Raises, on all ranks and with nothing changed, if the dict does not fit some rank's model.
     """
-    outline, sources = _share_outline(given, options)
+    outline, sources = _share_outline(given)
     prefixes = tuple(item.prefix for item in live.items if isinstance(item, Region))
     mine = {name: value for name, value in outline.items() if name in live.by_name or name.startswith(prefixes)}
     once: dict[Any, str] = {}
@@ -100,7 +100,7 @@ def receive_model(live: LiveModel, given: Mapping[str, Any], options: StateDictO
 def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
     """The optimizer state dict of rank 0 in nested form, restricted to this rank's parameters, its tensors in new
     memory and sharded as the parameters are where they have their shape. Collective; raises like `receive_model`."""
-    outline, sources = _share_outline(given, options)
+    outline, sources = _share_outline(given)
     saved = read_saved(outline, live) if outline else read_saved({"state": {}, "param_groups": []}, live)
     state = {name: values for name, values in saved.state.items() if name in live.by_name}
     groups: dict[int, dict[str, Any]] = {}
@@ -200,10 +200,10 @@ def _revive(outline: Any, make: Callable[[Outline], Any]) -> Any:
     return outline
 
 
-def _share_outline(given: Mapping[str, Any], options: StateDictOptions) -> tuple[Any, dict[str, torch.Tensor]]:
+def _share_outline(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
     """What rank 0 has, on all ranks; and on rank 0 the tensors by path. Collective."""
     tensors: dict[str, torch.Tensor] = {}
-    with setting(options):
+    with setting():
         box = [_outline_of(given, "", tensors) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0], tensors

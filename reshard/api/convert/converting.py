@@ -115,12 +115,12 @@ def convert(
         KeyMismatchError: the mapping or selection does not fit. Others as `reshard.open`.
     """
     started = time.perf_counter()
-    globs = (select,) if isinstance(select, str) else tuple(select or ())
-    wanted = None if dtype is None else str(dtype).removeprefix("torch.")
-    job = Job(source, target, format, mapping, onto, globs, wanted, normalized, model_only, hints, max_shard_bytes)
-    _check(source, target, workers)
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("convert"):
+        globs = (select,) if isinstance(select, str) else tuple(select or ())
+        wanted = None if dtype is None else str(dtype).removeprefix("torch.")
+        job = Job(source, target, format, mapping, onto, globs, wanted, normalized, model_only, hints, max_shard_bytes)
+        _check(source, target, workers)
         with group.together("convert by all ranks (alone=True: by one)", deadline_s=MEETING_S, meet=False):
             group.same_options("convert", {"overwrite": overwrite, "resume": resume})
         state = job.state()

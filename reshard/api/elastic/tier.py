@@ -99,10 +99,10 @@ class Tier:
             LayoutError: there are fewer hosts than `copies + 1`.
             StorageError: a host has no room for what it must hold, or its folder belongs to another job.
         """
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise CheckpointError(f"step must be a number >= 0, got {step!r}")
         group = self._group()
         with group.together("keep"):
+            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+                raise CheckpointError(f"step must be a number >= 0, got {step!r}")
             options = SaveOptions(check_replicas=check_replicas, fingerprints=fingerprints)
             group.same_options("keep", {**self._shared(), "step": step, **options.shared()})
             check_arguments("keep", state_dict, self.settings.folder)

@@ -327,10 +327,10 @@ def prepare(
     What it holds is bound to the tensors given; their values may change between runs, and so may their memory.
     Arguments and errors are those of `redistribute`; nothing is moved before `run`.
     """
-    given = Options.of(options)
-    group = Group(process_group, deadline_s=given.deadline_s)
+    group = Group(process_group, deadline_s=options.get("deadline_s", Options.deadline_s))
     with group.together("prepare"):
         start = time.perf_counter()
+        given = Options.of(options)
         mine, wanted = Side.read(source, given.source_layouts), Side.of(target, given.target_layouts)
         agreed = agree(mine, wanted, given, group, process_group)
         known = time.perf_counter()

@@ -44,10 +44,10 @@ def verify_live(
         ReplicaDriftError: ranks that should hold the same elements, of the source or of the target, do not.
         KeyMismatchError, LayoutError: as `redistribute`.
     """
-    given = Options.of(options)
-    group = Group(process_group, deadline_s=given.deadline_s)
+    group = Group(process_group, deadline_s=options.get("deadline_s", Options.deadline_s))
     rank = group.ranks[group.rank]
     with group.together("verify"):
+        given = Options.of(options)
         mine, wanted = Side.read(source, given.source_layouts), Side.of(target, given.target_layouts)
         pairing = agree(mine, wanted, given, group, process_group).pair(given)
         there = [held for key in pairing.views for held in _as_it_is(pairing, key, wanted, rank)]

@@ -152,13 +152,14 @@ def async_save(
     what went wrong with an earlier one, on all ranks, unless all have asked for that one's `result()`. Saves to one
     path go on one after another.
     """
-    if max_in_flight < 1:
-        raise CheckpointError(f"max_in_flight must be >= 1, got {max_in_flight}")
-    check_stage(stage)
+    may_wait = type(max_in_flight) is int and max_in_flight > 0
     _await_saves_to(path)
-    earlier = background.ended_for(max_in_flight)
+    earlier = background.ended_for(max_in_flight if may_wait else 1)
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("stage"):
+        if not may_wait:
+            raise CheckpointError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r}")
+        check_stage(stage)
         for save in earlier:  # told in the phase: a rank that has asked for the result itself must not go on alone
             save.result()
         given = (select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes)

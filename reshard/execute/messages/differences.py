@@ -337,7 +337,7 @@ class DeltaExchange(Exchange):
         ops = [self._op(dist.isend, numbers, peer) for peer, numbers in given.items()]
         ops += [self._op(dist.irecv, numbers, peer) for peer, numbers in found.items()]
         if ops:
-            waiter.wait(dist.batch_isend_irecv(ops), [op.peer for op in ops])
+            waiter.wait(waiter.post(ops), [op.peer for op in ops])
         self.sent_bytes += sum(numbers.nbytes for numbers in given.values())
         self.received_bytes += sum(numbers.nbytes for numbers in found.values())
         return {peer: numbers.tolist() for peer, numbers in found.items()}
@@ -365,7 +365,7 @@ class DeltaExchange(Exchange):
                 if nbytes:
                     ops.append(self._op(dist.isend if leg.sent else dist.irecv, leg.room[:nbytes], leg.peer))
             waiter.settle(self._elsewhere)  # filled, and what was in the buffer before is taken
-            under_way.append((legs, ops, dist.batch_isend_irecv(ops) if ops else []))
+            under_way.append((legs, ops, waiter.post(ops)))
         while under_way:
             self._finish_legs(waiter, *under_way.popleft())
 

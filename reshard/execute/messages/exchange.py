@@ -172,7 +172,7 @@ class Exchange:
                 waiter.settle(self._elsewhere)  # packed, and what was in the buffer before is unpacked
                 for to, of in step.host_packs:
                     to.copy_(of)
-                under_way.append((step, dist.batch_isend_irecv(step.ops)))
+                under_way.append((step, waiter.post(step.ops)))
                 if number == DEPTH - 1:
                     self._run_copies(copies, group)  # while the first messages travel
             self._run_copies(copies, group)

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,13 @@ class Waiter:
             self._last.done.wait(_DRAIN_S)
         self._queue.put(None)
 
+    def post(self, ops: list[dist.P2POp]) -> list[Any]:
+        """Begin to send and to receive. Raises as `wait`: what is sent to a rank that has died may fail at once."""
+        try:
+            return dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:
+            self._lost(error)
+
     def wait(self, works: Sequence[Any], peers: Sequence[int]) -> None:
         """Until all are complete; each is a message to or from the peer beside it.
 
@@ -68,13 +75,15 @@ class Waiter:
         self._queue.put(batch)
         while not batch.done.wait(_LOOK_S):
             self._look(f"a message to or from rank {peers[batch.at]} did not get through", "that rank hangs")
-        if batch.error is None:
-            return
+        if batch.error is not None:
+            self._lost(batch.error)
+
+    def _lost(self, error: Exception) -> NoReturn:
         until = time.monotonic() + _VERDICT_S
         while time.monotonic() < until:  # its own death, or error, says more than a connection that broke
             self._group.check()
             time.sleep(_LOOK_S)
-        raise ReshardError(f"a message to or from another rank was lost: {batch.error}") from batch.error
+        raise ReshardError(f"a message to or from another rank was lost: {error}") from error
 
     def _look(self, what: str, who: str) -> None:
         """Raises the failure of another rank, DeadlineError when the time is up."""
@@ -114,7 +123,10 @@ class Waiter:
         return [int(number) for number in found.tolist()]
 
     def _sum_up(self, numbers: torch.Tensor, process_group: dist.ProcessGroup | None) -> None:
-        work = dist.all_reduce(numbers, group=process_group, async_op=True)
+        try:
+            work = dist.all_reduce(numbers, group=process_group, async_op=True)
+        except RuntimeError as error:
+            self._lost(error)
         try:
             self.wait([work], self._group.ranks)
         except DeadlineError:

@@ -346,9 +346,13 @@ def failure_job(how: str) -> dict[str, Any]:
     w = torch.randn(64, 64)
     source = live_layouts.placed({"w": w, "x": w}, every, (world,), [Shard(0)])
     target = live_layouts.placed({"w": w * 0, "x": w * 0}, every, (world,), [Shard(1)])
-    prepared = reshard.prepare(source, target, max_inflight_bytes=2048)
+    prepared = reshard.prepare(source, target, max_inflight_bytes=2048, delta=how == "is dead, delta")
     prepared.run()
-    if rank == 1:
+    if how.startswith("is dead"):
+        if rank == 1:
+            os._exit(3)
+        time.sleep(0.7)  # by now the others' connections to it are closed
+    elif rank == 1:
         step = prepared._exchanges[0]._rounds[2]
         if how == "raises":
             step.unpacks.insert(0, (torch.zeros(2), torch.zeros(3)))

@@ -128,8 +128,9 @@ def test_a_rank_that_fails_midway_ends_it_on_all_and_the_targets_are_named():
 
 
 @pytest.mark.not_simulated("its streams block the host in a receive, so that nobody looks whether others failed")
-def test_a_rank_that_dies_midway_ends_it_on_all_others():
-    ends = gloo.outcomes(live_jobs.failure_job, 4, "dies", store="parent", linger_s=30)
+@pytest.mark.parametrize("how", ["dies", "is dead", "is dead, delta"])
+def test_a_rank_that_dies_midway_ends_it_on_all_others(how):
+    ends = gloo.outcomes(live_jobs.failure_job, 4, how, store="parent", linger_s=30)
 
     assert ends[1].exitcode == 3
     for end in (ends[0], ends[2], ends[3]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
+import reshard.elastic
 from reshard import fingerprints
 from reshard.api.load.options import LoadOptions
 from reshard.api.redistribute.agreement import Options as TransferOptions
@@ -95,6 +97,56 @@ def test_options_that_differ_between_ranks_are_refused_by_all_before_anything_is
         assert "on rank 0, " in words
         assert words.endswith("on rank 1")
     assert os.listdir(tmp_path) == ["all"]
+
+
+def _wrong_on_one(folder: str) -> dict[str, tuple[str, str, float]]:
+    """Every call in turn is one on rank 1 that cannot be, whatever the others say."""
+    odd = dist.get_rank() == 1
+    w, model = W.clone(), torch.nn.Linear(2, 2)
+    whole = reshard.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    tier = reshard.elastic.Tier(f"{folder}/tier", host=f"host{dist.get_rank()}", deadline_s=20.0)
+    reshard.save({"w": W}, f"{folder}/all")
+    calls: dict[str, Any] = {
+        "save deadline_s": lambda: reshard.save({"w": w}, f"{folder}/bad", deadline_s=-1 if odd else 20.0),
+        "load deadline_s": lambda: reshard.load({"w": w}, f"{folder}/all", deadline_s="1" if odd else 20.0),
+        "save alone": lambda: reshard.save({"w": w}, f"{folder}/bad", alone=odd, process_group=dist.group.WORLD),
+        "async_save max": lambda: reshard.async_save({"w": w}, f"{folder}/bad", max_in_flight=0 if odd else 1).result(),
+        "async_save text": lambda: reshard.async_save({"w": w}, f"{folder}/bad", max_in_flight="2" if odd else 1),
+        "async_save stage": lambda: reshard.async_save({"w": w}, f"{folder}/bad", stage="gpu" if odd else "host"),
+        "convert workers": lambda: reshard.convert(f"{folder}/all", f"{folder}/bad", workers=0 if odd else 1),
+        "convert format": lambda: reshard.convert(f"{folder}/all", f"{folder}/bad", format="foo" if odd else "dcp"),
+        "fingerprint": lambda: reshard.fingerprint(3 if odd else {"w": W}),
+        "keep step": lambda: tier.keep({"w": w}, -1 if odd else 1),
+        "set model": lambda: reshard.set_model_state_dict(3 if odd else model, model.state_dict(), options=whole),
+        "dcp.load": lambda: reshard.dcp.load(3 if odd else {"w": w}, checkpoint_id=f"{folder}/all"),
+    }
+    for verb in (reshard.redistribute, reshard.prepare, reshard.verify_live):
+        for name, value in {"dtype_policy": "any", "max_inflight_bytes": 3, "unknown": 1, "views": 3}.items():
+            more = {name: value} if odd else {}
+            calls[f"{verb.__name__} {name}"] = lambda verb=verb, more=more: verb({"w": W}, {"w": w}, **more)
+    out = {}
+    for name, call in calls.items():
+        began = time.monotonic()
+        try:
+            call()
+            out[name] = ("", "", 0.0)
+        except Exception as error:
+            out[name] = (type(error).__name__, str(error), time.monotonic() - began)
+    reshard.save({"w": w}, f"{folder}/all")  # all are where all are
+    return out
+
+
+@pytest.mark.gloo
+def test_a_call_that_cannot_be_on_one_rank_ends_on_all_of_them(tmp_path: Path) -> None:
+    zero, one = gloo.run(_wrong_on_one, 2, str(tmp_path))
+    for name in zero:
+        (kind, words, seconds), (own, cause, _) = zero[name], one[name]
+        assert own not in ("", "RankFailedError"), name
+        assert kind == "RankFailedError", (name, words)
+        assert words.startswith("rank 1 failed in "), name
+        assert cause in words, name
+        assert seconds < gloo.SOON_S, name
+    assert sorted(os.listdir(tmp_path)) == ["all"]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,22 @@ def test_bad_arguments_are_refused() -> None:
         Group().scatter([])
 
 
+def _without_end() -> float:
+    began = time.monotonic()
+    for deadline_s in (float("inf"), 100 * 86_400.0):  # torch counts milliseconds in 32 bits
+        group = Group(deadline_s=deadline_s)
+        if dist.get_rank():
+            time.sleep(0.2)
+        with group.together("wait"):
+            group.barrier()
+    return time.monotonic() - began
+
+
+@pytest.mark.gloo
+def test_deadlines_may_be_far() -> None:
+    assert max(gloo.run(_without_end, 2, timeout_s=20.0)) < gloo.SOON_S
+
+
 # --- verbs ---
 
 
