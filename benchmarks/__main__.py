@@ -37,6 +37,8 @@ NAMES = (
     "control",
     "control_simulated",
     "manifest",
+    "convert_large",
+    "peers",
     "device",
 )
 

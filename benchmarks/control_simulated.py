@@ -29,7 +29,7 @@ from reshard.api.load.options import LoadOptions
 from reshard.api.save import crew
 from reshard.api.save.options import SaveOptions
 from reshard.control import global_state
-from reshard.control.global_state import Census, agree_on_all, census_of, describe_state, encoded_objects
+from reshard.control.global_state import Census, take_census
 from reshard.control.group import Group
 from reshard.execute.sharing.machine_memory import OwnMemory
 from reshard.execute.sharing.machine_reading import MachineReading
@@ -68,10 +68,9 @@ class Described:
 def save(group: Group, state: Any, ranks_per_file: int = 1) -> None:
     """The collective steps of `reshard.save`, in their order."""
     with group.together("save"):
-        said = group.same_options("save", SaveOptions().shared(), describe_state(state))
-        objects = encoded_objects(state)
-        word = b"0192f3c1a800-5d2e6f7a8b9c" if group.rank == 0 else None
-        agree_on_all(census_of(said, state, group), state, objects, group, check_replicas=True, word=word)
+        group.same_options("save", SaveOptions().shared())
+        take_census(state, group)
+        group.share(b"0192f3c1a800-5d2e6f7a8b9c" if group.rank == 0 else None)
         group.barrier()
         with group.together("write"):
             if ranks_per_file > 1:

@@ -1,26 +1,32 @@
 """`dcp_to_torch_save`'s work against torch's own: one file out of a checkpoint folder, each in a fresh process.
 
     python -m benchmarks.convert [--quick] [--folder /dev/shm] [--repeats 3]
+    python -m benchmarks.convert --parts
 
 torch writes the checkpoint with four processes; then both convert it in turn. The seconds and processor time of the
-call, and by how much the peak of the process's memory lies above its start. The floor is a plain copy of as many bytes
-into one file, by a buffer.
+call, and by how much the peak of the process's memory lies above its start. The floor is a plain write of as many bytes
+into one file, by a buffer: none of them is read. The cases are rows, whose checksums torch has written already, and
+columns, whose checksums are taken anew. With `--parts`: the processor time of what a conversion is made of.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -31,7 +37,7 @@ _CHILD = """
 import json, resource, sys, threading, time, warnings
 warnings.filterwarnings("ignore")
 from {module} import dcp_to_torch_save
-import {also}  # what the call imports when it is first made is not timed, on either side
+{also}  # what the call imports when it is first made is not timed, on either side
 def now():  # resident memory, in bytes: what the kernel counts, mapped files included
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmRSS"))
@@ -45,19 +51,26 @@ with open("/proc/self/status") as status:
 print(json.dumps({{"s": seconds, "processor s": cpu, "MB of memory": (peak - before) / 1e6}}))
 """
 _MODULES = {
-    "torch": ("torch.distributed.checkpoint.format_utils", "torch.serialization"),
-    "reshard": ("reshard.dcp", "reshard.api.convert.converting"),
+    "torch": ("torch.distributed.checkpoint.format_utils", "import torch.serialization"),
+    "reshard": (
+        "reshard.dcp",
+        "import reshard.api.convert.converting, reshard.formats.opening as opening, reshard.storage.tar; "
+        "opening.plain_formats(), opening.composite_formats()",
+    ),
 }
 """Where the function is, and what it needs besides."""
+CASES = {"rows by 4": 0, "columns by 4": 1}
+"""The dim that was cut."""
 
 
-def save(folder: str, tensors: int, rows: int) -> None:
-    """Square float32 tensors, cut into rows over all ranks, as torch writes them."""
+def save(folder: str, tensors: int, size: int, dim: int) -> None:
+    """Square float32 tensors, cut along a dim over all ranks, as torch writes them."""
     mesh = init_device_mesh("cpu", (4,))
     state = {}
     for i in range(tensors):
         torch.manual_seed(i)
-        state[f"layer{i}.weight"] = DTensor.from_local(torch.rand(rows // 4, rows), mesh, [Shard(0)], run_check=False)
+        local = torch.rand((size // 4, size) if dim == 0 else (size, size // 4))
+        state[f"layer{i}.weight"] = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
     dcp.save({"model": state}, checkpoint_id=folder)
 
 
@@ -83,12 +96,12 @@ def plain_copy(nbytes: int, target: Path) -> dict[str, float]:
     return {"s": time.perf_counter() - start, "processor s": time.process_time() - cpu, "MB of memory": 0.0}
 
 
-def rows(tensors: int, size: int, parent: str | None, repeats: int) -> Iterator[Row]:
-    """Seconds, processor time and memory."""
+def rows(what: str, tensors: int, size: int, parent: str | None, repeats: int) -> Iterator[Row]:
+    """Seconds, processor time and memory for one of `CASES`."""
     folder = Path(tempfile.mkdtemp(dir=parent))
     rounds: list[dict[str, dict[str, float]]] = []
     try:
-        run(save, 4, str(folder / "saved"), tensors, size)
+        run(save, 4, str(folder / "saved"), tensors, size, CASES[what])
         nbytes = tensors * size * size * 4
         for _ in range(repeats):
             rounds.append({})
@@ -102,18 +115,75 @@ def rows(tensors: int, size: int, parent: str | None, repeats: int) -> Iterator[
     for unit in ("s", "processor s", "MB of memory"):
         of = {who: tuple(found[who][unit] for found in rounds) for who in rounds[0]}
         floor = () if unit == "MB of memory" else of["floor"]
-        yield Row(
-            "convert", f"DCP to torch.save, {nbytes / 1e9:.1f} GB", unit, of["reshard"], {"torch": of["torch"]}, floor
-        )
+        name = f"DCP to torch.save, {what}, {nbytes / 1e9:.1f} GB"
+        yield Row("convert", name, unit, of["reshard"], {"torch": of["torch"]}, floor)
+
+
+def parts(parent: str | None, nbytes: int = 256 << 20, piece: int = 2 << 20) -> None:
+    """What each step costs for a gigabyte, one thread, the best of a few times."""
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    buffer, many = bytearray(os.urandom(piece)), range(nbytes // piece)
+    (folder / "there").write_bytes(bytes(buffer) * len(many))
+    there = os.open(folder / "there", os.O_RDONLY)
+    mapped = memoryview(mmap.mmap(there, nbytes, access=mmap.ACCESS_READ))
+
+    def read(_: int, at: int) -> None:
+        os.preadv(there, [buffer], at)
+
+    def write(file: int, at: int) -> None:
+        os.pwrite(file, buffer, at)
+
+    def both(file: int, at: int) -> None:
+        read(file, at)
+        write(file, at)
+
+    def from_mapping(file: int, at: int) -> None:
+        os.pwrite(file, mapped[at : at + piece], at)
+
+    def into_mapping(file: int, at: int) -> None:
+        os.ftruncate(file, at + piece)
+        with mmap.mmap(file, piece, offset=at) as target:
+            target[:] = buffer
+
+    steps: dict[str, Callable[[int, int], Any]] = {
+        "read": read,
+        "write": write,
+        "read and write": both,
+        "write from a mapping": from_mapping,
+        "write into a mapping": into_mapping,
+        "CRC-32": lambda *_: zlib.crc32(buffer),
+        "XXH3": lambda *_: xxhash.xxh3_128_intdigest(buffer),
+    }
+    try:
+        for name, step in steps.items():
+            took = []
+            for _ in range(4):
+                file = os.open(folder / "new", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+                start = time.process_time()
+                for i in many:
+                    step(file, i * piece)
+                took.append(time.process_time() - start)
+                os.close(file)
+                (folder / "new").unlink()
+            print(f"{name:24} {min(took) / nbytes * 1e9:.2f} s")
+    finally:
+        os.close(there)
+        shutil.rmtree(folder)
 
 
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--folder", help="where the files go; default: memory, where there is a folder of it")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", action="store_true", help="only what each step costs, in processor time for a GB")
     options = parser.parse_args()
     folder = options.folder or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-    return report(rows(*((12, 2048) if options.quick else (23, 4096)), folder, options.repeats), options.rows)
+    if options.parts:
+        parts(folder)
+        return 0
+    size = (12, 2048) if options.quick else (23, 4096)
+    found = (row for what in CASES for row in rows(what, *size, folder, options.repeats))
+    return report(found, options.rows)
 
 
 if __name__ == "__main__":

@@ -35,11 +35,12 @@ class Row:
     """"s", "processor s", or what else is counted, such as "MB"; less is better."""
     ours: Rounds
     peers: dict[str, Rounds] = field(default_factory=dict)
+    """No rounds: it was not installed."""
     floor: Rounds = ()
     """What the work takes at the very least: which work, the section's text says."""
 
     def __post_init__(self) -> None:
-        others = [*self.peers.values(), *([self.floor] if self.floor else [])]
+        others = [rounds for rounds in (*self.peers.values(), self.floor) if rounds]
         if not self.ours or any(len(one) != len(self.ours) for one in others):
             raise ValueError(f"{self.section}: {self.what}: a figure of each round is wanted of each contestant")
 
@@ -51,12 +52,14 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """As in the header of `Results.table`."""
-        ratios = [f"{_ratio(rounds, self.ours)} {name}" for name, rounds in self.peers.items()]
+        ratios = [f"{_ratio(rounds, self.ours)} {name}" for name, rounds in self.peers.items() if rounds]
         return (
             self.what,
             self.unit,
             _figure(self.ours),
-            ", ".join(f"{name} {_figure(rounds)}" for name, rounds in self.peers.items()),
+            ", ".join(
+                f"{name} {_figure(rounds) if rounds else 'not installed'}" for name, rounds in self.peers.items()
+            ),
             _figure(self.floor) if self.floor else "",
             ", ".join(ratios),
             _ratio(self.floor, self.ours) if self.floor else "",

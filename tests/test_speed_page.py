@@ -41,6 +41,13 @@ def test_a_row_tells_ratios_of_the_same_rounds_and_how_far_apart_they_are() -> N
     assert Results("here", (ROW,)).table("load").endswith(f"| {' | '.join(cells)} |")
 
 
+def test_a_peer_that_is_not_installed_is_named() -> None:
+    row = Row("peers", "save", "s", (2.0,), {"Orbax": (), "DCP": (4.0,)})
+
+    assert row.cells()[3:6] == ("Orbax not installed, DCP 4", "", "2 DCP")
+    assert Results.from_json(Results("here", (row,)).to_json()).rows == (row,)
+
+
 def test_rounds_that_are_missing_and_places_that_are_missing_are_refused() -> None:
     with pytest.raises(ValueError, match="load: columns: a figure of each round"):
         Row("load", "columns", "s", (1.0, 2.0), {"DCP": (3.0,)})

@@ -103,7 +103,7 @@ def _read(tensor: LazyTensor, key: Key) -> Fingerprinter:
     """The fingerprint of a stored tensor, read in windows."""
     digest = Fingerprinter(tensor.dtype, tensor.shape, key=key)
     region = Region.whole(tensor.stored)
-    with stream([region], in_place=False) as feed:
+    with stream([region]) as feed:
         for piece in feed.take(region):
             digest.add_bytes(piece.data, piece.box)
     return digest

@@ -31,12 +31,8 @@ from reshard.state.tree import key_of, path_to_json
 __all__ = [
     "OWN_TENSOR_BYTES",
     "Census",
-    "agree_on_all",
     "agree_on_values",
-    "census_of",
     "check_globs",
-    "describe_state",
-    "encoded_objects",
     "lies_on_device",
     "per_rank_name",
     "take_census",
@@ -80,8 +76,6 @@ class Census:
     paths: dict[str, list[Any]]
     containers: list[tuple[list[Any], str]]
     aliases: dict[str, str]
-    on_device: bool = False
-    """Whether a tensor of any rank lies on a device."""
 
 
 def take_census(state: LiveState, group: Group, *, check_replicas: bool = True) -> Census:
@@ -93,53 +87,23 @@ def take_census(state: LiveState, group: Group, *, check_replicas: bool = True) 
             off, which trusts the lowest rank).
     Raises FormatError for an object that is no plain data, naming its key.
     """
-    objects = encoded_objects(state)
-    census = census_of(group.parties(describe_state(state)), state, group)
-    return agree_on_all(census, state, objects, group, check_replicas=check_replicas)[0]
-
-
-def encoded_objects(state: LiveState) -> dict[str, Any]:
-    """The objects as JSON data. Raises FormatError for one that is no plain data, naming its key."""
-    return {key: _encoded(key, value) for key, value in state.objects.items()}
-
-
-def describe_state(state: LiveState) -> bytes:
-    """What this rank holds, for `census_of`."""
     for path in (*state.paths.values(), *state.containers):
         check_text(key_of(path))
-    return msgspec.json.encode(_describe(state))
-
-
-def census_of(answers: Mapping[bytes, Sequence[int]], state: LiveState, group: Group) -> Census:
-    """Collective where a rank has values of its own: the census, out of what the ranks have said. Whether replicas are
-    equal is not known yet, nor what the objects are: see `agree_on_all`. Raises as `take_census` does."""
+    objects = {key: _encoded(key, value) for key, value in state.objects.items()}
+    answers = group.parties(msgspec.json.encode(_describe(state)))
     parties = [(msgspec.json.decode(data, type=_Description), ranks) for data, ranks in answers.items()]
     own = _own_values(state, group) if any(said.per_rank for said, _ in parties) else ({}, {})
     census = _merge(parties, *own)
     settle_forms(state.tensors, census.layout, group.ranks[group.rank])
-    return census
-
-
-def agree_on_all(
-    census: Census,
-    state: LiveState,
-    objects: dict[str, Any],
-    group: Group,
-    *,
-    check_replicas: bool,
-    word: bytes | None = None,
-) -> tuple[Census, bytes]:
-    """Collective: the census with all objects, see `agree_on_values`; and the word of the one rank that has one."""
-    merged, told = _agree(
+    merged = agree_on_values(
         state.tensors,
         objects,
         group,
         census.layout,
         check_replicas=check_replicas,
-        on_device=census.on_device,
-        word=word,
+        on_device=any(said.on_device for said, _ in parties),
     )
-    return replace(census, objects=merged), told
+    return replace(census, objects=merged)
 
 
 def _encoded(key: str, value: Any, tensor_bytes: int = 0) -> Any:
@@ -183,21 +147,8 @@ def agree_on_values(
     Raises KeyMismatchError, alike on every rank, for a tensor or object that differs between ranks under one key
     (unless `check_replicas` is off, which trusts the lowest rank).
     """
-    return _agree(tensors, objects, group, layout, check_replicas=check_replicas, on_device=on_device)[0]
-
-
-def _agree(
-    tensors: Mapping[str, LiveTensor],
-    objects: dict[str, Any],
-    group: Group,
-    layout: Mapping[str, TensorLayout],
-    *,
-    check_replicas: bool,
-    on_device: bool,
-    word: bytes | None = None,
-) -> tuple[dict[str, Any], bytes]:
     if group.world_size == 1:
-        return objects, word or b""
+        return objects
     table, digests = (
         Table(on_device),
         {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()},
@@ -206,14 +157,13 @@ def _agree(
         for key, digest in digests.items():
             table.add_object(key, digest)
         table.add_tensors(tensors, layout, group.ranks[group.rank], group.world_size)
-    alike, told = agree_on_table(table, digests, group, word)
-    if alike:
-        return objects, told
+    if agree_on_table(table, digests, group):
+        return objects
     merged: dict[str, Any] = {}
     for data in group.parties(msgspec.json.encode(objects)):
         for key, value in msgspec.json.decode(data).items():
             merged.setdefault(key, value)
-    return merged, told
+    return merged
 
 
 def per_rank_name(key: str, rank: int) -> str:
@@ -277,6 +227,4 @@ def _merge(
     if clash:
         raise KeyMismatchError(f"the key {clash[0]!r} is a tensor on some ranks and something else on others")
     world_size = max(rank for _, ranks in parties for rank in ranks) + 1
-    on_device = any(said.on_device for said, _ in parties)
-    layout = StateLayout(tensors, world_size)
-    return Census(layout, {}, per_rank, paths, list(containers.values()), aliases, on_device)
+    return Census(StateLayout(tensors, world_size), {}, per_rank, paths, list(containers.values()), aliases)

@@ -24,8 +24,8 @@ import msgspec
 import torch.distributed as dist
 
 from reshard.control.calls import no_deadline, refuse_unjoined
-from reshard.control.pool import FAN, Pool, differences_by_name
-from reshard.errors import LayoutError, ReshardError
+from reshard.control.pool import FAN, Pool
+from reshard.errors import LayoutError, ReshardError, format_ranks
 
 if TYPE_CHECKING:  # imported where there is more than one rank
     from reshard.control.store_rounds import Rounds
@@ -37,7 +37,11 @@ DEADLINE_S = 1800.0
 
 _MESSAGE_CHARS = 20_000
 """Of a traceback that is sent to the other ranks; its end says most."""
+
+
 _DIGEST_BYTES = 16
+_VALUE_CHARS = 200
+"""Of an option's value, in a message."""
 
 
 class _Phase(NamedTuple):
@@ -255,8 +259,8 @@ class Group:
         if verdict := self._round(f"agreement on {what}", Pool.of(digest), judge).decode():
             self.refuse(error(f"the ranks differ in {what}: {verdict}{'. ' + fix if fix else ''}"))
 
-    def same_options(self, verb: str, options: Mapping[str, object], more: bytes = b"") -> dict[bytes, Sequence[int]]:
-        """Make sure that all ranks were called alike. Also tells what `more` they have to say, as `parties` does.
+    def same_options(self, verb: str, options: Mapping[str, object]) -> None:
+        """Make sure that all ranks were called alike.
 
         Args:
             verb: what they were called, for the message: "save".
@@ -264,15 +268,19 @@ class Group:
 
         Raises LayoutError, alike on all ranks: each option that differs, its values, and the ranks that gave them.
         """
-        mine = {name: repr(value) for name, value in options.items()}
-        answers = self.parties(msgspec.msgpack.encode((mine, more)))
+        answers = self.parties(msgspec.msgpack.encode({name: repr(value) for name, value in options.items()}))
         if len(answers) == 1:
-            return {more: self.ranks}
-        known = msgspec.msgpack.Decoder(tuple[dict[str, str], bytes])
-        given = [(known.decode(data), ranks) for data, ranks in answers.items()]
-        if words := differences_by_name((theirs, ranks) for (theirs, _), ranks in given):
-            self.refuse(LayoutError(f"the ranks call {verb} with different options, give all the same: {words}"))
-        return {rest: ranks for (_, rest), ranks in given}
+            return
+        given: dict[str, dict[str, list[int]]] = {}
+        for data, ranks in answers.items():
+            for name, value in msgspec.msgpack.decode(data, type=dict[str, str]).items():
+                given.setdefault(name, {}).setdefault(value, []).extend(ranks)
+        lines = [
+            f"{name}: " + ", ".join(f"{value[:_VALUE_CHARS]} on {format_ranks(ranks)}" for value, ranks in by.items())
+            for name, by in given.items()
+            if len(by) > 1
+        ]
+        self.refuse(LayoutError(f"the ranks call {verb} with different options, give all the same: {'; '.join(lines)}"))
 
     def refuse(self, error: ReshardError) -> NoReturn:
         """Raise an error that every rank raises just so, out of what all of them know. The group stays usable."""

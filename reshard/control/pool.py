@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from reshard.errors import format_ranks
 
-__all__ = ["FAN", "Pool", "differences_by_name"]
+__all__ = ["FAN", "Pool"]
 
 FAN = 128
 """So many ranks, or pools of theirs, are joined at a time."""
-_VALUE_CHARS = 200
-"""Of a value, in a message."""
 
 
 class Pool(msgspec.Struct, frozen=True, array_like=True):
@@ -76,16 +74,3 @@ class Pool(msgspec.Struct, frozen=True, array_like=True):
         words = [format_ranks(party) for party in largest_first[:10]]
         more = f", and {len(parties) - 10} more parties" if len(parties) > 10 else ""
         return " differ from ".join(words[:2]) + "".join(f", and from {word}" for word in words[2:]) + more
-
-
-def differences_by_name(parties: Iterable[tuple[Mapping[str, str], Sequence[int]]]) -> str:
-    """Of values by name, and which ranks gave them: the names under which they differ, with the values; "" if none."""
-    given: dict[str, dict[str, list[int]]] = {}
-    for values, ranks in parties:
-        for name, value in values.items():
-            given.setdefault(name, {}).setdefault(value, []).extend(ranks)
-    return "; ".join(
-        f"{name}: " + ", ".join(f"{value[:_VALUE_CHARS]} on {format_ranks(ranks)}" for value, ranks in by.items())
-        for name, by in given.items()
-        if len(by) > 1
-    )

@@ -39,8 +39,6 @@ class _Heard(msgspec.Struct, frozen=True, array_like=True):
     many there are."""
     objects: bytes
     """A digest of all objects; empty if ranks have others, or other values."""
-    word: bytes = b""
-    """What one of them has to say to all; empty from the others."""
 
 
 @dataclass
@@ -86,30 +84,28 @@ class Table:
         self.rows.setdefault(holders, {})[name] = digest
         self.counts[holders] = count
 
-    def heard(self, objects: bytes, word: bytes) -> _Heard:
+    def heard(self, objects: bytes) -> _Heard:
         """What this rank tells."""
         sums = {
             holders: (xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(of.items()))), 1, self.counts[holders])
             for holders, of in self.rows.items()
             if self.counts[holders] != 1
         }
-        return _Heard(sums, objects, word)
+        return _Heard(sums, objects)
 
 
-def agree_on_table(
-    table: Table, objects: Mapping[str, Any], group: Group, word: bytes | None = None
-) -> tuple[bool, bytes]:
-    """Collective: whether all ranks have the same objects, and the word of the one rank that has a word to say.
+def agree_on_table(table: Table, objects: Mapping[str, Any], group: Group) -> bool:
+    """Collective: whether all ranks have the same objects.
 
     Raises KeyMismatchError, alike on every rank, where a key of the table has two values.
     """
     digest = xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(objects.items())))
-    data = group.merge(msgspec.msgpack.encode(table.heard(digest, word or b"")), _join, "whether ranks hold the same")
+    data = group.merge(msgspec.msgpack.encode(table.heard(digest)), _join, "whether ranks hold the same")
     heard = msgspec.msgpack.decode(data, type=_Heard)
     differ = [holders for holders, (digest, *_) in heard.digests.items() if not digest]
     if differ:
         _refuse({key: digest for holders in differ for key, digest in table.rows.get(holders, {}).items()}, group)
-    return bool(heard.objects), heard.word
+    return bool(heard.objects)
 
 
 def _join(parts: list[bytes]) -> bytes:
@@ -121,8 +117,7 @@ def _join(parts: list[bytes]) -> bytes:
             digests[holders] = digest if digest == first else b"", before + heard, count
     whole = {holders: row for holders, row in digests.items() if not row[0] or row[1] != row[2]}
     objects = {one.objects for one in told}
-    word = max(one.word for one in told)
-    return msgspec.msgpack.encode(_Heard(whole, objects.pop() if len(objects) == 1 else b"", word))
+    return msgspec.msgpack.encode(_Heard(whole, objects.pop() if len(objects) == 1 else b""))
 
 
 def _refuse(mine: Mapping[str, bytes], group: Group) -> None:

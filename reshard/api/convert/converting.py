@@ -84,9 +84,9 @@ def convert(
 
         reshard.convert("run/step-1000", "hf", format="safetensors", model_only=True, dtype="bfloat16")
 
-    Each process holds 48 MiB of tensors at a time, however large they are. The target is published last: a conversion
-    that was interrupted leaves nothing that opens as a checkpoint. The same call continues it; another one to that
-    target, and `prune`, remove what a killed one left.
+    Each process holds at most 48 MiB of tensors at a time, however large they are. The target is published last: a
+    conversion that was interrupted leaves nothing that opens as a checkpoint. The same call continues it; another one
+    to that target, and `prune`, remove what a killed one left.
 
     Args:
         source: a path or URL of any format that `open` reads, or an open `Checkpoint`.

@@ -16,7 +16,7 @@ from reshard.api.elastic.hosts import Hosts, Settings, free_bytes
 from reshard.api.elastic.kept import Kept, Made, good_ranges, kept_in, remove
 from reshard.api.elastic.moving import move
 from reshard.api.elastic.reports import KeepReport
-from reshard.api.save.job import Job, agreed, entries_of, planned_writes, tally, total, write
+from reshard.api.save.job import Job, entries_of, planned_writes, tally, total, write
 from reshard.api.save.options import SaveOptions
 from reshard.api.save.staging import ToWrite
 from reshard.control.group import Group
@@ -34,18 +34,16 @@ __all__ = ["keep"]
 def keep(settings: Settings, state: Any, step: int, options: SaveOptions, group: Group, hosts: Hosts) -> KeepReport:
     """Collective. Until all hosts have all that is theirs, the generation before counts; then it goes."""
     clock = time.perf_counter()
-    planned = planned_writes(state, group, options, group.parties)
-    census, _ = agreed(planned, group, options)
-    plan = planned.plan
+    live, census, plan = planned_writes(state, group, options)
     copies = _planned_copies(group, hosts, [plan.bytes(rank) for rank in group.ranks], settings.copies)
     kept = _begin(step, group, hosts, copies)
     storage = LocalStorage(hosts.folder / kept.folder)
     generation = Generation(storage, kept.save_id, generations.begin(), census, plan, None)
     job = Job(group, storage, storage.url, generation, options, None, None, {})
-    begun, may_count = time.perf_counter(), False
+    planned, may_count = time.perf_counter(), False
     try:
         with group.together("write"):
-            written, _, prints = write(job, ToWrite.where_it_is(entries_of(planned, job.rank)), [])
+            written, _, prints = write(job, ToWrite.where_it_is(entries_of(job, live)), [])
             wrote = time.perf_counter()
             received = _mirror(settings, written.record, storage, copies, group, hosts)
             may_count = True  # as soon as all ranks are known to be here, some host may publish
@@ -70,7 +68,7 @@ def keep(settings: Settings, state: Any, step: int, options: SaveOptions, group:
     mirrored = time.perf_counter()
     if hosts.leads:
         remove(hosts.folder, [kept])
-    seconds = {"plan": begun - clock, "write": wrote - begun, "copy": mirrored - wrote}
+    seconds = {"plan": planned - clock, "write": wrote - planned, "copy": mirrored - wrote}
     return KeepReport(kept.number, kept.step, kept.save_id, plan.total_bytes, copies.bytes_by_host, received, seconds)
 
 

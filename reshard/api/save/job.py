@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +16,7 @@ from reshard.api.save.base import Choice, alike, doubtful
 from reshard.api.save.crew import crew_of
 from reshard.api.save.options import SaveOptions
 from reshard.api.save.staging import ToWrite
-from reshard.control.global_state import (
-    Census,
-    agree_on_all,
-    census_of,
-    check_globs,
-    describe_state,
-    encoded_objects,
-    per_rank_name,
-)
+from reshard.control.global_state import Census, check_globs, per_rank_name, take_census
 from reshard.control.group import Group
 from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, FormatError, LayoutError, format_ranks
@@ -39,7 +31,7 @@ from reshard.state.garbage import uncollected
 from reshard.state.live_state import LiveState, LiveTensor, is_long, take_apart
 from reshard.storage import Storage
 
-__all__ = ["Job", "Planned", "agreed", "entries_of", "planned_writes", "summed_up", "tally", "total", "write"]
+__all__ = ["Job", "entries_of", "planned_writes", "summed_up", "tally", "total", "write"]
 
 
 @dataclass(frozen=True)
@@ -62,34 +54,17 @@ class Job:
         return self.group.ranks[self.group.rank]
 
 
-@dataclass(frozen=True)
-class Planned:
-    """What this rank holds, and who of all ranks writes what."""
-
-    state: LiveState
-    objects: dict[str, Any]
-    """Of this rank, as JSON data."""
-    census: Census
-    """Without objects."""
-    plan: SavePlan
-
-
-def planned_writes(
-    state_dict: Any, group: Group, options: SaveOptions, ask: Callable[[bytes], Mapping[bytes, Sequence[int]]]
-) -> Planned:
-    """Collective: what all ranks hold, and who of them writes what, proved. Writes nothing, and compares no values: see
-    `agreed`.
-
-    Args:
-        ask: `Group.parties`, or a verb that tells them more at once.
+def planned_writes(state_dict: Any, group: Group, options: SaveOptions) -> tuple[LiveState, Census, SavePlan]:
+    """Collective: what all ranks hold, and who of them writes what, proved. Writes nothing.
 
     Raises as `reshard.save` does.
     """
     if not isinstance(state_dict, Mapping | list | tuple):
         raise FormatError(f"what is saved must be a dict (or a list) of values, got {type(state_dict).__name__}")
     state = take_apart(state_dict, whole_at=is_long, select=options.globs)
-    objects = encoded_objects(state)
-    census = census_of(ask(describe_state(state)), state, group)
+    census = take_census(state, group, check_replicas=options.check_replicas)
+    if options.globs is not None:
+        check_globs(options.globs, census)
     plan = plan_writes(census.layout, divide_above_bytes=options.divide_above_bytes)
     report = verify_save(plan)
     if not report.ok:
@@ -97,30 +72,21 @@ def planned_writes(
             f"what {format_ranks(group.ranks)} have does not make up each tensor exactly once: {report}. "
             "All ranks that hold a part of a tensor must save together"
         )
-    return Planned(state, objects, census, plan)
-
-
-def agreed(planned: Planned, group: Group, options: SaveOptions, word: bytes | None = None) -> tuple[Census, bytes]:
-    """Collective: everything, once it is sure that replicas are equal; and the word of the one rank that has one."""
-    check = options.check_replicas
-    census, told = agree_on_all(planned.census, planned.state, planned.objects, group, check_replicas=check, word=word)
-    if options.globs is not None:
-        check_globs(options.globs, census)
-    return census, told
+    return state, census, plan
 
 
 @uncollected()
-def entries_of(planned: Planned, rank: int) -> list[Entry]:
+def entries_of(job: Job, state: LiveState) -> list[Entry]:
     """The arrays that this rank writes."""
     views: dict[str, tuple[torch.Tensor, ...]] = {}
-    state, layouts = planned.state, planned.census.layout
-    own = {per_rank_name(key, rank): wrapper.value for key, wrapper in state.per_rank.items()}
+    census, plan = job.generation.census, job.generation.plan
+    own = {per_rank_name(key, job.rank): wrapper.value for key, wrapper in state.per_rank.items()}
     out = []
-    for item in planned.plan.items(rank):
-        layout = layouts[item.fqn]
+    for item in plan.items(job.rank):
+        layout = census.layout[item.fqn]
         if item.fqn not in views:
             tensor = LiveTensor(item.fqn, own[item.fqn]) if item.fqn in own else state.tensors[item.fqn]
-            views[item.fqn] = _parts(tensor, len(layout.parts(rank)), rank)
+            views[item.fqn] = _parts(tensor, len(layout.parts(job.rank)), job.rank)
         part = views[item.fqn][item.part]
         piece = part if item.source.sizes == part.shape else part[item.source.slices]
         out.append(Entry(layout.spec, item.box, piece))

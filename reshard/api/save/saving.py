@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,19 +15,19 @@ import torch.distributed as dist
 from reshard.api.arguments import check_arguments
 from reshard.api.save import background
 from reshard.api.save.base import Choice, base_at, choose_base
-from reshard.api.save.job import Job, agreed, entries_of, planned_writes, summed_up, tally, total, write
+from reshard.api.save.job import Job, entries_of, planned_writes, summed_up, tally, total, write
 from reshard.api.save.options import SaveOptions
 from reshard.api.save.report import SaveReport
 from reshard.api.save.staging import Stage, ToWrite, check_stage, staged
 from reshard.control.group import DEADLINE_S, Group
 from reshard.errors import CheckpointError, FormatError, ReshardError, StorageError
 from reshard.formats.native import generations
-from reshard.formats.native.data_file import Entry
 from reshard.formats.native.publish import Generation, Written
 from reshard.formats.native.reader import Share
 from reshard.formats.native.reuse import Base
 from reshard.state.fingerprints.tally import add_tallies
 from reshard.state.garbage import uncollected
+from reshard.state.live_state import LiveState
 from reshard.storage import open_storage
 from reshard.storage.opening import place_of
 
@@ -93,7 +92,8 @@ def save(
         given = (select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes)
         options = SaveOptions(*given, progress, overwrite, base, ranks_per_file)
         check_arguments("save", state_dict, path)
-        return _finish(*_prepare(state_dict, path, group, options, ToWrite.where_it_is))
+        job, state = _prepare(state_dict, path, group, options)
+        return _finish(job, ToWrite.where_it_is(entries_of(job, state)))
 
 
 class PendingSave:
@@ -156,7 +156,7 @@ def async_save(
     _await_saves_to(path)
     earlier = background.ended_for(max_in_flight if may_wait else 1)
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
-    with group.together("stage", meet=False):  # `_prepare` ends with the ranks' meeting, and what follows cannot fail
+    with group.together("stage"):
         if not may_wait:
             raise CheckpointError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r}")
         check_stage(stage)
@@ -164,8 +164,8 @@ def async_save(
             save.result()
         given = (select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes)
         options = SaveOptions(*given, progress, overwrite, base, ranks_per_file)
-        take = partial(staged, stage=stage, fingerprints=options.fingerprints)
-        job, copies = _prepare(state_dict, path, group, options, take)
+        job, state = _prepare(state_dict, path, group, options)
+        copies = staged(entries_of(job, state), stage, fingerprints=options.fingerprints)
 
     def work() -> SaveReport:
         try:
@@ -192,28 +192,17 @@ def _await_saves_to(path: Any) -> None:
 
 
 @uncollected()
-def _prepare(
-    state_dict: Mapping[str, Any],
-    path: Any,
-    group: Group,
-    options: SaveOptions,
-    take: Callable[[list[Entry]], ToWrite],
-) -> tuple[Job, ToWrite]:
-    """Agree on what there is and who writes what, and take what this rank writes. Writes nothing.
-
-    The ranks meet for the last time when all of them have taken theirs: what fails on one by then fails on all.
-    """
+def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: SaveOptions) -> tuple[Job, LiveState]:
+    """Agree on what there is and who writes what. Writes nothing."""
     clock = time.perf_counter()
+    group.same_options("save", options.shared())
     storage = open_storage(path)
     if options.ranks_per_file > 1 and not storage.has_places:
         raise StorageError(
             f"{storage.url} has no files that several ranks can write together: leave ranks_per_file out"
         )
-    ask = partial(group.same_options, "save", options.shared())
-    planned = planned_writes(state_dict, group, options, ask)
-    seconds = {"plan": time.perf_counter() - clock}
-    rank = group.ranks[group.rank]
-    word = None
+    state, census, plan = planned_writes(state_dict, group, options)
+    planned = time.perf_counter()
     if group.rank == 0:
         generations.refuse_foreign(storage)
         if not options.overwrite and generations.published(storage) is not None:
@@ -221,19 +210,14 @@ def _prepare(
                 f"there is a checkpoint in {storage.url} already: choose another folder, or overwrite=True; nothing "
                 "was saved"
             )
-        layout, by_print = planned.census.layout, options.fingerprints
-        chosen = choose_base(path, options.base, layout, by_print=by_print) if options.base else None
-        word = msgspec.msgpack.encode((generations.new_save_id(), chosen))
-    data = take(entries_of(planned, rank))
-    try:
-        census, told = agreed(planned, group, options, word)
-        save_id, choice = msgspec.msgpack.decode(told, type=tuple[str, Choice | None])
-        generation = Generation(storage, save_id, generations.begin(), census, planned.plan, options.globs)
-        base = _opened(path, choice, Share(group.rank, group.world_size)) if choice is not None else None
-    except BaseException:
-        data.release()
-        raise
-    return Job(group, storage, str(path), generation, options, choice, base, seconds), data
+    known = None
+    if group.rank == 0:
+        chosen = choose_base(path, options.base, census.layout, by_print=options.fingerprints) if options.base else None
+        known = msgspec.msgpack.encode((generations.new_save_id(), chosen))
+    save_id, choice = msgspec.msgpack.decode(group.share(known), type=tuple[str, Choice | None])
+    generation = Generation(storage, save_id, generations.begin(), census, plan, options.globs)
+    base = _opened(path, choice, Share(group.rank, group.world_size)) if choice is not None else None
+    return Job(group, storage, str(path), generation, options, choice, base, {"plan": planned - clock}), state
 
 
 def _opened(path: Any, choice: Choice, share: Share) -> Base | None:

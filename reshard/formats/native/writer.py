@@ -98,7 +98,7 @@ class NativeWriter(FormatWriter):
         )
         regions = [self.region(part) for part in file.parts]
         prints: dict[str, Partial] = {}
-        with storage.create(file.name) as raw, stream(regions, in_place=False) as feed:
+        with storage.create(file.name) as raw, stream(regions) as feed:
             out = HashingWriter(raw)
             sums = BlockSums(out)
             sums.write(memoryview(header))

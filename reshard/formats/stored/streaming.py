@@ -5,12 +5,13 @@
             for piece in feed.take(region):
                 out.write(piece.data)
 
-Memory is `DEPTH` pieces of at most `PIECE_BYTES`, however large the tensors are.
+Memory is `DEPTH` pieces of at most `PIECE_BYTES`, however large the tensors are. Pieces of files of this machine are
+smaller, so that they are still in the processor's cache when they are hashed and written. They are copied and not
+mapped: pages that were just mapped take longer to write than it takes to read them into such a buffer.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from planners.geometry.box import Box
 from planners.geometry.byteruns import Window
 from reshard.errors import ReshardError
 from reshard.formats.stored.copying import copy_place
-from reshard.formats.stored.source import DIRECT_BYTES, FileSource
+from reshard.formats.stored.source import FileSource
 from reshard.formats.stored.tensor import StoredTensor, check_cover
 from reshard.state.dtypes import dtype_from_name
 from reshard.state.memory.arrays import item_dtype
@@ -37,6 +38,8 @@ __all__ = ["PIECE_BYTES", "Feed", "Piece", "Region", "stream", "windows"]
 
 PIECE_BYTES = 16 << 20
 """The most that is read at once."""
+NEAR_PIECE_BYTES = 2 << 20
+"""The same, of a file that is mapped: then a read is a short call, and no request."""
 DEPTH = 3
 """Pieces in memory: one that is written, and those that are read meanwhile."""
 _RELEASE_BYTES = 64 << 20
@@ -99,43 +102,39 @@ def windows(shape: Sequence[int], itemsize: int, max_bytes: int = PIECE_BYTES) -
 class Feed:
     """The pieces of some regions, in order."""
 
-    def __init__(self, regions: Iterable[Region], *, in_place: bool = True) -> None:
-        """With `in_place`, what lies in one run of a mapped file is not copied; such pieces are read-only."""
+    def __init__(self, regions: Iterable[Region]) -> None:
         self._tasks = self._all_windows(regions)
-        self._in_place = in_place
         self._buffers: deque[Array] = deque(np.empty(0, np.uint8) for _ in range(DEPTH))
-        self._pending: deque[tuple[Box, str, Array, Future[_Loaded]]] = deque()
+        self._pending: deque[tuple[Box, str, Array, Future[memoryview]]] = deque()
         self._pool = ThreadPoolExecutor(DEPTH - 1, thread_name_prefix="reshard-stream")
         self._sources: set[FileSource] = set()
         self._read_bytes = 0
-        self._last: tuple[Array, _Loaded] | None = None
+        self._last: Array | None = None
 
     @staticmethod
     def _all_windows(regions: Iterable[Region]) -> Iterator[tuple[_Reader, Box]]:
         for region in regions:
             reader = _Reader(region)
-            for box in windows(region.box.sizes, region.stored.itemsize):
+            for box in windows(region.box.sizes, region.stored.itemsize, _piece_bytes(region)):
                 yield reader, box.shift(region.box.offsets)
 
     def take(self, region: Region) -> Iterator[Piece]:
         """The pieces of `region`, which must be the next one. Raises what reading raises."""
-        for _ in windows(region.box.sizes, region.stored.itemsize):
+        for _ in windows(region.box.sizes, region.stored.itemsize, _piece_bytes(region)):
             yield self._next()
 
     def _next(self) -> Piece:
         if self._last is not None:
-            buffer, loaded = self._last
-            loaded.give_back()
-            self._buffers.append(buffer)
+            self._buffers.append(self._last)
             self._last = None
         while self._buffers and self._submit():
             pass
         if not self._pending:
             raise ReshardError("more pieces were taken of a stream than its regions have")
         box, dtype, buffer, future = self._pending.popleft()
-        loaded = future.result()
-        self._last = buffer, loaded
-        return Piece(box, loaded.data, dtype)
+        data = future.result()
+        self._last = buffer
+        return Piece(box, data, dtype)
 
     def _submit(self) -> bool:
         task = next(self._tasks, None)
@@ -150,12 +149,8 @@ class Feed:
         self._pending.append((box, reader.stored.spec.dtype, buffer, loading))
         return True
 
-    def _load(self, reader: _Reader, box: Box, buffer: Array) -> _Loaded:
-        """The bytes of a box, where they are if they can stay there; on a thread of the pool."""
-        if self._in_place:
-            mapped = reader.mapped(box)
-            if mapped is not None:
-                return mapped
+    def _load(self, reader: _Reader, box: Box, buffer: Array) -> memoryview:
+        """The bytes of a box; on a thread of the pool."""
         self._sources.update(reader.read(box, buffer.view(item_dtype(reader.stored.itemsize)).reshape(box.sizes)))
         self._read_bytes += buffer.nbytes
         if self._read_bytes >= _RELEASE_BYTES:
@@ -163,7 +158,7 @@ class Feed:
             sources, self._sources = self._sources, set()
             for source in sources:
                 source.release()
-        return _Loaded(memoryview(cast("Any", buffer)))  # numpy's types know buffers from 3.12 on
+        return memoryview(cast("Any", buffer))  # numpy's types know buffers from 3.12 on
 
     def __enter__(self) -> Self:
         return self
@@ -172,29 +167,20 @@ class Feed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
-        if self._last is not None:
-            self._last[1].give_back()
         for source in self._sources:
             source.release()
 
 
-def stream(regions: Iterable[Region], *, in_place: bool = True) -> Feed:
-    """The feed of these regions; without `in_place`, pieces are writable copies."""
-    return Feed(regions, in_place=in_place)
+def stream(regions: Iterable[Region]) -> Feed:
+    """The feed of these regions."""
+    return Feed(regions)
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """The bytes of a piece, and the part of a file that they are, where they were not copied."""
-
-    data: memoryview
-    source: FileSource | None = None
-    start: int = 0
-
-    def give_back(self) -> None:
-        """They are not needed any more."""
-        if self.source is not None:
-            self.source.unmap(self.start, self.data.nbytes)
+def _piece_bytes(region: Region) -> int:
+    """How much of a region is read at once. Asks where the first of its chunks is, which has to be known anyway."""
+    chunk = next((chunk for chunk, _ in region.stored.meeting(region.box)), None)
+    near = chunk is not None and isinstance(chunk.source, FileSource) and chunk.source.view() is not None
+    return NEAR_PIECE_BYTES if near else PIECE_BYTES
 
 
 class _Reader:
@@ -204,22 +190,6 @@ class _Reader:
         self.stored = region.stored
         self._region = region
         self._checked = False
-
-    def mapped(self, box: Box) -> _Loaded | None:
-        """The bytes in place: if they are one long run of one mapped file, as they are to be written."""
-        self._check()
-        if box.numel * self.stored.itemsize < DIRECT_BYTES:
-            return None
-        found = list(itertools.islice(self.stored.meeting(box), 2))
-        if len(found) != 1:
-            return None
-        ((chunk, _),) = found
-        source = chunk.source
-        if not isinstance(source, FileSource) or chunk.place.conjugate:
-            return None
-        window = chunk.window.crop(box.relative_to(chunk.box))
-        data = source.mapped(window.offset, window.nbytes) if window.is_contiguous else None
-        return None if data is None else _Loaded(data, source, window.offset)
 
     def _check(self) -> None:
         if not self._checked:  # twice, if two threads come at once: no harm

@@ -42,6 +42,9 @@ class Place:
     conjugate: bool = False
     """Whether the value is the complex conjugate of what is stored (torch stores `x.conj()` as x and a flag);
     `copying.copy_place` sees to it."""
+    descriptor_at: int | None = None
+    """Where a zip archive's descriptor of a record stands, if the window has as many bytes as the record, whose first
+    ones are its first: with strides of a row-major array it is the record."""
 
     def with_window(self, window: Window) -> Place:
         """Another window of the same source."""

@@ -9,6 +9,7 @@ from planners.geometry.box import Box
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.streaming import Feed, Region, stream
 from reshard.formats.stored.writer import Done, FilePlan, FormatWriter, HashingWriter, Part
+from reshard.formats.torch_save.crc32 import written_crc
 from reshard.formats.torch_save.zip_writer import (
     ArchiveWriter,
     TensorStub,
@@ -81,11 +82,11 @@ def write_archive(
 def tensor_record(
     archive: ArchiveWriter, name: str, feed: Feed, region: Region, on_bytes: Callable[[int], None]
 ) -> None:
-    """The data of one tensor as a record of an archive."""
+    """The data of one tensor as a record of an archive, with the checksums that came with it, if it has any."""
 
     def pieces() -> Any:
         for piece in feed.take(region):
             yield piece.data
             on_bytes(len(piece.data))
 
-    archive.record(name, region.nbytes, pieces())
+    archive.record(name, region.nbytes, pieces(), written_crc(region))

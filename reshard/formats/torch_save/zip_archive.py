@@ -124,18 +124,21 @@ class TorchArchive:
         at, size = self.locate(f"data/{ref.storage.key}")
         if size != ref.storage.nbytes:
             raise self._damaged(f"storage {ref.storage.key!r} has {size} bytes, the pickle says {ref.storage.nbytes}")
-        return make_place(self.source, ref, at)
+        return make_place(self.source, ref, at, is_record=True)
 
     def object(self) -> Any:
         """What was saved, as plain data; tensors in it are read."""
         return plain(self.value(), lambda ref: read_place(self.place(ref), ref.dtype))
 
 
-def make_place(source: Source, ref: TensorRef, storage_at: int) -> Place:
-    """Where a tensor's elements are if its storage begins at byte `storage_at` of `source`."""
+def make_place(source: Source, ref: TensorRef, storage_at: int, *, is_record: bool = False) -> Place:
+    """Where a tensor's elements are if its storage begins at byte `storage_at` of `source`, as a record of a zip
+    archive or otherwise."""
     if ref.negative:
         raise FormatError(f"{source.label}: a tensor with torch's negative bit, which is not supported")
-    return Place(source, ref.window(storage_at), ref.conjugate)
+    window, nbytes = ref.window(storage_at), ref.storage.nbytes
+    is_all = is_record and window.offset == storage_at and window.nbytes == nbytes
+    return Place(source, window, ref.conjugate, storage_at + nbytes if is_all else None)
 
 
 def _zip64_sizes(extra: bytes, size: int, header: int) -> tuple[int, int]:
@@ -179,7 +182,7 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[P
     if ref.storage.key != key:
         raise DamagedCheckpointError(f"{source.label}, item at byte {start}: no storage {ref.storage.key!r}")
     _check_storage(ref.storage, source, start, length, data_at)
-    return make_place(source, ref, start + data_at), ref.dtype
+    return make_place(source, ref, start + data_at, is_record=True), ref.dtype
 
 
 def _check_storage(storage: StorageRef, source: Source, start: int, length: int, data_at: int) -> None:

@@ -5,7 +5,8 @@
     archive.record("data/0", nbytes, pieces)
     archive.close()
 
-Nothing is ever sought or held: sizes are known beforehand, and checksums follow the data they are of. Records begin
+Nothing is ever sought or held: sizes are known beforehand, and checksums follow the data they are of; they are taken on
+threads beside the writing, in parts, unless they are known. Records begin
 at multiples of 64 bytes of the archive, so that `torch.load(mmap=True)` finds aligned tensors.
 """
 
@@ -27,6 +28,7 @@ import torch
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.pickles.record import Record
+from reshard.formats.torch_save.crc32 import combined, summing
 from reshard.state.dtypes import dtype_from_name, dtype_name
 from reshard.state.memory.arrays import as_array, row_major_bytes
 
@@ -54,6 +56,8 @@ _PIECE_BYTES = 1 << 19
 """What is in memory is summed and written in pieces that stay in the processor's cache."""
 _ASIDE_BYTES = 1 << 20
 """Checksums of pieces of at least this size are taken beside the writing."""
+_THREADS = 4
+"""That take them, each of a part."""
 
 _STORAGES = {
     "float64": "DoubleStorage",
@@ -88,7 +92,7 @@ class ArchiveWriter:
         self._write = write
         self._folder = folder
         self._entries: list[_Entry] = []
-        self._aside = ThreadPoolExecutor(1, thread_name_prefix="reshard-crc")
+        self._aside = ThreadPoolExecutor(_THREADS, thread_name_prefix="reshard-crc")
         self.nbytes = 0
         """How many bytes were written so far."""
 
@@ -96,8 +100,11 @@ class ArchiveWriter:
         self._write(data)
         self.nbytes += memoryview(data).nbytes
 
-    def record(self, name: str, nbytes: int, pieces: Iterable[Any]) -> None:
-        """A record of `nbytes` bytes. Raises FormatError if the pieces add up to another number."""
+    def record(self, name: str, nbytes: int, pieces: Iterable[Any], crc: int | None = None) -> None:
+        """A record of `nbytes` bytes, of which `crc` is the CRC-32 where it is known.
+
+        Raises FormatError if the pieces add up to another number.
+        """
         full = f"{self._folder}/{name}".encode()
         at = self.nbytes
         big = nbytes >= _LIMIT32
@@ -111,17 +118,21 @@ class ArchiveWriter:
                         len(full), len(extra))
             + full + extra
         )  # fmt: skip
-        crc, done = 0, 0
+        taken, done = 0, 0
         for piece in pieces:
             size = memoryview(piece).nbytes
-            if size < _ASIDE_BYTES:
-                crc = zlib.crc32(piece, crc)
+            if crc is not None:
                 self._put(piece)
-            else:  # on a thread of its own, while this one writes
-                summing = self._aside.submit(zlib.crc32, piece, crc)
+            elif size < _ASIDE_BYTES:
+                taken = zlib.crc32(piece, taken)
                 self._put(piece)
-                crc = summing.result()
+            else:
+                parts = summing(memoryview(piece), self._aside)
+                self._put(piece)
+                for part, length in parts:
+                    taken = combined(taken, part.result(), length)
             done += size
+        crc = taken if crc is None else crc
         if done != nbytes:
             raise FormatError(f"record {name!r} should have {nbytes} bytes, but {done} were written")
         self._put(struct.pack("<4sIQQ" if big else "<4sIII", b"PK\x07\x08", crc, nbytes, nbytes))

@@ -1,0 +1,186 @@
+"""CRC-32 out of that of parts: the algebra, and what goes along from checkpoint to checkpoint."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reshard
+from planners import Mesh, Shard, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.box import Box
+from reshard.formats.stored.source import BytesSource
+from reshard.formats.stored.streaming import Region
+from reshard.formats.stored.tensor import StoredChunk, StoredTensor
+from reshard.formats.torch_save import zip_writer as torch_zip_writer
+from reshard.formats.torch_save.crc32 import combined, written_crc
+from reshard.formats.torch_save.zip_archive import locate_item, read_head
+from reshard.formats.torch_save.zip_writer import ArchiveWriter
+
+TENSOR = torch.arange(48, dtype=torch.float32).reshape(6, 8)
+CRC = zlib.crc32(TENSOR.numpy().tobytes())
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_of_two_runs_in_a_row(first: bytes, second: bytes) -> None:
+    assert combined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+def test_of_runs_beyond_32_bits() -> None:
+    """Joining is associative, so a run of 8 GiB of zeros is told from one that is a byte shorter."""
+    tail = zlib.crc32(b"tail")
+    zeros = [zlib.crc32(bytes(1 << 20))]
+    for doubled in range(20, 33):
+        zeros.append(combined(zeros[-1], zeros[-1], 1 << doubled))
+
+    assert zeros[1] == zlib.crc32(bytes(2 << 20))
+    from_left = combined(combined(zeros[-1], zeros[-1], 1 << 33), tail, 4)
+    assert from_left == combined(zeros[-1], combined(zeros[-1], tail, 4), (1 << 33) + 4)
+    assert from_left != combined(zeros[-1], combined(zeros[-1], tail, 4), (1 << 33) + 3)
+
+
+@pytest.mark.parametrize("sizes", [[0], [1], [(1 << 20) - 1], [1 << 20], [(9 << 20) + 5, 3, 1 << 20, 0, 7 << 20]])
+def test_large_pieces_are_summed_in_parts(sizes: list[int]) -> None:
+    """Beside small ones, with lengths that parts do not divide; `zipfile` compares."""
+    out, data = io.BytesIO(), bytes(range(251)) * 50_000
+    pieces = [data[7 * i : 7 * i + size] for i, size in enumerate(sizes)]
+
+    archive = ArchiveWriter(out.write)
+    archive.record("r", sum(sizes), pieces)
+    archive.close()
+
+    assert zipfile.ZipFile(out).read("archive/r") == b"".join(pieces)
+
+
+def summed_records(path: Path) -> dict[str, int]:
+    """The CRC of each record, which the archive's directory says, after all were compared."""
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        return {entry.filename.partition("/")[2]: entry.CRC for entry in archive.infolist()}
+
+
+def refuse_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on nothing of a tensor is summed: its values can only have their CRC from where they were stored."""
+
+    def refuse(data: Any, crc: int = 0) -> int:
+        assert TENSOR.numpy().tobytes().find(bytes(data)) < 0, "it was summed anew"
+        return zlib.crc32(data, crc)
+
+    monkeypatch.setattr(torch_zip_writer, "zlib", SimpleNamespace(crc32=refuse))
+
+
+def dcp(path: Path, **cut: int) -> Path:
+    """A folder of DCP with TENSOR, cut along the dims that are named."""
+    mesh = Mesh(dict(cut))
+    placements = [Shard({"rows": 0, "columns": 1}[axis]) for axis in cut]
+    layout = StateLayout({"w": TensorLayout(TensorSpec("w", (6, 8), "float32"), mesh, placements)})
+    torch.save({"w": TENSOR}, path / "source.pt")
+    reshard.convert(path / "source.pt", path / "dcp", format="dcp", onto=layout)
+    return path / "dcp"
+
+
+def crc_of(path: Path) -> int | None:
+    return written_crc(Region.whole(reshard.open(path)["w"].stored))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 6, 8])
+def test_rows_take_their_sums_along(tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last ranks have fewer rows, or none."""
+    folder = dcp(tmp_path, rows=rows)
+    refuse_sums(monkeypatch)
+
+    reshard.convert(folder, tmp_path / "one.pt", format="torch_save")
+    reshard.convert(tmp_path / "one.pt", tmp_path / "again.pt", format="torch_save")
+
+    assert crc_of(folder) == CRC
+    for name in ("one.pt", "again.pt"):
+        assert summed_records(tmp_path / name)["data/0"] == CRC
+        assert torch.equal(torch.load(tmp_path / name)["w"], TENSOR)
+
+
+def test_columns_and_parts_are_summed_anew(tmp_path: Path) -> None:
+    """Chunks whose bytes do not follow one another, tensors that are a part of what was saved, and turned ones."""
+    folder = dcp(tmp_path, columns=2)
+    assert crc_of(folder) is None
+    reshard.convert(folder, tmp_path / "one.pt", format="torch_save")
+    assert summed_records(tmp_path / "one.pt")["data/0"] == CRC
+
+    whole = reshard.open(tmp_path / "one.pt")["w"].stored
+    assert written_crc(Region(whole, Box.full((6, 8)))) == CRC
+    assert written_crc(Region(whole, Box.of((0, 0), (3, 8)))) is None
+
+    conjugate = torch.ones(2, dtype=torch.complex64).conj()
+    other = {"turned": TENSOR.T, "part": TENSOR[1:3], "repeated": TENSOR[:1].expand(6, 8), "conjugate": conjugate}
+    torch.save(other, tmp_path / "other.pt")
+    opened = reshard.open(tmp_path / "other.pt")
+    assert {name: written_crc(Region.whole(opened[name].stored)) for name in other} == dict.fromkeys(other)
+    reshard.convert(tmp_path / "other.pt", tmp_path / "plain.pt", format="torch_save")
+    summed_records(tmp_path / "plain.pt")
+    loaded = torch.load(tmp_path / "plain.pt")
+    assert all(torch.equal(loaded[name], value) for name, value in other.items())
+
+
+def test_torch_s_own_files_and_those_that_torch_wrote_without_sums(tmp_path: Path) -> None:
+    torch.save({"w": TENSOR}, tmp_path / "with.pt")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": TENSOR}, tmp_path / "without.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+    assert crc_of(tmp_path / "with.pt") == CRC
+    assert crc_of(tmp_path / "without.pt") is None
+    reshard.convert(tmp_path / "without.pt", tmp_path / "mended.pt", format="torch_save")
+    assert summed_records(tmp_path / "mended.pt")["data/0"] == CRC
+
+
+def test_what_changed_in_the_source_is_still_seen_in_what_was_made_of_it(tmp_path: Path) -> None:
+    folder = dcp(tmp_path, rows=2)
+    file = next(file for file in folder.glob("*.distcp") if file.stat().st_size)
+    data = bytearray(file.read_bytes())
+    at = data.find(TENSOR[:3].numpy().tobytes())
+    at = at if at >= 0 else data.find(TENSOR[3:].numpy().tobytes())
+    data[at + 5] ^= 1
+    file.write_bytes(data)
+
+    reshard.convert(folder, tmp_path / "one.pt", format="torch_save")
+
+    with zipfile.ZipFile(tmp_path / "one.pt") as archive:
+        assert archive.testzip() == "archive/data/0"
+
+
+def test_a_descriptor_that_says_other_sizes_is_none(tmp_path: Path) -> None:
+    """Or has another mark, or is cut off: then the record is summed."""
+    out = io.BytesIO()
+    torch.save(TENSOR, out)
+    data = bytearray(out.getvalue())
+    at = data.find(TENSOR.numpy().tobytes()) + TENSOR.nbytes
+
+    def crc(data: Any) -> int | None:
+        source = BytesSource(bytes(data))
+        place, _ = locate_item(source, 0, source.nbytes, read_head(source, 0, source.nbytes))
+        tensor = StoredTensor(TensorSpec("w", (6, 8), "float32"), [StoredChunk(Box.full((6, 8)), place)])
+        return written_crc(Region.whole(tensor))
+
+    assert crc(data) == CRC
+    assert crc(data[: at + 8] + b"\x01" + data[at + 9 :]) is None
+    assert crc(data[:at] + b"XX" + data[at + 2 :]) is None
+
+
+def test_no_request_is_made_for_a_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a storage without a view each would be one: so there the bytes are summed that are read anyway."""
+    stored = reshard.open(dcp(tmp_path, rows=2))["w"].stored
+    assert written_crc(Region.whole(stored)) == CRC
+
+    for chunk in stored.chunks:
+        monkeypatch.setattr(type(chunk.source), "view", lambda _: None)
+
+    assert written_crc(Region.whole(stored)) is None
