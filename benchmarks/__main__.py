@@ -23,12 +23,22 @@ import torch
 
 from benchmarks.page import RESULTS, SPEED, Results, Row, filled, merged
 
-ON_THE_PAGE = ("load", "save", "state_dict", "many_tensors", "first_calls", "convert", "fingerprint", "dcp_face")
+ON_THE_PAGE = (
+    "load",
+    "save",
+    "state_dict",
+    "many_tensors",
+    "first_calls",
+    "convert",
+    "fingerprint",
+    "dcp_face",
+)
 ON_REQUEST: tuple[str, ...] = ()
 """On the page, too, but they take so long that they are measured only by name, and kept until then."""
 NAMES = (
     *ON_THE_PAGE,
     *ON_REQUEST,
+    "load_parts",
     "plan",
     "incremental",
     "live",

@@ -148,11 +148,15 @@ class MachineMemory:
         """How many rounds all ranks are known to be through."""
         return min(self._calls[TAKEN])
 
-    def wait_filled(self, place: int, count: int) -> None:
-        """Until a rank has filled `count` slots. Raises the failure of another rank, or DeadlineError."""
+    def wait_filled(self, places: Sequence[int], count: int) -> list[int]:
+        """Until one of some ranks, or more, has filled `count` slots: which ones.
+
+        Raises the failure of another rank, or DeadlineError.
+        """
         calls = self._calls[FILLED]
-        while calls[place] < count:
-            self._hear([place])
+        while not (ready := [place for place in places if calls[place] >= count]):
+            self._hear(places)
+        return ready
 
     def wait_taken(self, count: int) -> None:
         """Until all ranks are through `count` rounds. Raises as `wait_filled`."""

@@ -195,17 +195,19 @@ class MachineReading:
         if self.memory is None:
             return done
         memory, ranks = self.memory, len(self.memory.memory)
+        nearest_first = [(memory.place + i) % ranks for i in range(ranks)]
         with _SlotFiller(self.reads, memory, check, done, on_bytes) as filler:
             for turn in range(self.rounds):
                 if turn < len(self.reads):
                     filler.fill(turn)
                     memory.call(FILLED)
                 taken = 0
-                for reader in ((memory.place + i) % ranks for i in range(ranks)):
-                    parts = self.parts.get((reader, turn))
-                    if parts:
-                        memory.wait_filled(reader, turn + 1)
-                        nbytes = copy_parts(memory.slot(reader, turn), parts, piece_bytes)
+                wanted = [reader for reader in nearest_first if (reader, turn) in self.parts]
+                while wanted:  # whoever is ready comes first: another may have no processor just now
+                    ready = memory.wait_filled(wanted, turn + 1)
+                    wanted = [reader for reader in wanted if reader not in ready]
+                    for reader in ready:
+                        nbytes = copy_parts(memory.slot(reader, turn), self.parts[reader, turn], piece_bytes)
                         done.received += nbytes if reader != memory.place else 0
                         taken += nbytes
                 on_bytes(taken)

@@ -28,6 +28,8 @@ from planners.geometry.byteruns import Window
 from reshard.formats.stored.source import FileSource
 
 __all__ = [
+    "LARGE_FILE_BYTES",
+    "LARGE_SEGMENT_BYTES",
     "LOCAL_SEGMENT_BYTES",
     "REMOTE_SEGMENT_BYTES",
     "WHOLE_SHARE",
@@ -39,9 +41,11 @@ __all__ = [
     "touch_us_per_mib",
 ]
 
-LOCAL_SEGMENT_BYTES, REMOTE_SEGMENT_BYTES = 1 << 20, 2 << 20
-"""Multiples of the block of checksums, so that whoever reads a segment can check it. Memory for small ones stays in the
-caches; an object store is asked for more at once."""
+LOCAL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES, REMOTE_SEGMENT_BYTES = 1 << 20, 2 << 20, 2 << 20
+"""Multiples of the block of checksums: whoever reads a segment can check it. Small ones are dealt evenly where there
+is little to read; of large ones fewer are cut, copied and waited for. An object store is asked for more at once."""
+LARGE_FILE_BYTES = 64 << 20
+"""Files of at least this size have large segments."""
 MIN_SAVED_BYTES = 16 << 20
 """Sharing takes a few milliseconds to set up; with less to save each rank reads for itself."""
 READ_US_PER_MIB = 150.0
@@ -54,7 +58,9 @@ _SAMPLES = 3
 
 def segment_bytes(source: FileSource) -> int:
     """The size of the segments of a file; its last one may be shorter."""
-    return REMOTE_SEGMENT_BYTES if source.view() is None else LOCAL_SEGMENT_BYTES
+    if source.view() is None:
+        return REMOTE_SEGMENT_BYTES
+    return LARGE_SEGMENT_BYTES if source.nbytes >= LARGE_FILE_BYTES else LOCAL_SEGMENT_BYTES
 
 
 class _File(msgspec.Struct, frozen=True, array_like=True):
