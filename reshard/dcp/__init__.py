@@ -9,6 +9,7 @@ defined here work under torch's `save` and `load`. What is written is what torch
 reads all formats of `reshard.open`.
 """
 
+from torch.distributed import checkpoint as _torch
 from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata as BytesStorageMetadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as ChunkStorageMetadata
@@ -41,5 +42,7 @@ from reshard.dcp.state_dict_loader import load_state_dict as load_state_dict
 from reshard.dcp.state_dict_saver import async_save as async_save
 from reshard.dcp.state_dict_saver import save as save
 from reshard.dcp.state_dict_saver import save_state_dict as save_state_dict
+
+__all__ = [name for name in vars(_torch) if not name.startswith("_")]
 
 __getattr__ = newer_or_torchs

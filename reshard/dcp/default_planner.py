@@ -47,6 +47,7 @@ from reshard.state.container_types import needs_class, retyped, unmade
 from reshard.state.tensors import is_sharded, is_tensor
 
 __all__ = ["DefaultLoadPlanner", "DefaultSavePlanner"]
+__all__ += _torch.__all__
 
 __getattr__ = partial(getattr, _torch)
 

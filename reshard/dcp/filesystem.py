@@ -50,6 +50,7 @@ from reshard.state.memory.uploads import Uploads
 from reshard.storage import Storage, open_storage
 
 __all__ = ["FileSystemReader", "FileSystemWriter"]
+__all__ += _torch.__all__
 
 _METADATA = ".metadata"
 _PIECE_BYTES = 16 << 20

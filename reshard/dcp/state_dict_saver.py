@@ -27,6 +27,7 @@ from reshard.dcp.engine.states import unwrapped
 from reshard.dcp.engine.storages import storage_by_position, writer_for
 
 __all__ = ["async_save", "save", "save_state_dict"]
+__all__ += _torch.__all__
 
 __getattr__ = functools.partial(getattr, _torch)
 

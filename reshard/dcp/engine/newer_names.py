@@ -1,7 +1,8 @@
-"""Names of newer releases of torch, under any: looked up here before torch's own."""
+"""Names of newer releases of torch, under any, and modules of ours: looked up here before torch's own."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from torch.distributed import checkpoint as _torch
@@ -19,4 +20,6 @@ def newer_or_torchs(name: str) -> Any:
         from reshard.dcp.protocol import CheckpointableTensor  # mostly nobody asks
 
         return CheckpointableTensor
+    if name == "state_dict":  # torch's package has it once anybody has imported torch's, and then it is not ours
+        return importlib.import_module("reshard.dcp.state_dict")
     return getattr(_torch, name)

@@ -46,6 +46,23 @@ def test_every_name_of_torch_is_there_and_is_torch_s_own_where_it_need_not_diffe
     assert {name for name in differing if not name.startswith("_")} == OURS.get(module, set()) & names
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_a_star_imports_what_it_imports_of_torch(module):
+    here: dict[str, object] = {}
+    there: dict[str, object] = {}
+    exec(f"from {ours.__name__}{module} import *", here)
+    exec(f"from {theirs.__name__}{module} import *", there)
+    late = {"state_dict"}  # which torch's package has once somebody has imported it
+    assert there.keys() - here.keys() - late == set()
+    assert {name for name in OURS.get(module, set()) & here.keys() if here[name] is there.get(name)} == set()
+
+
+def test_a_module_that_is_not_imported_yet_is_ours_and_not_torch_s(monkeypatch):
+    importlib.import_module(theirs.__name__ + ".state_dict")
+    monkeypatch.delattr(ours, "state_dict", raising=False)
+    assert ours.state_dict.__name__ == "reshard.dcp.state_dict"
+
+
 def test_names_can_be_imported_from_where_programs_import_them():
     from reshard.dcp.metadata import STATE_DICT_TYPE, Metadata
     from reshard.dcp.planner import LoadItemType, WriteItemType
