@@ -7,6 +7,7 @@ parameter lies.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -55,10 +56,14 @@ def optimizer_destinations(
             "Give the key that the optimizer's state dict was saved under as prefix="
         )
     rows = [row if row.shape is not None else row._replace(value=checkpoint.objects[row.key]) for row in rows]
-    state = Awaiting({}, get_model_state_dict(model))
+    parameters = get_model_state_dict(model)
+    live = get_optimizer_state_dict(model, optimizers)
+    state = Awaiting({}, parameters)
     is_flat = any(is_flat_key(row.path[len(above)]) for row in rows if len(row.path) > len(above))
     fill(state, above if is_flat else (*above, "state"), rows, checkpoint.contents.containers, groups=is_flat)
     state.is_complete = True
     if is_flat:
         return state
-    return {"state": state, "param_groups": get_optimizer_state_dict(model, optimizers).get("param_groups", [])}
+    of_the_whole = {key: own for key, own in live.get("state", {}).items() if key not in parameters}
+    state.update(copy.deepcopy(of_the_whole))
+    return {"state": state, "param_groups": live.get("param_groups", [])}

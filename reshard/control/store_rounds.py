@@ -308,7 +308,7 @@ class Rounds:
         missing = [rank for rank in self._ranks if rank not in arrived]
         where = f"{label} within {allowed_s:g} s"
         if not missing:
-            why = f"all ranks reached {where}, but one of them died before it said so"
+            why = f"all ranks reached {where}, but one of them hangs, or died, before it said so"
             return self._settle(Failure("deadline", -1, why))
         return self._settle(
             Failure(

@@ -130,7 +130,9 @@ class StateKind:
     @functools.cached_property
     def _held(self) -> Collection[str]:
         """Keys under which the optimizer has state of any parameter."""
-        return {str(key) for own in self._optimizer.state.values() if isinstance(own, dict) for key in own}
+        state: Mapping[Any, Any] = self._optimizer.state  # under other keys some keep state of the whole
+        owned = (own for of, own in state.items() if isinstance(of, torch.Tensor) and isinstance(own, dict))
+        return {str(key) for own in owned for key in own}
 
     def _needed(self, values: Mapping[Any, Any], is_matrix: bool, are_set: Sequence[bool]) -> list[str]:
         if self._schema is None:

@@ -186,6 +186,32 @@ def test_a_part_of_the_model_gets_places_for_its_part_of_the_flat_form(tmp_path)
     assert places["param_groups.0.bias.lr"] == 1e-3
 
 
+class _CountsSteps(torch.optim.SGD):
+    """Keeps state of the whole, from its making on, under a key that is no parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.state["whole"] = {"count": torch.zeros(())}
+
+    def step(self, closure=None):
+        self.state["whole"]["count"] += 1
+        super().step()
+
+
+def test_state_of_the_whole_has_a_place_too(tmp_path):
+    model, optimizer = _trained(_CountsSteps)
+    saved = _save(tmp_path, model, optimizer)
+    assert saved["state"]["whole"] == {"count": 1}
+    fresh = _model()
+    other = _CountsSteps(fresh.parameters())
+    target = {"optim": reshard.optimizer_destinations(fresh, other, tmp_path)}
+    reshard.load(target, tmp_path, strict="subset")
+    assert other.state["whole"]["count"] == 0
+    reshard.set_optimizer_state_dict(fresh, other, target["optim"])
+    assert other.state["whole"]["count"] == 1
+    assert torch.equal(other.state[fresh[0].weight]["momentum_buffer"], saved["state"]["0.weight"]["momentum_buffer"])
+
+
 def test_state_in_lists_gets_places_in_lists(tmp_path):
     def trained(steps):
         torch.manual_seed(0)

@@ -158,6 +158,14 @@ def test_an_optimizer_of_unknown_kind_takes_what_it_is_given_until_it_has_state(
         set_optimizer_state_dict(model, stepped, state)
 
 
+def test_state_of_the_whole_is_no_state_of_a_parameter() -> None:
+    model, adam = warm("Adam", {})
+    fresh = Own(model.parameters())
+    fresh.state["whole"] = {"count": torch.zeros(())}  # type: ignore[index]  # as some optimizers do when they are made
+    set_optimizer_state_dict(model, fresh, copy.deepcopy(get_optimizer_state_dict(model, adam)))
+    assert "exp_avg" in get_optimizer_state_dict(model, fresh)["state"]["a.weight"]
+
+
 def test_state_that_was_added_to_torchs_own_is_known_where_it_is_held() -> None:
     model, adam = warm("AdamW", {})
     for values in adam.state.values():
