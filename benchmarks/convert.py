@@ -50,13 +50,10 @@ with open("/proc/self/status") as status:
     peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
 print(json.dumps({{"s": seconds, "processor s": cpu, "MB of memory": (peak - before) / 1e6}}))
 """
+_READERS = "reshard.formats.opening as known, reshard.storage.tar; known.plain_formats(), known.composite_formats()"
 _MODULES = {
     "torch": ("torch.distributed.checkpoint.format_utils", "import torch.serialization"),
-    "reshard": (
-        "reshard.dcp",
-        "import reshard.api.convert.converting, reshard.formats.opening as opening, reshard.storage.tar; "
-        "opening.plain_formats(), opening.composite_formats()",
-    ),
+    "reshard": ("reshard.dcp", f"import reshard.api.convert.converting, {_READERS}"),
 }
 """Where the function is, and what it needs besides."""
 CASES = {"rows by 4": 0, "columns by 4": 1}
