@@ -8,9 +8,10 @@ from typing import Any
 
 from planners.units import format_bytes
 
-__all__ = ["Pictured", "Tabled", "draw_pages_with"]
+__all__ = ["Pictured", "Tabled", "draw_pages_with", "preformatted"]
 
 _MOST_NAMES = 3
+_MOST_LINES = 40
 _draw: list[Callable[[Any], str]] = []
 
 
@@ -49,6 +50,15 @@ class Tabled:
             if value is False or value not in (None, "", 0, (), [], {})
         )
         return f"<table><caption>{escape(type(self).__name__)}</caption>{rows}</table>"
+
+
+def preformatted(text: str) -> str:
+    """Text as it is, for a notebook; of many lines the first."""
+    from html import escape
+
+    lines = text.splitlines()
+    more = [f"... {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else []
+    return f"<pre>{escape(chr(10).join(lines[:_MOST_LINES] + more))}</pre>"
 
 
 def _said(name: str, value: Any) -> str:

@@ -26,6 +26,7 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.layout_forms import ProductForm
 from planners.geometry.mesh import Mesh
 from planners.geometry.placement import BlockShard, Placement, Replicate, parse_placements
+from planners.notebooks import preformatted
 
 __all__ = ["Globs", "Home", "Rule", "Topology"]
 
@@ -261,7 +262,11 @@ class Topology:
         """One line, with the first rules; `str` has all of it."""
         first = [f"{rule.pattern!r}: {rule.text!r}" for rule in self.rules[:3]] + ["..."] * (len(self.rules) > 3)
         homes = f", {len(self.homes)} homes" if self.homes else ""
-        return f"Topology({str(self.mesh)!r}, {len(self.rules)} rules {{{', '.join(first)}}}{homes})"
+        rules = "1 rule" if len(self.rules) == 1 else f"{len(self.rules)} rules"
+        return f"Topology({str(self.mesh)!r}, {rules} {{{', '.join(first)}}}{homes})"
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
     def __hash__(self) -> int:
         return hash((self.mesh, self.rules, self.homes, self.even))

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import FunctionType, MethodType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from reshard.errors import FormatError
 from reshard.storage.base import Storage
 
-__all__ = ["check_arguments"]
+__all__ = ["check_arguments", "state_and_path"]
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def state_and_path(verb: Callable[P, R]) -> Callable[P, R]:
+    """The verb, which raises TypeError with the call that was meant where it is given a state or a path alone."""
+
+    @functools.wraps(verb)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = [*args, *(kwargs[name] for name in ("state_dict", "path") if name in kwargs)]
+        if len(given) == 1:
+            raise TypeError(_half(verb.__name__, given[0]))
+        return verb(*args, **kwargs)
+
+    return call
+
+
+def _half(verb: str, given: Any) -> str:
+    reads = verb == "load"
+    if isinstance(given, Mapping):
+        return f"{verb}(state_dict, path) was given a dict alone: where {'from' if reads else 'to'}?"
+    what = repr(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else type(given).__name__
+    if reads:
+        fix = f"it fills a state that is there. To read all of it: reshard.open({what}).nested()"
+    else:
+        fix = f"the state comes first: reshard.{verb}({{'model': reshard.get_model_state_dict(model)}}, {what})"
+    return f"{verb}(state_dict, path) was given {what} alone: {fix}"
 
 
 def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:
@@ -23,6 +53,8 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:
         raise FormatError(f"the path comes second: {verb}(state_dict, {state!r}), not {verb}({state!r}, state_dict)")
     if not isinstance(path, paths):
         raise FormatError(f"{verb}(state_dict, path) needs a path, URL or Storage, got {type(path).__name__}")
+    if isinstance(state, FunctionType | MethodType):
+        raise FormatError(f"the first argument of {verb} is a function or method: call it, {state.__name__}()")
     below = state.items() if verb == "load" and isinstance(state, dict) else ()  # a save looks at every value itself
     for key, value in [("", state), *below]:
         if isinstance(value, torch.nn.Module | torch.optim.Optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,7 @@ class Targets(LiveState):
             entry_by_entry: no dict is replaced whole: each of its entries is matched for itself.
         """
         if not isinstance(state, MutableMapping | list):
-            raise FormatError(f"what is loaded into must be a dict (or a list), got {type(state).__name__}")
+            raise FormatError(f"what is loaded into must be a dict (or a list), got {_in_words(state)}")
         live = take_apart(state, whole_at=_saved_whole(saved or {}))
         full: set[KeyPath] = {()}  # containers that are not replaced whole: those that hold a tensor somewhere
         for key, path in live.paths.items():
@@ -171,6 +172,14 @@ def _saved_whole(saved: Mapping[str, Any]) -> Callable[[KeyPath, Any], bool]:
 def _depth_of_dicts(path: KeyPath) -> int:
     """How many containers on the way to `path`, from the top, are dicts or lead to one."""
     return max((i + 1 for i, part in enumerate(path) if type(part) is not int), default=0)
+
+
+def _in_words(value: Any) -> str:
+    """What was given in place of a state, and what was meant."""
+    kind = type(value).__name__
+    if isinstance(value, (str, os.PathLike)):
+        return f"{kind}: it is reshard.load(state, path) that reads checkpoints"
+    return kind
 
 
 def _like(tensor: Any, fresh: tuple[torch.Tensor, ...], key: str) -> Any:

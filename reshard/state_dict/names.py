@@ -324,6 +324,9 @@ def where() -> str:
 
 
 def _as_stages(models: Any) -> tuple[Stage, ...]:
+    if isinstance(models, Mapping | str | torch.Tensor) or not isinstance(models, nn.Module | Stage | Iterable):
+        kinds = "a module, a Stage or a list of them"
+        raise NormalizationError(f"the model comes first ({kinds}), states behind it, got {type(models).__name__}")
     given = [models] if isinstance(models, (nn.Module, Stage)) else list(models)
     if not given:
         raise NormalizationError("model is an empty list: give a module, or one module per stage")

@@ -50,8 +50,12 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
         from reshard.storage.object_store import open_objects  # obstore is optional, and slow to import
 
         return open_objects(text)
+    hub = ""
+    if scheme == "hf":
+        fix = f"open(huggingface_hub.snapshot_download({rest!r}))"
+        hub = f". A model of the Hugging Face hub is downloaded first, and its folder opened: {fix}"
     raise StorageError(
-        f"unknown scheme {scheme!r} of {text}: known are a local folder, file://, memory://, s3://, gs:// and az://"
+        f"unknown scheme {scheme!r} of {text}: known are a local folder, file://, memory://, s3://, gs:// and az://{hub}"
     )
 
 
@@ -59,9 +63,8 @@ def path_text(path: object) -> str:
     """A path as text. Raises StorageError for what is none."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
-        raise StorageError(
-            f"a path must be text, but is {type(text).__name__}: {text!r:.80}; name a folder or URL, or give a Storage"
-        )
+        shown = f"{type(text).__name__}: {' '.join(repr(text).split()):.80}"
+        raise StorageError(f"a path must be text, but is {shown}; name a folder or URL, or give a Storage")
     return text
 
 

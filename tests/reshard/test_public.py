@@ -15,7 +15,7 @@ from torch import nn
 import planners
 import reshard
 from planners import Finding, LayoutMismatchError, PlanError, Report, Topology, dumps
-from reshard.errors import FormatError, KeyMismatchError, LayoutError
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, NormalizationError, ReshardError
 from reshard.storage.memory import MemoryStorage
 
 NET = nn.Linear(4, 2)
@@ -86,6 +86,7 @@ def test_reports_are_one_short_line(tmp_path) -> None:
     assert repr(moved).startswith("TransferReport(moved 1, ")
     assert "2000 findings, the first: 'w0'" in repr(torn)
     assert "homes" in repr(topology)
+    assert repr(planners.fsdp(2)).count("1 rule {") == 1
     assert Topology.parse(str(topology)) == topology
 
 
@@ -134,12 +135,57 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
             "optimizer_destinations.model, opti",
         ),
         (lambda path: reshard.save({"o": torch.optim.SGD(NET.parameters())}, path), "give its state_dict.. instead"),
+        (lambda path: reshard.load(NET.state_dict, path), r"load is a function or method: call it, state_dict\(\)"),
+        (
+            lambda path: reshard.redistribute({"w": torch.ones(1)}, path),
+            r"got str: .*reshard.load\(state, path\) that reads",
+        ),
+        (lambda path: reshard.convert(path, path, format="safetensor"), "did you mean 'safetensors'"),
     ],
 )
 def test_wrong_calls_are_told_the_right_one(call, told, tmp_path) -> None:
     with pytest.raises(FormatError, match=told):
         call(str(tmp_path / "c"))
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: reshard.load("path"), r"was given 'path' alone. .*reshard.open\('path'\).nested\(\)"),
+        (lambda: reshard.load(path="path"), r"was given 'path' alone. .*reshard.open\('path'\).nested\(\)"),
+        (lambda: reshard.load({"w": 1}), r"load\(state_dict, path\) was given a dict alone: where from\?"),
+        (lambda: reshard.save({"w": 1}), r"save\(state_dict, path\) was given a dict alone: where to\?"),
+        (lambda: reshard.async_save("path"), r"async_save\(state_dict, path\) was given 'path' alone: the state comes"),
+    ],
+)
+def test_half_a_call_is_told_the_whole(call, told) -> None:
+    with pytest.raises(TypeError, match=told):
+        call()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'strct'"):
+        reshard.load({}, "path", strct=False)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("model", [{"w": 1}, "path", torch.optim.SGD(NET.parameters()), 3, torch.ones(2)])
+def test_what_is_no_model_is_told_what_comes_first(model) -> None:
+    optimizer = torch.optim.SGD(NET.parameters())
+    for call in (
+        lambda: reshard.get_model_state_dict(model),
+        lambda: reshard.get_state_dict(model, optimizer),
+        lambda: reshard.set_model_state_dict(model, NET),
+        lambda: reshard.set_optimizer_state_dict(model, optimizer, {}),
+    ):
+        with pytest.raises(NormalizationError, match=f"the model comes first.*, got {type(model).__name__}"):
+            call()
+
+
+def test_paths_that_are_none_are_told_in_one_line(tmp_path) -> None:
+    for call in (lambda: reshard.verify(torch.nn.Sequential(NET, NET)), lambda: reshard.open(NET)):
+        with pytest.raises(ReshardError, match="a path must be text, but is") as error:
+            call()
+        assert "\n" not in str(error.value)
+    with pytest.raises(ReshardError, match=r"snapshot_download\('some/model'\)"):
+        reshard.open("hf://some/model")
 
 
 def test_a_model_of_the_hub_is_not_here(tmp_path, monkeypatch) -> None:
@@ -165,6 +211,11 @@ def test_notebooks_show_plans_as_pages_and_reports_as_tables(tmp_path) -> None:
     assert 'bytes needed</th><td style="text-align: left">104 B</td>' in loaded._repr_html_()
     assert "2: &lt;w&gt;, b</td>" in loaded._repr_html_()
 
+    stages = planners.pipelined(planners.fsdp_tp(2, 2), 8, 800)._repr_html_()
+    assert stages.startswith("<pre>")
+    assert "-&gt;" in stages
+    assert len(stages.splitlines()) < 50
+
     plan = reshard.plan(tmp_path / "c", "fsdp=2")
     for drawn in (plan, planners.plan_writes(plan.wanted), planners.plan_transfers(plan.saved, plan.wanted)):
         shown = drawn._repr_html_()
@@ -173,6 +224,9 @@ def test_notebooks_show_plans_as_pages_and_reports_as_tables(tmp_path) -> None:
 
 
 LAYERS = {f"layers.{i}.{name}": torch.ones(2) for i in range(70) for name in ("a", "b")}
+WRAPPED = {f"module.{k}": v for k, v in LAYERS.items()}
+COMPILED = {f"{k[:-1]}_orig_mod.{k[-1]}": v for k, v in LAYERS.items()}
+NESTED = {f"net.{k}": v for k, v in LAYERS.items()}
 
 
 @pytest.mark.parametrize(
@@ -182,6 +236,10 @@ LAYERS = {f"layers.{i}.{name}": torch.ones(2) for i in range(70) for name in ("a
         ({"model": LAYERS}, LAYERS, r"'model.', which what is to be loaded has.*load\(state\['model'\], p"),
         (LAYERS, {"a": {"b": LAYERS}}, r"'a.b.', which the checkpoint has.*load\({'a': {'b': state}}, p"),
         ({f"module.{k}": v for k, v in LAYERS.items()}, LAYERS, "'module.' is of a wrapper: names of reshard.get_mod"),
+        ({"m": WRAPPED}, {"m": LAYERS}, r"140 .* segments 'module', 'm.module.layers.0.a' is.*get_model_state"),
+        ({"m": LAYERS}, {"m": COMPILED}, "140 .* '_orig_mod', 'm.layers.0.a' is saved as 'm.layers.0._orig_mod.a'"),
+        ({"m": LAYERS}, {"m": NESTED}, "140 .* only by 'net.' behind 'm.', which the ch.*rename by mapping="),
+        ({"m": NESTED}, {"m": LAYERS}, "140 .* 'net.' behind 'm.', which what .* 'm.net.layers.0.a' is sav"),
         (LAYERS, {"x": 1}, r"140 missing .*\n    layers.\*.a   \(70, such as 'layers.0.a'\)\n    layers.\*.b   \(70"),
         ({**LAYERS, "layers.70.a": torch.ones(2)}, LAYERS, r"1 missing in the checkpoint:\n    layers.70.a\n"),
         ({f"{a}{b}.{a}": torch.ones(1) for a in "abcdefghij" for b in "abcdefghij"}, {"x": 1}, "and 40 more\n    .a l"),
@@ -195,3 +253,16 @@ def test_keys_that_differ_by_a_level_are_told_as_one_and_floods_by_pattern(state
 
     assert re.search(told, str(error.value), re.S)
     assert len(str(error.value).splitlines()) < 80
+
+
+def test_states_by_number_are_told_where_names_are(tmp_path) -> None:
+    optimizer = torch.optim.Adam(NET.parameters())
+    NET(torch.ones(1, NET.in_features)).sum().backward()
+    optimizer.step()
+    model, optim = reshard.get_state_dict(NET, optimizer)
+    reshard.save({"model": model, "optim": optim}, tmp_path / "c")
+
+    with pytest.raises(KeyMismatchError, match=r"optimizer_destinations\(model, optimizer, path\)") as error:
+        reshard.load({"model": model, "optim": optimizer.state_dict()}, tmp_path / "c")
+
+    assert "did you mean 'optim.state" not in str(error.value)

@@ -56,7 +56,8 @@ class Job:
     def __post_init__(self) -> None:
         """Raises FormatError or LayoutError for arguments that do not fit together."""
         if self.format not in FORMATS:
-            raise FormatError(f"cannot write the format {self.format!r}: known are {', '.join(FORMATS)}")
+            near = did_you_mean(str(self.format), FORMATS) or ":"
+            raise FormatError(f"cannot write the format {self.format!r}{near} Known are {', '.join(FORMATS)}")
         if self.onto is not None and self.format not in ("native", "dcp"):
             raise LayoutError(f"{self.format} files are not sharded by rank: leave out onto, or write native or dcp")
         if self.max_shard_bytes < 1:

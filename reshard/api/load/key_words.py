@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from reshard.state.frameworks.torch_internals import WRAPPER_SEGMENTS
 
-__all__ = ["Shift", "section", "shifted"]
+__all__ = ["Shift", "are_by_number", "section", "shifted"]
 
 _MOST_LINES = 60
 """Of one section; more keys are told by pattern."""
@@ -43,16 +43,76 @@ def shifted(missing: Iterable[str], known: Iterable[str]) -> Shift | None:
             found = {k: rest for k in keys if k.startswith(front) and (rest := k[len(front) :]) in names}
             if len(found) * 10 >= len(keys) * 9:
                 return Shift(found, *_said(found, front, "what is to be loaded", _taken_out(front)))
+    return _wrapped(keys, names) or _shifted_within(keys, names)
+
+
+def _wrapped(keys: list[str], names: Collection[str]) -> Shift | None:
+    """Names that are alike without the segments of wrappers, wherever they are."""
+    plain = {_unwrapped(name): name for name in names}
+    found = {key: plain[bare] for key in keys if (bare := _unwrapped(key)) in plain}
+    if len(found) * 10 < len(keys) * 9:
+        return None
+    parts = {part for pair in found.items() for name in pair for part in name.split(".")} & WRAPPER_SEGMENTS
+    what = f"{_differing(found)} only by wrappers' segments {', '.join(map(repr, sorted(parts)))}, {_first(found)}"
+    return Shift(found, what, "names of reshard.get_model_state_dict(model) have none of them, on both sides")
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
+
+
+def _shifted_within(keys: list[str], names: Collection[str]) -> Shift | None:
+    """A level more or less behind one that both have."""
+    for key in (keys[0], keys[-1]):
+        dots = [dot.end() for dot in re.finditer(r"\.", key)]
+        for at in dots:
+            front, rest = key[:at], key[at:]
+            more = {name[at : -len(rest)] for name in names if name.startswith(front) and name.endswith(f".{rest}")}
+            less = {key[at:end] for end in dots if end > at and front + key[end:] in names}
+            for level in sorted(more - {""}, key=len):
+                found = {k: front + level + k[at:] for k in keys if k.startswith(front)}
+                if (shift := _behind(keys, names, found, front, level, "the checkpoint")) is not None:
+                    return shift
+            for level in sorted(less, key=len):
+                found = {k: front + k[at + len(level) :] for k in keys if k.startswith(front + level)}
+                if (shift := _behind(keys, names, found, front, level, "what is to be loaded")) is not None:
+                    return shift
     return None
 
 
-def _said(found: Mapping[str, str], front: str, who: str, call: str) -> tuple[str, str]:
+def _behind(
+    keys: list[str], names: Collection[str], moved: Mapping[str, str], front: str, level: str, who: str
+) -> Shift | None:
+    found = {key: name for key, name in moved.items() if name in names}
+    if len(found) * 10 < len(keys) * 9:
+        return None
+    what = f"{_differing(found)} only by {level!r} behind {front!r}, which {who} has: {_first(found)}"
+    return Shift(found, what, "nest the state alike, or rename by mapping=")
+
+
+def _differing(found: Mapping[str, str]) -> str:
+    return "1 missing key differs" if len(found) == 1 else f"{len(found)} missing keys differ"
+
+
+def _first(found: Mapping[str, str]) -> str:
     key, name = next(iter(found.items()))
-    many = "1 missing key differs" if len(found) == 1 else f"{len(found)} missing keys differ"
-    what = f"{many} only by {front!r}, which {who} has in front: {key!r} is saved as {name!r}"
+    return f"{key!r} is saved as {name!r}"
+
+
+def _said(found: Mapping[str, str], front: str, who: str, call: str) -> tuple[str, str]:
+    what = f"{_differing(found)} only by {front!r}, which {who} has in front: {_first(found)}"
     if set(front.strip(".").split(".")) <= WRAPPER_SEGMENTS:
         return what, f"{front!r} is of a wrapper: names of reshard.get_model_state_dict(model) have none, on both sides"
     return what, f"write {call}, or rename by mapping="
+
+
+_BY_NUMBER = re.compile(r"(?:^|.*\.)state\.\d+\.[^.]+")
+_BY_NAME = re.compile(r"(?:^|.*\.)state\.(?!\d+\.[^.]+$).+\.[^.]+")
+
+
+def are_by_number(missing: Iterable[str], known: Iterable[str]) -> bool:
+    """Whether states of an optimizer are wanted by numbers of parameters, and saved under their names."""
+    return any(map(_BY_NUMBER.fullmatch, missing)) and any(map(_BY_NAME.fullmatch, known))
 
 
 def _nested(front: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from reshard.api.arguments import check_arguments
+from reshard.api.arguments import check_arguments, state_and_path
 from reshard.api.load.matching import Match, match_keys
 from reshard.api.load.mismatches import hear_all
 from reshard.api.load.options import DtypePolicy, LoadOptions, Mode, ReadOnce
@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # imported by loads that map or share: they are a third of wh
 __all__ = ["load", "load_with", "saved_in"]
 
 
+@state_and_path
 def load(
     state_dict: dict[str, Any],
     path: Any,

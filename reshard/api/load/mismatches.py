@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from reshard.api.load.key_words import section, shifted
+from reshard.api.load.key_words import are_by_number, section, shifted
 from reshard.api.load.matching import Match
 from reshard.api.load.options import LoadOptions, Wording
 from reshard.checkpoint.checkpoint import Checkpoint
@@ -107,8 +107,17 @@ class Mismatches:
             where = {key: text for key, text in where.items() if key not in moved.names}
             unexpected = [name for name in unexpected if name not in moved.names.values()]
             fixes += [moved.fix] if wording == Wording() else []
-        lines += section(wording.missing, where, known, kinds, match.mapped)
-        lines += section("unexpected, since the target does not have them", dict.fromkeys(unexpected, ""), [*missing])
+        by_number = wording == Wording() and are_by_number(where, known)
+        if by_number:
+            fixes.append(
+                "states are saved by names: reshard.optimizer_destinations(model, optimizer, path) has them so"
+            )
+        lines += section(wording.missing, where, [] if by_number else known, kinds, match.mapped)
+        lines += section(
+            "unexpected, since the target does not have them",
+            dict.fromkeys(unexpected, ""),
+            [] if by_number else [*missing],
+        )
         lines += section(wording.mismatched, _on_ranks(self.mismatched, group), ())
         if missing or unexpected:
             fixes.append(wording.allow)

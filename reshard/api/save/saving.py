@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from reshard.api.arguments import check_arguments
+from reshard.api.arguments import check_arguments, state_and_path
 from reshard.api.save import background
 from reshard.api.save.base import Choice, base_at, choose_base
 from reshard.api.save.job import Job, entries_of, planned_writes, summed_up, tally, total, write
@@ -36,6 +36,7 @@ __all__ = ["PendingSave", "async_save", "save"]
 _log = logging.getLogger("reshard")
 
 
+@state_and_path
 def save(
     state_dict: Mapping[str, Any],
     path: Any,
@@ -122,6 +123,7 @@ class PendingSave:
         return self._future.done()
 
 
+@state_and_path
 def async_save(
     state_dict: Mapping[str, Any],
     path: Any,
