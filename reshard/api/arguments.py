@@ -15,7 +15,8 @@ from reshard.storage.base import Storage
 
 __all__ = ["check_arguments", "state_and_path"]
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def state_and_path(verb: Callable[P, R]) -> Callable[P, R]:
