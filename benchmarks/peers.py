@@ -59,7 +59,22 @@ def local(tensor: DTensor) -> Any:
     return tensor.to_local().numpy()
 
 
-class Ours:
+class Contestant:
+    """Who saves and loads; all ranks call all of it."""
+
+    def prepare(self, state: State) -> None:
+        """What comes before a save, and is not timed."""
+
+    def save(self, state: State, folder: str) -> None:
+        """Save into a folder that is not there yet."""
+        raise NotImplementedError
+
+    def load(self, state: State, folder: str) -> None:
+        """Fill the state."""
+        raise NotImplementedError
+
+
+class Ours(Contestant):
     """Checksums and fingerprints, as is the default."""
 
     def save(self, state: State, folder: str) -> None:
@@ -69,7 +84,7 @@ class Ours:
         reshard.load(state, folder)
 
 
-class TorchCheckpointing:
+class TorchCheckpointing(Contestant):
     """Its manager, which saves before it returns, and its own resharder.
 
     Release 0.1.1 exchanges metadata by tensors on "cuda", whatever the process group: here they go through gloo.
@@ -78,6 +93,10 @@ class TorchCheckpointing:
     package = "torch_checkpointing"
 
     def __init__(self) -> None:
+        self.manager = self._new()
+
+    @staticmethod
+    def _new() -> Any:
         package: Any = importlib.import_module("torch_checkpointing")
         manager: Any = importlib.import_module("torch_checkpointing.checkpoint_manager")
         resharder: Any = importlib.import_module("torch_checkpointing.default_resharder")
@@ -90,7 +109,11 @@ class TorchCheckpointing:
             save=manager.SyncCheckpointSaverConfig(),
             storage_config=manager.LocalFileSystemStorageConfig(use_direct_io=False),
         )
-        self.manager = manager.CheckpointManager(config)
+        return manager.CheckpointManager(config)
+
+    def prepare(self, state: State) -> None:
+        """A new manager: a second save of one writes no metadata, so that its checkpoint cannot be resharded."""
+        self.manager = self._new()
 
     def save(self, state: State, folder: str) -> None:
         self.manager.save(folder, {"model": state})
@@ -106,7 +129,7 @@ def _everybody_s(_: Any, data: Any, process_group: Any = None) -> dict[int, Any]
     return dict(enumerate(found))
 
 
-class TensorStore:
+class TensorStore(Contestant):
     """Uncompressed zarr arrays, a chunk for each rank that saves; all of a rank's tensors at once."""
 
     package = "tensorstore"
@@ -142,7 +165,7 @@ class TensorStore:
             np.copyto(local(state[name]), read.result())
 
 
-class Safetensors:
+class Safetensors(Contestant):
     """A file of each rank's rows; what loads knows by itself how they were cut."""
 
     package = "safetensors"
@@ -168,7 +191,7 @@ class Safetensors:
             done += len(piece)
 
 
-class Orbax:
+class Orbax(Contestant):
     """Arrays of JAX that rank 0 has on as many devices as there are ranks."""
 
     package = "orbax"
@@ -241,13 +264,12 @@ def make(dim: int, count: int, size: int, *, filled: bool) -> State:
 def save(folder: str, count: int, size: int, packages: str | None) -> list[dict[str, tuple[float, ...]]]:
     """What this rank measured, round by round; the last round's checkpoints stay."""
     state, who = make(0, count, size, filled=True), contestants(packages)
-    if "Orbax" in who:
-        who["Orbax"].prepare(state)
     rounds: list[dict[str, tuple[float, ...]]] = []
     for _ in range(ROUNDS + 1):
         rounds.append({})
         for name, one in who.items():
             at = f"{folder}/{name}"
+            one.prepare(state)
             _clear(at)
             *figures, _ = measured(partial(one.save, state, at))
             rounds[-1][name] = tuple(figures)
