@@ -34,9 +34,15 @@ where it came from.
 
 A CHECKPOINT is a folder, a file or a URL, of any known format."""
 
+
+def _flowing(text: str) -> str:
+    """Paragraphs of one line each: terminals break them where they end, not where the source does."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
 app = typer.Typer(
     name="reshard",
-    help=_HELP,
+    help=_flowing(_HELP),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -71,7 +77,8 @@ _EXAMPLES: dict[Callable[..., None], list[str]] = {
 
 for command, examples in _EXAMPLES.items():
     lines = [f"  reshard {example}" for example in examples]
-    app.command(command.__name__, epilog="\n\n".join(["Examples:", *lines]).replace("[", "\\["))(command)
+    told = _flowing(command.__doc__ or "")
+    app.command(command.__name__, help=told, epilog="\n\n".join(["Examples:", *lines]).replace("[", "\\["))(command)
 
 
 def _version(wanted: bool) -> None:

@@ -46,6 +46,13 @@ def test_nothing_said_is_help(say) -> None:
     assert said.code == 2
 
 
+def test_help_flows_where_the_terminal_is_wide() -> None:
+    texts = [app.info.help, *(command.help for command in app.registered_commands)]
+
+    assert len(texts) == len(COMMANDS) + 1
+    assert all(text and "\n" not in text.replace("\n\n", "") for text in texts)
+
+
 def test_version(say) -> None:
     assert say("--version").out.startswith("reshard ")
 
