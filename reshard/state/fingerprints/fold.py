@@ -56,6 +56,7 @@ class Term(NamedTuple):
 _MAX_COLUMNS = 2048
 _MAX_ROWS = 1 << 14
 _NARROW = 256  # fewer columns than this do not keep the matrix product busy
+_THIN = 32
 _MIN_ROWS = 16  # fewer rows than this do not pay for more columns
 _HALF_BITS = 27
 _CPU_WORDS = 1 << 18  # 2 MiB as float64: of fewer the calls would take a part of the time
@@ -169,7 +170,8 @@ def terms(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Iterator[Term]
     if 0 in sizes:
         return
     first, width = _whole_axes(sizes, _MAX_COLUMNS)
-    if first and width < _NARROW:  # too narrow: take in some of the next axis, or its places within a block
+    if first and width < _NARROW and _pays_to_widen(sizes, first, width):
+        # take in some of the next axis, or its places within a block
         segments = axes[first - 1].segments()
         if len(segments) > 1 or len(segments[0][2]) > 1:
             for start, stop, replaced in segments:
@@ -185,6 +187,12 @@ def terms(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Iterator[Term]
             row_limbs = _limbs(key, tuple(axes[:first]), rows, words.device)
             digits = _contract(_cut(words, rows + columns), first, row_limbs, column_limbs)
             yield Term(digits, (row_limbs, column_limbs))
+
+
+def _pays_to_widen(sizes: Sequence[int], first: int, width: int) -> bool:
+    """Whether columns of more axes take no more numbers than a number for each row does. Of very few columns the sums
+    of rows would be as much work as the words."""
+    return width < _THIN or math.prod(sizes[:first]) > width * min(sizes[first - 1], BLOCK)
 
 
 def _whole_axes(sizes: Sequence[int], limit: int) -> tuple[int, int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import resource
 import warnings
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from reshard.errors import FormatError, LayoutError, ReplicaDriftError
 from reshard.state.fingerprints import Fingerprinter, Partial, partial
 from reshard.state.fingerprints import fold as fold_module
 from reshard.state.fingerprints import words as words_module
-from reshard.state.fingerprints.keys import PRIME
+from reshard.state.fingerprints.keys import PRIME, PUBLIC
 from reshard.state.fingerprints.tally import add_tallies, pack_tally, unpack_tally
 from tests import gloo
 from tests.bits import random_bits, select
@@ -42,6 +44,23 @@ def test_a_missing_or_doubled_part_is_an_error():
         Partial.from_bytes(b"abc")
     with pytest.raises(FormatError, match="no partial fingerprint"):
         Partial((PRIME, 0), 1)
+
+
+@pytest.mark.parametrize("shape", [(2100, 96), (3, 4100, 64), (20, 300, 200), (70, 2300, 64)])
+def test_narrow_rows_have_the_same_fingerprint_whichever_way_they_are_summed_up(shape, monkeypatch):
+    """Row by row, or many rows as columns together: that depends on how many numbers either takes."""
+    tensor = random_bits(shape, torch.bfloat16, torch.Generator().manual_seed(7))
+    found = {}
+    for thin in (1, 10**9, fold_module._THIN):
+        monkeypatch.setattr(fold_module, "_THIN", thin)
+        found[thin] = partial(tensor)
+    assert len(set(found.values())) == 1
+    if tensor.ndim == 2:  # by the definition
+        rows, columns = (PUBLIC.at(dim, np.arange(size)).tolist() for dim, size in enumerate((shape[0], shape[1] // 2)))
+        words = tensor.view(torch.int32).tolist()
+        for lane, wanted in enumerate(found[1].sums):
+            sums = (r * sum(map(operator.mul, columns[lane], row)) for r, row in zip(rows[lane], words, strict=True))
+            assert sum(sums) % PRIME == wanted
 
 
 def test_tallies_add_up_as_their_parts_do():
