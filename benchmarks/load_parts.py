@@ -212,6 +212,8 @@ def rows(folder: str, size: tuple[int, int]) -> Iterator[Row]:
             shutil.rmtree(here)
         for part in (READ, HASH, COPY, WAIT, CUT, PLAN, AGREE, REST):
             ours, floor = (of_all(found, contestant, part) for contestant in (0, 1))
+            if not any(ours):  # nobody reads for others where each has its own
+                continue
             yield Row("load_parts", f"{name}: {part}", "processor ms", ours, floor=floor if min(floor) else ())
 
 
