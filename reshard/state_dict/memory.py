@@ -3,23 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from reshard.state.tensors import identity_of, local_tensors
 
-__all__ = ["all_apart", "apart", "overlapping", "overwritten"]
+__all__ = ["Spans", "all_apart", "apart", "overlapping", "overwritten", "spans_of"]
+
+_PLAIN = frozenset([torch.Tensor, nn.Parameter])
+_NBYTES = attrgetter("nbytes")
 
 
-def all_apart(tensors: Sequence[Any], storages: Sequence[int] = ()) -> bool:
-    """Whether no two of them lie in the same storage, and none in `storages`, the addresses of those of other tensors,
-    in which no two lie either: then there is nothing to ask further."""
-    found = [*storages, *_storages(tensors)]
-    apart = set(found)
-    return len(apart) == len(found) or (0 in apart and len(apart) == len(found) - found.count(0) + 1)
+class Spans(NamedTuple):
+    """The bytes from the first to behind the last element of each of many tensors."""
+
+    starts: Sequence[int] = ()
+    """Addresses; 0 where there is no memory, or nobody can say where."""
+    sizes: Sequence[int] = ()
+
+
+def spans_of(tensors: Sequence[Any]) -> Spans | None:
+    """Where plain tensors lie; None if some are sparse, which have several storages."""
+    try:
+        starts = list(map(torch.Tensor.data_ptr, tensors))
+        if all(map(torch.Tensor.is_contiguous, tensors)):
+            return Spans(starts, list(map(_NBYTES, tensors)))
+        return Spans(starts, list(map(_reach, tensors)))
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def all_apart(tensors: Sequence[Any], spans: Spans = Spans()) -> bool:
+    """Whether no two of the tensors, and of others that lie in `spans`, share memory, as far as one look at each can
+    tell: then there is nothing to ask further."""
+    found = spans_of(tensors) if set(map(type, tensors)) <= _PLAIN else None
+    if found is None:
+        found = _spans_of_any(tensors)
+    starts = np.array([*spans.starts, *found.starts], np.uint64)
+    ends = starts + np.array([*spans.sizes, *found.sizes], np.uint64)
+    held = (starts != 0) & (starts != ends)
+    # before the start of each, in order, all those before it have ended
+    return bool(np.all(np.sort(ends[held])[:-1] <= np.sort(starts[held])[1:]))
 
 
 def overlapping(tensors: Sequence[Any]) -> list[list[int]]:
@@ -89,7 +118,7 @@ def _hanging_together(spans: list[tuple[int, int, int]]) -> list[list[int]]:
 
 def _storages(tensors: Sequence[Any]) -> list[int]:
     """`_storage` of each. Of plain dense tensors without a call of our own for each: there are many."""
-    if set(map(type, tensors)) <= {torch.Tensor, nn.Parameter}:
+    if set(map(type, tensors)) <= _PLAIN:
         try:
             return list(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))
         except (RuntimeError, NotImplementedError):
@@ -112,11 +141,23 @@ def _storage(tensor: Any) -> int:
         return 0
 
 
+def _spans_of_any(tensors: Sequence[Any]) -> Spans:
+    """Where they lie, whatever their kinds."""
+    starts, sizes = [], []
+    for tensor, storage in zip(tensors, _storages(tensors), strict=True):
+        start, end = _span(tensor) if storage else (0, 0)
+        starts.append(start)
+        sizes.append(end - start)
+    return Spans(starts, sizes)
+
+
 def _span(tensor: Any) -> tuple[int, int]:
     """The bytes from the first to behind the last of its elements."""
-    spans = []
-    for local in local_tensors(tensor):
-        reach = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-        start = local.data_ptr()
-        spans.append((start, start + (reach + 1) * local.element_size() if local.numel() else start))
+    spans = [(local.data_ptr(), local.data_ptr() + _reach(local)) for local in local_tensors(tensor)]
     return min(start for start, _ in spans), max(end for _, end in spans)
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first to behind the last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -153,6 +154,14 @@ class LiveModel:
 
     def _index(self) -> None:
         by_name, names_of = self.by_name, self.names_of
+        if not any(map(_PIECE, self.slots)):
+            names, values = list(map(_NAME, self.slots)), list(map(_VALUE, self.slots))
+            by_name.update(zip(names, self.slots))
+            names_of.update(zip(map(id, values), map(list, zip(names))))
+            if len(by_name) == len(names_of) == len(values) and id(None) not in names_of:
+                return  # nothing has two names, nor two things one: nearly always, and there are many
+            by_name.clear()
+            names_of.clear()
         for slot in self.slots:
             name = slot.name
             known = by_name.setdefault(name, slot)
@@ -174,10 +183,18 @@ class LiveModel:
 
     def _look_at_empty(self) -> None:
         """Find parameters of which the elements are elsewhere; raises NormalizationError if nobody can say where."""
-        own = [slot for slot in self.slots if slot.kind == "parameter" and slot.piece is None]
-        empty = [slot for slot in own if type(slot.value) is nn.Parameter and not slot.value.numel()]
+        empty = [
+            slot
+            for slot in self.slots
+            if type(slot.value) is nn.Parameter
+            and not slot.value.numel()
+            and slot.kind == "parameter"
+            and slot.piece is None
+        ]
         self.partitioned = [slot for slot in empty if slot.value is not None and is_partitioned(slot.value)]
-        if not empty or self.partitioned or len(empty) < len(own):
+        if not empty or self.partitioned:
+            return
+        if len(empty) < sum(slot.kind == "parameter" and slot.piece is None for slot in self.slots):
             return
         for slot in empty:
             sizes = [size for name in _SIZES if (size := getattr(slot.owner, name, None)) is not None]
@@ -230,6 +247,7 @@ class LiveModel:
         return found
 
 
+_NAME, _VALUE, _PIECE = map(attrgetter, ("name", "value", "piece"))
 _SIZES = (
     "in_features",
     "out_features",

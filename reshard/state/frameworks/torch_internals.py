@@ -174,10 +174,15 @@ def assign_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copy each value into the target at its place; plain tensors of equal shapes. One call, since a call for each of
-    many small tensors costs more than the copying."""
-    if targets:
-        torch._foreach_copy_(targets, values)
+    """Copy each value into the target at its place; plain tensors of equal shapes. Few calls, since a call for each of
+    many small tensors costs more than the copying; but not one, which takes all of them apart before it copies the
+    first, which has left the processor's cache by then. As many as one kernel of a GPU takes."""
+    for first in range(0, len(targets), _TOGETHER):
+        torch._foreach_copy_(targets[first : first + _TOGETHER], values[first : first + _TOGETHER])
+
+
+_TOGETHER = 64
+"""Tensors that are copied by one call."""
 
 
 def loads_itself(optimizer: torch.optim.Optimizer) -> bool:

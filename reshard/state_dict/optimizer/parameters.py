@@ -58,16 +58,24 @@ class LiveOptimizers:
             live.refuse_partitioned(f"of its optimizers only DeepSpeed knows what is whose; {HOW_TO_SAVE}")
         self.live = live
         self.optimizers = tuple(optimizers)
-        self.parameters: list[list[OptimizedParameter]] = []
-        """Per optimizer, in the order of its ids."""
         self.by_name: dict[str, OptimizedParameter] = {}
         """By every name, aliases too."""
         self.outside: list[OptimizedParameter] = []
         """Those that the model does not have."""
+        self.parameters = [list(self._parameters(k, optimizer)) for k, optimizer in enumerate(self.optimizers)]
+        """Per optimizer, in the order of its ids."""
+        for found in self.parameters:
+            self.by_name.update((one.names[0], one) for one in found)
+        if len(self.by_name) < sum(map(len, self.parameters)) or live.tied or self.outside:
+            self._look_at_shared()
+        if self.outside and len(self.outside) == sum(map(len, self.parameters)):
+            raise NormalizationError(_none_of_this_model(self.optimizers))
+
+    def _look_at_shared(self) -> None:
+        """Find parameters with several names, and refuse those with several owners."""
+        self.by_name.clear()
         owners: dict[int, OptimizedParameter] = {}
-        for k, optimizer in enumerate(self.optimizers):
-            found = list(self._parameters(k, optimizer))
-            self.parameters.append(found)
+        for k, found in enumerate(self.parameters):
             for one in found:
                 other = owners.setdefault(id(one.parameter), one)
                 if other is not one and (other.optimizer, other.id) != (k, one.id):
@@ -77,8 +85,6 @@ class LiveOptimizers:
                     )
                 for name in one.names:
                     self.by_name.setdefault(name, one)
-        if self.outside and len(self.outside) == sum(map(len, self.parameters)):
-            raise NormalizationError(_none_of_this_model(self.optimizers))
 
     @functools.cached_property
     def by_id(self) -> list[dict[int, list[OptimizedParameter]]]:

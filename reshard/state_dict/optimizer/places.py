@@ -4,11 +4,13 @@ on every load into a running optimizer that is all of it, and there is much of i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from reshard.state.frameworks.torch_internals import loads_itself
+from reshard.state_dict.memory import Spans, spans_of
 from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
 
 __all__ = ["Places", "all_plain", "places_of"]
@@ -25,39 +27,59 @@ class Places(NamedTuple):
     """All that they have, one after another. Plain tensors."""
     values: Sequence[torch.Tensor] = ()
     """Of each target, a plain tensor of its shape and dtype."""
-    storages: Sequence[int] = ()
-    """Addresses of the storages of all these tensors."""
+    spans: Spans = Spans()
+    """Where all these tensors lie."""
 
 
-def places_of(live: LiveOptimizers, state: Iterable[tuple[OptimizedParameter, State | None]]) -> Places:
+_ROWS = 32
+"""Parameters that are asked about together."""
+
+
+def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, State | None]]) -> Places:
     """The places of all state under the same keys; of none, if one of them has another form than what is given."""
-    held = [{} if loads_itself(optimizer) else optimizer.state for optimizer in live.optimizers]
+    # not by the parameters themselves, whose hash is a function of Python
+    held = [
+        {} if loads_itself(optimizer) else dict(zip(map(id, optimizer.state), optimizer.state.values()))
+        for optimizer in live.optimizers
+    ]
     rows: list[tuple[OptimizedParameter, dict[Any, Any], State]] = []
     targets: list[torch.Tensor] = []
     given: list[torch.Tensor] = []
-    storages: list[int] = []
-    plain, alike = torch.Tensor, torch.Tensor.is_same_size
-    storage_of, address_of = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
-    for one, values in state:
-        old = held[one.optimizer].get(one.parameter) if values and one.piece is None else None
-        if old is None or values is None or old.keys() != values.keys():
-            continue
-        rows.append((one, old, values))
-        # a tensor is asked everything while it is in the processor's cache: to fetch them all from memory again for
-        # each question takes longer than the answers
-        for key, value in values.items():
-            target = old[key]
-            if type(value) is not plain or type(target) is not plain:
-                return Places()
-            if value.dtype is not target.dtype or not alike(target, value):
-                return Places()
-            targets.append(target)
-            given.append(value)
-            try:
-                storages += address_of(storage_of(target)), address_of(storage_of(value))
-            except (RuntimeError, NotImplementedError):
-                return Places()  # sparse tensors have several
-    return Places(rows, targets, given, storages)
+    starts: list[int] = []
+    sizes: list[int] = []
+    # tensors are asked everything while they are in the processor's cache: to fetch them all from memory again for each
+    # question takes longer than the answers
+    for first in range(0, len(state), _ROWS):
+        here: list[Any] = []
+        wanted: list[Any] = []
+        for one, values in state[first : first + _ROWS]:
+            old = held[one.optimizer].get(id(one.parameter)) if values and one.piece is None else None
+            if old is None or values is None or old.keys() != values.keys():
+                continue
+            rows.append((one, old, values))
+            here += map(old.__getitem__, values)
+            wanted += values.values()
+        lying = spans_of([*here, *wanted]) if _alike(here, wanted) else None
+        if lying is None:
+            return Places()
+        starts += lying.starts
+        sizes += lying.sizes
+        targets += here
+        given += wanted
+    return Places(rows, targets, given, Spans(starts, sizes))
+
+
+def _alike(targets: Sequence[Any], values: Sequence[Any]) -> bool:
+    """Whether all are plain tensors, and each value has the dtype and the shape of its target."""
+    return (
+        all_plain(targets)
+        and all_plain(values)
+        and list(map(_DTYPE, targets)) == list(map(_DTYPE, values))
+        and all(map(torch.Tensor.is_same_size, targets, values))
+    )
+
+
+_DTYPE = attrgetter("dtype")
 
 
 def all_plain(tensors: Iterable[Any]) -> bool:

@@ -135,7 +135,7 @@ class _Copies:
         held = [tensor for entry in self.later for tensor in tensors_in(entry[4])]
         set_to = {id(value): value for value in model_state.values() if isinstance(value, torch.Tensor)}
         others = [*given, *held, *set_to.values(), *live.tensors()]
-        shares_nothing = all_apart(others, self._places.storages)  # nearly always
+        shares_nothing = all_apart(others, self._places.spans)  # nearly always
         model = [] if shares_nothing else _model_tensors(live, model_state)
         if not shares_nothing:
             self.ties = GivenTies([*self.values, *given], model)
