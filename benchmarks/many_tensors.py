@@ -12,6 +12,7 @@ import gc
 import os
 import pickle
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,12 +41,14 @@ def state_of(count: int, fill: float | None = None) -> dict[str, Any]:
     }
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Processor time of all threads of this process; once, since a call takes long."""
+def seconds(what: str, call: Callable[[], object]) -> float:
+    """Processor time of all threads of this process; once, since a call takes long. It is told when it has ended."""
     gc.collect()
     start = time.process_time()
     call()
-    return time.process_time() - start
+    found = time.process_time() - start
+    print(f"    {what}: {found:.3g} processor s", file=sys.stderr, flush=True)
+    return found
 
 
 def command(*words: str | os.PathLike[str]) -> tuple[float, float]:
@@ -62,36 +65,48 @@ def command(*words: str | os.PathLike[str]) -> tuple[float, float]:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, first
 
 
-def measure(count: int, folder: Path, *, peers: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """Our figure and torch's of every call, in an order in which each finds what it reads."""
-    state, target = state_of(count), state_of(count, 0.0)
-    ours, theirs = folder / f"ours-{count}", folder / f"theirs-{count}"
+def measure(
+    state: dict[str, Any], target: dict[str, Any], folder: Path, *, peers: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Our figure and torch's of every call, in an order in which each finds what it reads. `target` becomes `state`."""
+    folder.mkdir()
+    ours, theirs = folder / "ours", folder / "theirs"
     mine = {
-        "save": seconds(lambda: reshard.save(state, ours)),
-        "open": seconds(lambda: reshard.open(ours)),
-        "load": seconds(lambda: reshard.load(target, ours)),
+        "save": seconds("save", lambda: reshard.save(state, ours)),
+        "open": seconds("open", lambda: reshard.open(ours)),
+        "load": seconds("load", lambda: reshard.load(target, ours)),
     }
-    assert all(torch.equal(a, b) for a, b in zip(target["model"].values(), state["model"].values(), strict=True))
-    save = seconds(lambda: dcp.save(state, checkpoint_id=theirs, no_dist=True))
-    mine["open DCP"] = seconds(lambda: reshard.open(theirs))
-    mine["load DCP"] = seconds(lambda: reshard.load(target, theirs))
+    assert reshard.compare(target, state).ok
     mine["inspect"], mine[FIRST_LINE] = command("inspect", ours)
     mine["diff"], _ = command("diff", ours, ours)
+    save = seconds("torch save", lambda: dcp.save(state, checkpoint_id=theirs, no_dist=True))
+    mine["open DCP"] = seconds("open DCP", lambda: reshard.open(theirs))
+    mine["load DCP"] = seconds("load DCP", lambda: reshard.load(target, theirs))
     other: dict[str, float] = {}
     if peers:
-        load = seconds(lambda: dcp.load(target, checkpoint_id=theirs, no_dist=True))
+        load = seconds("torch load", lambda: dcp.load(target, checkpoint_id=theirs, no_dist=True))
         other = {"save": save, "load": load, "load DCP": load}
-        other["open DCP"] = seconds(lambda: pickle.loads((theirs / ".metadata").read_bytes()))
+        other["open DCP"] = seconds("torch unpickling", lambda: pickle.loads((theirs / ".metadata").read_bytes()))
+    shutil.rmtree(folder)
     return mine, other
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder in memory, where there is such."""
+    memory = Path("/dev/shm")
+    return tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
 
 
 def rows(count: int) -> Iterator[Row]:
     """A row for each call."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        measure(min(count, 100), Path(folder), peers=True)  # first calls import much
-        half, _ = measure(count // 2, Path(folder), peers=False)
-        found, other = measure(count, Path(folder), peers=True)
+
+    def of(number: int, *, peers: bool) -> tuple[dict[str, float], dict[str, float]]:
+        return measure(state_of(number), state_of(number, 0.0), Path(folder, str(number)), peers=peers)
+
+    with scratch() as folder:
+        of(min(count, 100), peers=True)  # first calls import much
+        half, _ = of(count // 2, peers=False)
+        found, other = of(count, peers=True)
     for name, mine in found.items():
         peers = {"torch": (other[name],)} if name in other else {}
         unit, floor = ("s", ()) if name == FIRST_LINE else ("processor s", (2 * half[name],))

@@ -34,6 +34,7 @@ from reshard.state.dtypes import dtype_name
 from reshard.state.fingerprints import Fingerprinter, comparable
 from reshard.state.fingerprints.words import float64_is_exact
 from reshard.state.frameworks.tensor_subclasses import expanded
+from reshard.state.garbage import uncollected
 from reshard.state.memory.downloads import to_host
 from reshard.state.per_rank import PerRank
 from reshard.state.plain_data import encode_plain
@@ -190,7 +191,8 @@ def compare(
     Returns a report with every difference; of each differing tensor the first differing element, in row-major order.
     Its `covered` says how many bytes of `a` were read and compared, and not by fingerprints alone.
     """
-    left, right = _Side(a), _Side(b)
+    with uncollected():
+        left, right = _Side(a), _Side(b)
     if labels is not None:
         left.label, right.label = labels
     findings: list[Finding] = []

@@ -13,6 +13,7 @@ import typer
 
 from reshard.cli.show import Branch, Leaf, console, counted, print_json, print_tree, short, size
 from reshard.errors import KeyMismatchError, did_you_mean
+from reshard.state.garbage import uncollected
 
 if TYPE_CHECKING:
     from planners.geometry.layout import StateLayout, TensorLayout
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["cuts_of", "inspect"]
 
 
+@uncollected()
 def inspect(
     path: Annotated[
         str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format: a folder, a file or a URL.")

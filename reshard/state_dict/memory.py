@@ -38,7 +38,7 @@ def spans_of(tensors: Sequence[Any]) -> Spans | None:
         return None
 
 
-def all_apart(tensors: Sequence[Any], spans: Spans = Spans()) -> bool:
+def all_apart(tensors: Sequence[Any], spans: Spans) -> bool:
     """Whether no two of the tensors, and of others that lie in `spans`, share memory, as far as one look at each can
     tell: then there is nothing to ask further."""
     found = spans_of(tensors) if set(map(type, tensors)) <= _PLAIN else None

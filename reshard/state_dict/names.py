@@ -155,10 +155,10 @@ class LiveModel:
     def _index(self) -> None:
         by_name, names_of = self.by_name, self.names_of
         if not any(map(_PIECE, self.slots)):
-            names, values = list(map(_NAME, self.slots)), list(map(_VALUE, self.slots))
-            by_name.update(zip(names, self.slots))
-            names_of.update(zip(map(id, values), map(list, zip(names))))
-            if len(by_name) == len(names_of) == len(values) and id(None) not in names_of:
+            every = list(map(_NAME, self.slots))
+            by_name.update(zip(every, self.slots))
+            names_of.update(zip(map(id, map(_VALUE, self.slots)), map(list, zip(every))))
+            if len(by_name) == len(names_of) == len(every) and id(None) not in names_of:
                 return  # nothing has two names, nor two things one: nearly always, and there are many
             by_name.clear()
             names_of.clear()

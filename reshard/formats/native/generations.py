@@ -16,7 +16,7 @@ from collections.abc import Collection
 from reshard.control import claims
 from reshard.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from reshard.formats.dcp.names import has_dcp
-from reshard.formats.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, refuse_newer
+from reshard.formats.native.manifest import HF_INDEX, MANIFEST, is_generation, read_save_id, refuse_newer
 from reshard.formats.native.reader import detect
 from reshard.storage import Storage, is_temporary
 
@@ -133,7 +133,7 @@ def release(storage: Storage, save_id: str) -> None:
 def published(storage: Storage) -> str | None:
     """The save id that counts, or None."""
     try:
-        return read_manifest(storage).save_id
+        return read_save_id(storage)
     except CheckpointNotFoundError:
         return None
 

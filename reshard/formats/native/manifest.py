@@ -148,6 +148,10 @@ class _Version(msgspec.Struct):
     version: int
 
 
+class _SaveId(msgspec.Struct):
+    save_id: str
+
+
 _DIGEST = b',"digest":"%b"}'
 _DIGEST_BYTES = len(_DIGEST % bytes(32))
 
@@ -163,9 +167,9 @@ def _undigested(data: bytes, where: str) -> bytes:
 
     Raises DamagedCheckpointError. What is so damaged that it does not look like a digest is an unknown field later on.
     """
-    body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-    if not tail.startswith(_DIGEST[:11]):
+    if not _is_digested(data):
         return data
+    body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     if tail != _DIGEST % xxhash.xxh3_128_hexdigest(body).encode():
         raise DamagedCheckpointError(
             f"{where} was changed since it was written: its digest is another one. Restore the file, or load another "
@@ -176,7 +180,11 @@ def _undigested(data: bytes, where: str) -> bytes:
 
 def has_digest(storage: Storage) -> bool:
     """Whether the manifest has a digest of itself, which those of older versions lack."""
-    return storage.read(MANIFEST)[-_DIGEST_BYTES:].startswith(_DIGEST[:11])
+    return _is_digested(storage.read(MANIFEST))
+
+
+def _is_digested(data: bytes) -> bool:
+    return data[-_DIGEST_BYTES:].startswith(_DIGEST[:11])
 
 
 def read_manifest(storage: Storage) -> Manifest:
@@ -185,11 +193,23 @@ def read_manifest(storage: Storage) -> Manifest:
     Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version; DamagedCheckpointError for
     one that was changed, or is no manifest.
     """
+    found: Manifest = _taken_apart(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
+    return found
+
+
+def read_save_id(storage: Storage) -> str:
+    """Of the manifest in `storage`, with the errors of `read_manifest`. What its digest says to be as it was written
+    is not taken apart for it: there may be a million tensors."""
     data = storage.read(MANIFEST)
     where = f"{storage.url.rstrip('/')}/{MANIFEST}"
+    found: str = _taken_apart(data, where, _SaveId if _is_digested(data) else Manifest).save_id
+    return found
+
+
+def _taken_apart(data: bytes, where: str, kind: Any = Manifest) -> Any:
     try:
         _check_version(data, where)
-        return msgspec.json.decode(_undigested(data, where), type=Manifest)
+        return msgspec.json.decode(_undigested(data, where), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DamagedCheckpointError(f"{where} is no whole manifest: {error}") from None
     except RecursionError:

@@ -199,14 +199,15 @@ def batches(
 ) -> Iterator[list[T]]:
     """Items in order, as many of one `kind` together as `limit_bytes` holds; what is larger is alone."""
     batch: list[T] = []
-    total = 0
+    total, kind_of_batch = 0, None
     for item in items:
-        size = nbytes(item)
-        if batch and (total + size > limit_bytes or kind(item) != kind(batch[0])):
+        size, own = nbytes(item), kind(item)
+        if batch and (total + size > limit_bytes or own != kind_of_batch):
             yield batch
             batch, total = [], 0
         batch.append(item)
         total += size
+        kind_of_batch = own
     if batch:
         yield batch
 
