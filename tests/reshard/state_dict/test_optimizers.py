@@ -361,6 +361,27 @@ def test_a_parameter_in_two_optimizers_is_refused() -> None:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([model.bias], lr=0.1)]
     with pytest.raises(NormalizationError, match=r"'bias' is in optimizer 0 .* and in optimizer 1 "):
         get_optimizer_state_dict(model, optimizers)
+    outside = nn.Parameter(torch.zeros(2))
+    optimizers = [torch.optim.SGD([*model.parameters(), outside], lr=0.1), torch.optim.SGD([outside], lr=0.1)]
+    with pytest.raises(NormalizationError, match=r"'outside_model.1.0.0' is in optimizer 0 .* and in optimizer 1 "):
+        get_optimizer_state_dict(model, optimizers)
+
+
+def test_state_of_another_order_and_layout_in_memory_goes_where_it_belongs() -> None:
+    model, optimizer, state = warm_adamw()
+    want = copy.deepcopy(state)
+    for values in state["state"].values():
+        values["exp_avg"] = (
+            values["exp_avg"].t().contiguous().t() if values["exp_avg"].dim() == 2 else values["exp_avg"]
+        )
+    turned = {name: dict(reversed(values.items())) for name, values in state["state"].items()}
+    with torch.no_grad():
+        for held in optimizer.state.values():
+            held["exp_avg"].zero_()
+    held = {id(value) for values in optimizer.state.values() for value in values.values()}
+    set_optimizer_state_dict(model, optimizer, {**state, "state": turned})
+    assert_same(get_optimizer_state_dict(model, optimizer), want)
+    assert {id(value) for values in optimizer.state.values() for value in values.values()} == held
 
 
 def warm_adamw(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from reshard.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from reshard.state_dict.memory import overlapping
+from reshard.state_dict.memory import Spans, all_apart, overlapping, spans_of
 from tests import gloo
 from tests.reshard.state_dict import zoo
 from tests.reshard.state_dict.test_optimizers import LENIENT
@@ -149,6 +150,23 @@ def test_only_what_overlaps_is_found() -> None:
     assert overlapping([apart, one, torch.zeros(4), two, across]) == [[1, 3], [0, 4]]
     assert overlapping([flat[:0], flat[:0], torch.empty(3, device="meta"), torch.empty(3, device="meta")]) == []
     assert overlapping([torch.eye(2).to_sparse()] * 2) == []
+
+
+@pytest.mark.not_simulated("it has no sparse tensors")
+def test_tensors_are_apart_only_if_none_of_them_overlap() -> None:
+    flat, memory = torch.zeros(12), np.zeros(12)
+    one, strided = torch.zeros(6), flat.view(3, 4)[:, :2]
+    apart = [flat[:2], flat[2:5], flat[5:9], flat[:0], flat[:0], torch.empty(3, device="meta"), one]
+    assert all_apart(apart * 1 + [torch.empty(3, device="meta"), torch.eye(2).to_sparse()], Spans())
+    assert all_apart([], Spans())
+    for tensor in (flat[4:6], flat[8:], flat[1:2].expand(3), strided, strided.t(), flat, nn.Parameter(flat[3])):
+        assert not all_apart([*apart, tensor], Spans())
+        assert not all_apart([torch.eye(2).to_sparse(), *apart, tensor], Spans())
+        spans = spans_of([tensor])
+        assert spans is not None
+        assert not all_apart(apart, spans)
+    assert not all_apart([torch.from_numpy(memory[:5]), torch.from_numpy(memory[4:])], Spans()), "of two storages"
+    assert spans_of([one, torch.eye(2).to_sparse()]) is None
 
 
 def run_flat_parameters() -> None:
