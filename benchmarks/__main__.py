@@ -50,6 +50,7 @@ NAMES = (
     "convert_large",
     "peers",
     "device",
+    "many_tensors_large",
 )
 
 

@@ -246,10 +246,11 @@ def _optimizer_state(
     whole = collect_optimizer(whole, live, options)
     if not whole:
         return {}
+    out = flatten(whole) if options.flatten_optimizer_state_dict else whole
+    if not cold:
+        return out
     listed = {name for group in whole["param_groups"] for name in group["params"]} - whole["state"].keys()
-    out = whole
     if options.flatten_optimizer_state_dict:
-        out = flatten(whole)
         # so that it can be told from state that was lost
         keeps = [StateKind(optimizer).keeps_state and bool(whole["state"]) for optimizer in live.optimizers]
         out.update({f"state.{name}": {} for name, one in cold.items() if name in listed and keeps[one.optimizer]})
@@ -259,6 +260,8 @@ def _optimizer_state(
 
 def _without_state(whole: dict[str, Any], live: LiveOptimizers) -> dict[str, OptimizedParameter]:
     """The parameters that never had a gradient, by all their names; without those that have no element here."""
+    if live.by_name.keys() <= whole["state"].keys():
+        return {}
     found = {name: one for name, one in live.by_name.items() if one.name not in whole["state"]}
     return {name: one for name, one in found.items() if one.piece is None or one.piece.is_here or not whole["state"]}
 

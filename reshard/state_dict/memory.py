@@ -27,12 +27,16 @@ class Spans(NamedTuple):
     sizes: Sequence[int] = ()
 
 
-def spans_of(tensors: Sequence[Any]) -> Spans | None:
-    """Where plain tensors lie; None if some are sparse, which have several storages."""
+def spans_of(tensors: Sequence[Any], alike: int = 1) -> Spans | None:
+    """Where plain tensors lie; None if some are sparse, which have several storages.
+
+    Args:
+        alike: so many runs of tensors with the same shapes and dtypes these are, one behind another.
+    """
     try:
         starts = list(map(torch.Tensor.data_ptr, tensors))
         if all(map(torch.Tensor.is_contiguous, tensors)):
-            return Spans(starts, list(map(_NBYTES, tensors)))
+            return Spans(starts, list(map(_NBYTES, tensors[: len(tensors) // alike])) * alike)
         return Spans(starts, list(map(_reach, tensors)))
     except (RuntimeError, NotImplementedError):
         return None

@@ -297,13 +297,14 @@ class _Walk:
         for child_name, child in children.items():
             if child is None:
                 continue
-            below, path = wrappers, f"{name}{child_name}."
+            below, inside = wrappers, f"{live}{child_name}."
+            path = inside if name is live else f"{name}{child_name}."  # no wrapper yet: one text is enough
             if child_name in hidden:
                 below, path = (*wrappers, type(module).__name__), name
             elif offset is not None and child_name.isdigit():
                 self.numbered.add(container)
                 path = f"{name}{int(child_name) + offset}."
-            self.visit(child, f"{live}{child_name}.", path, below, items)
+            self.visit(child, inside, path, below, items)
 
     def _settle(self, module: nn.Module, is_fsdp1: bool) -> None:
         if not is_fsdp1:
@@ -322,8 +323,9 @@ class _Walk:
         flattened = {attr for attr, _ in pieces} if pieces else ()
         for attr, parameter in self.reader.parameters(module).items():
             if parameter is not None and attr not in flattened and not (self.pieces and is_flat(parameter)):
-                names = name + attr, live + attr
-                add(make(Slot, (*names, "parameter", module, attr, parameter, True, wrappers, stage, None)))
+                full = name + attr
+                inside = full if live is name else live + attr
+                add(make(Slot, (full, inside, "parameter", module, attr, parameter, True, wrappers, stage, None)))
         buffers = self.reader.buffers(module)
         if buffers:
             transient = self.reader.transient(module)

@@ -23,6 +23,7 @@ __all__ = [
     "assign_tensor",
     "copy_all",
     "forget_meshes",
+    "has_torchs_setstate",
     "loads_itself",
 ]
 
@@ -193,6 +194,11 @@ def loads_itself(optimizer: torch.optim.Optimizer) -> bool:
         return True
     hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     return any(getattr(optimizer, kind, None) for kind in hooks)
+
+
+def has_torchs_setstate(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the method that brings unpickled state to its present form is torch's own."""
+    return _definer(type(optimizer), "__setstate__").startswith("torch.optim.")
 
 
 def _definer(cls: type, method: str) -> str:

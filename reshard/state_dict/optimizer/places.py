@@ -59,7 +59,7 @@ def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, St
             rows.append((one, old, values))
             here += map(old.__getitem__, values)
             wanted += values.values()
-        lying = spans_of([*here, *wanted]) if _alike(here, wanted) else None
+        lying = spans_of([*here, *wanted], alike=2) if _alike(here, wanted) else None
         if lying is None:
             return Places()
         starts += lying.starts

@@ -86,14 +86,18 @@ class _Match:
         self.faults: list[str] = []
         for k, own in enumerate(live.parameters):
             kind = StateKind(live.optimizers[k])
+            usual: Any = None  # fields, group and keys of one before it that fits, whatever its parameter
             for one in own:
                 name = one.names[0]
                 values = saved.state.get(name)
                 if values is None:
                     values = self._under_another_name(one, kind)
                 if values is not None:
-                    misfit = kind.check(values, one, saved.fields.get(name, _NO_FIELDS))
-                    values = values if misfit is None else self._useful(one, values, misfit, kind)
+                    fields = saved.fields.get(name, _NO_FIELDS)
+                    if usual is None or fields is not usual[0] or one.group != usual[1] or list(values) != usual[2]:
+                        misfit = kind.check(values, one, fields)
+                        usual = (fields, one.group, kind.fitting) if kind.fitting else None
+                        values = values if misfit is None else self._useful(one, values, misfit, kind)
                 self.state.append((one, values))
         self.other = [
             (k, key, saved.state[key])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import NormalizationError
@@ -26,15 +27,22 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
     for k, optimizer in enumerate(live.optimizers):
         saved = optimizer.state_dict()
         if not is_nested(saved):
-            cls, keys = type(optimizer), ", ".join(map(repr, list(saved)[:8]))
+            cls, found = type(optimizer), ", ".join(map(repr, list(saved)[:8]))
             raise NormalizationError(
-                f"the state dict of optimizer {k} ({cls.__module__}.{cls.__qualname__}){where()} has {keys}, and not "
+                f"the state dict of optimizer {k} ({cls.__module__}.{cls.__qualname__}){where()} has {found}, and not "
                 "'state' and 'param_groups' as torch's have. Give the optimizer that is inside, if it holds the "
                 f"model's own parameters; of DeepSpeed's, {HOW_TO_SAVE}"
             )
-        named = {key: _names(key, live, k) for group in saved["param_groups"] for key in group["params"]}
+        # ids are positions, unless several parameters share one
+        plain = {} if live.live.pieces_of else {one.id: one.names[0] for one in live.parameters[k]}
+        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        named = {key: _names(key, live, k) for key in keys if type(key) is not int or key not in plain}
         for key, values in saved["state"].items():
-            if values:
+            known = plain.get(key) if type(key) is int else None
+            if known is not None and known not in state:
+                if values:
+                    state[known] = copy_containers(values)
+            elif values:
                 for i, (name, one) in enumerate(named.get(key) or _names(key, live, k)):
                     if name in state:
                         raise NormalizationError(f"two optimizers have state under the key {name!r}{where()}")
@@ -48,8 +56,16 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
                 for field, value in group.items()
                 if field not in ("params", "param_names")
             }
-            groups.append({**fields, "params": [name for key in group["params"] for name, _ in named[key]]})
+            groups.append({**fields, "params": _listed(group["params"], plain, named)})
     return {"state": state, "param_groups": groups}
+
+
+def _listed(
+    keys: list[Any], plain: Mapping[int, str], named: Mapping[Any, list[tuple[Any, OptimizedParameter | None]]]
+) -> list[Any]:
+    if not named:
+        return [plain[key] for key in keys]
+    return [name for key in keys for name in ([plain[key]] if key not in named else [one for one, _ in named[key]])]
 
 
 def _names(key: Any, live: LiveOptimizers, k: int) -> list[tuple[Any, OptimizedParameter | None]]:

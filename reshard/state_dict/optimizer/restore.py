@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from reshard.state.frameworks.torch_internals import copy_all, loads_itself
+from reshard.state.frameworks.torch_internals import copy_all, has_torchs_setstate, loads_itself
 from reshard.state.tensors import global_shape, identity_of, is_sharded
 from reshard.state_dict.memory import all_apart, apart, overlapping
 from reshard.state_dict.names import LiveModel
@@ -48,8 +48,9 @@ def apply_optimizers(
     ]
     places = Places() if _moves_a_step(writes.places, merged) else writes.places
     copies = _Copies(places)
-    kept = {id(one) for one, _, _ in places.rows}
-    for one, values in writes.state if len(kept) < len(writes.state) else ():
+    incomplete = len(places.rows) < len(writes.state)
+    kept = {id(one) for one, _, _ in places.rows} if incomplete else set()
+    for one, values in writes.state if incomplete else ():
         k = one.optimizer
         if id(one) in kept:
             continue
@@ -71,8 +72,10 @@ def apply_optimizers(
                     group[field].copy_(value)
                 else:
                     group[field] = value
-        # where optimizer classes bring old state to their present form, as on every load
-        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+        # where optimizer classes bring old state to their present form, as on every load; torch's own have nothing to do
+        # there with state that kept its form
+        if incomplete or not has_torchs_setstate(optimizer):
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
     return replace(writes.report, untied=(*copies.untied, *copies.ties.lost(live, writes)))
 
 

@@ -68,6 +68,7 @@ class StateKind:
 
     Attributes:
         name: class of the optimizer.
+        fitting: keys that fit in every parameter of the group and with the fields that were checked last; or None.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -80,18 +81,17 @@ class StateKind:
         self._group = 0
         self._are_set: tuple[bool, ...] = ()
         """Of the fields that were asked for last."""
-        self._fitting: list[Any] | None = None
-        """Keys that fit in every parameter of that group that had those fields."""
+        self.fitting: list[Any] | None = None
         self._checked: dict[Any, Misfit] = {}
 
     def check(self, values: Mapping[Any, Any], one: OptimizedParameter, fields: Mapping[str, Any]) -> Misfit | None:
         """What is wrong with the keys of `values`, saved for the parameter in a group that had `fields`; or None."""
         # a model has many parameters, one after another in few groups, and few kinds of state
         known = fields is self._fields and one.group == self._group
-        if self._optimizer_has_a_say or (known and list(values) == self._fitting):
+        if self._optimizer_has_a_say or (known and list(values) == self.fitting):
             return None
         if not known:
-            self._fields, self._group, self._fitting = fields, one.group, None
+            self._fields, self._group, self.fitting = fields, one.group, None
             self._are_set = self._settings(fields, one.group)
         is_matrix = self._base == "Adafactor" and one.parameter.dim() > 1
         kind = (self._are_set, is_matrix, *values)
@@ -102,7 +102,7 @@ class StateKind:
             foreign = tuple(key for key in values if self._has_no_use_for(str(key)))
             found = self._checked[kind] = Misfit(lacking, foreign) if lacking or foreign else _FITS
         if found is _FITS and self._base not in ("Adafactor", "LBFGS"):  # whose state depends on more
-            self._fitting = list(values)
+            self.fitting = list(values)
         return None if found is _FITS else found
 
     def _settings(self, fields: Mapping[str, Any], group: int) -> tuple[bool, ...]:
