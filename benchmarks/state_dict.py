@@ -1,7 +1,8 @@
 """The get and set functions beside torch's own, in one process: `python -m benchmarks.state_dict [--quick]`.
 
 A mixture-of-experts model of about 13,000 parameters and AdamW, on the CPU and with tiny tensors, so that what is
-measured is the work per parameter. The floor is twice the time of half the model: what comes to it is linear.
+measured is the work per parameter, in processor time. The floor is twice the time of half the model: what comes to it
+is linear.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ def apply_optimizers(
                     group[field].copy_(value)
                 else:
                     group[field] = value
-        # where optimizer classes bring old state to their present form, as on every load; torch's own have nothing to do
-        # there with state that kept its form
+        # where optimizer classes bring old state to their present form, as on every load; torch's own have nothing to
+        # do there with state that kept its form
         if incomplete or not has_torchs_setstate(optimizer):
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
     return replace(writes.report, untied=(*copies.untied, *copies.ties.lost(live, writes)))
