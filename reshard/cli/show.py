@@ -178,4 +178,5 @@ def fold(branch: Branch) -> list[tuple[str, int, Branch | Leaf]]:
             close()
         run.append(name)
     close()
-    return [*out, *((n, 1, child) for n, child in branch.children.items() if n not in set(numbered))]
+    known = set(numbered)
+    return [*out, *((n, 1, child) for n, child in branch.children.items() if n not in known)]
