@@ -39,6 +39,7 @@ NAMES = (
     *ON_THE_PAGE,
     *ON_REQUEST,
     "load_parts",
+    "cold",
     "plan",
     "incremental",
     "live",

@@ -23,9 +23,6 @@ if TYPE_CHECKING:  # reading by segments is imported by those who do it: several
 
 __all__ = ["Fetch"]
 
-REQUESTS = 8
-"""To a storage that takes its time, under way at a time."""
-
 
 @dataclass
 class Fetch:
@@ -63,10 +60,9 @@ class Fetch:
             from reshard.execute.sharing.machine_memory import OwnMemory
             from reshard.execute.sharing.machine_reading import slots_for
 
-            slots, slot_bytes = slots_for(self.copies)
-            room = self.room_bytes is None or self.room_bytes >= 2 * slots * slot_bytes
+            slots, slot_bytes = slots_for(self.copies, self.room_bytes)
             party = "checks" if self.native is not None else ""  # who does not check may not read for who does
-            self._own = OwnMemory(slots if room else 0, slot_bytes, party)
+            self._own = OwnMemory(slots, slot_bytes, party)
 
     def __enter__(self) -> Fetch:
         return self
@@ -127,11 +123,12 @@ class Fetch:
         from reshard.execute.sharing.remote_reading import RemoteReading
         from reshard.execute.sharing.segments import REMOTE_SEGMENT_BYTES
 
+        requests = max(source.storage.requests for source in sources if source.view() is None)
         # half of the memory: the other half is for what is staged
-        room = REQUESTS * REMOTE_SEGMENT_BYTES if self.room_bytes is None else self.room_bytes // 2
+        room = requests * REMOTE_SEGMENT_BYTES if self.room_bytes is None else self.room_bytes // 2
         remote = RemoteReading.of(copies)
         done = remote.run(
-            requests=max(1, min(REQUESTS, room // REMOTE_SEGMENT_BYTES)),
+            requests=max(1, min(requests, room // REMOTE_SEGMENT_BYTES)),
             request_bytes=min(REMOTE_SEGMENT_BYTES, room),
             piece_bytes=self.space.piece_bytes,
             native=self.native,

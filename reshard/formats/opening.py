@@ -140,7 +140,7 @@ def _open_at(
             is_same = names == listed and not (facts is not None and native.is_replaced(facts))
             if is_same or attempt + 1 == _ATTEMPTS:
                 raise
-    files = Files(storage)
+    files = Files(storage, names)
     return replace(contents, files=tuple(files[name] for name in names if not name.endswith("/"))), url
 
 

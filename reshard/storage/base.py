@@ -35,12 +35,14 @@ class Storage(ABC):
         is_common: whether all processes of a machine that open this URL see the same objects, so that one may read for
             another.
         has_places: whether several processes of a machine can write one object together, see `create_together`.
+        requests: how many requests had better be under way at once; 1 where answers do not keep one waiting.
     """
 
     url: str
     max_gap_bytes: int
     is_common: bool = False
     has_places: bool = False
+    requests: int = 8
 
     @abstractmethod
     def list(self, prefix: str = "") -> dict[str, int]:

@@ -45,6 +45,7 @@ class LocalStorage(Storage):
     max_gap_bytes = _PAGE_BYTES
     is_common = True
     has_places = True
+    requests = 1
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))

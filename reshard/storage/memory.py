@@ -23,6 +23,7 @@ class MemoryStorage(Storage):
     """
 
     max_gap_bytes = 0
+    requests = 1
 
     def __init__(self, name: str = "", *, within: MemoryStorage | None = None) -> None:
         self.url = f"memory://{name}"

@@ -33,6 +33,7 @@ class TarStorage(Storage):
         """
         self.url = f"{storage.url.rstrip('/')}/{name}"
         self.max_gap_bytes = storage.max_gap_bytes
+        self.requests = storage.requests
         self._storage, self._name = storage, name
         head = storage.read(name, 0, min(2, storage.size(name)))
         if head in _COMPRESSED:

@@ -37,6 +37,7 @@ class Survivors(Storage):
     """
 
     max_gap_bytes = LocalStorage.max_gap_bytes
+    requests = 1
 
     def __init__(self, here: LocalStorage, fetched: Path, manifest_text: bytes, whole: Collection[str]) -> None:
         self.here, self.fetched, self.whole = here, LocalStorage(fetched), frozenset(whole)

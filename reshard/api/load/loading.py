@@ -235,7 +235,16 @@ class _Load:
         # ranks without elements of a tensor do not see that it is tied: to share the reading, all must plan the same
         names = once if shared is None else match.tensors
         dry_run = self.options.dry_run
-        plan = plan_rank(targets, self.checkpoint, names, self.rank, dry_run=dry_run, uploads=uploads, shared=shared)
+        plan = plan_rank(
+            targets,
+            self.checkpoint,
+            names,
+            self.rank,
+            dry_run=dry_run,
+            uploads=uploads,
+            shared=shared,
+            check=self.options.check,
+        )
         uploads.begin()
         return shared, plan
 

@@ -14,6 +14,7 @@ from planners.load.proof import verify_load
 from reshard.checkpoint.checkpoint import Checkpoint, stored_layout
 from reshard.errors import DamagedCheckpointError
 from reshard.execute.reading import Copy, Staged, find_copies
+from reshard.formats.native.reader import NativeFacts
 from reshard.formats.stored.tensor import StoredTensor
 from reshard.state.dtypes import dtype_from_name
 from reshard.state.memory.arrays import as_array
@@ -46,6 +47,7 @@ def plan_rank(
     dry_run: bool,
     uploads: Uploads,
     shared: SharedReading | None = None,
+    check: bool = True,
 ) -> ReadPlan:
     """Plan this rank's reads of the stored tensors `names`, prove the plan, and find the bytes of every item.
 
@@ -53,6 +55,7 @@ def plan_rank(
         names: key of the target -> name in the checkpoint.
         uploads: the way to devices.
         shared: who reads what, where ranks read for one another.
+        check: whether checksums will be wanted.
 
     Raises DamagedCheckpointError if the checkpoint does not hold every element that is wanted exactly once, or not all
     of its bytes.
@@ -77,6 +80,10 @@ def plan_rank(
     items = plan.items(rank)
     if dry_run:
         return ReadPlan([], items.nbytes)
+    native = checkpoint.contents.facts_of(NativeFacts)
+    if native is not None and native.storage.requests > 1:
+        writers = {chunk.owner for item in items for chunk, _ in stored[item.fqn].meeting(item.box)}
+        native.bring((owner for owner in writers if isinstance(owner, int)), check)
     landings = _landings(targets, wanted, shared, uploads)
     return ReadPlan(find_copies(items, lambda key: stored[key], landings), items.nbytes)
 

@@ -42,8 +42,8 @@ from reshard.formats.stored.source import FileSource
 
 __all__ = ["MachineReading", "slots_for"]
 
-LOCAL_SLOTS, REMOTE_SLOTS = 2, 8
-"""Slots of a rank: some are filled while the others still take from those before; more where requests take long."""
+LOCAL_SLOTS = 2
+"""Slots of a rank: one is filled while the others still take from that before; more where requests take long."""
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -281,8 +281,12 @@ class _SlotFiller:
         self._done.checked += one.checked
 
 
-def slots_for(copies: Iterable[Copy]) -> tuple[int, int]:
-    """How many slots this rank shares with the others of its machine, and of how many bytes."""
+def slots_for(copies: Iterable[Copy], room_bytes: int | None) -> tuple[int, int]:
+    """How many slots this rank shares with the others of its machine, and of how many bytes: as many as there had
+    better be requests to where it reads, or as half of its memory holds; none if that is for fewer than two."""
     sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
-    remote = any(source.view() is None for source in sources)
-    return REMOTE_SLOTS if remote else LOCAL_SLOTS, max(map(slot_bytes, sources), default=mmap.PAGESIZE)
+    nbytes = max(map(slot_bytes, sources), default=mmap.PAGESIZE)
+    slots = max((source.storage.requests for source in sources if source.view() is None), default=LOCAL_SLOTS)
+    if room_bytes is not None:
+        slots = min(slots, room_bytes // (2 * nbytes))
+    return slots if slots >= LOCAL_SLOTS else 0, nbytes

@@ -80,7 +80,7 @@ def open_folder(storage: Storage, names: Mapping[str, int], folder: str, undo: U
             names is missing or too short.
         UnsafeDataError: `.metadata` asks for something that could run code.
     """
-    files = Files(storage)
+    files = Files(storage, names)
     found = [folder + ".metadata"] if folder + ".metadata" in names else []
     by_rank = sorted(n for n in names if n.startswith(folder) and RANK_METADATA.fullmatch(n[len(folder) :]))
     if not found and not by_rank:

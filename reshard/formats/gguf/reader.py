@@ -58,7 +58,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
     """
     found = sorted(n for n in names if "/" not in n and n.endswith(".gguf"))
     _check_names(storage.url, found)
-    files = Files(storage)
+    files = Files(storage, names)
     headers = {file: read_header(files[file]) for file in found}
     alone = _NUMBERED.fullmatch(found[0]) if len(names) == 1 and len(storage.list()) > 1 else None
     # opened by the path of one of several files: that one is meant

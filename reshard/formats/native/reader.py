@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import xxhash
 from msgspec import UNSET
@@ -77,6 +78,9 @@ class NativeFacts(Facts):
     """All data files, by name."""
     sums: Callable[[str], bytes]
     """The block checksums of a file of this name, read and checked when first asked for."""
+    bring: Callable[[Iterable[int], bool], None]
+    """Read the headers of the files of these ranks, and if it is said so their checksums, many at a time: they need not
+    be waited for one by one when they are asked for."""
     parts_near: Callable[[str, Box], Iterator[Part]]
     """Where the elements of a tensor are that share one with a box, each with its file and array."""
 
@@ -122,7 +126,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         raise DamagedCheckpointError(
             f"{storage.url}/{MANIFEST} contradicts itself: {other[0]!r} is said to be at {key_of(paths[other[0]])!r}"
         )
-    files = _DataFiles(storage, manifest)
+    files = _DataFiles(storage, manifest, names)
     hidden = {row["tensor"] for rows in manifest.per_rank.values() for row in rows.values() if "tensor" in row}
     if absent := [*(hidden - set(layout)), *(name for name in manifest.aliases.values() if name not in layout)]:
         raise DamagedCheckpointError(
@@ -136,7 +140,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         paths=paths,
         containers={path_from_json(path): kind for path, kind in manifest.containers},
         facts=NativeFacts(
-            storage, manifest, plan, files.records, files.sums, partial(_parts_near, layout, plan, files)
+            storage, manifest, plan, files.records, files.sums, files.bring, partial(_parts_near, layout, plan, files)
         ),
         per_rank=LazyMapping(
             {key: partial(_per_rank, rows, layout, plan, files) for key, rows in manifest.per_rank.items()}
@@ -199,22 +203,37 @@ def _per_rank(rows: Mapping[str, Any], layout: StateLayout, plan: SavePlan, file
     return out
 
 
+class Once(Generic[T]):
+    """What a function gives for a name, made once, whichever of many threads asks first; an error is not kept."""
+
+    def __init__(self, make: Callable[[str], T]) -> None:
+        self._make = make
+        self._made: dict[str, T] = {}
+        self._locks: dict[str, threading.Lock] = {}
+
+    def __call__(self, name: str) -> T:
+        if name not in self._made:
+            with self._locks.setdefault(name, threading.Lock()):
+                if name not in self._made:
+                    self._made[name] = self._make(name)
+        return self._made[name]
+
+
 class _DataFiles:
     """The data files of a checkpoint, their headers, checksums and tables of parts, each read when first needed."""
 
-    def __init__(self, storage: Storage, manifest: Manifest) -> None:
-        self.sources = Sources(storage)
+    def __init__(self, storage: Storage, manifest: Manifest, listed: Mapping[str, int]) -> None:
+        self.sources = Sources(storage, listed)
         self.records = Files(
             storage,
             {int(rank): record for rank, record in manifest.files.items()},
             () if manifest.linked is UNSET else manifest.linked,
             None if manifest.table is UNSET else manifest.table,
         )
-        self.sums = cache(partial(_sums, storage, self.records))
+        self.sums = Once(partial(_sums, storage, self.records))
         self._tables = LazyMapping({int(r): partial(read_parts, storage, t) for r, t in manifest.tables.items()})
         self.has_tables = bool(manifest.tables)
-        self._headers: dict[str, dict[str, Offsets]] = {}
-        self._lock = threading.Lock()
+        self._headers = Once(self._header)
 
     def parts(self, rank: int, key: str, box: Box) -> Sequence[Part]:
         """What makes up an array that the rank holds: itself, in the rank's own file, in most cases."""
@@ -227,16 +246,25 @@ class _DataFiles:
         if record is None:
             raise DamagedCheckpointError(f"the manifest names no file of rank {rank}, which must hold {key!r}")
         source = self.sources[record.name]
-        if record.name not in self._headers:
-            if (found := source.nbytes) != record.nbytes:  # another rank may have been the one to look for it
-                raise _of_wrong_length(source.storage, record.name, record.nbytes, found)
-            with self._lock:
-                self._headers[record.name] = read_offsets(source, record.header_bytes)
-        entry = self._headers[record.name].get(key)
+        entry = self._headers(record.name).get(key)
         if entry is None or entry.data_offsets is None:
             raise DamagedCheckpointError(f"{source.label} must hold {key!r}, but its header does not name it")
         start, stop = (record.header_bytes + offset for offset in entry.data_offsets)
         return (source, *self._within(source, record, key, start, stop))
+
+    def _header(self, file: str) -> dict[str, Offsets]:
+        record, source = self.records[file], self.sources[file]
+        if (found := source.nbytes) != record.nbytes:  # another rank may have been the one to look for it
+            raise _of_wrong_length(source.storage, file, record.nbytes, found)
+        return read_offsets(source, record.header_bytes)
+
+    def bring(self, ranks: Iterable[int], sums: bool) -> None:
+        """See `NativeFacts.bring`."""
+        names = {record.name for record in map(self.records.of_rank, ranks) if record is not None}
+        kinds: list[Callable[[str], object]] = [self._headers, self.sums] if sums else [self._headers]
+        with ThreadPoolExecutor(self.sources.storage.requests, thread_name_prefix="reshard-read") as pool:
+            for done in [pool.submit(read, name) for name in sorted(names) for read in kinds]:
+                done.result()
 
     def find_linked(self, part: Part, size: int) -> FileSource:
         """The file of an earlier save that holds the part."""

@@ -154,7 +154,7 @@ def _check_numbers(url: str, files: list[str]) -> None:
 
 def open_files(storage: Storage, names: Mapping[str, int], found: list[str]) -> Contents:
     """All tensors of the safetensors files `found`, whole or in DCP's chunks."""
-    files = Files(storage)
+    files = Files(storage, names)
     headers = {file: read_header(files[file]) for file in found}
     chunks: dict[str, list[tuple[str, Header, tuple[int, ...]]]] = {}
     inferred = False

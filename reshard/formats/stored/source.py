@@ -6,8 +6,9 @@ import mmap
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 
 from reshard.errors import DamagedCheckpointError
 from reshard.storage.base import Storage
@@ -77,22 +78,26 @@ class Source(ABC):
 
 
 class FileSource(Source):
-    """An object of a storage. Mapped into memory at first use where the storage can."""
+    """An object of a storage. Mapped into memory at first use where the storage can.
 
-    def __init__(self, storage: Storage, name: str) -> None:
+    `listed` is its size, if that is known already, where the storage has no view of it: a request less.
+    """
+
+    def __init__(self, storage: Storage, name: str, listed: int | None = None) -> None:
         self.storage = storage
         self.name = name
         self.label = f"{storage.url.rstrip('/')}/{name}"
         self.max_gap_bytes = storage.max_gap_bytes
         self._view: memoryview | None = None
         self._nbytes: int | None = None
+        self._listed = listed
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
         if self._nbytes is None:
             self.view()
-            self._nbytes = len(self._view) if self._view is not None else self.storage.size(self.name)
+            assert self._nbytes is not None
         return self._nbytes
 
     def view(self) -> memoryview | None:
@@ -100,7 +105,10 @@ class FileSource(Source):
             with self._lock:
                 if self._nbytes is None:
                     self._view = self.storage.mapped(self.name)
-                    self._nbytes = len(self._view) if self._view is not None else self.storage.size(self.name)
+                    if self._view is not None:
+                        self._nbytes = len(self._view)
+                    else:
+                        self._nbytes = self.storage.size(self.name) if self._listed is None else self._listed
         return self._view
 
     def prefer_view(self) -> None:
@@ -159,15 +167,21 @@ class FileSource(Source):
 
 
 class Files:
-    """The files of one checkpoint: one `FileSource` a name, so that each is mapped once."""
+    """The files of one checkpoint: one `FileSource` a name, so that each is mapped once.
 
-    def __init__(self, storage: Storage) -> None:
+    `listed`: sizes by name, as far as they are known.
+    """
+
+    def __init__(self, storage: Storage, listed: Mapping[str, int] = MappingProxyType({})) -> None:
         self.storage = storage
+        self._listed = listed
         self._sources: dict[str, FileSource] = {}
 
     def __getitem__(self, name: str) -> FileSource:
         source = self._sources.get(name)
-        return self._sources.setdefault(name, FileSource(self.storage, name)) if source is None else source
+        if source is None:
+            source = self._sources.setdefault(name, FileSource(self.storage, name, self._listed.get(name)))
+        return source
 
 
 class BytesSource(Source):

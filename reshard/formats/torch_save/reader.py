@@ -47,7 +47,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
             f"{storage.url} holds {len(found)} files of torch.save that nothing says belong together: "
             f"{', '.join(sorted(found)[:5])}; open one by its path"
         )
-    file = read_torch_file(Files(storage)[found[0]])
+    file = read_torch_file(Files(storage, names)[found[0]])
     return contents_of(name, {(): file})
 
 
@@ -61,7 +61,7 @@ def _open_indexed(storage: Storage, names: Mapping[str, int], index: str) -> Con
     missing = [file for file in wanted if file not in names]
     if missing:
         raise DamagedCheckpointError(f"{storage.url}: files that {index} names are missing: {', '.join(missing[:5])}")
-    files = Files(storage)
+    files = Files(storage, names)
     merged: dict[str, Any] = {}
     for file in wanted:
         part = contents_of(name, {(): read_torch_file(files[file])})

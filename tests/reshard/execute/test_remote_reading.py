@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import reshard
 from reshard.errors import DamagedCheckpointError, ReshardError
 from reshard.execute.reading import Staged
 from reshard.execute.sharing.segments import REMOTE_SEGMENT_BYTES as SIZE
+from reshard.formats.native.reader import Once
 from reshard.formats.stored.tensor import Place
 from reshard.storage import LocalStorage
 from tests import gloo
@@ -25,6 +27,7 @@ class Remote(LocalStorage):
     """A folder as an object store would give it: by ranges alone. Counts them."""
 
     max_gap_bytes = 1 << 20
+    requests = 8
 
     def __init__(self, root: Path | str) -> None:
         super().__init__(root)
@@ -113,6 +116,67 @@ def test_a_file_that_was_cut_short_is_found_before_anything_is_written(tmp_path)
     with pytest.raises(DamagedCheckpointError):
         reshard.load(target, Remote(tmp_path / "ckpt"))
     assert not any(t.any() for t in target.values())
+
+
+class AllAtOnce(Remote):
+    """Answers who asks for a header, or for checksums, only when all of those that there are were asked for."""
+
+    def __init__(self, root: Path | str, count: int) -> None:
+        super().__init__(root)
+        self._all_asked = threading.Barrier(count)
+        self.small: list[str] = []
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        if name.endswith(".safetensors") and buffer.nbytes < 1024:
+            self._wait(name)
+        super().read_into(name, start, buffer)
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        if name.endswith(".sums"):
+            self._wait(name)
+        return super().read(name, start, length)
+
+    def _wait(self, name: str) -> None:
+        self.small.append(name)
+        self._all_asked.wait(timeout=20)
+
+
+def _save_rows(path: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    storage = Remote(path)
+    storage.has_places = False  # a file each, as in an object store
+    reshard.save({"w": distribute_tensor(torch.arange(90_000.0).reshape(300, 300), mesh, [Shard(0)])}, storage)
+
+
+def test_headers_and_checksums_of_all_files_are_asked_for_at_once(tmp_path):
+    gloo.run(_save_rows, 2, str(tmp_path / "ckpt"))
+    for check, count in ((True, 4), (False, 2)):
+        target = {"w": torch.zeros(300, 300)}
+        storage = AllAtOnce(tmp_path / "ckpt", count)
+
+        reshard.load(target, storage, check=check)
+
+        assert torch.equal(target["w"], torch.arange(90_000.0).reshape(300, 300))
+        assert len(storage.small) == len(set(storage.small)) == count
+
+
+def test_what_many_threads_ask_for_is_made_once_and_errors_are_not_kept():
+    asked: list[str] = []
+    begun = threading.Event()
+
+    def make(name: str) -> int:
+        asked.append(name)
+        begun.wait(0.05)
+        if len(asked) == 1:
+            raise KeyError(name)
+        return len(asked)
+
+    once = Once(make)
+    with pytest.raises(KeyError):
+        once("a")
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(once, ["a"] * 8)) == [2] * 8
+    assert asked == ["a", "a"]
 
 
 def shared_job(path: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from reshard.errors import StorageError
+from reshard.errors import CheckpointNotFoundError, StorageError
 from reshard.storage import Storage, open_storage
 from reshard.storage.object_store import ObjectStorage, choose_gap_bytes, open_objects
 from tests.reshard.storage.s3_server import FlakyProxy, S3Server
@@ -53,6 +53,20 @@ def test_large_objects_travel_in_parts(s3: S3Server, proxy: FlakyProxy) -> None:
     assert target == data[7 * MIB : 19 * MIB]
     with pytest.raises(StorageError, match="too short"):
         storage.read("big", 20 * MIB, 8 * MIB)
+
+
+@pytest.mark.parametrize(("nbytes", "gets"), [(0, 1), (7, 1), (5 * MIB, 1), (5 * MIB + 1, 2), (11 * MIB, 3)])
+def test_whole_objects_are_read_without_asking_for_their_size(proxy: FlakyProxy, nbytes: int, gets: int) -> None:
+    storage, data = _open(), _pattern(nbytes)
+    storage.publish("x", data)
+    proxy.requests.clear()
+    assert storage.read("x") == data
+    assert proxy.requests.count(b"GET") == gets
+    assert proxy.requests.count(b"HEAD") == (nbytes == 0)
+    proxy.drop, proxy.drop_after = 1, 300
+    assert storage.read("x") == data
+    with pytest.raises(CheckpointNotFoundError, match="there is no y"):
+        storage.read("y")
 
 
 def test_an_interrupted_upload_is_aborted(s3: S3Server) -> None:

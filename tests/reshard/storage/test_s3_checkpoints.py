@@ -18,6 +18,7 @@ from reshard import latest_complete, prune, verify
 from reshard.api.load.loading import load
 from reshard.api.save.saving import save
 from reshard.errors import StorageError
+from reshard.execute.sharing.segments import REMOTE_SEGMENT_BYTES
 from reshard.storage import open_storage
 from reshard.storage.object_store import ObjectStorage, open_objects
 from tests import gloo
@@ -54,6 +55,16 @@ def test_round_trip(s3: S3Server) -> None:
         assert _loaded_step(url) == step
     generations = {name.split("/")[0] for name in open_storage(url).list("data-")}
     assert len(generations) == 1, "the replaced one is gone"
+
+
+def test_a_load_asks_for_nothing_twice(proxy: FlakyProxy) -> None:
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+    save(_state(1), url)
+    proxy.requests.clear()
+    assert _loaded_step(url) == 1
+    segments = -(-4 * 1_400_000 // REMOTE_SEGMENT_BYTES)
+    # the list, the manifest, a header, its checksums; no object is asked for its size, which the list has told
+    assert proxy.requests == [b"GET"] * (4 + segments)
 
 
 @pytest.mark.parametrize("name", ["a b", "step#1?x", "a%20b", "ü=1+1"])
