@@ -233,7 +233,8 @@ class _DataFiles:
         self.sums = Once(partial(_sums, storage, self.records))
         self._tables = LazyMapping({int(r): partial(read_parts, storage, t) for r, t in manifest.tables.items()})
         self.has_tables = bool(manifest.tables)
-        self._headers = Once(self._header)
+        # of no method of this: a circle would keep files mapped until garbage is collected
+        self._headers = Once(partial(_header, self.sources, self.records))
 
     def parts(self, rank: int, key: str, box: Box) -> Sequence[Part]:
         """What makes up an array that the rank holds: itself, in the rank's own file, in most cases."""
@@ -251,12 +252,6 @@ class _DataFiles:
             raise DamagedCheckpointError(f"{source.label} must hold {key!r}, but its header does not name it")
         start, stop = (record.header_bytes + offset for offset in entry.data_offsets)
         return (source, *self._within(source, record, key, start, stop))
-
-    def _header(self, file: str) -> dict[str, Offsets]:
-        record, source = self.records[file], self.sources[file]
-        if (found := source.nbytes) != record.nbytes:  # another rank may have been the one to look for it
-            raise _of_wrong_length(source.storage, file, record.nbytes, found)
-        return read_offsets(source, record.header_bytes)
 
     def bring(self, ranks: Iterable[int], sums: bool) -> None:
         """See `NativeFacts.bring`."""
@@ -279,6 +274,13 @@ class _DataFiles:
         if not record.header_bytes <= start <= stop <= record.nbytes:
             raise DamagedCheckpointError(f"{source.label}: {what!r} lies outside the file, at bytes [{start}, {stop})")
         return start, stop
+
+
+def _header(sources: Sources, records: Files, file: str) -> dict[str, Offsets]:
+    record, source = records[file], sources[file]
+    if (found := source.nbytes) != record.nbytes:  # another rank may have been the one to look for it
+        raise _of_wrong_length(source.storage, file, record.nbytes, found)
+    return read_offsets(source, record.header_bytes)
 
 
 def _sums(storage: Storage, records: Files, file: str) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -177,6 +179,19 @@ def test_what_many_threads_ask_for_is_made_once_and_errors_are_not_kept():
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(once, ["a"] * 8)) == [2] * 8
     assert asked == ["a", "a"]
+
+
+def test_files_are_let_go_with_their_checkpoint_and_not_when_garbage_is_collected(tmp_path):
+    reshard.save({"w": torch.arange(4.0)}, tmp_path / "ckpt")
+    gc.disable()
+    try:
+        checkpoint = reshard.open(tmp_path / "ckpt")
+        file = weakref.ref(checkpoint["w"].stored.chunks[0].source)
+        assert torch.equal(checkpoint["w"][:], torch.arange(4.0))
+        del checkpoint
+        assert file() is None
+    finally:
+        gc.enable()
 
 
 def shared_job(path: str) -> list[dict[str, Any]]:
