@@ -30,6 +30,7 @@ ON_THE_PAGE = (
     "many_tensors",
     "first_calls",
     "convert",
+    "peers",
     "fingerprint",
     "dcp_face",
 )
@@ -49,7 +50,6 @@ NAMES = (
     "control_simulated",
     "manifest",
     "convert_large",
-    "peers",
     "device",
     "many_tensors_large",
 )
