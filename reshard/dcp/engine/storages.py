@@ -37,27 +37,31 @@ def storage_by_position(call: Call) -> Call:
 
 
 def writer_for(checkpoint_id: Id | None, writer: StorageWriter | None) -> StorageWriter:
-    """The writer, told of `checkpoint_id`. Raises CheckpointError if there is neither."""
+    """The writer, told of `checkpoint_id`. Raises NowhereError if there is neither."""
     if writer is not None:
         if checkpoint_id is not None:
             writer.reset(checkpoint_id)
         return writer
     if not checkpoint_id:
-        raise CheckpointError("say where to save: give checkpoint_id or storage_writer")
+        raise NowhereError("`checkpoint_id` must be specified where there is no storage_writer: say where to save")
     found: StorageWriter = _of_fsspec(checkpoint_id, "FsspecWriter") or FileSystemWriter(checkpoint_id)
     return found
 
 
 def reader_for(checkpoint_id: Id | None, reader: StorageReader | None) -> StorageReader:
-    """The reader, told of `checkpoint_id`. Raises CheckpointError if there is neither."""
+    """The reader, told of `checkpoint_id`. Raises NowhereError if there is neither."""
     if reader is not None:
         if checkpoint_id is not None:
             reader.reset(checkpoint_id)
         return reader
     if not checkpoint_id:
-        raise CheckpointError("say what to load: give checkpoint_id or storage_reader")
+        raise NowhereError("`checkpoint_id` must be specified where there is no storage_reader: say what to load")
     found: StorageReader = _of_fsspec(checkpoint_id, "FsspecReader") or FileSystemReader(checkpoint_id)
     return found
+
+
+class NowhereError(CheckpointError, RuntimeError):
+    """A call does not say where: torch raises a RuntimeError."""
 
 
 class UnknownStorageError(StorageError, RuntimeError):

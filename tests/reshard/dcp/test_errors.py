@@ -126,3 +126,11 @@ def test_a_failure_in_the_background_is_every_rank_s(tmp_path):
     for rank, (kinds, failures) in enumerate(gloo.run(jobs.some_ranks_fail_later, 3, str(tmp_path))):
         assert ("ValueError" in kinds) == (rank == 1)
         assert failures == {1: ("ValueError", "rank 1 cannot")}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")  # torch says so of one process
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_a_call_that_does_not_say_where_is_torch_s_error(verb):
+    for dcp in (ours, theirs):
+        with pytest.raises(RuntimeError, match="`checkpoint_id` must be specified"):
+            getattr(dcp, verb)({"w": torch.ones(2)})
