@@ -34,13 +34,12 @@ ON_THE_PAGE = (
     "fingerprint",
     "dcp_face",
 )
-ON_REQUEST: tuple[str, ...] = ()
+ON_REQUEST: tuple[str, ...] = ("cold",)
 """On the page, too, but they take so long that they are measured only by name, and kept until then."""
 NAMES = (
     *ON_THE_PAGE,
     *ON_REQUEST,
     "load_parts",
-    "cold",
     "plan",
     "incremental",
     "live",
