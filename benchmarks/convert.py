@@ -122,7 +122,8 @@ def parts(parent: str | None, nbytes: int = 256 << 20, piece: int = 2 << 20) -> 
     buffer, many = bytearray(os.urandom(piece)), range(nbytes // piece)
     (folder / "there").write_bytes(bytes(buffer) * len(many))
     there = os.open(folder / "there", os.O_RDONLY)
-    mapped = memoryview(mmap.mmap(there, nbytes, access=mmap.ACCESS_READ))
+    mapping = mmap.mmap(there, nbytes, access=mmap.ACCESS_READ)
+    mapped = memoryview(mapping)
 
     def read(_: int, at: int) -> None:
         os.preadv(there, [buffer], at)
@@ -136,6 +137,7 @@ def parts(parent: str | None, nbytes: int = 256 << 20, piece: int = 2 << 20) -> 
 
     def from_mapping(file: int, at: int) -> None:
         os.pwrite(file, mapped[at : at + piece], at)
+        mapping.madvise(mmap.MADV_DONTNEED, at, piece)  # memory stays flat, so each page is mapped anew
 
     def into_mapping(file: int, at: int) -> None:
         os.ftruncate(file, at + piece)

@@ -7,7 +7,7 @@
 
 Memory is `DEPTH` pieces of at most `PIECE_BYTES`, however large the tensors are. Pieces of files of this machine are
 smaller, so that they are still in the processor's cache when they are hashed and written. They are copied and not
-mapped: pages that were just mapped take longer to write than it takes to read them into such a buffer.
+mapped: that takes about as long, but goes on beside the writing of the piece before.
 """
 
 from __future__ import annotations
