@@ -110,8 +110,11 @@ class Group:
         if not alone:
             return cls(process_group, deadline_s=deadline_s)
         if process_group is not None:
+            wrong = ReshardError("alone=True means this process by itself: leave process_group out")
+            if not (dist.is_available() and dist.is_initialized()):
+                raise wrong
             with cls(process_group, deadline_s=deadline_s).together("the call"):  # the others wait for this one
-                raise ReshardError("alone=True means this process by itself: leave process_group out")
+                raise wrong
         return cls.alone(deadline_s=deadline_s)
 
     @classmethod
