@@ -49,7 +49,8 @@ def shifted(missing: Iterable[str], known: Iterable[str]) -> Shift | None:
 def _wrapped(keys: list[str], names: Collection[str]) -> Shift | None:
     """Names that are alike without the segments of wrappers, wherever they are."""
     plain = {_unwrapped(name): name for name in names}
-    found = {key: plain[bare] for key in keys if (bare := _unwrapped(key)) in plain}
+    # a key that is there under its own name is missing as a tensor, or as none: that is told of it
+    found = {key: name for key in keys if (name := plain.get(_unwrapped(key), key)) != key}
     if len(found) * 10 < len(keys) * 9:
         return None
     parts = {part for pair in found.items() for name in pair for part in name.split(".")} & WRAPPER_SEGMENTS
