@@ -33,25 +33,19 @@ ON_THE_PAGE = (
     "peers",
     "fingerprint",
     "dcp_face",
-)
-ON_REQUEST: tuple[str, ...] = ("cold",)
-"""On the page, too, but they take so long that they are measured only by name, and kept until then."""
-NAMES = (
-    *ON_THE_PAGE,
-    *ON_REQUEST,
-    "load_parts",
     "plan",
     "incremental",
     "live",
     "differences",
     "elastic",
     "control",
-    "control_simulated",
     "manifest",
-    "convert_large",
-    "device",
-    "many_tensors_large",
 )
+WHOLE = ("plan", "control", "manifest")
+"""What these say depends on size: the page has all of their cases."""
+ON_REQUEST: tuple[str, ...] = ("cold",)
+"""On the page, too, but they take so long that they are measured only by name, and kept until then."""
+NAMES = (*ON_THE_PAGE, *ON_REQUEST, "load_parts", "convert_large", "many_tensors_large", "control_simulated", "device")
 
 
 def run(name: str, *options: str) -> int:
@@ -72,7 +66,7 @@ def measure(names: tuple[str, ...], quick: list[str]) -> Results:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             file = Path(folder, f"{name}.json")
-            if run(name, "--rows", str(file), *quick):
+            if run(name, "--rows", str(file), *([] if name in WHOLE else quick)):
                 raise RuntimeError(f"benchmarks.{name} failed: there is no page without it")
             rows += Results.from_json(file.read_text()).rows
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -87,9 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--full", action="store_true", help="all cases; without it some are smaller or left out")
     parser.add_argument("--quick", action="store_true", help="the default of the page, and for names: smaller cases")
-    parser.add_argument(
-        "--write", action="store_true", help="keep the figures, and put them into docs/speed.md; of NAMEs only, or all"
-    )
+    parser.add_argument("--write", action="store_true", help="keep what is measured, and put it into docs/speed.md")
     parser.add_argument("--again", action="store_true", help="measure nothing: the page of the figures that were kept")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these, of {', '.join(NAMES)}")
     options = parser.parse_args()

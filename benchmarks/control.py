@@ -1,28 +1,28 @@
 """What ranks say to one another in a save and a load, and what it costs: many processes on one real TCPStore.
 
-    python -m benchmarks.control [--ranks 64 128 256 512] [--per-machine 8] [--ranks-per-file 8] [--dcp] [--quick]
+    python -m benchmarks.control [--ranks 64 128 256 512] [--per-machine 8] [--ranks-per-file 8] [--quick]
 
 The processes are forked, with torch's fake backend (whose collectives do nothing) and tiny states, so what is measured
-is the control plane: seconds until the last rank is done, for how many of them the processors had nothing to do
-(where the ranks are many, all others are processor time), processor time a rank, what a rank gets from and gives to the
-store, and how often it asks it. Every `--per-machine` ranks take themselves for those of one machine. The first save
-and load of a process, with nothing cached, stand beside the second ones. With `--dcp`: torch's own save and load of the
-same state in the same processes, over gloo.
+is the control plane: seconds until the last rank is done, processor time a rank, what a rank gets from the store and
+gives it, and how often it asks it. Every `--per-machine` ranks take themselves for those of one machine. The first save
+and load of a process, with nothing cached, stand beside the second ones. The floor of seconds is the processor time of
+all ranks shared out to the processors. The peer is torch's own save and load of the same state in as many processes,
+over gloo, up to `--dcp` ranks; what it says there is not in the store, and is not counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import multiprocessing
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  it registers the backend
 
 import reshard
+from benchmarks.page import Row, arguments, report
 from reshard.api.save import crew
 from reshard.control import liveness, store
 from reshard.execute.sharing import machine_memory
@@ -129,17 +130,9 @@ class Clock:
         """Run it when all ranks are here."""
         self._starts.wait()
         calls.clear()
-        begun, cpu, idle = time.time(), time.process_time(), _idle_s()
+        begun, cpu = time.time(), time.process_time()
         work()
-        took = time.process_time() - cpu
-        self.rows[name] = {"begun": begun, "ended": time.time(), "cpu": took, "idle": _idle_s() - idle, **calls}
-
-
-def _idle_s() -> float:
-    """For how long this machine's processors had nothing to do, on average."""
-    with open("/proc/stat") as stat:
-        _, *ticks = stat.readline().split()
-    return sum(map(int, ticks[3:5])) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
+        self.rows[name] = {"begun": begun, "ended": time.time(), "cpu": time.process_time() - cpu, **calls}
 
 
 def _child(
@@ -172,8 +165,10 @@ def _serve(pipe: Connection) -> None:
     os._exit(0)
 
 
-def run(body: Any, world_size: int, per_machine: int, folder: str, tensors: int) -> list[dict[str, dict[str, float]]]:
-    """What each verb took on each rank."""
+def run(
+    body: Any, world_size: int, per_machine: int, folder: str, tensors: int
+) -> tuple[list[dict[str, dict[str, float]]], int]:
+    """What each verb took on each rank, and how many keys are left in the store."""
     warm()
     context = multiprocessing.get_context("fork")
     # in a process that forks no others: its thread holds a lock of libc whenever it looks up the name of a client, and
@@ -197,56 +192,62 @@ def run(body: Any, world_size: int, per_machine: int, folder: str, tensors: int)
     if errors := [row for row in rows if isinstance(row, BaseException)]:
         raise errors[0]
     to_server.send(None)
-    keys = to_server.recv()
-    print(f"    {keys} keys are left in the store of {world_size} ranks, {keys / world_size:.2f} a rank", flush=True)
-    return rows
-
-
-def show(name: str, world_size: int, rows: list[dict[str, dict[str, float]]]) -> None:
-    """A line for each verb: the longest seconds, means of the rest."""
-    for verb in VERBS:
-        of = [row[verb] for row in rows]
-        seconds = max(row["ended"] for row in of) - min(row["begun"] for row in of)
-        cpu = sum(row["cpu"] for row in of) / world_size
-        got = sum(row.get("bytes in", 0) for row in of) / world_size
-        most = max(row.get("bytes in", 0) for row in of)
-        gave = sum(row.get("bytes out", 0) for row in of) / world_size
-        kinds = sum((Counter(row) for row in of), Counter())
-        asked = {k: n / world_size for k, n in kinds.items() if k in ASKED}
-        shown = " ".join(f"{k} {n:.1f}" for k, n in sorted(asked.items()))
-        print(
-            f"{name:5} {world_size:6} {verb:12} {seconds:8.2f} {of[0]['idle']:6.2f} {cpu * 1e3:9.1f} "
-            f"{got / 1e3:8.2f} {most / 1e3:8.1f} {gave / 1e3:8.2f} {sum(asked.values()):7.1f}   {shown}",
-            flush=True,
-        )
+    return rows, to_server.recv()
 
 
 ASKED = ("set", "get", "add", "append", "check", "compare_set", "delete_key", "wait", "multi_get", "multi_set")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="16 and 32 ranks only")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[32, 64])
+def rows(world_size: int, per_machine: int, ranks_per_file: int, tensors: int, with_dcp: bool) -> Iterator[Row]:
+    """Of one number of ranks."""
+    mine, kept = _in_folder(partial(ours, ranks_per_file=ranks_per_file), world_size, per_machine, tensors)
+    its = _in_folder(theirs, world_size, per_machine, tensors)[0] if with_dcp else []
+    cores = len(os.sched_getaffinity(0))
+    name = f"{world_size} ranks" + (f", {ranks_per_file} a file" if ranks_per_file > 1 else "")
+    for verb in VERBS:
+        of, peer = [row[verb] for row in mine], [row[verb] for row in its]
+        spent = sum(row["cpu"] for row in of)
+        dcp = {"DCP": (_seconds(peer),)} if peer else {}
+        yield Row("control", f"{name}: {verb}", "s", (_seconds(of),), dcp, floor=(spent / cores,))
+        dcp = {"DCP": (sum(row["cpu"] for row in peer) / world_size * 1e3,)} if peer else {}
+        yield Row("control", f"{name}: {verb}, a rank", "processor ms", (spent / world_size * 1e3,), dcp)
+        got = sum(row.get("bytes in", 0) for row in of) / world_size
+        gave = sum(row.get("bytes out", 0) for row in of) / world_size
+        asked = sum(row.get(kind, 0) for row in of for kind in ASKED) / world_size
+        for what, unit, figure in (("gets", "kB", got / 1e3), ("gives", "kB", gave / 1e3), ("asks", "times", asked)):
+            yield Row("control", f"{name}: {verb}, a rank {what}", unit, (figure,))
+    yield Row("control", f"{name}: left in the store", "keys a rank", (kept / world_size,))
+
+
+def _seconds(of: list[dict[str, float]]) -> float:
+    return max(row["ended"] for row in of) - min(row["begun"] for row in of)
+
+
+def _in_folder(
+    body: Any, world_size: int, per_machine: int, tensors: int
+) -> tuple[list[dict[str, dict[str, float]]], int]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder:
+        return run(body, world_size, per_machine, folder, tensors)
+
+
+def main() -> int:
+    # torch looks up the name of each new connection to a store, all of them at once here: see docs/scale.md
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    parser = arguments(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 64, 128, 256, 512])
     parser.add_argument("--per-machine", type=int, default=8, help="so many ranks take themselves for one machine's")
     parser.add_argument("--tensors", type=int, default=2, help="sharded ones in the state")
     parser.add_argument("--ranks-per-file", type=int, default=1, help="so many ranks of a machine write one file")
-    parser.add_argument("--dcp", action="store_true", help="DCP over gloo, too")
-    parser.add_argument("--folder", default="/dev/shm", help="where the checkpoints go (default: memory)")
+    parser.add_argument("--dcp", type=int, default=64, help="DCP over gloo beside it up to so many ranks")
     options = parser.parse_args()
-    print(
-        f"{'who':5} {'ranks':>6} {'verb':12} {'seconds':>8} {'idle':>6} {'cpu ms':>9} {'kB got':>8} {'most':>8} "
-        f"{'kB gave':>8} {'asked':>7}   a rank, by kind of question"
+    sizes = [8, 32, 64] if options.quick else options.ranks
+    found = (
+        row
+        for size in sizes
+        for row in rows(size, options.per_machine, options.ranks_per_file, options.tensors, size <= options.dcp)
     )
-    mine = partial(ours, ranks_per_file=options.ranks_per_file)
-    for world_size in [16, 32] if options.quick else options.ranks:
-        for name, body in [("ours", mine), ("dcp", theirs)][: 1 + options.dcp]:
-            folder = tempfile.mkdtemp(dir=options.folder)
-            try:
-                show(name, world_size, run(body, world_size, options.per_machine, folder, options.tensors))
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+    return report(found, options.rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

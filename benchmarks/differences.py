@@ -1,22 +1,22 @@
 """Weights that travel as differences, beside the whole replay: `python -m benchmarks.differences [--quick]`.
 
 Six gloo processes: four trainers hold rows, two engine ranks want columns of the same bf16 tensors, as at each step of
-reinforcement learning. A share of the elements changes between runs, scattered or in rows together. Prints the bytes
-that crossed, and seconds, of a prepared transfer with `delta=True` and of one without, run in turn; both must be right.
+reinforcement learning. A share of the elements changes between runs, scattered or in rows together. Ours is a prepared
+transfer with `delta=True`, the peer one without, which moves all: bytes that crossed, and seconds. Both must be right.
 On one machine a link is as fast as memory: what is gained in seconds shows only where it is slower.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import reshard
+from benchmarks.page import Row, arguments, report
 from benchmarks.processes import run, timed
 from planners import Mesh, Shard, TensorLayout, TensorSpec
 
@@ -33,8 +33,8 @@ def change(tensor: torch.Tensor, how: str, share: float, seed: int) -> None:
         bits ^= (torch.rand(bits.shape, generator=torch.Generator().manual_seed(seed)) < share).to(torch.int16)
 
 
-def case(rows: int, tensors: int, repeats: int) -> list[list[float]]:
-    """For each case: bytes and seconds with differences, and without."""
+def case(rows: int, tensors: int, repeats: int) -> list[list[tuple[float, ...]]]:
+    """For each case, of each repeat: megabytes and seconds with differences, and without."""
     rank, trains = dist.get_rank(), dist.get_rank() < TRAINERS
     specs = [TensorSpec(f"layers.{i}.weight", (rows, rows), "bfloat16") for i in range(tensors)]
     before = {s.fqn: TensorLayout(s, Mesh({"dp": TRAINERS}), [Shard(0)]) for s in specs}
@@ -53,32 +53,30 @@ def case(rows: int, tensors: int, repeats: int) -> list[list[float]]:
     whole.run()
     found = []
     for how, share in CASES:
-        times: list[tuple[float, float, float, float]] = []
+        times: list[tuple[float, ...]] = []
         for repeat in range(repeats):
             for tensor in state.values():
                 change(tensor, how, share, repeat)
-            mine, report = timed(ours.run)
+            mine, moved = timed(ours.run)
             theirs, other = timed(whole.run)
-            times.append((report.bytes_moved, mine, other.bytes_moved, theirs))
+            times.append((moved.bytes_moved / 1e6, mine, other.bytes_moved / 1e6, theirs))
             for name, tensor in targets[0].items():
                 assert torch.equal(tensor, targets[1][name])
-        found.append([statistics.median(column) for column in zip(*times, strict=True)])
+        found.append(times)
     return found
 
 
+def rows(size: tuple[int, int, int]) -> Iterator[Row]:
+    """Of `case`, with the same arguments."""
+    for (how, share), times in zip(CASES, run(case, TRAINERS + ENGINES, *size)[0], strict=True):
+        mine, mine_s, whole, whole_s = zip(*times, strict=True)
+        yield Row("differences", f"{share:.1%} of the elements, {how}", "MB moved", mine, {"all": whole})
+        yield Row("differences", f"{share:.1%} of the elements, {how}", "s", mine_s, {"all": whole_s})
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="smaller tensors")
-    options = parser.parse_args()
-    size = (1024, 4, 3) if options.quick else (4096, 4, 5)
-    rows = run(case, TRAINERS + ENGINES, *size)[0]
-    print(f"{'changed':>8}  {'how':10}{'bytes':>12}{'of all':>14}{'fewer':>9}{'seconds':>10}{'of all':>9}{'faster':>8}")
-    for (how, share), (mine, mine_s, all_, all_s) in zip(CASES, rows, strict=True):
-        print(
-            f"{share:8.1%}  {how:10}{mine / 1e6:9.2f} MB{all_ / 1e6:11.2f} MB{all_ / mine:8.2f}x"
-            f"{mine_s:10.3f}{all_s:9.3f}{all_s / mine_s:7.2f}x"
-        )
-    return 0
+    options = arguments(__doc__).parse_args()
+    return report(rows((1024, 4, 3) if options.quick else (4096, 4, 5)), options.rows)
 
 
 if __name__ == "__main__":

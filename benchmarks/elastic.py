@@ -1,20 +1,18 @@
 """Recovery from the memory of hosts, beside a load: `python -m benchmarks.elastic [--quick] [--folder F]`.
 
 Four gloo processes on two simulated hosts keep a state cut by rows; then one host's memory is lost, and four new
-processes, on the host that is left and on a new one, want columns. Prints the seconds of `recover` and of
-`reshard.load` of the same state from a folder, and of `keep` and `reshard.save`, in turns, and the memory of a host
-beside what was planned. On one machine the network is memory, and the folder is in the page cache: a real storage is
-slower, and so is a real network.
+processes, on the host that is left and on a new one, want columns. Beside `keep` and `recover` are `reshard.save` and
+`reshard.load` of the same state in a folder; the floor of a host's memory is what was planned. On one machine the
+network is memory, and the folder is in the page cache: a real storage is slower, and so is a real network.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import reshard
+from benchmarks.page import Row, arguments, report
 from benchmarks.processes import run, timed
 
 RANKS, TENSORS = 4, 8
@@ -43,10 +42,10 @@ def keep(memory: str, stored: str, rows: int, repeats: int) -> list[tuple[float,
     tier = reshard.elastic.Tier(memory, host="ab"[rank // 2])
     for step in range(repeats):
         state = cut(rows, 0, step)
-        ours, report = timed(lambda state=state, step=step: tier.keep(state, step))
+        ours, kept = timed(lambda state=state, step=step: tier.keep(state, step))
         theirs, _ = timed(lambda state=state: reshard.save(state, stored))
         there = sum(path.stat().st_size for path in Path(memory, "ab"[rank // 2]).rglob("*") if path.is_file())
-        found.append((ours, theirs, report.bytes_by_host["ab"[rank // 2]], there))
+        found.append((ours, theirs, kept.bytes_by_host["ab"[rank // 2]], there))
     return found
 
 
@@ -64,23 +63,26 @@ def recover(memory: str, stored: str, rows: int, repeats: int) -> list[tuple[flo
     return found
 
 
+def rows(size: int, repeats: int, folder: str | None) -> Iterator[Row]:
+    """`size`: rows of the matrices; `folder`: where the checkpoint lies."""
+    shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=shm) as memory, tempfile.TemporaryDirectory(dir=folder) as stored:
+        keeps, saves, planned, there = zip(*run(keep, RANKS, memory, stored, size, repeats)[0], strict=True)
+        shutil.rmtree(Path(memory) / "b")
+        recovers, loads = zip(*run(recover, RANKS, memory, stored, size, repeats)[0], strict=True)
+    name = f"{TENSORS * size * size * 4 / 1e6:.0f} MB"
+    yield Row("elastic", f"keep {name}", "s", keeps, {"save": saves})
+    yield Row("elastic", f"recover {name}", "s", recovers, {"load": loads})
+    megabytes = [tuple(n / 1e6 for n in column) for column in (there, planned)]
+    yield Row("elastic", "memory of a host", "MB", megabytes[0], floor=megabytes[1])
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller state, fewer repeats")
+    parser = arguments(__doc__)
     parser.add_argument("--folder", default=None, help="where the checkpoint lies; default: the temporary folder")
     options = parser.parse_args()
-    rows, repeats = (1024, 3) if options.quick else (4096, 5)
-    shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=shm) as memory, tempfile.TemporaryDirectory(dir=options.folder) as stored:
-        kept = run(keep, RANKS, memory, stored, rows, repeats)[0]
-        shutil.rmtree(Path(memory) / "b")
-        back = run(recover, RANKS, memory, stored, rows, repeats)[0]
-    print(f"{TENSORS * rows * rows * 4 / 1e6:.0f} MB on {RANKS} ranks, 2 hosts, 1 copy; medians of {repeats}")
-    for ours, theirs, rows_of in (("keep", "save", kept), ("recover", "load", back)):
-        a, b = (statistics.median(row[i] for row in rows_of) for i in (0, 1))
-        print(f"{ours:8}{a:7.3f} s   {theirs:5}{b:7.3f} s   ratio {b / a:.2f}")
-    print(f"memory of a host: planned {kept[-1][2]} bytes, there {kept[-1][3]}: {kept[-1][3] / kept[-1][2]:.5f}")
-    return 0
+    size, repeats = (1024, 3) if options.quick else (4096, 5)
+    return report(rows(size, repeats, options.folder), options.rows)
 
 
 if __name__ == "__main__":

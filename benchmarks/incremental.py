@@ -1,25 +1,25 @@
 """Saves that write what changed, beside whole ones: `python -m benchmarks.incremental [--quick]`.
 
 Three trainings: AdamW over everything, where nothing can be gained; LoRA on a frozen base; experts with AdamW, of which
-a third got no token. Each state is saved with `base="auto"` and without, one step apart: the second saves are compared,
-now the one first and now the other. One process, tmpfs where there is one. What is read back must be right.
+a third got no token. Each state is saved with `base="auto"` (ours) and without (the peer), one step apart: the second
+saves are compared, now the one first and now the other. One process, tmpfs where there is one. What is read back must
+be right.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 import reshard
+from benchmarks.page import Row, arguments, report
 
 State = dict[str, torch.Tensor]
 
@@ -84,24 +84,21 @@ def compare(
     return sum(found[::-1] if turned else found, ())
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="smaller states, fewer repeats")
-    options = parser.parse_args()
-    mega, repeats = (1, 3) if options.quick else (8, 7)
+def rows(mega: int, repeats: int) -> Iterator[Row]:
+    """`mega`: how large the states are."""
     where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    print(f"{'':10}{'whole':>10}{'on a base':>12}{'fewer':>8}   processor s: whole   on a base   ratio (range)")
-    for make in (adamw, lora, experts):
+    for make, what in ((adamw, "AdamW over everything"), (lora, "LoRA"), (experts, "a third of experts idle")):
         with tempfile.TemporaryDirectory(dir=where) as folder:
-            rows = [compare(make, mega, Path(folder), turned=i % 2 > 0) for i in range(repeats)]
-        (bytes_whole, _, bytes_based, _) = rows[0]
-        ratios = sorted(based / whole for _, whole, _, based in rows)
-        print(
-            f"{make.__name__:10}{bytes_whole / 1e6:8.1f} MB{bytes_based / 1e6:9.1f} MB{bytes_whole / bytes_based:7.1f}x"
-            f"{statistics.median(row[1] for row in rows):19.3f}{statistics.median(row[3] for row in rows):12.3f}"
-            f"{statistics.median(ratios):8.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        )
-    return 0
+            found = [compare(make, mega, Path(folder), turned=i % 2 > 0) for i in range(repeats)]
+        whole, whole_s, based, based_s = zip(*found, strict=True)
+        megabytes = [tuple(n / 1e6 for n in column) for column in (based, whole)]
+        yield Row("incremental", what, "MB written", megabytes[0], {"whole": megabytes[1]})
+        yield Row("incremental", what, "processor s", based_s, {"whole": whole_s})
+
+
+def main() -> int:
+    options = arguments(__doc__).parse_args()
+    return report(rows(*((1, 3) if options.quick else (8, 7))), options.rows)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 """Live resharding beside what one would do without it: `python -m benchmarks.live`.
 
-At 8 gloo processes: against gathering each tensor and slicing it, and against `DTensor.redistribute` where it applies.
-At scale, by planning alone: a trillion parameters from 256 trainers to 128 inference ranks.
+At 8 gloo processes, at most 4 MiB in flight: against gathering each tensor and slicing it, and against
+`DTensor.redistribute` where it applies; processor time is that of all ranks together, for memory the rank counts that
+needs most. At scale, by planning alone (`--scale` prints more of it): a trillion parameters from 256 trainers to 128
+inference ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import reshard
 import reshard.api.redistribute.redistributing as prepared
+from benchmarks.page import Row, arguments, report
 from benchmarks.processes import measured, run, timed
 from planners import (
     BlockShard,
@@ -107,68 +110,47 @@ def torch_redistribute(source: dict[str, DTensor], target: dict[str, DTensor]) -
 
 
 def case(name: str, count: int, rows: int, repeats: int) -> dict[str, Any]:
-    """One case on this rank: seconds and bytes."""
+    """One case on this rank: by way the seconds and processor seconds of each round, and memory in bytes."""
     before, after = CASES[name]
     source = make(before, count, rows, fill=True)
     target, known = make(after, count, rows, fill=False), make(after, count, rows, fill=True)
-    out: dict[str, Any] = {}
     options: dict[str, Any] = {"max_inflight_bytes": BUDGET_BYTES, "check_replicas": False}
     reshard.redistribute(source, target, **options)  # connections of all pairs, and imports
     for tensor in target.values():
         tensor.to_local().zero_()
     prepared._cache.clear()  # so that the next one plans
-    first, plan = timed(lambda: reshard.prepare(source, target, **options))
-    move, report = timed(plan.run)
-    out["first_s"], out["report"] = first + move, report
-    out["equal"] = all(
+    planning, plan = timed(lambda: reshard.prepare(source, target, **options))
+    moving, moved = timed(plan.run)
+    assert all(
         torch.equal(target[k].to_local().view(torch.int16), known[k].to_local().view(torch.int16)) for k in known
     )
-    ways: dict[str, Callable[[], Any]] = {"replay": plan.run, "gather": lambda: gather_and_slice(source, target)}
+    ways: dict[str, Callable[[], Any]] = {"ours": plan.run, "gather": lambda: gather_and_slice(source, target)}
     if before[0] == after[0]:
-        ways["torch"] = lambda: torch_redistribute(source, target)
+        ways["DTensor"] = lambda: torch_redistribute(source, target)
     for way in ways.values():
         way()
-    runs = [{name: measured(way)[:2] for name, way in ways.items()} for _ in range(repeats)]  # in turns
-    for name in ways:
-        out[f"{name}_s"], out[f"{name}_cpu_s"] = (min(run[name][i] for run in runs) for i in range(2))
+    rounds = [{name: measured(way)[:2] for name, way in ways.items()} for _ in range(repeats)]  # in turns
+    out: dict[str, Any] = {name: [run[name] for run in rounds] for name in ways}
     del plan, ways
     rise = peak_bytes(lambda: timed(lambda: reshard.redistribute(source, target, **options)))
-    out["our_peak"] = max(rise, report.buffer_bytes)  # buffers may lie in memory that was there before
-    out["gather_peak"] = peak_bytes(lambda: timed(lambda: gather_and_slice(source, target)))
-    return out
+    peaks = {"ours": max(rise, moved.buffer_bytes)}  # buffers may lie in memory that was there before
+    peaks["gather"] = peak_bytes(lambda: timed(lambda: gather_and_slice(source, target)))
+    return {"rounds": out, "peaks": peaks, "first": planning + moving}
 
 
-def measure(count: int, rows: int, repeats: int, names: list[str]) -> None:
-    """Print one line per case."""
-    print(
-        f"{count} bf16 tensors of {rows} x {rows}, {count * rows * rows * 2 >> 20} MiB, {WORLD} gloo processes, "
-        f"at most {BUDGET_BYTES >> 20} MiB in flight"
-    )
-    print(
-        f"{'':44}{'gather':>8}{'DTensor':>8}{'first':>8}{'replay':>8}{'':>3}{'gather':>9}{'ours':>9}{'':>3}{'moved':>9}"
-    )
-    print(f"{'':44}{'s':>8}{'s':>8}{'s':>8}{'s':>8}{'':>3}{'peak MiB':>9}{'MiB':>9}{'':>3}{'MiB':>9}")
+def rows(count: int, size: int, repeats: int, names: list[str]) -> Iterator[Row]:
+    """Of the cases with these names, with `count` tensors of `size` squared."""
     for name in names:
-        ranks = run(case, WORLD, name, count, rows, repeats)
-        assert all(row["equal"] for row in ranks), "wrong values"
-        worst = {
-            key: max(row.get(key, math.nan) for row in ranks) for key in ("gather_s", "torch_s", "first_s", "replay_s")
-        }
-        peaks = {key: max(row[key] for row in ranks) >> 20 for key in ("gather_peak", "our_peak")}
-        moved = ranks[0]["report"].bytes_moved
-        assert (
-            moved
-            == sum(row["report"].bytes_sent for row in ranks)
-            == sum(row["report"].bytes_received for row in ranks)
-        )
-        times = "".join(f"{worst[key]:8.3f}" for key in ("gather_s", "torch_s", "first_s", "replay_s"))
-        ratio = f"{worst['gather_s'] / worst['replay_s']:.1f}x gather"
-        if not math.isnan(worst["torch_s"]):
-            spent = [sum(row[f"{way}_cpu_s"] for row in ranks) for way in ("torch", "replay")]
-            ratio += (
-                f", {worst['torch_s'] / worst['replay_s']:.2f}x DTensor ({spent[0] / spent[1]:.2f}x by processor time)"
+        ranks = run(case, WORLD, name, count, size, repeats)
+        for i, (unit, over_ranks) in enumerate((("s", max), ("processor s", sum))):
+            ours, *peers = (
+                (way, tuple(over_ranks(rank["rounds"][way][r][i] for rank in ranks) for r in range(repeats)))
+                for way in ranks[0]["rounds"]
             )
-        print(f"{name:44}{times}   {peaks['gather_peak']:9d}{peaks['our_peak']:9d}   {moved >> 20:9d}   {ratio}")
+            yield Row("live", name, unit, ours[1], dict(peers))
+        yield Row("live", f"{name}, the first with its plan", "s", (max(rank["first"] for rank in ranks),))
+        peaks = {way: (max(rank["peaks"][way] for rank in ranks) / 2**20,) for way in ranks[0]["peaks"]}
+        yield Row("live", f"{name}, memory", "MiB", peaks.pop("ours"), peaks)
 
 
 # --- at scale, by planning only ---
@@ -208,62 +190,75 @@ def engine(spec: TensorSpec) -> TensorLayout:
     return TensorLayout(spec, mesh, [R(), R(), R()])
 
 
-def simulate() -> None:
-    """Print what the plan of a trillion parameters costs, and what the network that is described allows."""
+Steps = tuple[TransferPlan, ...]
+
+
+def ways_of_a_trillion() -> dict[str, Callable[[], Steps]]:
+    """From 256 trainers to 128 inference ranks, by how the four replicas get theirs."""
     specs = trillion()
-    parameters = sum(spec.numel for spec in specs.values())
-    print(f"\n{parameters / 1e12:.2f}T parameters in {len(specs)} bf16 tensors, 256 trainers -> 128 inference ranks")
     before = StateLayout({fqn: trainer(spec) for fqn, spec in specs.items()}, 384)
     after = StateLayout({fqn: engine(spec) for fqn, spec in specs.items()}, 384)
-    hosts, sides = rank_groups(plan_transfers(before, after, ranks_per_host=8))
-    print("  4 replicas fed one by one")
-    simulate_steps(lambda: (plan_transfers(before, after, ranks_per_host=8),), hosts, sides)
-    print("  4 replicas fed in stripes that they pass on")
-    simulate_steps(lambda: plan_relay(before, after, ranks_per_host=8), hosts, sides)
+    return {
+        "replicas one by one": lambda: (plan_transfers(before, after, ranks_per_host=8),),
+        "replicas in stripes that they pass on": lambda: plan_relay(before, after, ranks_per_host=8),
+    }
 
 
-def simulate_steps(make_steps: Callable[[], tuple[TransferPlan, ...]], hosts: Any, sides: Any) -> None:
-    """Print what steps that run one after another cost. `hosts`, `sides`: which of them each rank is on."""
-    start = time.perf_counter()
-    steps = make_steps()
-    sent, received = (sum(columns) for columns in zip(*((p.sent_bytes(), p.received_bytes()) for p in steps)))
-    planned = time.perf_counter()
-    rounds = [schedule(plan, max_inflight_bytes=(512 << 20) // len(steps)) for plan in steps]
-    scheduled = time.perf_counter()
-    right = all(verify(step).ok for step in rounds)
-    proved = time.perf_counter()
-    messages = sum(len(step.messages(300)) for step in rounds)
-    listed = time.perf_counter()
-    print(f"    seconds: plan {planned - start:.2f}, rounds {scheduled - planned:.2f}, proof {proved - scheduled:.2f}")
-    print(f"    right: {right}; rank 300 lists its {messages} messages in {listed - proved:.2f} s")
-    for name, groups in (("from side to side", sides), ("between hosts", hosts)):
-        print(f"    {sum(bytes_between(plan, groups) for plan in steps) / 1e12:.2f} TB {name}")
-    print(f"    a trainer sends at most {sent[:256].max() / 1e9:.1f} GB,", end=" ")
-    print(f"an inference rank {sent[256:].max() / 1e9:.1f} GB, and gets {received[256:].max() / 1e9:.1f} GB")
-    for plan, step in zip(steps, rounds):
-        links, largest = plan.traffic().nbytes, step.round_bytes().max()
-        print(f"    {len(links)} links of {links.min() / 1e6:.3f} MB to {links.max() / 1e9:.2f} GB,", end=" ")
-        print(f"{step.rounds} rounds, {len(step)} messages of at most {largest / 1e6:.0f} MB")
-    busiest = sum(max(p.sent_bytes().max(), p.received_bytes().max()) for p in steps) / NIC_BYTES_PER_S
-    waiting = sum(step.round_bytes().sum() for step in rounds) / NIC_BYTES_PER_S
-    print(f"    at {NIC_BYTES_PER_S / 1e9:.0f} GB/s per rank: {busiest:.2f} s for the busiest rank alone,")
-    print(f"    {waiting:.2f} s if every round waits for its largest message; and by host:")
-    cluster = Cluster(ranks_per_host=8, network_bytes_per_s=8 * NIC_BYTES_PER_S, local_bytes_per_s=8 * 450e9)
-    for plan in steps:
-        print("    " + str(estimate(plan, cluster)).replace("\n", "\n    "))
+def rows_at_scale() -> Iterator[Row]:
+    """Processor time of planning, for all ranks; once."""
+    for how, make_steps in ways_of_a_trillion().items():
+        begun = time.process_time()
+        steps = make_steps()
+        planned = time.process_time()
+        rounds = [schedule(plan, max_inflight_bytes=(512 << 20) // len(steps)) for plan in steps]
+        scheduled = time.process_time()
+        for step in rounds:
+            verify(step).raise_if_failed()
+        proved = time.process_time()
+        for what, took in (("plan", planned - begun), ("rounds", scheduled - planned), ("proof", proved - scheduled)):
+            yield Row("live", f"a trillion parameters, {how}: {what}", "processor s", (took,))
 
 
-def main() -> None:
-    """Run the cases, then the simulation."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a quarter of the bytes, fewer cases and repeats")
-    parser.add_argument("--case", help="only cases whose name holds this text")
+def print_scale() -> None:
+    """What these plans carry, and what the network that is described allows."""
+    specs = trillion()
+    parameters = sum(spec.numel for spec in specs.values())
+    print(f"{parameters / 1e12:.2f}T parameters in {len(specs)} bf16 tensors, 256 trainers -> 128 inference ranks")
+    for how, make_steps in ways_of_a_trillion().items():
+        steps = make_steps()
+        sent, received = (sum(columns) for columns in zip(*((p.sent_bytes(), p.received_bytes()) for p in steps)))
+        rounds = [schedule(plan, max_inflight_bytes=(512 << 20) // len(steps)) for plan in steps]
+        print(f"  {how}: rank 300 has {sum(len(step.messages(300)) for step in rounds)} messages")
+        hosts, sides = rank_groups(steps[0])
+        for name, groups in (("from side to side", sides), ("between hosts", hosts)):
+            print(f"    {sum(bytes_between(plan, groups) for plan in steps) / 1e12:.2f} TB {name}")
+        print(f"    a trainer sends at most {sent[:256].max() / 1e9:.1f} GB,", end=" ")
+        print(f"an inference rank {sent[256:].max() / 1e9:.1f} GB, and gets {received[256:].max() / 1e9:.1f} GB")
+        for plan, step in zip(steps, rounds):
+            links, largest = plan.traffic().nbytes, step.round_bytes().max()
+            print(f"    {len(links)} links of {links.min() / 1e6:.3f} MB to {links.max() / 1e9:.2f} GB,", end=" ")
+            print(f"{step.rounds} rounds, {len(step)} messages of at most {largest / 1e6:.0f} MB")
+        busiest = sum(max(p.sent_bytes().max(), p.received_bytes().max()) for p in steps) / NIC_BYTES_PER_S
+        waiting = sum(step.round_bytes().sum() for step in rounds) / NIC_BYTES_PER_S
+        print(f"    at {NIC_BYTES_PER_S / 1e9:.0f} GB/s per rank: {busiest:.2f} s for the busiest rank alone,")
+        print(f"    {waiting:.2f} s if every round waits for its largest message; and by host:")
+        cluster = Cluster(ranks_per_host=8, network_bytes_per_s=8 * NIC_BYTES_PER_S, local_bytes_per_s=8 * 450e9)
+        for plan in steps:
+            print("    " + str(estimate(plan, cluster)).replace("\n", "\n    "))
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--case", default="", help="only cases whose name holds this text")
+    parser.add_argument("--scale", action="store_true", help="only what the plans of a trillion parameters carry")
     options = parser.parse_args()
-    count, rows, repeats = (4, 2048, 1) if options.quick else (8, 4096, 3)
-    names = [name for name in CASES if options.case is None or options.case in name]
-    measure(count, rows, repeats, names[::3] if options.quick else names)
-    simulate()
+    if options.scale:
+        print_scale()
+        return 0
+    names = [name for name in CASES if options.case in name]
+    size = (4, 2048, 3) if options.quick else (8, 4096, 3)
+    return report(chain(rows(*size, names), () if options.case else rows_at_scale()), options.rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,18 +3,19 @@
     python -m benchmarks.manifest [--ranks 16384] [--layers 126]
 
 One process makes, writes and opens the manifest as the first rank of a save and any rank of a load would, with the
-records of all files, and no data. Prints bytes, seconds of processor time, and the memory that decoding takes.
+records of all files, and no data: bytes, processor time, and the memory that decoding takes. There is no peer.
 """
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import models
+from benchmarks.page import Row, arguments, report
 from planners.reports.codec import from_json
 from planners.save.plan import plan_writes
 from reshard.control.global_state import Census
@@ -23,59 +24,68 @@ from reshard.formats.native.file_table import FileRecord
 from reshard.formats.native.manifest import MANIFEST, encode_manifest, read_manifest
 from reshard.formats.native.publish import Generation, Written
 from reshard.formats.native.reader import NativeFacts, Share
+from reshard.state.fingerprints.parts import Partial
 from reshard.storage.memory import MemoryStorage
 
 
-def timed(what: str, work: Callable[[], Any]) -> Any:
-    """Run it, and say what it took."""
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """What it gives, and the seconds of processor time that it took."""
     begin = time.process_time()
     value = work()
-    print(f"{what:44} {time.process_time() - begin:8.2f} s", flush=True)
-    return value
+    return value, time.process_time() - begin
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="1,024 ranks")
-    parser.add_argument("--ranks", type=int, default=16384)
-    parser.add_argument("--layers", type=int, default=126)
-    options = parser.parse_args()
-    ranks = 1024 if options.quick else options.ranks
-    layout = models.laid_out(models.with_adam(models.llama(options.layers)), models.fsdp(ranks))
+def rows(ranks: int, layers: int) -> Iterator[Row]:
+    """Of one run."""
+
+    def row(what: str, unit: str, figure: float) -> Row:
+        return Row("manifest", f"{ranks:,} ranks: {what}", unit, (figure,))
+
+    layout = models.laid_out(models.with_adam(models.llama(layers)), models.fsdp(ranks))
+    plan, took = timed(lambda: plan_writes(layout))
+    yield row("plan of the save", "processor s", took)
     folder = "data-0192f3c1a800-5d2e6f7a8b9c"
     written = {
         rank: Written(FileRecord(f"{folder}/{rank:05d}.safetensors", 1 << 38, 1 << 18, f"{rank:032x}"))
         for rank in range(ranks)
     }
-    prints = {name: f"{number:032x}" for number, name in enumerate(layout)}
+    specs = layout.specs
+    parts = [{name: Partial((number, number), specs[name].numel) for number, name in enumerate(layout)}]
     census = Census(layout, {"step": 1}, {}, {name: name.split(".") for name in layout}, [], {})
-    plan = timed("plan of the save", lambda: plan_writes(layout))
     storage = MemoryStorage()
     generation = Generation(storage, folder.removeprefix("data-"), 0.0, census, plan, None)
-    files, table = timed("table of the files", lambda: generation._files(written))
-    data = timed("make and encode", lambda: encode_manifest(generation._manifest(written, files, table, prints)))
+    table, tabled = timed(lambda: generation._table(written))
+    data, encoded = timed(lambda: encode_manifest(generation.manifest(written, parts, table)))
+    yield row("make manifest and table", "processor s", tabled + encoded)
     storage.publish(MANIFEST, data)
     names = storage.list()
-    print(f"{'bytes of the manifest':44} {len(data) / 1e6:8.2f} MB, {len(data) / ranks:.0f} for each rank")
-    print(f"{'bytes of the table':44} {sum(names.values()) / 1e6 - len(data) / 1e6:8.2f} MB")
+    yield row("manifest", "MB", len(data) / 1e6)
+    yield row("table of the files", "MB", (sum(names.values()) - len(data)) / 1e6)
     tracemalloc.start()
     reader.open(storage, names)
-    print(f"{'memory of the opened checkpoint, at most':44} {tracemalloc.get_traced_memory()[1] / 1e6:8.2f} MB")
+    yield row("memory to open it, at most", "MB", tracemalloc.get_traced_memory()[1] / 1e6)
     tracemalloc.stop()
-    manifest = timed("read and decode the manifest", lambda: read_manifest(storage))
-    timed("layout out of it", lambda: from_json({"reshard": "state_layout", "version": 1, **manifest.layout}))
-    timed("open, all of it", lambda: reader.open(storage, names))
-    look(storage, "one rank of all", Share(ranks // 2, ranks))
-    look(storage, "a process alone", reader.ALL)
+    manifest, took = timed(lambda: read_manifest(storage))
+    yield row("read and decode the manifest", "processor s", took)
+    _, took = timed(lambda: from_json({"reshard": "state_layout", "version": 1, **manifest.layout}))
+    yield row("layout out of it", "processor s", took)
+    _, took = timed(lambda: reader.open(storage, names))
+    yield row("open, all of it", "processor s", took)
+    for who, share in (("one rank of all", Share(ranks // 2, ranks)), ("a process alone", reader.ALL)):
+        facts = reader.open(storage, names).facts
+        assert isinstance(facts, NativeFacts)
+        lengths, took = timed(lambda facts=facts, share=share: len(list(reader._lengths(facts, share))))
+        yield row(f"lengths of {lengths:,} files, {who}", "processor s", took)
+        yield row(f"pages of the table read for that, {who}", "pages", len(facts.files._pages))
 
 
-def look(storage: MemoryStorage, who: str, share: Share) -> None:
-    """How much of the table somebody reads to look for its share of the files."""
-    facts = reader.open(storage, storage.list()).facts
-    assert isinstance(facts, NativeFacts)
-    lengths = timed(f"lengths of files, {who}", lambda: len(list(reader._lengths(facts, share))))
-    print(f"{'':44} {lengths:8} files, {len(facts.files._pages)} pages of the table")
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--ranks", type=int, default=16384)
+    parser.add_argument("--layers", type=int, default=126)
+    options = parser.parse_args()
+    return report(rows(1024 if options.quick else options.ranks, options.layers), options.rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

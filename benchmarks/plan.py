@@ -3,12 +3,12 @@
     python -m benchmarks.plan [--quick]
 
 Every case runs in a fresh process, so that memory and caches are its own. No weights, no devices, no files: the peers
-get their metadata ready made, in memory. `--quick` takes a tenth of the layers and says so.
+get their metadata ready made, in memory. `--quick` takes a tenth of the layers. What stands beside one rank's plan of
+theirs is ours for all ranks, from ready layouts, with its proof.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import math
@@ -16,11 +16,12 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
 from benchmarks import models
+from benchmarks.page import Row, arguments, report
 from planners import Box, StateLayout, TensorSpec, dumps, plan_reads, plan_transfers, schedule, verify
 
 Figures = dict[str, Any]
@@ -202,7 +203,9 @@ def cases(quick: bool) -> dict[str, Callable[[], Figures]]:
         "the same, DCP, one rank": lambda: dcp_one_rank(dense()),
         "the same, torch_checkpointing, one rank": lambda: torch_checkpointing_one_rank(dense()),
         "405B, FSDP2 x TP 16,384 -> 12,288": lambda: ours(dense(), models.fsdp_tp(16384), models.fsdp_tp(12288)),
-        "the same between running ranks": lambda: ours_transfers(dense(), models.fsdp_tp(16384), models.fsdp_tp(12288)),
+        "405B, FSDP2 x TP 16,384 -> 12,288, between running ranks": lambda: ours_transfers(
+            dense(), models.fsdp_tp(16384), models.fsdp_tp(12288)
+        ),
         "671B MoE, EP 64 x FSDP 32 -> EP 128 x TP 8": lambda: ours(
             sparse(), models.expert_fsdp(2048, 64), models.expert_tp(1024, 128)
         ),
@@ -210,55 +213,56 @@ def cases(quick: bool) -> dict[str, Callable[[], Figures]]:
     }
 
 
-def show(name: str, figures: Figures) -> None:
-    """One case as lines of text."""
-    print(f"\n{name}")
-    for key, value in figures.items():
-        if isinstance(value, float):
-            print(f"    {key:24} {value:12,.3f} {'MB' if key.endswith('_mb') else 's'}")
-        else:
-            print(f"    {key:24} {value if isinstance(value, (str, list)) else format(value, ',')!s:>12}")
+def alone(name: str, quick: bool) -> Figures:
+    """One case, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.plan", "--case", name, *(["--quick"] if quick else [])]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    figures: Figures = json.loads(out.splitlines()[-1])
+    return figures
 
 
-def plot(seconds: Figures) -> None:
-    """How planning time grows with ranks, as bars."""
-    print("\n405B, FSDP2 x TP: layouts, plan and proof for all ranks, from n ranks to three quarters as many")
-    longest = max(seconds.values())
-    for ranks, value in seconds.items():
-        print(f"    {int(ranks):>8,} {value * 1e3:8.1f} ms  {'#' * round(50 * value / longest)}")
+_STEPS = {"items of one rank": "read items of one rank", "scheduling": "rounds", "proof of rounds": "proof of rounds"}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the layers")
+def rows(quick: bool, rounds: int) -> Iterator[Row]:
+    """Contestants take turns, `rounds` times; what has no peer runs once."""
+    mine, *peers = list(cases(quick))[:3]
+    turns = [{name: alone(name, quick) for name in (mine, *peers)} for _ in range(rounds)]
+    ready = tuple(turn[mine]["plan"] + turn[mine]["proof"] for turn in turns)
+    theirs = {
+        peer.split(", ")[1]: tuple(turn[peer]["plan of one rank"] for turn in turns)
+        for peer in peers
+        if "absent" not in turns[0][peer]
+    }
+    yield Row("plan", f"{mine}: plan and proof of all ranks; peers: plan of one", "s", ready, theirs)
+    whole = tuple(turn[mine]["layout saved"] + turn[mine]["layout wanted"] + s for turn, s in zip(turns, ready))
+    yield Row("plan", f"{mine}: the same, layouts made first", "s", whole, theirs)
+    memory = {
+        peer.split(", ")[1]: tuple(turn[peer]["extra_mb"] for turn in turns)
+        for peer in peers
+        if "absent" not in turns[0][peer]
+    }
+    yield Row("plan", f"{mine}: memory", "MB", tuple(turn[mine]["planning_mb"] for turn in turns), memory)
+    for name in list(cases(quick))[3:-1]:
+        figures = alone(name, quick)
+        yield Row("plan", f"{name}: plan and proof", "s", (figures["plan"] + figures["proof"],))
+        for key, step in _STEPS.items():
+            if key in figures:
+                yield Row("plan", f"{name}: {step}", "s", (figures[key],))
+    for ranks, seconds in alone("growth", quick).items():
+        wanted = int(ranks) * 3 // 4
+        yield Row("plan", f"405B, FSDP2 x TP {int(ranks):,} -> {wanted:,}: layouts, plan, proof", "s", (seconds,))
+
+
+def main() -> int:
+    parser = arguments(__doc__)
     parser.add_argument("--case", help="run one case in this process and print it as JSON")
-    args = parser.parse_args()
-    if args.case:
-        print(json.dumps(cases(args.quick)[args.case]()))
-        return
-    if args.quick:
-        print("quick: 12 layers in place of 126, 9 in place of 61")
-    found: dict[str, Figures] = {}
-    for name in cases(args.quick):
-        command = [sys.executable, "-m", "benchmarks.plan", "--case", name, *(["--quick"] if args.quick else [])]
-        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        found[name] = json.loads(out.splitlines()[-1])
-        if name == "growth":
-            plot(found[name])
-        else:
-            show(name, found[name])
-    mine, *peers = list(found)[:3]
-    ready = found[mine]["plan"] + found[mine]["proof"]
-    whole = ready + found[mine]["layout saved"] + found[mine]["layout wanted"]
-    print("\n405B, FSDP 1,024 -> 768: one rank's plan of theirs, from ready metadata, against ours of all ranks:")
-    for peer in peers:
-        if "absent" in found[peer]:
-            print(f"    {peer}: {found[peer]['absent']}")
-            continue
-        theirs = found[peer]["plan of one rank"]
-        print(f"    {peer}: {theirs / ready:,.0f} times our plan and proof from ready layouts ({ready * 1e3:.1f} ms)")
-        print(f"    {'':{len(peer)}}  {theirs / whole:,.0f} times with both layouts made first ({whole * 1e3:.1f} ms)")
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(cases(options.quick)[options.case]()))
+        return 0
+    return report(rows(options.quick, 3), options.rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
