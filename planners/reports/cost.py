@@ -24,7 +24,7 @@ from planners.units import format_bytes, format_seconds
 __all__ = ["Cluster", "Comparison", "Estimate", "compare_topologies", "estimate"]
 
 
-_QUESTIONS = {"save": 45, "load": 35}
+_QUESTIONS = {"save": 35, "load": 35}
 """That a rank asks the store of its process group, as counted: see docs/scale.md."""
 
 
