@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import goals
 from benchmarks.page import RESULTS, SPEED, Results, Row, filled, merged
 
 ON_THE_PAGE = (
@@ -77,6 +78,11 @@ def measure(names: tuple[str, ...], quick: list[str]) -> Results:
     return Results(where, tuple(rows))
 
 
+def on_the_page(results: Results) -> dict[str, str]:
+    """What stands on the page, by the name of its place."""
+    return {"goals": goals.table(results.rows), **results.parts()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--full", action="store_true", help="all cases; without it some are smaller or left out")
@@ -100,10 +106,12 @@ def main() -> int:
     if not options.again:
         found = measure(tuple(options.names) or ON_THE_PAGE, [] if options.full else ["--quick"])
         results = merged(results, found, ON_THE_PAGE + ON_REQUEST)
-    print(results.page())
+    parts = on_the_page(results)
+    for name, part in parts.items():
+        print(f"## {name}\n\n{part}\n")
     if options.write:
         RESULTS.write_text(results.to_json())
-        SPEED.write_text(filled(SPEED.read_text(), results))
+        SPEED.write_text(filled(SPEED.read_text(), parts))
     return 0
 
 

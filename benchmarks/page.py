@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,11 +104,9 @@ class Results:
         lines = [HEADER, tuple("---" for _ in HEADER), *(row.cells() for row in self.rows if row.section == section)]
         return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
-    def page(self) -> str:
-        """Everything."""
-        parts = [f"# {self.where}"]
-        parts += [f"## benchmarks.{section}\n\n{self.table(section)}" for section in self.sections]
-        return "\n\n".join(parts) + "\n"
+    def parts(self) -> dict[str, str]:
+        """What stands on the page, by the name of its place: where all was measured, and the tables."""
+        return {"where": self.where, **{section: self.table(section) for section in self.sections}}
 
     def to_json(self) -> str:
         """For `RESULTS`: a line a row."""
@@ -148,19 +146,12 @@ def merged(kept: Results, found: Results, order: Sequence[str]) -> Results:
 _MARKS = re.compile(r"(<!-- measured: (\w+) -->\n).*?(\n?<!-- end -->)", re.DOTALL)
 
 
-def filled(text: str, results: Results) -> str:
-    """`docs/speed.md` with what was measured between its marks. Raises ValueError unless it has one place for each
-    section, and one for where all of it was measured."""
+def filled(text: str, parts: Mapping[str, str]) -> str:
+    """`docs/speed.md` with each part between its marks. Raises ValueError unless it has just one place for each."""
     places = [mark[1] for mark in _MARKS.findall(text)]
-    wanted = ["where", *results.sections]
-    if sorted(places) != sorted(wanted):
-        raise ValueError(f"the page has places for {', '.join(places)}; there are {', '.join(wanted)}")
-
-    def fill(mark: re.Match[str]) -> str:
-        inner = results.where if mark[2] == "where" else results.table(mark[2])
-        return f"{mark[1]}{inner}\n<!-- end -->"
-
-    return _MARKS.sub(fill, text)
+    if sorted(places) != sorted(parts):
+        raise ValueError(f"the page has places for {', '.join(places)}; there are {', '.join(parts)}")
+    return _MARKS.sub(lambda mark: f"{mark[1]}{parts[mark[2]]}\n<!-- end -->", text)
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.__main__ import ON_REQUEST, ON_THE_PAGE
+from benchmarks.__main__ import ON_REQUEST, ON_THE_PAGE, on_the_page
+from benchmarks.goals import Goal, table
 from benchmarks.page import RESULTS, SPEED, Results, Row, filled, merged
 
 ROW = Row("load", "columns", "s", (1.0, 2.0, 4.0), {"DCP": (3.0, 8.0, 8.0)}, (0.5, 0.5, 2.0))
@@ -16,7 +17,7 @@ def test_the_page_shows_the_figures_that_were_kept() -> None:
     """`python -m benchmarks --again --write` makes it so."""
     results = Results.from_json(RESULTS.read_text())
 
-    assert filled(SPEED.read_text(), results) == SPEED.read_text()
+    assert filled(SPEED.read_text(), on_the_page(results)) == SPEED.read_text()
     assert results.to_json() == RESULTS.read_text()
     assert set(results.sections) == set(ON_THE_PAGE + ON_REQUEST)
 
@@ -52,7 +53,7 @@ def test_rounds_that_are_missing_and_places_that_are_missing_are_refused() -> No
     with pytest.raises(ValueError, match="load: columns: a figure of each round"):
         Row("load", "columns", "s", (1.0, 2.0), {"DCP": (3.0,)})
     with pytest.raises(ValueError, match="places for where; there are where, load"):
-        filled("<!-- measured: where -->\n<!-- end -->", Results("here", (ROW,)))
+        filled("<!-- measured: where -->\n<!-- end -->", Results("here", (ROW,)).parts())
 
 
 def test_sections_that_are_measured_again_take_the_place_of_the_old_ones() -> None:
@@ -63,3 +64,30 @@ def test_sections_that_are_measured_again_take_the_place_of_the_old_ones() -> No
     assert merged(kept, Results("there", (again, other)), ("load", "save")) == Results("there", (again, other))
     with pytest.raises(ValueError, match="measured on here, this on there"):
         merged(kept, Results("there", (again,)), ("load", "save"))
+
+
+@pytest.mark.parametrize(
+    ("against", "wanted", "cells"),
+    [
+        ("DCP", 2, ("3", "2", "in every round")),
+        ("DCP", 3, ("3", "2", "in the median")),
+        ("floor", 0.9, ("0.5", "0.25", "no")),
+        ("limit", 4, ("2", "4", "in every round")),
+        ("limit", 3, ("2", "4", "in the median")),
+    ],
+)
+def test_a_goal_says_whether_it_was_reached(against: str, wanted: float, cells: tuple[str, ...]) -> None:
+    goal = Goal("load", "columns", "s", against, wanted)
+
+    middle, end, verdict = cells
+    assert table((ROW,), (goal,)).endswith(f"| {middle} | {end} | {verdict} |")
+
+
+def test_of_many_rows_the_worst_is_told_and_a_goal_without_a_row_is_refused() -> None:
+    worse = replace(ROW, what="columns by 8", ours=(4.0, 4.0, 4.0))
+
+    assert "| columns by 8, s: the worst of these | DCP | 1 | 2 | 0.75 | in the median |" in table(
+        (ROW, worse), (Goal("load", "col*", "s", "DCP", 1),)
+    )
+    with pytest.raises(ValueError, match="a goal names load: rows"):
+        table((ROW,), (Goal("load", "rows", "s", "DCP", 1),))

@@ -1,0 +1,101 @@
+"""What was aimed at, beside what was reached: a table that is made of the rows of the page, and never of words.
+
+A goal is a ratio, of a peer or of the floor to us, in the same rounds. It is reached in every round, in the median, or
+not; why not, the sections of the page say.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.page import Row
+
+__all__ = ["GOALS", "Goal", "table"]
+
+HEADER = ("table", "row", "against", "wanted", "median", "lowest round", "reached")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """That in a row of the page something is at least so many times ours."""
+
+    section: str
+    what: str
+    """The row; with a star at its end all rows that begin so and have the contestant, of which the worst is told."""
+    unit: str
+    against: str
+    """A peer, "floor", or "limit": then `wanted` is the most that ours may be, in the row's own unit."""
+    wanted: float
+
+    def ratios(self, row: Row) -> tuple[float, ...]:
+        """Of each round; where there is a limit, ours. Empty if the row lacks the contestant."""
+        if self.against == "limit":
+            return row.ours
+        others = row.floor if self.against == "floor" else row.peers.get(self.against, ())
+        return tuple(other / ours for other, ours in zip(others, row.ours))
+
+    def cells(self, rows: Iterable[Row]) -> tuple[str, ...]:
+        """As in `HEADER`. Raises ValueError if there is no such row."""
+        found = [(row, self.ratios(row)) for row in rows if self._names(row)]
+        worst = max if self.against == "limit" else min
+        found = [(row, ratios) for row, ratios in found if ratios]
+        if not found:
+            raise ValueError(f"a goal names {self.section}: {self.what}, {self.unit}, {self.against}: no row has that")
+        row, ratios = worst(found, key=lambda one: statistics.median(one[1]))
+        name = f"{row.what}, {row.unit}{'' if row.what == self.what else ': the worst of these'}"
+        wanted = f"at most {self.wanted:g} {self.unit}" if self.against == "limit" else f"{self.wanted:g}"
+        against = "" if self.against == "limit" else self.against
+        middle = statistics.median(ratios)
+        return self.section, name, against, wanted, f"{middle:.2g}", f"{worst(ratios):.2g}", self._verdict(ratios)
+
+    def _names(self, row: Row) -> bool:
+        same = row.what.startswith(self.what[:-1]) if self.what.endswith("*") else row.what == self.what
+        return same and (row.section, row.unit) == (self.section, self.unit)
+
+    def _verdict(self, ratios: Sequence[float]) -> str:
+        def reached(ratio: float) -> bool:
+            return ratio <= self.wanted if self.against == "limit" else ratio >= self.wanted
+
+        if all(map(reached, ratios)):
+            return "in every round" if len(ratios) > 1 else "in its one round"
+        return "in the median" if reached(statistics.median(ratios)) else "no"
+
+
+_CPU = "processor s"
+GOALS = (
+    Goal("load", "rows by 4 to columns by 8", _CPU, "DCP", 6),
+    Goal("load", "rows by 4 to columns by 4", _CPU, "DCP", 4),
+    Goal("load", "rows by 8, the same layout", _CPU, "DCP", 2),
+    Goal("load", "rows by 4 to copies on all", _CPU, "DCP", 2),
+    Goal("load", "rows by 4 to columns by 8", _CPU, "floor", 0.67),
+    Goal("load", "rows by 8, the same layout", _CPU, "floor", 0.6),
+    Goal("save", "one rank, default", _CPU, "DCP", 1),
+    Goal("save", "rows by 4, default", _CPU, "DCP", 1),
+    Goal("save", "rows by 8, default", _CPU, "DCP", 1),
+    Goal("save", "one rank, without fingerprints", _CPU, "floor", 0.8),
+    Goal("save", "rows by 4, without fingerprints", _CPU, "floor", 0.8),
+    Goal("save", "rows by 8, without fingerprints", _CPU, "floor", 0.8),
+    Goal("save", "one rank, async, the call", "s", "floor", 0.91),
+    Goal("save", "rows by 4, async, the call", "s", "floor", 0.91),
+    Goal("save", "rows by 8, async, the call", "s", "floor", 0.91),
+    Goal("state_dict", "get flat", _CPU, "torch", 5),
+    Goal("state_dict", "set optimizer", _CPU, "torch", 20),
+    Goal("many_tensors", "*", _CPU, "torch", 1),
+    Goal("many_tensors", "*", _CPU, "floor", 0.9),
+    Goal("many_tensors", "inspect, until its first line, 20,000 tensors", "s", "limit", 2),
+    Goal("first_calls", "import*", _CPU, "DCP", 1),
+    Goal("first_calls", "first save", _CPU, "DCP", 1),
+    Goal("first_calls", "first load", _CPU, "DCP", 1),
+    Goal("convert", "DCP to torch.save, rows*", "s", "torch", 4),
+    Goal("convert", "DCP to torch.save, columns*", "s", "torch", 4),
+    Goal("dcp_face", "*", _CPU, "torch", 1),
+)
+"""What the people who use it were promised, or what we would not do without."""
+
+
+def table(rows: Sequence[Row], goals: Iterable[Goal] = GOALS) -> str:
+    """All goals in Markdown, in their order. Raises ValueError if a goal names what was not measured."""
+    lines = [HEADER, tuple("---" for _ in HEADER), *(goal.cells(rows) for goal in goals)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
