@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import goals
-from benchmarks.page import RESULTS, SPEED, Results, Row, filled, merged
+from benchmarks.page import README, RESULTS, SPEED, Results, Row, filled, merged, with_figures
 
 ON_THE_PAGE = (
     "load",
@@ -42,11 +42,12 @@ ON_THE_PAGE = (
     "control",
     "manifest",
 )
-WHOLE = ("plan", "control", "manifest")
-"""What these say depends on size: the page has all of their cases."""
-ON_REQUEST: tuple[str, ...] = ("cold",)
+WHOLE = ("first_calls", "convert", "peers", "plan", "incremental", "control", "manifest")
+"""What these say depends on size, or on many rounds: the page has all of their cases."""
+ON_REQUEST: tuple[str, ...] = ("cold", "load_parts")
 """On the page, too, but they take so long that they are measured only by name, and kept until then."""
-NAMES = (*ON_THE_PAGE, *ON_REQUEST, "load_parts", "convert_large", "many_tensors_large", "control_simulated", "device")
+ORDER = ON_THE_PAGE + ON_REQUEST
+NAMES = (*ORDER, "convert_large", "many_tensors_large", "control_simulated", "device")
 
 
 def run(name: str, *options: str) -> int:
@@ -61,26 +62,35 @@ def run(name: str, *options: str) -> int:
     return code
 
 
-def measure(names: tuple[str, ...], quick: list[str]) -> Results:
-    """These of the page. Raises RuntimeError if a benchmark fails."""
-    rows: list[Row] = []
+def measure(name: str, quick: list[str]) -> tuple[Row, ...]:
+    """Of one table. Raises RuntimeError if the benchmark fails."""
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            file = Path(folder, f"{name}.json")
-            if run(name, "--rows", str(file), *([] if name in WHOLE else quick)):
-                raise RuntimeError(f"benchmarks.{name} failed: there is no page without it")
-            rows += Results.from_json(file.read_text()).rows
+        file = Path(folder, f"{name}.json")
+        if run(name, "--rows", str(file), *([] if name in WHOLE else quick)):
+            raise RuntimeError(f"benchmarks.{name} failed: its table stays as it was")
+        return Results.from_json(file.read_text()).rows
+
+
+def here(quick: list[str]) -> str:
+    """On what is measured, in words."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    where = (
+    return (
         f"{count} processors ({platform.machine()}), Python {platform.python_version()}, torch {torch.__version__}, "
         f"OMP_NUM_THREADS=1, {'smaller cases' if quick else 'all cases'}"
     )
-    return Results(where, tuple(rows))
 
 
 def on_the_page(results: Results) -> dict[str, str]:
     """What stands on the page, by the name of its place."""
-    return {"goals": goals.table(results.rows), **results.parts()}
+    absent = {name: f"Not measured there: `python -m benchmarks --write {name}`." for name in ORDER}
+    return {"goals": goals.table(results.rows), **absent, **results.parts()}
+
+
+def keep(results: Results) -> None:
+    """In the file of figures, in the page, and where the README has some of them."""
+    RESULTS.write_text(results.to_json())
+    SPEED.write_text(filled(SPEED.read_text(), on_the_page(results)))
+    README.write_text(with_figures(README.read_text(), results.rows))
 
 
 def main() -> int:
@@ -99,19 +109,23 @@ def main() -> int:
         if failed:
             print(f"failed: {', '.join(failed)}", file=sys.stderr)
         return bool(failed)
-    pageless = [name for name in options.names if name not in ON_THE_PAGE + ON_REQUEST]
+    pageless = [name for name in options.names if name not in ORDER]
     if pageless:
         parser.error(f"{pageless[0]} has no table on the page: run it without --write")
-    results = Results.from_json(RESULTS.read_text())
-    if not options.again:
-        found = measure(tuple(options.names) or ON_THE_PAGE, [] if options.full else ["--quick"])
-        results = merged(results, found, ON_THE_PAGE + ON_REQUEST)
-    parts = on_the_page(results)
-    for name, part in parts.items():
+    results, quick = Results.from_json(RESULTS.read_text()), [] if options.full else ["--quick"]
+    names = () if options.again else tuple(options.names) or ON_THE_PAGE
+    if names and results.where != here(quick):
+        if options.names:
+            parser.error(f"the page was measured on {results.where}, this is {here(quick)}: measure all of it anew")
+        results = Results(here(quick), ())
+    for name in names:
+        results = merged(results, measure(name, quick), ORDER)
+        if options.write:  # at once: what comes later may fail, and this took long
+            keep(results)
+    for name, part in on_the_page(results).items():
         print(f"## {name}\n\n{part}\n")
     if options.write:
-        RESULTS.write_text(results.to_json())
-        SPEED.write_text(filled(SPEED.read_text(), parts))
+        keep(results)
     return 0
 
 

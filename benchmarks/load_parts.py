@@ -116,7 +116,7 @@ class Clock:
         class Numpy:
             """What it uses of `numpy`, with copying counted."""
 
-            uint8, empty = np.uint8, np.empty
+            uint8, empty, frombuffer = np.uint8, np.empty, np.frombuffer
             copyto = staticmethod(self.timed(COPY, np.copyto))
 
         class Xxhash:

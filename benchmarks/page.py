@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "SPEED", "Results", "Row", "arguments", "filled", "merged", "report"]
+__all__ = ["README", "RESULTS", "SPEED", "Results", "Row", "arguments", "filled", "merged", "report", "with_figures"]
 
 RESULTS = Path(__file__).with_name("results.json")
+README = Path(__file__).parents[1] / "README.md"
 SPEED = Path(__file__).parents[1] / "docs" / "speed.md"
 
 Rounds = tuple[float, ...]
@@ -130,17 +131,11 @@ def _rounded(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "ours": short(row["ours"]), "peers": peers, "floor": short(row["floor"])}
 
 
-def merged(kept: Results, found: Results, order: Sequence[str]) -> Results:
-    """What was kept, with the sections that were measured again in place of theirs, in the order of the page.
-
-    Raises ValueError if some of what was kept stays, and was measured elsewhere or with other cases: a page tells of
-    one machine.
-    """
-    rows = [row for row in kept.rows if row.section not in found.sections]
-    if rows and kept.where != found.where:
-        raise ValueError(f"the page was measured on {kept.where}, this on {found.where}: measure all of it anew")
-    rows += found.rows
-    return Results(found.where, tuple(sorted(rows, key=lambda row: order.index(row.section))))
+def merged(kept: Results, found: Sequence[Row], order: Sequence[str]) -> Results:
+    """What was kept, with sections that were measured again in place of theirs, in the order of the page."""
+    again = {row.section for row in found}
+    rows = [*(row for row in kept.rows if row.section not in again), *found]
+    return Results(kept.where, tuple(sorted(rows, key=lambda row: order.index(row.section))))
 
 
 _MARKS = re.compile(r"(<!-- measured: (\w+) -->\n).*?(\n?<!-- end -->)", re.DOTALL)
@@ -152,6 +147,28 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
     if sorted(places) != sorted(parts):
         raise ValueError(f"the page has places for {', '.join(places)}; there are {', '.join(parts)}")
     return _MARKS.sub(lambda mark: f"{mark[1]}{parts[mark[2]]}\n<!-- end -->", text)
+
+
+_FIGURE = re.compile(r"(<!-- figure: (.+?) of (.+?), ([\w ]+?) -->).*?(<!-- end -->)")
+
+
+def with_figures(text: str, rows: Iterable[Row]) -> str:
+    """A text with single figures of the page between its marks, such as "DCP / ours of columns, processor s".
+
+    Raises ValueError if a mark names what no row has.
+    """
+    named = {(row.what, row.unit): row for row in rows}
+
+    def figure(mark: re.Match[str]) -> str:
+        row = named.get((mark[3], mark[4]))
+        contestants = {"ours": row.ours, "floor": row.floor, **row.peers} if row is not None else {}
+        above, _, below = mark[2].partition(" / ")
+        if row is None or not {above, below or "ours"} <= contestants.keys():
+            raise ValueError(f"no row of the page has {mark[2]} of {mark[3]}, {mark[4]}")
+        said = _ratio(contestants[above], contestants[below]) if below else _figure(contestants[above])
+        return f"{mark[1]}{said}{mark[5]}"
+
+    return _FIGURE.sub(figure, text)
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.__main__ import ON_REQUEST, ON_THE_PAGE, on_the_page
+from benchmarks.__main__ import ORDER, on_the_page
 from benchmarks.goals import Goal, table
-from benchmarks.page import RESULTS, SPEED, Results, Row, filled, merged
+from benchmarks.page import README, RESULTS, SPEED, Results, Row, filled, merged, with_figures
 
 ROW = Row("load", "columns", "s", (1.0, 2.0, 4.0), {"DCP": (3.0, 8.0, 8.0)}, (0.5, 0.5, 2.0))
 
@@ -19,20 +19,30 @@ def test_the_page_shows_the_figures_that_were_kept() -> None:
 
     assert filled(SPEED.read_text(), on_the_page(results)) == SPEED.read_text()
     assert results.to_json() == RESULTS.read_text()
-    assert set(results.sections) == set(ON_THE_PAGE + ON_REQUEST)
+    assert set(results.sections) == set(ORDER)
+
+
+def test_tables_that_were_not_measured_say_so() -> None:
+    parts = on_the_page(Results("here", ()))
+
+    assert parts["where"] == "here"
+    assert "Not measured there" in parts["cold"]
+    assert filled(SPEED.read_text(), parts) != SPEED.read_text()
 
 
 def test_the_readme_has_the_page_s_figures() -> None:
-    """Whoever measures anew puts them there: the row is the one beside the words."""
-    rows = {(row.what, row.unit): row.cells() for row in Results.from_json(RESULTS.read_text()).rows}
-    columns, copies = "rows by 4 to columns by 8", "rows by 4 to copies on all"
-    _, _, ours, peers, *_ = rows[columns, "bytes a byte"]
-    columns_ratio, copies_ratio = (rows[what, "processor s"][5].removesuffix(" DCP") for what in (columns, copies))
-    readme = (SPEED.parents[1] / "README.md").read_text()
+    readme = README.read_text()
 
-    assert f"{columns} | {peers.removeprefix('DCP ')} | {ours} |" in readme
-    assert f"processor time of all ranks | {columns_ratio} times as much |" in readme
-    assert f"| {copies} ranks | each rank reads everything: {copies_ratio} times as much |" in readme
+    assert with_figures(readme, Results.from_json(RESULTS.read_text()).rows) == readme
+    assert readme.count("<!-- figure: ") == 4
+
+
+def test_a_figure_within_a_text_is_the_page_s() -> None:
+    text = "<!-- figure: DCP of columns, s -->?<!-- end --> <!-- figure: floor / ours of columns, s -->?<!-- end -->"
+
+    assert with_figures(text, [ROW]) == text.replace("?", "8", 1).replace("?", "0.5 (0.25 to 0.5)")
+    with pytest.raises(ValueError, match="no row of the page has DCP of rows, s"):
+        with_figures("<!-- figure: DCP of rows, s --><!-- end -->", [ROW])
 
 
 def test_a_row_tells_ratios_of_the_same_rounds_and_how_far_apart_they_are() -> None:
@@ -60,10 +70,8 @@ def test_sections_that_are_measured_again_take_the_place_of_the_old_ones() -> No
     other, again = replace(ROW, section="save"), replace(ROW, what="rows")
     kept = Results("here", (ROW, other))
 
-    assert merged(kept, Results("here", (again,)), ("load", "save")) == Results("here", (again, other))
-    assert merged(kept, Results("there", (again, other)), ("load", "save")) == Results("there", (again, other))
-    with pytest.raises(ValueError, match="measured on here, this on there"):
-        merged(kept, Results("there", (again,)), ("load", "save"))
+    assert merged(kept, [again], ("load", "save")) == Results("here", (again, other))
+    assert merged(Results("here", (other,)), [again], ("load", "save")) == Results("here", (again, other))
 
 
 @pytest.mark.parametrize(
