@@ -8,6 +8,7 @@ same descriptions together in the same way.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,11 +32,15 @@ from reshard.state.tree import key_of, path_to_json
 __all__ = [
     "OWN_TENSOR_BYTES",
     "Census",
+    "Holdings",
     "agree_on_values",
+    "census_of",
     "check_globs",
+    "joined_objects",
     "lies_on_device",
     "per_rank_name",
     "take_census",
+    "value_table",
 ]
 
 OWN_TENSOR_BYTES = 1 << 20
@@ -76,34 +81,61 @@ class Census:
     paths: dict[str, list[Any]]
     containers: list[tuple[list[Any], str]]
     aliases: dict[str, str]
+    on_device: bool = False
+    """Whether a tensor of any rank lies on a device."""
+    told: bytes = b""
+    """A digest of what each rank has said of its holdings: where it is the same, so is all of this but for values."""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What one rank has to say of its state."""
+
+    state: LiveState
+    objects: dict[str, Any]
+    """Those that all ranks have alike, as JSON data."""
+    said: bytes
+    """A description without values. Equal on ranks that hold the same kind of thing."""
+
+    @classmethod
+    def of(cls, state: LiveState) -> Holdings:
+        """Raises FormatError for an object that is no plain data, naming its key."""
+        for path in (*state.paths.values(), *state.containers):
+            check_text(key_of(path))
+        objects = {key: _encoded(key, value) for key, value in state.objects.items()}
+        return cls(state, objects, msgspec.json.encode(_describe(state)))
 
 
 def take_census(state: LiveState, group: Group, *, check_replicas: bool = True) -> Census:
+    """Collective: the census of what the ranks of `group` hold. Raises as `Holdings.of` and `census_of` do."""
+    return census_of(Holdings.of(state), group, check_replicas=check_replicas)
+
+
+def census_of(holdings: Holdings, group: Group, *, check_replicas: bool = True) -> Census:
     """Collective: the census of what the ranks of `group` hold.
 
     Raises, alike on every rank:
         LayoutError: ranks disagree about a tensor's shape, dtype or placement.
         KeyMismatchError: a plain tensor or object differs between ranks under one key (unless `check_replicas` is
             off, which trusts the lowest rank).
-    Raises FormatError for an object that is no plain data, naming its key.
     """
-    for path in (*state.paths.values(), *state.containers):
-        check_text(key_of(path))
-    objects = {key: _encoded(key, value) for key, value in state.objects.items()}
-    answers = group.parties(msgspec.json.encode(_describe(state)))
+    state = holdings.state
+    answers = group.parties(holdings.said)
     parties = [(msgspec.json.decode(data, type=_Description), ranks) for data, ranks in answers.items()]
     own = _own_values(state, group) if any(said.per_rank for said, _ in parties) else ({}, {})
     census = _merge(parties, *own)
     settle_forms(state.tensors, census.layout, group.ranks[group.rank])
+    on_device = any(said.on_device for said, _ in parties)
     merged = agree_on_values(
-        state.tensors,
-        objects,
-        group,
-        census.layout,
-        check_replicas=check_replicas,
-        on_device=any(said.on_device for said, _ in parties),
+        state.tensors, holdings.objects, group, census.layout, check_replicas=check_replicas, on_device=on_device
     )
-    return replace(census, objects=merged)
+    return replace(census, objects=merged, on_device=on_device, told=_digest_of(answers))
+
+
+def _digest_of(answers: Mapping[bytes, Sequence[int]]) -> bytes:
+    """Of what was said, and by whom, among ranks that are known."""
+    who = [(hashlib.sha256(data).digest(), list(ranks) if len(answers) > 1 else []) for data, ranks in answers.items()]
+    return hashlib.sha256(msgspec.msgpack.encode(who)).digest()
 
 
 def _encoded(key: str, value: Any, tensor_bytes: int = 0) -> Any:
@@ -149,16 +181,31 @@ def agree_on_values(
     """
     if group.world_size == 1:
         return objects
-    table, digests = (
-        Table(on_device),
-        {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()},
-    )
+    table, digests = value_table(tensors, objects, group, layout, check_replicas=check_replicas, on_device=on_device)
+    return objects if agree_on_table(table, digests, group) else joined_objects(objects, group)
+
+
+def value_table(
+    tensors: Mapping[str, LiveTensor],
+    objects: Mapping[str, Any],
+    group: Group,
+    layout: Mapping[str, TensorLayout],
+    *,
+    check_replicas: bool,
+    on_device: bool = False,
+) -> tuple[Table, dict[str, bytes]]:
+    """What this rank has to compare with others, and digests of its objects; arguments as for `agree_on_values`."""
+    table = Table(on_device)
+    digests = {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()}
     if check_replicas:
         for key, digest in digests.items():
             table.add_object(key, digest)
         table.add_tensors(tensors, layout, group.ranks[group.rank], group.world_size)
-    if agree_on_table(table, digests, group):
-        return objects
+    return table, digests
+
+
+def joined_objects(objects: Mapping[str, Any], group: Group) -> dict[str, Any]:
+    """Collective: the objects of all ranks; of those that several have, what the lowest one has."""
     merged: dict[str, Any] = {}
     for data in group.parties(msgspec.json.encode(objects)):
         for key, value in msgspec.json.decode(data).items():

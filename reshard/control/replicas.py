@@ -25,7 +25,7 @@ from reshard.state.fingerprints import partials
 from reshard.state.live_state import LiveTensor
 from reshard.state.memory.arrays import as_array, row_major_bytes
 
-__all__ = ["Table", "agree_on_table"]
+__all__ = ["Table", "agree_on_table", "join", "judge", "told"]
 
 _ANYBODY = 0
 """Holders of which it is not known how many there are: their digest travels all the way."""
@@ -99,24 +99,34 @@ def agree_on_table(table: Table, objects: Mapping[str, Any], group: Group) -> bo
 
     Raises KeyMismatchError, alike on every rank, where a key of the table has two values.
     """
+    return judge(table, group.merge(told(table, objects), join, "whether ranks hold the same"), group)
+
+
+def told(table: Table, objects: Mapping[str, Any]) -> bytes:
+    """What this rank tells of its table, and of objects or their digests, to be combined by `join` for `judge`."""
     digest = xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(objects.items())))
-    data = group.merge(msgspec.msgpack.encode(table.heard(digest)), _join, "whether ranks hold the same")
-    heard = msgspec.msgpack.decode(data, type=_Heard)
+    return msgspec.msgpack.encode(table.heard(digest))
+
+
+def judge(table: Table, joined: bytes, group: Group) -> bool:
+    """`agree_on_table`, where it is known already what all ranks told. Collective only where some hold others."""
+    heard = msgspec.msgpack.decode(joined, type=_Heard)
     differ = [holders for holders, (digest, *_) in heard.digests.items() if not digest]
     if differ:
         _refuse({key: digest for holders in differ for key, digest in table.rows.get(holders, {}).items()}, group)
     return bool(heard.objects)
 
 
-def _join(parts: list[bytes]) -> bytes:
-    told = [msgspec.msgpack.decode(part, type=_Heard) for part in parts]
+def join(parts: list[bytes]) -> bytes:
+    """What several told, in one; again for `join`."""
+    heard_of = [msgspec.msgpack.decode(part, type=_Heard) for part in parts]
     digests: dict[bytes, tuple[bytes, int, int]] = {}
-    for one in told:
+    for one in heard_of:
         for holders, (digest, heard, count) in one.digests.items():
             first, before, _ = digests.get(holders, (digest, 0, count))
             digests[holders] = digest if digest == first else b"", before + heard, count
     whole = {holders: row for holders, row in digests.items() if not row[0] or row[1] != row[2]}
-    objects = {one.objects for one in told}
+    objects = {one.objects for one in heard_of}
     return msgspec.msgpack.encode(_Heard(whole, objects.pop() if len(objects) == 1 else b""))
 
 

@@ -50,7 +50,8 @@ class LiveTensor:
     @cached_property
     def form(self) -> Form:
         """See `form_of`, which may raise LayoutError."""
-        return form_of(self.value, self.key)
+        forms = self.forms
+        return forms[0] if len(forms) == 1 else form_of(self.value, self.key)
 
     @cached_property
     def forms(self) -> tuple[Form, ...]:

@@ -16,7 +16,7 @@ from reshard.api.elastic.hosts import Hosts, Settings, free_bytes
 from reshard.api.elastic.kept import Kept, Made, good_ranges, kept_in, remove
 from reshard.api.elastic.moving import move
 from reshard.api.elastic.reports import KeepReport
-from reshard.api.save.job import Job, entries_of, planned_writes, tally, total, write
+from reshard.api.save.job import Job, entries_of, holdings_of, own_items, planned_writes, tally, total, write
 from reshard.api.save.options import SaveOptions
 from reshard.api.save.staging import ToWrite
 from reshard.control.group import Group
@@ -34,7 +34,8 @@ __all__ = ["keep"]
 def keep(settings: Settings, state: Any, step: int, options: SaveOptions, group: Group, hosts: Hosts) -> KeepReport:
     """Collective. Until all hosts have all that is theirs, the generation before counts; then it goes."""
     clock = time.perf_counter()
-    live, census, plan = planned_writes(state, group, options)
+    holdings = holdings_of(state, options)
+    census, plan = planned_writes(holdings, group, options)
     copies = _planned_copies(group, hosts, [plan.bytes(rank) for rank in group.ranks], settings.copies)
     kept = _begin(step, group, hosts, copies)
     storage = LocalStorage(hosts.folder / kept.folder)
@@ -43,7 +44,8 @@ def keep(settings: Settings, state: Any, step: int, options: SaveOptions, group:
     planned, may_count = time.perf_counter(), False
     try:
         with group.together("write"):
-            written, _, prints = write(job, ToWrite.where_it_is(entries_of(job, live)), [])
+            entries = entries_of(own_items(census.layout, plan, job.rank), holdings.state, job.rank)
+            written, _, prints = write(job, ToWrite.where_it_is(entries), [])
             wrote = time.perf_counter()
             received = _mirror(settings, written.record, storage, copies, group, hosts)
             may_count = True  # as soon as all ranks are known to be here, some host may publish

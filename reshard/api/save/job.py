@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
+from planners.geometry.box import Box
+from planners.geometry.layout import StateLayout, TensorSpec
 from planners.save.plan import SavePlan, plan_writes
 from planners.save.proof import verify_save
 from reshard.api.save.base import Choice, alike, doubtful
 from reshard.api.save.crew import crew_of
 from reshard.api.save.options import SaveOptions
 from reshard.api.save.staging import ToWrite
-from reshard.control.global_state import Census, check_globs, per_rank_name, take_census
+from reshard.control.global_state import Census, Holdings, census_of, check_globs, per_rank_name
 from reshard.control.group import Group
 from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, FormatError, LayoutError, format_ranks
@@ -31,7 +33,18 @@ from reshard.state.garbage import uncollected
 from reshard.state.live_state import LiveState, LiveTensor, is_long, take_apart
 from reshard.storage import Storage
 
-__all__ = ["Job", "entries_of", "planned_writes", "summed_up", "tally", "total", "write"]
+__all__ = [
+    "Job",
+    "OwnItem",
+    "entries_of",
+    "holdings_of",
+    "own_items",
+    "planned_writes",
+    "summed_up",
+    "tally",
+    "total",
+    "write",
+]
 
 
 @dataclass(frozen=True)
@@ -54,15 +67,19 @@ class Job:
         return self.group.ranks[self.group.rank]
 
 
-def planned_writes(state_dict: Any, group: Group, options: SaveOptions) -> tuple[LiveState, Census, SavePlan]:
+def holdings_of(state_dict: Any, options: SaveOptions) -> Holdings:
+    """What this rank gives to be saved. Raises as `reshard.save` does."""
+    if not isinstance(state_dict, Mapping | list | tuple):
+        raise FormatError(f"what is saved must be a dict (or a list) of values, got {type(state_dict).__name__}")
+    return Holdings.of(take_apart(state_dict, whole_at=is_long, select=options.globs))
+
+
+def planned_writes(holdings: Holdings, group: Group, options: SaveOptions) -> tuple[Census, SavePlan]:
     """Collective: what all ranks hold, and who of them writes what, proved. Writes nothing.
 
     Raises as `reshard.save` does.
     """
-    if not isinstance(state_dict, Mapping | list | tuple):
-        raise FormatError(f"what is saved must be a dict (or a list) of values, got {type(state_dict).__name__}")
-    state = take_apart(state_dict, whole_at=is_long, select=options.globs)
-    census = take_census(state, group, check_replicas=options.check_replicas)
+    census = census_of(holdings, group, check_replicas=options.check_replicas)
     if options.globs is not None:
         check_globs(options.globs, census)
     plan = plan_writes(census.layout, divide_above_bytes=options.divide_above_bytes)
@@ -72,24 +89,47 @@ def planned_writes(state_dict: Any, group: Group, options: SaveOptions) -> tuple
             f"what {format_ranks(group.ranks)} have does not make up each tensor exactly once: {report}. "
             "All ranks that hold a part of a tensor must save together"
         )
-    return state, census, plan
+    return census, plan
+
+
+class OwnItem(NamedTuple):
+    """What a rank writes of one of its parts of a tensor."""
+
+    spec: TensorSpec
+    parts: int
+    """How many parts it has."""
+    part: int
+    source: Box
+    """Within the part."""
+    box: Box
+    """Within the tensor."""
 
 
 @uncollected()
-def entries_of(job: Job, state: LiveState) -> list[Entry]:
-    """The arrays that this rank writes."""
-    views: dict[str, tuple[torch.Tensor, ...]] = {}
-    census, plan = job.generation.census, job.generation.plan
-    own = {per_rank_name(key, job.rank): wrapper.value for key, wrapper in state.per_rank.items()}
+def own_items(layout: StateLayout, plan: SavePlan, rank: int) -> list[OwnItem]:
+    """What `rank` writes."""
+    counts: dict[str, int] = {}
     out = []
-    for item in plan.items(job.rank):
-        layout = census.layout[item.fqn]
-        if item.fqn not in views:
-            tensor = LiveTensor(item.fqn, own[item.fqn]) if item.fqn in own else state.tensors[item.fqn]
-            views[item.fqn] = _parts(tensor, len(layout.parts(job.rank)), job.rank)
-        part = views[item.fqn][item.part]
-        piece = part if item.source.sizes == part.shape else part[item.source.slices]
-        out.append(Entry(layout.spec, item.box, piece))
+    for item in plan.items(rank):
+        if item.fqn not in counts:
+            counts[item.fqn] = len(layout.parts(item.fqn, rank))
+        out.append(OwnItem(layout[item.fqn].spec, counts[item.fqn], item.part, item.source, item.box))
+    return out
+
+
+@uncollected()
+def entries_of(items: Iterable[OwnItem], state: LiveState, rank: int) -> list[Entry]:
+    """The arrays that `rank`, which holds `state`, writes."""
+    views: dict[str, tuple[torch.Tensor, ...]] = {}
+    own = {per_rank_name(key, rank): wrapper.value for key, wrapper in state.per_rank.items()}
+    out = []
+    for spec, parts, number, source, box in items:
+        fqn = spec.fqn
+        if fqn not in views:
+            tensor = LiveTensor(fqn, own[fqn]) if fqn in own else state.tensors[fqn]
+            views[fqn] = _parts(tensor, parts, rank)
+        part = views[fqn][number]
+        out.append(Entry(spec, box, part if source.sizes == part.shape else part[source.slices]))
     return out
 
 

@@ -5,29 +5,32 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 import torch.distributed as dist
 
+from planners.save.plan import SavePlan
 from reshard.api.arguments import check_arguments, state_and_path
-from reshard.api.save import background
+from reshard.api.save import background, repeated
 from reshard.api.save.base import Choice, base_at, choose_base
-from reshard.api.save.job import Job, entries_of, planned_writes, summed_up, tally, total, write
+from reshard.api.save.job import Job, entries_of, holdings_of, planned_writes, summed_up, tally, total, write
 from reshard.api.save.options import SaveOptions
 from reshard.api.save.report import SaveReport
 from reshard.api.save.staging import Stage, ToWrite, check_stage, staged
+from reshard.control.global_state import Census, Holdings
 from reshard.control.group import DEADLINE_S, Group
 from reshard.errors import CheckpointError, FormatError, ReshardError, StorageError
 from reshard.formats.native import generations
+from reshard.formats.native.data_file import Entry
 from reshard.formats.native.publish import Generation, Written
 from reshard.formats.native.reader import Share
 from reshard.formats.native.reuse import Base
 from reshard.state.fingerprints.tally import add_tallies
 from reshard.state.garbage import uncollected
-from reshard.state.live_state import LiveState
 from reshard.storage import open_storage
 from reshard.storage.opening import place_of
 
@@ -93,8 +96,7 @@ def save(
         given = (select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes)
         options = SaveOptions(*given, progress, overwrite, base, ranks_per_file)
         check_arguments("save", state_dict, path)
-        job, state = _prepare(state_dict, path, group, options)
-        return _finish(job, ToWrite.where_it_is(entries_of(job, state)))
+        return _finish(*_prepare(state_dict, path, group, options, ToWrite.where_it_is, meet=False))
 
 
 class PendingSave:
@@ -158,7 +160,8 @@ def async_save(
     _await_saves_to(path)
     earlier = background.ended_for(max_in_flight if may_wait else 1)
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
-    with group.together("stage"):
+    # the ranks meet when all have copied: where they obey what they have kept, that is when they confirm it
+    with group.together("stage", meet=False):
         if not may_wait:
             raise CheckpointError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r}")
         check_stage(stage)
@@ -166,8 +169,8 @@ def async_save(
             save.result()
         given = (select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes)
         options = SaveOptions(*given, progress, overwrite, base, ranks_per_file)
-        job, state = _prepare(state_dict, path, group, options)
-        copies = staged(entries_of(job, state), stage, fingerprints=options.fingerprints)
+        to_memory = partial(staged, stage=stage, fingerprints=options.fingerprints)
+        job, copies = _prepare(state_dict, path, group, options, to_memory, meet=True)
 
     def work() -> SaveReport:
         try:
@@ -193,33 +196,109 @@ def _await_saves_to(path: Any) -> None:
     background.await_place(place)
 
 
+class _Agreed(NamedTuple):
+    """What all ranks have agreed on before any of them writes."""
+
+    census: Census
+    plan: SavePlan
+    word: bytes
+    """Of the first rank: see `_first_word`."""
+    data: ToWrite
+    """What this rank writes."""
+    plan_s: float
+    """Seconds of this rank until it was planned and proved."""
+    have_staged: bool
+    """Whether it is known that all ranks have `data`."""
+
+
+_Staging = Callable[[Sequence[Entry]], ToWrite]
+
+
 @uncollected()
-def _prepare(state_dict: Mapping[str, Any], path: Any, group: Group, options: SaveOptions) -> tuple[Job, LiveState]:
-    """Agree on what there is and who writes what. Writes nothing."""
+def _prepare(
+    state_dict: Any, path: Any, group: Group, options: SaveOptions, stage: _Staging, *, meet: bool
+) -> tuple[Job, ToWrite]:
+    """Agree on what there is and who writes what, and stage it. Writes nothing.
+
+    `meet`: whether this returns on no rank before all have staged theirs.
+    """
     clock = time.perf_counter()
-    group.same_options("save", options.shared())
     storage = open_storage(path)
+    holdings = holdings_of(state_dict, options)
+    kept = repeated.find(holdings, group, options)
+    agreed = _again(kept, holdings, path, group, options, stage, clock)
     if options.ranks_per_file > 1 and not storage.has_places:
         raise StorageError(
             f"{storage.url} has no files that several ranks can write together: leave ranks_per_file out"
         )
-    state, census, plan = planned_writes(state_dict, group, options)
-    planned = time.perf_counter()
-    if group.rank == 0:
-        generations.refuse_foreign(storage)
-        if not options.overwrite and generations.published(storage) is not None:
-            raise FormatError(
-                f"there is a checkpoint in {storage.url} already: choose another folder, or overwrite=True; nothing "
-                "was saved"
-            )
-    known = None
-    if group.rank == 0:
-        chosen = choose_base(path, options.base, census.layout, by_print=options.fingerprints) if options.base else None
-        known = msgspec.msgpack.encode((generations.new_save_id(), chosen))
-    save_id, choice = msgspec.msgpack.decode(group.share(known), type=tuple[str, Choice | None])
-    generation = Generation(storage, save_id, generations.begin(), census, plan, options.globs)
-    base = _opened(path, choice, Share(group.rank, group.world_size)) if choice is not None else None
-    return Job(group, storage, str(path), generation, options, choice, base, {"plan": planned - clock}), state
+    if agreed is None:
+        if kept is not None:  # nothing that was found by what is not so
+            holdings = holdings_of(state_dict, options)
+        agreed = _anew(holdings, path, group, options, stage, clock)
+    census, plan, word, data, plan_s, have_staged = agreed
+    try:
+        save_id, choice = msgspec.msgpack.decode(word, type=tuple[str, Choice | None])
+        generation = Generation(storage, save_id, generations.begin(), census, plan, options.globs)
+        base = _opened(path, choice, Share(group.rank, group.world_size)) if choice is not None else None
+        if meet and (choice is not None or not have_staged):
+            group.barrier()
+    except BaseException:
+        data.release()
+        raise
+    return Job(group, storage, str(path), generation, options, choice, base, {"plan": plan_s}), data
+
+
+def _again(
+    kept: repeated.Kept | None,
+    holdings: Holdings,
+    path: Any,
+    group: Group,
+    options: SaveOptions,
+    stage: _Staging,
+    clock: float,
+) -> _Agreed | None:
+    """Collective: stage by what was kept from an earlier save, and see whether it is so on all ranks; None if not."""
+    word, data, plan_s = b"", None, 0.0
+    try:
+        if kept is not None:
+            if group.rank == 0:
+                word = _first_word(path, options, kept.census)
+            entries = entries_of(kept.items, holdings.state, group.ranks[group.rank])
+            plan_s = time.perf_counter() - clock
+            data = stage(entries)
+        confirmed = repeated.confirm(holdings, group, options, kept, word)
+    except BaseException:
+        if data is not None:
+            data.release()
+        raise
+    if confirmed is not None and kept is not None and data is not None:
+        return _Agreed(confirmed[0], kept.plan, confirmed[1], data, plan_s, have_staged=True)
+    if data is not None:
+        data.release()
+    return None
+
+
+def _anew(holdings: Holdings, path: Any, group: Group, options: SaveOptions, stage: _Staging, clock: float) -> _Agreed:
+    """Collective: plan, prove, keep it for saves to come, and stage."""
+    census, plan = planned_writes(holdings, group, options)
+    plan_s = time.perf_counter() - clock
+    word = group.share(_first_word(path, options, census) if group.rank == 0 else None)
+    items = repeated.keep(holdings, group, options, census, plan)
+    data = stage(entries_of(items, holdings.state, group.ranks[group.rank]))
+    return _Agreed(census, plan, word, data, plan_s, have_staged=False)
+
+
+def _first_word(path: Any, options: SaveOptions, census: Census) -> bytes:
+    """What the first rank has for all: the name of the save, and what it is based on. Raises where it must not go."""
+    storage = open_storage(path)
+    generations.refuse_foreign(storage)
+    if not options.overwrite and generations.published(storage) is not None:
+        raise FormatError(
+            f"there is a checkpoint in {storage.url} already: choose another folder, or overwrite=True; nothing was "
+            "saved"
+        )
+    chosen = choose_base(path, options.base, census.layout, by_print=options.fingerprints) if options.base else None
+    return msgspec.msgpack.encode((generations.new_save_id(), chosen))
 
 
 def _opened(path: Any, choice: Choice, share: Share) -> Base | None:
