@@ -26,10 +26,10 @@ from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Shard
 from reshard.api.load import mismatches
 from reshard.api.load.options import LoadOptions
-from reshard.api.save import crew
+from reshard.api.save import crew, repeated
 from reshard.api.save.options import SaveOptions
 from reshard.control import global_state
-from reshard.control.global_state import Census, take_census
+from reshard.control.global_state import Census, Holdings, census_of
 from reshard.control.group import Group
 from reshard.execute.sharing.machine_memory import OwnMemory
 from reshard.execute.sharing.machine_reading import MachineReading
@@ -41,6 +41,7 @@ from tests.simulated_ranks import World
 PER_MACHINE = 8
 _TOLD_BYTES = 150
 """What a rank tells of blocks that it shares with others."""
+_NO_PLAN: Any = None
 _NO_TARGETS: Any = None
 """Nobody asks them: all fits."""
 _PART = Partial((1, 2), 8)
@@ -68,9 +69,11 @@ class Described:
 def save(group: Group, state: Any, ranks_per_file: int = 1) -> None:
     """The collective steps of `reshard.save`, in their order."""
     with group.together("save"):
-        group.same_options("save", SaveOptions().shared())
-        take_census(state, group)
-        group.share(b"0192f3c1a800-5d2e6f7a8b9c" if group.rank == 0 else None)
+        holdings = Holdings.of(state)
+        met = repeated.meet(holdings, group, SaveOptions(), None, b"")  # nobody has kept a plan
+        census = census_of(holdings, group, group.parties(holdings.said, met.pool))
+        word = b"0192f3c1a800-5d2e6f7a8b9c" if group.rank == 0 else b""
+        repeated.meet(holdings, group, SaveOptions(), repeated.Kept(census, _NO_PLAN, []), word, before=met)
         group.barrier()
         with group.together("write"):
             if ranks_per_file > 1:

@@ -22,6 +22,7 @@ from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Replicate
 from reshard.control.global_layout import Described, check_nests, describe, join_aliases, join_layouts, settle_forms
 from reshard.control.group import Group
+from reshard.control.pool import digest_of
 from reshard.control.replicas import Table, agree_on_table
 from reshard.errors import FormatError, KeyMismatchError, LayoutError
 from reshard.state.live_state import LiveState, LiveTensor
@@ -41,6 +42,7 @@ __all__ = [
     "per_rank_name",
     "take_census",
     "value_table",
+    "with_objects",
 ]
 
 OWN_TENSOR_BYTES = 1 << 20
@@ -107,35 +109,49 @@ class Holdings:
 
 
 def take_census(state: LiveState, group: Group, *, check_replicas: bool = True) -> Census:
-    """Collective: the census of what the ranks of `group` hold. Raises as `Holdings.of` and `census_of` do."""
-    return census_of(Holdings.of(state), group, check_replicas=check_replicas)
-
-
-def census_of(holdings: Holdings, group: Group, *, check_replicas: bool = True) -> Census:
     """Collective: the census of what the ranks of `group` hold.
 
     Raises, alike on every rank:
         LayoutError: ranks disagree about a tensor's shape, dtype or placement.
         KeyMismatchError: a plain tensor or object differs between ranks under one key (unless `check_replicas` is
             off, which trusts the lowest rank).
+    Raises FormatError for an object that is no plain data, naming its key.
     """
+    holdings = Holdings.of(state)
+    census = census_of(holdings, group, group.parties(holdings.said))
+    return with_objects(census, holdings, group, check_replicas=check_replicas)
+
+
+def census_of(holdings: Holdings, group: Group, answers: Mapping[bytes, Sequence[int]]) -> Census:
+    """The census, without objects, out of what all ranks have said; collective where any has values of its own. Whether
+    values are equal is not known yet: see `with_objects`. Raises LayoutError as `take_census` does."""
     state = holdings.state
-    answers = group.parties(holdings.said)
     parties = [(msgspec.json.decode(data, type=_Description), ranks) for data, ranks in answers.items()]
     own = _own_values(state, group) if any(said.per_rank for said, _ in parties) else ({}, {})
     census = _merge(parties, *own)
     settle_forms(state.tensors, census.layout, group.ranks[group.rank])
     on_device = any(said.on_device for said, _ in parties)
+    return replace(census, on_device=on_device, told=_digest_of(answers))
+
+
+def with_objects(census: Census, holdings: Holdings, group: Group, *, check_replicas: bool) -> Census:
+    """Collective: the census with the objects of all ranks, once it is sure that no key has two values. Raises
+    KeyMismatchError as `take_census` does."""
     merged = agree_on_values(
-        state.tensors, holdings.objects, group, census.layout, check_replicas=check_replicas, on_device=on_device
+        holdings.state.tensors,
+        holdings.objects,
+        group,
+        census.layout,
+        check_replicas=check_replicas,
+        on_device=census.on_device,
     )
-    return replace(census, objects=merged, on_device=on_device, told=_digest_of(answers))
+    return replace(census, objects=merged)
 
 
 def _digest_of(answers: Mapping[bytes, Sequence[int]]) -> bytes:
     """Of what was said, and by whom, among ranks that are known."""
     who = [(hashlib.sha256(data).digest(), list(ranks) if len(answers) > 1 else []) for data, ranks in answers.items()]
-    return hashlib.sha256(msgspec.msgpack.encode(who)).digest()
+    return digest_of(msgspec.msgpack.encode(who))
 
 
 def _encoded(key: str, value: Any, tensor_bytes: int = 0) -> Any:

@@ -24,7 +24,7 @@ import msgspec
 import torch.distributed as dist
 
 from reshard.control.calls import no_deadline, refuse_unjoined
-from reshard.control.pool import FAN, Pool
+from reshard.control.pool import FAN, Pool, digest_of
 from reshard.errors import LayoutError, ReshardError, format_ranks
 
 if TYPE_CHECKING:  # imported where there is more than one rank
@@ -38,8 +38,6 @@ DEADLINE_S = 1800.0
 _MESSAGE_CHARS = 20_000
 """Of a traceback that is sent to the other ranks; its end says most."""
 
-
-_DIGEST_BYTES = 16
 _VALUE_CHARS = 200
 """Of an option's value, in a message."""
 
@@ -210,15 +208,16 @@ class Group:
         self._round("an exchange among some", b"", _nothing, parcels={box: bytes(data)})
         return self._rounds.collect(box, range(self.world_size))
 
-    def parties(self, data: bytes) -> dict[bytes, Sequence[int]]:
+    def parties(self, data: bytes, known: bytes = b"") -> dict[bytes, Sequence[int]]:
         """What the ranks have to say: each distinct answer, and the ranks that gave it, in the order of the ranks.
 
-        A digest of each travels first; if all are equal nothing else does, and if not, each distinct answer once.
+        A digest of each travels first, unless the pool of all `digest_of` is `known`; if all are equal nothing else
+        does, and if not, each distinct answer once.
         """
         if self._rounds is None:
             return {bytes(data): self.ranks}
-        digest = hashlib.sha256(data).digest()[:_DIGEST_BYTES]
-        pool = Pool.decode(self._round("an exchange of digests", Pool.of(digest), Pool.join))
+        digest = digest_of(data)
+        pool = Pool.decode(known or self._round("an exchange of digests", Pool.of(digest), Pool.join))
         if len(pool.distinct) == 1:
             return {bytes(data): self.ranks}
         digests = pool.answers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -10,10 +11,15 @@ import msgspec
 
 from reshard.errors import format_ranks
 
-__all__ = ["FAN", "Pool"]
+__all__ = ["FAN", "Pool", "digest_of"]
 
 FAN = 128
 """So many ranks, or pools of theirs, are joined at a time."""
+
+
+def digest_of(data: bytes) -> bytes:
+    """What stands for an answer in a pool, where it may be long: 16 bytes."""
+    return hashlib.sha256(data).digest()[:16]
 
 
 class Pool(msgspec.Struct, frozen=True, array_like=True):

@@ -270,14 +270,11 @@ def _rank() -> int:
 
 def _dtensor_readings(tensor: DTensor, fqn: str = "") -> tuple[ProductForm, ...]:
     mesh = tensor.device_mesh
+    groups = tuple(getattr(mesh, "_dim_group_names", ()))
     try:
-        return _readings(mesh, _rank(), _names_of_groups(mesh), tuple(tensor.placements), tensor.ndim)
+        return _readings(mesh, _rank(), groups, tuple(tensor.placements), tensor.ndim)
     except LayoutError as error:
         raise LayoutError(f"tensor {fqn!r} {error}") from None
-
-
-def _names_of_groups(device_mesh: DeviceMesh) -> tuple[str, ...]:
-    return tuple(getattr(device_mesh, "_dim_group_names", ()))
 
 
 def is_ambiguous(tensor: Any) -> bool:
@@ -290,12 +287,7 @@ def is_ambiguous(tensor: Any) -> bool:
 
 def _dtensor_forms(tensor: DTensor, fqn: str) -> tuple[ProductForm, ...]:
     here, shape, local = _rank(), tuple(tensor.shape), tuple(tensor._local_tensor.shape)
-    mesh = tensor.device_mesh
-    try:
-        found = _forms_held(mesh, here, _names_of_groups(mesh), tuple(tensor.placements), shape, local)
-    except LayoutError as error:
-        raise LayoutError(f"tensor {fqn!r} {error}") from None
-    if not found:
+    if not (found := _forms_held(_dtensor_readings(tensor, fqn), shape, here, local)):
         forms = _dtensor_readings(tensor, fqn)
         (due,) = forms[-1].parts(shape, here)
         raise LayoutError(
@@ -306,18 +298,11 @@ def _dtensor_forms(tensor: DTensor, fqn: str) -> tuple[ProductForm, ...]:
     return found
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # of a state with many tensors, few differ in this
 def _forms_held(
-    device_mesh: DeviceMesh,
-    here: int,
-    groups: tuple[str, ...],
-    placements: tuple[object, ...],
-    shape: tuple[int, ...],
-    local: tuple[int, ...],
+    forms: tuple[ProductForm, ...], shape: tuple[int, ...], here: int, local: tuple[int, ...]
 ) -> tuple[ProductForm, ...]:
-    """What the placements may mean where this rank holds a tensor of shape `local`: a state has few such questions, and
-    many tensors. Metadata do not tell how a tensor was cut; what this rank really holds does."""
-    forms = _readings(device_mesh, here, groups, placements, len(shape))
+    """Metadata do not tell how a tensor was cut. What this rank really holds, of shape `local`, does."""
     return fitting(forms, shape, {here: local} if here in forms[-1].mesh else {})
 
 

@@ -19,6 +19,7 @@ from reshard.api.elastic.reports import KeepReport
 from reshard.api.save.job import Job, entries_of, holdings_of, own_items, planned_writes, tally, total, write
 from reshard.api.save.options import SaveOptions
 from reshard.api.save.staging import ToWrite
+from reshard.control.global_state import with_objects
 from reshard.control.group import Group
 from reshard.errors import DamagedCheckpointError, LayoutError, ReshardError, StorageError
 from reshard.formats.native import generations
@@ -35,7 +36,8 @@ def keep(settings: Settings, state: Any, step: int, options: SaveOptions, group:
     """Collective. Until all hosts have all that is theirs, the generation before counts; then it goes."""
     clock = time.perf_counter()
     holdings = holdings_of(state, options)
-    census, plan = planned_writes(holdings, group, options)
+    census, plan = planned_writes(holdings, group, options, group.parties(holdings.said))
+    census = with_objects(census, holdings, group, check_replicas=options.check_replicas)
     copies = _planned_copies(group, hosts, [plan.bytes(rank) for rank in group.ranks], settings.copies)
     kept = _begin(step, group, hosts, copies)
     storage = LocalStorage(hosts.folder / kept.folder)

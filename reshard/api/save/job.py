@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from reshard.api.save.base import Choice, alike, doubtful
 from reshard.api.save.crew import crew_of
 from reshard.api.save.options import SaveOptions
 from reshard.api.save.staging import ToWrite
-from reshard.control.global_state import Census, Holdings, census_of, check_globs, per_rank_name
+from reshard.control.global_state import Census, Holdings, census_of, per_rank_name
 from reshard.control.group import Group
 from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, FormatError, LayoutError, format_ranks
@@ -74,14 +74,18 @@ def holdings_of(state_dict: Any, options: SaveOptions) -> Holdings:
     return Holdings.of(take_apart(state_dict, whole_at=is_long, select=options.globs))
 
 
-def planned_writes(holdings: Holdings, group: Group, options: SaveOptions) -> tuple[Census, SavePlan]:
-    """Collective: what all ranks hold, and who of them writes what, proved. Writes nothing.
+def planned_writes(
+    holdings: Holdings, group: Group, options: SaveOptions, answers: Mapping[bytes, Sequence[int]]
+) -> tuple[Census, SavePlan]:
+    """Collective: what all ranks hold, without objects, and who of them writes what, proved. Writes nothing, and
+    compares no values.
+
+    Args:
+        answers: what all ranks said of their holdings, by `Group.parties`.
 
     Raises as `reshard.save` does.
     """
-    census = census_of(holdings, group, check_replicas=options.check_replicas)
-    if options.globs is not None:
-        check_globs(options.globs, census)
+    census = census_of(holdings, group, answers)
     plan = plan_writes(census.layout, divide_above_bytes=options.divide_above_bytes)
     report = verify_save(plan)
     if not report.ok:

@@ -1,13 +1,13 @@
-"""Saves like one before: what was planned and proved then is kept, and all ranks confirm it in one meeting.
+"""Where ranks meet before a save: they confirm a plan that all of them have, kept from a save like this one, or new.
 
-    rank 0   kept for what I hold  A ─┐
-    rank 1   kept for what I hold  A ─┼─► all have kept the same: it is obeyed;  any has none, or another: all plan anew
-    rank 2   kept for what I hold  A ─┘
+    rank 0   has a plan for what it holds  A ─┐
+    rank 1   has a plan for what it holds  A ─┼─► all have the same: it is obeyed;  any has none, or another: all plan
+    rank 2   has a plan for what it holds  A ─┘   out of what was said, and meet once more
 
 A plan is a function of what each rank says of its holdings, names, types, shapes and placements, and of a few options.
 A rank takes up what it has kept only if it would say the very same again, and tells the others a digest of what all
 ranks had said. So where all tell one digest, all of them hold what they held when it was planned. Values are compared
-as always.
+each time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,9 +26,10 @@ from reshard.api.save.options import SaveOptions
 from reshard.control.global_layout import settle_forms
 from reshard.control.global_state import Census, Holdings, joined_objects, value_table
 from reshard.control.group import Group
+from reshard.control.pool import Pool, digest_of
 from reshard.control.replicas import Table, join, judge, told
 
-__all__ = ["Kept", "confirm", "find", "keep"]
+__all__ = ["Kept", "Met", "find", "keep", "meet"]
 
 KEPT = 4
 """So many plans a process keeps: of the states that a job saves in turn."""
@@ -48,6 +50,17 @@ class Kept:
     """Of this rank."""
 
 
+class Met(NamedTuple):
+    """What all ranks know when they have met."""
+
+    census: Census | None
+    """Of what all of them hold, if all have the plan for just that; None if any has not."""
+    first: bytes
+    """What the first rank had for all."""
+    pool: bytes
+    """Digests of what each said of its holdings: see `Group.parties`."""
+
+
 class _Said(msgspec.Struct, frozen=True, array_like=True):
     """What one rank, or several, say when they meet."""
 
@@ -56,6 +69,8 @@ class _Said(msgspec.Struct, frozen=True, array_like=True):
     kept: bytes
     """A digest of what all ranks had said when what this one has kept was planned; empty where any has none, or ranks
     have others."""
+    pool: bytes
+    """Digests of descriptions of what they hold; nothing where that is known."""
     values: bytes
     """Digests of values that others may have, too."""
     first: bytes
@@ -63,7 +78,7 @@ class _Said(msgspec.Struct, frozen=True, array_like=True):
 
 
 def find(holdings: Holdings, group: Group, options: SaveOptions) -> Kept | None:
-    """What was kept by this rank when it held the very same. It counts only once all confirm it."""
+    """What was kept by this rank when it held the very same. It counts only once all have met."""
     if holdings.state.per_rank:
         return None
     with _lock:
@@ -75,16 +90,19 @@ def find(holdings: Holdings, group: Group, options: SaveOptions) -> Kept | None:
     return found
 
 
-def keep(holdings: Holdings, group: Group, options: SaveOptions, census: Census, plan: SavePlan) -> list[OwnItem]:
-    """Keep a plan that is proved, and which all ranks have made; what this rank writes by it. Values that are each
-    rank's own are gathered anew for each save, so with any nothing is kept."""
-    items = own_items(census.layout, plan, group.ranks[group.rank])
+def keep(holdings: Holdings, group: Group, options: SaveOptions, census: Census, plan: SavePlan) -> Kept:
+    """Keep a plan that is proved. Values that are each rank's own are gathered anew for each save, so with any it is
+    for this one alone.
+
+    `census`: without objects.
+    """
+    kept = Kept(census, plan, own_items(census.layout, plan, group.ranks[group.rank]))
     if not census.per_rank:
         with _lock:
-            _kept[_key(holdings, group, options)] = Kept(replace(census, objects={}), plan, items)
+            _kept[_key(holdings, group, options)] = kept
             while len(_kept) > KEPT:
                 _kept.popitem(last=False)
-    return items
+    return kept
 
 
 def _key(holdings: Holdings, group: Group, options: SaveOptions) -> bytes:
@@ -94,17 +112,23 @@ def _key(holdings: Holdings, group: Group, options: SaveOptions) -> bytes:
     return hashlib.sha256(msgspec.msgpack.encode((said, group.rank, group.ranks, chosen))).digest()
 
 
-def confirm(
-    holdings: Holdings, group: Group, options: SaveOptions, kept: Kept | None, first: bytes
-) -> tuple[Census, bytes] | None:
-    """Collective: the census of what all ranks hold, and what the first rank has for them, if all of them have kept the
-    plan of just that; None if any has not.
+def meet(
+    holdings: Holdings,
+    group: Group,
+    options: SaveOptions,
+    kept: Kept | None,
+    first: bytes,
+    *,
+    before: Met | None = None,
+) -> Met:
+    """Collective: whether all ranks have the plan of what they hold, and, if so, what else must be known.
 
     Args:
-        kept: what this rank has found.
+        kept: what this rank has found, or planned.
         first: from the first rank.
+        before: of the meeting before, after which all have planned anew: what was said there is not said again.
 
-    Raises, alike on every rank, LayoutError for options that differ; KeyMismatchError as `census_of` does.
+    Raises, alike on every rank, LayoutError for options that differ; KeyMismatchError as `take_census` does.
     """
     table: Table | None = None
     objects: dict[str, bytes] = {}
@@ -117,21 +141,21 @@ def confirm(
             check_replicas=options.check_replicas,
             on_device=kept.census.on_device,
         )
-    call = hashlib.sha256(repr(sorted(options.shared().items())).encode()).digest()[:16]
     mine = _Said(
-        call,
+        digest_of(repr(sorted(options.shared().items())).encode()) if before is None else b"",
         b"" if kept is None else kept.census.told,
+        Pool.of(digest_of(holdings.said)) if before is None else b"",
         b"" if table is None else told(table, objects),
         first,
     )
     said = msgspec.msgpack.decode(group.merge(msgspec.msgpack.encode(mine), _join, "what is saved"), type=_Said)
-    if not said.call:
+    if not said.call and before is None:
         group.same_options("save", options.shared())
     if kept is None or not said.kept:
-        return None
+        return Met(None, said.first, said.pool)
     alike = table is None or judge(table, said.values, group)
-    all_objects = holdings.objects if alike else joined_objects(holdings.objects, group)
-    return replace(kept.census, objects=all_objects), said.first
+    of_all = holdings.objects if alike else joined_objects(holdings.objects, group)
+    return Met(replace(kept.census, objects=of_all), said.first, said.pool)
 
 
 def _join(parts: list[bytes]) -> bytes:
@@ -141,6 +165,7 @@ def _join(parts: list[bytes]) -> bytes:
     joined = _Said(
         calls.pop() if len(calls) == 1 else b"",
         kept.pop() if len(kept) == 1 else b"",
+        Pool.join([said.pool for said in all_said]) if all_said[0].pool else b"",
         join([said.values for said in all_said]) if same else b"",
         b"".join(said.first for said in all_said),
     )

@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
 
-from planners.save.plan import SavePlan
 from reshard.api.arguments import check_arguments, state_and_path
 from reshard.api.save import background, repeated
 from reshard.api.save.base import Choice, base_at, choose_base
@@ -21,7 +20,7 @@ from reshard.api.save.job import Job, entries_of, holdings_of, planned_writes, s
 from reshard.api.save.options import SaveOptions
 from reshard.api.save.report import SaveReport
 from reshard.api.save.staging import Stage, ToWrite, check_stage, staged
-from reshard.control.global_state import Census, Holdings
+from reshard.control.global_state import Census, Holdings, check_globs
 from reshard.control.group import DEADLINE_S, Group
 from reshard.errors import CheckpointError, FormatError, ReshardError, StorageError
 from reshard.formats.native import generations
@@ -96,7 +95,7 @@ def save(
         given = (select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes)
         options = SaveOptions(*given, progress, overwrite, base, ranks_per_file)
         check_arguments("save", state_dict, path)
-        return _finish(*_prepare(state_dict, path, group, options, ToWrite.where_it_is, meet=False))
+        return _finish(*_prepare(state_dict, path, group, options, ToWrite.where_it_is))
 
 
 class PendingSave:
@@ -160,8 +159,7 @@ def async_save(
     _await_saves_to(path)
     earlier = background.ended_for(max_in_flight if may_wait else 1)
     group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
-    # the ranks meet when all have copied: where they obey what they have kept, that is when they confirm it
-    with group.together("stage", meet=False):
+    with group.together("stage", meet=False):  # `_prepare` ends with the ranks' meeting
         if not may_wait:
             raise CheckpointError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r}")
         check_stage(stage)
@@ -170,7 +168,7 @@ def async_save(
         given = (select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes)
         options = SaveOptions(*given, progress, overwrite, base, ranks_per_file)
         to_memory = partial(staged, stage=stage, fingerprints=options.fingerprints)
-        job, copies = _prepare(state_dict, path, group, options, to_memory, meet=True)
+        job, copies = _prepare(state_dict, path, group, options, to_memory)
 
     def work() -> SaveReport:
         try:
@@ -196,96 +194,71 @@ def _await_saves_to(path: Any) -> None:
     background.await_place(place)
 
 
-class _Agreed(NamedTuple):
-    """What all ranks have agreed on before any of them writes."""
-
-    census: Census
-    plan: SavePlan
-    word: bytes
-    """Of the first rank: see `_first_word`."""
-    data: ToWrite
-    """What this rank writes."""
-    plan_s: float
-    """Seconds of this rank until it was planned and proved."""
-    have_staged: bool
-    """Whether it is known that all ranks have `data`."""
-
-
 _Staging = Callable[[Sequence[Entry]], ToWrite]
 
 
 @uncollected()
-def _prepare(
-    state_dict: Any, path: Any, group: Group, options: SaveOptions, stage: _Staging, *, meet: bool
-) -> tuple[Job, ToWrite]:
-    """Agree on what there is and who writes what, and stage it. Writes nothing.
+def _prepare(state_dict: Any, path: Any, group: Group, options: SaveOptions, stage: _Staging) -> tuple[Job, ToWrite]:
+    """Agree on what there is and who writes what, and stage what this rank writes. Writes nothing.
 
-    `meet`: whether this returns on no rank before all have staged theirs.
+    The ranks meet for the last time when all of them have staged theirs: what fails on one by then fails on all.
     """
     clock = time.perf_counter()
     storage = open_storage(path)
     holdings = holdings_of(state_dict, options)
     kept = repeated.find(holdings, group, options)
-    agreed = _again(kept, holdings, path, group, options, stage, clock)
-    if options.ranks_per_file > 1 and not storage.has_places:
-        raise StorageError(
-            f"{storage.url} has no files that several ranks can write together: leave ranks_per_file out"
-        )
-    if agreed is None:
+    met, data, planned = _meet(holdings, path, group, options, kept, stage, None)
+    if data is None or met.census is None:
         if kept is not None:  # nothing that was found by what is not so
             holdings = holdings_of(state_dict, options)
-        agreed = _anew(holdings, path, group, options, stage, clock)
-    census, plan, word, data, plan_s, have_staged = agreed
+        answers = group.parties(holdings.said, met.pool)
+        kept = repeated.keep(holdings, group, options, *planned_writes(holdings, group, options, answers))
+        met, data, planned = _meet(holdings, path, group, options, kept, stage, met)
+    assert kept is not None, "there is a plan"
+    assert data is not None, "all ranks have planned the same"
+    assert met.census is not None
     try:
-        save_id, choice = msgspec.msgpack.decode(word, type=tuple[str, Choice | None])
-        generation = Generation(storage, save_id, generations.begin(), census, plan, options.globs)
+        if options.ranks_per_file > 1 and not storage.has_places:
+            raise StorageError(
+                f"{storage.url} has no files that several ranks can write together: leave ranks_per_file out"
+            )
+        if options.globs is not None:
+            check_globs(options.globs, met.census)
+        save_id, choice = msgspec.msgpack.decode(met.first, type=tuple[str, Choice | None])
+        generation = Generation(storage, save_id, generations.begin(), met.census, kept.plan, options.globs)
         base = _opened(path, choice, Share(group.rank, group.world_size)) if choice is not None else None
-        if meet and (choice is not None or not have_staged):
-            group.barrier()
     except BaseException:
         data.release()
         raise
-    return Job(group, storage, str(path), generation, options, choice, base, {"plan": plan_s}), data
+    return Job(group, storage, str(path), generation, options, choice, base, {"plan": planned - clock}), data
 
 
-def _again(
-    kept: repeated.Kept | None,
+def _meet(
     holdings: Holdings,
     path: Any,
     group: Group,
     options: SaveOptions,
+    kept: repeated.Kept | None,
     stage: _Staging,
-    clock: float,
-) -> _Agreed | None:
-    """Collective: stage by what was kept from an earlier save, and see whether it is so on all ranks; None if not."""
-    word, data, plan_s = b"", None, 0.0
+    before: repeated.Met | None,
+) -> tuple[repeated.Met, ToWrite | None, float]:
+    """Collective: stage by the plan that this rank has, and see whether all have it. What is staged, if so, and when
+    that began."""
+    data, first, planned = None, b"", time.perf_counter()
     try:
         if kept is not None:
             if group.rank == 0:
-                word = _first_word(path, options, kept.census)
-            entries = entries_of(kept.items, holdings.state, group.ranks[group.rank])
-            plan_s = time.perf_counter() - clock
-            data = stage(entries)
-        confirmed = repeated.confirm(holdings, group, options, kept, word)
+                first = _first_word(path, options, kept.census)
+            data = stage(entries_of(kept.items, holdings.state, group.ranks[group.rank]))
+        met = repeated.meet(holdings, group, options, kept, first, before=before)
     except BaseException:
         if data is not None:
             data.release()
         raise
-    if confirmed is not None and kept is not None and data is not None:
-        return _Agreed(confirmed[0], kept.plan, confirmed[1], data, plan_s, have_staged=True)
-    if data is not None:
+    if met.census is None and data is not None:
         data.release()
-    return None
-
-
-def _anew(holdings: Holdings, path: Any, group: Group, options: SaveOptions, stage: _Staging, clock: float) -> _Agreed:
-    """Collective: plan, prove, keep it for saves to come, and stage."""
-    census, plan = planned_writes(holdings, group, options)
-    plan_s = time.perf_counter() - clock
-    word = group.share(_first_word(path, options, census) if group.rank == 0 else None)
-    items = repeated.keep(holdings, group, options, census, plan)
-    data = stage(entries_of(items, holdings.state, group.ranks[group.rank]))
-    return _Agreed(census, plan, word, data, plan_s, have_staged=False)
+        data = None
+    return met, data, planned
 
 
 def _first_word(path: Any, options: SaveOptions, census: Census) -> bytes:
