@@ -12,37 +12,31 @@ halves of 27 bits, and 2^26 * 2^11 * 2^16 rows = 2^53.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from reshard.state.fingerprints.keys import (
-    BLOCK,
     LANES,
     LIMB_BITS,
     LIMBS,
     PRIME,
     Key,
-    Residues,
     multiply,
     products,
     to_limbs,
 )
+from reshard.state.fingerprints.tiling import MAX_COLUMNS, Axis, Tile, cut, matrices, tiles
 
-__all__ = ["Axis", "Sums", "Term", "add_sums", "fold", "fold_each", "known", "terms", "tiles"]
+__all__ = ["Sums", "Term", "add_sums", "fold", "fold_each", "known", "terms"]
 
 Sums = tuple[int, ...]
 """One element of the field per lane."""
-Tile = tuple[tuple[int, int], ...]
-"""A range of each axis."""
 
 
 class Term(NamedTuple):
@@ -53,77 +47,10 @@ class Term(NamedTuple):
     """Memory that may be given up when the digits are known, since another stream than this one may have made it."""
 
 
-_MAX_COLUMNS = 2048
-_MAX_ROWS = 1 << 14
-_NARROW = 256  # fewer columns than this do not keep the matrix product busy
-_THIN = 32
-_MIN_ROWS = 16  # fewer rows than this do not pay for more columns
 _HALF_BITS = 27
 _CPU_WORDS = 1 << 18  # 2 MiB as float64: of fewer the calls would take a part of the time
 _ONE_THREAD = 1 << 18  # multiplications: for no more than these OpenBLAS asks no other threads, which would spin
 _DEVICE_WORDS = 1 << 24
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One axis of an array of words, and which numbers belong to its places.
-
-    `part` says what `intervals` count: "index" the indices of `dim`, "outer" its blocks, "inner" places in a block.
-    """
-
-    dim: int
-    intervals: tuple[tuple[int, int], ...]
-    part: Literal["index", "outer", "inner"] = "index"
-
-    @cached_property
-    def starts(self) -> npt.NDArray[np.int64]:
-        """Local position of the first index of each interval, and behind them the size."""
-        return np.concatenate(([0], np.cumsum([stop - start for start, stop in self.intervals], dtype=np.int64)))
-
-    @property
-    def size(self) -> int:
-        """How many places."""
-        return int(self.starts[-1])
-
-    def numbers(self, key: Key, start: int, stop: int) -> Residues:
-        """The numbers of the local positions `[start, stop)`, (LANES, stop - start)."""
-        position = np.arange(start, stop)
-        which = np.searchsorted(self.starts, position, side="right") - 1
-        index = position - self.starts[which] + np.array([first for first, _ in self.intervals])[which]
-        if self.part == "inner":
-            return key.inner(self.dim)[:, index]
-        return key.outer(self.dim, index) if self.part == "outer" else key.at(self.dim, index)
-
-    def segments(self) -> list[tuple[int, int, tuple[Axis, ...]]]:
-        """The axis in pieces `(start, stop, axes)`: whole blocks become two axes, what lies between stays one."""
-        if self.part != "index":
-            return [(0, self.size, (self,))]
-        found: list[tuple[int, int, tuple[Axis, ...]]] = []
-        done = 0
-
-        def rest(stop: int) -> None:
-            if stop > done:
-                found.append((done, stop, (self.cut(done, stop),)))
-
-        for (start, stop), local in zip(self.intervals, self.starts.tolist()):
-            first, last = -(-start // BLOCK), stop // BLOCK
-            if last > first:
-                begin = local + first * BLOCK - start
-                rest(begin)
-                done = begin + (last - first) * BLOCK
-                blocks = Axis(self.dim, ((first, last),), "outer"), Axis(self.dim, ((0, BLOCK),), "inner")
-                found.append((begin, done, blocks))
-        rest(self.size)
-        return found
-
-    def cut(self, start: int, stop: int) -> Axis:
-        """The local positions `[start, stop)` as an axis of their own."""
-        kept = []
-        for (first, last), local in zip(self.intervals, self.starts.tolist()):
-            a, b = max(first, first + start - local), min(last, first + stop - local)
-            if a < b:
-                kept.append((a, b))
-        return Axis(self.dim, tuple(kept), self.part)
 
 
 def add_sums(*sums: Sums) -> Sums:
@@ -147,7 +74,7 @@ def fold_each(rows: torch.Tensor, axes: Sequence[Axis], key: Key) -> list[Sums]:
     """
     total = np.zeros((LANES, len(rows)), np.int64)
     start = 0
-    for tile in tiles([axis.size for axis in axes], _MAX_COLUMNS):
+    for tile in tiles([axis.size for axis in axes], MAX_COLUMNS):
         limbs = _limbs(key, tuple(axes), tile, rows.device)
         stop = start + limbs.shape[1]
         digits = (rows[:, start:stop].to(torch.float64) @ limbs.t()).numpy().astype(np.int64)
@@ -166,61 +93,11 @@ def known(found: Sequence[Term]) -> list[Sums]:
 
 def terms(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Iterator[Term]:
     """What `fold` adds up. On a device each is asked for, and not waited for."""
-    sizes = tuple(words.shape)
-    if 0 in sizes:
-        return
-    first, width = _whole_axes(sizes, _MAX_COLUMNS)
-    if first and width < _NARROW and _pays_to_widen(sizes, first, width):
-        # take in some of the next axis, or its places within a block
-        segments = axes[first - 1].segments()
-        if len(segments) > 1 or len(segments[0][2]) > 1:
-            for start, stop, replaced in segments:
-                part_axes = (*axes[: first - 1], *replaced, *axes[first:])
-                part = words.narrow(first - 1, start, stop - start).view([axis.size for axis in part_axes])
-                yield from terms(part, part_axes, key)
-            return
-        if first == len(sizes) or math.prod(sizes[: first - 1]) >= _MIN_ROWS:
-            first -= 1
-    for columns in tiles(sizes[first:], _MAX_COLUMNS):
-        column_limbs = _limbs(key, tuple(axes[first:]), columns, words.device)
-        for rows in tiles(sizes[:first], _MAX_ROWS):
-            row_limbs = _limbs(key, tuple(axes[:first]), rows, words.device)
-            digits = _contract(_cut(words, rows + columns), first, row_limbs, column_limbs)
-            yield Term(digits, (row_limbs, column_limbs))
-
-
-def _pays_to_widen(sizes: Sequence[int], first: int, width: int) -> bool:
-    """Whether columns of more axes take no more numbers than a number for each row does. Of very few columns the sums
-    of rows would be as much work as the words."""
-    return width < _THIN or math.prod(sizes[:first]) > width * min(sizes[first - 1], BLOCK)
-
-
-def _whole_axes(sizes: Sequence[int], limit: int) -> tuple[int, int]:
-    """(first, n): the axes from `first` on hold n <= `limit` places together, and one more would be too many."""
-    product = 1
-    for first in range(len(sizes), 0, -1):
-        if product * sizes[first - 1] > limit:
-            return first, product
-        product *= sizes[first - 1]
-    return 0, product
-
-
-def tiles(sizes: Sequence[int], limit: int) -> Iterator[Tile]:
-    """Cut axes into tiles of at most `limit` places, each one run of the row-major order, in that order."""
-    first, product = _whole_axes(sizes, limit)
-    whole = [(0, size) for size in sizes[first:]]
-    if not first:
-        yield tuple(whole)
-        return
-    step = limit // product
-    cut = [(start, min(start + step, sizes[first - 1])) for start in range(0, sizes[first - 1], step)]
-    for leading in itertools.product(*(range(size) for size in sizes[: first - 1])):
-        for piece in cut:
-            yield (*((i, i + 1) for i in leading), piece, *whole)
-
-
-def _cut(words: torch.Tensor, tile: Tile) -> torch.Tensor:
-    return words[tuple(slice(start, stop) for start, stop in tile)]
+    for matrix in matrices(words, axes):
+        column_limbs = _limbs(key, matrix.column_axes, matrix.columns, words.device)
+        row_limbs = _limbs(key, matrix.row_axes, matrix.rows, words.device)
+        digits = _contract(matrix.words, len(matrix.rows), row_limbs, column_limbs)
+        yield Term(digits, (row_limbs, column_limbs))
 
 
 @lru_cache(maxsize=64)
@@ -239,7 +116,7 @@ def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_l
     for tile in tiles(words.shape[:first], height):
         size = math.prod(stop - start for start, stop in tile)
         values = chunk[: size * columns]
-        piece = _cut(words, tile)
+        piece = cut(words, tile)
         values.view(piece.shape).copy_(piece)
         _multiply(values.view(size, columns), column_limbs, sums[done : done + size])
         done += size

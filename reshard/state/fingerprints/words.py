@@ -16,7 +16,7 @@ import torch
 from planners.geometry.box import Box
 from planners.geometry.layout_forms import Part
 from reshard.errors import LayoutError
-from reshard.state.fingerprints.fold import Axis, tiles
+from reshard.state.fingerprints.tiling import Axis, tiles
 
 __all__ = ["Positions", "local_parts", "words_of"]
 

@@ -19,8 +19,9 @@ from reshard.state.dtypes import dtype_name
 from reshard.state.fingerprints import PUBLIC, Key, Partial, comparable, partial, partials
 from reshard.state.fingerprints import fold as fold_module
 from reshard.state.fingerprints import words as words_module
-from reshard.state.fingerprints.fold import Axis, fold, tiles
+from reshard.state.fingerprints.fold import fold
 from reshard.state.fingerprints.keys import BLOCK, LANES, LIMB_BITS, LIMBS, PRIME, multiply, to_limbs
+from reshard.state.fingerprints.tiling import Axis, tiles
 from reshard.storage import open_storage
 from tests.bits import DTYPES, INTS, random_bits, select
 

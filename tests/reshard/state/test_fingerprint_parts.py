@@ -21,6 +21,7 @@ from reshard.api.fingerprint import alone, fingerprint, holdings, join
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError
 from reshard.state.fingerprints import Fingerprinter, Partial, partial
 from reshard.state.fingerprints import fold as fold_module
+from reshard.state.fingerprints import tiling as tiling_module
 from reshard.state.fingerprints import words as words_module
 from reshard.state.fingerprints.keys import PRIME, PUBLIC
 from reshard.state.fingerprints.tally import add_tallies, pack_tally, unpack_tally
@@ -51,8 +52,8 @@ def test_narrow_rows_have_the_same_fingerprint_whichever_way_they_are_summed_up(
     """Row by row, or many rows as columns together: that depends on how many numbers either takes."""
     tensor = random_bits(shape, torch.bfloat16, torch.Generator().manual_seed(7))
     found = {}
-    for thin in (1, 10**9, fold_module._THIN):
-        monkeypatch.setattr(fold_module, "_THIN", thin)
+    for thin in (1, 10**9, tiling_module._THIN):
+        monkeypatch.setattr(tiling_module, "_THIN", thin)
         found[thin] = partial(tensor)
     assert len(set(found.values())) == 1
     if tensor.ndim == 2:  # by the definition
