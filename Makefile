@@ -9,13 +9,19 @@ PIN := $(if $(TORCH),"torch==$(TORCH)",--constraint constraints.txt)
 BIN := $(VENV)/bin
 TESTFLAGS ?= -n 2 --dist worksteal
 
+# where there is a C compiler; without it everything works, too
+COMPILED = @if command -v cc >/dev/null 2>&1; then $(1) || echo "the compiled kernel was not built: numpy does its work"; fi
+
 .PHONY: demo test check docs dist bench gpu nightly clean
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+KERNELS := $(wildcard kernels/*.py kernels/*.toml kernels/reshard_kernels/*.py kernels/reshard_kernels/*.c)
+
+$(VENV)/.ready: pyproject.toml constraints.txt $(KERNELS)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name it with make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIN) -e ".[dev,docs]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "torchtitan>=0.3"
+	$(call COMPILED,$(BIN)/python -m pip install --quiet --disable-pip-version-check ./kernels)
 	touch $@
 
 demo: $(VENV)/.ready
@@ -29,6 +35,7 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests/typed_calls.py
+	$(BIN)/mypy --strict kernels/reshard_kernels
 
 # warnings are errors; the pages are in site/
 docs: $(VENV)/.ready
@@ -38,6 +45,7 @@ docs: $(VENV)/.ready
 dist: $(VENV)/.ready
 	rm -rf dist build
 	$(BIN)/python -m build --quiet
+	$(call COMPILED,$(BIN)/python -m build --quiet --outdir dist/kernels kernels)
 	.ci/stranger dist
 
 bench: $(VENV)/.ready
@@ -51,4 +59,4 @@ nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -q property_tests --hypothesis-profile=nightly --timeout=0
 
 clean:
-	rm -rf .venv .venv-torch-* demo-out bench-out site build dist *.egg-info
+	rm -rf .venv .venv-torch-* demo-out bench-out site build dist *.egg-info kernels/build kernels/*.egg-info

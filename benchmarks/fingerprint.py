@@ -3,11 +3,13 @@
 The milliseconds for 256 MiB (32 with `--quick`) on one core of the host, in several dtypes and shapes, the usual ones
 first, and for the first tensor of a shape, of which no numbers are at hand. The peer is a SHA-256 of the same bytes,
 which says nothing of parts and layouts. The floor is a copy of them. Then a tensor that is not worth its bytes, such as
-a norm's weight, alone and among many. With `--cuda`, the same on a device, beside its copy bandwidth.
+a norm's weight, alone and among many. Where the compiled kernel is installed, each has a row with it and one without.
+With `--cuda`, the same on a device, beside its copy bandwidth.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 import time
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from benchmarks.kernels import NAMED, compiled_kernel, is_installed
 from benchmarks.page import Row, arguments, report
 from reshard.state.fingerprints import fold, partial, partials
 from reshard.state.fingerprints.keys import Key
@@ -84,26 +87,34 @@ def rows(nbytes: int, repeats: int, device: torch.device) -> Iterator[Row]:
     def secure() -> float:
         return best_s(lambda: hashlib.sha256(memory.numpy().data), 1, device) * 1e3
 
+    loops = {"": False, NAMED: True} if device.type == "cpu" and is_installed() else {"": False}
     for case, tensor, positions in cases(nbytes, device):
         shape = None if positions is None else [max(dim)[1] for dim in positions]
         share = tensor.numel() * tensor.itemsize / nbytes
-        found = [
-            (best_s(lambda t=tensor, p=positions, s=shape: partial(t, p, s), repeats, device) * 1e3 / share, copy())  # type: ignore[misc]
-            for _ in range(ROUNDS)
-        ]
-        ours, floor = zip(*found, strict=True)
-        peers = {"SHA-256": tuple(secure() for _ in ours)} if device.type == "cpu" and case == FIRST_CASE else {}
-        yield Row("fingerprint", f"{name}{case}", "ms", ours, peers, floor)
-        if case == FIRST_CASE:
-            cold = tuple(first_time_s(tensor) * 1e3 for _ in ours)
-            yield Row("fingerprint", f"{name}{case}, first of its shape", "ms", cold, {}, floor)
+        ours: dict[str, list[float]] = {loop: [] for loop in loops}
+        floor = []
+        for _ in range(ROUNDS):
+            for loop, wanted in loops.items():
+                with compiled_kernel(wanted):
+                    work = functools.partial(partial, tensor, positions, shape)
+                    ours[loop].append(best_s(work, repeats, device) * 1e3 / share)
+            floor.append(copy())
+        peers = {"SHA-256": tuple(secure() for _ in floor)} if device.type == "cpu" and case == FIRST_CASE else {}
+        for loop, wanted in loops.items():
+            yield Row("fingerprint", f"{name}{case}{loop}", "ms", tuple(ours[loop]), peers, tuple(floor))
+            if case == FIRST_CASE:
+                with compiled_kernel(wanted):
+                    cold = tuple(first_time_s(tensor) * 1e3 for _ in floor)
+                yield Row("fingerprint", f"{name}{case}, first of its shape{loop}", "ms", cold, {}, tuple(floor))
     tensors = [torch.randn(4096, device=device) for _ in range(200)]
-    for case, work in {
+    for case, many in {
         "4096 float32, alone": lambda: [partial(tensor) for tensor in tensors],
         "4096 float32, among 200": lambda: partials((tensor, None, None) for tensor in tensors),
     }.items():
-        each = tuple(best_s(work, 3, device) / len(tensors) * 1e3 for _ in range(ROUNDS))
-        yield Row("fingerprint", f"{name}{case}", "ms", each)
+        for loop, wanted in loops.items():
+            with compiled_kernel(wanted):
+                each = tuple(best_s(many, 3, device) / len(tensors) * 1e3 for _ in range(ROUNDS))
+            yield Row("fingerprint", f"{name}{case}{loop}", "ms", each)
 
 
 def main() -> int:

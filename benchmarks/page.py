@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -172,7 +173,9 @@ def with_figures(text: str, rows: Iterable[Row]) -> str:
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """The options that all benchmarks have."""
+    """The options that all benchmarks have. From here on figures are those of the wheel alone, but for the rows that
+    name the compiled kernel (`benchmarks.kernels`)."""
+    os.environ["RESHARD_KERNELS"] = "0"
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="smaller or fewer cases")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="write what was measured there, too, as JSON")

@@ -5,7 +5,8 @@
 
 The seconds until the last rank is done and the processor time of all ranks together, of a save with checksums and
 fingerprints, as is the default, and of one with checksums only, beside the peer's, which writes neither; the floor is a
-raw write of the same bytes by the same processes. Then how long the call of `async_save` blocks; its floor is a copy of
+raw write of the same bytes by the same processes. Where the compiled kernel is installed, the default has a row with it
+and one without. Then how long the call of `async_save` blocks; its floor is a copy of
 as many bytes in memory. With `--planning`: the time in which one rank plans a save, for 8 to 8,192 ranks.
 """
 
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import reshard
+from benchmarks.kernels import NAMED, compiled_kernel, is_installed
 from benchmarks.load import make
 from benchmarks.page import Row, arguments, report
 from benchmarks.processes import measured, over_ranks, run
@@ -45,7 +47,7 @@ CASES: dict[str, tuple[int, tuple[int, ...], list[Placement]]] = {
     "rows by 8": (8, (8,), [Shard(0)]),
     "2 copies of rows by 4": (8, (2, 4), [Replicate(), Shard(0)]),
 }
-WAYS = ("default", "without fingerprints", "async, the call")
+WAYS = ("default", f"default{NAMED}", "without fingerprints", "async, the call")
 
 
 def save(folder: str, shape: tuple[int, ...], placements: list[Placement], count: int, rows: int) -> Any:
@@ -67,13 +69,17 @@ def save(folder: str, shape: tuple[int, ...], placements: list[Placement], count
         clear(name)
         return tuple(found)
 
+    with_kernel = is_installed()
     ways: dict[str, list[dict[str, tuple[float, ...]]]] = {way: [] for way in WAYS}
     for _ in range(ROUNDS + 1):
         theirs = timed("dcp", lambda path: dcp.save(state, checkpoint_id=path))
         raw = timed("raw", lambda path: write_raw(path, list(state.values())))
-        prints = timed("prints", lambda path: reshard.save(state, path))
-        sums = timed("sums", lambda path: reshard.save(state, path, fingerprints=False))
-        for way, ours in (("default", prints), ("without fingerprints", sums)):
+        found = {"default": timed("prints", lambda path: reshard.save(state, path))}
+        if with_kernel:
+            with compiled_kernel():
+                found[f"default{NAMED}"] = timed("prints", lambda path: reshard.save(state, path))
+        found["without fingerprints"] = timed("sums", lambda path: reshard.save(state, path, fingerprints=False))
+        for way, ours in found.items():
             ways[way].append({"ours": ours, "DCP": theirs, "floor": raw})
         theirs = timed(
             "later", lambda path: dcp.async_save(state, checkpoint_id=path, process_group=behind), lambda f: f.result()
@@ -81,7 +87,7 @@ def save(folder: str, shape: tuple[int, ...], placements: list[Placement], count
         ours = timed("later", lambda path: reshard.async_save(state, path), lambda pending: pending.result())
         copy = timed("none", lambda _: [a.copy_(b.to_local()) for a, b in zip(copies, state.values())])
         ways["async, the call"].append({"ours": ours, "DCP": theirs, "floor": copy})
-    return {way: rounds[1:] for way, rounds in ways.items()}  # the first round warmed the imports
+    return {way: rounds[1:] for way, rounds in ways.items() if rounds}  # the first round warmed the imports
 
 
 def write_raw(folder: str, tensors: list[DTensor]) -> None:
@@ -141,7 +147,7 @@ def rows(names: list[str], size: tuple[int, int], folder: str) -> Iterator[Row]:
             found = run(save, world, here, shape, placements, *size)
         finally:
             shutil.rmtree(here)
-        for way in WAYS:
+        for way in [way for way in WAYS if way in found[0]]:
             for unit, one in over_ranks([rank[way] for rank in found]).items():
                 if unit == "s" or way != "async, the call":  # processor time goes on beside the call
                     yield Row("save", f"{name}, {way}", unit, one["ours"], {"DCP": one["DCP"]}, one["floor"])

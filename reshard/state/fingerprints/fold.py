@@ -1,4 +1,5 @@
-"""Multiply every word by the numbers of its place, and add it all up: two matrix products and a little exact glue.
+"""Multiply every word by the numbers of its place, and add it all up: two matrix products and a little exact glue,
+or on the host, where it is installed, a compiled loop (`compiled`).
 
 A tensor of 32-bit words has one axis per dim, and each axis has a vector of secret numbers. The sum is
 
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from reshard.state.fingerprints.compiled import fold_matrix, kernel, table
 from reshard.state.fingerprints.keys import (
     LANES,
     LIMB_BITS,
@@ -61,9 +63,11 @@ def add_sums(*sums: Sums) -> Sums:
 def fold(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Sums:
     """The sum of word times numbers over an int32 tensor whose dims are `axes`; at least one dim, any strides.
 
-    Extra memory: one chunk as float64 (2 MiB on the CPU, 128 MiB on other devices) and up to 64 MiB of digits,
-    kept for the next tensor of the same geometry.
+    Extra memory: one chunk as float64 (2 MiB on the CPU, 128 MiB on other devices; less with the compiled loop) and up
+    to 64 MiB of digits, kept for the next tensor of the same geometry.
     """
+    if words.device.type == "cpu" and (loop := kernel()) is not None:
+        return add_sums(*(sums for matrix in matrices(words, axes) for sums in fold_matrix(loop, matrix, key)))
     return add_sums(*(_join(term.digits.tolist()) for term in terms(words, axes, key)))
 
 
@@ -73,13 +77,16 @@ def fold_each(rows: torch.Tensor, axes: Sequence[Axis], key: Key) -> list[Sums]:
     All axes are columns here, so that one product sums up all of them: for small ones the calls are what takes time.
     """
     total = np.zeros((LANES, len(rows)), np.int64)
-    start = 0
+    start, loop = 0, kernel()
     for tile in tiles([axis.size for axis in axes], MAX_COLUMNS):
-        limbs = _limbs(key, tuple(axes), tile, rows.device)
-        stop = start + limbs.shape[1]
-        digits = (rows[:, start:stop].to(torch.float64) @ limbs.t()).numpy().astype(np.int64)
-        worth = np.array([1 << LIMB_BITS * place for place in range(LIMBS)])
-        total += multiply(digits.T.reshape(LANES, LIMBS, -1) % PRIME, worth[:, None]).sum(axis=1)
+        stop = start + math.prod(end - begin for begin, end in tile)
+        if loop is not None:
+            total += loop.fold_rows(rows[:, start:stop].numpy(), table(key, tuple(axes), tile))
+        else:
+            limbs = _limbs(key, tuple(axes), tile, rows.device)
+            digits = (rows[:, start:stop].to(torch.float64) @ limbs.t()).numpy().astype(np.int64)
+            worth = np.array([1 << LIMB_BITS * place for place in range(LIMBS)])
+            total += multiply(digits.T.reshape(LANES, LIMBS, -1) % PRIME, worth[:, None]).sum(axis=1)
         total %= PRIME
         start = stop
     return list(zip(*total.tolist()))

@@ -1,0 +1,10 @@
+"""The library is no module, but is built as one of the limited API: so one wheel serves every Python."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension("reshard_kernels._fold", ["reshard_kernels/fold.c"], extra_compile_args=["-O3"], py_limited_api=True)
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

@@ -1,0 +1,27 @@
+"""Fingerprints by numpy and by the compiled kernel: where that is not built, its half is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from reshard.state.fingerprints.compiled import Kernel, kernel
+
+NUMPY, COMPILED = "numpy", "compiled"
+
+
+@contextmanager
+def summed_up_by(which: str) -> Iterator[Kernel | None]:
+    """Skips where there is no kernel to do it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RESHARD_KERNELS", "1" if which == COMPILED else "0")
+        kernel.cache_clear()
+        try:
+            found = kernel()
+            if which == COMPILED and found is None:
+                pytest.skip("reshard-kernels is not installed: make installs it where there is a C compiler")
+            yield found
+        finally:
+            kernel.cache_clear()
