@@ -48,8 +48,11 @@ print(json.dumps([first, second]))
 
 def child(who: str, what: str, path: Path, *, bytecode: bool = True) -> tuple[list[float], list[float]]:
     """(seconds, processor seconds) of the first call and of the second one."""
-    # an empty place for bytecode: none is found, as after an installation that did not compile
-    environment = os.environ if bytecode else {**os.environ, "PYTHONPYCACHEPREFIX": tempfile.mkdtemp(dir=path.parent)}
+    # one place for all bytecode, whether the environment lets any be written or not: else that of torch, which was
+    # there before, might be found, and ours not. An empty place is as after an installation that did not compile
+    place = str(path.parent / "bytecode") if bytecode else tempfile.mkdtemp(dir=path.parent)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPYCACHEPREFIX"] = place
     done = subprocess.run(
         [sys.executable, *([] if bytecode else ["-B"]), "-c", _CHILD, who, what, str(path)],
         check=True, stdout=subprocess.PIPE, text=True, env=environment,
@@ -63,7 +66,8 @@ def rows(rounds: int) -> Iterator[Row]:
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     try:
         for who in ("ours", "DCP"):
-            child(who, "save", folder / who)  # which may write bytecode
+            for call in ("save", "load"):
+                child(who, call, folder / who)  # which write bytecode
         for what, call, bytecode in (
             ("import", "import", True),
             ("import, no bytecode", "import", False),
