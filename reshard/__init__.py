@@ -108,7 +108,10 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
             from reshard.errors import did_you_mean
 
             raise AttributeError(f"module 'reshard' has no attribute {name!r}{did_you_mean(name, _HOME)}")
-        module = importlib.import_module(f"reshard.{_HOME.get(name, name)}")
+        from reshard.state.garbage import uncollected
+
+        with uncollected():  # of what torch left there to go through, it would be the longest part of this
+            module = importlib.import_module(f"reshard.{_HOME.get(name, name)}")
         value = globals()[name] = module if name in _MODULES else getattr(module, name)
         return value
 

@@ -23,8 +23,9 @@ from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Replicate
 from reshard.errors import LayoutError
 from reshard.state.frameworks.placements import agreed_form
+from reshard.state.frameworks.tensor_classes import is_sharded
 from reshard.state.frameworks.torch_internals import forget_meshes
-from reshard.state.tensors import forms_of, is_sharded, is_tensor, spec_of
+from reshard.state.tensors import forms_of, is_tensor, spec_of
 from reshard.state.tree import flatten, key_of
 from reshard.state_dict import get_model_state_dict
 

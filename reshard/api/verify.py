@@ -33,12 +33,13 @@ from reshard.formats.torch_save.zip_checksums import changed_records, is_archive
 from reshard.state.dtypes import dtype_name
 from reshard.state.fingerprints import Fingerprinter, comparable
 from reshard.state.fingerprints.words import float64_is_exact
+from reshard.state.frameworks.tensor_classes import is_sharded
 from reshard.state.frameworks.tensor_subclasses import expanded
 from reshard.state.garbage import uncollected
 from reshard.state.memory.downloads import to_host
 from reshard.state.per_rank import PerRank
 from reshard.state.plain_data import encode_plain
-from reshard.state.tensors import is_sharded, is_tensor, raw_bytes, spec_of
+from reshard.state.tensors import is_tensor, raw_bytes, spec_of
 from reshard.state.tree import flatten, key_of
 from reshard.storage.base import Storage
 

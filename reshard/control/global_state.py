@@ -25,9 +25,10 @@ from reshard.control.group import Group
 from reshard.control.pool import digest_of
 from reshard.control.replicas import Table, agree_on_table
 from reshard.errors import FormatError, KeyMismatchError, LayoutError
+from reshard.state.frameworks.tensor_classes import is_sharded
 from reshard.state.live_state import LiveState, LiveTensor
 from reshard.state.plain_data import check_text, encode_plain
-from reshard.state.tensors import is_sharded, is_tensor, spec_of
+from reshard.state.tensors import is_tensor, spec_of
 from reshard.state.tree import key_of, path_to_json
 
 __all__ = [

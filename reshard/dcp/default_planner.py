@@ -44,7 +44,8 @@ from reshard.formats.pickles.record import unknown_class
 from reshard.formats.stored.source import BytesSource
 from reshard.formats.torch_save.zip_archive import TorchArchive
 from reshard.state.container_types import needs_class, retyped, unmade
-from reshard.state.tensors import is_sharded, is_tensor
+from reshard.state.frameworks.tensor_classes import is_sharded
+from reshard.state.tensors import is_tensor
 
 __all__ = ["DefaultLoadPlanner", "DefaultSavePlanner"]
 __all__ += _torch.__all__

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from reshard.state.dtypes import dtype_from_name
 from reshard.state.frameworks.fsdp1_cuts import remade_like
+from reshard.state.frameworks.tensor_classes import is_dtensor, is_sharded
 from reshard.state.optimizer_forms import is_flat_key, owner_of
-from reshard.state.tensors import device_of, dtype_of, global_shape, is_sharded, is_tensor
+from reshard.state.tensors import device_of, dtype_of, global_shape, is_tensor
 from reshard.state.tree import KeyPath, flatten, key_of, unflatten
 
 __all__ = ["Awaiting", "Saved", "fill", "lost_state", "places"]
@@ -181,7 +181,7 @@ def _lies_like(known: Any, like: Any) -> bool:
     """Whether a tensor lies where a parameter does; whole, where there is none to lie like."""
     if not (is_sharded(known) or is_sharded(like)):
         return like is None or like.device.type == "meta" or bool(known.device == like.device)
-    both = isinstance(known, DTensor) and isinstance(like, DTensor)
+    both = is_dtensor(known) and is_dtensor(like)
     return both and (known.device_mesh, known.placements) == (like.device_mesh, like.placements)
 
 

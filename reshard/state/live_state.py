@@ -12,6 +12,7 @@ import torch
 
 from planners.geometry.layout import TensorLayout, TensorSpec
 from planners.geometry.layout_forms import Form
+from reshard.state.frameworks.tensor_classes import is_sharded
 from reshard.state.frameworks.tensor_subclasses import expanded
 from reshard.state.per_rank import PerRank
 from reshard.state.tensors import (
@@ -21,7 +22,6 @@ from reshard.state.tensors import (
     forms_of,
     identity_of,
     is_ambiguous,
-    is_sharded,
     is_tensor,
     local_tensors,
     spec_of,

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 
 from reshard.errors import FormatError, LayoutError
 from reshard.state.container_types import rebuilt
+from reshard.state.frameworks.tensor_classes import dtensor_like, is_dtensor
 from reshard.state.frameworks.tensor_subclasses import holder
 from reshard.state.live_state import LiveState, is_single, take_apart
 from reshard.state.tensors import local_tensors
@@ -138,7 +138,7 @@ class Targets(LiveState):
         """Say that live tensors were written to, past torch: a graph that needs their old values must not be run."""
         for key in keys:
             tensor = self.tensors[key]
-            outer = (tensor.value,) if isinstance(tensor.value, DTensor) else ()
+            outer = (tensor.value,) if is_dtensor(tensor.value) else ()
             for one in (*outer, *tensor.local):
                 if not one.is_inference():
                     increment_version(one)
@@ -184,17 +184,10 @@ def _in_words(value: Any) -> str:
 
 def _like(tensor: Any, fresh: tuple[torch.Tensor, ...], key: str) -> Any:
     """`fresh` as the same kind of tensor as `tensor`."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         if not fresh:
             return tensor
-        return DTensor.from_local(
-            fresh[0],
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+        return dtensor_like(fresh[0], tensor)
     if isinstance(tensor, torch.nn.Parameter) and fresh[0].dtype.is_floating_point:
         return torch.nn.Parameter(fresh[0], requires_grad=tensor.requires_grad)
     if not isinstance(tensor, torch.Tensor):

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import warnings
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor.placement_types import (
-    _StridedShard,  # torch has no public name for what FSDP2 over TP uses
-)
 from torch.nn.parameter import is_lazy
 
 from planners.geometry.box import Box
@@ -26,7 +22,11 @@ from planners.geometry.placement import Placement, Replicate, Shard, StridedShar
 from reshard.errors import FormatError, LayoutError
 from reshard.state.dtypes import dtype_name
 from reshard.state.frameworks.placements import agreed_form, fitting, readings, several_ways
+from reshard.state.frameworks.tensor_classes import is_dtensor, is_pending, is_sharded_tensor, is_strided_shard
 from reshard.state.tree import flatten, key_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "device_of",
@@ -37,7 +37,6 @@ __all__ = [
     "global_shape",
     "identity_of",
     "is_ambiguous",
-    "is_sharded",
     "is_tensor",
     "layout_of",
     "lines_of",
@@ -71,40 +70,24 @@ warn_if_untried(torch.__version__)
 
 def is_tensor(value: object) -> bool:
     """Whether `value` is something with a layout: a Tensor (DTensor included) or a ShardedTensor."""
-    return isinstance(value, torch.Tensor) or _is_sharded_tensor(value)
-
-
-def is_sharded(value: object) -> bool:
-    """Whether `value` may hold only a part of its tensor: a DTensor or ShardedTensor."""
-    return isinstance(value, DTensor) or _is_sharded_tensor(value)
-
-
-def _is_sharded_tensor(value: object) -> bool:
-    cls: Any = type(value)  # mypy holds that type[object] is not hashable
-    return _is_sharded_class(cls)
-
-
-@lru_cache(maxsize=256)
-def _is_sharded_class(cls: type) -> bool:
-    # by name, so that the module, deprecated upstream, is imported only by those who use it
-    return any(k.__name__ == "ShardedTensor" and "_shard" in k.__module__ for k in cls.__mro__)
+    return isinstance(value, torch.Tensor) or is_sharded_tensor(value)
 
 
 def global_shape(tensor: Any) -> tuple[int, ...]:
     """Shape of the whole tensor."""
     # every attribute of a ShardedTensor that a plain tensor has too warns of its age; its metadata does not
-    return tuple(tensor.metadata().size) if _is_sharded_tensor(tensor) else tuple(tensor.shape)
+    return tuple(tensor.metadata().size) if is_sharded_tensor(tensor) else tuple(tensor.shape)
 
 
 def dtype_of(tensor: Any) -> torch.dtype:
     """Type of its elements."""
-    dtype: torch.dtype = tensor.metadata().tensor_properties.dtype if _is_sharded_tensor(tensor) else tensor.dtype
+    dtype: torch.dtype = tensor.metadata().tensor_properties.dtype if is_sharded_tensor(tensor) else tensor.dtype
     return dtype
 
 
 def device_of(tensor: Any) -> torch.device:
     """Where this rank's elements are; "cpu" for a ShardedTensor of which it has none."""
-    if _is_sharded_tensor(tensor):
+    if is_sharded_tensor(tensor):
         return next((shard.tensor.device for shard in tensor._local_shards), torch.device("cpu"))
     device: torch.device = tensor.device
     return device
@@ -116,7 +99,7 @@ def spec_of(fqn: str, tensor: Any) -> TensorSpec:
         raise LayoutError(
             f"tensor {fqn!r} is a parameter of a lazy module that has no shape yet: run the module once, then try again"
         )
-    if not _is_sharded_tensor(tensor) and (tensor.layout is not torch.strided or tensor.is_nested):
+    if not is_sharded_tensor(tensor) and (tensor.layout is not torch.strided or tensor.is_nested):
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").strip("_")
         raise LayoutError(
             f"tensor {fqn!r} is {kind}: only dense tensors can be saved, loaded and planned; use .to_dense(), or its "
@@ -139,9 +122,9 @@ def identity_of(tensor: Any) -> tuple[Any, ...] | None:
     if is_lazy(tensor):
         return None
     placed: Any = ()
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         parts, placed = [tensor._local_tensor], tensor.placements
-    elif _is_sharded_tensor(tensor):
+    elif is_sharded_tensor(tensor):
         shards = tensor._local_shards
         parts, placed = [one.tensor for one in shards], tuple(tuple(one.metadata.shard_offsets) for one in shards)
     else:
@@ -231,9 +214,9 @@ def forms_of(tensor: Any, fqn: str = "") -> tuple[Form, ...]:
 
     Raises LayoutError as `form_of` does, but for the last reason.
     """
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return _dtensor_forms(tensor, fqn)
-    if _is_sharded_tensor(tensor):
+    if is_sharded_tensor(tensor):
         return (_sharded_tensor_form(tensor, fqn),)
     return (_whole_everywhere(dist.get_world_size() if dist.is_initialized() else 1),)
 
@@ -249,7 +232,7 @@ def form_by_all(tensor: Any) -> Form:
     Raises LayoutError as `form_of` does, on all ranks where they find several ways to be possible.
     """
     forms = forms_of(tensor)
-    ways = fitting(_dtensor_readings(tensor), tuple(tensor.shape), {}) if isinstance(tensor, DTensor) else forms
+    ways = fitting(_dtensor_readings(tensor), tuple(tensor.shape), {}) if is_dtensor(tensor) else forms
     if len(ways) == 1 or tensor.device_mesh.get_coordinate() is None:
         return forms[0]
     kinds = dist.get_backend_config(tensor.device_mesh.get_group(0))
@@ -280,7 +263,7 @@ def _dtensor_readings(tensor: DTensor, fqn: str = "") -> tuple[ProductForm, ...]
 def is_ambiguous(tensor: Any) -> bool:
     """Whether the placements of a tensor can mean several forms, among which only what all ranks hold decides. The same
     on all ranks of its mesh."""
-    if not isinstance(tensor, DTensor) or not any(isinstance(p, _StridedShard) for p in tensor.placements):
+    if not is_dtensor(tensor) or not any(is_strided_shard(p) for p in tensor.placements):
         return False
     return len(fitting(_dtensor_readings(tensor), tuple(tensor.shape), {})) > 1
 
@@ -326,13 +309,13 @@ def _readings(
     return readings(mesh_of(device_mesh), tuple(_placement(p, ndim) for p in placements), frozenset(kept))
 
 
-def _placement(placement: object, ndim: int) -> Placement:
-    if isinstance(placement, _StridedShard):  # before Shard, of which it is a kind in some torch versions
+def _placement(placement: Any, ndim: int) -> Placement:
+    if is_strided_shard(placement):  # before Shard, of which it is a kind in some torch versions
         return StridedShard(placement.dim % max(ndim, 1), int(placement.split_factor))
-    if isinstance(placement, Partial):
+    if is_pending(placement):
         raise LayoutError(f"has a pending reduction ({placement}): redistribute it to Replicate() or Shard first")
     if type(placement).__name__ == "Shard":
-        return Shard(placement.dim % max(ndim, 1))  # type: ignore[attr-defined]
+        return Shard(placement.dim % max(ndim, 1))
     if type(placement).__name__ == "Replicate":
         return Replicate()
     raise LayoutError(f"has the placement {placement}, which is not known here: redistribute it first")
@@ -350,6 +333,8 @@ def _sharded_tensor_form(tensor: Any, fqn: str) -> Form:
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """The same DTensor over another local tensor of equal sizes, which stays where it is: `from_local` would move it to
     the device of the mesh."""
+    from torch.distributed.tensor import DTensor
+
     return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
@@ -359,11 +344,11 @@ def local_tensors(tensor: Any) -> tuple[torch.Tensor, ...]:
     For a DTensor or plain tensor that is one tensor; for a ShardedTensor, one for each local shard, in the order
     of its metadata.
     """
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         if tensor.device_mesh.get_coordinate() is None:
             return ()
         return (tensor._local_tensor.detach(),)
-    if _is_sharded_tensor(tensor):
+    if is_sharded_tensor(tensor):
         here = dist.get_rank() if dist.is_initialized() else 0
         order = [
             tuple(shard.shard_offsets)

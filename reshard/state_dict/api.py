@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from reshard.state.deferred_optimizer import Awaiting
+from reshard.state.frameworks.tensor_classes import is_sharded
 from reshard.state.garbage import uncollected
 from reshard.state.optimizer_forms import flatten
-from reshard.state.tensors import is_sharded
 from reshard.state_dict.broadcast import receive_model, receive_optimizer, setting
 from reshard.state_dict.collect import collect_model, collect_optimizer
 from reshard.state_dict.model import apply_model, plan_model, read_model

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from planners.geometry.box import Box
 from reshard.control.group import Group
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.execute.messages.wires import device_of_kind, sending_kinds
 from reshard.state.frameworks.fsdp1 import FlatPiece
-from reshard.state.tensors import is_sharded, raw_bytes
+from reshard.state.frameworks.tensor_classes import dtensor_like, is_dtensor, is_sharded
+from reshard.state.tensors import raw_bytes
 from reshard.state_dict.gather import parts_of
 from reshard.state_dict.model import plan_model
 from reshard.state_dict.names import LiveModel, Region, Slot
@@ -167,11 +167,8 @@ def _like(model: torch.Tensor, piece: FlatPiece | None, dtype: torch.dtype, devi
     if piece is not None:
         where = piece.local_slice()
         return piece.tensor(torch.empty(where.stop - where.start, dtype=dtype, device=device))
-    if isinstance(model, DTensor):
-        local = torch.empty(model.to_local().shape, dtype=dtype, device=device)
-        return DTensor.from_local(
-            local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
-        )
+    if is_dtensor(model):
+        return dtensor_like(torch.empty(model.to_local().shape, dtype=dtype, device=device), model)
     return torch.empty(model.shape, dtype=dtype, device=device)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
 
 from planners.geometry.box import Box
 from reshard.control.group import Group
@@ -22,8 +21,9 @@ from reshard.errors import NormalizationError
 from reshard.execute.messages.wires import sending_device
 from reshard.state.frameworks.fsdp1 import group_of
 from reshard.state.frameworks.fsdp1_cuts import FlatCut, cut_of
+from reshard.state.frameworks.tensor_classes import is_dtensor, is_sharded
 from reshard.state.memory.downloads import batches
-from reshard.state.tensors import form_of, global_shape, is_sharded, lines_of, local_tensors, raw_bytes
+from reshard.state.tensors import form_of, global_shape, lines_of, local_tensors, raw_bytes
 
 __all__ = ["as_chunks", "exchange_rows"]
 
@@ -137,8 +137,10 @@ def _group_along_rows(tensor: torch.Tensor) -> Any:
     """The process group whose ranks have a tensor's rows, in its order; None if there is no one such group."""
     if not is_sharded(tensor) or not tensor.dim():
         return None
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return group_of(tensor)
+    from torch.distributed.tensor import Shard  # there is a DTensor
+
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if len(cut) != 1 or type(tensor.placements[cut[0]]) is not Shard or tensor.placements[cut[0]] != Shard(0):
         return None

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from reshard.control.group import Group
 from reshard.errors import NormalizationError
 from reshard.state.frameworks.deepspeed import PartitionedParameter
+from reshard.state.frameworks.tensor_classes import is_dtensor, is_sharded
 from reshard.state.memory.downloads import to_host
-from reshard.state.tensors import global_shape, is_sharded, with_local
+from reshard.state.tensors import global_shape, with_local
 from reshard.state_dict.chunks import as_chunks
 from reshard.state_dict.gather import gather, member_ranks
 from reshard.state_dict.model import read_model
@@ -190,13 +190,13 @@ def _to_cpu(value: Any) -> Any:
 def _all_to_cpu(values: Sequence[Any]) -> list[Any]:
     """The values, with the elements that this rank has of tensors on the CPU; what is no tensor as it is."""
     held = [
-        value.to_local() if isinstance(value, DTensor) else value if isinstance(value, torch.Tensor) else None
+        value.to_local() if is_dtensor(value) else value if isinstance(value, torch.Tensor) else None
         for value in values
     ]
     plain = [i for i, local in enumerate(held) if local is not None and local.device.type != "cpu"]
     out = list(values)
     for i, local in zip(plain, to_host([held[i].detach() for i in plain])):  # type: ignore[union-attr]
-        out[i] = with_local(values[i], local) if isinstance(values[i], DTensor) else local
+        out[i] = with_local(values[i], local) if is_dtensor(values[i]) else local
     return out
 
 

@@ -6,27 +6,29 @@ Who holds which elements comes from the layout, which every rank computes alike;
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from planners.geometry.layout_forms import Form, Part
 from reshard.errors import NormalizationError
 from reshard.execute.messages.wires import sending_device
 from reshard.state.frameworks.fsdp1 import group_of
+from reshard.state.frameworks.tensor_classes import is_dtensor, is_sharded
 from reshard.state.tensors import (
     dtype_of,
     form_by_all,
     form_of,
     global_shape,
-    is_sharded,
     lines_of,
     local_tensors,
     mesh_line,
     raw_bytes,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["gather", "member_ranks", "parts_of", "scatter"]
 
@@ -46,7 +48,7 @@ def parts_of(tensor: Any) -> list[tuple[Part, torch.Tensor]]:
 
 def member_ranks(tensor: Any) -> list[int]:
     """The ranks that must take part in gathering `tensor`, in ascending order."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return sorted(tensor.device_mesh.mesh.flatten().tolist())
     return sorted(dist.get_process_group_ranks(group_of(tensor)))
 
@@ -60,7 +62,7 @@ def gather(tensor: Any, to_rank: int | None = None) -> Any:
         return tensor
     form, shape, locals_ = form_by_all(tensor), global_shape(tensor), local_tensors(tensor)
     data = torch.cat([_bytes(local) for local in locals_]) if locals_ else _nothing(tensor)
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         held = _along_axes(tensor, form, shape, data, to_rank)
     else:
         group = group_of(tensor)

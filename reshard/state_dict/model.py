@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from reshard.errors import KeyMismatchError
 from reshard.state.frameworks.deepspeed import HOW_TO_SAVE, PartitionedParameter
+from reshard.state.frameworks.tensor_classes import is_sharded
 from reshard.state.frameworks.torch_internals import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
-from reshard.state.tensors import dtype_of, global_shape, identity_of, is_sharded, local_tensors
+from reshard.state.tensors import dtype_of, global_shape, identity_of, local_tensors
 from reshard.state_dict.memory import apart, overwritten
 from reshard.state_dict.names import LiveModel, Region, Slot, where
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from reshard.state.tensors import dtype_of, form_of, global_shape, is_sharded, local_tensors
+from reshard.state.frameworks.tensor_classes import dtensor_like, is_dtensor, is_sharded
+from reshard.state.tensors import dtype_of, form_of, global_shape, local_tensors
 from reshard.state_dict.chunks import exchange_rows
 from reshard.state_dict.gather import gather, scatter
 
@@ -35,7 +35,7 @@ def problem(value: Any, shape: tuple[int, ...], dtype: torch.dtype, on_meta: boo
 
 def is_meta(value: torch.Tensor) -> bool:
     """Whether the tensor has no values."""
-    return value.is_meta if isinstance(value, DTensor) or not is_sharded(value) else False
+    return value.is_meta if is_dtensor(value) or not is_sharded(value) else False
 
 
 def write(value: torch.Tensor, target: torch.Tensor) -> None:
@@ -62,19 +62,21 @@ def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None =
     shape than a sharded `model` becomes a replicated one on its mesh, so that arithmetic between the two works.
     """
     device = model.device if device is None else device
-    if not isinstance(model, DTensor) or value.dim() == 0:
+    if not is_dtensor(model) or value.dim() == 0:
         whole = gather(value) if is_sharded(value) else value
         return _clone(whole, whole.device if value.dim() == 0 else device)
     if (
-        isinstance(value, DTensor)
+        is_dtensor(value)
         and value.device_mesh == model.device_mesh
         and (value.shape != model.shape or value.placements == model.placements)
     ):
-        return _wrap(_clone(value.to_local(), device), value)
+        return dtensor_like(_clone(value.to_local(), device), value)
     whole = gather(value) if is_sharded(value) else value
     if value.shape != model.shape:
+        from torch.distributed.tensor import DTensor  # the model is one
+
         return DTensor.from_local(_clone(whole, device), model.device_mesh, run_check=False)
-    new = _wrap(torch.empty_like(model.to_local(), dtype=value.dtype, device=device), model)
+    new = dtensor_like(torch.empty_like(model.to_local(), dtype=value.dtype, device=device), model)
     scatter(whole, new)
     return new
 
@@ -82,7 +84,7 @@ def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None =
 def materialised(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """A new tensor with the elements of `value` for the place of `model`, which is on the meta device: of its dtype
     and sharding, on the device of `value`."""
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local = value.to_local() if is_dtensor(value) else value
     new = like(value, model, local.device)
     return new if new.dtype == model.dtype else new.to(model.dtype)
 
@@ -126,17 +128,11 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if isinstance(a, DTensor) and isinstance(b, DTensor):
+    if is_dtensor(a) and is_dtensor(b):
         return a.shape == b.shape and a.placements == b.placements and a.device_mesh == b.device_mesh
-    if isinstance(a, DTensor) or isinstance(b, DTensor) or not (is_sharded(a) and is_sharded(b)):
+    if is_dtensor(a) or is_dtensor(b) or not (is_sharded(a) and is_sharded(b)):
         return False
     return global_shape(a) == global_shape(b) and form_of(a) == form_of(b)
-
-
-def _wrap(local: torch.Tensor, model: DTensor) -> DTensor:
-    return DTensor.from_local(
-        local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
-    )
 
 
 def _clone(value: torch.Tensor, device: torch.device) -> torch.Tensor:

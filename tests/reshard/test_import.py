@@ -45,9 +45,17 @@ UNUSED = (
 """By no load or save of the native format."""
 
 
+OF_OTHERS = (
+    *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed._shard"),
+    *("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch._inductor", "sympy", "networkx"),
+    *("safetensors", "fsspec", "rich", "typer", "asyncio", "multiprocessing.pool", "http.client", "numpy.testing"),
+)
+"""What takes long to import, and a state of plain tensors has no use for."""
+
+
 def imported_by(code, folder, unused):
     """Which of the modules a fresh interpreter has after `code`, beyond what torch imports by itself."""
-    before = "import sys, torch, torch.distributed.tensor, torch.distributed.checkpoint; had = set(sys.modules); "
+    before = "import sys, torch; had = set(sys.modules); "
     after = f"; print([name for name in {unused!r} if name in sys.modules and name not in had])"
     state = "import reshard; state = {'w': torch.ones(6, 4), 'b': [torch.ones(3), 1]}; "
     done = subprocess.run(
@@ -85,6 +93,83 @@ def test_opening_imports_what_it_uses(tmp_path):
 
     unused = (*UNUSED, "planners.proof", "planners.load.plan", "reshard.state.tensors", "reshard.control.group")
     assert imported_by("reshard.open('ckpt')['w'][1:2]", tmp_path, unused) == []
+
+
+def test_plain_tensors_need_nothing_that_is_for_sharded_ones(tmp_path):
+    calls = [
+        "reshard.save(state, 'ckpt')",
+        "reshard.load(state, 'ckpt')",
+        "reshard.async_save(state, 'later').result()",
+        "reshard.open('ckpt')['w'][1:2]",
+        "reshard.verify('ckpt')",
+        "reshard.compare('ckpt', state)",
+        "reshard.layout_of(state)",
+        "model = torch.nn.Linear(2, 2)",
+        "reshard.set_model_state_dict(model, reshard.get_model_state_dict(model))",
+    ]
+    assert imported_by("; ".join(calls), tmp_path, OF_OTHERS) == []
+
+
+def test_a_dtensor_is_known_though_its_class_came_after_the_first_save(tmp_path):
+    """Whichever path it came by: the classes that were seen before are remembered as plain ones."""
+    code = """
+import sys, warnings, torch, reshard
+import torch.distributed as dist
+warnings.simplefilter("ignore")
+reshard.save({"w": torch.ones(4)}, "before")
+assert "torch.distributed.tensor" not in sys.modules
+from torch.distributed._tensor import DTensor, init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+class Own(DTensor):
+    pass
+values = torch.arange(6.0).view(3, 2)
+whole, mine = DTensor.from_local(values, mesh, [Replicate()]), DTensor.from_local(values, mesh, [Shard(0)])
+own = Own(values.clone(), mine._spec, requires_grad=False)
+reshard.save({"whole": whole, "mine": mine, "own": own, "plain": values}, "after")
+stored = reshard.open("after").layout
+print([repr(stored[key].form.placements) for key in ("whole", "mine", "own")])
+empty = {key: DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0)]) for key in ("whole", "mine", "own")}
+reshard.load(empty, "after", strict=False)
+print([torch.equal(one.to_local(), values) for one in empty.values()])
+try:
+    reshard.save({"w": DTensor.from_local(values, mesh, [Partial()])}, "refused")
+except reshard.ReshardError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    forms, loaded, refused = done.stdout.splitlines()
+
+    assert eval(forms) == ["(Replicate(),)", "(Shard(dim=0),)", "(Shard(dim=0),)"]
+    assert eval(loaded) == [True, True, True]
+    assert "pending reduction" in refused
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_little_is_collected_while_names_are_imported(enabled):
+    """Nothing of what torch left there is gone through, and collection is afterwards as it was before."""
+    code = f"""
+import gc, torch, reshard
+gc.collect()
+{"" if enabled else "gc.disable()"}
+seen = set()
+gc.callbacks.append(lambda phase, info: seen.add(info["generation"]))
+reshard.save, reshard.load
+print(seen - {{0}}, gc.isenabled())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+
+    assert done.stdout == f"set() {enabled}\n"
 
 
 def test_no_module_hides_a_name():

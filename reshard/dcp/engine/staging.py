@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reshard.dcp.engine.states import copied_like
+from reshard.state.frameworks.tensor_classes import is_sharded
 from reshard.state.memory.downloads import to_host
 from reshard.state.memory.lanes import has_lanes
-from reshard.state.tensors import is_sharded
 
 __all__ = ["on_the_cpu"]
 

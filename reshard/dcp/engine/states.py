@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from planners.geometry.box import Box
 from planners.geometry.layout_forms import Form
 from reshard.errors import LayoutError
-from reshard.state.tensors import form_of, global_shape, is_sharded, is_tensor, local_tensors, spec_of
+from reshard.state.frameworks.tensor_classes import is_sharded
+from reshard.state.tensors import form_of, global_shape, is_tensor, local_tensors, spec_of
 
 __all__ = [
     "Region",

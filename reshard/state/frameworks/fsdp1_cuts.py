@@ -15,13 +15,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from planners.geometry.box import flat_boxes
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["FlatCut", "cut_of", "remade_like"]
 
@@ -93,10 +95,14 @@ def remade_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _along(axis: int, ndim: int) -> list[Any]:
+    from torch.distributed.tensor import Replicate, Shard
+
     return [Shard(0) if each == axis else Replicate() for each in range(ndim)]
 
 
 def _chunk_dtensor(shape: tuple[int, ...], flat: torch.Tensor, mesh: Any, axis: int) -> DTensor:
+    from torch.distributed.tensor import DTensor
+
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     local = flat.view(flat.numel() // stride[0], *shape[1:])
     placements = _along(axis, mesh.ndim)

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from reshard.errors import KeyMismatchError, LayoutError
+from reshard.state.frameworks.tensor_classes import dtensor_like, is_dtensor
 from reshard.state.tree import KeyPath, key_of
 
 __all__ = ["expanded", "holder", "inner_names"]
@@ -22,7 +22,7 @@ __all__ = ["expanded", "holder", "inner_names"]
 
 def holder(value: torch.Tensor) -> torch.Tensor:
     """The tensor whose attributes the inner tensors are: of a DTensor, its local tensor."""
-    return value._local_tensor if isinstance(value, DTensor) else value
+    return value._local_tensor if is_dtensor(value) else value
 
 
 def inner_names(value: object) -> list[str]:
@@ -39,18 +39,16 @@ def _settled(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or type(holder(value)).__name__ != "AsyncCollectiveTensor":
         return value
     arrived: torch.Tensor = holder(value).trigger_wait()  # type: ignore[attr-defined]
-    if not isinstance(value, DTensor):
+    if not is_dtensor(value):
         return arrived
-    return DTensor.from_local(
-        arrived, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-    )
+    return dtensor_like(arrived, value)
 
 
 def _inner(value: torch.Tensor, name: str, path: KeyPath) -> torch.Tensor:
     """An inner tensor; of a DTensor, cut as that is, which only an inner tensor of the same shape is known to be."""
     local = holder(value)
     part: torch.Tensor = getattr(local, name)
-    if not isinstance(value, DTensor):
+    if not is_dtensor(value):
         return part
     if part.shape != local.shape:
         raise LayoutError(
@@ -58,9 +56,7 @@ def _inner(value: torch.Tensor, name: str, path: KeyPath) -> torch.Tensor:
             f"{list(part.shape)}, the local tensor {list(local.shape)}, so nothing says how the part is cut. Give its "
             "parts as DTensors of their own, or plain values (dequantized)"
         )
-    return DTensor.from_local(
-        part.detach(), value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-    )
+    return dtensor_like(part.detach(), value)
 
 
 def expanded(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from reshard.errors import NormalizationError
 from reshard.state.frameworks.fsdp1 import FlatPiece
-from reshard.state.tensors import dtype_of, global_shape, is_sharded
+from reshard.state.frameworks.tensor_classes import is_sharded
+from reshard.state.tensors import dtype_of, global_shape
 from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.values import copy_containers, same_value, write_all
 

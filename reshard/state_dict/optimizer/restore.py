@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from reshard.state.frameworks.tensor_classes import is_dtensor, is_sharded
 from reshard.state.frameworks.torch_internals import copy_all, has_torchs_setstate, loads_itself
-from reshard.state.tensors import global_shape, identity_of, is_sharded
+from reshard.state.tensors import global_shape, identity_of
 from reshard.state_dict.memory import all_apart, apart, overlapping
 from reshard.state_dict.names import LiveModel
 from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
@@ -193,7 +193,7 @@ class _Copies:
                 self.values.append(value)
                 self._found.append((one, holder, key))
                 return old
-            lies = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else parameter.device
+            lies = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else parameter.device
             same = (self.ties.same(value), key == "step", on_device, parameter.dim() > 0, lies)
             if same not in self._made:
                 tied = self.ties.model_tensor(value)
