@@ -27,6 +27,9 @@ from reshard.state.tree import flatten, key_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import (
+        _StridedShard,  # torch has no public name for what FSDP2 over TP uses
+    )
 
 __all__ = [
     "device_of",
@@ -311,7 +314,8 @@ def _readings(
 
 def _placement(placement: Any, ndim: int) -> Placement:
     if is_strided_shard(placement):  # before Shard, of which it is a kind in some torch versions
-        return StridedShard(placement.dim % max(ndim, 1), int(placement.split_factor))
+        strided: _StridedShard = placement
+        return StridedShard(strided.dim % max(ndim, 1), int(strided.split_factor))
     if is_pending(placement):
         raise LayoutError(f"has a pending reduction ({placement}): redistribute it to Replicate() or Shard first")
     if type(placement).__name__ == "Shard":
