@@ -127,14 +127,15 @@ def _add(index: _Index, fields: Mapping[str, Any], where: str) -> None:
             else:
                 index.tensors.setdefault(str(key), []).append(meta)
         for at, info in fields["storage_data"].items():
-            at, info = at.fields, info.fields
+            at, info = _said(at), _said(info)
             offset = None if at.get("offset") is None else _ints(at["offset"])
             start, length = _ints((info["offset"], info["length"]))
-            transforms = tuple(map(str, info.get("transform_descriptors") or ()))
+            descriptors = info.get("transform_descriptors")
+            transforms = tuple(map(str, descriptors)) if descriptors else ()
             item = Item(str(info["relative_path"]), start, length, transforms)
             index.items.setdefault(str(at["fqn"]), {}).setdefault(offset, item)
         for key, path in (fields.get("planner_data") or {}).items():
-            index.paths[str(key)] = tuple(part if type(part) is int else str(part) for part in path)
+            index.paths[str(key)] = tuple([part if type(part) is int else str(part) for part in path])
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(
             f"{where}: the metadata makes no sense: {type(error).__name__}: {error}; wanted what torch writes"
@@ -146,10 +147,16 @@ def _add(index: _Index, fields: Mapping[str, Any], where: str) -> None:
         index.version = version
 
 
+def _said(record: Record) -> Mapping[str, Any]:
+    """Its fields, for a look at some of them: usually its state itself, since there are several records a tensor."""
+    return record.state if type(record.state) is dict else record.fields
+
+
 def _ints(values: Iterable[Any]) -> tuple[int, ...]:
     result = tuple(values)
-    if any(type(v) is not int or v < 0 for v in result):
-        raise ValueError(f"{result} should be integers >= 0")
+    for v in result:
+        if type(v) is not int or v < 0:
+            raise ValueError(f"{result} should be integers >= 0")
     return result
 
 

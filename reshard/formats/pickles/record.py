@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn, cast
 
 __all__ = ["Record", "make_record_type", "unknown_class"]
+
+
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
 class _FrozenType(type):
@@ -33,18 +38,19 @@ class Record(metaclass=_FrozenType):
     path = "object"
     """Dotted name of the class or function."""
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any]
     state: Any
-    entries: list[tuple[Any, Any]]
-    elements: list[Any]
+    entries: Sequence[tuple[Any, Any]]
+    elements: Sequence[Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Record:
         self = object.__new__(cls)
         self.args = args
-        self.kwargs = kwargs
+        # metadata of a checkpoint has several records for each tensor, and hardly any has more than its state
+        self.kwargs = kwargs or _NO_KEYWORDS
         self.state = None
-        self.entries = []
-        self.elements = []
+        self.entries = ()
+        self.elements = ()
         return self
 
     @property
@@ -62,19 +68,25 @@ class Record(metaclass=_FrozenType):
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.entries.append((key, value))
+        self._grown("entries").append((key, value))
 
     def append(self, item: Any) -> None:
         """An element of a kind of list."""
-        self.elements.append(item)
+        self._grown("elements").append(item)
 
     def extend(self, items: Any) -> None:
         """Elements of a kind of list."""
-        self.elements.extend(items)
+        self._grown("elements").extend(items)
 
     def add(self, item: Any) -> None:
         """An element of a kind of set."""
-        self.elements.append(item)
+        self._grown("elements").append(item)
+
+    def _grown(self, which: str) -> list[Any]:
+        """The list of that name, made when the first thing goes into it."""
+        if not getattr(self, which):
+            setattr(self, which, [])
+        return cast("list[Any]", getattr(self, which))
 
     def __repr__(self) -> str:
         return f"<{self.path}, not known here: args {self.args!r:.60}, state {self.state!r:.60}>"

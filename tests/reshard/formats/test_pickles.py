@@ -94,6 +94,23 @@ class Config:
         raise AssertionError("a class of the checkpoint was run")
 
 
+class Grown(list[int]):
+    """A class that the reader does not know, of a kind of list, with attributes."""
+
+
+class Filled(dict[str, int]):
+    """The same, of a kind of dict."""
+
+
+def test_what_goes_into_a_record_stays_in_that_record() -> None:
+    """Elements and items are kept by the record that they were given to, and others have none."""
+    grown, filled, empty = read(pickle.dumps([Grown([1, 2]), Filled(a=3), Grown()]))
+
+    assert (list(grown.elements), list(grown.entries)) == ([1, 2], [])
+    assert (list(filled.elements), list(filled.entries)) == ([], [("a", 3)])
+    assert (list(empty.elements), list(empty.entries), dict(empty.kwargs)) == ([], [], {})
+
+
 def test_unknown_classes_become_records() -> None:
     record = read(pickle.dumps(Config(), 2))
 
