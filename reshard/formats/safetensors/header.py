@@ -19,6 +19,7 @@ from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.stored.source import Source
 from reshard.formats.stored.tensor import Place
 from reshard.state.dtypes import SAFETENSORS_CODES, dtype_from_code
+from reshard.state.garbage import uncollected
 
 __all__ = [
     "Entry",
@@ -204,6 +205,7 @@ def encode_header(arrays: Iterable[tuple[str, str, Sequence[int]]], note: Mappin
     return head + rows + tail
 
 
+@uncollected()
 def encode_rows(arrays: Iterable[tuple[str, str, Sequence[int]]], start: int) -> bytes:
     """The rows of a header for some arrays, the first of which begins at `start`, counted from the end of the header.
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from reshard.state.garbage import uncollected
 from reshard.state.memory.arrays import as_array, row_major_bytes
 from reshard.state.memory.lanes import Event, Lane, Lanes, pinned
 
@@ -41,7 +42,7 @@ def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: Lanes, stage_bytes:
     for some in batches(tensors, lambda tensor: tensor.nbytes, _TOGETHER_BYTES, _small_kind):
         if len(some) > 1 and _small_kind(some[0]) is not None:
             yield from ring.flush()
-            yield row_major_bytes(as_array(torch.cat([tensor.detach().view(-1) for tensor in some])))
+            yield row_major_bytes(as_array(_joined(some)))
             continue
         for tensor in some:
             lane = lanes[tensor.device]
@@ -52,6 +53,12 @@ def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: Lanes, stage_bytes:
             for piece in _in_pieces(tensor, ring.slot_bytes):
                 yield from ring.add(piece, lane)
     yield from ring.flush()
+
+
+@uncollected()
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One behind another, in memory of its own."""
+    return torch.cat([tensor.detach().view(-1) for tensor in tensors])
 
 
 def _small_kind(tensor: torch.Tensor) -> torch.dtype | None:
