@@ -1,31 +1,104 @@
-"""200,000 tensors of a mixture of experts with Adam: `python -m benchmarks.many_tensors_large [N]`.
+"""Hundreds of thousands of tensors of a mixture of experts with Adam: `python -m benchmarks.many_tensors_large`.
 
-The parameters, moments and step counts of a model, N tensors in all, taken out of it, put back, saved and loaded by one
-process, and looked at by the command. It takes many minutes, most of them torch's, so it is measured on request: by
-`python -m benchmarks --write many_tensors_large`. What ends is told at once on stderr. The floor is ten times the time
-of a tenth as many tensors: what comes to it is linear. Commands have none, since of a few tensors they mostly start.
+The parameters, moments and step counts of a model, about 200,000 tensors in all and a million, taken out of it, put
+back, saved and loaded by one process, and looked at by the command. Processor time in one round, and by how much the
+peak of the process's memory lies above its start. What ends is told at once on stderr. The floor is what a tenth (of
+200,000) or a fifth (of a million) as many tensors took, ten or five times: what comes to it is linear. Commands have
+none, since of a few tensors they mostly start. Each number of tensors has a process of its own, two of them at a time.
+
+It takes many minutes, most of them torch's, so it is measured on request: by `python -m benchmarks --write
+many_tensors_large`. Of more than `ALL_OF_TORCH_UP_TO` tensors torch does only what is in `TORCH_AT_ANY_SIZE`, and
+whatever is under way is stopped after `LIMIT_S` seconds of processor time. With `--full` torch does all.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
+import pickle
+import shutil
+import signal
 import sys
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as theirs
 
 import reshard
-from benchmarks.many_tensors import FIRST_LINE, measure, scratch, seconds
+from benchmarks.many_tensors import FIRST_LINE, command, scratch
 from benchmarks.page import Row, arguments, report
 from benchmarks.state_dict import build
 
+COUNTS = (20_000, 200_000, 1_000_000)
+"""The smallest has no rows: it is the floor of the next one, as that is of the largest."""
 PER_EXPERT, PER_TENSOR_OF_MODEL = 6, 4
 LAYERS = 64
-OF_COMMANDS = ("inspect", FIRST_LINE, "diff")
+TORCH_AT_ANY_SIZE = ("get",)
+ALL_OF_TORCH_UP_TO = 200_000
+LIMIT_S = 600
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one call took."""
+
+    seconds: float
+    """Of the processor, of all threads of the process."""
+    megabytes: float
+    """From the resident memory before to its peak."""
+    ended: bool = True
+
+
+class _Stopped(BaseException):
+    """A call took longer than it may."""
+
+
+def _memory(which: str) -> float:
+    """A line of what the kernel tells of this process's memory, in MB."""
+    with open("/proc/self/status") as status:
+        return next((int(line.split()[1]) << 10) / 1e6 for line in status if line.startswith(which))
+
+
+def taken(what: str, call: Callable[[], object]) -> Taken:
+    """Once, since a call takes long; stopped after `LIMIT_S`. It is told when it has ended."""
+
+    def stop(*_: object) -> None:
+        raise _Stopped
+
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # so that what earlier calls have freed is not this one's already
+    with open("/proc/self/clear_refs", "w") as reset:
+        reset.write("5")
+    before = _memory("VmRSS")
+    earlier = signal.signal(signal.SIGPROF, stop)
+    start, ended = time.process_time(), True
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+    try:
+        call()
+    except BaseException:  # torch makes another error of it
+        if time.process_time() - start < LIMIT_S:
+            raise
+        ended = False
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, earlier)
+    found = Taken(time.process_time() - start, _memory("VmHWM") - before, ended)
+    print(
+        f"    {what}: {found.seconds:.3g} processor s, {found.megabytes:.0f} MB{'' if ended else ', stopped'}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return found
 
 
 def built(count: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -35,51 +108,102 @@ def built(count: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def get_and_set(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], api: Any
-) -> dict[str, float]:
-    """Processor time of taking the state out, and of putting `state` in."""
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], api: Any, names: tuple[str, ...]
+) -> dict[str, Taken]:
+    """Taking the state out, and putting `state` in, if they are among `names`."""
     given = {"model_state_dict": dict(state["model"]), "optim_state_dict": copy.deepcopy(state["optimizer"])}
-    return {
-        "get": seconds(f"{api.__name__} get", lambda: api.get_state_dict(model, optimizer)),
-        "set": seconds(f"{api.__name__} set", lambda: api.set_state_dict(model, optimizer, **given)),
+    calls: dict[str, Callable[[], object]] = {
+        "get": lambda: api.get_state_dict(model, optimizer),
+        "set": lambda: api.set_state_dict(model, optimizer, **given),
     }
+    return {name: taken(f"{api.__name__} {name}", call) for name, call in calls.items() if name in names}
 
 
-def figures(count: int, folder: Path, *, peers: bool) -> tuple[int, dict[str, float], dict[str, float]]:
-    """How many tensors, our figure and torch's of every call."""
+@dataclass(frozen=True)
+class Measured:
+    """All calls with one number of tensors."""
+
+    tensors: int
+    ours: dict[str, Taken]
+    torch: dict[str, Taken]
+    commands: dict[str, float]
+    """Seconds: of the processor, but for `FIRST_LINE`."""
+
+
+def measure(count: int, folder: Path, *, with_torch: bool) -> Measured:
+    """In an order in which each call finds what it reads. Without torch, only `TORCH_AT_ANY_SIZE` are its."""
+    both, its_own = ("get", "set"), ("get", "set") if with_torch else TORCH_AT_ANY_SIZE
+    folder.mkdir()
+    mine, its = folder / "ours", folder / "torch's"
     model, optimizer = built(count)
     live = dict(zip(("model", "optimizer"), reshard.get_state_dict(model, optimizer), strict=True))
     state = copy.deepcopy(live)
-    mine = get_and_set(model, optimizer, state, reshard)
+    other: dict[str, Taken] = {}
+    commands: dict[str, float] = {}
+    ours = get_and_set(model, optimizer, state, reshard, both)
     with torch.no_grad():
         torch._foreach_zero_([*live["model"].values()])
-    more, other = measure(state, live, folder, peers=peers)
-    if peers:
-        other = get_and_set(model, optimizer, state, theirs) | other
-    return len(state["model"]) * PER_TENSOR_OF_MODEL, mine | more, other
+    ours["save"] = taken("save", lambda: reshard.save(state, mine))
+    ours["open"] = taken("open", lambda: reshard.open(mine))
+    ours["load"] = taken("load", lambda: reshard.load(live, mine))
+    assert all(torch.equal(live["model"][name], value) for name, value in state["model"].items())
+    commands["inspect"], commands[FIRST_LINE] = command("inspect", mine)
+    commands["diff"], _ = command("diff", mine, mine)
+    if with_torch:
+        other["save"] = taken("torch save", lambda: dcp.save(state, checkpoint_id=its, no_dist=True))
+        if other["save"].ended:
+            metadata = its / ".metadata"
+            ours["open DCP"] = taken("open DCP", lambda: reshard.open(its))
+            other["open DCP"] = taken("torch unpickling", lambda: pickle.loads(metadata.read_bytes()))
+            ours["load DCP"] = taken("load DCP", lambda: reshard.load(live, its))
+            load = taken("torch load", lambda: dcp.load(live, checkpoint_id=its, no_dist=True))
+            other |= {"load": load, "load DCP": load}
+    other |= get_and_set(model, optimizer, state, theirs, its_own)
+    shutil.rmtree(folder)
+    return Measured(len(state["model"]) * PER_TENSOR_OF_MODEL, ours, other, commands)
 
 
-def rows(count: int) -> Iterator[Row]:
-    """A row for each call."""
-    with scratch() as folder:
-        figures(1000, Path(folder, "first"), peers=True)  # first calls import much
-        fewer, small, _ = figures(count // 10, Path(folder, "small"), peers=False)
-        tensors, found, other = figures(count, Path(folder, "large"), peers=True)
-    for name, mine in found.items():
-        peers = {"torch": (other[name],)} if name in other else {}
-        floor = () if name in OF_COMMANDS else (small[name] * tensors / fewer,)
+def rows_of(found: Measured, fewer: Measured) -> Iterator[Row]:
+    """Time and memory of each call, then the commands."""
+    times = found.tensors / fewer.tensors
+    for name, one in found.ours.items():
+        what, few, other = f"{name}, {found.tensors:,} tensors", fewer.ours.get(name), found.torch.get(name)
+        who = "torch" if other is None or other.ended else "torch, stopped"
+        for unit, figure in (("processor s", "seconds"), ("MB of memory", "megabytes")):
+            peers = {} if other is None else {who: (getattr(other, figure),)}
+            floor = () if few is None else (getattr(few, figure) * times,)
+            yield Row("many_tensors_large", what, unit, (getattr(one, figure),), peers, floor)
+    for name, seconds in found.commands.items():
         unit = "s" if name == FIRST_LINE else "processor s"
-        yield Row("many_tensors_large", f"{name}, {tensors:,} tensors", unit, (mine,), peers, floor)
+        yield Row("many_tensors_large", f"{name}, {found.tensors:,} tensors", unit, (seconds,))
+
+
+def measured(count: int, folder: str, with_torch: bool) -> Measured:
+    """In a process of its own, whose first calls, which import much, are of a few tensors."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    measure(1000, Path(folder, f"before {count}"), with_torch=True)
+    return measure(count, Path(folder, str(count)), with_torch=with_torch)
+
+
+def rows(counts: Sequence[int], *, full: bool) -> Iterator[Row]:
+    """Those of all counts but the first. The largest begins, since it takes longest."""
+    with scratch() as folder, ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as pool:
+        begun = {
+            count: pool.submit(measured, count, folder, full or count <= ALL_OF_TORCH_UP_TO)
+            for count in sorted(counts, reverse=True)
+        }
+        for fewer, count in pairwise(sorted(counts)):
+            yield from rows_of(begun[count].result(), begun[fewer].result())
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = arguments(__doc__)
-    parser.add_argument("count", type=int, nargs="?", default=200_000, help="number of tensors, about")
+    parser.add_argument("counts", type=int, nargs="*", default=COUNTS, help="numbers of tensors, about")
+    parser.add_argument("--full", action="store_true", help="torch saves and loads any number")
     options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     # as many with --quick: fewer are in the table of many_tensors
-    return report(rows(options.count), options.rows)
+    return report(rows(options.counts, full=options.full), options.rows)
 
 
 if __name__ == "__main__":
