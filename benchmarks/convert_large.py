@@ -1,11 +1,13 @@
 """A large checkpoint into one file of `torch.save`, and into Hugging Face shards: seconds, and the peak of memory.
 
-    python -m benchmarks.convert_large [--quick] [--folder FOLDER] [--gigabytes 10]
+    python -m benchmarks.convert_large [--folder FOLDER] [--gigabytes 10]
 
 Four processes write the checkpoint as torch does; all its tensors have the same values, which nobody looks at. Each
-conversion runs once, in a new process, from a disk onto the same disk. The floor is a plain write of as many bytes into
-one file there. torch has no conversion into shards, and the other one holds the whole checkpoint in memory, so that it
-is left out.
+conversion runs once, in a new process, from a disk onto the same disk, and on to stable storage there; before it, the
+page cache of the checkpoint is emptied. The floor of seconds is a plain copy: the checkpoint's files are read, with an
+empty cache, too, and written into one file by a buffer, and on to stable storage. The floor of memory is that of a
+checkpoint of a quarter of the size: what comes to it is flat. torch has no conversion into shards, and the other one
+holds the whole checkpoint in memory, so that it is left out.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.convert import plain_copy
+from benchmarks.cold import drop_cache
 from benchmarks.page import Row, arguments, report
 from benchmarks.processes import run
 
@@ -65,29 +68,55 @@ def convert(source: Path, target: Path, format: str) -> dict[str, float]:
     return found
 
 
+def plain_copy(source: Path, target: Path) -> dict[str, float]:
+    """The bytes of the checkpoint's files into one file, and on to stable storage."""
+    block = memoryview(bytearray(1 << 20))
+    start, cpu = time.perf_counter(), time.process_time()
+    with open(target, "wb", buffering=0) as out:
+        for file in sorted(source.iterdir()):
+            with open(file, "rb", buffering=0) as data:
+                while count := data.readinto(block):
+                    out.write(block[:count])
+        os.fsync(out.fileno())
+    return {"s": time.perf_counter() - start, "processor s": time.process_time() - cpu}
+
+
+def measure(tensors: int, folder: Path) -> dict[str, dict[str, float]]:
+    """What the floor and each conversion of a checkpoint of so many tensors took, in a new folder."""
+    folder.mkdir()
+    saved = folder / "saved"
+    run(save, 4, str(saved), tensors)
+    os.sync()
+    found = {}
+    for what, (format, name) in {"floor": ("", "plain"), **TARGETS}.items():
+        drop_cache(str(saved))
+        target = folder / name
+        found[what] = convert(saved, target, format) if format else plain_copy(saved, target)
+        print(f"    {what}: {found[what]}", file=sys.stderr, flush=True)
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+        os.sync()  # what is left to be done for one is not done during the next one
+    shutil.rmtree(folder)
+    return found
+
+
 def rows(gigabytes: float, parent: str | None) -> Iterator[Row]:
     """Seconds, processor time and memory of each conversion."""
-    tensors = max(1, round(gigabytes * 1e9 / (SIZE * SIZE * 4)))
-    nbytes = tensors * SIZE * SIZE * 4
+    tensors = max(4, round(gigabytes * 1e9 / (SIZE * SIZE * 4)))
     folder = Path(tempfile.mkdtemp(dir=parent))
     try:
-        run(save, 4, str(folder / "saved"), tensors)
-        os.sync()
-        floor = plain_copy(nbytes, folder / "plain")
-        (folder / "plain").unlink()
-        for what, (format, name) in TARGETS.items():
-            found = convert(folder / "saved", folder / name, format)
-            for unit, figure in found.items():
-                under = () if unit == "MB of memory" else (floor[unit],)
-                yield Row("convert_large", f"DCP to {what}, {nbytes / 1e9:.1f} GB", unit, (figure,), {}, under)
-            shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+        quarter, whole = (measure(count, folder / str(count)) for count in (tensors // 4, tensors))
+        for what in TARGETS:
+            for unit, figure in whole[what].items():
+                under = quarter[what][unit] if unit == "MB of memory" else whole["floor"][unit]
+                name = f"DCP to {what}, {tensors * SIZE * SIZE * 4 / 1e9:.1f} GB"
+                yield Row("convert_large", name, unit, (figure,), {}, (under,))
     finally:
         shutil.rmtree(folder)
 
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--folder", help="where the files go: three times as much; default: a temporary one")
+    parser.add_argument("--folder", help="where the files go, on a disk: twice as much; default: a temporary one")
     parser.add_argument("--gigabytes", type=float, default=10.0)
     options = parser.parse_args()
     return report(rows(options.gigabytes, options.folder), options.rows)
