@@ -174,6 +174,7 @@ def tally(job: Job, prints: Mapping[str, Partial]) -> bytes:
     return pack_tally({numbers[fqn]: part for fqn, part in prints.items()})
 
 
+@uncollected()
 def total(job: Job, packed: bytes) -> dict[str, Partial]:
     """Inverse of `tally`."""
     names = list(job.generation.census.layout)
