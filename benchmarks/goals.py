@@ -38,9 +38,8 @@ class Goal:
 
     def cells(self, rows: Iterable[Row]) -> tuple[str, ...]:
         """As in `HEADER`. Raises ValueError if there is no such row."""
-        found = [(row, self.ratios(row)) for row in rows if self._names(row)]
+        found = [(row, ratios) for row in rows if self._names(row) and (ratios := self.ratios(row))]
         worst = max if self.against == "limit" else min
-        found = [(row, ratios) for row, ratios in found if ratios]
         if not found:
             raise ValueError(f"a goal names {self.section}: {self.what}, {self.unit}, {self.against}: no row has that")
         row, ratios = worst(found, key=lambda one: statistics.median(one[1]))
@@ -98,7 +97,7 @@ GOALS = (
     Goal("convert", "DCP to torch.save, columns*", "s", "torch", 4),
     Goal("dcp_face", "*", _CPU, "torch", 1),
 )
-"""What the people who use it were promised, or what we would not do without."""
+"""What this project aims at."""
 
 
 def table(rows: Sequence[Row], goals: Iterable[Goal] = GOALS) -> str:

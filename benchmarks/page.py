@@ -150,24 +150,25 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
     return _MARKS.sub(lambda mark: f"{mark[1]}{parts[mark[2]]}\n<!-- end -->", text)
 
 
-_FIGURE = re.compile(r"(<!-- figure: (.+?) of (.+?), ([\w ]+?) -->).*?(<!-- end -->)")
+_FIGURE = re.compile(r"(<!-- figure of (\w+): (.+?) of (.+?), ([\w ]+?) -->).*?(<!-- end -->)")
 
 
 def with_figures(text: str, rows: Iterable[Row]) -> str:
-    """A text with single figures of the page between its marks, such as "DCP / ours of columns, processor s".
+    """A text with single figures of the page between its marks, such as "figure of load: DCP / ours of columns, s".
 
     Raises ValueError if a mark names what no row has.
     """
-    named = {(row.what, row.unit): row for row in rows}
+    named = {(row.section, row.what, row.unit): row for row in rows}
 
     def figure(mark: re.Match[str]) -> str:
-        row = named.get((mark[3], mark[4]))
+        _, section, which, what, unit, end = mark.groups()
+        row = named.get((section, what, unit))
         contestants = {"ours": row.ours, "floor": row.floor, **row.peers} if row is not None else {}
-        above, _, below = mark[2].partition(" / ")
+        above, _, below = which.partition(" / ")
         if row is None or not {above, below or "ours"} <= contestants.keys():
-            raise ValueError(f"no row of the page has {mark[2]} of {mark[3]}, {mark[4]}")
+            raise ValueError(f"no row of {section} has {which} of {what}, {unit}")
         said = _ratio(contestants[above], contestants[below]) if below else _figure(contestants[above])
-        return f"{mark[1]}{said}{mark[5]}"
+        return f"{mark[1]}{said}{end}"
 
     return _FIGURE.sub(figure, text)
 

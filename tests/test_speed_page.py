@@ -34,15 +34,16 @@ def test_the_readme_has_the_page_s_figures() -> None:
     readme = README.read_text()
 
     assert with_figures(readme, Results.from_json(RESULTS.read_text()).rows) == readme
-    assert readme.count("<!-- figure: ") == 4
+    assert readme.count("<!-- figure of load: ") == 4
 
 
 def test_a_figure_within_a_text_is_the_page_s() -> None:
-    text = "<!-- figure: DCP of columns, s -->?<!-- end --> <!-- figure: floor / ours of columns, s -->?<!-- end -->"
+    marks = "<!-- figure of load: DCP of columns, s -->", "<!-- figure of load: floor / ours of columns, s -->"
+    text = " ".join(f"{mark}?<!-- end -->" for mark in marks)
 
     assert with_figures(text, [ROW]) == text.replace("?", "8", 1).replace("?", "0.5 (0.25 to 0.5)")
-    with pytest.raises(ValueError, match="no row of the page has DCP of rows, s"):
-        with_figures("<!-- figure: DCP of rows, s --><!-- end -->", [ROW])
+    with pytest.raises(ValueError, match="no row of load has DCP of rows, s"):
+        with_figures("<!-- figure of load: DCP of rows, s --><!-- end -->", [ROW])
 
 
 def test_a_row_tells_ratios_of_the_same_rounds_and_how_far_apart_they_are() -> None:

@@ -53,13 +53,10 @@ OF_OTHERS = (
 """What takes long to import, and a state of plain tensors has no use for."""
 
 
-def imported_by(code, folder, unused):
-    """Which of the modules a fresh interpreter has after `code`, beyond what torch imports by itself."""
-    before = "import sys, torch; had = set(sys.modules); "
-    after = f"; print([name for name in {unused!r} if name in sys.modules and name not in had])"
-    state = "import reshard; state = {'w': torch.ones(6, 4), 'b': [torch.ones(3), 1]}; "
+def printed_by(code, folder):
+    """By a fresh interpreter, in a folder."""
     done = subprocess.run(
-        [sys.executable, "-c", before + state + code + after],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=True,
@@ -67,7 +64,15 @@ def imported_by(code, folder, unused):
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    return eval(done.stdout)
+    return done.stdout
+
+
+def imported_by(code, folder, unused):
+    """Which of the modules a fresh interpreter has after `code`, beyond what torch imports by itself."""
+    before = "import sys, torch; had = set(sys.modules); "
+    after = f"; print([name for name in {unused!r} if name in sys.modules and name not in had])"
+    state = "import reshard; state = {'w': torch.ones(6, 4), 'b': [torch.ones(3), 1]}; "
+    return eval(printed_by(before + state + code + after, folder))
 
 
 def test_a_load_imports_what_it_uses(tmp_path):
@@ -139,16 +144,7 @@ except reshard.ReshardError as error:
     print(error)
 dist.destroy_process_group()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    forms, loaded, refused = done.stdout.splitlines()
+    forms, loaded, refused = printed_by(code, tmp_path).splitlines()
 
     assert eval(forms) == ["(Replicate(),)", "(Shard(dim=0),)", "(Shard(dim=0),)"]
     assert eval(loaded) == [True, True, True]
@@ -156,7 +152,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_little_is_collected_while_names_are_imported(enabled):
+def test_little_is_collected_while_names_are_imported(tmp_path, enabled):
     """Nothing of what torch left there is gone through, and collection is afterwards as it was before."""
     code = f"""
 import gc, torch, reshard
@@ -167,9 +163,7 @@ gc.callbacks.append(lambda phase, info: seen.add(info["generation"]))
 reshard.save, reshard.load
 print(seen - {{0}}, gc.isenabled())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-
-    assert done.stdout == f"set() {enabled}\n"
+    assert printed_by(code, tmp_path) == f"set() {enabled}\n"
 
 
 def test_no_module_hides_a_name():
