@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -18,6 +21,7 @@ import reshard
 from reshard.api.save import job as save_job
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, ReshardError
 from reshard.formats.native import blocks, generations
+from reshard.formats.native.manifest import HF_INDEX
 from reshard.storage.memory import MemoryStorage
 from tests import gloo
 from tests.faulty import Crash, SystemCalls
@@ -100,15 +104,140 @@ def test_an_earlier_checkpoint_without_digests_is_compared_by_fingerprint(tmp_pa
     assert_same(loaded(tmp_path / "step-3"), lora(3))
 
 
-def test_damaged_digests_only_cost_time(tmp_path):
-    reshard.save(lora(1), tmp_path / "step-1", base="auto")
+def signed_blocks(**changes: object) -> bytes:
+    """A file of blocks whose digest fits, though what it says is not what a save writes."""
+    fields = {"block_bytes": blocks.BLOCK_BYTES, "sums": SUMS, "starts": [], "counts": [], "records": b"", **changes}
+    body = msgspec.msgpack.encode(fields)
+    return msgspec.msgpack.encode({"version": 2, "body": body, "digest": xxhash.xxh3_128_digest(body)})
+
+
+SUMS = "0" * 32
+RECORDS = b"x" * 24
+DAMAGED_BLOCKS = {
+    "nothing": b"",
+    "no map": b"\x01",
+    "text that is no UTF-8": msgspec.msgpack.encode({"version": 2, "body": b"", "digest": b""}).replace(
+        b"body", b"b\xffdy"
+    ),
+    "endless lists": b"\x91" * 100_000,
+    "that of the first releases": msgspec.msgpack.encode(
+        {"block_bytes": 1 << 20, "starts": [96], "counts": [1], "records": RECORDS}
+        | {"digest": xxhash.xxh3_128_digest(RECORDS)}
+    ),
+    "a newer version": msgspec.msgpack.encode({"version": 3, "body": b"", "digest": xxhash.xxh3_128_digest(b"")}),
+    "of another file": signed_blocks(),
+    "other blocks": signed_blocks(block_bytes=1 << 16),
+    "huge counts": signed_blocks(starts=[96], counts=[1 << 62], records=RECORDS),
+    "negative counts": signed_blocks(starts=[96, 97], counts=[2, -1], records=RECORDS),
+    "fewer starts than counts": signed_blocks(starts=[96], counts=[1, 0], records=RECORDS),
+    "counts that are text": signed_blocks(starts=[96], counts=["1"], records=RECORDS),
+    "records that are a list": signed_blocks(starts=[96], counts=[1], records=[1, 2]),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGED_BLOCKS)
+def test_digests_that_are_not_believed_only_cost_time(how, tmp_path, caplog):
+    first = reshard.save(lora(1), tmp_path / "step-1", base="auto")
     (file,) = (tmp_path / "step-1").rglob("*.blocks")
+    (tables,) = json.loads((tmp_path / "step-1" / "manifest.json").read_text())["files"].values()
+    file.write_bytes(
+        DAMAGED_BLOCKS[how].replace(SUMS.encode(), (SUMS if "another" in how else tables["sums"]).encode())
+    )
+    report = reshard.save(lora(2), tmp_path / "step-2", base="auto")
+    assert (report.base, report.bytes_reused) == (first.save_id, 0)
+    assert len(report.passed_over) == 1
+    assert f"{file.relative_to(tmp_path / 'step-1')} cannot be relied on" in report.passed_over[0]
+    assert "passed over: " in repr(report)
+    assert report.passed_over[0] in caplog.text
+    assert_same(loaded(tmp_path / "step-2"), lora(2))
+    assert reshard.save(lora(3), tmp_path / "step-3", base="auto").passed_over == ()
+
+
+def test_digests_of_another_save_of_the_same_form_are_not_believed(tmp_path):
+    """Its digests are whole in themselves: only what they are of is another file."""
+    reshard.save(lora(1), tmp_path / "step-1", base="auto")
+    shutil.move(tmp_path / "step-1", tmp_path / "old")
+    changed = lora(2)
+    changed["base"]["w"] += 1
+    reshard.save(changed, tmp_path / "step-2")
+    (file,), (data,) = (tmp_path / "old").rglob("*.blocks"), (tmp_path / "step-2").rglob("*.safetensors")
+    shutil.copy(file, f"{data}.blocks")
+    shutil.rmtree(tmp_path / "old")
+    report = reshard.save(lora(1), tmp_path / "step-3", base="auto", fingerprints=False)
+    assert report.bytes_reused == 0
+    assert "it is of another file" in report.passed_over[0]
+    assert_same(loaded(tmp_path / "step-3"), lora(1))
+
+
+def _damaged(data: bytes, how: str, at: int) -> bytes:
+    if how == "flipped":
+        return data[:at] + bytes([data[at] ^ 0x20]) + data[at + 1 :]
+    if how == "zeroed":
+        return data[:at] + bytes(len(data) - at)
+    return data[:at] if how == "truncated" else b""
+
+
+@pytest.mark.parametrize("how", ["flipped", "zeroed", "truncated", "emptied", "removed"])
+@pytest.mark.parametrize("layout", ["as it was", "known by fingerprint"])
+def test_whatever_is_wrong_with_a_base_a_save_goes_on_and_is_right(how, layout, tmp_path):
+    """All files but the data's own elements, which a save does not read."""
+
+    def state(step: int) -> dict:
+        return {"frozen": torch.arange(99.0), "trained": torch.full((5,), float(step)), "step": step}
+
+    def found(path: Path) -> dict:
+        target = {"frozen": torch.zeros(99), "trained": torch.zeros(5), "step": 0}
+        assert reshard.load(target, path).ok
+        return target
+
+    fingerprints = layout != "as it was"
+    base = "auto" if layout == "as it was" else None
+    reshard.save(state(1), tmp_path / "step-1", base=base)
+    reshard.save(state(2), tmp_path / "step-2", base="auto")
+    shutil.rmtree(tmp_path / "step-1")
+    files = sorted(file for file in (tmp_path / "step-2").rglob("*") if file.is_file())
+    assert {file.suffix for file in files} >= {".json", ".parts", ".sums", ".safetensors"}
+    for file in files:
+        data = file.read_bytes()
+        header = 8 + int.from_bytes(data[:8], "little") if file.suffix == ".safetensors" else len(data)
+        places = sorted({0, 1, 8, *range(0, header, max(header // 4, 1)), header - 1})
+        for at in [at for at in places if at < len(data)] if how in ("flipped", "zeroed", "truncated") else [0]:
+            if how == "truncated" and file.suffix == ".safetensors":
+                at = len(data) - 1 - at
+            # not over the old bytes: those that have a second name would be damaged in the other checkpoint, too
+            file.unlink()
+            if how != "removed":
+                file.write_bytes(_damaged(data, how, at))
+            report = reshard.save(state(3), tmp_path / "step-3", base="auto", fingerprints=fingerprints)
+            assert_same(found(tmp_path / "step-3"), state(3))
+            assert reshard.verify(tmp_path / "step-3").ok, (file, at)
+            is_read = file.suffix not in (".blocks",) or not fingerprints
+            if how != "removed" and is_read and _damaged(data, how, at) != data and file.name != HF_INDEX:
+                assert report.passed_over, (file, at)
+            shutil.rmtree(tmp_path / "step-3")
+            file.unlink(missing_ok=True)
+            file.write_bytes(data)
+
+
+def test_a_base_that_is_named_and_damaged_is_passed_over(tmp_path):
+    reshard.save(lora(1), tmp_path / "step-1", base="auto")
+    manifest = tmp_path / "step-1" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    report = reshard.save(lora(2), tmp_path / "step-2", base=tmp_path / "step-1")
+    assert report.base is None
+    assert "manifest.json" in report.passed_over[0]
+    assert_same(loaded(tmp_path / "step-2"), lora(2))
+
+
+def test_damaged_elements_of_the_base_are_found_in_the_new_checkpoint(tmp_path):
+    """They are not read by the save: the checksums that come with them tell."""
+    reshard.save(lora(1), tmp_path / "step-1", base="auto")
+    (file,) = (tmp_path / "step-1").rglob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    report = reshard.save(lora(2), tmp_path / "step-2", base="auto")
-    assert report.bytes_reused == 0
-    assert_same(loaded(tmp_path / "step-2"), lora(2))
+    assert reshard.save(lora(2), tmp_path / "step-2", base="auto").bytes_reused > 0
+    assert not reshard.verify(tmp_path / "step-2").ok
 
 
 def test_a_file_system_without_links(tmp_path, monkeypatch, caplog):
@@ -118,7 +247,8 @@ def test_a_file_system_without_links(tmp_path, monkeypatch, caplog):
     reshard.save(lora(1), tmp_path / "step-1", base="auto")
     monkeypatch.setattr(os, "link", link)
     assert reshard.save(lora(2), tmp_path / "step-2", base="auto").bytes_reused == 0
-    assert "has no links: all is written again" in caplog.text
+    assert "written again: " in caplog.text
+    assert "has no links" in caplog.text
     assert_same(loaded(tmp_path / "step-2"), lora(2))
 
 
@@ -132,7 +262,8 @@ def test_a_base_that_goes_while_it_is_compared(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(save_job, "reuse", reuse)
     report = reshard.save(lora(2), tmp_path / "step-2", base="auto")
     assert report.bytes_reused == 0
-    assert "all is written again: the checkpoint that the save is based on cannot be read" in caplog.text
+    assert "is written again: there is no data-" in caplog.text
+    assert "there is no data-" in report.passed_over[0]
     assert_same(loaded(tmp_path / "step-2"), lora(2))
 
 

@@ -16,6 +16,7 @@ from reshard.api.elastic.hosts import Hosts, Settings, free_bytes
 from reshard.api.elastic.kept import Kept, Made, good_ranges, kept_in, remove
 from reshard.api.elastic.moving import move
 from reshard.api.elastic.reports import KeepReport
+from reshard.api.save.base import Choice
 from reshard.api.save.job import Job, entries_of, holdings_of, own_items, planned_writes, tally, total, write
 from reshard.api.save.options import SaveOptions
 from reshard.api.save.staging import ToWrite
@@ -42,7 +43,7 @@ def keep(settings: Settings, state: Any, step: int, options: SaveOptions, group:
     kept = _begin(step, group, hosts, copies)
     storage = LocalStorage(hosts.folder / kept.folder)
     generation = Generation(storage, kept.save_id, generations.begin(), census, plan, None)
-    job = Job(group, storage, storage.url, generation, options, None, None, {})
+    job = Job(group, storage, storage.url, generation, options, Choice(), None, {})
     planned, may_count = time.perf_counter(), False
     try:
         with group.together("write"):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from planners.geometry.layout import StateLayout
-from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, NewerVersionError, StorageError
 from reshard.formats.native.manifest import MANIFEST
 from reshard.formats.native.reader import ALL, NativeFacts, Share
 from reshard.formats.native.reuse import Base
@@ -27,31 +27,42 @@ _HEAD_BYTES = 256
 class Choice(NamedTuple):
     """What the first rank has found."""
 
-    folder: str
+    folder: str = ""
     """Name of the earlier checkpoint's folder beside the new one; empty for the one that the save replaces."""
-    save_id: str
-    by_print: bool
+    save_id: str | None = None
+    """None if there is none to be based on."""
+    by_print: bool = False
     """Whether there are tensors that no rank can compare by itself: see `doubtful`."""
+    passed_over: tuple[str, ...] = ()
+    """Checkpoints that might have been taken but for what is wrong with them, and what that is."""
 
 
-def choose_base(path: Any, wanted: str | os.PathLike[str], layout: StateLayout, *, by_print: bool) -> Choice | None:
+_MOST_PASSED_OVER = 8
+"""So many are told."""
+
+
+def choose_base(path: Any, wanted: str | os.PathLike[str], layout: StateLayout, *, by_print: bool) -> Choice:
     """The earlier checkpoint that `wanted` names or, for "auto", the newest whole one: that which `path` holds, else
-    one in a folder beside it. None if "auto" finds none.
+    one in a folder beside it. What is wrong with one is no reason not to save: it is passed over.
 
-    Raises CheckpointError for one that is not beside `path`, or is not of this library; what opening it raises.
+    Raises CheckpointError if `wanted` is not beside `path`, there is nothing, or it is not of this library.
     """
-    for folder in _newest_first(path) if wanted == "auto" else [_folder_beside(path, wanted)]:
+    passed: list[str] = []
+    for folder in _newest_first(path, passed) if wanted == "auto" else [_folder_beside(path, wanted)]:
         try:
             base = base_at(path, folder)
-        except CheckpointError as error:
-            if wanted != "auto":
+            manifest = base.facts.manifest
+            unsure = by_print and bool(doubtful(base, layout, manifest.fingerprints))
+        except (CheckpointError, StorageError) as error:
+            is_other = isinstance(error, FormatError) and not isinstance(error, NewerVersionError)
+            if not (is_other or isinstance(error, CheckpointNotFoundError)):
+                _log.warning("%s is passed over as a base to save on: %s", folder or path, error)
+                passed.append(str(error))
+            elif wanted != "auto":
                 raise
-            _log.info("%s is no base to save on: %s", folder or path, error)
             continue
-        manifest = base.facts.manifest
-        unsure = by_print and bool(doubtful(base, layout, manifest.fingerprints))
-        return Choice(folder, manifest.save_id, unsure)
-    return None
+        return Choice(folder, manifest.save_id, unsure, tuple(passed[:_MOST_PASSED_OVER]))
+    return Choice(passed_over=tuple(passed[:_MOST_PASSED_OVER]))
 
 
 def base_at(path: Any, folder: str, save_id: str | None = None, share: Share = ALL) -> Base:
@@ -116,13 +127,18 @@ def _folder_beside(path: Any, wanted: str | os.PathLike[str]) -> str:
     return name
 
 
-def _newest_first(path: Any) -> list[str]:
-    """Folders of checkpoints to look at: "" is `path` itself, the others are beside it."""
+def _newest_first(path: Any, passed: list[str]) -> list[str]:
+    """Folders of checkpoints to look at: "" is `path` itself, the others are beside it. Adds to `passed` why one cannot
+    be looked at."""
     parent, own = _parent(path)
     if not parent:
         return [""]
     storage = open_storage(parent)
-    look = look_in(storage.list()) if "://" in parent else look_at(parent)
+    try:
+        look = look_in(storage.list()) if "://" in parent else look_at(parent)
+    except StorageError as error:
+        passed.append(str(error))
+        return [""]
     found = []
     for folder in look("")[0]:
         name = f"{folder}/{MANIFEST}"
@@ -130,7 +146,10 @@ def _newest_first(path: Any) -> list[str]:
             continue
         try:
             text = storage.read(name, 0, min(storage.size(name), _HEAD_BYTES))
-        except CheckpointError:
+        except CheckpointNotFoundError:  # it was removed meanwhile
+            continue
+        except StorageError as error:
+            passed.append(str(error))
             continue
         found.append((_save_id(text), folder))
     return ["", *(folder for _, folder in sorted(found, reverse=True))]

@@ -21,7 +21,7 @@ from reshard.api.save.staging import ToWrite
 from reshard.control.global_state import Census, Holdings, census_of, per_rank_name
 from reshard.control.group import Group
 from reshard.control.progress import Progress
-from reshard.errors import CheckpointError, FormatError, LayoutError, format_ranks
+from reshard.errors import CheckpointError, FormatError, LayoutError, StorageError, format_ranks
 from reshard.formats.native.common_file import write_common_file
 from reshard.formats.native.data_file import Entry, write_file
 from reshard.formats.native.parts import write_parts
@@ -56,10 +56,12 @@ class Job:
     path: str
     generation: Generation
     options: SaveOptions
-    choice: Choice | None
+    choice: Choice
     base: Base | None
     """The checkpoint that was chosen, as far as this rank can open it."""
     seconds: dict[str, float]
+    passed_over: tuple[str, ...] = ()
+    """Why another base was not chosen, or this one cannot be opened."""
 
     @property
     def rank(self) -> int:
@@ -154,7 +156,7 @@ def _parts(tensor: LiveTensor, count: int, rank: int) -> tuple[torch.Tensor, ...
 
 def summed_up(job: Job, data: ToWrite) -> tuple[ToWrite, list[str]]:
     """Where no rank can say by itself whether a tensor is what it was, its fingerprint can: those of which it does."""
-    if job.choice is None or not job.choice.by_print:
+    if not job.choice.by_print:
         return data, []
     group, generation = job.group, job.generation
     data = data.summed_up()
@@ -162,7 +164,10 @@ def summed_up(job: Job, data: ToWrite) -> tuple[ToWrite, list[str]]:
     names: list[str] = []
     if told is not None and job.base is not None:
         now = generation.fingerprints([total(job, told[1])])
-        names = alike(doubtful(job.base, generation.census.layout, now), job.base, now)
+        try:
+            names = alike(doubtful(job.base, generation.census.layout, now), job.base, now)
+        except (CheckpointError, StorageError) as error:
+            job.base.pass_over(error)
     known = group.share(msgspec.msgpack.encode(names) if group.rank == 0 else None)
     return data, msgspec.msgpack.decode(known, type=list[str])
 

@@ -224,13 +224,14 @@ def _prepare(state_dict: Any, path: Any, group: Group, options: SaveOptions, sta
             )
         if options.globs is not None:
             check_globs(options.globs, met.census)
-        save_id, choice = msgspec.msgpack.decode(met.first, type=tuple[str, Choice | None])
+        save_id, choice = msgspec.msgpack.decode(met.first, type=tuple[str, Choice])
         generation = Generation(storage, save_id, generations.begin(), met.census, kept.plan, options.globs)
-        base = _opened(path, choice, Share(group.rank, group.world_size)) if choice is not None else None
+        base, passed_over = _opened(path, choice, Share(group.rank, group.world_size))
     except BaseException:
         data.release()
         raise
-    return Job(group, storage, str(path), generation, options, choice, base, {"plan": planned - clock}), data
+    seconds = {"plan": planned - clock}
+    return Job(group, storage, str(path), generation, options, choice, base, seconds, passed_over), data
 
 
 def _meet(
@@ -270,17 +271,22 @@ def _first_word(path: Any, options: SaveOptions, census: Census) -> bytes:
             f"there is a checkpoint in {storage.url} already: choose another folder, or overwrite=True; nothing was "
             "saved"
         )
-    chosen = choose_base(path, options.base, census.layout, by_print=options.fingerprints) if options.base else None
+    chosen = Choice()
+    if options.base:
+        chosen = choose_base(path, options.base, census.layout, by_print=options.fingerprints)
     return msgspec.msgpack.encode((generations.new_save_id(), chosen))
 
 
-def _opened(path: Any, choice: Choice, share: Share) -> Base | None:
-    """None where it is gone or cannot be read from here: this rank then writes all that is its."""
+def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, tuple[str, ...]]:
+    """The base, and what was passed over. None where there is none, or it is gone or cannot be read from here: this
+    rank then writes all that is its."""
+    if choice.save_id is None:
+        return None, choice.passed_over
     try:
-        return base_at(path, choice.folder, choice.save_id, share)
-    except CheckpointError as error:
+        return base_at(path, choice.folder, choice.save_id, share), choice.passed_over
+    except (CheckpointError, StorageError) as error:
         _log.warning("all is written again: the checkpoint that the save is based on cannot be opened: %s", error)
-        return None
+        return None, (*choice.passed_over, str(error))
 
 
 def _finish(job: Job, data: ToWrite) -> SaveReport:
@@ -322,8 +328,9 @@ def _finish(job: Job, data: ToWrite) -> SaveReport:
         aliases=census.aliases,
         per_rank=tuple(census.per_rank),
         seconds=job.seconds,
-        base=job.choice.save_id if job.choice is not None else None,
+        base=job.choice.save_id,
         bytes_reused=reused,
+        passed_over=(*job.passed_over, *(job.base.passed_over if job.base is not None else ())),
     )
 
 

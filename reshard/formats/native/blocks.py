@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from planners.geometry.box import Box
-from reshard.errors import CheckpointError
+from reshard.errors import DamagedCheckpointError
 from reshard.storage.base import Storage
 
 __all__ = ["BlockDigests", "BlockTable", "Digests", "Sink", "blocks_of", "probe_of", "read_blocks", "write_blocks"]
@@ -32,6 +32,7 @@ __all__ = ["BlockDigests", "BlockTable", "Digests", "Sink", "blocks_of", "probe_
 BLOCK_BYTES = 1 << 20
 """At most so many bytes, or one element, are a block."""
 PROBE_BYTES = 256
+_VERSION = 2
 _RECORD = np.dtype([("probe", "<u8"), ("digest", "V16")])
 
 Digests = npt.NDArray[np.void]
@@ -116,13 +117,31 @@ class BlockDigests:
         return np.array(self._found, dtype=_RECORD)
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of blocks. The first ones had other fields, of which the digest covered a part: these are not believed."""
+
+    version: int
+    body: bytes
+    digest: bytes
+    """XXH3-128 of the body, which is all that the file says."""
+
+
+class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_bytes: int
+    sums: str
+    """Of the data file, as its manifest has it: these digests are of no other bytes."""
     starts: list[int]
     counts: list[int]
     records: bytes
-    digest: bytes
-    """XXH3-128 of the records."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which becomes an error of the parser, for what no save writes."""
+        if self.block_bytes != BLOCK_BYTES:
+            raise ValueError(f"its blocks have up to {self.block_bytes} bytes, not {BLOCK_BYTES}")
+        if len(self.starts) != len(self.counts) or min([*self.starts, *self.counts], default=0) < 0:
+            raise ValueError("its arrays make no sense")
+        if sum(self.counts) * _RECORD.itemsize != len(self.records):
+            raise ValueError(f"it has {len(self.records)} bytes of digests for {sum(self.counts)} blocks")
 
 
 @dataclass(frozen=True)
@@ -139,26 +158,32 @@ class BlockTable:
         return self.records[at : at + count] if count == len(blocks) else None
 
 
-def write_blocks(storage: Storage, name: str, starts: Sequence[int], counts: Sequence[int], digests: Digests) -> None:
-    """Store the digests of the arrays that begin at `starts` in the data file `name`, beside it."""
-    records = digests.tobytes()
+def write_blocks(
+    storage: Storage, name: str, sums: str, starts: Sequence[int], counts: Sequence[int], digests: Digests
+) -> None:
+    """Store the digests of the arrays that begin at `starts` in the data file `name`, beside it. `sums` is what the
+    manifest says of its checksums."""
+    body = msgspec.msgpack.encode(_Body(BLOCK_BYTES, sums, list(starts), list(counts), digests.tobytes()))
     with storage.create(f"{name}.blocks") as out:
-        out.write(
-            msgspec.msgpack.encode(
-                _File(BLOCK_BYTES, list(starts), list(counts), records, xxhash.xxh3_128_digest(records))
-            )
-        )
+        out.write(msgspec.msgpack.encode(_Sealed(_VERSION, body, xxhash.xxh3_128_digest(body))))
 
 
-def read_blocks(storage: Storage, name: str) -> BlockTable | None:
-    """The digests of a data file; None if nobody took them, or they are damaged: then all is written again."""
+def read_blocks(storage: Storage, name: str, sums: str) -> BlockTable:
+    """The digests of the data file `name`, of which the manifest says `sums`.
+
+    Raises CheckpointNotFoundError if nobody took them; DamagedCheckpointError if they are not to be believed: they were
+    changed, are of other bytes, or are such as the first releases wrote.
+    """
+    data = storage.read(f"{name}.blocks")
     try:
-        found = msgspec.msgpack.decode(storage.read(f"{name}.blocks"), type=_File)
-    except (CheckpointError, msgspec.MsgspecError):
-        return None
-    wanted = (BLOCK_BYTES, xxhash.xxh3_128_digest(found.records), sum(found.counts) * _RECORD.itemsize)
-    if (found.block_bytes, found.digest, len(found.records)) != wanted:
-        return None
+        sealed = msgspec.msgpack.decode(data, type=_Sealed)
+        if (sealed.version, sealed.digest) != (_VERSION, xxhash.xxh3_128_digest(sealed.body)):
+            raise ValueError("its digest is another one")
+        found = msgspec.msgpack.decode(sealed.body, type=_Body)
+        if found.sums != sums:
+            raise ValueError("it is of another file")
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # text that is no UTF-8 is a ValueError
+        raise DamagedCheckpointError(f"{storage.url}: {name}.blocks cannot be relied on: {error}") from None
     ends = accumulate(found.counts, initial=0)
     first = {start: (at, count) for start, at, count in zip(found.starts, ends, found.counts, strict=False)}
     return BlockTable(np.frombuffer(found.records, dtype=_RECORD), first)

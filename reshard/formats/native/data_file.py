@@ -85,9 +85,10 @@ def write_file(
     with storage.create(f"{name}.sums") as out:
         out.write(checksums)
     *starts, end = accumulate((entry.nbytes for entry in ordered), initial=len(header))
+    record = FileRecord(name, end, len(header), digest128(checksums))
     if digests:
-        write_blocks(storage, name, starts, [len(found) for found in blocks], passing.finish()[1:])
-    return FileRecord(name, end, len(header), digest128(checksums))
+        write_blocks(storage, name, record.sums, starts, [len(found) for found in blocks], passing.finish()[1:])
+    return record
 
 
 def _lengths(entries: Sequence[Entry], blocks: Sequence[Sequence[Box]]) -> Iterator[int]:

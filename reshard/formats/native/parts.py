@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from planners.errors import PlanError
 from planners.geometry.box import Box
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.native.manifest import PartsRecord
@@ -70,8 +71,11 @@ def read_parts(storage: Storage, record: PartsRecord) -> dict[str, list[Part]]:
     data = storage.read(record.name)
     if xxhash.xxh3_128_hexdigest(data) != record.digest:
         raise DamagedCheckpointError(f"{storage.url}: {record.name} was changed since it was written")
-    table = msgspec.msgpack.decode(data, type=_Table)
-    return {key: [_part(row, table.files) for row in rows] for key, rows in table.arrays.items()}
+    try:
+        table = msgspec.msgpack.decode(data, type=_Table)
+        return {key: [_part(row, table.files) for row in rows] for key, rows in table.arrays.items()}
+    except (msgspec.MsgspecError, PlanError, ValueError, IndexError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{storage.url}: {record.name} makes no sense: {error}") from None
 
 
 def _row(part: Part, numbers: Mapping[str, int]) -> _Row:

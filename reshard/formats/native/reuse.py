@@ -7,15 +7,17 @@ checkpoint is whole by itself: it refers to files, never to another checkpoint, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import numpy as np
 import torch
+import xxhash
 
+from planners.errors import PlanError
 from planners.geometry.box import Box
-from reshard.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from reshard.formats.native.blocks import (
     PROBE_BYTES,
     BlockDigests,
@@ -46,7 +48,8 @@ _log = logging.getLogger("reshard")
 
 @dataclass(frozen=True)
 class Base:
-    """An earlier checkpoint, in a storage that the new one is in, too."""
+    """An earlier checkpoint, in a storage that the new one is in, too. Whatever is wrong with it is noted and then
+    passed over: a save may do without a base."""
 
     storage: Storage
     there: str
@@ -54,6 +57,8 @@ class Base:
     here: str
     """Folder of the new one, likewise."""
     facts: NativeFacts
+    passed_over: dict[str, None] = field(default_factory=dict)
+    """What of it could not be relied on, and why: each once, in the order in which it was found."""
 
     @cached_property
     def has_digests(self) -> bool:
@@ -63,40 +68,96 @@ class Base:
 
     @cached_property
     def _tables(self) -> LazyMapping[str, BlockTable | None]:
-        read = partial(read_blocks, self.facts.storage)
-        return LazyMapping({name: partial(read, name) for name in self.facts.files})
+        return LazyMapping({name: partial(self._read_table, name) for name in self.facts.files})
+
+    @cached_property
+    def _sound(self) -> LazyMapping[str, bool]:
+        return LazyMapping({name: partial(self._look_at, name) for name in self.facts.files})
 
     def table(self, file: str) -> BlockTable | None:
         """The digests of a file of the earlier checkpoint."""
         return self._tables.get(file)
+
+    def is_sound(self, file: str) -> bool:
+        """Whether all but the data of a file is what the manifest says: its length, its checksums and its header, which
+        says where the arrays are. What is reused has all of these from here on."""
+        return self._sound.get(file, False)
+
+    def _read_table(self, file: str) -> BlockTable | None:
+        try:
+            return read_blocks(self.facts.storage, file, self.facts.files[file].sums)
+        except CheckpointNotFoundError:  # nobody took them
+            return None
+        except (CheckpointError, StorageError) as error:
+            self.pass_over(error)
+            return None
+
+    def _look_at(self, file: str) -> bool:
+        try:
+            record, size = self.facts.files[file], self.facts.manifest.block_bytes
+            if (found := self.facts.storage.size(file)) != record.nbytes:
+                raise DamagedCheckpointError(f"{file} must have {record.nbytes} bytes, but it has {found}")
+            covered = min(-(-record.header_bytes // size) * size, record.nbytes)
+            head = memoryview(self.facts.storage.read(file, 0, covered))
+            sums = np.frombuffer(self.facts.sums(file), dtype="<u8")
+            if len(sums) != -(-record.nbytes // size) or any(
+                xxhash.xxh3_64_intdigest(head[at : at + size]) != sums[at // size] for at in range(0, covered, size)
+            ):
+                raise DamagedCheckpointError(f"bytes [0, {covered}) of {file} were changed since they were written")
+        except (CheckpointError, StorageError) as error:
+            self.pass_over(error)
+            return False
+        return True
+
+    def pass_over(self, error: object) -> None:
+        """Note and log what cannot be relied on; what of it would have been reused is written."""
+        if str(error) not in self.passed_over:
+            _log.warning("what the base of the save has there is written again: %s", error)
+            self.passed_over[str(error)] = None
 
     def live_share(self, file: str) -> float:
         """How much of a file's bytes are elements of the earlier checkpoint."""
         record = self.facts.files[file]
         return record.live_bytes / max(record.nbytes, 1) if isinstance(record, LinkedRecord) else 1.0
 
-    def parts_near(self, entry: Entry) -> Iterator[Part]:
-        """Where the earlier checkpoint has elements of the entry's tensor that the entry has, too."""
+    def parts_near(self, entry: Entry) -> list[tuple[Part, Box]]:
+        """Where the earlier checkpoint has the entry's elements, and which of them; [] where it does not have all."""
         layout = self.facts.plan.layout
         fqn = entry.spec.fqn
-        if fqn in layout and layout[fqn].spec == entry.spec:
-            yield from self.facts.parts_near(fqn, entry.box)
+        if fqn not in layout or layout[fqn].spec != entry.spec:
+            return []
+        try:
+            found = [(part, part.box & entry.box) for part in self.facts.parts_near(fqn, entry.box)]
+        except (CheckpointError, StorageError, PlanError) as error:  # it was removed since it was opened, or is damaged
+            self.pass_over(error)
+            return []
+        near = [(part, inside) for part, inside in found if inside is not None]
+        whole = sum(inside.numel for _, inside in near) == entry.box.numel
+        return near if whole and all(self._fits(part, entry.spec.itemsize) for part, _ in near) else []
+
+    def _fits(self, part: Part, itemsize: int) -> bool:
+        """Whether its array lies within its file, and it within the array."""
+        record = self.facts.files.get(part.file)
+        if record is None or part.start < record.header_bytes or not part.array.contains(part.box):
+            return False
+        return part.start + part.array.numel * itemsize <= record.nbytes
 
     def link(self, file: str, folder: str) -> str | None:
         """Give a file and what is beside it second names in a generation's folder; None if that cannot be."""
         generation, _, last = file.rpartition("/")
         name = f"{folder}/{'' if last.startswith('from-') else generation.replace('data-', 'from-') + '-'}{last}"
+        suffixes = ("", ".sums", *((".blocks",) if self.table(file) is not None else ()))
         try:
-            for suffix in ("", ".sums", *((".blocks",) if self.table(file) is not None else ())):
-                if not self.storage.link(f"{self.there}{file}{suffix}", f"{self.here}{name}{suffix}"):
-                    _log.warning("%s has no links: all is written again", self.storage.url)
-                    return None
-        except CheckpointNotFoundError as error:  # it was removed since it was opened
-            _log.warning("what %s had is written again: %s", file, error)
-            for suffix in ("", ".sums", ".blocks"):
-                self.storage.delete(f"{self.here}{name}{suffix}")
-            return None
-        return name
+            if all(
+                self.storage.link(f"{self.there}{file}{suffix}", f"{self.here}{name}{suffix}") for suffix in suffixes
+            ):
+                return name
+            self.pass_over(f"{self.storage.url} has no links")
+        except (CheckpointError, StorageError) as error:  # it was removed since it was opened
+            self.pass_over(error)
+        for suffix in suffixes:
+            self.storage.delete(f"{self.here}{name}{suffix}")
+        return None
 
 
 @dataclass(frozen=True)
@@ -126,8 +187,8 @@ class _Found:
 def reuse(
     entries: Sequence[Entry], base: Base, folder: str, *, same: Collection[str], lanes: Lanes, stage_bytes: int
 ) -> Reused:
-    """Compare `entries` with what an earlier checkpoint has of them, and link what is to be kept. Where that cannot be
-    read any more, nothing is kept. Its data are not read: they are taken to be what was written.
+    """Compare `entries` with what an earlier checkpoint has of them, and link what is to be kept. What of that cannot
+    be relied on is not kept, see `Base`. Its data are not read: they are taken to be what was written.
 
     Args:
         folder: of the new generation, within the new checkpoint's.
@@ -136,11 +197,7 @@ def reuse(
         stage_bytes: for elements that do not lie in row-major order, or not on the CPU.
     """
     possible: dict[str, int] = {}
-    try:
-        found = [_looked_up(entry, base, possible, same, lanes, stage_bytes) for entry in entries]
-    except (CheckpointError, StorageError) as error:  # it was removed since it was opened, or is damaged
-        _log.warning("all is written again: the checkpoint that the save is based on cannot be read: %s", error)
-        return Reused(tuple(entries), {}, ())
+    found = [_looked_up(entry, base, possible, same, lanes, stage_bytes) for entry in entries]
     live: dict[str, int] = {}
     for one in found:
         for part in one.kept:
@@ -158,11 +215,11 @@ def _looked_up(
 ) -> _Found:
     """What the earlier checkpoint has of an entry. Adds to `possible` how many bytes each file could have."""
     one = _Found(entry, [], [])
-    for part in base.parts_near(entry):
-        inside = part.box & entry.box
-        assert inside is not None  # that is what near means
+    for part, inside in base.parts_near(entry):
         possible[part.file] = possible.get(part.file, 0) + inside.numel * entry.spec.itemsize
-        if entry.spec.fqn in same:
+        if not base.is_sound(part.file):
+            one.rest.append(inside)
+        elif entry.spec.fqn in same:
             one.kept.append(part._replace(box=inside))
         else:
             _compare(one, part, inside, base.table(part.file), lanes, stage_bytes)
