@@ -60,8 +60,6 @@ class Job:
     base: Base | None
     """The checkpoint that was chosen, as far as this rank can open it."""
     seconds: dict[str, float]
-    passed_over: tuple[str, ...] = ()
-    """Why another base was not chosen, or this one cannot be opened."""
 
     @property
     def rank(self) -> int:

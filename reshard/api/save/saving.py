@@ -226,12 +226,11 @@ def _prepare(state_dict: Any, path: Any, group: Group, options: SaveOptions, sta
             check_globs(options.globs, met.census)
         save_id, choice = msgspec.msgpack.decode(met.first, type=tuple[str, Choice])
         generation = Generation(storage, save_id, generations.begin(), met.census, kept.plan, options.globs)
-        base, passed_over = _opened(path, choice, Share(group.rank, group.world_size))
+        base, choice = _opened(path, choice, Share(group.rank, group.world_size))
     except BaseException:
         data.release()
         raise
-    seconds = {"plan": planned - clock}
-    return Job(group, storage, str(path), generation, options, choice, base, seconds, passed_over), data
+    return Job(group, storage, str(path), generation, options, choice, base, {"plan": planned - clock}), data
 
 
 def _meet(
@@ -277,16 +276,16 @@ def _first_word(path: Any, options: SaveOptions, census: Census) -> bytes:
     return msgspec.msgpack.encode((generations.new_save_id(), chosen))
 
 
-def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, tuple[str, ...]]:
-    """The base, and what was passed over. None where there is none, or it is gone or cannot be read from here: this
-    rank then writes all that is its."""
+def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choice]:
+    """The base that was chosen, None where there is none, or it is gone or cannot be read from here: this rank then
+    writes all that is its, and the choice says why."""
     if choice.save_id is None:
-        return None, choice.passed_over
+        return None, choice
     try:
-        return base_at(path, choice.folder, choice.save_id, share), choice.passed_over
+        return base_at(path, choice.folder, choice.save_id, share), choice
     except (CheckpointError, StorageError) as error:
         _log.warning("all is written again: the checkpoint that the save is based on cannot be opened: %s", error)
-        return None, (*choice.passed_over, str(error))
+        return None, choice._replace(passed_over=(*choice.passed_over, str(error)))
 
 
 def _finish(job: Job, data: ToWrite) -> SaveReport:
@@ -330,7 +329,7 @@ def _finish(job: Job, data: ToWrite) -> SaveReport:
         seconds=job.seconds,
         base=job.choice.save_id,
         bytes_reused=reused,
-        passed_over=(*job.passed_over, *(job.base.passed_over if job.base is not None else ())),
+        passed_over=(*job.choice.passed_over, *(job.base.passed_over if job.base is not None else ())),
     )
 
 
