@@ -1,4 +1,7 @@
-"""`pytest --device=sim`, or cuda: the suites with their tensors on a device. See `tests/simulated/everywhere.py`."""
+"""`pytest --device=sim`, or cuda: the suites with their tensors on a device. See `tests/simulated/everywhere.py`.
+
+Samples of other frameworks are unpacked for each run: `tests/samples.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ import os
 
 import pytest
 
+from tests import samples
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", help="make the tensors of tests on this device: sim (a simulated one), cuda, xpu, ...")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if samples.begin():
+        config.add_cleanup(samples.end)
     device = config.getoption("--device")
     if device is not None:  # in the environment, for the processes that tests start
         os.environ["RESHARD_TESTS_ON_DEVICE"] = os.environ["RESHARD_TEST_DEVICE"] = device

@@ -23,8 +23,8 @@ from reshard.errors import CheckpointError, FormatError, KeyMismatchError, Layou
 from reshard.formats.safetensors.writer import SafetensorsWriter
 from reshard.formats.stored.writer import FormatWriter
 from tests import gloo
-from tests.reshard.formats.samples import sample, truth
 from tests.same import assert_same, same
+from tests.samples import sample, truth
 from tests.torch_releases import load_alone
 
 FORMATS = ["native", "dcp", "safetensors", "torch_save"]
@@ -428,7 +428,6 @@ def test_memory_does_not_grow_with_tensors(format: str, tmp_path: Path) -> None:
     assert reshard.open(target)["renamed"].shape == (8192, 8192)
 
 
-@pytest.mark.samples
 @pytest.mark.parametrize(
     ("name", "path"),
     [

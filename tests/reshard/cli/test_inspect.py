@@ -14,8 +14,7 @@ from planners import Box, Mesh, Replicate, Shard, TensorLayout, TensorSpec, Topo
 from planners.reports.cut_map import draw_cuts
 from reshard.cli.inspect import cuts_of
 from reshard.cli.show import Branch, Leaf, fold, print_json
-
-DATA = Path(__file__).parents[2] / "data"
+from tests.samples import sample
 
 
 def test_tree(say, checkpoint) -> None:
@@ -135,9 +134,13 @@ def test_a_torn_checkpoint_is_told(say, checkpoint) -> None:
     assert "manifest.json" in said.err
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in DATA.iterdir() if path.is_dir()))
+@pytest.mark.parametrize(
+    "name", ["dcp_misc_single/ckpt", "dcp_sharded_tensor_w2/ckpt", "dcp_zstd_w2/ckpt", "ds_tp2_dp2/ckpt",
+             "ds_z3_w2/ckpt", "hf_dcp_writer_2x2/ckpt", "mcore_legacy_tp2_pp2/ckpt", "orbax", "pt_dtensor_2x2/ckpt",
+             "torchsnapshot"]
+)  # fmt: skip
 def test_samples_of_other_frameworks(say, name) -> None:
-    folder = DATA / name / "ckpt" if (DATA / name / "ckpt").exists() else DATA / name
+    folder = sample(name)
     wheres = [folder, *sorted(p for p in folder.iterdir() if p.is_dir())]
 
     told = [json.loads(said.out) for said in (say("inspect", where, "--json") for where in wheres) if said.code == 0]

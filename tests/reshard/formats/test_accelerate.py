@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError, UnsafeDataError
-from tests.reshard.formats.samples import check_all
+from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import DcpWriter, grid
 from tests.torch_releases import save_alone
 

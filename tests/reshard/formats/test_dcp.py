@@ -15,9 +15,10 @@ from planners.geometry.box import Box
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
 from reshard.state import dtypes
-from tests.reshard.formats.samples import DATA, check_all
+from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import CountingStorage, DcpWriter, archive, grid
 from tests.same import same
+from tests.samples import sample, truth
 from tests.torch_releases import HAS_E8M0, requires, save_alone
 
 W = torch.arange(70, dtype=torch.float32).reshape(10, 7)
@@ -336,7 +337,7 @@ def test_metadata_that_is_something_else(tmp_path: Path, value: Any) -> None:
 def test_a_dtype_that_this_torch_lacks_hides_no_other_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "float8_e8m0fnu", raising=False)
     monkeypatch.delitem(dtypes._BY_NAME, "float8_e8m0fnu", raising=False)
-    checkpoint = open_checkpoint(DATA / "dcp_misc_single" / "ckpt")
+    checkpoint = open_checkpoint(sample("dcp_misc_single/ckpt"))
     assert checkpoint["fp8_e8m0"].shape == (3,)
     with pytest.raises(FormatError, match=r"fp8_e8m0.*float8_e8m0fnu.*has no such dtype"):
         checkpoint["fp8_e8m0"][...]
@@ -352,8 +353,8 @@ def test_a_dtype_that_this_torch_lacks_hides_no_other_tensor(monkeypatch: pytest
 )
 def test_samples_of_the_repository(name: str) -> None:
     """Checkpoints as torch 2.13 wrote them: uneven grids, compressed items, every dtype and stride."""
-    wanted = torch.load(DATA / name / "truth.pt", weights_only=True)
-    checkpoint = open_checkpoint(DATA / name / "ckpt")
+    wanted = truth(name)
+    checkpoint = open_checkpoint(sample(name) / "ckpt")
 
     prefix = "model." if name == "dcp_sharded_tensor_w2" else ""
     check_all(checkpoint, {prefix + k: v for k, v in wanted["model"].items()})

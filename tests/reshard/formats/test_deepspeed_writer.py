@@ -10,8 +10,8 @@ import torch
 
 import reshard
 from reshard.errors import FormatError, ReshardError
-from tests.reshard.formats.samples import sample
 from tests.same import assert_same
+from tests.samples import sample
 
 
 def state(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -37,7 +37,6 @@ def values(path: Path) -> dict[str, Any]:
     return {**{k: read[k] for k in sorted(read)}, "groups": found["optim"]["param_groups"]}
 
 
-@pytest.mark.samples
 @pytest.mark.parametrize("name", ["ds_z1_w2/ckpt", "ds_z1_w2/ckpt_universal", "ds_z3_w2/ckpt", "ds_pipe2_w2/ckpt"])
 def test_what_deepspeed_wrote_comes_back(name: str, tmp_path: Path) -> None:
     reshard.convert(sample(name), tmp_path / "ours", normalized=True)

@@ -19,7 +19,7 @@ from reshard.formats.gguf.quantized import BLOCKS, PLAIN
 from reshard.formats.gguf.reader import GgufFacts
 from reshard.mapping.families import ready
 from reshard.state.dtypes import dtype_from_name
-from tests.reshard.formats.samples import check_all
+from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import CountingStorage
 from tests.same import same
 

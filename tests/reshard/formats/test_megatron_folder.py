@@ -13,8 +13,8 @@ import torch
 
 import reshard
 from reshard.errors import FormatError
-from tests.reshard.formats.samples import sample
 from tests.reshard.formats.writers import DcpWriter, grid
+from tests.samples import sample
 
 COMMON: dict[str, Any] = {
     "args": {"hidden_size": 4, "lr": 1e-4, "limit": math.nan, "names": ["a", "b"], "dtype": torch.bfloat16},

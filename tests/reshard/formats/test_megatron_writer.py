@@ -12,8 +12,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import reshard
 from reshard.errors import FormatError, ReshardError
-from tests.reshard.formats.samples import sample
 from tests.same import assert_same
+from tests.samples import sample
 
 H, VOCAB = 8, 12
 
@@ -71,7 +71,6 @@ def values(path: Path) -> dict[str, Any]:
     return {**out, "groups": settings}
 
 
-@pytest.mark.samples
 @pytest.mark.parametrize(
     "name", ["mcore_tp1", "mcore_tp2_pp2", "mcore_moe_ep2", "mcore_tp2_dp2_dpreshardable", "mcore_legacy_tp2_pp2"]
 )

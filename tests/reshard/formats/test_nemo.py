@@ -15,7 +15,7 @@ from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, StorageError
 from reshard.storage import LocalStorage
 from reshard.storage.tar import TarStorage
-from tests.reshard.formats.samples import check_all
+from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import CountingStorage, DcpWriter, archive, grid
 
 STATE = {"encoder.weight": torch.arange(600.0).reshape(60, 10), "bias": torch.arange(5).to(torch.bfloat16)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,16 +10,16 @@ import torch
 import reshard
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.mapping import Mapping, Reshape, Transpose
+from tests.samples import sample
 
 pytest.importorskip("tensorstore", reason="the extra reshard[orbax] is not installed")
 
-DATA = Path(__file__).parents[2] / "data" / "orbax"
 KERNEL = torch.arange(60.0).reshape(10, 6)
 
 
 @pytest.fixture(params=["ocdbt", "zarr"])
 def checkpoint(request):
-    return reshard.open(DATA / request.param)
+    return reshard.open(sample("orbax") / request.param)
 
 
 def test_arrays_and_slices(checkpoint):
@@ -71,7 +70,7 @@ def test_load_into_a_target(checkpoint):
 
 
 def test_damage_is_named(tmp_path):
-    shutil.copytree(DATA / "zarr", tmp_path / "c")
+    shutil.copytree(sample("orbax/zarr"), tmp_path / "c")
     (tmp_path / "c" / "params.dense.kernel" / "1.0").unlink()
     with pytest.raises(DamagedCheckpointError, match=r"params\.dense\.kernel.*missing"):
         reshard.open(tmp_path / "c")["params.dense.kernel"]
@@ -82,9 +81,10 @@ def test_damage_is_named(tmp_path):
 
 def test_only_local_folders(tmp_path):
     storage = reshard.storage.open_storage("memory://orbax")
-    for file in (DATA / "zarr").rglob("*"):
+    zarr = sample("orbax/zarr")
+    for file in zarr.rglob("*"):
         if file.is_file():
-            storage.publish(str(file.relative_to(DATA / "zarr")), file.read_bytes())
+            storage.publish(str(file.relative_to(zarr)), file.read_bytes())
 
     with pytest.raises(FormatError, match="local folders only"):
         reshard.open(storage)
@@ -92,7 +92,7 @@ def test_only_local_folders(tmp_path):
 
 def test_items_of_a_step(tmp_path):
     """What `CheckpointManager.save` of Orbax 0.12.8 wrote of a Composite of two trees and a JSON."""
-    checkpoint = reshard.open(DATA / "items")
+    checkpoint = reshard.open(sample("orbax/items"))
 
     assert set(checkpoint) == {
         "params.dense.kernel",
@@ -106,7 +106,7 @@ def test_items_of_a_step(tmp_path):
     state = checkpoint.normalized()
     assert torch.equal(state["model"]["dense.kernel"][...], KERNEL)
     assert torch.equal(state["optim"]["state"]["dense.kernel"]["exp_avg"][...], 2 * KERNEL)
-    shutil.copytree(DATA / "items", tmp_path / "c")
+    shutil.copytree(sample("orbax/items"), tmp_path / "c")
     (tmp_path / "c" / "meta" / "metadata").write_text("{")
     with pytest.raises(DamagedCheckpointError, match=r"meta/metadata is no JSON"):
         reshard.open(tmp_path / "c")

@@ -16,22 +16,29 @@ from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Shard, StridedShard
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError
-from tests.reshard.formats.samples import DATA, check_all
+from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import DcpWriter, grid
 from tests.same import same
+from tests.samples import sample, truth
 from tests.torch_releases import save_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's remark on saving alone
 
-VERL = DATA / "pt_dtensor_2x2"
 A = torch.arange(12.0).reshape(3, 4)
 
 
-def test_dtensors_on_a_two_axis_mesh() -> None:
-    """FSDP over TP, written by torch 2.13: the parts are put together by mesh and placements, strided ones too."""
-    wanted = torch.load(VERL / "truth.pt", weights_only=True)["model"]
+def model_files(folder: Path) -> Path:
+    """Copies of the files that verl writes of a model, one of each of four ranks."""
+    for file in sample("pt_dtensor_2x2/ckpt").glob("model_*"):
+        shutil.copy(file, folder)
+    return folder
 
-    checkpoint = open_checkpoint(VERL / "ckpt")
+
+def test_dtensors_on_a_two_axis_mesh(tmp_path: Path) -> None:
+    """FSDP over TP, written by torch 2.13: the parts are put together by mesh and placements, strided ones too."""
+    wanted = truth("pt_dtensor_2x2")["model"]
+
+    checkpoint = open_checkpoint(model_files(tmp_path))
 
     check_all(checkpoint, {f"model.{key}": value for key, value in wanted.items()})
     layout = checkpoint["model.layers.0.attention.wq.weight"].stored.layout
@@ -43,8 +50,7 @@ def test_dtensors_on_a_two_axis_mesh() -> None:
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
-    for file in VERL.glob("ckpt/*"):
-        shutil.copy(file, tmp_path)
+    model_files(tmp_path)
     (tmp_path / "model_world_size_4_rank_2.pt").unlink()
     with pytest.raises(DamagedCheckpointError, match=r"rank 2 of 4 is missing: model_world_size_4_rank_2\.pt"):
         open_checkpoint(tmp_path)
@@ -53,7 +59,9 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 def test_a_missing_last_rank_is_known_by_the_mesh(tmp_path: Path) -> None:
     """Names that do not say how many ranks there were: DTensors do."""
     for rank in range(3):
-        shutil.copy(VERL / "ckpt" / f"model_world_size_4_rank_{rank}.pt", tmp_path / f"model_rank_{rank}.pt")
+        shutil.copy(
+            sample(f"pt_dtensor_2x2/ckpt/model_world_size_4_rank_{rank}.pt"), tmp_path / f"model_rank_{rank}.pt"
+        )
     with pytest.raises(DamagedCheckpointError, match=r"rank 3 of 4 is missing: model_rank_3\.pt"):
         open_checkpoint(tmp_path)
 
@@ -82,8 +90,7 @@ def test_torch_checkpointing_says_who_saved(tmp_path: Path) -> None:
 
 def test_parts_of_the_wrong_rank_are_seen(tmp_path: Path) -> None:
     """Two files exchanged: shapes, or elements stored twice and missing, tell."""
-    for file in VERL.glob("ckpt/*"):
-        shutil.copy(file, tmp_path)
+    model_files(tmp_path)
     shutil.copy(tmp_path / "model_world_size_4_rank_0.pt", tmp_path / "model_world_size_4_rank_3.pt")
     with pytest.raises(DamagedCheckpointError, match=r"local tensor of .* has shape .* should hold"):
         open_checkpoint(tmp_path).problems() and open_checkpoint(tmp_path)["model.tok_embeddings.weight"][...]

@@ -17,9 +17,10 @@ from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
 from reshard.formats.safetensors.reader import HuggingFaceFacts
 from reshard.state.dtypes import SAFETENSORS_CODES, dtype_from_name
-from tests.reshard.formats.samples import DATA, check_all
+from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import CountingStorage, safetensors_bytes
 from tests.same import same
+from tests.samples import sample, truth
 from tests.torch_releases import requires, save_alone
 
 A = torch.arange(12.0).reshape(3, 4)
@@ -276,8 +277,8 @@ def test_fuzzed_files_give_clear_errors_only(tmp_path: Path) -> None:
 
 def test_the_sample_of_the_repository() -> None:
     """What torch's own writer left on four ranks, FSDP over TP."""
-    wanted = torch.load(DATA / "hf_dcp_writer_2x2" / "truth.pt", weights_only=True)["model"]
-    checkpoint = open_checkpoint(DATA / "hf_dcp_writer_2x2" / "sharded_1file")
+    wanted = truth("hf_dcp_writer_2x2")["model"]
+    checkpoint = open_checkpoint(sample("hf_dcp_writer_2x2/ckpt/sharded_1file"))
     check_all(checkpoint, {key: value for key, value in wanted.items() if key in checkpoint})
     assert len(checkpoint) == 25
 

@@ -14,10 +14,9 @@ from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from reshard.checkpoint.checkpoint import open as open_checkpoint
-from tests.reshard.formats.samples import check_all, check_tensor, flat_tensors, sample, truth
+from tests.reshard.formats.compare import check_all, check_tensor, flat_tensors
+from tests.samples import sample, truth
 from tests.torch_releases import HAS_E8M0, requires
-
-pytestmark = pytest.mark.samples
 
 CONVERTS_UNFLATTENED = "planner_data is not None" in inspect.getsource(default_planner)
 """What a planner wrote that flattens nothing; torch 2.6 stops at it."""

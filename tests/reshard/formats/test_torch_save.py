@@ -19,7 +19,7 @@ from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
 from reshard.formats.pickles.record import Record
 from reshard.formats.stored.lazy_tensor import LazyTensor
-from tests.reshard.formats.samples import check_all, flat_tensors
+from tests.reshard.formats.compare import check_all, flat_tensors
 from tests.reshard.formats.writers import CountingStorage
 from tests.same import same
 

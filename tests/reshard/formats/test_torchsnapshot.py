@@ -15,17 +15,16 @@ import torch
 import reshard
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, DamagedCheckpointError, ReshardError
-from tests.reshard.formats.samples import DATA, check_all, flat_tensors
+from tests.reshard.formats.compare import check_all, flat_tensors
 from tests.same import same
+from tests.samples import sample
 
 yaml = pytest.importorskip("yaml", reason="the extra reshard[test] is not installed")
-
-FOLDER = DATA / "torchsnapshot"
 
 
 def saved(rank: int = 0) -> Any:
     """What the script beside the samples says that a rank saved."""
-    spec = importlib.util.spec_from_file_location("make_torchsnapshot", FOLDER / "make.py")
+    spec = importlib.util.spec_from_file_location("make_torchsnapshot", sample("torchsnapshot/make.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -35,7 +34,7 @@ def saved(rank: int = 0) -> Any:
 
 @pytest.mark.parametrize("kind", ["plain", "batched"])
 def test_what_torchsnapshot_wrote(kind: str) -> None:
-    checkpoint, state = open_checkpoint(FOLDER / kind), saved()
+    checkpoint, state = open_checkpoint(sample("torchsnapshot") / kind), saved()
 
     assert checkpoint.format == "torchsnapshot"
     check_all(checkpoint, flat_tensors({key: state[key] for key in ("model", "optim")}))
@@ -58,13 +57,13 @@ def read(stored: Any) -> torch.Tensor:
 
 def test_loads_normalizes_and_converts(tmp_path: Path) -> None:
     state = saved()
-    found = reshard.open(FOLDER / "plain").normalized(hints={"param_names": ["sharded"]})
+    found = reshard.open(sample("torchsnapshot/plain")).normalized(hints={"param_names": ["sharded"]})
     assert same(found["model"]["sharded"][...], state["model"]["sharded"])
     assert same(found["optim"]["state"]["sharded"]["exp_avg"][...], state["optim"]["state"][0]["exp_avg"])
     target = {"progress": {"seen": reshard.PerRank(torch.zeros(2, dtype=torch.int64), on_change="keep")}}
-    reshard.load(target, FOLDER / "plain", strict={"*": "subset"})
+    reshard.load(target, sample("torchsnapshot/plain"), strict={"*": "subset"})
     assert target["progress"]["seen"].value.tolist() == [0, 5]
-    reshard.convert(FOLDER / "batched", tmp_path / "out")
+    reshard.convert(sample("torchsnapshot/batched"), tmp_path / "out")
     check_all(
         open_checkpoint(tmp_path / "out"), flat_tensors({k: state[k] for k in ("model", "optim")}), complete=False
     )
@@ -72,7 +71,7 @@ def test_loads_normalizes_and_converts(tmp_path: Path) -> None:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(FOLDER / "plain", tmp_path / "c"))
+    return Path(shutil.copytree(sample("torchsnapshot/plain"), tmp_path / "c"))
 
 
 def rewrite(folder: Path, key: str, **changes: Any) -> None:

@@ -13,8 +13,8 @@ import reshard
 from reshard.errors import NormalizationError
 from reshard.mapping import Mapping
 from reshard.mapping.families import FAMILIES, NAMINGS, Decoder, in_memory_to_disk, ready
-from tests.reshard.formats.samples import sample, truth
 from tests.same import same
+from tests.samples import sample, truth
 
 LLAMA = Decoder("llama", 4, 2, 8, 53)
 QWEN2 = Decoder("qwen2", 4, 2, 6, 50)
@@ -30,7 +30,6 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.samples
 @pytest.mark.parametrize(("name", "path", "naming", "model"), WRITTEN, ids=[row[0] for row in WRITTEN])
 def test_to_hugging_face(name: str, path: str, naming: str, model: Decoder) -> None:
     state = reshard.open(sample(name) / path).canonical()
@@ -48,7 +47,6 @@ def test_to_hugging_face(name: str, path: str, naming: str, model: Decoder) -> N
     assert all(same(back[key][...], state[key][...]) for key in moments)
 
 
-@pytest.mark.samples
 def test_fused_moments_are_split_as_the_weights_are() -> None:
     """torchtitan splits the fused weights when it saves, but not their moments."""
     name = "titan_qwen3moe_fsdp2_ep2"
@@ -64,7 +62,6 @@ def test_fused_moments_are_split_as_the_weights_are() -> None:
     assert torch.equal(made[f"{prefix}v_proj.weight.exp_avg"][...], groups[:, 3].reshape(16, 32))
 
 
-@pytest.mark.samples
 @pytest.mark.parametrize(
     ("name", "family"),
     [("hf_llama", "llama"), ("hf_qwen2", "qwen2"), ("hf_mixtral", "mixtral"), ("hf_deepseek_v3", "deepseek_v3")],
@@ -86,7 +83,6 @@ def test_from_hugging_face_and_back(name: str, family: str, naming: str) -> None
     assert all(same(back[key][...], checkpoint[key][...]) for key in checkpoint)
 
 
-@pytest.mark.samples
 def test_what_is_in_memory_becomes_what_is_on_disk() -> None:
     checkpoint = reshard.open(sample("hf_deepseek_v3") / "ckpt")
     memory = checkpoint.canonical(model_only=True)

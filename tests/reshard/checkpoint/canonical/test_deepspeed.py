@@ -11,7 +11,7 @@ import torch
 
 from reshard.checkpoint import checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
-from tests.reshard.formats.samples import DATA
+from tests.samples import sample, truth
 
 SHAPES: list[dict[str, tuple[int, ...]]] = [
     {"embed.weight": (7, 5), "layers.0.w": (5, 3, 2), "head.weight": (7, 5)},
@@ -302,9 +302,9 @@ def test_a_universal_checkpoint_without_one_state_of_one_parameter(tmp_path: Pat
 
 def test_what_deepspeed_saved_of_a_tensor_parallel_model() -> None:
     """Version 0.19.8, two tensor parallel times two data parallel ranks, ZeRO-1; names say how parameters were cut."""
-    truth = torch.load(DATA / "ds_tp2_dp2" / "truth.pt", weights_only=True)
-    found = checkpoint.open(DATA / "ds_tp2_dp2" / "ckpt").normalized()
-    assert set(found["model"]) == set(found["optim"]["state"]) == set(truth)
-    for name, value in truth.items():
+    wanted = truth("ds_tp2_dp2")
+    found = checkpoint.open(sample("ds_tp2_dp2/ckpt")).normalized()
+    assert set(found["model"]) == set(found["optim"]["state"]) == set(wanted)
+    for name, value in wanted.items():
         assert torch.equal(found["model"][name][...], value.bfloat16().float())
         assert found["optim"]["state"][name]["exp_avg"].shape == value.shape

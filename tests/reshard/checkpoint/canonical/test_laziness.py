@@ -11,7 +11,7 @@ import torch
 import reshard
 from reshard.checkpoint import checkpoint
 from reshard.storage import Storage, open_storage
-from tests.reshard.checkpoint.canonical.truth import find_sample, load_truth
+from tests.samples import sample, truth
 
 
 class Counting(Storage):
@@ -43,28 +43,21 @@ class Counting(Storage):
         raise NotImplementedError("this storage is only read")
 
 
-@pytest.mark.samples
 @pytest.mark.parametrize("name", ["mcore_legacy_tp2_pp2", "ds_z3_w2"])
 def test_slices_read_their_bytes_only(name: str) -> None:
-    sample = find_sample(name)
-    assert sample is not None  # it is part of the repository
-    truth = load_truth(sample)["model"]
-    storage = Counting(sample / "ckpt")
+    wanted = truth(name)["model"]
+    storage = Counting(sample(name) / "ckpt")
     found = checkpoint.open(storage).normalized()
     for fqn, lazy in found["model"].items():
         lazy[...]  # archives are looked into when a tensor is first asked for
         storage.read_bytes.clear()
         part = lazy[1:2, ..., :5] if lazy.ndim > 1 else lazy[...]
         assert sum(storage.read_bytes.values()) == part.numel() * part.element_size(), fqn
-        assert part.equal(truth[fqn][1:2, ..., :5] if lazy.ndim > 1 else truth[fqn])
+        assert part.equal(wanted[fqn][1:2, ..., :5] if lazy.ndim > 1 else wanted[fqn])
 
 
-@pytest.mark.samples
 def test_normalizing_reads_no_tensor() -> None:
-    sample = find_sample("mcore_tp2_dp2_dpreshardable")
-    if sample is None:
-        pytest.skip("the sample mcore_tp2_dp2_dpreshardable is not beside this checkout")
-    storage = Counting(sample / "ckpt")
+    storage = Counting(sample("mcore_tp2_dp2_dpreshardable/ckpt"))
     found = checkpoint.open(storage).normalized()
     tensors = sum(lazy.nbytes for lazy in found["model"].values())
     files = {n: size for n, size in storage.read_bytes.items() if n.endswith(".distcp")}
@@ -78,12 +71,13 @@ def test_normalizing_reads_no_tensor() -> None:
 
 def test_another_framework_s_checkpoint_loads_straight_into_a_target():
     """`canonical()` is a checkpoint again: a ZeRO-3 checkpoint fills a plain state dict."""
-    data = Path(__file__).parents[3] / "data" / "ds_z3_w2" / "ckpt"
-    truth = torch.load(data.parent / "truth.pt", weights_only=True)
-    target = {"model": {name: torch.zeros_like(tensor) for name, tensor in truth["model"].items()}}
+    wanted = truth("ds_z3_w2")["model"]
+    target = {"model": {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}}
 
-    report = reshard.load(target, reshard.open(data).canonical(), strict={"*": "subset"}, dtype_policy="cast")
+    report = reshard.load(
+        target, reshard.open(sample("ds_z3_w2/ckpt")).canonical(), strict={"*": "subset"}, dtype_policy="cast"
+    )
 
     assert report.format == "normalized"
-    for name, tensor in truth["model"].items():
+    for name, tensor in wanted.items():
         assert torch.equal(target["model"][name], tensor), name

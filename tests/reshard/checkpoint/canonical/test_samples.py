@@ -1,10 +1,8 @@
-"""Checkpoints that real frameworks wrote: `normalized()` equals their ground truth, whole and by random slices.
-
-A few small samples are in the repository; the others are found beside the checkout, or the test is skipped.
-"""
+"""Checkpoints that real frameworks wrote: `normalized()` equals their ground truth, whole and by random slices."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,10 +13,11 @@ import pytest
 
 from reshard.checkpoint import checkpoint
 from reshard.errors import DamagedCheckpointError, NormalizationError
-from tests.reshard.checkpoint.canonical.truth import differences, find_sample, load_keymap, load_truth
+from tests.reshard.checkpoint.canonical.truth import differences
+from tests.samples import sample, truth
 from tests.torch_releases import HAS_E8M0, requires
 
-Hint = Callable[[Path], Mapping[str, Any]]
+Hint = Callable[[str], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -36,27 +35,32 @@ class Case:
         return f"{self.sample}/{self.path}"
 
 
-def ids(sample: Path) -> dict[str, Any]:
+def keymap(name: str) -> dict[str, Any]:
+    """The names or shapes that the checkpoint itself does not hold."""
+    result: dict[str, Any] = json.loads((sample(name) / "keymap.json").read_text())
+    return result
+
+
+def ids(name: str) -> dict[str, Any]:
     """The names of integer ids, from the sample's key map."""
-    return {"param_names": load_keymap(sample)["optimizer_ids"]}
+    return {"param_names": keymap(name)["optimizer_ids"]}
 
 
-def group_order(sample: Path) -> dict[str, Any]:
+def group_order(name: str) -> dict[str, Any]:
     """The same, from the truth's param groups, through which ids count."""
-    groups = load_truth(sample)["optim"]["param_groups"]
-    return {"param_names": [name for group in groups for name in group["params"]]}
+    groups = truth(name)["optim"]["param_groups"]
+    return {"param_names": [fqn for group in groups for fqn in group["params"]]}
 
 
-def shapes(sample: Path) -> dict[str, Any]:
+def shapes(name: str) -> dict[str, Any]:
     """Shapes of all parameters in the order of the model."""
-    truth = load_truth(sample)["model"]
-    return {"param_shapes": {name: tuple(tensor.shape) for name, tensor in truth.items() if tensor.ndim}}
+    return {"param_shapes": {fqn: tuple(tensor.shape) for fqn, tensor in truth(name)["model"].items() if tensor.ndim}}
 
 
-def flat_shapes(sample: Path) -> dict[str, Any]:
+def flat_shapes(name: str) -> dict[str, Any]:
     """Shapes of the parameters inside flat ones, in the order in which they are registered."""
-    flat = load_keymap(sample)["raw_optimizer_flat_params"]
-    return {"param_shapes": {name: shape for one in flat.values() for name, shape in one["params"]}}
+    flat = keymap(name)["raw_optimizer_flat_params"]
+    return {"param_shapes": {fqn: shape for one in flat.values() for fqn, shape in one["params"]}}
 
 
 EVERY_DTYPE = requires(HAS_E8M0, "lacks a dtype of this sample")
@@ -74,7 +78,7 @@ CASES = [
     Case("dcp_misc_single", **MODEL_ONLY),
     Case("dcp_pp2", "ckpt/dcp_flat"),
     Case("dcp_pp2", "ckpt/dcp_unflat_trap", **OPTIM_ONLY),
-    Case("dcp_pp2", "ckpt", lambda sample: {"param_names": load_keymap(sample)["stage_optimizer_ids"]}),
+    Case("dcp_pp2", "ckpt", lambda name: {"param_names": keymap(name)["stage_optimizer_ids"]}),
     Case("dcp_sharded_tensor_w2", **MODEL_ONLY),
     Case("dcp_tied_w2"),
     *(
@@ -83,7 +87,7 @@ CASES = [
     ),
     *(Case("dcp_writer_variants_w2", f"ckpt/{variant}") for variant in ("no_collectives", "async")),
     Case("dcp_zstd_w2", **MODEL_ONLY),
-    Case("ds_pipe2_w2", hints=lambda sample: {"names": load_keymap(sample)}, groups=False),
+    Case("ds_pipe2_w2", hints=lambda name: {"names": keymap(name)}, groups=False),
     Case("ds_z0_w2", hints=group_order),
     Case("ds_z1_w2"),
     Case("ds_z1_w2", "ckpt_universal"),
@@ -96,7 +100,7 @@ CASES = [
     Case(
         "fsdp1_flat_w2",
         "ckpt/raw_optim_*.pt",
-        lambda sample: {"flat_params": load_keymap(sample)["raw_optimizer_flat_params"]},
+        lambda name: {"flat_params": keymap(name)["raw_optimizer_flat_params"]},
         **OPTIM_ONLY,
     ),
     Case("fsdp1_orig_w2", "ckpt/sharded_dcp"),
@@ -104,7 +108,7 @@ CASES = [
     Case("fsdp1_orig_w2", "ckpt/full.pt"),
     Case("fsdp1_orig_w2", "ckpt/local_model_*.pt", shapes, **MODEL_ONLY),
     Case("fsdp1_orig_w2", "ckpt/local_optim_*.pt", model=False),
-    Case("fsdp1_orig_w2", "ckpt/raw_optim_*.pt", lambda sample: {**ids(sample), **shapes(sample)}, model=False),
+    Case("fsdp1_orig_w2", "ckpt/raw_optim_*.pt", lambda name: {**ids(name), **shapes(name)}, model=False),
     *(
         Case("hf_dcp_writer_2x2", f"ckpt/{variant}", **MODEL_ONLY)
         for variant in ("sharded_1file", "sharded_2files", "consolidated", "rank0_full")
@@ -130,72 +134,60 @@ CASES = [
 ]
 
 
-def _open(case: Case) -> tuple[checkpoint.Checkpoint, Path]:
-    sample = find_sample(case.sample)
-    if sample is None:
-        pytest.skip(f"the sample {case.sample} is not beside this checkout")
-    if "*" not in case.path and not (sample / case.path).exists():
-        pytest.skip(f"the sample {case.sample} in the repository has no {case.path}")
-    return checkpoint.open(str(sample / case.path)), sample
+def _open(case: Case) -> checkpoint.Checkpoint:
+    return checkpoint.open(str(sample(case.sample) / case.path))
 
 
-@pytest.mark.samples
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=EVERY_DTYPE if case.sample == "dcp_misc_single" else ()) for case in CASES],
     ids=str,
 )
 def test_normalized_equals_the_truth(case: Case) -> None:
-    opened, sample = _open(case)
-    hints = case.hints(sample) if case.hints is not None else None
-    found = opened.normalized(hints)
-    assert not differences(found, load_truth(sample), model=case.model, optim=case.optim, groups=case.groups)
+    hints = case.hints(case.sample) if case.hints is not None else None
+    found = _open(case).normalized(hints)
+    assert not differences(found, truth(case.sample), model=case.model, optim=case.optim, groups=case.groups)
 
 
-@pytest.mark.samples
 @pytest.mark.parametrize("case", [case for case in CASES if case.hints and "names" not in str(case)], ids=str)
 def test_a_missing_hint_is_asked_for_by_name(case: Case) -> None:
     """Without its hint, a checkpoint that needs one says which; a pipeline module alone keeps names of its own."""
-    opened, sample = _open(case)
+    opened = _open(case)
     assert case.hints is not None
-    if "names" in case.hints(sample):
+    if "names" in case.hints(case.sample):
         assert "1.attention.wq.weight" in opened.normalized()["model"]
         return
     with pytest.raises(NormalizationError, match=r"normalized\(hints=\{'(param_names|param_shapes|flat_params)'"):
         opened.normalized()
 
 
-@pytest.mark.samples
 def test_lists_of_one_rank_only_are_told() -> None:
     """Stages of a pipeline overwrite each other's lists of parameters in DCP: said, and mended by a hint."""
-    opened, sample = _open(Case("dcp_pp2", "ckpt/dcp_unflat_trap"))
+    opened = _open(Case("dcp_pp2", "ckpt/dcp_unflat_trap"))
     found = opened.normalized()
     assert "no param group" in found.notes[0]
-    truth = load_truth(sample)
-    lists = [group["params"] for group in truth["optim"]["param_groups"]]
+    wanted = truth("dcp_pp2")
+    lists = [group["params"] for group in wanted["optim"]["param_groups"]]
     mended = opened.normalized({"param_groups": lists})
     assert not mended.notes
-    assert not differences(mended, truth, model=False, optim=True, groups=True)
+    assert not differences(mended, wanted, model=False, optim=True, groups=True)
 
 
-@pytest.mark.samples
 def test_hugging_face_names_can_stay_as_on_disk() -> None:
-    opened, sample = _open(Case("hf_mixtral"))
-    truth = load_truth(sample)["disk"]
-    found = opened.normalized({"stored_names": True})["model"]
-    assert set(truth) <= set(found)
+    found = _open(Case("hf_mixtral")).normalized({"stored_names": True})["model"]
+    assert set(truth("hf_mixtral")["disk"]) <= set(found)
     assert found["model.layers.0.block_sparse_moe.experts.0.w2.weight"].shape == (24, 56)
 
 
-@pytest.mark.samples
 def test_fused_states_are_split_like_the_weights_if_the_heads_are_known() -> None:
     """torchtitan splits a fused wqkv in the model's part only."""
-    opened, sample = _open(Case("titan_qwen3moe_fsdp2_ep2", "ckpt/checkpoint/step-2"))
-    truth = load_truth(sample)["optim"]["state"]["layers.0.attention.qkv_linear.wqkv.weight"]["exp_avg"]
+    opened = _open(Case("titan_qwen3moe_fsdp2_ep2", "ckpt/checkpoint/step-2"))
+    states = truth("titan_qwen3moe_fsdp2_ep2")["optim"]["state"]
+    wanted = states["layers.0.attention.qkv_linear.wqkv.weight"]["exp_avg"]
     for hints in ({"head_dim": 8}, {"kv_heads": 2}):
         found = opened.normalized(hints)
         state = found["optim"]["state"]
-        fused = truth.view(2, 4, 8, 32)  # heads of keys, then the rows of 2 queries, a key and a value
+        fused = wanted.view(2, 4, 8, 32)  # heads of keys, then the rows of 2 queries, a key and a value
         name = "layers.0.attention.qkv_linear.{}.weight"
         assert state[name.format("wq")]["exp_avg"][...].equal(fused[:, :2].reshape(32, 32))
         assert state[name.format("wk")]["exp_avg"][...].equal(fused[:, 2].reshape(16, 32))
@@ -203,27 +195,19 @@ def test_fused_states_are_split_like_the_weights_if_the_heads_are_known() -> Non
         assert name.format("wq") in {p for group in found["optim"]["param_groups"] for p in group["params"]}
 
 
-@pytest.mark.samples
 def test_a_local_model_tells_which_flat_parameter_an_id_is(tmp_path: Path) -> None:
     """Together with the model, the optimizer's flat parameters need no more than the shapes."""
-    sample = find_sample("fsdp1_flat_w2")
-    if sample is None:
-        pytest.skip("the sample fsdp1_flat_w2 is not beside this checkout")
     for name in ("local_model_0.pt", "local_model_1.pt", "raw_optim_0.pt", "raw_optim_1.pt"):
-        shutil.copy(sample / "ckpt" / name, tmp_path / name)
-    found = checkpoint.open(tmp_path).normalized(flat_shapes(sample))
-    assert not differences(found, load_truth(sample), model=True, optim=True, groups=False)
+        shutil.copy(sample("fsdp1_flat_w2/ckpt") / name, tmp_path / name)
+    found = checkpoint.open(tmp_path).normalized(flat_shapes("fsdp1_flat_w2"))
+    assert not differences(found, truth("fsdp1_flat_w2"), model=True, optim=True, groups=False)
     (tmp_path / "raw_optim_1.pt").unlink()
     with pytest.raises(DamagedCheckpointError, match="file of rank 1 is missing"):
         checkpoint.open(tmp_path)
 
 
-@pytest.mark.samples
 def test_megatron_without_the_settings_that_it_says_to_have(tmp_path: Path) -> None:
-    sample = find_sample("mcore_tp2_dp2_dpreshardable")
-    if sample is None:
-        pytest.skip("the sample mcore_tp2_dp2_dpreshardable is not beside this checkout")
-    shutil.copytree(sample / "ckpt", tmp_path / "ckpt")
+    shutil.copytree(sample("mcore_tp2_dp2_dpreshardable/ckpt"), tmp_path / "ckpt")
     (tmp_path / "ckpt" / "iter_0000002" / "common.pt").unlink()
     with pytest.raises(DamagedCheckpointError, match=r"common\.pt is missing"):
         checkpoint.open(tmp_path / "ckpt")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,34 +13,6 @@ from tests.same import same
 
 EXTRA_STATES = {"step", "fp32_param"}
 """States that files hold, but some frameworks' own way to gather the truth leaves out."""
-
-
-MODEL_FILES_ONLY = ("pt_dtensor_2x2",)
-"""Samples of which the repository has the model's files, without the optimizer's."""
-
-
-def sample_folders() -> list[Path]:
-    """Where samples lie: beside the checkout, and the few small ones in the repository."""
-    root = Path(__file__).resolve().parents[4]
-    return [root.parent / "shared" / "data", root / "tests" / "data"]
-
-
-def find_sample(name: str) -> Path | None:
-    """The folder of a sample, or None."""
-    folders = sample_folders()[: 1 if name in MODEL_FILES_ONLY else 2]
-    return next((folder / name for folder in folders if (folder / name / "truth.pt").exists()), None)
-
-
-def load_truth(sample: Path) -> dict[str, Any]:
-    """The truth as plain tensors."""
-    result: dict[str, Any] = torch.load(sample / "truth.pt", weights_only=True)
-    return result
-
-
-def load_keymap(sample: Path) -> dict[str, Any]:
-    """The names or shapes that the checkpoint itself does not hold."""
-    result: dict[str, Any] = json.loads((sample / "keymap.json").read_text())
-    return result
 
 
 def differences(

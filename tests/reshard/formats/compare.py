@@ -1,35 +1,15 @@
-"""Where sample checkpoints are, and how a lazy checkpoint is compared with what is known of it."""
+"""How a lazy checkpoint is compared with what is known of it."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from tests.same import same
-
-DATA = Path(__file__).parents[2] / "data"
-"""Small samples that are part of the repository."""
-SAMPLES = Path(__file__).parents[4] / "shared" / "data"
-"""All samples, beside the checkout."""
-
-
-def sample(name: str) -> Path:
-    """A sample's folder; skips the test where the samples are not there."""
-    if not (SAMPLES / name).exists():
-        pytest.skip(f"the sample {name} is not beside the repository")
-    return SAMPLES / name
-
-
-def truth(name: str) -> dict[str, Any]:
-    """What a sample's tensors should be."""
-    result: dict[str, Any] = torch.load(sample(name.split("/")[0]) / "truth.pt", weights_only=True)
-    return result
 
 
 def random_index(rng: random.Random, shape: torch.Size) -> tuple[Any, ...]:
