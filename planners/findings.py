@@ -64,11 +64,20 @@ class Report(Tabled):
     """How many tensors were judged."""
     covered: Coverage | None = None
     """What a verdict on a checkpoint rests on. None for plans, and where the structure was wrong already."""
+    covers: str = ""
+    """What a report without findings says, and no more, in words."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether nothing is wrong of what `covers` names."""
         return not self.findings
+
+    @property
+    def verdict(self) -> str:
+        """What was found, in a few words: that it is right, with what that covers, or how many findings there are."""
+        if self.findings:
+            return f"{len(self.findings)} findings"
+        return f"right: {covers}" if (covers := self.covers or str(self.covered or "")) else "right"
 
     def raise_if_failed(self) -> None:
         """Raises ProofError with all findings, if there are any."""
@@ -84,10 +93,11 @@ class Report(Tabled):
 
     def __repr__(self) -> str:
         """One line; `str` has all findings."""
-        more = [] if self.ok else [f"{len(self.findings)} findings, the first: {self.findings[0]}"]
-        return f"Report({', '.join([f'{self.subject!r}, {self.tensors} tensors', *(more or ['right'])])})"
+        first = f", the first: {self.findings[0]}" if self.findings else ""
+        return f"Report({self.subject!r}, {self.tensors} tensors, {self.verdict}{first})"
 
     def __str__(self) -> str:
-        head = f"{self.subject}: {self.tensors} tensors, {'right' if self.ok else f'{len(self.findings)} findings'}"
-        covered = [] if self.covered is None else [f"  covered: {self.covered}"]
+        head = f"{self.subject}: {self.tensors} tensors, {self.verdict}"
+        is_told = self.covered is None or not (self.findings or self.covers)
+        covered = [] if is_told else [f"  covered: {self.covered}"]
         return "\n".join([head, *covered, *(f"  {finding}" for finding in self.findings)])

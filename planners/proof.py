@@ -26,7 +26,8 @@ __all__ = ["verify"]
 
 
 def verify(subject: object) -> Report:
-    """Prove a layout or plan right, or say what is wrong with it.
+    """Prove a layout or plan right, or say what is wrong with it. The report's `covers` says what "right" is. That a
+    layout is the one that was meant is never said: `Topology.uncut_axes` tells of axes that cut nothing.
 
     A layout is right if its regions tile every tensor, each element once per group of replicas. A load plan is right
     if every wanted element is written exactly once, from the saved element with the same global coordinates (or the one
@@ -41,7 +42,8 @@ def verify(subject: object) -> Report:
     if isinstance(subject, TensorLayout):
         subject = StateLayout({subject.fqn: subject})
     if isinstance(subject, StateLayout):
-        return Report(repr(subject), tuple(_layout_findings(subject)), len(subject))
+        covers = "its regions tile every tensor, each element once per group of replicas"
+        return Report(repr(subject), tuple(_layout_findings(subject)), len(subject), covers=covers)
     if isinstance(subject, LoadPlan):
         return verify_load(subject)
     if isinstance(subject, SavePlan):

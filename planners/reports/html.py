@@ -98,8 +98,7 @@ def _verdict(plan: LoadPlan | SavePlan | TransferPlan) -> str:
     """What the proof of this plan says."""
     report = verify(plan)
     if report.ok:
-        what = {LoadPlan: "read", SavePlan: "written", TransferPlan: "delivered"}[type(plan)]
-        return f'<p class="verdict">Proved right: every element is {what} exactly once, from where it really is.</p>'
+        return f'<p class="verdict">Proved {escape(report.verdict)}.</p>'
     listed = "".join(f"<li>{escape(str(finding))}</li>" for finding in report.findings[:5])
     more = f"<li>and {len(report.findings) - 5} more</li>" if len(report.findings) > 5 else ""
     return f'<div class="verdict wrong">Not right:<ul>{listed}{more}</ul></div>'

@@ -123,7 +123,9 @@ def _keepers(
 
 def verify_copies(plan: CopyPlan) -> Report:
     """The proof that every byte is on `copies + 1` different hosts, or all that is wrong."""
-    return Report(f"{plan.copies} copies on {len(plan.ring_of)} hosts", tuple(_findings(plan)), len(plan.hosts))
+    subject = f"{plan.copies} copies on {len(plan.ring_of)} hosts"
+    covers = "what each rank writes is kept on so many other hosts"
+    return Report(subject, tuple(_findings(plan)), len(plan.hosts), covers=covers)
 
 
 def _findings(plan: CopyPlan) -> Iterator[Finding]:

@@ -25,7 +25,8 @@ __all__ = ["verify_save"]
 
 def verify_save(plan: SavePlan) -> Report:
     """The proof of a save plan, or all that is wrong."""
-    return Report(repr(plan), tuple(_save_findings(plan)), len(plan.layout))
+    covers = "every element is written exactly once, by a rank that holds it"
+    return Report(repr(plan), tuple(_save_findings(plan)), len(plan.layout), covers=covers)
 
 
 def _save_findings(plan: SavePlan) -> Iterator[Finding]:

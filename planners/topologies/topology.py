@@ -208,6 +208,24 @@ class Topology:
             )
         return StateLayout(tensors, self.mesh.world_size)
 
+    def uncut_axes(self, layout: StateLayout) -> dict[str, tuple[str, ...]]:
+        """Axes that a rule is to cut along, and that cut no tensor of `layout`, which this topology made: each with the
+        names of the tensors that are copied along it, since no rule that cuts there matches them.
+
+        Along an axis for which all rules say R, as in `ddp(8)`, copies are what was asked for.
+        """
+        fixable = {name for home in self.homes for name, _ in home.at}
+        free = [tuple((name,) for name in self.mesh.names if name not in fixed) for fixed in ((), fixable)]
+        meant = {
+            name
+            for rule in self.rules
+            for groups in ([rule.axes] if rule.axes is not None else free)
+            for group, placement in zip(groups, rule.placements)
+            if len(groups) == len(rule.placements) and not isinstance(placement, Replicate)
+            for name in group
+        }
+        return {axis: fqns for axis, fqns in layout.uncut_axes().items() if not meant.isdisjoint(axis.split("."))}
+
     def _place(self, spec: TensorSpec, rule: Rule, at: Mapping[str, int]) -> TensorLayout:
         key = (rule, tuple(at.items()), not spec.shape)
         form = self._forms.get(key)

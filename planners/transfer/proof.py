@@ -21,7 +21,11 @@ __all__ = ["verify_schedule", "verify_transfer"]
 
 def verify_transfer(plan: TransferPlan) -> Report:
     """The proof of a transfer plan, or all that is wrong."""
-    return Report(repr(plan), tuple(_transfer_findings(plan)), len(plan.names))
+    covers = (
+        "every needed element is delivered exactly once, from a rank that holds it; this does not say that the layout "
+        "is the one you meant"
+    )
+    return Report(repr(plan), tuple(_transfer_findings(plan)), len(plan.names), covers=covers)
 
 
 def _transfer_findings(plan: TransferPlan) -> Iterator[Finding]:
@@ -137,7 +141,8 @@ def _conservation(plan: TransferPlan) -> Iterator[Finding]:
 
 def verify_schedule(rounds: Schedule) -> Report:
     """The proof of a schedule and of its plan, or all that is wrong."""
-    return Report(repr(rounds), tuple(_schedule_findings(rounds)), len(rounds.plan.names))
+    covers = "its plan is right, every byte of it travels once, and each round keeps to its budget and pairs of ranks"
+    return Report(repr(rounds), tuple(_schedule_findings(rounds)), len(rounds.plan.names), covers=covers)
 
 
 def _schedule_findings(rounds: Schedule) -> Iterator[Finding]:

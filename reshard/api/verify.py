@@ -62,7 +62,8 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
 
     Args:
         path: a folder, file, URL, `Storage` or open `Checkpoint`.
-        against: another checkpoint or a state dict of whole tensors that must hold the same: see `compare`.
+        against: another checkpoint or a state dict of whole tensors that must hold the same: both are read and compared
+            as by `compare`; without `deep`, by saved fingerprints where both have them.
         progress: show a progress bar where somebody looks on.
 
     Returns a report whose findings name the file or tensor; `covered` says for how many bytes a changed bit would have
@@ -93,7 +94,7 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
             if not findings:
                 covered = _covered(checkpoint, covered.total_bytes)
     if against is not None and covered is not None and not findings:
-        other = compare(checkpoint, against, progress=progress)
+        other = compare(checkpoint, against, by_fingerprint=not deep, progress=progress)
         findings += other.findings
         if other.covered is not None:
             read, checked = other.covered.read_bytes, other.covered.checked_bytes
@@ -173,7 +174,7 @@ def compare(
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
-    by_fingerprint: bool = True,
+    by_fingerprint: bool = False,
     labels: tuple[str, str] | None = None,
     progress: bool = False,
 ) -> Report:
@@ -182,15 +183,17 @@ def compare(
     Names, shapes, dtypes, objects and values are compared, also those that are each rank's own; layouts and formats do
     not matter. Values are compared bit
     by bit (so NaN equals the same NaN, and -0.0 differs from 0.0), or within `atol + rtol * |b|` if either is given.
-    Where both sides have fingerprints, values are not read (unless there is a tolerance or `by_fingerprint` is off).
 
     Args:
         a, b: a path, an open `Checkpoint`, or a (nested) state dict of whole tensors.
+        by_fingerprint: the quick answer: where both sides were saved with fingerprints and these are equal, values are
+            taken for equal and not read, so that damage since the save is not found. Not with a tolerance.
         labels: what findings call the two; default: their paths.
         progress: show a progress bar where somebody looks on.
 
-    Returns a report with every difference; of each differing tensor the first differing element, in row-major order.
-    Its `covered` says how many bytes of `a` were read and compared, and not by fingerprints alone.
+    Returns a report with every difference; of each differing tensor the first differing element, in row-major order;
+    and what cannot be read. Its `covered` says how many bytes of `a` were read and compared with those of `b`, and not
+    by fingerprints alone.
     """
     with uncollected():
         left, right = _Side(a), _Side(b)
@@ -212,7 +215,13 @@ def compare(
             step.advance(_nbytes(left.tensors[name]))
     findings += _object_findings(left, right)
     findings += _own_findings(left, right)
-    return Report(f"{left.label} and {right.label}", tuple(findings), len(common), Coverage(total, read, read))
+    within = f" within rtol={rtol}, atol={atol}" if rtol or atol else " bit by bit"
+    covers = (
+        f"names, shapes, dtypes and objects; of {total} bytes of values on each side {read} read and compared{within}"
+    )
+    if read < total:
+        covers += ", of the others only the fingerprints saved with them"
+    return Report(f"{left.label} and {right.label}", tuple(findings), len(common), Coverage(total, read, read), covers)
 
 
 def _nbytes(tensor: Any) -> int:
@@ -233,7 +242,10 @@ def _tensor_findings(
     p, q = left.fingerprints.get(name), right.fingerprints.get(name)
     if exact and by_fingerprint and p is not None and q is not None and comparable(p, q) and p == q:
         return [], 0
-    return _difference(name, x, y, rtol, atol), _nbytes(x)
+    try:
+        return _difference(name, x, y, rtol, atol), _nbytes(x)
+    except CheckpointError as error:
+        return [Finding(str(error), name)], 0
 
 
 class _Side:

@@ -77,9 +77,10 @@ class _Listener:
 def _show_plans(screen: Console, plans: Plans) -> None:
     from planners.reports.text import format_plan
 
-    screen.print(f"[bold]2[/]  plan from the metadata alone, and prove: {plans.tensors} tensors")
+    screen.print(f"[bold]2[/]  plan from the metadata alone, and prove: {plans.tensors} tensors,")
+    screen.print("   that every wanted element is read exactly once, from the saved element that it is")
     for name, plan in plans.of.items():
-        proof = "[green]proved right[/]" if plans.facts_proved[name] else "[red]not right[/]"
+        proof = "[green]proved[/]" if plans.facts_proved[name] else "[red]not proved[/]"
         screen.print(f"   onto [bold]{name}[/]: {size(plan.total_bytes)} to read, {proof}")
         lines = format_plan(plan, limit=3).splitlines()[1:]
         screen.print("\n".join(lines), markup=False, style="dim", no_wrap=True, overflow="ellipsis")

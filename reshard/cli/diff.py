@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from reshard.cli.names import Config, HintOption, Naming, mapping_of, read_hints, stored_hints
-from reshard.cli.show import print_json, print_report, report_as_json, size
+from reshard.cli.show import console, print_json, print_report, report_as_json, size
+from reshard.cli.usage import UsageError
+
+if TYPE_CHECKING:
+    from planners.findings import Coverage, Report
 
 __all__ = ["diff"]
 
@@ -32,18 +36,30 @@ def diff(
             help="Bring CHECKPOINT from one naming to that of OTHER first, as convert does; needs --config.",
         ),
     ] = None,
+    unread: Annotated[
+        bool,
+        typer.Option(
+            "--unread",
+            help="The quick answer: values that were saved with equal fingerprints are not read. Damage since then is "
+            "not found. Not with a tolerance.",
+        ),
+    ] = False,
     config: Config = None,
     naming: Naming = None,
     hint: HintOption = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many differences.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all differences.")] = False,
 ) -> None:
-    """Compare names, shapes, dtypes, objects and values. Of each tensor that differs, the first such element is told.
+    """Read both and compare names, shapes, dtypes, objects and values. Of each tensor that differs, the first such
+    element is told.
 
-    Exits with 1 if they differ. In --json, `element` is an index in global coordinates.
+    Exits with 1 if they differ; with 0 if every value of both was read and is the same, or, with --unread, has the same
+    saved fingerprint. In --json, `element` is an index in global coordinates.
     """
     import reshard
 
+    if unread and (rtol or atol):
+        raise UsageError("--unread compares saved fingerprints, which know no tolerance: leave out --rtol and --atol")
     given = read_hints(hint, used=normalized or model)
     mapping = mapping_of(names, config, naming)
     sides: list[Any] = [reshard.open(path) for path in (a, b)]
@@ -55,13 +71,38 @@ def diff(
         sides = [side.normalized(given) for side in sides]
     if mapping is not None:
         sides[0] = mapping.apply(sides[0])
-    report = reshard.compare(*sides, rtol=rtol, atol=atol, labels=(a, b), progress=not as_json)
+    report = reshard.compare(*sides, rtol=rtol, atol=atol, by_fingerprint=unread, labels=(a, b), progress=not as_json)
     if as_json:
         print_json(report_as_json(report))
     else:
-        covered = report.covered
-        unread = 0 if covered is None else covered.total_bytes - covered.read_bytes
-        note = f": {size(unread)} of values by the fingerprints saved with them, unread" if unread else ""
-        print_report(report, right=f"they hold the same{note}", limit=limit)
+        _print(report, unread, bool(rtol or atol), limit)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _print(report: Report, is_unread: bool, is_within: bool, limit: int) -> None:
+    covered = report.covered
+    assert covered is not None
+    if is_unread:
+        console().print(_unread_note(covered), markup=False, soft_wrap=True)
+    print_report(report, right=_verdict(covered, is_within), limit=limit)
+
+
+def _unread_note(covered: Coverage) -> str:
+    """What --unread did not look at, before any verdict."""
+    if not covered.read_bytes:
+        return "nothing was read: only the fingerprints saved with the values are compared; damage is not found"
+    if covered.read_bytes >= covered.total_bytes:
+        return "every value was read: none has equal fingerprints saved on both sides"
+    skipped = size(covered.total_bytes - covered.read_bytes)
+    return f"{skipped} of values were not read: only the fingerprints saved with them are compared; damage is not found"
+
+
+def _verdict(covered: Coverage, is_within: bool) -> str:
+    """What was found to be equal, and by what."""
+    read, how = size(covered.read_bytes), "within the tolerance" if is_within else "bit by bit"
+    if covered.read_bytes >= covered.total_bytes:
+        return f"they hold the same: {read} of values on each side were read and compared {how}"
+    if not covered.read_bytes:
+        return "their saved fingerprints are equal; no byte was read"
+    return f"their saved fingerprints are equal; {read} of values without one were read and compared {how}"

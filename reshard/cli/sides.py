@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from planners.topologies.topology import Topology
     from reshard.checkpoint.checkpoint import Checkpoint
 
-__all__ = ["Rules", "both_sides", "rules_of", "side"]
+__all__ = ["Rules", "Sides", "both_sides", "rules_of", "side"]
 
 Rules = Annotated[
     list[str] | None,
@@ -36,6 +37,17 @@ def rules_of(given: list[str] | None) -> dict[str, str]:
     return rules
 
 
+class Sides(NamedTuple):
+    """What a plan leads from and to."""
+
+    saved: StateLayout
+    wanted: StateLayout
+    laid_out: StateLayout | None = None
+    """That of the two which a topology made."""
+    uncut_axes: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """Of that one, see `Topology.uncut_axes`."""
+
+
 def both_sides(
     source: str,
     onto: str,
@@ -43,8 +55,8 @@ def both_sides(
     *,
     normalized: bool = False,
     hints: Mapping[str, Any] | None = None,
-) -> tuple[StateLayout, StateLayout]:
-    """The layouts of both sides; `rules` are for the sides that are topologies, `normalized` for checkpoints.
+) -> Sides:
+    """Both sides; `rules` are for the sides that are topologies, `normalized` for checkpoints.
 
     Raises UsageError if neither side says which tensors there are, if no side has a use for the rules, or if one
     cannot be read.
@@ -54,10 +66,15 @@ def both_sides(
     first, second = (side(text, rules, normalized, hints) for text in (source, onto))
     if rules and isinstance(first, StateLayout) and isinstance(second, StateLayout):
         raise UsageError(f"--rule is for a topology, and both {source!r} and {onto!r} have layouts of their own")
+    if isinstance(first, StateLayout) and isinstance(second, StateLayout):
+        return Sides(first, second)
     if isinstance(first, StateLayout):
-        return first, second if isinstance(second, StateLayout) else _laid_out(second, first, rules)
+        assert not isinstance(second, StateLayout)
+        made = _laid_out(second, first, rules)
+        return Sides(first, made, made, second.uncut_axes(made))
     if isinstance(second, StateLayout):
-        return _laid_out(first, second, rules), second
+        made = _laid_out(first, second, rules)
+        return Sides(made, second, made, first.uncut_axes(made))
     raise UsageError(
         f"{source!r} and {onto!r} are both topologies, which name no tensors: one side must be a checkpoint or a "
         "layout file"

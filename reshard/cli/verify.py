@@ -43,8 +43,9 @@ def _verdict(covered: Coverage | None, against: str | None) -> str:
     assert covered is not None
     total, checked = size(covered.total_bytes), size(covered.checked_bytes)
     same = "" if against is None else f", and the same as {against}"
-    if not covered.read_bytes and not covered.checked_bytes and covered.total_bytes:
-        return f"whole; its bytes were not read: {total} of values{same}"
+    if covered.read_bytes < covered.total_bytes:
+        equal = "" if against is None else f". The fingerprints saved with them are equal to those of {against}"
+        return f"whole; {size(covered.total_bytes - covered.read_bytes)} of values were not read{equal}"
     if covered.is_full and covered.metadata_checked:
         return f"whole and undamaged: {total} of values checked{same}"
     if covered.is_full:

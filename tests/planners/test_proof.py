@@ -66,7 +66,9 @@ def test_a_grid_too_large_to_count_is_halved():
 
 def test_layouts():
     assert verify(ROWS).ok
-    assert str(verify(ROWS)).endswith("1 tensors, right")
+    assert str(verify(ROWS)).endswith(
+        "1 tensors, right: its regions tile every tensor, each element once per group of replicas"
+    )
     hole = TensorLayout.from_boxes(W, {0: [Box((0, 0), (4, 3))], 1: [Box((0, 4), (4, 2))]})
     assert said(verify(hole)) == ["'w', element (0, 3): element (0, 3) is covered never"]
     twice = TensorLayout.from_flat_ranges(W, {0: (0, 13), 1: (12, 24)})

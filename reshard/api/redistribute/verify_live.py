@@ -65,7 +65,8 @@ def verify_live(
         for key in pairing.views
         if before[key] != after[key]
     ]
-    return Report("the redistributed state", tuple(findings), len(pairing.views))
+    covers = "the fingerprint of every target, computed now, is that of what it is made of"
+    return Report("the redistributed state", tuple(findings), len(pairing.views), covers=covers)
 
 
 def _as_it_is(pairing: Pairing, key: str, wanted: Side, rank: int) -> Iterator[Holding]:

@@ -204,6 +204,28 @@ def test_presets(topology, mesh, wq, wo, norm):
     assert Topology.parse(str(topology)) == topology
 
 
+@pytest.mark.parametrize(
+    ("topology", "names", "uncut"),
+    [
+        (fsdp_tp(2, 2), ["odd.weight"], {"tp": ("odd.weight",)}),
+        (fsdp_tp(2, 2), ["odd.weight", "x.wq.weight"], {}),
+        (ddp(4), ["odd.weight"], {}),  # copies are what was asked for
+        (hsdp(2, 2), ["odd.weight"], {}),
+        (Topology.parse("a=2,b=2", {"x.*": "S(0),S(1)", "*": "S(0),R"}, {}), ["x.w", "y"], {}),
+        (Topology.parse("a=2,b=2\nx.* -> S(0),S(1) (optional)\n* -> S(0),R"), ["y"], {"b": ("y",)}),
+        (Topology.parse("a=2,b=2\n* -> S(0),R"), ["y"], {}),
+        (
+            Topology.parse("pp=2,tp=2\nx -> S(0) (optional)\n* -> R\ny on pp=0\nz on pp=1"),
+            ["y", "z"],
+            {"tp": ("y", "z")},
+        ),
+        (Topology.parse("a=2,b=2\nx.* -> a*b: S(0) (optional)\n* -> a,b: R,R"), ["y"], {"a": ("y",), "b": ("y",)}),
+    ],
+)
+def test_axes_that_were_meant_to_cut_and_do_not_are_told(topology, names, uncut):
+    assert topology.uncut_axes(topology.layout([spec(name, 4, 4) for name in names])) == uncut
+
+
 def test_the_state_of_an_optimizer_is_cut_like_its_weight():
     layout = fsdp_tp(2, 2).layout([spec("optim.state.layers.0.wo.weight.exp_avg", 4, 4), spec("wq.weight.step")])
 

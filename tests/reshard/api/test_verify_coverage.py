@@ -109,8 +109,33 @@ def test_what_another_checkpoint_was_compared_with_is_covered(tmp_path: Path) ->
         NBYTES, NBYTES, NBYTES
     )
     native = tmp_path / "source"
-    assert reshard.compare(native, native).covered == Coverage(NBYTES, 0, 0)
-    assert reshard.compare(native, native, by_fingerprint=False).covered == Coverage(NBYTES, NBYTES, NBYTES)
+    assert reshard.compare(native, native).covered == Coverage(NBYTES, NBYTES, NBYTES)
+    unread = reshard.compare(native, native, by_fingerprint=True)
+    assert unread.covered == Coverage(NBYTES, 0, 0)
+    assert "0 read" in unread.verdict
+    assert "only the fingerprints saved with them" in unread.verdict
+    assert "whole and undamaged" in said(str(native), "--against", str(native))
+    shallow = said(str(native), "--against", str(native), "--shallow")
+    assert "of values were not read. The fingerprints saved with them are equal to those of" in shallow
+
+
+def test_damage_is_a_difference_unless_values_were_told_not_to_be_read(tmp_path: Path) -> None:
+    good, bad = written("native", tmp_path / "good"), written("native", tmp_path / "bad")
+    (file,) = bad.glob("data-*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+    for sides in ((bad, good), (good, bad)):
+        assert not reshard.compare(*sides).ok
+        assert not reshard.compare(*sides, atol=1e-30).ok
+        unread = reshard.compare(*sides, by_fingerprint=True)
+        assert unread.ok
+        assert "of 13268 bytes of values on each side 0 read" in repr(unread)
+    # what cannot be read is a finding, too
+    opened = reshard.open(bad)
+    file.write_bytes(data[:40])
+    assert {one.fqn for one in reshard.compare(good, opened).findings} == {"a", "b", "scalar"}
 
 
 def test_nothing_is_said_of_values_where_the_structure_is_wrong(tmp_path: Path) -> None:

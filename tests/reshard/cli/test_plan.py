@@ -26,7 +26,8 @@ def test_a_checkpoint_onto_a_preset(say, checkpoint) -> None:
 def test_text_for_people(say, checkpoint) -> None:
     said = say("plan", checkpoint, "fsdp=3", "--limit", "2")
 
-    assert "proved right" in said.out
+    assert "proved right: every wanted element is read exactly once" in said.out
+    assert "this does not say that the layout is the one you meant" in said.out
     assert "rank     0 reads" in said.out
     assert "more ranks" in said.out
 
@@ -38,14 +39,39 @@ def test_an_axis_that_cuts_nothing_is_told_first_with_the_names_and_how_to_give_
     told = json.loads(say("plan", checkpoint, "tp=2", "--json").out)
 
     first = said.out.splitlines()[0]
-    assert first.startswith("note  axis 'tp' cuts nothing: all ranks along it read the same of model.")
+    assert first.startswith("uncut  axis 'tp' cuts nothing: no rule that cuts along it matches a name, and all ranks")
+    assert "along it read the same of model." in first
     assert "--rule 'model.layers.*.w=S(0)' --rule '*=R'" in first
+    assert said.code == 1
+    assert said.out.splitlines()[-1].startswith("proved right: every wanted element")
+    assert told["proved"]
+    assert [text.split(":")[0] for text in told["findings"]] == ["axis 'tp' cuts nothing"]
     assert names <= set(told["uncut_axes"]["tp"])
     assert summarize(reshard.plan(checkpoint, fsdp_tp(1, 2))).uncut_axes.keys() == {"tp"}
     # what is said to do does it
     words = ["--rule", "model.layers.*.w=S(0)", "--rule", "*=R"]
     assert json.loads(say("plan", checkpoint, "tp=2", *words, "--json").out)["uncut_axes"] == {}
     assert not say("plan", checkpoint, "tp=2", *words).out.startswith("note")
+    assert say("plan", checkpoint, "tp=2", *words).code == 0
+
+
+def test_an_axis_may_cut_nothing_where_that_was_asked_for(say, checkpoint) -> None:
+    allowed = say("plan", checkpoint, "tp=2", "--allow-uncut-axes")
+    assert allowed.code == 0
+    assert allowed.out.startswith("note  axis 'tp' cuts nothing: all ranks along it read the same of model.")
+    for words in (["ddp=2"], ["hsdp=2x3"], ["tp=2", "--rule", "*=R"]):  # their rules say copies
+        said = say("plan", checkpoint, *words)
+        assert said.code == 0
+        assert said.out.startswith("note  axis ")
+        assert json.loads(say("plan", checkpoint, *words, "--json").out)["findings"] == []
+
+
+def test_the_side_that_is_read_from_may_be_the_one_that_is_not_cut(say, checkpoint) -> None:
+    said = say("plan", "tp=2", checkpoint)
+
+    assert said.code == 1
+    assert said.out.startswith("uncut  axis 'tp' cuts nothing")
+    assert say("plan", "tp=2", checkpoint, "--allow-uncut-axes").code == 0
 
 
 def test_of_two_axes_the_one_that_cuts_nothing_is_told(say, checkpoint) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,36 @@ def other(checkpoint: Path, tmp_path: Path) -> Path:
 
 def test_diff_of_the_same(say, checkpoint) -> None:
     assert say("diff", checkpoint, checkpoint).code == 0
+
+
+def test_diff_reads_both_sides_unless_told_not_to(say, checkpoint, tmp_path) -> None:
+    bad = shutil.copytree(checkpoint, tmp_path / "bad")
+    (file,) = bad.glob("data-*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+    assert say("diff", bad, checkpoint).code == 1
+    assert say("diff", bad, checkpoint, "--json").code == 1
+    assert "were read and compared bit by bit" in say("diff", checkpoint, checkpoint).out
+    assert "were read and compared within the tolerance" in say("diff", checkpoint, checkpoint, "--atol", "1").out
+    unread = say("diff", bad, checkpoint, "--unread")
+    assert unread.code == 0
+    assert unread.out.startswith("nothing was read: only the fingerprints saved with the values are compared")
+    assert "their saved fingerprints are equal; no byte was read" in unread.out
+    assert json.loads(say("diff", bad, checkpoint, "--unread", "--json").out)["covered"]["read_bytes"] == 0
+    assert say("diff", bad, checkpoint, "--unread", "--atol", "1").code == 2
+
+
+def test_unread_reads_what_has_no_fingerprints(say, checkpoint, tmp_path) -> None:
+    values = {key: tensor[...] for key, tensor in reshard.open(checkpoint).items()}
+    torch.save({**values, **reshard.open(checkpoint).objects}, tmp_path / "c.pt")
+
+    said = say("diff", checkpoint, tmp_path / "c.pt", "--unread")
+
+    assert said.code == 0, said.out
+    assert said.out.startswith("every value was read: none has equal fingerprints saved on both sides")
+    assert "they hold the same" in said.out
 
 
 def test_diff_tells_the_first_element(say, checkpoint, other) -> None:
