@@ -40,8 +40,7 @@ def diff(
         bool,
         typer.Option(
             "--unread",
-            help="The quick answer: values that were saved with equal fingerprints are not read. Damage since then is "
-            "not found. Not with a tolerance.",
+            help="Quick: values that were saved with equal fingerprints are not read. Damage is not found.",
         ),
     ] = False,
     config: Config = None,
@@ -50,8 +49,7 @@ def diff(
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many differences.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all differences.")] = False,
 ) -> None:
-    """Read both and compare names, shapes, dtypes, objects and values. Of each tensor that differs, the first such
-    element is told.
+    """Read both; compare names, shapes, dtypes, objects, values. Of a tensor that differs, the first element is told.
 
     Exits with 1 if they differ; with 0 if every value of both was read and is the same, or, with --unread, has the same
     saved fingerprint. In --json, `element` is an index in global coordinates.
