@@ -20,10 +20,10 @@ from reshard.dcp.filesystem import FileSystemReader, FileSystemWriter
 from reshard.errors import KeyMismatchError
 from reshard.state.memory.downloads import to_host
 from reshard.state_dict import StateDictOptions, get_model_state_dict
-from reshard.storage import LocalStorage
 from tests import gloo, simulated
 from tests.same import assert_same
 from tests.simulated import DEVICE, IS_REAL
+from tests.storages import Remote
 
 pytestmark = [
     pytest.mark.gloo,
@@ -198,7 +198,7 @@ def _far_storage() -> None:
     with tempfile.TemporaryDirectory() as folder:
         reshard.save(state, folder)
         for budget, threads in ((BUDGET_BYTES, 3), (2 << 20, 1)):
-            filled, far = _to_fill(state), Far(folder)
+            filled, far = _to_fill(state), Remote(folder)
             with simulated.watch() as seen:
                 report = reshard.load(filled, far, memory_budget_bytes=budget, threads=threads)
             assert seen.peak["pinned"] <= budget // 2
@@ -206,19 +206,6 @@ def _far_storage() -> None:
             assert report.bytes_checked > report.bytes_needed, "headers, too"
             assert not seen.blocking["blocking copy"], seen
             assert_same(_back(filled), _back(state))
-
-
-class Far(LocalStorage):
-    """A folder as an object store would give it."""
-
-    max_gap_bytes, largest = 1 << 20, 0
-
-    def mapped(self, name: str) -> None:
-        return None
-
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        self.largest = max(self.largest, buffer.nbytes)
-        super().read_into(name, start, buffer)
 
 
 def _bases() -> None:

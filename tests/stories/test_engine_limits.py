@@ -24,6 +24,7 @@ from reshard.formats.native.reader import open as open_native
 from reshard.storage import open_storage
 from reshard.storage.memory import MemoryStorage
 from tests.faulty import Faulty
+from tests.storages import Remote
 
 MIB = 1 << 20
 
@@ -45,15 +46,8 @@ def imported(tmp_path_factory):
     """What is imported at first use is no memory of a save or load."""
     path = tmp_path_factory.mktemp("warm")
     reshard.save({"w": torch.ones(3)}, path)
-    for storage in (path, Unmapped(open_storage(path), lambda verb, name: None)):
+    for storage in (path, Remote(path)):
         reshard.load({"w": torch.ones(3, dtype=torch.float64)}, storage, dtype_policy="cast", threads=2)
-
-
-class Unmapped(Faulty):
-    """A storage without views of its bytes, as object stores are."""
-
-    def mapped(self, name: str) -> None:
-        return None
 
 
 class TestMemory:
@@ -89,7 +83,7 @@ class TestMemory:
     @pytest.mark.parametrize(("budget", "check"), [(2 * MIB, False), (MIB, True)])
     def test_a_storage_without_views_stays_within_the_budget(self, path, budget, check):
         target = {"w": torch.zeros(4096, 2048).t()}
-        storage = Unmapped(open_storage(path), lambda verb, name: None)
+        storage = Remote(path)
 
         peak = peak_bytes(lambda: reshard.load(target, storage, threads=2, memory_budget_bytes=budget, check=check))
 

@@ -21,32 +21,8 @@ from reshard.execute.reading import Staged
 from reshard.execute.sharing.segments import REMOTE_SEGMENT_BYTES as SIZE
 from reshard.formats.native.reader import Once
 from reshard.formats.stored.tensor import Place
-from reshard.storage import LocalStorage
 from tests import gloo
-
-
-class Remote(LocalStorage):
-    """A folder as an object store would give it: by ranges alone. Counts them."""
-
-    max_gap_bytes = 1 << 20
-    requests = 8
-
-    def __init__(self, root: Path | str) -> None:
-        super().__init__(root)
-        self.ranges: list[tuple[str, int, int]] = []
-        self._counting = threading.Lock()
-
-    def mapped(self, name: str) -> memoryview | None:
-        return None
-
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        with self._counting:
-            self.ranges.append((name, start, buffer.nbytes))
-        super().read_into(name, start, buffer)
-
-    def data_bytes(self) -> int:
-        """Bytes that were asked for of data files."""
-        return sum(nbytes for name, _, nbytes in self.ranges if name.endswith(".safetensors"))
+from tests.storages import Remote
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -76,7 +52,7 @@ def test_a_load_asks_for_each_byte_once_and_checks_it(tmp_path, options):
     assert all(torch.equal(target[name], known[name]) for name in known)
     total = sum(t.nbytes for t in known.values())
     assert report.bytes_read == report.bytes_needed == total
-    assert remote.data_bytes() <= 1.02 * total + 64 * 1024
+    assert remote.nbytes_of(".safetensors") <= 1.02 * total + 64 * 1024
     assert len(remote.ranges) < 40
     assert report.bytes_checked >= (total if options.get("check", True) else 0)
 
@@ -205,7 +181,7 @@ def shared_job(path: str) -> list[dict[str, Any]]:
         remote = Remote(path)
         report = reshard.load(target, remote)
         right = torch.equal(target["big"].to_local(), known.to_local())
-        out.append({"right": right, "asked": remote.data_bytes(), "checked": report.bytes_checked})
+        out.append({"right": right, "asked": remote.nbytes_of(".safetensors"), "checked": report.bytes_checked})
     return out
 
 

@@ -16,9 +16,10 @@ from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
 from reshard.state import dtypes
 from tests.reshard.formats.compare import check_all
-from tests.reshard.formats.writers import CountingStorage, DcpWriter, archive, grid
+from tests.reshard.formats.writers import DcpWriter, archive, grid
 from tests.same import same
 from tests.samples import sample, truth
+from tests.storages import Remote
 from tests.torch_releases import HAS_E8M0, requires, save_alone
 
 W = torch.arange(70, dtype=torch.float32).reshape(10, 7)
@@ -66,42 +67,42 @@ def test_chunks_objects_and_layout(tmp_path: Path) -> None:
 
 def test_opening_reads_metadata_only(tmp_path: Path) -> None:
     written(tmp_path).write(tmp_path)
-    storage = CountingStorage(tmp_path)
+    storage = Remote(tmp_path, max_gap_bytes=64)
 
     checkpoint = open_checkpoint(storage)
     shapes = {key: checkpoint[key].shape for key in checkpoint}
 
     assert shapes["w"] == (10, 7)
-    assert {name for name, _, _ in storage.reads} == {".metadata"}
+    assert {name for name, _, _ in storage.ranges} == {".metadata"}
 
 
 def test_a_slice_reads_its_bytes_and_the_heads_of_its_items(tmp_path: Path) -> None:
     """One row of a large tensor: the head of one item and the bytes of the row; no other item is touched."""
     big = torch.randn(512, 300)
     DcpWriter({"big": grid(big, 4), "other": grid(big, 2)}).write(tmp_path)
-    storage = CountingStorage(tmp_path)
+    storage = Remote(tmp_path, max_gap_bytes=64)
     checkpoint = open_checkpoint(storage)
-    storage.reads.clear()
+    storage.ranges.clear()
 
     row = checkpoint["big"][200]
 
     assert same(row, big[200])
     assert storage.nbytes_read == 4096 + 300 * 4
-    assert len(storage.reads) == 2
+    assert len(storage.ranges) == 2
 
 
 def test_columns_are_read_row_by_row_or_together_as_gaps_allow(tmp_path: Path) -> None:
     big = torch.randn(64, 256)
     DcpWriter({"big": grid(big, 2)}).write(tmp_path)
     for gap, reads, nbytes in ((64, 64, 64 * 16), (4096, 2, 2 * (31 * 1024 + 16))):
-        storage = CountingStorage(tmp_path, max_gap_bytes=gap)
+        storage = Remote(tmp_path, max_gap_bytes=gap)
         checkpoint = open_checkpoint(storage)
         assert all(chunk.window for chunk in checkpoint["big"].stored.chunks)  # found now, so not counted below
         stored = checkpoint["big"]
-        storage.reads.clear()
+        storage.ranges.clear()
 
         assert same(stored[:, 8:12], big[:, 8:12])
-        assert len(storage.reads) == reads
+        assert len(storage.ranges) == reads
         assert storage.nbytes_read == nbytes
 
 

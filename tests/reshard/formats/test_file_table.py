@@ -15,19 +15,9 @@ from reshard.errors import DamagedCheckpointError
 from reshard.formats.native import file_table, publish
 from reshard.formats.native.file_table import FileRecord, Files, TableRecord, encode_table
 from reshard.storage.memory import MemoryStorage
+from tests.storages import Remote
 
 FOLDER = "data-0192f3c1a800-5d2e6f7a8b9c"
-
-
-class Counting(MemoryStorage):
-    """Counts what is read."""
-
-    nbytes = 0
-
-    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        data = super().read(name, start, length)
-        self.nbytes += len(data)
-        return data
 
 
 def record(rank: int) -> FileRecord:
@@ -44,8 +34,8 @@ def record(rank: int) -> FileRecord:
     ],
     ids=["all", "every eighth", "one", "odd ones"],
 )
-def test_rows_are_those_that_were_given(ranks: list[int]) -> None:
-    storage = Counting()
+def test_rows_are_those_that_were_given(ranks: list[int], tmp_path: Path) -> None:
+    storage = Remote(tmp_path)
     table, data = encode_table(f"{FOLDER}/files", {rank: record(rank) for rank in ranks})
     storage.publish(table.name, data)
     table = msgspec.json.decode(msgspec.json.encode(table), type=TableRecord)
@@ -54,11 +44,11 @@ def test_rows_are_those_that_were_given(ranks: list[int]) -> None:
     files = Files(storage, {}, table=table)
     last = ranks[-1]
     assert files.of_rank(last) == files.of_rank(last + 3) == files[record(last).name] == record(last)
-    assert storage.nbytes <= 256 * 32
+    assert storage.nbytes_read <= 256 * 32
     assert (files.of_rank(ranks[0] - 1) is None) == (len(ranks) == 1 or ranks[0] == 0)
     assert list(files.values()) == [record(rank) for rank in ranks]
     assert len(files) == len(ranks)
-    assert storage.nbytes == table.nbytes == len(data)
+    assert storage.nbytes_read == table.nbytes == len(data)
     assert "data-x/00005.safetensors" not in files
     assert f"{FOLDER}/5.safetensors" not in files
 

@@ -20,8 +20,8 @@ from reshard.formats.gguf.reader import GgufFacts
 from reshard.mapping.families import ready
 from reshard.state.dtypes import dtype_from_name
 from tests.reshard.formats.compare import check_all
-from tests.reshard.formats.writers import CountingStorage
 from tests.same import same
+from tests.storages import Remote
 
 A = torch.arange(12.0).reshape(3, 4)
 B = torch.arange(5, dtype=torch.int64)
@@ -93,12 +93,12 @@ def test_plain_types_and_what_is_known_of_the_model(tmp_path: Path) -> None:
 def test_only_the_bytes_of_a_slice_are_read(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(gguf({"a": torch.randn(100, 64), "q": (8, (100, 64), blocks(8, 200))}))
     whole = open_checkpoint(tmp_path)["q"][...]
-    storage = CountingStorage(tmp_path)
+    storage = Remote(tmp_path, max_gap_bytes=64)
     checkpoint = open_checkpoint(storage)
-    storage.reads.clear()
+    storage.ranges.clear()
     checkpoint["a"][10:30]
     assert storage.nbytes_read == 20 * 64 * 4
-    storage.reads.clear()
+    storage.ranges.clear()
     assert same(checkpoint["q"][10:30, :40], whole[10:30, :40])
     assert storage.nbytes_read <= 20 * 2 * 34
 

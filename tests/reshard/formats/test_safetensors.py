@@ -18,9 +18,10 @@ from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
 from reshard.formats.safetensors.reader import HuggingFaceFacts
 from reshard.state.dtypes import SAFETENSORS_CODES, dtype_from_name
 from tests.reshard.formats.compare import check_all
-from tests.reshard.formats.writers import CountingStorage, safetensors_bytes
+from tests.reshard.formats.writers import safetensors_bytes
 from tests.same import same
 from tests.samples import sample, truth
+from tests.storages import Remote
 from tests.torch_releases import requires, save_alone
 
 A = torch.arange(12.0).reshape(3, 4)
@@ -245,9 +246,9 @@ def test_files_without_a_header(data: bytes, tmp_path: Path) -> None:
 def test_only_the_bytes_of_a_slice_are_read(tmp_path: Path) -> None:
     big = torch.randn(1000, 64)
     save_file({"big": big}, tmp_path / "model.safetensors")
-    storage = CountingStorage(tmp_path)
+    storage = Remote(tmp_path, max_gap_bytes=64)
     checkpoint = open_checkpoint(storage)
-    storage.reads.clear()
+    storage.ranges.clear()
 
     assert same(checkpoint["big"][10:30], big[10:30])
     assert storage.nbytes_read == 20 * 64 * 4

@@ -20,8 +20,8 @@ from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, Un
 from reshard.formats.pickles.record import Record
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from tests.reshard.formats.compare import check_all, flat_tensors
-from tests.reshard.formats.writers import CountingStorage
 from tests.same import same
+from tests.storages import Remote
 
 
 def state() -> dict[str, Any]:
@@ -76,11 +76,11 @@ def test_a_file_without_a_telling_suffix(saved: Path) -> None:
 def test_only_needed_bytes_are_read_of_a_zip(tmp_path: Path) -> None:
     big = torch.randn(1000, 100)
     torch.save({"a": big, "b": torch.randn(50_000)}, tmp_path / "x.pt")
-    storage = CountingStorage(tmp_path)
+    storage = Remote(tmp_path, max_gap_bytes=64)
     checkpoint = open_checkpoint(storage)
     assert storage.nbytes_read < 4000
 
-    storage.reads.clear()
+    storage.ranges.clear()
     assert same(checkpoint["a"][5], big[5])
     assert storage.nbytes_read == 400 + 30
 
@@ -89,7 +89,7 @@ def test_the_stream_is_read_without_its_tensors(tmp_path: Path) -> None:
     """Pickles of unknown length are found with a few reads, storages by their lengths alone."""
     big = torch.randn(2000, 500)
     torch.save({"a": big, "b": torch.ones(3)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    storage = CountingStorage(tmp_path)
+    storage = Remote(tmp_path, max_gap_bytes=64)
     checkpoint = open_checkpoint(storage)
     assert storage.nbytes_read <= (1 << 20) + 100
 

@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from reshard.storage import LocalStorage
-
 Chunks = Sequence[tuple[tuple[int, ...], torch.Tensor]]
 
 
@@ -86,24 +84,3 @@ def safetensors_bytes(header: Any, data: bytes = b"") -> bytes:
     """A safetensors file with any header, right or wrong."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
-
-
-class CountingStorage(LocalStorage):
-    """A storage without zero-copy views, as object stores are; remembers every range that was read."""
-
-    def __init__(self, root: Path, max_gap_bytes: int = 64) -> None:
-        super().__init__(root)
-        self.max_gap_bytes = max_gap_bytes
-        self.reads: list[tuple[str, int, int]] = []
-
-    def mapped(self, name: str) -> None:
-        return None
-
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        self.reads.append((name, start, buffer.nbytes))
-        super().read_into(name, start, buffer)
-
-    @property
-    def nbytes_read(self) -> int:
-        """Bytes of all reads together."""
-        return sum(n for _, _, n in self.reads)
