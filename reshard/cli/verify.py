@@ -33,14 +33,14 @@ def verify(
     if as_json:
         print_json(report_as_json(report))
     else:
-        print_report(report, right=_verdict(report.covered, against))
+        right = _verdict(report.covered, against) if report.covered is not None else ""
+        print_report(report, right=right)
     if not report.ok:
         raise typer.Exit(1)
 
 
-def _verdict(covered: Coverage | None, against: str | None) -> str:
+def _verdict(covered: Coverage, against: str | None) -> str:
     """What was found to be right, and what nobody could have found to be wrong."""
-    assert covered is not None
     total, checked = size(covered.total_bytes), size(covered.checked_bytes)
     same = "" if against is None else f", and the same as {against}"
     if covered.read_bytes < covered.total_bytes:

@@ -42,7 +42,12 @@ def test_damage_is_named(say, checkpoint) -> None:
 
 
 def test_a_missing_file(say, checkpoint) -> None:
-    _flip(checkpoint).unlink()
+    file = _flip(checkpoint)
+    file.unlink()
+
+    said = say("verify", checkpoint)
+    assert said.code == 1
+    assert file.name in said.out
 
     told = json.loads(say("verify", checkpoint, "--json").out)
 
