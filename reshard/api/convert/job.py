@@ -125,15 +125,18 @@ class Job:
 
     def _framework(self, state: Checkpoint, job_id: str) -> FormatWriter:
         """The writer of a format that knows its own names and shapes only."""
+        from reshard.checkpoint.canonical.normalize import normalize
+
+        found = normalize(state.contents, None, state.url)
         if self.format == "deepspeed":
             from reshard.checkpoint.canonical.deepspeed.saved_form import deepspeed_form
             from reshard.formats.frameworks.deepspeed_writer import DeepSpeedWriter
 
-            return DeepSpeedWriter(deepspeed_form(state.contents, self.hints, _widened, state.url), job_id)
+            return DeepSpeedWriter(deepspeed_form(found, state.contents, self.hints, _widened, state.url), job_id)
         from reshard.checkpoint.canonical.megatron.saved_form import megatron_form
         from reshard.formats.frameworks.megatron_writer import MegatronWriter
 
-        form = megatron_form(state.contents, self.hints, _widened, state.url)
+        form = megatron_form(found, state.contents, self.hints, _widened, state.url)
         target = self.target.url if isinstance(self.target, Storage) else os.fspath(self.target)
         return MegatronWriter(form, job_id, target=target, max_shard_bytes=self.max_shard_bytes)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from reshard.checkpoint.canonical.hints import Hints
-from reshard.checkpoint.canonical.normalize import normalize
 from reshard.checkpoint.canonical.result import Canonical
 from reshard.errors import FormatError
 from reshard.formats.frameworks.deepspeed_writer import RESERVED, ToSave
@@ -30,13 +29,14 @@ Widen = Callable[[StoredTensor, str], StoredTensor]
 """(a tensor, name) -> the same in float32, under that name."""
 
 
-def deepspeed_form(contents: Contents, hints: Mapping[str, Any] | None, widen: Widen, what: str) -> Contents:
-    """`contents`, under canonical names, as tensors by file: "<fqn>/<state>", and "<fqn>" for those of the module.
+def deepspeed_form(
+    found: Canonical, contents: Contents, hints: Mapping[str, Any] | None, widen: Widen, what: str
+) -> Contents:
+    """`contents`, which normalizes to `found`, as tensors by file: "<fqn>/<state>"; "<fqn>" for those of the module.
 
     Raises FormatError where the format cannot hold the state: no optimizer, states that only some parameters have,
     steps that differ within a group.
     """
-    found = normalize(contents, None, what)
     trained = [fqn for fqn, states in found.state.items() if states and fqn in found.model]
     groups = [{**group, "params": [p for p in group.get("params", ()) if p in trained]} for group in found.groups]
     _check(found, trained, groups, what)

@@ -18,7 +18,6 @@ from reshard.checkpoint.canonical.hints import Hints
 from reshard.checkpoint.canonical.megatron.groups import groups_to_save
 from reshard.checkpoint.canonical.megatron.names import is_expert
 from reshard.checkpoint.canonical.megatron.stacks import Stacks, extra_state_keys
-from reshard.checkpoint.canonical.normalize import normalize
 from reshard.checkpoint.canonical.result import Canonical
 from reshard.errors import FormatError
 from reshard.formats.frameworks.megatron_writer import ToSave
@@ -40,13 +39,14 @@ Widen = Callable[[StoredTensor, str], StoredTensor]
 """(a tensor, name) -> the same in float32, under that name."""
 
 
-def megatron_form(contents: Contents, hints: Mapping[str, Any] | None, widen: Widen, what: str) -> Contents:
-    """`contents`, under canonical names, with the keys, stacks and common state of Megatron's format.
+def megatron_form(
+    found: Canonical, contents: Contents, hints: Mapping[str, Any] | None, widen: Widen, what: str
+) -> Contents:
+    """`contents`, which normalizes to `found`, with the keys, stacks and common state of Megatron's format.
 
     Raises FormatError where it cannot hold the state: layers that are missing, an optimizer without param groups, steps
     that differ.
     """
-    found = normalize(contents, None, what)
     if not found.model:
         raise FormatError(f"{what}: there is no model in it: Megatron's format has an optimizer only beside its model")
     stacks = Stacks.of({fqn: tensor.spec for fqn, tensor in found.model.items()})
