@@ -33,7 +33,7 @@ def cut(whole: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
     """What a rank holds of a tensor."""
     (box,) = layout.boxes(rank) or (None,)
     local = whole[box.slices].clone() if box is not None else whole.new_empty([0] * whole.ndim)
-    local._cut = layout
+    local.cut_by = layout
     return local
 
 
@@ -41,7 +41,7 @@ def global_of(locals_: dict[int, torch.Tensor], like: torch.Tensor) -> torch.Ten
     """The tensor that parts by rank make up; replicas must be the same."""
     whole, seen = torch.zeros_like(like), torch.zeros(like.shape, dtype=torch.bool)
     for rank, local in locals_.items():
-        for box in local._cut.boxes(rank):
+        for box in local.cut_by.boxes(rank):
             had = seen[box.slices]
             assert torch.equal(whole[box.slices][had], local[had]), "replicas differ"
             whole[box.slices], seen[box.slices] = local, True
@@ -50,16 +50,16 @@ def global_of(locals_: dict[int, torch.Tensor], like: torch.Tensor) -> torch.Ten
 
 
 def _spec(key: str, value: Any) -> TensorSpec:
-    layout = getattr(value, "_cut", None)
+    layout = getattr(value, "cut_by", None)
     return _REAL["spec_of"](key, value) if layout is None else TensorSpec(key, layout.spec.shape, layout.spec.dtype)
 
 
 _REAL: dict[str, Any] = {name: getattr(live_state, name) for name in ("spec_of", "form_of", "forms_of", "is_sharded")}
 _OURS: dict[str, Any] = {
     "spec_of": _spec,
-    "form_of": lambda v, key="": v._cut.form if hasattr(v, "_cut") else _REAL["form_of"](v, key),
-    "forms_of": lambda v, key="": (v._cut.form,) if hasattr(v, "_cut") else _REAL["forms_of"](v, key),
-    "is_sharded": lambda v: hasattr(v, "_cut") or _REAL["is_sharded"](v),
+    "form_of": lambda v, key="": v.cut_by.form if hasattr(v, "cut_by") else _REAL["form_of"](v, key),
+    "forms_of": lambda v, key="": (v.cut_by.form,) if hasattr(v, "cut_by") else _REAL["forms_of"](v, key),
+    "is_sharded": lambda v: hasattr(v, "cut_by") or _REAL["is_sharded"](v),
 }
 
 
