@@ -152,7 +152,7 @@ class _Pairer:
 
     def _add_lanes(self, key: str, view: View) -> None:
         after = self.after[key]
-        wire = _narrower(view.spec.dtype, after.spec)
+        wire = _wire(view.spec.dtype, after.spec)
         for pulled in pull_back(view.geometry, after.form):
             source = view.sources[pulled.tensor]
             name = key if len(view.sources) == 1 and key not in self.lanes else f"{key} <- {source.fqn}"
@@ -205,9 +205,10 @@ def _names(view: View) -> str:
     return ", ".join(repr(source.fqn) for source in view.sources)
 
 
-def _narrower(dtype: str, target: TensorSpec) -> str:
-    """The dtype in which elements cross: that of fewer bytes, so that each is converted once, on the better side."""
-    return target.dtype if target.itemsize < TensorSpec("", (), dtype).itemsize else dtype
+def _wire(dtype: str, target: TensorSpec) -> str:
+    """The dtype in which elements cross: the target's, so that those who send convert them and all copies are the same
+    bits; or the source's where that has fewer bytes."""
+    return target.dtype if target.itemsize <= TensorSpec("", (), dtype).itemsize else dtype
 
 
 def _refuse(work: _Pairer, unexpected: list[str], stray: list[str], strict: bool) -> None:

@@ -23,6 +23,7 @@ from reshard.errors import LayoutError
 from reshard.state.dtypes import dtype_from_name
 from reshard.state.fingerprints import Partial, partial
 from reshard.state.fingerprints.holdings import Holding, add_holdings, conclude, pack_holdings
+from reshard.state.memory.arrays import raw_elements
 
 __all__ = ["verify_live"]
 
@@ -36,12 +37,14 @@ def verify_live(
     """Collective: compare every target tensor with what it is made of, by fingerprints: bit by bit, in any layouts.
 
     Every rank sums up its own parts, and says and hears some 60 bytes for each tensor. Arguments are those of
-    `redistribute`. Where dtypes differ, sources are compared as converted.
+    `redistribute`. Where dtypes differ, sources are converted where they lie, and compared to the last bit of the
+    target's dtype; but all NaNs count as one, since torch makes another one of the same element here and there.
 
     Returns the same report on all ranks, with a finding for each target that differs.
 
     Raises:
-        ReplicaDriftError: ranks that should hold the same elements, of the source or of the target, do not.
+        ReplicaDriftError: ranks that should hold the same elements, of the source (as converted) or of the target, do
+            not.
         KeyMismatchError, LayoutError: as `redistribute`.
     """
     group = Group(process_group, deadline_s=options.get("deadline_s", Options.deadline_s))
@@ -79,7 +82,8 @@ def _as_it_is(pairing: Pairing, key: str, wanted: Side, rank: int) -> Iterator[H
     parts = layout.parts(rank) if rank < layout.world_size else ()
     for elements, part in zip(part_tensors(key, tensor.local, layout, rank), parts):
         if part.numel:
-            yield _holding(key, spec.dtype, spec.shape, elements, replace(part, flat_start=None))
+            found = _one_nan(elements) if key in pairing.cast else elements
+            yield _holding(key, spec.dtype, spec.shape, found, replace(part, flat_start=None))
 
 
 def _as_target(pairing: Pairing, key: str, mine: Side, rank: int) -> Iterator[Holding]:
@@ -95,11 +99,30 @@ def _as_target(pairing: Pairing, key: str, mine: Side, rank: int) -> Iterator[Ho
         patches = [patch for patch in view.patches if patch.tensor == number]
         for elements, part in zip(local, parts):
             for piece, box in _pieces(elements, part, patches):
-                converted = piece if piece.dtype == dtype else piece.to(dtype)
+                converted = piece if piece.dtype == dtype else _one_nan(piece.to(dtype))
                 yield _holding(key, spec.dtype, spec.shape, converted, box)
     for fill in view.fills:
-        constant = torch.full((), fill.value, dtype=dtype, device="cpu").expand(fill.target.sizes)
+        constant = torch.full((), fill.value, dtype=dtype, device="cpu")
+        constant = (_one_nan(constant) if key in pairing.cast else constant).expand(fill.target.sizes)
         yield _holding(key, spec.dtype, spec.shape, constant, fill.target)
+
+
+def _one_nan(elements: torch.Tensor) -> torch.Tensor:
+    """The same with one NaN for all; of complex numbers in both parts. The very tensor where there is none.
+
+    torch converts in vectors and what is left one by one, which make different NaNs of the same.
+    """
+    if elements.is_complex():
+        parts = torch.view_as_real(elements.resolve_conj())
+        made = _one_nan(parts)
+        return elements if made is parts else torch.view_as_complex(made)
+    if not elements.is_floating_point():
+        return elements
+    odd = torch.isnan(elements)
+    if not bool(odd.any()):
+        return elements
+    nan = torch.full((), torch.nan, dtype=elements.dtype, device=elements.device)
+    return torch.where(odd, raw_elements(nan), raw_elements(elements.resolve_neg())).view(elements.dtype)
 
 
 def _pieces(elements: torch.Tensor, part: Part, patches: Sequence[Patch]) -> Iterator[tuple[torch.Tensor, Box]]:

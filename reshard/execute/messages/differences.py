@@ -9,6 +9,9 @@ A sender keeps what it sent last of each piece, and compares. A piece is looked 
 Three messages pass between two ranks. The receiver says which run it holds; only for that one are differences right,
 and else it gets everything. The sender says how many elements of each block come, and a digest of each whole piece.
 Then they come, in the rounds of the plan. A receiver that does not have the digest afterwards has not got the run.
+
+What is compared is bits in the dtype that crosses: of the target itself, where it has that dtype. A target of a larger
+one does not tell what came, so the receiver keeps that beside it, and converts all of it anew in each run.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from reshard.errors import ReshardError
 from reshard.execute.messages.exchange import DEPTH, TAG, Exchange
 from reshard.execute.messages.waiting import Waiter
 from reshard.state.fingerprints import partials
-from reshard.state.memory.downloads import batches
+from reshard.state.memory.arrays import raw_elements
+from reshard.state.memory.downloads import batches, to_host_together
 from reshard.state.tensors import raw_bytes
 
 __all__ = ["BLOCK", "DeltaExchange"]
@@ -74,13 +78,8 @@ class _Piece:
 
     def words(self) -> torch.Tensor:
         """As they are now, where they are, in row-major order; where they lie so, in their own memory."""
-        there = self.elements.to(self.dtype).resolve_conj().resolve_neg().contiguous()
-        return raw_bytes(there).view(_WORDS[self.dtype.itemsize])
-
-    def put(self, words: torch.Tensor) -> None:
-        """Set them; nothing is done where `words` are their own memory."""
-        if words.data_ptr() != self.elements.data_ptr():
-            self.elements.copy_(words.view(torch.uint8).view(self.dtype).view(self.elements.shape))
+        there = self.elements.to(self.dtype).resolve_conj().resolve_neg()
+        return raw_bytes(raw_elements(there).contiguous()).view(_WORDS[self.dtype.itemsize])
 
 
 def _digests(words: Sequence[torch.Tensor], *, on_device: bool) -> list[int]:
@@ -167,6 +166,12 @@ class _Got(_Piece):
 
     summed: int = 0
     counts: list[int] = field(default_factory=list)
+    kept: torch.Tensor | None = field(init=False)
+    """What came, as words, where the target has another dtype."""
+
+    def __post_init__(self) -> None:
+        words, device = _WORDS[self.dtype.itemsize], self.elements.device
+        self.kept = None if self.elements.dtype == self.dtype else torch.empty(self.size, dtype=words, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -178,8 +183,8 @@ class _Got(_Piece):
         )
 
     def take(self, room: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
-        """Put what came where it belongs; all of the piece as it is then."""
-        words = self.words()
+        """Put what came where it belongs; all of the piece as it is then, in the dtype that crosses."""
+        words = self.words() if self.kept is None else self.kept
         counts = torch.tensor(self.counts, dtype=torch.int64, device="cpu")
         few = counts.clamp(min=0)
         total, device = int(few.sum()), words.device
@@ -195,9 +200,18 @@ class _Got(_Piece):
             there = words[start * BLOCK : stop * BLOCK]
             there.view(torch.uint8).copy_(room[at : at + there.nbytes], non_blocking=is_pinned)
             at += there.nbytes
-        if at:
+        if at or self.kept is not None:
             self.put(words)
         return words
+
+    def put(self, words: torch.Tensor) -> None:
+        """Set the target; nothing is done where `words` are its own memory."""
+        came = words.view(torch.uint8)
+        if self.kept is not None:
+            self.elements.copy_(came.view(self.dtype).view(self.elements.shape))
+        elif words.data_ptr() != self.elements.data_ptr():
+            there = raw_elements(self.elements)
+            there.copy_(came.view(there.dtype).view(there.shape))
 
 
 class _Leg(NamedTuple):
@@ -265,8 +279,10 @@ class DeltaExchange(Exchange):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of memory that this exchange holds besides sources and targets: mostly what was sent last."""
-        return super().buffer_bytes + sum(piece.size * piece.word_bytes for piece in self._sent.values())
+        """Bytes of memory besides sources and targets: mostly what was sent last, and what came and was converted."""
+        kept = (got.kept for pieces in self._from.values() for got in pieces)
+        held = [*(sent.last for sent in self._sent.values()), *kept]
+        return super().buffer_bytes + sum(words.nbytes for words in held if words is not None)
 
     def move(self, group: Group, waiter: Waiter, *, again: bool = False) -> None:
         """Move what changed. Whether that ended well is in `wrong`; `keep` must be told what became of it.
@@ -301,7 +317,7 @@ class DeltaExchange(Exchange):
             now = [piece.words() for piece in old]
             last = [piece.last for piece in old if piece.last is not None]
             changed = [words != before for words, before in zip(now, last, strict=True)]
-            counts = _to_host([_counted(one) for one in changed])
+            counts = to_host_together([_counted(one) for one in changed])
             new += [one for one, *found in zip(old, now, changed, counts, strict=True) if one.go_on(*found)]
             words = [piece.last for piece in new if piece.last is not None]
             for piece, summed in zip(new, _digests(words, on_device=self._on_device), strict=True):
@@ -382,14 +398,3 @@ class DeltaExchange(Exchange):
         for (peer, piece), summed in zip(got, _digests(words, on_device=self._on_device), strict=True):
             if summed != piece.summed:
                 self.wrong.add(peer)
-
-
-def _to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of 1-D tensors of one dtype, those of a device all at once."""
-    out = list(tensors)
-    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
-        numbers = [i for i, tensor in enumerate(tensors) if tensor.device == device]
-        there = torch.cat([tensors[i] for i in numbers]).cpu()
-        for i, piece in zip(numbers, torch.split(there, [len(tensors[i]) for i in numbers]), strict=True):
-            out[i] = piece
-    return out
