@@ -33,7 +33,7 @@ from reshard.execute.messages.exchange import DEPTH, TAG, Exchange
 from reshard.execute.messages.waiting import Waiter
 from reshard.state.fingerprints import partials
 from reshard.state.memory.arrays import raw_elements
-from reshard.state.memory.downloads import batches, to_host_together
+from reshard.state.memory.downloads import batches
 from reshard.state.tensors import raw_bytes
 
 __all__ = ["BLOCK", "DeltaExchange"]
@@ -317,7 +317,7 @@ class DeltaExchange(Exchange):
             now = [piece.words() for piece in old]
             last = [piece.last for piece in old if piece.last is not None]
             changed = [words != before for words, before in zip(now, last, strict=True)]
-            counts = to_host_together([_counted(one) for one in changed])
+            counts = _to_host([_counted(one) for one in changed])
             new += [one for one, *found in zip(old, now, changed, counts, strict=True) if one.go_on(*found)]
             words = [piece.last for piece in new if piece.last is not None]
             for piece, summed in zip(new, _digests(words, on_device=self._on_device), strict=True):
@@ -398,3 +398,14 @@ class DeltaExchange(Exchange):
         for (peer, piece), summed in zip(got, _digests(words, on_device=self._on_device), strict=True):
             if summed != piece.summed:
                 self.wrong.add(peer)
+
+
+def _to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of 1-D tensors of one dtype, those of a device all at once."""
+    out = list(tensors)
+    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+        numbers = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        there = torch.cat([tensors[i] for i in numbers]).cpu()
+        for i, piece in zip(numbers, torch.split(there, [len(tensors[i]) for i in numbers]), strict=True):
+            out[i] = piece
+    return out

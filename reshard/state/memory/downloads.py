@@ -18,7 +18,7 @@ from reshard.state.garbage import uncollected
 from reshard.state.memory.arrays import as_array, row_major_bytes
 from reshard.state.memory.lanes import Event, Lane, Lanes, pinned
 
-__all__ = ["BLOCK_BYTES", "HostMemory", "batches", "fetch", "row_major_pieces", "to_host", "to_host_together"]
+__all__ = ["BLOCK_BYTES", "HostMemory", "batches", "fetch", "row_major_pieces", "to_host"]
 
 T = TypeVar("T")
 
@@ -256,17 +256,6 @@ def to_host(tensors: Sequence[torch.Tensor], stage_bytes: int = STAGE_BYTES) -> 
             piece, rooms[0] = piece[taken:], rooms[0][taken:]
             if not rooms[0]:
                 rooms.popleft()
-    return out
-
-
-def to_host_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of 1-D tensors of one dtype, those of a device all at once."""
-    out = list(tensors)
-    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
-        numbers = [i for i, tensor in enumerate(tensors) if tensor.device == device]
-        there = torch.cat([tensors[i] for i in numbers]).cpu()
-        for i, piece in zip(numbers, torch.split(there, [len(tensors[i]) for i in numbers]), strict=True):
-            out[i] = piece
     return out
 
 
