@@ -35,3 +35,5 @@ def gather(
     print(
         f"generation {report.number}, step {report.step}: {report.files} files, {size(report.nbytes)} in {report.path}"
     )
+    for line in report.passed_over:
+        print(line)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from reshard.api.elastic.kept import Held, Kept, held_in, kept_in, lost_boxes
+from reshard.api.elastic.lineage import Found
 from reshard.api.elastic.recovering import missing_text
 from reshard.api.elastic.reports import GatherReport
 from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, FormatError
@@ -39,30 +40,33 @@ def gather(
     Args:
         folders: of hosts, each the folder of a `Tier` and in it the name of the host.
         out: where the checkpoint goes.
-        step: which generation; by default the newest. If that is not whole, an older one must be asked for.
+        step: which generation; by default the newest, by the decision of `Tier.recover`. If that is not whole, an older
+            one must be asked for.
         overwrite: a checkpoint that is there is replaced.
 
     Raises (nothing is written then):
         CheckpointNotFoundError: no folder has a generation that counts, or none of this step.
         DamagedCheckpointError: what is left is not whole: it names tensors and regions, and an older one that is whole.
+        CheckpointError: it cannot be told which generation the job lived on last: `step` can say it.
         FormatError: a checkpoint is at `out` already.
     """
     storage = open_storage(out)
     places = [Path(folder) for folder in folders]
-    found = [(place, kept, made) for place in places for kept, made in kept_in(place).items()]
-    counted = {kept for _, kept, made in found if made is not None}
-    newest_first = sorted(counted, reverse=True)
-    wanted = next((kept for kept in newest_first if step in (None, kept.step)), None)
-    if wanted is None:
-        steps = ", ".join(str(kept.step) for kept in newest_first) or "none at all"
+    found = Found.of((str(place), kept_in(place)) for place in places)
+    order = found.order([kept for kept in found.made if step in (None, kept.step)])
+    if not order.newest:
+        steps = ", ".join(str(kept.step) for kept in sorted(found.made, reverse=True)) or "none at all"
         what = "no generation" if step is None else f"no generation of step {step}"
         raise CheckpointNotFoundError(
             f"{what} counts in {', '.join(map(str, places)) or 'no folders'}; they have {steps}: give the folders of "
             "the hosts, such as /dev/shm/run1/node3"
         )
-    look = _Look(wanted, [place for place, kept, _ in found if kept == wanted])
+    if not order.newest_first:
+        raise CheckpointError(found.tied_text(order.tied))
+    wanted, *older = order.newest_first
+    look = _Look(wanted, places)
     if look.lost:
-        others = [kept for kept in newest_first if kept < wanted and not _Look(kept, places).lost]
+        others = [kept for kept in older if kept.step != wanted.step and not _Look(kept, places).lost]
         hint = f"step {others[0].step} is whole: ask for it by step={others[0].step}" if others else "none other is"
         raise DamagedCheckpointError(f"{wanted} is not whole: {missing_text(look.lost)}. {hint.capitalize()}")
     generations.refuse_foreign(storage)
@@ -72,7 +76,8 @@ def gather(
     if there is not None and not overwrite:
         raise FormatError(f"there is a checkpoint in {storage.url} already: choose another folder, or overwrite=True")
     nbytes = look.write(storage)
-    return GatherReport(storage.url, wanted.number, wanted.step, len(look.native.manifest.files), nbytes)
+    left = tuple(found.left_behind(wanted, (), step))
+    return GatherReport(storage.url, wanted.number, wanted.step, len(look.native.manifest.files), nbytes, left)
 
 
 class _Look:

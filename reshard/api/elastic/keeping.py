@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -13,7 +13,9 @@ from planners.errors import PlanError
 from planners.save.copies import CopyPlan, plan_copies, verify_copies
 from planners.units import format_bytes
 from reshard.api.elastic.hosts import Hosts, Settings, free_bytes
-from reshard.api.elastic.kept import Kept, Made, good_ranges, kept_in, remove
+from reshard.api.elastic.incarnation import LINEAGE, Incarnation
+from reshard.api.elastic.kept import Kept, Record, good_ranges, kept_in, remove
+from reshard.api.elastic.lineage import Found
 from reshard.api.elastic.moving import move
 from reshard.api.elastic.reports import KeepReport
 from reshard.api.save.base import Choice
@@ -33,14 +35,26 @@ from reshard.storage.local import LocalStorage
 __all__ = ["keep"]
 
 
-def keep(settings: Settings, state: Any, step: int, options: SaveOptions, group: Group, hosts: Hosts) -> KeepReport:
-    """Collective. Until all hosts have all that is theirs, the generation before counts; then it goes."""
+def keep(
+    settings: Settings,
+    state: Any,
+    step: int,
+    options: SaveOptions,
+    group: Group,
+    hosts: Hosts,
+    incarnation: Incarnation | None,
+) -> tuple[KeepReport, Incarnation]:
+    """Collective. Until all hosts have all that is theirs, the generation before counts; then it goes.
+
+    Args:
+        incarnation: of the job, which the first rank knows; None if it begins with this. The same is returned.
+    """
     clock = time.perf_counter()
     holdings = holdings_of(state, options)
     census, plan = planned_writes(holdings, group, options, group.parties(holdings.said))
     census = with_objects(census, holdings, group, check_replicas=options.check_replicas)
     copies = _planned_copies(group, hosts, [plan.bytes(rank) for rank in group.ranks], settings.copies)
-    kept = _begin(step, group, hosts, copies)
+    kept, incarnation = _begin(step, group, hosts, copies, incarnation)
     storage = LocalStorage(hosts.folder / kept.folder)
     generation = Generation(storage, kept.save_id, generations.begin(), census, plan, None)
     job = Job(group, storage, storage.url, generation, options, Choice(), None, {})
@@ -74,7 +88,9 @@ def keep(settings: Settings, state: Any, step: int, options: SaveOptions, group:
     if hosts.leads:
         remove(hosts.folder, [kept])
     seconds = {"plan": planned - clock, "write": wrote - planned, "copy": mirrored - wrote}
-    return KeepReport(kept.number, kept.step, kept.save_id, plan.total_bytes, copies.bytes_by_host, received, seconds)
+    nbytes = copies.bytes_by_host
+    report = KeepReport(kept.number, kept.step, kept.save_id, plan.total_bytes, nbytes, received, seconds)
+    return report, incarnation
 
 
 def _planned_copies(group: Group, hosts: Hosts, nbytes: list[int], copies: int) -> CopyPlan:
@@ -86,36 +102,45 @@ def _planned_copies(group: Group, hosts: Hosts, nbytes: list[int], copies: int) 
     return plan
 
 
-def _begin(step: int, group: Group, hosts: Hosts, copies: CopyPlan) -> Kept:
+class _Begun(NamedTuple):
+    kept: Kept
+    before: list[Kept]
+    """What stays until the new one counts."""
+    incarnation: Incarnation
+
+
+def _begin(
+    step: int, group: Group, hosts: Hosts, copies: CopyPlan, incarnation: Incarnation | None
+) -> tuple[Kept, Incarnation]:
     """Collective: the next generation. What neither counts nor ever will is removed, and there must be room."""
     told = group.gather(msgspec.msgpack.encode(list(kept_in(hosts.folder).items()) if hosts.leads else []))
-    known = b""
+    begun = None
     if told is not None:
-        rows = [msgspec.msgpack.decode(row, type=list[tuple[Kept, Made | None]]) for row in told]
-        counts: dict[Kept, int] = {}
-        for row in rows:
-            for one, made in row:
-                counts[one] = counts.get(one, 0) + (made is not None)
-        whole = [one for one, count in counts.items() if count == len(hosts.places)]
-        some = [one for one, count in counts.items() if count]
-        before = max(whole or some, default=None)
-        number = 1 + max((one.number for one in counts), default=0)
-        known = msgspec.msgpack.encode((Kept(number, step, generations.new_save_id()), before))
-    kept, before = msgspec.msgpack.decode(
-        group.share(known if group.rank == 0 else None), type=tuple[Kept, Kept | None]
-    )
-    need = copies.bytes_by_host[hosts.name] * (1 if before is not None else 2)
+        rows = [dict(msgspec.msgpack.decode(row, type=list[tuple[Kept, Record]])) for row in told]
+        begun = msgspec.msgpack.encode(_next(step, Found.of(zip(hosts.names, rows)), len(hosts.places), incarnation))
+    kept, before, incarnation = msgspec.msgpack.decode(group.share(begun), type=_Begun)
+    need = copies.bytes_by_host[hosts.name] * (1 if before else 2)
     if hosts.leads:
-        remove(hosts.folder, [before] if before is not None else [])
+        remove(hosts.folder, before)
         if (free := free_bytes(hosts.folder)) < need:
-            two = "" if before is not None else "two generations of "
+            two = "" if before else "two generations of "
             raise StorageError(
                 f"host {hosts.name!r} must hold {two}{format_bytes(copies.bytes_by_host[hosts.name])}, its own part "
                 f"and copies of others', but {hosts.folder} has {format_bytes(free)} left: make the file system "
                 "larger, keep fewer copies, or run on more hosts"
             )
+        LocalStorage(hosts.folder / kept.folder).publish(LINEAGE, incarnation.encode())
     group.barrier()
-    return kept
+    return kept, incarnation
+
+
+def _next(step: int, found: Found, hosts: int, incarnation: Incarnation | None) -> _Begun:
+    """The generation that begins. Of those before, the newest stays that all hosts have; all, if they have none."""
+    incarnation = incarnation or found.begin(None)
+    number = max(incarnation.first, 1 + max((kept.number for kept in found.incarnations), default=0))
+    everywhere = [kept for kept, those in found.hosts.items() if len(those) == hosts]
+    before = found.order(everywhere).newest if everywhere else list(found.hosts)
+    return _Begun(Kept(number, step, generations.new_save_id()), before, incarnation)
 
 
 def _mirror(

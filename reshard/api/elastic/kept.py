@@ -4,6 +4,7 @@ this host has some files, and all of the manifest once the generation counts.
     /dev/shm/run1/node3/                                       the folder of the host node3
         owner.json                                             which process of which job writes here
         00000007-step-100-0192f3c1a8ab-5d2e.../                generation 7
+            lineage.json                                       which incarnation of the job it is of
             manifest.json                                      published when all hosts have all of their files
             data-0192f3c1a8ab-5d2e.../00012.safetensors        what rank 12 wrote, here
             data-0192f3c1a8ab-5d2e.../00004.safetensors        a copy of what rank 4 wrote, on another host
@@ -24,10 +25,11 @@ import xxhash
 
 from planners.geometry.box import Box
 from planners.save.plan import SavePlan, WriteItem
+from reshard.api.elastic.incarnation import LINEAGE, Incarnation
 from reshard.errors import CheckpointError, StorageError
 from reshard.execute.reading import merge_ranges, subtract_ranges
 from reshard.formats.native.file_table import FileRecord
-from reshard.formats.native.manifest import Manifest, entry_key, read_manifest
+from reshard.formats.native.manifest import MANIFEST, Manifest, entry_key, read_manifest
 from reshard.formats.native.reader import NativeFacts
 from reshard.formats.safetensors.header import encode_header
 from reshard.storage import Storage
@@ -38,6 +40,7 @@ __all__ = [
     "Kept",
     "Made",
     "Ranges",
+    "Record",
     "arrays_of",
     "fetched_folder",
     "good_ranges",
@@ -62,7 +65,8 @@ class Kept(NamedTuple):
     """A generation, as its folder is called."""
 
     number: int
-    """Each is larger than all before; newer generations have larger ones, whatever the clocks of hosts say."""
+    """Each is larger than all that was there when it began; so newer generations of one incarnation of a job have
+    larger ones. Those of others may have any: see `lineage`."""
     step: int
     save_id: str
 
@@ -89,17 +93,26 @@ class Made(NamedTuple):
         return cls(manifest.created_unix_s, xxhash.xxh3_128_hexdigest(rows) if manifest.fingerprints else "")
 
 
+class Record(NamedTuple):
+    """What the folder of a host says of a generation."""
+
+    made: Made | None
+    """None while it does not count there."""
+    incarnation: Incarnation | None
+    """None where nothing legible says so."""
+
+
 def fetched_folder(kept: Kept) -> str:
     """Where a host puts what it gets of a generation from other hosts while it recovers."""
     return f"{_FETCHED}{kept.save_id}"
 
 
-def kept_in(folder: Path) -> dict[Kept, Made | None]:
-    """The generations in the folder of a host, and what the manifests say of those that count there.
+def kept_in(folder: Path) -> dict[Kept, Record]:
+    """The generations in the folder of a host, and what is recorded of each.
 
     Raises StorageError if it cannot be read.
     """
-    found: dict[Kept, Made | None] = {}
+    found: dict[Kept, Record] = {}
     try:
         names = [entry.name for entry in os.scandir(folder)]
     except FileNotFoundError:
@@ -108,20 +121,25 @@ def kept_in(folder: Path) -> dict[Kept, Made | None]:
         raise StorageError(f"cannot list {folder}: {error.strerror or error}") from error
     for name in names:
         if match := _NAME.fullmatch(name):
-            kept = Kept(int(match[1]), int(match[2]), match[3])
-            try:
-                found[kept] = Made.of(read_manifest(LocalStorage(folder / name)))
-            except CheckpointError:
-                found[kept] = None
+            storage = LocalStorage(folder / name)
+            found[Kept(int(match[1]), int(match[2]), match[3])] = Record(_made(storage), Incarnation.read(storage))
     return found
 
 
+def _made(storage: Storage) -> Made | None:
+    try:
+        return Made.of(read_manifest(storage))
+    except CheckpointError:
+        return None
+
+
 def remove(folder: Path, keep: Sequence[Kept] = ()) -> None:
-    """Remove all generations but these from the folder of a host, their manifests first, and what was fetched."""
+    """Remove all generations but these from the folder of a host, and what was fetched. Their manifests go first, and
+    what says of which incarnation they are goes last: what counts never lacks it."""
     storage, kept = LocalStorage(folder), {one.folder for one in keep}
     names = [name for name in storage.list() if "/" in name and name.partition("/")[0] not in kept]
     ours = [name for name in names if _NAME.fullmatch(name.partition("/")[0]) or name.startswith(_FETCHED)]
-    for name in sorted(ours, key=lambda name: not name.endswith(".json")):
+    for name in sorted(ours, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name.endswith(f"/{LINEAGE}"))):
         storage.delete(name)
     for name in storage.empty_folders():
         if name.partition("/")[0] not in kept:

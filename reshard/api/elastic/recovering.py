@@ -13,7 +13,9 @@ import msgspec
 
 from planners.geometry.box import Box
 from reshard.api.elastic.hosts import Hosts, Settings
-from reshard.api.elastic.kept import Held, Kept, Made, fetched_folder, held_in, kept_in, lost_boxes, remove
+from reshard.api.elastic.incarnation import Incarnation
+from reshard.api.elastic.kept import Held, Kept, Made, Record, fetched_folder, held_in, kept_in, lost_boxes, remove
+from reshard.api.elastic.lineage import Found
 from reshard.api.elastic.moving import move
 from reshard.api.elastic.reports import RecoverReport
 from reshard.api.elastic.surviving import Survivors, blocks_of
@@ -45,6 +47,16 @@ class _Candidate(NamedTuple):
     """None for the fallback as a whole."""
     place: int
     """Of a rank whose host has the manifest."""
+    left: list[str]
+    """Of generations that are left behind if this one is taken, and why."""
+
+
+class _Candidates(NamedTuple):
+    newest_first: list[_Candidate]
+    tied: str
+    """Behind these, it cannot be told which is the newest, and why; empty if there are no more."""
+    steps: list[int]
+    """Of all generations that count on some host."""
 
 
 class _Verdict(NamedTuple):
@@ -55,40 +67,66 @@ class _Verdict(NamedTuple):
 
 
 def recover(
-    settings: Settings, state: Any, fallback: Any, options: LoadOptions, group: Group, hosts: Hosts
-) -> RecoverReport:
-    """Collective. What is not loaded, and what was fetched, is removed once all ranks have loaded."""
+    settings: Settings, state: Any, fallback: Any, step: int | None, options: LoadOptions, group: Group, hosts: Hosts
+) -> tuple[RecoverReport, Incarnation | None]:
+    """Collective. What is not loaded, and what was fetched, is removed once all ranks have loaded.
+
+    Returns the incarnation of the job that begins with this, too, on the first rank.
+    """
     passed: list[str] = []
+    found, candidates = _candidates(settings, fallback, step, group, hosts)
     try:
-        report = _first_whole(settings, state, fallback, options, group, hosts, passed)
+        taken = _first_whole(settings, state, fallback, candidates.newest_first, options, group, hosts, passed)
     except BaseException:
         if hosts.leads:
             with suppress(ReshardError):  # the next recovery, or generation, removes what was fetched
                 remove(hosts.folder, list(kept_in(hosts.folder)))
         raise
-    if report is None:
-        none = "; ".join(passed) or f"none counts on any of the {len(hosts.places)} hosts"
-        advice = "" if fallback is not None else ". Give a checkpoint as fallback=, or start anew"
-        group.refuse(CheckpointNotFoundError(f"no generation in {settings.folder} survives whole: {none}{advice}"))
-    return report
+    if taken is None and candidates.tied:
+        group.refuse(CheckpointError("; ".join([*passed, candidates.tied])))
+    if taken is None:
+        group.refuse(CheckpointNotFoundError(_none_text(settings, fallback, step, candidates, passed, hosts)))
+    report, kept = taken
+    return report, found.begin(kept) if found is not None else None
+
+
+def _none_text(
+    settings: Settings, fallback: Any, step: int | None, candidates: _Candidates, passed: list[str], hosts: Hosts
+) -> str:
+    """That nothing can be loaded, and why."""
+    if step is not None:
+        steps = ", ".join(map(str, candidates.steps)) or "none at all"
+        why = "; ".join(passed) or f"the {len(hosts.places)} hosts have {steps}"
+        return f"no generation of step {step} in {settings.folder} survives whole: {why}"
+    none = "; ".join(passed) or f"none counts on any of the {len(hosts.places)} hosts"
+    advice = "" if fallback is not None else ". Give a checkpoint as fallback=, or start anew"
+    return f"no generation in {settings.folder} survives whole: {none}{advice}"
 
 
 def _first_whole(
-    settings: Settings, state: Any, fallback: Any, options: LoadOptions, group: Group, hosts: Hosts, passed: list[str]
-) -> RecoverReport | None:
+    settings: Settings,
+    state: Any,
+    fallback: Any,
+    newest_first: list[_Candidate],
+    options: LoadOptions,
+    group: Group,
+    hosts: Hosts,
+    passed: list[str],
+) -> tuple[RecoverReport, Kept | None] | None:
     """Collective: the newest candidate that can be loaded is; `passed` gets why those before it cannot."""
     clock = time.perf_counter()
-    for candidate in _candidates(fallback, group, hosts):
+    for candidate in newest_first:
         if candidate.kept is None:
             load = load_with(group, state, fallback, options, settings.process_group)
-            return _report(clock, None, (), passed, load, group, hosts)
+            return _report(clock, None, (), passed, load, group, hosts), None
         found = _Generation.look(settings, candidate, group, hosts)
         verdict = found.judge(fallback)
         if verdict.refused:
             passed.append(verdict.refused)
             continue
         load = found.load(state, fallback, verdict.lost, options)
-        return _report(clock, found, verdict.lost, passed, load, group, hosts)
+        passed += candidate.left
+        return _report(clock, found, verdict.lost, passed, load, group, hosts), candidate.kept
     return None
 
 
@@ -117,23 +155,33 @@ def _report(
     )
 
 
-def _candidates(fallback: Any, group: Group, hosts: Hosts) -> list[_Candidate]:
-    """Collective: what counts on some host, the newest first, and the fallback where its time puts it."""
+def _candidates(
+    settings: Settings, fallback: Any, step: int | None, group: Group, hosts: Hosts
+) -> tuple[Found | None, _Candidates]:
+    """Collective: what counts on some host, the newest first, and the fallback where its time puts it; with a step,
+    only what is of that. Returns what the hosts have, too, on the first rank."""
     if hosts.leads:
         remove(hosts.folder, list(kept_in(hosts.folder)))  # what an earlier recovery had fetched
     told = group.gather(msgspec.msgpack.encode(list(kept_in(hosts.folder).items()) if hosts.leads else []))
-    rows: list[_Candidate] = []
+    found, chosen = None, None
     if told is not None:
-        first: dict[Kept, tuple[int, Made]] = {}
-        for place, row in enumerate(told):
-            for kept, made in msgspec.msgpack.decode(row, type=list[tuple[Kept, Made | None]]):
-                if made is not None:
-                    first.setdefault(kept, (place, made))
-        rows = [_Candidate(kept, first[kept][0]) for kept in sorted(first, reverse=True)]
-        if fallback is not None:
-            rows.insert(_rank_of(fallback, [first[row.kept][1] for row in rows if row.kept]), _Candidate(None, 0))
-    shared = group.share(msgspec.msgpack.encode(rows) if group.rank == 0 else None)
-    return msgspec.msgpack.decode(shared, type=list[_Candidate])
+        rows = [dict(msgspec.msgpack.decode(row, type=list[tuple[Kept, Record]])) for row in told]
+        found = Found.of(zip(hosts.names, rows))
+        order = found.order([kept for kept in found.made if step in (None, kept.step)])
+        ranked = [
+            _Candidate(kept, hosts.names.index(found.hosts[kept][0]), found.left_behind(kept, newer, step))
+            for number, kept in enumerate(order.newest_first)
+            for newer in [order.newest_first[:number]]
+        ]
+        tied = f"in {settings.folder}, {found.tied_text(order.tied)}" if order.tied else ""
+        if fallback is not None and step is None:
+            known = [*order.newest_first, *order.tied]
+            rank = _rank_of(fallback, [found.made[kept] for kept in known])
+            if rank <= len(ranked):
+                ranked.insert(rank, _Candidate(None, 0, []))
+        steps = sorted({kept.step for kept in found.made}, reverse=True)
+        chosen = msgspec.msgpack.encode(_Candidates(ranked, tied, steps))
+    return found, msgspec.msgpack.decode(group.share(chosen), type=_Candidates)
 
 
 def _rank_of(fallback: Any, newest_first: list[Made]) -> int:
@@ -150,7 +198,8 @@ def _rank_of(fallback: Any, newest_first: list[Made]) -> int:
 def _manifest_of(kept: Kept, place: int, group: Group, hosts: Hosts) -> bytes:
     """Collective: the text of a manifest, which the rank at `place` has; hosts that lack it get it, once each."""
     here, fetched = LocalStorage(hosts.folder / kept.folder), LocalStorage(hosts.folder / fetched_folder(kept))
-    has_it = kept_in(hosts.folder).get(kept) is not None
+    record = kept_in(hosts.folder).get(kept)
+    has_it = record is not None and record.made is not None
     lacking = group.gather(b"1" if hosts.leads and not has_it else b"", place)
     text = here.read(MANIFEST) if has_it else b""
     sent, _ = group.scatter([text if lacks else b"" for lacks in lacking] if lacking is not None else None, place)

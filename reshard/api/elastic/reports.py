@@ -18,7 +18,7 @@ class KeepReport(Tabled):
     """What `Tier.keep` did. Equal on all ranks but for `bytes_received` and `seconds`."""
 
     number: int
-    """Of the generation: larger than those of all before."""
+    """Of the generation: larger than those of all that were there before."""
     step: int
     save_id: str
     total_bytes: int
@@ -49,7 +49,8 @@ class RecoverReport(Tabled):
     from_fallback: tuple[str, ...]
     """Tensors that survived nowhere, and came from the fallback, which has the same: by fingerprint."""
     passed_over: tuple[str, ...]
-    """Newer generations, and why they were not loaded."""
+    """Newer generations, and those that hosts have brought back from which the job had not gone on: what each is, and
+    why it was not loaded."""
     bytes_received: int
     """From other hosts, by this rank."""
     bytes_checked: int
@@ -77,10 +78,13 @@ class GatherReport(Tabled):
     files: int
     nbytes: int
     """Of data files."""
+    passed_over: tuple[str, ...] = ()
+    """Generations that are not older states of this one, and why they were not taken."""
 
     def __repr__(self) -> str:
         """One line."""
+        odd = f", {len(self.passed_over)} passed over" if self.passed_over else ""
         return (
             f"GatherReport(generation {self.number}, step {self.step}: {self.files} files, "
-            f"{format_bytes(self.nbytes)} in {self.path!r})"
+            f"{format_bytes(self.nbytes)} in {self.path!r}{odd})"
         )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from reshard.api.arguments import check_arguments
 from reshard.api.elastic.hosts import Hosts, Settings, meet
+from reshard.api.elastic.incarnation import Incarnation
 from reshard.api.elastic.keeping import keep
 from reshard.api.elastic.kept import remove
 from reshard.api.elastic.recovering import recover
@@ -39,7 +40,7 @@ class Tier:
         report = tier.recover(state)      # collective, after a loss: with other hosts, ranks and layouts
 
     Each host has a folder of its own below `folder`. There are two generations at most: the last that is whole, and
-    beside it the next while it is made.
+    beside it the next while it is made; until then, where hosts come back with different ones, what each has brought.
 
     Args:
         folder: a local path, the same on all hosts; another one for each job.
@@ -76,6 +77,7 @@ class Tier:
         path = Path(os.path.abspath(text))
         self.settings = Settings(path, name, copies, process_group, max_inflight_bytes, deadline_s)
         self._known: tuple[Hosts, tuple[int, ...]] | None = None
+        self._incarnation: Incarnation | None = None  # of the job, on the first rank
 
     def keep(
         self,
@@ -101,24 +103,28 @@ class Tier:
         """
         group = self._group()
         with group.together("keep"):
-            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-                raise CheckpointError(f"step must be a number >= 0, got {step!r}")
+            _check_step(step)
             options = SaveOptions(check_replicas=check_replicas, fingerprints=fingerprints)
             group.same_options("keep", {**self._shared(), "step": step, **options.shared()})
             check_arguments("keep", state_dict, self.settings.folder)
-            return keep(self.settings, state_dict, step, options, group, self._meet(group))
+            hosts = self._meet(group)
+            report, begun = keep(self.settings, state_dict, step, options, group, hosts, self._incarnation)
+            self._incarnation = begun
+            return report
 
     def recover(
         self,
         state_dict: dict[str, Any],
         fallback: Any = None,
         *,
+        step: int | None = None,
         strict: bool | Mode | Mapping[str, Mode] = LoadOptions.strict,
         dtype_policy: DtypePolicy = LoadOptions.dtype_policy,
         mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
     ) -> RecoverReport:
         """Collective: fill `state_dict`, in place, with the newest generation that survives whole, whatever ranks,
-        hosts and layouts there are now. All ranks load the same one, or none.
+        hosts and layouts there are now. All ranks load the same one, or none. What a host brings back from which the
+        job had not gone on is not newer, whatever its number, and is told in `RecoverReport.passed_over`.
 
         Blocks that do not have their checksums count as lost, and another host's copy is taken. What a host lacks comes
         to it once, from hosts that have it. All else is as with `reshard.load`, and so are the errors.
@@ -126,18 +132,25 @@ class Tier:
         Args:
             fallback: a checkpoint, by path, URL or `Storage`. Tensors that survive nowhere come from it if it has the
                 same by fingerprint; else an older generation is taken, or the whole fallback, whichever is the newer.
+            step: take a generation of this step, or none; by default the newest.
             strict, dtype_policy, mapping: as of `reshard.load`.
 
-        Raises CheckpointNotFoundError, alike on all ranks, if nothing is whole: it names for each generation what is
-        missing. Nothing was written then.
+        Raises, alike on all ranks (nothing was written then):
+            CheckpointNotFoundError: nothing is whole: it names for each generation what is missing.
+            CheckpointError: it cannot be told which of two generations the job lived on last: `step` can say it.
         """
         group = self._group()
         with group.together("recover"):
+            if step is not None:
+                _check_step(step)
             options = LoadOptions(strict=strict, dtype_policy=dtype_policy, mapping=mapping)
-            group.same_options("recover", {**self._shared(), "fallback": str(fallback), **options.shared()})
+            chosen = {"fallback": str(fallback), "step": step}
+            group.same_options("recover", {**self._shared(), **chosen, **options.shared()})
             if fallback is not None:
                 check_arguments("recover", state_dict, fallback)
-            return recover(self.settings, state_dict, fallback, options, group, self._meet(group))
+            hosts = self._meet(group)
+            report, self._incarnation = recover(self.settings, state_dict, fallback, step, options, group, hosts)
+            return report
 
     def clear(self) -> None:
         """Collective: remove everything that the job keeps, on all hosts: when it has ended well."""
@@ -159,6 +172,7 @@ class Tier:
         ranks = tuple(group.ranks)
         if group.any(self._known is None or self._known[1] != ranks, "whether the hosts are known") or not self._known:
             self._known = meet(self.settings.folder, self.settings.host, group), ranks
+            self._incarnation = None
         return self._known[0]
 
     def _shared(self) -> dict[str, object]:
@@ -168,3 +182,8 @@ class Tier:
     def __repr__(self) -> str:
         its = self.settings
         return f"Tier({str(its.folder)!r}, host={its.host!r}, copies={its.copies})"
+
+
+def _check_step(step: object) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise CheckpointError(f"step must be a number >= 0, got {step!r}")

@@ -1,0 +1,172 @@
+"""Which generation a job last lived on: one function decides, for `keep`, `recover` and `gather`.
+
+A host that was away may come back with generations from which the job did not go on. They may have larger numbers, and
+are not newer. So incarnations are compared before numbers are: one that knew of another came after it. Where neither
+knew of the other, since no host that had the one was there when the other began, the clocks of the hosts tell which
+began after the other had kept its last. If they tell neither, nobody guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from reshard.api.elastic.incarnation import Incarnation
+from reshard.api.elastic.kept import Kept, Made, Record
+from reshard.formats.native.generations import new_save_id
+
+__all__ = ["Found", "Order"]
+
+_REMEMBERED = 64
+"""So many earlier incarnations are known to each, the last ones; those before are told apart by the clocks."""
+
+
+class Order(NamedTuple):
+    """Which generation comes before which, as far as it can be told."""
+
+    newest_first: list[Kept]
+    tied: list[Kept]
+    """All others are older than some of these: the last of each incarnation of those of which nobody can tell which
+    came later. Empty where all can be told."""
+
+    @property
+    def newest(self) -> list[Kept]:
+        """The newest; several where it cannot be told which of them is."""
+        return self.newest_first[:1] or self.tied
+
+
+@dataclass(frozen=True)
+class Found:
+    """What some hosts have."""
+
+    incarnations: Mapping[Kept, Incarnation]
+    """Of each generation, whether it counts or not."""
+    hosts: Mapping[Kept, Sequence[str]]
+    """On which each counts."""
+    made: Mapping[Kept, Made]
+    """Of those that count somewhere."""
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[str, Mapping[Kept, Record]]]) -> Found:
+        """Out of what lies in the folder of each host."""
+        incarnations: dict[Kept, Incarnation] = {}
+        hosts: dict[Kept, list[str]] = {}
+        made: dict[Kept, Made] = {}
+        for host, records in rows:
+            for kept, record in records.items():
+                if record.incarnation is not None:
+                    incarnations[kept] = record.incarnation
+                if record.made is not None:
+                    hosts.setdefault(kept, []).append(host)
+                    made.setdefault(kept, record.made)
+                # each that does not say of which it is counts as one by itself
+                incarnations.setdefault(kept, Incarnation(kept.save_id, kept.number, {}))
+        return cls(incarnations, hosts, made)
+
+    def order(self, among: Collection[Kept] | None = None) -> Order:
+        """The decision: of the generations that count somewhere, or of those `among` them."""
+        lines: dict[str, list[Kept]] = {}
+        for kept in sorted(self.made if among is None else among, reverse=True):
+            lines.setdefault(self.incarnations[kept].id, []).append(kept)
+        newest_first: list[Kept] = []
+        while lines:
+            lasts = [line[0] for line in lines.values()]
+            heads = [one for one in lasts if not any(self._knew(other, one) for other in lasts)] or lasts
+            last = [one for one in heads if not any(self._began_later(other, one) for other in heads)]
+            if len(last) > 1:
+                return Order(newest_first, last)
+            newest_first += lines.pop(self.incarnations[last[0]].id)
+        return Order(newest_first, [])
+
+    def begin(self, recovered: Kept | None) -> Incarnation:
+        """An incarnation of the job that begins now, knows all of this, and has recovered that."""
+        earlier: dict[str, int] = {}
+        for one in self.incarnations.values():
+            earlier |= dict.fromkeys((one.id, *one.earlier), 0)
+        if recovered is not None:
+            its = self.incarnations[recovered]
+            earlier |= {**its.earlier, its.id: recovered.number}
+        first = 1 + max((kept.number for kept in self.incarnations), default=0)
+        return Incarnation(new_save_id(), first, {one: earlier[one] for one in sorted(earlier)[-_REMEMBERED:]})
+
+    def left_behind(self, taken: Kept, tried: Collection[Kept], step: int | None) -> list[str]:
+        """For reports: the generations that are not older states of that which is taken, and why they are left.
+
+        Args:
+            tried: the same is told of these already.
+            step: that was asked for.
+        """
+        return [
+            f"{self._where(kept)} is left behind: {self._why_left(kept, taken, step)}"
+            for kept in sorted(self.made, reverse=True)
+            if kept != taken and kept not in tried and not self._went_on(kept, taken)
+        ]
+
+    def tied_text(self, tied: Sequence[Kept]) -> str:
+        """For errors: that nobody can tell which of these the job lived on last, and how to say it."""
+        spans = [
+            f"{self._where(kept)}, by one that began {_when(self.incarnations[kept].id)} and was there still "
+            f"{_when(self._last(kept))}"
+            for kept in tied
+        ]
+        steps = list(dict.fromkeys(f"step={kept.step}" for kept in tied))
+        choice = (
+            f"Say which is to be taken, by {' or '.join(steps)}, or remove" if len(steps) == len(tied) else "Remove"
+        )
+        return (
+            "it cannot be told which generation the job lived on last: incarnations of it kept these, none of them "
+            f"knew of the other, and by the clocks of the hosts they lived at the same time: {'; '.join(spans)}. "
+            f"{choice} the folders of those that are to be left: {', '.join(kept.folder for kept in tied)}"
+        )
+
+    def _knew(self, one: Kept, other: Kept) -> bool:
+        """Whether the incarnation of `one` knew of that of `other` when it began."""
+        return self.incarnations[other].id in self.incarnations[one].earlier
+
+    def _began_later(self, one: Kept, other: Kept) -> bool:
+        """Whether the incarnation of `one` began when that of `other` had kept its last, by the clocks."""
+        began, last = _ms(self.incarnations[one].id), _ms(self._last(other))
+        if self._is_recorded(one) or self._is_recorded(other):
+            return began > last
+        # as earlier releases told them apart, unless the clocks say the opposite
+        return began >= last and (one.number, began) > (other.number, last) and one.number >= other.number
+
+    def _last(self, kept: Kept) -> str:
+        """The save id of the last that is known of the incarnation of a generation."""
+        its = self.incarnations[kept].id
+        return max(other.save_id for other, one in self.incarnations.items() if one.id == its)
+
+    def _is_recorded(self, kept: Kept) -> bool:
+        return self.incarnations[kept].id != kept.save_id
+
+    def _went_on(self, kept: Kept, taken: Kept) -> bool:
+        """Whether `taken` is a later state of `kept`, as far as that is recorded."""
+        older, its = self.incarnations[kept].id, self.incarnations[taken]
+        if older == its.id or not (self._is_recorded(kept) or self._is_recorded(taken)):
+            return kept.number < taken.number
+        return kept.number <= its.earlier.get(older, 0)
+
+    def _where(self, kept: Kept) -> str:
+        hosts = self.hosts[kept]
+        shown = ", ".join(map(repr, hosts[:3])) + (", ..." if len(hosts) > 3 else "")
+        return f"{kept} on host{'s' * (len(hosts) != 1)} {shown}"
+
+    def _why_left(self, kept: Kept, taken: Kept, step: int | None) -> str:
+        if step is not None:
+            return f"step {step} is asked for"
+        knew = self._knew(taken, kept)
+        if knew or self._began_later(taken, kept):
+            told = "which knew of it" if knew else "by the clocks of the hosts"
+            return f"a later incarnation of the job, {told}, kept {taken} and had not recovered this one"
+        return f"{taken} is taken, whose incarnation of the job had not recovered this one"
+
+
+def _ms(save_id: str) -> int:
+    """The time in it, in milliseconds since 1970."""
+    return int(save_id[:12], 16)
+
+
+def _when(save_id: str) -> str:
+    return f"at {datetime.fromtimestamp(_ms(save_id) / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC"
