@@ -7,7 +7,9 @@ import inspect
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,9 @@ from planners import Mesh, TensorLayout, TensorSpec
 from planners import Shard as S
 from reshard.api.elastic import keeping
 from reshard.api.elastic.hosts import meet
+from reshard.api.elastic.incarnation import Incarnation
+from reshard.api.elastic.kept import Kept, Made, Record
+from reshard.api.elastic.lineage import Found
 from reshard.cli.app import run
 from reshard.elastic import Tier
 from reshard.errors import (
@@ -32,6 +37,7 @@ from reshard.errors import (
     ReshardError,
     StorageError,
 )
+from reshard.formats.native import generations
 from tests import gloo
 from tests.reshard.api import elastic_jobs
 from tests.same import bits
@@ -236,6 +242,161 @@ def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytes
     assert reshard.open(tmp_path / "out").objects["step"] == 1
 
 
+# --- hosts that come back with what the job went on without ---
+
+
+def small(
+    folder: Path, names: list[str], *steps: int, recovers: bool = True, now: float = 0.0, copies: int = 0, **asked: Any
+) -> Any:
+    """One life of a job of a rank for each name: it recovers or does not, and keeps these. What the first rank says."""
+
+    def life(rank: int, tier: Tier) -> Any:
+        state = {"w": torch.zeros(4), "step": 0}
+        report = tier.recover(state, **asked) if recovers else None
+        for step in steps:
+            tier.keep({"w": torch.full((4,), float(step)), "step": step}, step)
+        assert report is None or report.step == state["step"] == state["w"][0]
+        return report
+
+    clock = SimpleNamespace(time=lambda: now or time.time())
+    with mock.patch.object(generations, "time", clock):
+        ends = Job(folder, names, copies=copies).run(life)
+    return ends[0]
+
+
+def unrecorded(folder: Path) -> None:
+    """Leave nothing that earlier releases did not write."""
+    for path in folder.rglob("lineage.json"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("back", [["a", "b"], ["b", "a"], ["new", "b", "a"]])
+def test_what_a_host_brings_back_is_not_newer_than_what_the_job_kept_without_it(
+    tmp_path: Path, back: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small(tmp_path / "run", ["a"], 10, 20, 30, recovers=False)
+    small(tmp_path / "run", ["b"], 15, recovers=False)
+    folders = [str(tmp_path / "run" / host) for host in back]
+
+    with pytest.raises(SystemExit):
+        run(["gather", *folders, str(tmp_path / "out")])
+    report = small(tmp_path / "run", back, 40)
+
+    (why,) = report.passed_over
+    assert report.step == 15
+    assert why == (
+        "generation 3 (step 30) on host 'a' is left behind: a later incarnation of the job, by the clocks of the "
+        "hosts, kept generation 1 (step 15) and had not recovered this one"
+    )
+    told = capsys.readouterr().out
+    assert "generation 1, step 15: " in told
+    assert "generation 3 (step 30) on host " in told
+    assert reshard.open(tmp_path / "out").objects["step"] == 15
+    assert {path.name[:8] for path in (tmp_path / "run").glob("*/*-step-*")} == {"00000004"}
+
+
+def test_a_later_incarnation_that_knew_of_an_earlier_is_later_whatever_the_clocks_say(tmp_path: Path) -> None:
+    small(tmp_path, ["a", "b"], 10, recovers=False, now=9e8, copies=1)
+    small(tmp_path, ["a", "b"], 20, now=7e8, copies=1)
+    for away in ("away", "later"):
+        shutil.copytree(tmp_path / "a", tmp_path / away)
+    small(tmp_path, ["a", "b"], 5, now=6e8, copies=1)
+
+    report = small(tmp_path, ["away", "a", "b"], now=5e8)
+    assert (report.step, report.passed_over) == (5, ())  # what it went on from is older, and nothing odd
+    small(tmp_path, ["a", "b"], 6, recovers=False, now=4e8, copies=1)
+    report = small(tmp_path, ["later", "a"], now=3e8)
+    assert report.step == 6
+    assert report.passed_over[0] == (
+        "generation 2 (step 20) on host 'later' is left behind: a later incarnation of the job, which knew of it, kept "
+        "generation 4 (step 6) and had not recovered this one"
+    )
+
+
+def test_lives_at_the_same_time_are_not_told_apart_by_guessing(tmp_path: Path) -> None:
+    run_, out = tmp_path / "run", tmp_path / "out"
+    small(run_, ["a"], 30, recovers=False, now=1000.0)
+    small(run_, ["b"], 15, recovers=False, now=1000.0)
+
+    refused = small(run_, ["a", "b"])
+    assert type(refused) is CheckpointError
+    for part in ("generation 1 (step 30) on host 'a'", "generation 1 (step 15) on host 'b'", "by step=30 or step=15"):
+        assert part in str(refused)
+    assert "by one that began at 1970-01-01 00:16:40.000 UTC" in str(refused)
+    with pytest.raises(CheckpointError, match="it cannot be told which generation the job lived on last"):
+        reshard.elastic.gather([run_ / "a", run_ / "b"], out)
+    assert not out.exists()
+    assert reshard.elastic.gather([run_ / "a", run_ / "b"], out, step=30).step == 30
+    none = small(run_, ["a", "b"], step=7)
+    assert type(none) is CheckpointNotFoundError
+    assert "no generation of step 7" in str(none)
+    assert "the 2 hosts have 30, 15" in str(none)
+    report = small(run_, ["a", "b"], step=30)
+    assert report.passed_over == ("generation 1 (step 15) on host 'b' is left behind: step 30 is asked for",)
+    assert small(run_, ["a", "b"]).step == 30
+
+
+def test_of_two_lives_with_the_same_step_one_must_be_removed(tmp_path: Path) -> None:
+    for host in "ab":
+        small(tmp_path, [host], 15, recovers=False, now=1000.0)
+    refused = small(tmp_path, ["a", "b"], step=15)
+    assert type(refused) is CheckpointError
+    assert "Remove the folders of those that are to be left: 00000001-step-15-" in str(refused)
+    shutil.rmtree(tmp_path / "b")
+    assert small(tmp_path, ["a", "b"]).step == 15
+
+
+def test_folders_of_earlier_releases_are_told_apart_by_number(tmp_path: Path) -> None:
+    with mock.patch.object(keeping, "remove"):  # as if killed before the older one was removed
+        small(tmp_path, ["a", "b"], 1, 2, recovers=False)
+    unrecorded(tmp_path)
+    report = small(tmp_path, ["b", "a"], 3)
+    assert (report.number, report.step, report.passed_over) == (2, 2, ())
+    assert small(tmp_path, ["b", "a"]).number == 3
+
+
+def test_folders_of_earlier_releases_whose_numbers_and_times_contradict_are_refused(tmp_path: Path) -> None:
+    small(tmp_path, ["a"], 10, 20, 30, recovers=False, now=1000.0)
+    small(tmp_path, ["b"], 15, recovers=False, now=2000.0)
+    unrecorded(tmp_path)
+    refused = small(tmp_path, ["a", "b"])
+    assert type(refused) is CheckpointError
+    assert "by step=15 or step=30" in str(refused) or "by step=30 or step=15" in str(refused)
+    small(tmp_path, ["a", "b"], 40, step=15)
+    assert small(tmp_path, ["a", "b"]).step == 40
+
+
+def test_a_damaged_lineage_is_taken_from_another_host(tmp_path: Path) -> None:
+    small(tmp_path, ["a", "b"], 10, recovers=False, now=2000.0, copies=1)
+    shutil.copytree(tmp_path / "a", tmp_path / "away")
+    small(tmp_path, ["b", "c"], 20, now=1000.0, copies=1)
+    (record,) = files(tmp_path, "b", "lineage.json")
+    flip(record, 20)
+
+    assert small(tmp_path, ["away", "b", "c"]).step == 20
+
+
+def test_what_returned_stays_until_a_new_generation_counts(tmp_path: Path) -> None:
+    small(tmp_path, ["a"], 10, recovers=False)
+    small(tmp_path, ["b"], 20, recovers=False)
+    with mock.patch.object(keeping, "_mirror", side_effect=StorageError("no")):
+        assert isinstance(small(tmp_path, ["a", "b"], 30, recovers=False), ReshardError)
+    assert all(files(tmp_path, host) for host in "ab")
+    small(tmp_path, ["a", "b"], 30, recovers=False)
+    assert {path.name[:16] for path in tmp_path.glob("*/*-step-*")} == {"00000002-step-30"}
+
+
+def test_an_incarnation_remembers_so_many_before_it() -> None:
+    one: Incarnation | None = None
+    for number in range(1, 100):
+        kept_ = Kept(number, number, f"{number:012x}-{number:012x}")
+        rows = {kept_: Record(Made(0.0, ""), one)}
+        with mock.patch("reshard.api.elastic.lineage.new_save_id", return_value=f"{number:012x}-{'a' * 12}"):
+            one = Found.of([("a", rows)]).begin(kept_)
+        assert one.first == number + 1
+    assert list(one.earlier.values()) == list(range(36, 100))
+
+
 def test_what_cannot_be_kept_is_refused_on_all_ranks_and_leaves_the_one_before(tmp_path: Path) -> None:
     kept(tmp_path, 1)
     ends = kept(tmp_path, 2, copies=3)
@@ -290,7 +451,7 @@ def test_wrong_tiers(wrong: dict[str, Any], told: str) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "tier": {"copies": 2, "max_inflight_bytes": 12345, "folder": None},
     "keep": {"step": 7, "check_replicas": False, "fingerprints": False},
-    "recover": {"fallback": "elsewhere", "strict": False, "dtype_policy": "cast"},
+    "recover": {"fallback": "elsewhere", "step": 7, "strict": False, "dtype_policy": "cast"},
 }
 """What all ranks must choose alike, and another value than where nothing is said."""
 
