@@ -33,13 +33,13 @@ class Incarnation(msgspec.Struct, frozen=True):
     def encode(self) -> bytes:
         """The text of its file, with a digest."""
         text = msgspec.json.encode(self)
-        return msgspec.json.encode(_Sealed(msgspec.Raw(text), xxhash.xxh3_128_hexdigest(text)))
+        return msgspec.json.encode(_SealedLineage(msgspec.Raw(text), xxhash.xxh3_128_hexdigest(text)))
 
     @classmethod
     def read(cls, storage: Storage) -> Incarnation | None:
         """That of the generation in `storage`; None if nothing legible says so, as before releases recorded it."""
         try:
-            sealed = msgspec.json.decode(storage.read(LINEAGE), type=_Sealed)
+            sealed = msgspec.json.decode(storage.read(LINEAGE), type=_SealedLineage)
             if xxhash.xxh3_128_hexdigest(sealed.lineage) != sealed.digest:
                 return None
             return msgspec.json.decode(sealed.lineage, type=cls)
@@ -47,6 +47,6 @@ class Incarnation(msgspec.Struct, frozen=True):
             return None
 
 
-class _Sealed(msgspec.Struct, frozen=True):
+class _SealedLineage(msgspec.Struct, frozen=True):
     lineage: msgspec.Raw
     digest: str

@@ -14,7 +14,7 @@ from planners.save.copies import CopyPlan, plan_copies, verify_copies
 from planners.units import format_bytes
 from reshard.api.elastic.hosts import Hosts, Settings, free_bytes
 from reshard.api.elastic.incarnation import LINEAGE, Incarnation
-from reshard.api.elastic.kept import Kept, Record, good_ranges, kept_in, remove
+from reshard.api.elastic.kept import Kept, Recorded, good_ranges, kept_in, remove
 from reshard.api.elastic.lineage import Found
 from reshard.api.elastic.moving import move
 from reshard.api.elastic.reports import KeepReport
@@ -102,7 +102,7 @@ def _planned_copies(group: Group, hosts: Hosts, nbytes: list[int], copies: int) 
     return plan
 
 
-class _Begun(NamedTuple):
+class _NextKept(NamedTuple):
     kept: Kept
     before: list[Kept]
     """What stays until the new one counts."""
@@ -116,9 +116,9 @@ def _begin(
     told = group.gather(msgspec.msgpack.encode(list(kept_in(hosts.folder).items()) if hosts.leads else []))
     begun = None
     if told is not None:
-        rows = [dict(msgspec.msgpack.decode(row, type=list[tuple[Kept, Record]])) for row in told]
+        rows = [dict(msgspec.msgpack.decode(row, type=list[tuple[Kept, Recorded]])) for row in told]
         begun = msgspec.msgpack.encode(_next(step, Found.of(zip(hosts.names, rows)), len(hosts.places), incarnation))
-    kept, before, incarnation = msgspec.msgpack.decode(group.share(begun), type=_Begun)
+    kept, before, incarnation = msgspec.msgpack.decode(group.share(begun), type=_NextKept)
     need = copies.bytes_by_host[hosts.name] * (1 if before else 2)
     if hosts.leads:
         remove(hosts.folder, before)
@@ -134,13 +134,13 @@ def _begin(
     return kept, incarnation
 
 
-def _next(step: int, found: Found, hosts: int, incarnation: Incarnation | None) -> _Begun:
+def _next(step: int, found: Found, hosts: int, incarnation: Incarnation | None) -> _NextKept:
     """The generation that begins. Of those before, the newest stays that all hosts have; all, if they have none."""
     incarnation = incarnation or found.begin(None)
     number = max(incarnation.first, 1 + max((kept.number for kept in found.incarnations), default=0))
     everywhere = [kept for kept, those in found.hosts.items() if len(those) == hosts]
     before = found.order(everywhere).newest if everywhere else list(found.hosts)
-    return _Begun(Kept(number, step, generations.new_save_id()), before, incarnation)
+    return _NextKept(Kept(number, step, generations.new_save_id()), before, incarnation)
 
 
 def _mirror(

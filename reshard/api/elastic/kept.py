@@ -40,7 +40,7 @@ __all__ = [
     "Kept",
     "Made",
     "Ranges",
-    "Record",
+    "Recorded",
     "arrays_of",
     "fetched_folder",
     "good_ranges",
@@ -93,7 +93,7 @@ class Made(NamedTuple):
         return cls(manifest.created_unix_s, xxhash.xxh3_128_hexdigest(rows) if manifest.fingerprints else "")
 
 
-class Record(NamedTuple):
+class Recorded(NamedTuple):
     """What the folder of a host says of a generation."""
 
     made: Made | None
@@ -107,12 +107,12 @@ def fetched_folder(kept: Kept) -> str:
     return f"{_FETCHED}{kept.save_id}"
 
 
-def kept_in(folder: Path) -> dict[Kept, Record]:
+def kept_in(folder: Path) -> dict[Kept, Recorded]:
     """The generations in the folder of a host, and what is recorded of each.
 
     Raises StorageError if it cannot be read.
     """
-    found: dict[Kept, Record] = {}
+    found: dict[Kept, Recorded] = {}
     try:
         names = [entry.name for entry in os.scandir(folder)]
     except FileNotFoundError:
@@ -122,7 +122,7 @@ def kept_in(folder: Path) -> dict[Kept, Record]:
     for name in names:
         if match := _NAME.fullmatch(name):
             storage = LocalStorage(folder / name)
-            found[Kept(int(match[1]), int(match[2]), match[3])] = Record(_made(storage), Incarnation.read(storage))
+            found[Kept(int(match[1]), int(match[2]), match[3])] = Recorded(_made(storage), Incarnation.read(storage))
     return found
 
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from reshard.api.elastic.incarnation import Incarnation
-from reshard.api.elastic.kept import Kept, Made, Record
+from reshard.api.elastic.kept import Kept, Made, Recorded
 from reshard.formats.native.generations import new_save_id
 
 __all__ = ["Found", "Order"]
@@ -49,7 +49,7 @@ class Found:
     """Of those that count somewhere."""
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[str, Mapping[Kept, Record]]]) -> Found:
+    def of(cls, rows: Iterable[tuple[str, Mapping[Kept, Recorded]]]) -> Found:
         """Out of what lies in the folder of each host."""
         incarnations: dict[Kept, Incarnation] = {}
         hosts: dict[Kept, list[str]] = {}

@@ -14,7 +14,7 @@ import msgspec
 from planners.geometry.box import Box
 from reshard.api.elastic.hosts import Hosts, Settings
 from reshard.api.elastic.incarnation import Incarnation
-from reshard.api.elastic.kept import Held, Kept, Made, Record, fetched_folder, held_in, kept_in, lost_boxes, remove
+from reshard.api.elastic.kept import Held, Kept, Made, Recorded, fetched_folder, held_in, kept_in, lost_boxes, remove
 from reshard.api.elastic.lineage import Found
 from reshard.api.elastic.moving import move
 from reshard.api.elastic.reports import RecoverReport
@@ -165,7 +165,7 @@ def _candidates(
     told = group.gather(msgspec.msgpack.encode(list(kept_in(hosts.folder).items()) if hosts.leads else []))
     found, chosen = None, None
     if told is not None:
-        rows = [dict(msgspec.msgpack.decode(row, type=list[tuple[Kept, Record]])) for row in told]
+        rows = [dict(msgspec.msgpack.decode(row, type=list[tuple[Kept, Recorded]])) for row in told]
         found = Found.of(zip(hosts.names, rows))
         order = found.order([kept for kept in found.made if step in (None, kept.step)])
         ranked = [

@@ -22,7 +22,7 @@ from planners import Shard as S
 from reshard.api.elastic import keeping
 from reshard.api.elastic.hosts import meet
 from reshard.api.elastic.incarnation import Incarnation
-from reshard.api.elastic.kept import Kept, Made, Record
+from reshard.api.elastic.kept import Kept, Made, Recorded
 from reshard.api.elastic.lineage import Found
 from reshard.cli.app import run
 from reshard.elastic import Tier
@@ -390,7 +390,7 @@ def test_an_incarnation_remembers_so_many_before_it() -> None:
     one: Incarnation | None = None
     for number in range(1, 100):
         kept_ = Kept(number, number, f"{number:012x}-{number:012x}")
-        rows = {kept_: Record(Made(0.0, ""), one)}
+        rows = {kept_: Recorded(Made(0.0, ""), one)}
         with mock.patch("reshard.api.elastic.lineage.new_save_id", return_value=f"{number:012x}-{'a' * 12}"):
             one = Found.of([("a", rows)]).begin(kept_)
         assert one.first == number + 1
