@@ -37,11 +37,7 @@ def diff(
         ),
     ] = None,
     unread: Annotated[
-        bool,
-        typer.Option(
-            "--unread",
-            help="Quick: values that were saved with equal fingerprints are not read. Damage is not found.",
-        ),
+        bool, typer.Option("--unread", help="Quick: what was saved with equal fingerprints is not read; damage stays.")
     ] = False,
     config: Config = None,
     naming: Naming = None,
@@ -61,6 +57,7 @@ def diff(
     given = read_hints(hint, used=normalized or model)
     mapping = mapping_of(names, config, naming)
     sides: list[Any] = [reshard.open(path) for path in (a, b)]
+    labels = (sides[0].url, sides[1].url)
     if model or (normalized and mapping is not None):
         kinds = (names or ":").split(":")
         hints = [stored_hints(kind, given) for kind in kinds]
@@ -69,7 +66,7 @@ def diff(
         sides = [side.normalized(given) for side in sides]
     if mapping is not None:
         sides[0] = mapping.apply(sides[0])
-    report = reshard.compare(*sides, rtol=rtol, atol=atol, by_fingerprint=unread, labels=(a, b), progress=not as_json)
+    report = reshard.compare(*sides, rtol=rtol, atol=atol, by_fingerprint=unread, labels=labels, progress=not as_json)
     if as_json:
         print_json(report_as_json(report))
     else:

@@ -8,13 +8,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, NewerVersionError, StorageError
 from reshard.formats.dcp.names import has_dcp
 from reshard.formats.native import reader as native
-from reshard.formats.native.manifest import MANIFEST, is_generation
-from reshard.formats.runs import RunStep, look_at, look_in, path_below, shows_nothing, steps_seen
+from reshard.formats.native.manifest import HF_INDEX, MANIFEST, is_generation
+from reshard.formats.runs import (
+    RunStep,
+    is_certain,
+    look_at,
+    look_in,
+    marks_in,
+    owned_by,
+    path_below,
+    shows_nothing,
+    steps_seen,
+)
 from reshard.formats.stored.contents import Contents, Format
 from reshard.formats.stored.source import Files
 from reshard.state.garbage import uncollected
@@ -26,10 +37,41 @@ __all__ = ["composite_formats", "open_contents", "plain_formats", "steps_at"]
 _OF_DCP = ("megatron", "lightning")
 """The composite formats that are made of a DCP checkpoint: any other beside one is a mixture."""
 
+_OF_TREES = frozenset(
+    ("latest", "latest_checkpointed_iteration.txt", ".snapshot_metadata", "_METADATA", "_CHECKPOINT_METADATA")
+)
+"""Files of formats that have folders of their own below them, of any names."""
+
+_MARKERS = (MANIFEST, ".metadata")
+"""The path of such a file is that of the checkpoint which it is of, whatever else lies beside it."""
+
 _ATTEMPTS = 100
 """So often a checkpoint is looked at that is being replaced just then: each time, another save was finished."""
 
 _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".gguf", ".nemo", ".json")
+
+
+_Found = tuple[Storage, dict[str, int]]
+"""A storage, and the files to look at."""
+
+
+class _Run(NamedTuple):
+    """The folder of a run."""
+
+    steps: list[RunStep]
+    """The oldest first; none where the folder is a checkpoint by itself."""
+    beside: list[str]
+    """Files of checkpoints that lie beside them."""
+
+    def not_opened(self, path: str | os.PathLike[str]) -> list[str]:
+        """What to say of the latter."""
+        if not self.beside:
+            return []
+        more = f", and {len(self.beside) - 1} more" if len(self.beside) > 1 else ""
+        where = path_below(path, self.beside[0])
+        return [
+            f"beside the steps lies {self.beside[0]}{more}, which was not opened: to open it, give its path, {where}"
+        ]
 
 
 @uncollected()
@@ -48,50 +90,96 @@ def open_contents(
 
     Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
     """
-    steps = steps_at(path, is_sure=step is not None)
-    if not isinstance(path, Storage) and (steps or step is not None):
-        return _open_step(path, steps, preferred, step, share)
-    try:
-        return _open_at(path, preferred, share)
-    except FormatError:
-        # of what is not on this machine all names had to be listed first
-        steps = [] if isinstance(path, Storage) or _is_here(path) else steps_seen(look_in(_find(path)[1]))
-        if isinstance(path, Storage) or not steps:
-            raise
-        return _open_step(path, steps, preferred, step, share)
+    found = None if _is_here(path) else _find(path)
+    run = _run_at(path, found, preferred, is_sure=step is not None)
+    if step is None and not run.steps:
+        return _open_at(path, preferred, share, found)
+    if isinstance(path, Storage):
+        what = f"the folder of a run, whose steps are {_listed(run.steps)}" if run.steps else "no folder of a run"
+        raise FormatError(
+            f"{path.url} is {what}: a checkpoint of a run is opened by the path of the run, or by its own"
+        )
+    return _open_step(path, run, preferred, step, share)
 
 
 def steps_at(path: str | os.PathLike[str] | Storage, *, is_sure: bool = False) -> list[RunStep]:
-    """The checkpoints of the run at `path`, the oldest first; none where it is no folder of a run, or a checkpoint of
-    its own. Of what is not on this machine, only where it `is_sure` that a run is meant.
+    """The checkpoints of the run at `path`, the oldest first; none where it is no folder of a run or, unless it
+    `is_sure` that a run is meant, a checkpoint of its own.
 
-    Raises FormatError for a local folder that holds much, and nothing of any checkpoint.
+    Raises FormatError for a local folder that holds much, and nothing of any checkpoint, and for what is both a run and
+    a checkpoint.
     """
-    if isinstance(path, Storage) or "*" in path_text(path):
-        return []
-    if not _is_here(path):
-        return steps_seen(look_in(_find(path)[1]), is_sure=True) if is_sure else []
-    look = look_at(_local(path))
-    steps = steps_seen(look, is_sure=is_sure)
-    if not steps and shows_nothing(look):
+    return _run_at(path, None if _is_here(path) else _find(path), None, is_sure=is_sure).steps
+
+
+def _run_at(
+    path: str | os.PathLike[str] | Storage, found: _Found | None, preferred: Format | None, *, is_sure: bool
+) -> _Run:
+    """The verdict on a folder, see `reshard.formats.runs`: the one place where it is decided.
+
+    Args:
+        found: of what is not a local path; of that all names are not listed before they must be.
+    """
+    none = _Run([], [])
+    if not isinstance(path, Storage) and ("*" in path_text(path) or (found and _file_of(path) in found[1])):
+        return none
+    look = look_in(found[1]) if found is not None else look_at(_local(path_text(path)))
+    steps, marks = steps_seen(look), marks_in(look)
+    if not steps and found is None and shows_nothing(look):
         folders, files = look("")
         raise FormatError(
-            f"{os.fspath(path)} is no checkpoint of a known format, and no folder of a run: neither its "
+            f"{_text(path)} is no checkpoint of a known format, and no folder of a run: neither its "
             f"{len(folders) + len(files)} entries nor what is directly below them is called as a file of any. It holds "
             + ", ".join(sorted((*folders, *files))[:5])
         )
-    return steps
+    if is_sure or not marks:
+        return none if isinstance(path, Storage) and not is_sure else _Run(steps, [])
+    certain = [step for step in steps if is_certain(look, step)]
+    if not certain:
+        return none
+    storage, names = found or _find(path)
+    if _owns_all(storage, names, preferred):
+        return none
+    owned = owned_by(marks)
+    if MANIFEST in names and native.detect(storage, {MANIFEST: names[MANIFEST]}):
+        owned.insert(0, MANIFEST)
+    if owned:
+        raise FormatError(
+            f"{_text(path)} is two things: a checkpoint, of {owned[0]}, and the folder of a run, whose steps are "
+            f"{_listed(steps)}. Say which: by step=, by the path of a step, or by {path_below(_text(path), owned[0])}"
+        )
+    return _Run(steps, [name for name in marks if name not in _OF_TREES])
+
+
+def _owns_all(storage: Storage, names: Mapping[str, int], preferred: Format | None) -> bool:
+    """Whether what the top shows is of a format that has folders of its own below it, whatever these are called; or of
+    the one that is preferred."""
+    if preferred is not None and preferred.detect(storage, names):
+        return True
+    if not _OF_TREES & set(names):
+        return False
+    return any(format.detect(storage, names) for format in composite_formats())
+
+
+def _listed(steps: Sequence[RunStep]) -> str:
+    """For a message: the newest few."""
+    newest = [step.name for step in reversed(steps)]
+    return ", ".join(newest[:3]) + (f" and {len(newest) - 3} more" if len(newest) > 3 else "")
+
+
+def _text(path: str | os.PathLike[str] | Storage) -> str:
+    return path.url if isinstance(path, Storage) else os.fspath(path)
 
 
 def _open_step(
     path: str | os.PathLike[str],
-    steps: Sequence[RunStep],
+    run: _Run,
     preferred: Format | None,
     wanted: int | None,
     share: native.Share,
 ) -> tuple[Contents, str]:
     """The checkpoint of that step, or the newest complete one, which then says what was passed over."""
-    chosen = [step for step in reversed(steps) if wanted in (None, step.step)]
+    chosen = [step for step in reversed(run.steps) if wanted in (None, step.step)]
     passed: list[str] = []
     for step in chosen:
         place = path_below(path, step.name)
@@ -102,29 +190,35 @@ def _open_step(
                 raise
             passed.append(f"{step.name} was passed over, which is newer but not complete: {error}")
             continue
-        return replace(contents, warnings=(*contents.warnings, *passed)), url
+        return replace(contents, warnings=(*contents.warnings, *passed, *run.not_opened(path))), url
     if passed:
-        raise CheckpointNotFoundError(
-            f"no checkpoint of the run at {os.fspath(path)} is complete. " + "; ".join(passed)
-        )
-    known = ", ".join(str(step.step) if step.step is not None else step.name for step in steps) or "no steps at all"
+        why = "; ".join((*passed, *run.not_opened(path)))
+        raise CheckpointNotFoundError(f"no checkpoint of the run at {os.fspath(path)} is complete. {why}")
+    known = ", ".join(str(step.step) if step.step is not None else step.name for step in run.steps) or "no steps at all"
     raise CheckpointNotFoundError(f"there is no step {wanted} in {os.fspath(path)}: it has {known}")
 
 
-def _is_here(path: str | os.PathLike[str]) -> bool:
+def _is_here(path: str | os.PathLike[str] | Storage) -> bool:
     """Whether it is a path of this machine."""
+    if isinstance(path, Storage):
+        return False
     return "://" not in path_text(path) or path_text(path).startswith("file://")
 
 
-def _local(path: str | os.PathLike[str]) -> str:
-    text = path_text(path)
+def _file_of(path: str | os.PathLike[str]) -> str:
+    """The name that a path ends with, if files of checkpoints are called so."""
+    last = unquote(path_text(path).rstrip("/").rpartition("/")[2])
+    return last if last in _MARKERS or last.endswith(_FILE_SUFFIXES) else ""
+
+
+def _local(text: str) -> str:
     return unquote(text.removeprefix("file://")) if text.startswith("file://") else text
 
 
 def _open_at(
-    path: str | os.PathLike[str] | Storage, preferred: Format | None, share: native.Share
+    path: str | os.PathLike[str] | Storage, preferred: Format | None, share: native.Share, found: _Found | None = None
 ) -> tuple[Contents, str]:
-    storage, names = _find(path)
+    storage, names = found or _find(path)
     url = storage.url if isinstance(path, Storage) else os.fspath(path)
     for attempt in range(_ATTEMPTS):
         facts = None
@@ -162,7 +256,12 @@ def _open(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     format = _pick(storage, names, url, preferred)
     if preferred is not None and preferred.name == format.name:
         format = preferred
-    return format.open(storage, names)
+    contents = format.open(storage, names)
+    if format is not native or not (beside := sorted(set(marks_in(look_in(names))) - {MANIFEST, HF_INDEX})):
+        return contents
+    more = f", and {len(beside) - 1} more" if len(beside) > 1 else ""
+    told = f"beside {MANIFEST} lies {beside[0]}{more}, which was not opened: to open it, give its path"
+    return replace(contents, warnings=(*contents.warnings, told))
 
 
 def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, int]]:
@@ -176,14 +275,23 @@ def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, in
             storage = open_storage(parent or ("/" if text.startswith("/") else "."))
             found = {name: size for name, size in storage.list().items() if "/" not in name}
             return storage, {name: size for name, size in found.items() if fnmatchcase(name, last)}
-        remote = "://" in text and urlsplit(text).scheme not in ("file", "memory")
-        single = last.endswith(_FILE_SUFFIXES) if remote else _is_local_file(text)
+        scheme = urlsplit(text).scheme if "://" in text else "file"
+        if scheme == "memory":
+            single = bool(_file_of(text)) and last in open_storage(parent).list(last)
+        else:
+            single = bool(_file_of(text)) if scheme != "file" else _is_local_file(text)
         file = (unquote(last) if "://" in text else last) if single else ""
         storage = open_storage((parent or ("/" if text.startswith("/") else ".")) if single else path)
     if not file and (top := storage.top()) is not None and MANIFEST in top and native.detect(storage, top):
         names = top  # what is below need not be listed, by each of many ranks: the manifest says it
     else:
         names = storage.list(file)
+    if file in _MARKERS:
+        names = storage.list()
+        marks = {
+            name for name in marks_in(look_in(names)) if not (has_dcp([name]) if file != MANIFEST else name == file)
+        }
+        return storage, {name: size for name, size in names.items() if name not in marks and not is_temporary(name)}
     if file and file in names:
         return storage, {file: names[file]}
     return storage, {name: size for name, size in names.items() if not is_temporary(name)}
@@ -249,17 +357,21 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     if preferred is not None and preferred.name in [format.name for format in fitting]:
         return preferred
     if fitting:
-        kinds = " and ".join(format.name for format in fitting)
-        raise FormatError(
-            f"{url} is a mixture: its files look like {kinds}; open the one that you mean by the path of its file, or "
-            "move the others elsewhere"
-        )
+        raise _mixture(url, fitting)
     every = (native, *composite_formats(), *plain_formats())
     known = "; ".join(f"{format.name} ({format.looks_for})" for format in every)
     nested = _nested(storage, names)
     hint = f" Below it there seem to be checkpoints in {', '.join(nested)}: open one of these." if nested else ""
     some = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
     raise FormatError(f"{url} is no checkpoint of a known format.{hint} It holds {some}. Looked for: {known}")
+
+
+def _mixture(url: str, fitting: Sequence[Format]) -> FormatError:
+    kinds = " and ".join(format.name for format in fitting)
+    return FormatError(
+        f"{url} is a mixture: its files look like {kinds}; open the one that you mean by the path of its file, or "
+        "move the others elsewhere"
+    )
 
 
 def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:

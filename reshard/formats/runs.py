@@ -6,8 +6,18 @@
     project/checkpoints/checkpoint_0  checkpoint_1       accelerate
     run/checkpoints/epoch=0-step=10.ckpt  last.ckpt      Lightning, as files or folders
 
-Names are all that is looked at: those in the folder, and in its one folder of checkpoints. So a folder of ten thousand
-others is told at once from a checkpoint.
+Names are all that is looked at: those in the folder, in its one folder of checkpoints, and in those of its steps. So a
+folder of ten thousand others is told at once from a checkpoint.
+
+What a folder is, by what lies at its top and is called as files of a checkpoint are:
+
+    steps, and                                        verdict
+    nothing                                           a run
+    best.pt, scheduler.pt, ema.safetensors            a run; the files are named, and not opened
+    manifest.json of ours, .metadata, model.safetensors   two things: refused
+    latest, .snapshot_metadata, _METADATA             the checkpoint, if a format says that all below it is its own
+
+Without steps it is a checkpoint, of whichever format.
 """
 
 from __future__ import annotations
@@ -21,7 +31,18 @@ from urllib.parse import quote
 
 from reshard.errors import FormatError
 
-__all__ = ["Look", "RunStep", "look_at", "look_in", "path_below", "shows_nothing", "steps_seen"]
+__all__ = [
+    "Look",
+    "RunStep",
+    "is_certain",
+    "look_at",
+    "look_in",
+    "marks_in",
+    "owned_by",
+    "path_below",
+    "shows_nothing",
+    "steps_seen",
+]
 
 Look = Callable[[str], tuple[list[str], list[str]]]
 """The names of folders and of files directly in a folder, which is "" or ends with "/"."""
@@ -57,6 +78,13 @@ _SUFFIXES = (
     ".index.json",
 )
 """What the files of every known format are called: one of them is at the top of a checkpoint, or a folder below it."""
+
+_OWNED = re.compile(
+    r"\.metadata|__\d+\.metadata|__\d+_\d+\.distcp|.*\.index\.json"
+    r"|(?:model|adapter_model|pytorch_model|diffusion_pytorch_model|consolidated)(?:[-._].*)?\.(?:safetensors|bin|pth)"
+)
+"""Files that are of a checkpoint right there: of DCP, and what Hugging Face's tools look for. Those of other names may
+be anything that somebody keeps beside a run."""
 
 _MOST_FOLDERS = 256
 """So many folders are looked into where the top shows nothing."""
@@ -106,15 +134,12 @@ def look_in(names: Iterable[str]) -> Look:
     return look
 
 
-def steps_seen(look: Look, *, is_sure: bool = False) -> list[RunStep]:
-    """The checkpoints of a run, the oldest first; none where the top holds files of a checkpoint of its own, unless
-    it `is_sure` that a run is meant.
+def steps_seen(look: Look) -> list[RunStep]:
+    """What is called as checkpoints of a run, the oldest first, at the top or in one folder below.
 
     Raises FormatError where two folders below hold a run each.
     """
     folders, files = look("")
-    if not is_sure and any(_is_mark(name) and not _step_of(name, "") for name in files):
-        return []
     found = _steps("", folders, files)
     if found:
         return found
@@ -123,6 +148,27 @@ def steps_seen(look: Look, *, is_sure: bool = False) -> list[RunStep]:
     if len(runs) > 1:
         raise FormatError(f"there are runs in {', '.join(sorted(runs))}: open one of these folders")
     return next(iter(runs.values()), [])
+
+
+def marks_in(look: Look) -> list[str]:
+    """The files at the top that are called as those of a checkpoint, and not as steps."""
+    return sorted(name for name in look("")[1] if _is_mark(name) and not _step_of(name, ""))
+
+
+def owned_by(marks: Iterable[str]) -> list[str]:
+    """Those of them which say that there is a checkpoint right there, whatever lies beside it."""
+    return [name for name in marks if _OWNED.fullmatch(name)]
+
+
+def is_certain(look: Look, step: RunStep) -> bool:
+    """Whether it is a step by more than a number for a name, which other things have, too: the folders of ranks, of
+    processes' logs, of items in a list. So its name says it, or it holds what is called as files of a checkpoint."""
+    last = step.name.rpartition("/")[2]
+    if not last.isdigit():
+        return step.step is not None
+    folders, files = look(f"{step.name}/")
+    inner = (look(f"{step.name}/{name}/")[1] for name in islice(folders, _MOST_FOLDERS))
+    return any(map(_is_mark, files)) or any(any(map(_is_mark, names)) for names in inner)
 
 
 def shows_nothing(look: Look) -> bool:
