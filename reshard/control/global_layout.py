@@ -255,7 +255,9 @@ def _places(
                 mixed.add(above)
     for data, kind in containers:
         path = path_from_json(data)
-        kinds[path] = kind
+        if kind.startswith("tensor:"):
+            continue
+        kinds[path] = kind = "dict" if kind.startswith("dict:") else kind
         if kind != "dict":
             items.setdefault(path, 0)
     return {path: _Place(kind, None if path in mixed else items.get(path)) for path, kind in kinds.items()}

@@ -23,7 +23,18 @@ import torch
 
 from reshard.errors import FormatError
 
-__all__ = ["Typed", "make_sequence", "needs_class", "rebuilt", "retyped", "sequence_kind", "typed", "unmade"]
+__all__ = [
+    "Typed",
+    "class_name",
+    "make_sequence",
+    "mapping_kind",
+    "needs_class",
+    "rebuilt",
+    "retyped",
+    "sequence_kind",
+    "typed",
+    "unmade",
+]
 
 _SEQUENCES = (list, tuple, deque)
 _ATOMS = {int, float, str, bool, type(None), complex, bytes}
@@ -72,6 +83,11 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def class_name(value: Any) -> str:
+    """The class of a value as reports name it: without a module where it is a builtin."""
+    return _name(type(value)).removeprefix("builtins.")
+
+
 def _base(cls: type) -> type | None:
     """The plain type that a class is or extends; torch.Size is a value of its own."""
     return None if cls is torch.Size else next((base for base in _PLAIN_OF if issubclass(cls, base)), None)
@@ -89,6 +105,16 @@ def sequence_kind(value: Any) -> str | None:
     if (base is not tuple and base is not list) or object.__getstate__(value):
         return None
     return f"{base.__name__}:{_name(cls)}"
+
+
+def mapping_kind(value: Mapping[Any, Any]) -> str:
+    """ "dict"; or, with what a plain dict does not tell, "dict:collections.OrderedDict", and "dict:dict[app.Mode]" for
+    keys of a class that is saved as text or numbers. Mappings of this library are dicts to everyone."""
+    cls = type(value)
+    keys = set(map(type, value)) - {str, int}
+    if not keys and (cls is dict or cls.__module__.startswith("reshard.")):
+        return "dict"
+    return f"dict:{class_name(value)}" + (f"[{','.join(sorted(map(_name, keys)))}]" if keys else "")
 
 
 def make_sequence(kind: str, items: Iterable[Any]) -> Any:

@@ -13,7 +13,7 @@ import torch
 from planners.geometry.layout import TensorLayout, TensorSpec
 from planners.geometry.layout_forms import Form
 from reshard.state.frameworks.tensor_classes import is_sharded
-from reshard.state.frameworks.tensor_subclasses import expanded
+from reshard.state.frameworks.tensor_subclasses import class_kinds, expanded
 from reshard.state.per_rank import PerRank
 from reshard.state.tensors import (
     device_of,
@@ -116,7 +116,7 @@ class LiveState:
     paths: dict[str, KeyPath]
     """Of all of these."""
     containers: dict[KeyPath, str]
-    """Tuples, and empty containers, see `reshard.state.tree.Flat`."""
+    """Tuples, empty containers, and classes of mappings and tensors, see `reshard.state.tree.Flat`."""
     tied: dict[str, str]
     """Keys whose tensor is the very same memory as that of an earlier key."""
 
@@ -147,7 +147,7 @@ def take_apart(
     Raises KeyMismatchError for keys that collide; LayoutError for a tensor that is no plain array in memory.
     """
     flat = flatten(state, is_leaf=is_single, whole_at=whole_at)
-    flat = replace(flat, leaves=expanded(flat.leaves))
+    flat = replace(flat, leaves=expanded(flat.leaves), containers=flat.containers | class_kinds(flat.leaves))
     if select is not None:
         flat = _selected(flat, select)
     out = LiveState(state, {}, {}, {}, {key_of(path): path for path in flat.leaves}, flat.containers, {})

@@ -59,18 +59,23 @@ class Targets(LiveState):
             elif entry_by_entry:  # and dicts, and what holds a dict
                 full.update(path[:i] for i in range(_depth_of_dicts(path)))
         if entry_by_entry:
-            empty = [path for path, kind in live.containers.items() if kind == "dict"]
+            empty = [path for path, kind in live.containers.items() if kind.partition(":")[0] == "dict"]
             full.update(path[:i] for path in empty for i in range(len(path) + 1))
         above = {key: _outermost(live.paths[key][:-1], full) for key in live.objects}
         objects = {key: value for key, value in live.objects.items() if above[key] is None}
-        units = {key_of(p): p for p in (*above.values(), *(_outermost(p, full) for p in live.containers)) if p}
+        containers = [path for path, kind in live.containers.items() if not kind.startswith("tensor:")]
+        units = {key_of(p): p for p in (*above.values(), *(_outermost(p, full) for p in containers)) if p}
         paths = {key: path for key, path in live.paths.items() if above.get(key) is None} | units
         return cls(state, live.tensors, live.per_rank, objects, paths, live.containers, live.tied, units)
 
     def live(self, key: str) -> Any:
         """What is under `key` now."""
+        return self.at(self.paths[key])
+
+    def at(self, path: KeyPath) -> Any:
+        """What is at `path` now."""
         here: Any = self.root
-        for part in self.paths[key]:
+        for part in path:
             here = _inside(here, part)
         return here
 

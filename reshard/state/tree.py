@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from reshard.errors import FormatError, KeyMismatchError
-from reshard.state.container_types import make_sequence, sequence_kind
+from reshard.state.container_types import make_sequence, mapping_kind, sequence_kind
 
 __all__ = [
     "MAX_DEPTH",
@@ -56,7 +56,8 @@ class Flat:
     """Every value that is no container, by path, in order."""
     containers: dict[KeyPath, str] = field(default_factory=dict)
     """"dict" and "list" for the empty ones, which no leaf would tell of; for every other sequence, what
-    `reshard.state.container_types.sequence_kind` says of it."""
+    `reshard.state.container_types.sequence_kind` says of it, and for mappings without tensors, if they are no plain
+    dicts, what `mapping_kind` does. Of tensors that are of a class of their own, "tensor:app.Quantized"."""
 
 
 def key_of(path: KeyPath) -> str:
@@ -115,12 +116,14 @@ class _Walk(NamedTuple):
             )
 
 
-def _flatten(value: Any, path: KeyPath, flat: Flat, walk: _Walk) -> None:
+def _flatten(value: Any, path: KeyPath, flat: Flat, walk: _Walk) -> bool:
+    """Whether there is nothing below that `walk.is_leaf` stops at."""
     walk.see(path)
-    items = None if walk.is_leaf(value) else _items(value)
+    is_single = walk.is_leaf(value)
+    items = None if is_single else _items(value)
     if items is None or walk.whole_at(path, value):
         flat.leaves[path] = value
-        return
+        return not is_single
     kind, pairs = items
     if id(value) in walk.above:
         raise KeyMismatchError(f"the container at {_show(path) or 'the top'} contains itself")
@@ -129,9 +132,13 @@ def _flatten(value: Any, path: KeyPath, flat: Flat, walk: _Walk) -> None:
     if kind not in ("dict", "list") or (not pairs and (path or kind == "list")):
         flat.containers[path] = kind
     walk.above.add(id(value))
+    is_plain = True
     for key, item in pairs:
-        _flatten(item, (*path, key), flat, walk)
+        is_plain &= _flatten(item, (*path, key), flat, walk)
+    if is_plain and path and kind == "dict" and (own := mapping_kind(value)) != "dict":
+        flat.containers[path] = own
     walk.above.discard(id(value))
+    return is_plain
 
 
 def _items(value: Any) -> tuple[str, list[tuple[str | int | IntKey, Any]]] | None:
@@ -183,8 +190,9 @@ def unflatten(leaves: Mapping[KeyPath, Any], containers: Mapping[KeyPath, str] |
         if path[-1] in parent:
             raise KeyMismatchError(f"{_show(path)} is a value and a container at once, or is given twice")
         parent[path[-1]] = _Leaf(value)
-    for path in kinds:
-        _descend(root, path)
+    for path, kind in kinds.items():
+        if not kind.startswith("tensor:"):
+            _descend(root, path)
     try:
         return _build(root, (), kinds)
     except RecursionError:
@@ -212,7 +220,7 @@ def _build(node: Any, path: KeyPath, kinds: Mapping[KeyPath, str]) -> Any:
     if isinstance(node, _Leaf):
         return node.value
     kind = kinds.get(path, "list" if node and all(type(k) is int for k in node) else "dict")
-    if kind == "dict":
+    if kind.partition(":")[0] in ("dict", "tensor"):
         return {k.value if isinstance(k, IntKey) else k: _build(v, (*path, k), kinds) for k, v in node.items()}
     return make_sequence(kind, [_build(node[k], (*path, k), kinds) for k in sorted(node)])
 

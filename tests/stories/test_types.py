@@ -274,7 +274,48 @@ def test_dicts_are_of_the_kind_that_the_target_has(name: str, tmp_path: Path) ->
     saved(tmp_path, value)
 
     assert same(loaded(tmp_path, other), value)
-    assert isinstance(value, io.BytesIO) or loaded(tmp_path, None) == dict(value)
+    state = {"v": None, "w": ones(0)}
+    report = reshard.load(state, tmp_path)
+    if isinstance(value, io.BytesIO):
+        assert same(state["v"], value)
+        return
+    assert state["v"] == dict(value)
+    assert not report.ok
+    assert set(report.retyped) == {"v"}
+    assert report.retyped["v"][1] == "dict"
+    assert f"retyped 1 ('v: {report.retyped['v'][0]} -> dict')" in repr(report)
+    reshard.convert(tmp_path, tmp_path / "again")
+    assert reshard.load({"v": {}, "w": ones(0)}, tmp_path / "again").retyped == report.retyped
+    assert reshard.open(tmp_path).nested()["v"] == dict(value)
+
+
+def test_what_is_of_another_class_is_told_wherever_it_is(tmp_path: Path) -> None:
+    inner = {"a": [{"b": collections.OrderedDict(c=1)}], "d": collections.OrderedDict()}
+    saved(tmp_path, inner)
+
+    told = reshard.load({"v": {}, "w": ones(0)}, tmp_path, dry_run=True)
+    assert told.retyped == dict.fromkeys(("v.a.0.b", "v.d"), ("collections.OrderedDict", "dict"))
+    target = {"v": {"a": [{"b": collections.OrderedDict()}], "d": collections.OrderedDict()}, "w": ones(0)}
+    assert reshard.load(target, tmp_path).ok
+    assert same(target["v"], inner)
+
+
+def test_mappings_with_tensors_stay_as_the_target_has_them(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    reshard.save({"model": model.state_dict()}, tmp_path)
+
+    assert reshard.load({"model": dict(model.state_dict())}, tmp_path).ok
+    assert '"version":1' in (tmp_path / "manifest.json").read_text()
+
+
+def test_a_number_in_the_place_of_a_tensor_is_told_and_so_is_the_reverse(tmp_path: Path) -> None:
+    reshard.save({"v": 3, "w": torch.tensor(4.0)}, tmp_path)
+    state = {"v": torch.tensor(0.0), "w": 1}
+
+    report = reshard.load(state, tmp_path)
+
+    assert report.cast == {"v": ("int", "float32"), "w": ("float32", "float")}
+    assert (state["v"].item(), state["w"]) == (3.0, 4.0)
 
 
 @of(REFUSED)

@@ -11,13 +11,14 @@ from reshard.api.load.options import DtypePolicy
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError
 from reshard.formats.pickles.record import unknown_class
-from reshard.state.container_types import needs_class, retyped, unmade
+from reshard.state.container_types import class_name, mapping_kind, needs_class, retyped, unmade
 from reshard.state.dtypes import dtype_from_name
+from reshard.state.frameworks.tensor_subclasses import tensor_class
 from reshard.state.live_state import LiveTensor
 from reshard.state.targets import Targets
-from reshard.state.tree import KeyPath, key_of, other_key_of, unflatten
+from reshard.state.tree import IntKey, KeyPath, key_of, other_key_of, unflatten
 
-__all__ = ["Match", "match_keys", "needs_code"]
+__all__ = ["Match", "match_keys", "needs_code", "retyped_tensors"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Match:
     cast: dict[str, tuple[str, str]]
     replaced: dict[str, tuple[str, str]]
     """Key of the target -> dtypes of the checkpoint and of the target, which takes the former."""
+    retyped: dict[str, tuple[str, str]]
+    """Key of a plain value -> the class that was saved there, and that of the new value."""
     names: tuple[str, ...]
     """Everything that the checkpoint has."""
     used: frozenset[str]
@@ -72,6 +75,7 @@ def match_keys(
         tuple(work.dropped),
         work.cast,
         work.replaced,
+        work.retyped,
         tuple(work.names),
         frozenset(work.used),
         mapping,
@@ -96,6 +100,10 @@ class _Work:
         self.dropped: list[str] = []
         self.cast: dict[str, tuple[str, str]] = {}
         self.replaced: dict[str, tuple[str, str]] = {}
+        self.retyped: dict[str, tuple[str, str]] = {}
+        kinds = checkpoint.contents.containers
+        self.classes = {path: kind for path, kind in kinds.items() if kind.startswith("dict:")}
+        """Mappings that were no plain dicts."""
 
     def match_tensors(self) -> None:
         later: list[str] = []
@@ -166,16 +174,18 @@ class _Work:
             self.mismatched.append(f"{key}: saved as the number {_shown(value)}, which {tensor.spec.dtype} cannot hold")
         else:
             self.objects[key] = made
+            self.cast[key] = class_name(value), tensor.spec.dtype
 
     def match_objects(self) -> None:
         for key in self.targets.objects:
             name = self._name_of(key)
             if name in self.checkpoint.objects:
                 self._use(name)
-                self._give(key, self.checkpoint.objects[name])
+                self._give(key, self.checkpoint.objects[name], self.checkpoint.contents.paths.get(name, (name,)))
             elif name in self.checkpoint and not self.checkpoint[name].shape and _is_number(self.targets.objects[key]):
                 self._use(name)
-                self.objects[key] = self.checkpoint[name][...].item()
+                made = self.objects[key] = self.checkpoint[name][...].item()
+                self.cast[key] = self.checkpoint[name].stored.spec.dtype, class_name(made)
             elif not self._replace_whole(key):  # None where there was no state yet, and a dict was saved
                 self.missing.append(key)
 
@@ -198,7 +208,7 @@ class _Work:
         self.used.update(names)
         depth = len(place)
         leaves = {paths.get(n, (n,))[depth:]: self.checkpoint.objects[n] for n in names}
-        self._give(key, unflatten(leaves, {path[depth:]: kind for path, kind in kinds.items()}))
+        self._give(key, unflatten(leaves, {path[depth:]: kind for path, kind in kinds.items()}), place)
         return True
 
     def _place_of(self, key: str) -> KeyPath:
@@ -206,8 +216,8 @@ class _Work:
         path, name = self.targets.paths[key], self._name_of(key)
         return path if self.below.has(path) and key not in self.mapping else self.below.places.get(name, (name,))
 
-    def _give(self, key: str, value: Any) -> None:
-        """An object that was saved; but not the record of one that is of an unknown class, in place of a live one."""
+    def _give(self, key: str, value: Any, place: KeyPath) -> None:
+        """An object that was saved at `place`; but no record of one of an unknown class, in place of a live one."""
         kind = unknown_class(value)
         if kind is not None:
             self.mismatched.append(f"{key}: {needs_code(kind)}")
@@ -219,6 +229,13 @@ class _Work:
             return
         self.objects[key] = made
         self.dropped += _lost(key, live, made)
+        for path, kind in self.classes.items():
+            if path[: len(place)] == place:
+                rest = path[len(place) :]
+                found = _kind_at(made, rest)
+                if found != kind:
+                    names = kind.removeprefix("dict:"), found.removeprefix("dict:")
+                    self.retyped[key_of((key, *rest))] = names
 
     @cached_property
     def below(self) -> _Below:
@@ -232,6 +249,23 @@ class _Work:
             return False
         self._use(name)
         return True
+
+
+def retyped_tensors(match: Match, targets: Targets, checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:
+    """Key -> the class of a tensor that was saved, and that of what is in its place now, where these differ."""
+    paths, kinds = checkpoint.contents.paths, checkpoint.contents.containers
+    classes = {path: kind.removeprefix("tensor:") for path, kind in kinds.items() if kind.startswith("tensor:")}
+    out: dict[str, tuple[str, str]] = {}
+    for key, name in match.tensors.items() if classes else ():
+        path, own = paths.get(name, (name,)), targets.paths[key]
+        for above in filter(classes.__contains__, _prefixes(path)):
+            parts = path[len(above) :]
+            place = own[: len(own) - len(parts)] if own[len(own) - len(parts) :] == parts else own
+            live = targets.at(place)
+            found = tensor_class(live) or class_name(live)
+            if found != classes[above]:
+                out[key_of(place)] = classes[above], found
+    return out
 
 
 def needs_code(kind: str) -> str:
@@ -283,6 +317,13 @@ def _lost(key: str, live: Any, value: Any) -> Iterator[str]:
     elif isinstance(live, list | tuple) and isinstance(value, list | tuple):
         for number, (item, other) in enumerate(zip(live, value)):
             yield from _lost(f"{key}.{number}", item, other)
+
+
+def _kind_at(value: Any, path: KeyPath) -> str:
+    """See `mapping_kind`, of what is at a path of a nest; the class of what is no mapping."""
+    for part in path:
+        value = value[part.value if isinstance(part, IntKey) else part]
+    return mapping_kind(value) if isinstance(value, Mapping) else class_name(value)
 
 
 def _prefixes(path: KeyPath) -> Iterator[KeyPath]:

@@ -50,13 +50,17 @@ class LoadReport(Tabled):
     """Time by phase."""
     resized: tuple[str, ...] = ()
     """Extra state of modules that had another shape or dtype than was saved, and was replaced by what was saved."""
+    retyped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """key -> (class saved, class found in its place now) of values that came back as another type: parts of a quantized
+    tensor in a dict, a plain dict for an OrderedDict."""
     bytes_received: int = 0
     """Bytes of elements that other ranks read for this one: of its machine, or under `read_once` of the whole job."""
 
     @property
     def ok(self) -> bool:
-        """Whether both sides had the same keys and shapes, and nothing of the target is gone."""
-        return not (self.missing or self.unexpected or self.mismatched or self.dropped)
+        """Whether both sides had the same keys and shapes, nothing of the target is gone, and nothing came back as
+        another type than is known to have been saved."""
+        return not (self.missing or self.unexpected or self.mismatched or self.dropped or self.retyped)
 
     def __repr__(self) -> str:
         """One line: what was loaded and read, and the first names of all that did not go as it should."""
@@ -64,5 +68,7 @@ class LoadReport(Tabled):
         head = f"{'ok' if self.ok else 'not ok'}, {did} {len(self.loaded)} of {self.path!r} ({self.format})"
         kinds = ("missing", "unexpected", "outside", "mismatched", "dropped", "cast", "replaced", "resized")
         odd = [f"{kind} {format_names(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
+        if self.retyped:
+            odd.append(f"retyped {format_names([f'{key}: {a} -> {b}' for key, (a, b) in self.retyped.items()])}")
         read = f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"
         return f"LoadReport({', '.join([head, *odd, read])})"

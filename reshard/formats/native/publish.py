@@ -120,8 +120,10 @@ class Generation:
         census = self.census
         tables = {str(rank): one.parts for rank, one in sorted(written.items()) if one.parts is not None}
         layout = {key: value for key, value in to_json(census.layout).items() if key not in ("reshard", "version")}
+        # what older readers do not know: the class of a mapping or of a tensor
+        classes = [kind for _, kind in census.containers if kind.startswith(("dict:", "tensor:"))]
         return Manifest(
-            version=2 if tables or table is not None else 1,
+            version=2 if tables or table is not None or classes else 1,
             save_id=self.save_id,
             created_unix_s=self.started_unix_s,
             divide_above_bytes=self.plan.divide_above_bytes,

@@ -67,7 +67,7 @@ class Contents:
     warnings: tuple[str, ...] = ()
     """What a reader should know: files that were ignored, objects that could not be represented."""
     containers: Mapping[tuple[Any, ...], str] = field(default_factory=dict)
-    """Kinds of containers on those paths that are tuples or empty (see `reshard.state.tree.Flat`)."""
+    """Kinds of containers on those paths that are tuples or empty, or of a class (see `reshard.state.tree.Flat`)."""
     subset: tuple[str, ...] | None = None
     """The globs that chose what was saved, where a checkpoint is declared to be a part of something."""
     files: tuple[FileSource, ...] = ()

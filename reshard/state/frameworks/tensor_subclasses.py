@@ -14,10 +14,13 @@ from typing import Any
 import torch
 
 from reshard.errors import KeyMismatchError, LayoutError
+from reshard.state.container_types import class_name
 from reshard.state.frameworks.tensor_classes import dtensor_like, is_dtensor
 from reshard.state.tree import KeyPath, key_of
 
-__all__ = ["expanded", "holder", "inner_names"]
+__all__ = ["class_kinds", "expanded", "holder", "inner_names", "tensor_class"]
+
+_PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
 
 
 def holder(value: torch.Tensor) -> torch.Tensor:
@@ -32,6 +35,26 @@ def inner_names(value: object) -> list[str]:
         return []
     names: list[str] = local.__tensor_flatten__()[0] if hasattr(local, "__tensor_flatten__") else []
     return list(names)
+
+
+def tensor_class(value: object) -> str:
+    """The class of a tensor, or of a DTensor's local one, if it says more than its elements; "" for plain ones."""
+    local = holder(value) if isinstance(value, torch.Tensor) else value
+    cls = type(local)
+    if not isinstance(local, torch.Tensor) or cls in _PLAIN:
+        return ""
+    return "" if cls.__module__.startswith("torch.") and not inner_names(local) else class_name(local)
+
+
+def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
+    """ "tensor:app.Quantized" by path, for tensors of classes of their own, and for such that these are made of."""
+    out: dict[KeyPath, str] = {}
+    for path, value in leaves.items():
+        value = _settled(value)
+        if name := tensor_class(value):
+            out[path] = f"tensor:{name}"
+            out |= class_kinds({(*path, part): getattr(holder(value), part) for part in inner_names(value)})
+    return out
 
 
 def _settled(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.errors import KeyMismatchError
+from reshard.state.frameworks.tensor_subclasses import tensor_class
 from reshard.state.tensors import global_shape
 from reshard.state_dict.names import where
 from reshard.state_dict.optimizer.flat_parameters import filled_names, joined_pieces
@@ -54,7 +55,7 @@ def plan_optimizers(
     # what has places has their shapes
     others = len(places.rows) < len(match.state)
     shapes = _misshapen(match.state, {id(one) for one, _, _ in places.rows}) if others else []
-    faults = [*match.faults, *shapes]
+    faults = [*match.faults, *shapes, *_apart(match.state, live)]
     if faults or (options.strict and (match.missing or match.lost or match.strangers or match.foreign)):
         raise KeyMismatchError(_message(live, match, faults, options.strict))
     groups = [] if outlines else plan_groups(live, saved)
@@ -168,6 +169,28 @@ def _misshapen(state: list[Entry], fitting: Container[int]) -> list[str]:
         for key in misfits
     }
     return [line for key, lines in misfits.items() if fits[key] > len(lines) for line in lines]
+
+
+def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
+    """Dicts in the place of tensors of a class, such as the parts of a quantized one, which no step could use."""
+    dicts = [
+        (one, key)
+        for one, values in state
+        if values and dict in map(type, values.values())
+        for key, value in values.items()
+        if type(value) is dict
+    ]
+    made: dict[tuple[int, Any], str] = {}
+    for k, optimizer in enumerate(live.optimizers if dicts else ()):
+        for own in optimizer.state.values():
+            if isinstance(own, dict):
+                made |= {(k, key): name for key, value in own.items() if (name := tensor_class(value))}
+    return [
+        f"{one.name}: its {key!r} is a dict, where optimizer {one.optimizer} has a {made[one.optimizer, key]}: load "
+        "into the state dict of the optimizer as it is, whose tensors are filled in place"
+        for one, key in dicts
+        if (one.optimizer, key) in made
+    ]
 
 
 def _entries(state: list[Entry], key: Any) -> list[tuple[OptimizedParameter, Any]]:

@@ -60,6 +60,83 @@ def test_there_and_back(tmp_path):
     assert reshard.fingerprint(target) == reshard.open(tmp_path).fingerprints
 
 
+class Other(Quantized):
+    """The same parts, and another meaning."""
+
+
+class Tagged(torch.Tensor):
+    """Elements, and a class that says something of them."""
+
+
+def test_another_class_than_was_saved_is_in_the_report_and_is_not_ok(tmp_path):
+    reshard.save({"model": {"w": quantized(3)}, "t": torch.ones(2).as_subclass(Tagged), "n": 1}, tmp_path)
+    name = f"{__name__}.Quantized"
+    targets = {
+        "dict": {"data_": torch.zeros(4, 3, dtype=torch.int8), "scale": torch.zeros(4)},
+        f"{__name__}.Other": Other(torch.zeros(4, 3, dtype=torch.int8), torch.zeros(4)),
+    }
+    for found, target in targets.items():
+        state = {"model": {"w": target}, "t": torch.zeros(2), "n": 0}
+        wanted = {"model.w": (name, found), "t": (f"{__name__}.Tagged", "torch.Tensor")}
+        assert reshard.load(state, tmp_path, dry_run=True).retyped == wanted
+        report = reshard.load(state, tmp_path)
+        assert report.retyped == wanted
+        assert not report.ok
+        assert f"model.w: {name} -> {found}" in repr(report)
+    same = {"model": {"w": quantized(0)}, "t": torch.zeros(2).as_subclass(Tagged), "n": 0}
+    assert reshard.load(same, tmp_path).ok
+    # through another checkpoint, under other names
+    reshard.convert(tmp_path, tmp_path / "again")
+    moved = {"model": {"v": targets["dict"]}, "t": torch.zeros(2).as_subclass(Tagged), "n": 0}
+    names = {f"model.v.{part}": f"model.w.{part}" for part in ("data_", "scale")}
+    assert reshard.load(moved, tmp_path / "again", mapping=names).retyped == {"model.v": (name, "dict")}
+    assert set(reshard.open(tmp_path).nested()["model"]["w"]) == {"data_", "scale"}
+
+
+def test_saved_from_a_dict_nothing_is_known_of_a_class(tmp_path):
+    reshard.save({"w": {"data_": quantized(3).data_, "scale": quantized(3).scale}}, tmp_path)
+
+    assert reshard.load({"w": quantized(0)}, tmp_path).ok
+
+
+class Coarse(torch.optim.Optimizer):
+    """Keeps one quantized tensor for each parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("moment", quantized(2))
+
+
+def resumed(folder, flat):
+    """A fresh optimizer loads what another one has saved, and the report says what became of the quantized moment."""
+    options = reshard.StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, fresh = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=False)
+    optimizer, other = Coarse(model.parameters()), Coarse(fresh.parameters())
+    optimizer.step()
+    reshard.save({"optim": reshard.get_optimizer_state_dict(model, optimizer, options=options)}, folder)
+    state = {"optim": reshard.optimizer_destinations(fresh, other, folder)}
+    return fresh, other, state, reshard.load(state, folder)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_fresh_optimizer_is_not_said_to_have_a_quantized_state_that_it_has_as_dicts(tmp_path, flat):
+    fresh, other, state, report = resumed(tmp_path, flat)
+
+    assert report.retyped == {"optim.state.weight.moment": (f"{__name__}.Quantized", "dict")}
+    assert not report.ok
+    # where the optimizer has state, the class is known: dicts are refused, and the state is filled in place
+    other.step()
+    with pytest.raises(KeyMismatchError, match=r"weight: its 'moment' is a dict, where optimizer 0 has a .*Quantized"):
+        reshard.set_optimizer_state_dict(fresh, other, state["optim"])
+    warm = {"optim": reshard.get_optimizer_state_dict(fresh, other)}
+    if not flat:
+        assert reshard.load(warm, tmp_path).ok
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_compared_by_their_parts_or_refused():
     jagged, strided = (
