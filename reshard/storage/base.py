@@ -118,6 +118,10 @@ class Storage(ABC):
         self.read_into(name, start, memoryview(buffer))
         return bytes(buffer)
 
+    def leads_out(self, name: str) -> bool:
+        """Whether the name is that of a link to an object outside."""
+        return False
+
     def mapped(self, name: str) -> memoryview | None:
         """A read-only view of the whole object without a copy where the storage has one, else None.
 

@@ -39,7 +39,8 @@ _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOT
 class LocalStorage(Storage):
     """The folder `root`, which need not exist yet: the first write makes it.
 
-    Links inside the folder are followed, as in a Hugging Face cache; names themselves cannot leave it.
+    Links are followed, also those that lead out of it, as in a Hugging Face cache: see `leads_out`. Names themselves
+    cannot leave it.
     """
 
     max_gap_bytes = _PAGE_BYTES
@@ -116,6 +117,10 @@ class LocalStorage(Storage):
             return memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
 
         return self._with_file(name, "map", map_file)
+
+    def leads_out(self, name: str) -> bool:
+        with self._errors("look at", name):
+            return not Path(os.path.realpath(self._path(name))).is_relative_to(os.path.realpath(self.root))
 
     def create(self, name: str) -> Writer:
         return _LocalWriter(self, name, *self._created(name, os.O_EXCL))

@@ -119,8 +119,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         for rank, row in rows:
             if set(row) not in ({"tensor"}, {"object"}) or not isinstance(row.get("tensor", ""), str):
                 raise ValueError(f"the value of rank {rank} is neither a tensor nor an object: {str(row)[:80]}")
-        if self.table is not UNSET and not is_generation(self.table.name.rpartition("/")[0]):
-            raise ValueError(f"{self.table.name!r} is no table of a save")
+        _check_save_id(self.save_id)
+        linked = () if self.linked is UNSET else self.linked
+        table = () if self.table is UNSET else (self.table,)
+        for record in (*self.files.values(), *linked, *self.tables.values(), *table):
+            if not _FILE.fullmatch(record.name):
+                raise ValueError(f"{record.name!r} is no name of a file of a save: data-<save id>/<file>")
         # what is damaged must not take all memory before it is found out
         forms = self.layout.get("forms")
         meshes = [f.get("mesh") for f in forms if isinstance(f, dict)] if isinstance(forms, list) else []
@@ -139,6 +143,16 @@ GENERATION = re.compile(r"data-[0-9a-f]{12}-[0-9a-f]{12}/")
 """Files of a save, see `reshard.formats.native.generations`."""
 
 
+_SAVE_ID = re.compile(r"[0-9a-f]{12}-[0-9a-f]{12}")
+_FILE = re.compile(GENERATION.pattern + r"(?:from-[0-9a-f]{12}-[0-9a-f]{12}/)?\w[\w.-]*", re.ASCII)
+"""The first checkpoints of version 2 have a folder for each earlier save."""
+
+
+def _check_save_id(save_id: str) -> None:
+    if not _SAVE_ID.fullmatch(save_id):
+        raise ValueError(f"{save_id!r:.80} is no save id: 12 hex digits, '-', 12 hex digits")
+
+
 def is_generation(folder: str) -> bool:
     """Whether a folder, by its name, belongs to a save."""
     return GENERATION.fullmatch(f"{folder.rpartition('/')[2]}/") is not None
@@ -150,6 +164,10 @@ class _Version(msgspec.Struct):
 
 class _SaveId(msgspec.Struct):
     save_id: str
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which becomes an error of the parser."""
+        _check_save_id(self.save_id)
 
 
 _DIGEST = b',"digest":"%b"}'

@@ -165,6 +165,7 @@ def look_for_files(native: NativeFacts, names: Mapping[str, int], share: Share =
     for file, nbytes in _lengths(native, share):
         if (found := size_of(file)) != nbytes:
             raise _of_wrong_length(storage, file, nbytes, found)
+        check_inside(storage, file)
 
 
 def _lengths(native: NativeFacts, share: Share) -> Iterator[tuple[str, int]]:
@@ -185,6 +186,15 @@ def _size(storage: Storage, name: str) -> int | None:
         return storage.size(name)
     except CheckpointNotFoundError:
         return None
+
+
+def check_inside(storage: Storage, file: str) -> None:
+    """Raises DamagedCheckpointError for a link out of the checkpoint's folder, to what is of something else."""
+    if storage.leads_out(file):
+        raise DamagedCheckpointError(
+            f"{storage.url}: {file} is a link out of the checkpoint's folder, which is not followed: a checkpoint is "
+            "whole by itself. Copy it with what its links lead to (cp -rL), and open the copy"
+        )
 
 
 def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None) -> DamagedCheckpointError:
@@ -280,6 +290,7 @@ def _header(sources: Sources, records: Files, file: str) -> dict[str, Offsets]:
     record, source = records[file], sources[file]
     if (found := source.nbytes) != record.nbytes:  # another rank may have been the one to look for it
         raise _of_wrong_length(source.storage, file, record.nbytes, found)
+    check_inside(source.storage, file)
     return read_offsets(source, record.header_bytes)
 
 

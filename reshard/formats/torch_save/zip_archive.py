@@ -131,12 +131,26 @@ class TorchArchive:
         return plain(self.value(), lambda ref: read_place(self.place(ref), ref.dtype))
 
 
+_REPEATED_BYTES, _MOST_REPEATS = 256 << 20, 64
+"""A tensor whose elements lie over one another, as `expand` makes them, may have so many bytes in any case, and so many
+times the bytes of its storage: work is bounded by what is stored."""
+
+
 def make_place(source: Source, ref: TensorRef, storage_at: int, *, is_record: bool = False) -> Place:
     """Where a tensor's elements are if its storage begins at byte `storage_at` of `source`, as a record of a zip
-    archive or otherwise."""
+    archive or otherwise.
+
+    Raises FormatError for what is not supported, such as a few bytes that stand for far more elements than they are.
+    """
     if ref.negative:
         raise FormatError(f"{source.label}: a tensor with torch's negative bit, which is not supported")
     window, nbytes = ref.window(storage_at), ref.storage.nbytes
+    if window.nbytes > max(_REPEATED_BYTES, _MOST_REPEATS * nbytes):
+        raise FormatError(
+            f"{source.label}: a tensor of size {list(ref.size)} and strides {list(ref.stride)} repeats a storage of "
+            f"{nbytes} bytes until it has {window.nbytes}: more than {_MOST_REPEATS} times as many are not read. Save "
+            "what it repeats, without expand()"
+        )
     is_all = is_record and window.offset == storage_at and window.nbytes == nbytes
     return Place(source, window, ref.conjugate, storage_at + nbytes if is_all else None)
 
