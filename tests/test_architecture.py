@@ -32,7 +32,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.converting.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 408_000,
+    "tokens": 408_400,
     "header %": 11.9,
     "mean line": 53.2,
     "lines over 100 %": 11.3,
