@@ -11,7 +11,6 @@ from planners import (
     PlanError,
     ProofError,
     Report,
-    StateLayout,
     TensorLayout,
     TensorSpec,
     View,
@@ -21,13 +20,10 @@ from planners import (
 )
 from planners.geometry.cover import Fault, tiling_fault
 from planners.load.plan import LoadPlan
+from tests.planners.states import state_of
 
 W = TensorSpec("w", (4, 6), "float32")
 ROWS, COLUMNS = TensorLayout(W, "dp=2", "S(0)"), TensorLayout(W, "tp=3", "S(1)")
-
-
-def state(*layouts):
-    return StateLayout({layout.fqn: layout for layout in layouts})
 
 
 def said(report):
@@ -72,32 +68,32 @@ def test_layouts():
     hole = TensorLayout.from_boxes(W, {0: [Box((0, 0), (4, 3))], 1: [Box((0, 4), (4, 2))]})
     assert said(verify(hole)) == ["'w', element (0, 3): element (0, 3) is covered never"]
     twice = TensorLayout.from_flat_ranges(W, {0: (0, 13), 1: (12, 24)})
-    assert said(verify(state(twice))) == ["'w', element (2, 0): element (2, 0) is covered 2 times"]
+    assert said(verify(state_of(twice))) == ["'w', element (2, 0): element (2, 0) is covered 2 times"]
 
 
 def test_every_name_of_a_geometry_is_told():
     boxes = {0: [Box((0,), (1,))]}
     holey = [TensorLayout.from_boxes(TensorSpec(name, (2,), "float32"), boxes) for name in ("a", "b")]
 
-    assert [finding.fqn for finding in verify(state(*holey)).findings] == ["a", "b"]
+    assert [finding.fqn for finding in verify(state_of(*holey)).findings] == ["a", "b"]
 
 
 def test_load_plans_whose_sides_do_not_fit():
     other = TensorLayout(TensorSpec("w", (6, 4), "float32"), "dp=2", "S(0)")
     gone = TensorLayout(TensorSpec("gone", (1,), "float32"), "dp=2", "R")
 
-    assert said(verify(LoadPlan(state(ROWS), state(other, gone)))) == [
+    assert said(verify(LoadPlan(state_of(ROWS), state_of(other, gone)))) == [
         "'w': 'w' is saved with shape (4, 6), but wanted with (6, 4)",
         "'gone': is wanted, but not saved",
     ]
     view = View.of(gone.spec).rename("new")
     new = TensorLayout(view.spec, "dp=1", "R")
-    assert said(verify(LoadPlan(state(ROWS), state(new), views={"new": view}))) == [
+    assert said(verify(LoadPlan(state_of(ROWS), state_of(new), views={"new": view}))) == [
         "'new': takes from 'gone', not saved"
     ]
 
 
-PLAN = plan_reads(state(ROWS), state(COLUMNS))
+PLAN = plan_reads(state_of(ROWS), state_of(COLUMNS))
 FIRST, SECOND = PLAN.items(1)
 
 
@@ -137,7 +133,7 @@ def test_through_a_view_the_dims_and_the_source_count():
     square = TensorSpec("s", (4, 4), "float32")
     view = View.of(square).transpose().rename("t")
     plan = plan_reads(
-        state(TensorLayout(square, "dp=1", "R")), state(TensorLayout(view.spec, "dp=1", "R")), views=[view]
+        state_of(TensorLayout(square, "dp=1", "R")), state_of(TensorLayout(view.spec, "dp=1", "R")), views=[view]
     )
     (item,) = plan.items(0)
 
@@ -147,7 +143,7 @@ def test_through_a_view_the_dims_and_the_source_count():
 
 
 def test_save_plans():
-    plan = plan_writes(state(ROWS))
+    plan = plan_writes(state_of(ROWS))
     (item,) = plan.items(1)
 
     assert verify(plan).ok

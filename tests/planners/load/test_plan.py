@@ -11,7 +11,6 @@ from planners import (
     LayoutMismatchError,
     PlanError,
     ReadItem,
-    StateLayout,
     TensorLayout,
     TensorSpec,
     View,
@@ -19,19 +18,16 @@ from planners import (
     format_plan,
     plan_reads,
 )
+from tests.planners.states import state_of
 
 W = TensorSpec("w", (4, 6), "float32")
-
-
-def state(*layouts, world_size=None):
-    return StateLayout({layout.fqn: layout for layout in layouts}, world_size)
 
 
 ROWS, COLUMNS = TensorLayout(W, "dp=2", "S(0)"), TensorLayout(W, "tp=3", "S(1)")
 
 
 def test_rows_to_columns():
-    plan = plan_reads(state(ROWS), state(COLUMNS))
+    plan = plan_reads(state_of(ROWS), state_of(COLUMNS))
 
     assert plan.items(1) == (
         ReadItem("w", 0, Box((0, 0), (2, 6)), Box((0, 2), (2, 2)), Box((0, 0), (2, 2)), 16),
@@ -48,7 +44,8 @@ def test_rows_to_columns():
 def test_tensors_of_one_geometry_have_items_of_their_own_names():
     specs = [TensorSpec(name, (4, 6), "float32") for name in ("a", "b")]
     plan = plan_reads(
-        state(*(TensorLayout(s, "dp=2", "S(0)") for s in specs)), state(*(TensorLayout(s, "dp=1", "R") for s in specs))
+        state_of(*(TensorLayout(s, "dp=2", "S(0)") for s in specs)),
+        state_of(*(TensorLayout(s, "dp=1", "R") for s in specs)),
     )
 
     assert [item.fqn for item in plan.items(0)] == ["a", "a", "b", "b"]
@@ -56,7 +53,7 @@ def test_tensors_of_one_geometry_have_items_of_their_own_names():
 
 
 def test_ranks_beyond_a_tensor_read_nothing_of_it():
-    plan = plan_reads(state(ROWS), state(COLUMNS, world_size=5))
+    plan = plan_reads(state_of(ROWS), state_of(COLUMNS, world_size=5))
 
     assert plan.items(4) == ()
     assert plan.bytes(4) == 0
@@ -68,7 +65,7 @@ def test_ranks_beyond_a_tensor_read_nothing_of_it():
 )
 def test_small_tensors_are_read_whole(shape, nbytes):
     spec = TensorSpec("s", shape, "float32")
-    plan = plan_reads(state(TensorLayout(spec, "dp=2", "R")), state(TensorLayout(spec, "dp=3", "R")))
+    plan = plan_reads(state_of(TensorLayout(spec, "dp=2", "R")), state_of(TensorLayout(spec, "dp=3", "R")))
 
     assert [plan.items(rank).nbytes for rank in range(3)] == [nbytes] * 3
 
@@ -77,16 +74,16 @@ def test_a_cast_is_read_in_bytes_as_saved():
     wanted = TensorLayout(TensorSpec("w", (4, 6), "bfloat16"), "dp=1", "R")
 
     with pytest.raises(LayoutMismatchError, match="'w' is saved as float32, but wanted as bfloat16"):
-        plan_reads(state(ROWS), state(wanted))
-    assert plan_reads(state(ROWS), state(wanted), allow_cast=True).bytes(0) == 96
+        plan_reads(state_of(ROWS), state_of(wanted))
+    assert plan_reads(state_of(ROWS), state_of(wanted), allow_cast=True).bytes(0) == 96
 
 
 def test_all_that_does_not_fit_is_named_at_once():
     others = [TensorSpec("w", (6, 4), "float32"), TensorSpec("layers.0.wqq", (2,), "float32")]
-    saved = state(ROWS, TensorLayout(TensorSpec("layers.0.wq", (2,), "float32"), "dp=1", "R"))
+    saved = state_of(ROWS, TensorLayout(TensorSpec("layers.0.wq", (2,), "float32"), "dp=1", "R"))
 
     with pytest.raises(LayoutMismatchError) as raised:
-        plan_reads(saved, state(*(TensorLayout(s, "dp=1", "R") for s in others)))
+        plan_reads(saved, state_of(*(TensorLayout(s, "dp=1", "R") for s in others)))
     assert "'w' is saved with shape (4, 6), but wanted with (6, 4)" in str(raised.value)
     assert "'layers.0.wqq' is not saved (did you mean 'layers.0.wq'?)" in str(raised.value)
 
@@ -95,12 +92,12 @@ def test_a_hole_names_tensor_rank_and_region():
     holey = TensorLayout.from_boxes(W, {0: [Box((0, 0), (3, 6))]})
 
     with pytest.raises(CoverageError, match=r"no saved chunk holds element") as raised:
-        plan_reads(state(holey), state(COLUMNS)).items(1)
+        plan_reads(state_of(holey), state_of(COLUMNS)).items(1)
     assert (raised.value.fqn, raised.value.rank, raised.value.box) == ("w", 1, Box((3, 2), (1, 2)))
 
 
 def test_ranks_outside_are_refused():
-    plan = plan_reads(state(ROWS), state(COLUMNS))
+    plan = plan_reads(state_of(ROWS), state_of(COLUMNS))
 
     for ask in (plan.items, plan.bytes, plan.fills, lambda rank: plan.with_items({rank: []})):
         with pytest.raises(PlanError, match="ranks 0 to 2 only"):
@@ -108,7 +105,7 @@ def test_ranks_outside_are_refused():
 
 
 def test_listed_items_stand_in_for_derived_ones():
-    plan = plan_reads(state(ROWS), state(COLUMNS))
+    plan = plan_reads(state_of(ROWS), state_of(COLUMNS))
     listed = plan.with_items({1: plan.items(1)[:1]})
 
     assert (listed.bytes(1), listed.items(0)) == (16, plan.items(0))
@@ -118,9 +115,9 @@ def test_listed_items_stand_in_for_derived_ones():
 
 def test_through_a_view_items_name_the_saved_tensor_and_how_its_dims_lie():
     q, k = (TensorSpec(name, (2, 6), "float32") for name in "qk")
-    saved = state(TensorLayout(q, "dp=2", "S(0)"), TensorLayout(k, "dp=2", "S(0)"))
+    saved = state_of(TensorLayout(q, "dp=2", "S(0)"), TensorLayout(k, "dp=2", "S(0)"))
     view = concat("qk", [View.of(q), View.of(k)]).transpose().pad([(0, 1), (0, 0)], 9)
-    wanted = state(TensorLayout(view.spec, "tp=2", "S(1)"))
+    wanted = state_of(TensorLayout(view.spec, "tp=2", "S(1)"))
 
     plan = plan_reads(saved, wanted, views=[view])
 
@@ -137,7 +134,9 @@ def test_through_a_view_items_name_the_saved_tensor_and_how_its_dims_lie():
 def test_views_of_what_is_not_wanted_are_not_used():
     view = View.of(TensorSpec("other", (2,), "float32")).rename("more")
 
-    assert plan_reads(state(ROWS), state(COLUMNS), views={"more": view}) == plan_reads(state(ROWS), state(COLUMNS))
+    assert plan_reads(state_of(ROWS), state_of(COLUMNS), views={"more": view}) == plan_reads(
+        state_of(ROWS), state_of(COLUMNS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,4 +150,4 @@ def test_views_of_what_is_not_wanted_are_not_used():
 )
 def test_views_that_do_not_fit_are_named(view, message):
     with pytest.raises(LayoutMismatchError, match=message):
-        plan_reads(state(ROWS), state(COLUMNS), views=[view])
+        plan_reads(state_of(ROWS), state_of(COLUMNS), views=[view])

@@ -30,10 +30,9 @@ from planners import (
 )
 from planners.reports.figures import _round_sizes
 from planners.units import format_bytes
+from tests.planners.states import alike
 
-
-def state(placements: str, mesh: str, shape=(8, 12), names=("layers.0.w", "layers.1.w")) -> StateLayout:
-    return StateLayout({n: TensorLayout(TensorSpec(n, shape, "float32"), mesh, placements) for n in names})
+state = alike((8, 12), ("layers.0.w", "layers.1.w"))
 
 
 GRID, ROWS = state("S(0),S(1)", "dp=2,tp=2"), state("S(0)", "dp=3")

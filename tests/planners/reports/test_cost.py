@@ -9,8 +9,6 @@ from planners import (
     Cluster,
     PlanError,
     StateLayout,
-    TensorLayout,
-    TensorSpec,
     Topology,
     compare_topologies,
     estimate,
@@ -19,10 +17,9 @@ from planners import (
     plan_writes,
     summarize,
 )
+from tests.planners.states import alike
 
-
-def state(placements: str, mesh: str, shape=(8, 16), names=("w",)) -> StateLayout:
-    return StateLayout({n: TensorLayout(TensorSpec(n, shape, "float32"), mesh, placements) for n in names})
+state = alike((8, 16))
 
 
 ROWS, COLUMNS = state("S(0)", "dp=4"), state("S(1)", "dp=2")

@@ -23,10 +23,9 @@ from planners import (
 from planners.geometry.layout_forms import ProductForm
 from planners.testing.strategies import layouts, state_pairs
 from planners.transfer.hierarchical import bytes_between, bytes_between_hosts, rank_groups, stripe_places, striped
+from tests.planners.states import alike
 
-
-def state(placements: str, mesh: Mesh, shape=(16, 32), names=("w",), dtype="float32") -> StateLayout:
-    return StateLayout({n: TensorLayout(TensorSpec(n, shape, dtype), mesh, placements) for n in names})
+state = alike((16, 32))
 
 
 TRAINER = Mesh({"fsdp": 4}, range(4))

@@ -18,10 +18,9 @@ from planners import (
     plan_transfers,
     verify,
 )
+from tests.planners.states import alike
 
-
-def state(placements: str, mesh: str, shape=(8, 12), names=("w",), dtype="float32") -> StateLayout:
-    return StateLayout({n: TensorLayout(TensorSpec(n, shape, dtype), mesh, placements) for n in names})
+state = alike((8, 12))
 
 
 def crossing(plan):
