@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,14 +17,11 @@ from reshard.errors import ReshardError
 from reshard.storage import open_storage
 from tests import gloo
 from tests.faulty import Faulty
+from tests.states import own_tensor_of
 
 pytestmark = pytest.mark.gloo
 
 WORLD_SIZE = 3
-
-
-def state(step: int) -> dict[str, Any]:
-    return {f"w{dist.get_rank()}": torch.full((1000,), float(step)), "step": step}
 
 
 def busy(folder: str) -> list[float]:
@@ -39,7 +35,7 @@ def busy(folder: str) -> list[float]:
     pending, sums = [], []
     for step in range(3):
         storage = Faulty(open_storage(f"{folder}/{step}"), slow)
-        pending.append(reshard.async_save(state(step), storage, max_in_flight=2))
+        pending.append(reshard.async_save(own_tensor_of(step), storage, max_in_flight=2))
         for _ in range(10):
             values = torch.full((100,), float(rank))
             dist.all_reduce(values)
@@ -63,7 +59,7 @@ def test_the_training_loop_uses_the_group_meanwhile(tmp_path):
 
 def struck(folder: str, how: int, deadline_s: float) -> tuple[str, str, float]:
     """Rank 1 gets a signal when its background thread writes; how the others' saves ended, and how soon after that."""
-    reshard.save(state(1), folder)
+    reshard.save(own_tensor_of(1), folder)
     dist.barrier()
     note = Path(f"{folder}-struck")
 
@@ -73,7 +69,7 @@ def struck(folder: str, how: int, deadline_s: float) -> tuple[str, str, float]:
             note.with_suffix(".part").rename(note)
             os.kill(os.getpid(), how)
 
-    pending = reshard.async_save(state(2), Faulty(open_storage(folder), fault), deadline_s=deadline_s)
+    pending = reshard.async_save(own_tensor_of(2), Faulty(open_storage(folder), fault), deadline_s=deadline_s)
     begin = time.monotonic()
     while not note.exists():
         assert time.monotonic() - begin < 60.0
@@ -118,13 +114,13 @@ def asked_by_one(folder: str) -> list[str]:
     said = []
     Path(folder, "file").touch()
     dist.barrier()
-    failing = reshard.async_save(state(1), f"{folder}/file/in")
+    failing = reshard.async_save(own_tensor_of(1), f"{folder}/file/in")
     if dist.get_rank() == 0:
         with pytest.raises(ReshardError):
             failing.result(30.0)
     for _ in range(2):
         try:
-            reshard.async_save(state(2), f"{folder}/good", deadline_s=30.0).result(30.0)
+            reshard.async_save(own_tensor_of(2), f"{folder}/good", deadline_s=30.0).result(30.0)
         except ReshardError as error:
             said.append(str(error))
     return said
@@ -150,7 +146,7 @@ def without_threads(folder: str) -> tuple[str, str, float]:
         threading.Thread.start = refuse  # type: ignore[method-assign]
     begin = time.monotonic()
     with pytest.raises((ReshardError, RuntimeError)) as caught:
-        reshard.async_save(state(1), folder).result(60.0)
+        reshard.async_save(own_tensor_of(1), folder).result(60.0)
     return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
 
 

@@ -21,6 +21,7 @@ from reshard.errors import CheckpointNotFoundError, KeyMismatchError, ReshardErr
 from reshard.formats.native import generations
 from tests.faulty import Crash, SystemCalls
 from tests.golden import make
+from tests.states import model_and_optimizer_of
 
 KILLS = 80
 
@@ -31,17 +32,9 @@ def no_grace(monkeypatch):
     monkeypatch.setattr(generations, "_CLAIMING_S", 0.0)
 
 
-def state(step: int) -> dict:
-    """Several tensors and an object that all say which save they are of."""
-    return {
-        "model": {"w": torch.full((40, 3), float(step)), "b": torch.full((5,), step, dtype=torch.int64)},
-        "optim": {"m": torch.full((7,), float(step)), "step": step},
-    }
-
-
 def step_of(path) -> int:
     """The one save that all of a checkpoint is of."""
-    target = state(-1)
+    target = model_and_optimizer_of(-1)
     reshard.load(target, path)
     step = target["optim"]["step"]
     for name, tensor in (*target["model"].items(), ("m", target["optim"]["m"])):
@@ -56,7 +49,7 @@ def files(path) -> list[str]:
 
 
 def clean(tmp_path) -> list[str]:
-    reshard.save(state(0), tmp_path / "clean")
+    reshard.save(model_and_optimizer_of(0), tmp_path / "clean")
     return files(tmp_path / "clean")
 
 
@@ -69,7 +62,7 @@ def test_every_write_fsync_rename_and_removal_fails_in_turn(start, how, tmp_path
     def begin() -> None:
         shutil.rmtree(path, ignore_errors=True)
         if start == "one process's":
-            reshard.save(state(1), path)
+            reshard.save(model_and_optimizer_of(1), path)
         elif start == "four ranks'":
             shutil.copytree(make.HERE / "v1" / "sharded", path)
 
@@ -86,14 +79,14 @@ def test_every_write_fsync_rename_and_removal_fails_in_turn(start, how, tmp_path
     old = 1 if start == "one process's" else start
     begin()
     with calls.counted():
-        reshard.save(state(2), path)
+        reshard.save(model_and_optimizer_of(2), path)
     total, ends = calls.made, []
     assert total > 15
     for at in range(1, total + 1):
         begin()
         with getattr(calls, how)(at):
             try:
-                reshard.save(state(2), path)
+                reshard.save(model_and_optimizer_of(2), path)
                 ended = "saved"
             except Crash:
                 ended = "crashed"
@@ -102,7 +95,7 @@ def test_every_write_fsync_rename_and_removal_fails_in_turn(start, how, tmp_path
         ends.append(found())
         assert ends[-1] in (old, 2), f"call {at} of {total}"
         assert ended != "saved" or ends[-1] == 2
-        reshard.save(state(3), path)
+        reshard.save(model_and_optimizer_of(3), path)
         assert step_of(path) == 3
         assert files(path) == tidy, f"call {at} of {total} left something for ever"
     assert set(ends) == {old, 2}
@@ -112,7 +105,7 @@ def saves_for_ever(path: Path, first: int, pipe: int) -> None:
     """In a forked process: save after save, saying when each begins and ends."""
     for step in range(first, first + 1000):
         os.write(pipe, struct.pack("<q", step))
-        reshard.save(state(step), path)
+        reshard.save(model_and_optimizer_of(step), path)
         os.write(pipe, struct.pack("<q", -step))
 
 
@@ -152,7 +145,7 @@ def test_killed_at_random_moments(tmp_path):
             survived.add(found)
             if kill % 20 == 19:
                 begun = ended = begun + 1
-                reshard.save(state(begun), path)
+                reshard.save(model_and_optimizer_of(begun), path)
                 assert files(path) == tidy
     finally:
         torch.set_num_threads(threads)
@@ -180,7 +173,7 @@ class Folder(RuleBasedStateMachine):
     @rule(place=st.sampled_from("abc"))
     def save(self, place: str) -> None:
         self.step += 1
-        reshard.save(state(self.step), self.base / place)
+        reshard.save(model_and_optimizer_of(self.step), self.base / place)
         self.saved.pop(place, None)
         self.saved[place] = self.step  # the newest comes last
         assert len(list((self.base / place).glob("data-*"))) == 1
@@ -190,7 +183,7 @@ class Folder(RuleBasedStateMachine):
         self.step += 1
         try:
             with self.calls.crashing(at):
-                reshard.save(state(self.step), self.base / place)
+                reshard.save(model_and_optimizer_of(self.step), self.base / place)
         except Crash:
             pass
         try:

@@ -26,32 +26,7 @@ from reshard.formats.native.manifest import MANIFEST
 from reshard.storage import open_storage
 from tests.faulty import Faulty
 from tests.same import assert_same
-
-
-def state():
-    """One of everything."""
-    tied = torch.arange(6.0)
-    return {
-        "model": {
-            "w": torch.arange(35.0).reshape(5, 7),
-            "half": torch.arange(12).to(torch.bfloat16).reshape(3, 4),
-            "transposed": torch.arange(12.0).reshape(3, 4).t(),
-            "strided": torch.arange(12)[::3],
-            "scalar": torch.tensor(3, dtype=torch.int64),
-            "empty": torch.empty(0, 3),
-            "flags": torch.tensor([True, False]),
-            "wide": torch.tensor([1 + 2j], dtype=torch.complex128),
-            "conj": torch.tensor([1 + 2j, 3 - 1j]).conj(),
-            "tiny": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
-            "embed": tied,
-            "head": tied,
-        },
-        "optim": {"lr": 1e-3, "betas": (0.9, 0.999), "groups": [{"params": ["w"]}, {}], "none": None},
-        "empty": {},
-        "step": 5,
-        7: "an int key",
-        "nan": float("nan"),
-    }
+from tests.states import one_of_everything
 
 
 def blank(value):
@@ -68,7 +43,7 @@ def blank(value):
 @pytest.fixture
 def saved(tmp_path):
     path = tmp_path / "ckpt"
-    reshard.save(state(), path)
+    reshard.save(one_of_everything(), path)
     return path
 
 
@@ -79,11 +54,11 @@ def data_file(path) -> Path:
 
 class TestRoundTrip:
     def test_everything_comes_back(self, saved):
-        target = blank(state())
+        target = blank(one_of_everything())
 
         report = reshard.load(target, saved)
 
-        assert_same(target, state())
+        assert_same(target, one_of_everything())
         assert report.ok
         assert report.bytes_read == report.bytes_needed
         assert report.bytes_checked == data_file(saved).stat().st_size  # all of it, the header included
@@ -92,27 +67,27 @@ class TestRoundTrip:
     def test_nested_gives_the_nest_back(self, saved):
         nest = reshard.open(saved).nested()
 
-        assert nest["optim"] == state()["optim"]
-        assert torch.equal(nest["model"]["w"][...], state()["model"]["w"])
+        assert nest["optim"] == one_of_everything()["optim"]
+        assert torch.equal(nest["model"]["w"][...], one_of_everything()["model"]["w"])
 
     def test_targets_are_filled_in_place(self, saved):
-        target = blank(state())
+        target = blank(one_of_everything())
         before = target["model"]["transposed"]
 
         reshard.load(target, saved)
 
         assert target["model"]["transposed"] is before
-        assert torch.equal(before, state()["model"]["transposed"])
+        assert torch.equal(before, one_of_everything()["model"]["transposed"])
 
     def test_meta_tensors_become_real(self, saved):
-        target = blank(state())
+        target = blank(one_of_everything())
         target["model"]["w"] = torch.empty(5, 7, device="meta")
         target["model"]["p"] = target["model"].pop("half")
         target["model"]["p"] = torch.nn.Parameter(torch.empty(3, 4, dtype=torch.bfloat16, device="meta"))
 
         reshard.load(target, saved, mapping={"model.p": "model.half"})
 
-        assert torch.equal(target["model"]["w"], state()["model"]["w"])
+        assert torch.equal(target["model"]["w"], one_of_everything()["model"]["w"])
         assert isinstance(target["model"]["p"], torch.nn.Parameter)
 
     @pytest.mark.parametrize(
@@ -130,28 +105,28 @@ class TestRoundTrip:
         assert_same(target, make(1))
 
     def test_containers_that_changed_their_length_are_replaced_whole(self, saved):
-        target = blank(state())
+        target = blank(one_of_everything())
         target["optim"] = {"lr": 0, "betas": (), "groups": [], "none": None}
         target["empty"] = {"x": 3}
 
         reshard.load(target, saved)
 
-        assert target["optim"] == state()["optim"]
+        assert target["optim"] == one_of_everything()["optim"]
         assert target["empty"] == {}
 
     def test_data_files_open_in_safetensors(self, saved):
         with safe_open(data_file(saved), "pt") as file:
-            assert torch.equal(file.get_tensor("model.w"), state()["model"]["w"])
+            assert torch.equal(file.get_tensor("model.w"), one_of_everything()["model"]["w"])
             assert "model.head" not in file.keys()  # noqa: SIM118  # not a mapping
         assert (saved / "model.safetensors.index.json").exists()
 
     def test_in_memory(self):
-        reshard.save(state(), "memory://round-trip")
-        target = blank(state())
+        reshard.save(one_of_everything(), "memory://round-trip")
+        target = blank(one_of_everything())
 
         reshard.load(target, "memory://round-trip")
 
-        assert_same(target, state())
+        assert_same(target, one_of_everything())
 
     def test_an_overwrite_leaves_one_generation(self, saved):
         reshard.save({"a": torch.ones(2)}, saved)
@@ -186,11 +161,11 @@ class TestRoundTrip:
             reshard.save({"rng": reshard.PerRank({"x": torch.zeros(1 << 19)})}, tmp_path / "c")
 
     def test_the_caller_s_state_is_not_edited(self, tmp_path):
-        given = state()
+        given = one_of_everything()
 
         reshard.save(given, tmp_path / "c")
 
-        assert_same(given, state())
+        assert_same(given, one_of_everything())
 
     @pytest.mark.not_simulated("it has no inference tensors")
     def test_a_graph_that_needs_the_old_values_is_not_run(self, tmp_path):
@@ -309,18 +284,18 @@ class TestKeys:
 
         assert report.missing == ("model.other",)
         assert "model.half" in report.unexpected
-        assert torch.equal(target["model"]["w"], state()["model"]["w"])
+        assert torch.equal(target["model"]["w"], one_of_everything()["model"]["w"])
         assert target["model"]["other"] == 1
 
     def test_not_strict_reports(self, saved):
         assert not reshard.load({"x": torch.zeros(1)}, saved, strict=False).ok
 
     def test_dry_run_touches_nothing(self, saved):
-        target = blank(state())
+        target = blank(one_of_everything())
 
         report = reshard.load(target, saved, dry_run=True)
 
-        assert_same(target, blank(state()))
+        assert_same(target, blank(one_of_everything()))
         assert report.dry_run
         assert report.bytes_needed > 0 == report.bytes_read
 
@@ -332,7 +307,7 @@ class TestKeys:
 
         kept = torch.bfloat16 if policy == "cast" else torch.float32
         assert target["model"]["w"].dtype == kept
-        assert torch.equal(target["model"]["w"], state()["model"]["w"].to(kept))
+        assert torch.equal(target["model"]["w"], one_of_everything()["model"]["w"].to(kept))
         both = ("float32", "bfloat16")
         assert (report.cast, report.replaced) == (
             ({"model.w": both}, {}) if policy == "cast" else ({}, {"model.w": both})
@@ -399,10 +374,10 @@ class TestRefusals:
 
 class TestDamage:
     def targets_stay(self, path, error=DamagedCheckpointError):
-        target = blank(state())
+        target = blank(one_of_everything())
         with pytest.raises(error) as caught:
             reshard.load(target, path)
-        assert_same(target, blank(state()))
+        assert_same(target, blank(one_of_everything()))
         return str(caught.value)
 
     @pytest.mark.not_simulated("thousands of loads, each of which takes long there")
@@ -433,22 +408,22 @@ class TestDamage:
         good = manifest.read_text()
         for at in np.random.default_rng(0).integers(0, len(good), 150):
             manifest.write_text(good[:at])
-            target = blank(state())
+            target = blank(one_of_everything())
             with pytest.raises((CheckpointError, KeyMismatchError)):
                 reshard.load(target, saved)
-            assert_same(target, blank(state()))
+            assert_same(target, blank(one_of_everything()))
 
     def test_every_flipped_bit_of_the_manifest_is_found(self, saved):
         manifest = saved / MANIFEST
         good = manifest.read_bytes()
-        target = blank(state())
+        target = blank(one_of_everything())
         for at in range(len(good)):
             bad = bytearray(good)
             bad[at] ^= 1 << at % 8
             manifest.write_bytes(bad)
             with pytest.raises(CheckpointError):
                 reshard.load(target, saved)
-        assert_same(target, blank(state()))
+        assert_same(target, blank(one_of_everything()))
         manifest.write_bytes(good)
         assert reshard.verify(saved).ok
 
@@ -462,7 +437,7 @@ class TestDamage:
         assert reshard.verify(saved).ok
 
     def test_files_of_two_saves(self, saved, tmp_path):
-        other = state()
+        other = one_of_everything()
         other["model"]["w"] += 1
         reshard.save(other, tmp_path / "other")
         data_file(saved).write_bytes(data_file(tmp_path / "other").read_bytes())
@@ -487,10 +462,10 @@ class TestCompare:
         reshard.save({"model": {"w": torch.ones(2)}}, tmp_path / "y")
 
         assert reshard.compare(tmp_path / "x.pt", tmp_path / "y").ok
-        assert reshard.compare(saved, state()).ok
+        assert reshard.compare(saved, one_of_everything()).ok
 
     def test_differences_are_named(self, saved):
-        other = state()
+        other = one_of_everything()
         other["model"]["w"][3, 2] += 1
         other["model"]["new"] = torch.ones(1)
         other["model"]["flags"] = torch.ones(3)
@@ -502,7 +477,7 @@ class TestCompare:
         assert found.keys() == {"model.w", "model.new", "model.flags", "step"}
 
     def test_tolerance(self, saved):
-        other = state()
+        other = one_of_everything()
         other["model"]["w"] += 1e-6
 
         assert not reshard.compare(saved, other).ok

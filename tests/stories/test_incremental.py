@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from reshard.storage.memory import MemoryStorage
 from tests import gloo
 from tests.faulty import Crash, SystemCalls
 from tests.same import assert_same
+from tests.states import frozen_and_trained_of
 
 
 def lora(step: int) -> dict:
@@ -182,8 +184,7 @@ def _damaged(data: bytes, how: str, at: int) -> bytes:
 def test_whatever_is_wrong_with_a_base_a_save_goes_on_and_is_right(how, layout, tmp_path):
     """All files but the data's own elements, which a save does not read."""
 
-    def state(step: int) -> dict:
-        return {"frozen": torch.arange(99.0), "trained": torch.full((5,), float(step)), "step": step}
+    state = partial(frozen_and_trained_of, frozen=99)
 
     def found(path: Path) -> dict:
         target = {"frozen": torch.zeros(99), "trained": torch.zeros(5), "step": 0}
@@ -294,8 +295,7 @@ def test_every_call_fails_in_turn_and_nothing_that_counts_is_lost(how, where, tm
     monkeypatch.setattr(generations, "_CLAIMING_S", 0.0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
 
-    def state(step: int) -> dict:
-        return {"frozen": torch.arange(100.0), "trained": torch.full((5,), float(step)), "step": step}
+    state = partial(frozen_and_trained_of, frozen=100)
 
     def found(path: Path) -> int:
         target = {"frozen": torch.zeros(100), "trained": torch.zeros(5), "step": 0}

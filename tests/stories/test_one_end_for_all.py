@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from reshard.errors import StorageError
 from reshard.storage import open_storage
 from tests import gloo
 from tests.faulty import Faulty
+from tests.states import own_tensor_of
 
 pytestmark = pytest.mark.gloo
 
@@ -27,15 +27,10 @@ class _Unplain:
     pass
 
 
-def _state(step: int) -> dict[str, Any]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return {f"w{r}": torch.full((1000,), float(step)) for r in range(WORLD_SIZE) if r == rank} | {"step": step}
-
-
 def _work(folder: str, who: int, when: str, how: str) -> tuple[str, str, float]:
     """Class and text of the error that this rank ended with, and after how many seconds."""
     rank = dist.get_rank()
-    state = _state(2)
+    state = own_tensor_of(2)
     if when == "plan" and rank == who:
         state["odd"] = _Unplain()
 
@@ -66,7 +61,7 @@ def _work(folder: str, who: int, when: str, how: str) -> tuple[str, str, float]:
 
 
 def _first_save(folder: str) -> None:
-    save(_state(1), folder)
+    save(own_tensor_of(1), folder)
 
 
 @pytest.fixture(scope="module")

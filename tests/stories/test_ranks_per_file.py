@@ -8,33 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import reshard
 from reshard.api.save import crew
 from reshard.errors import CheckpointError
 from reshard.formats.native import common_file
 from tests import gloo
+from tests.states import MATRIX, sharded_in_every_way_of
 from tests.stories.engine_jobs import caught
-
-W = torch.arange(800_000.0, device="cpu").reshape(1000, 800)
-
-
-def state(step: int) -> dict[str, Any]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
-    held = {
-        "w": distribute_tensor(W + step, mesh, [Shard(0)]),
-        "half": distribute_tensor(W[:7, :9].bfloat16() + step, mesh, [Shard(1)]),
-        "whole": distribute_tensor(W[:3] + step, mesh, [Replicate()]),
-        "flags": distribute_tensor(torch.ones(5, dtype=torch.bool, device="cpu"), mesh, [Shard(0)]),
-    }
-    return {
-        "model": held,
-        "rng": reshard.PerRank(torch.full((3,), rank, dtype=torch.uint8, device="cpu")),
-        "step": step,
-    }
 
 
 def refused_writing(*_: Any) -> Any:
@@ -45,19 +27,19 @@ def saves(folder: str) -> dict[str, Any]:
     """Saves of all kinds; one rank's trouble; what is refused."""
     rank = dist.get_rank()
     out: dict[str, Any] = {}
-    reshard.save(state(1), f"{folder}/each")
-    reshard.save(state(1), f"{folder}/three", ranks_per_file=3)
+    reshard.save(sharded_in_every_way_of(1), f"{folder}/each")
+    reshard.save(sharded_in_every_way_of(1), f"{folder}/three", ranks_per_file=3)
     plain = {"w": torch.ones(3, device="cpu"), "v": torch.zeros(2, device="cpu")}
     reshard.save(plain, f"{folder}/whole", ranks_per_file=4, divide_above_bytes=1 << 30)
     crew.machine = lambda: f"machine {rank // 2}"  # type: ignore[assignment]
-    reshard.save(state(1), f"{folder}/machines", ranks_per_file=8)
+    reshard.save(sharded_in_every_way_of(1), f"{folder}/machines", ranks_per_file=8)
     if rank == 2:
         real, common_file.row_major_pieces = common_file.row_major_pieces, refused_writing
-    out["failed"] = caught_any(lambda: reshard.save(state(9), f"{folder}/machines", ranks_per_file=2))
+    out["failed"] = caught_any(lambda: reshard.save(sharded_in_every_way_of(9), f"{folder}/machines", ranks_per_file=2))
     if rank == 2:
         common_file.row_major_pieces = real
-    reshard.async_save(state(2), f"{folder}/later", ranks_per_file=2).result()
-    reshard.save(state(3), f"{folder}/later-still", base=f"{folder}/later")
+    reshard.async_save(sharded_in_every_way_of(2), f"{folder}/later", ranks_per_file=2).result()
+    reshard.save(sharded_in_every_way_of(3), f"{folder}/later-still", base=f"{folder}/later")
     out["memory"] = caught(lambda: reshard.save(plain, "memory://m", ranks_per_file=2))
     return out
 
@@ -71,11 +53,11 @@ def caught_any(call: Any) -> str:
 
 
 def loaded(path: str) -> dict[str, Any]:
-    target = state(0)
+    target = sharded_in_every_way_of(0)
     target["rng"] = reshard.PerRank(torch.zeros(3, dtype=torch.uint8, device="cpu"), on_change="keep")
     report = reshard.load(target, path)
     model = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in target["model"].items()}
-    return {"ok": report.ok, "rng": target["rng"].value.tolist(), "w": torch.equal(model["w"], W + target["step"])}
+    return {"ok": report.ok, "rng": target["rng"].value.tolist(), "w": torch.equal(model["w"], MATRIX + target["step"])}
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +118,7 @@ def test_storages_without_places_are_refused(told: list[dict[str, Any]]) -> None
 
 def test_a_base_and_what_is_no_number_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="leave ranks_per_file or base out"):
-        reshard.save({"w": W}, tmp_path, base="auto", ranks_per_file=2)
+        reshard.save({"w": MATRIX}, tmp_path, base="auto", ranks_per_file=2)
 
 
 @pytest.mark.parametrize(

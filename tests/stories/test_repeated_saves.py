@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 import reshard
 from reshard.api.save import job, repeated, saving
@@ -20,22 +20,9 @@ from reshard.control.group import Group
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, RankFailedError, ReshardError
 from reshard.state import memory
 from tests import gloo
+from tests.states import sharded_and_own_of
 
 WORLD_SIZE = 3
-
-
-def state(step: int) -> dict[str, Any]:
-    """A sharded tensor, one that all have, one of this rank alone, and objects."""
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    rows = torch.arange(8.0).reshape(2, 4) + 100.0 * rank + step
-    return {
-        "rows": DTensor.from_local(rows, mesh, [Shard(0)], run_check=False),
-        "all": torch.full((5,), float(step)),
-        f"own{rank}": torch.full((3,), float(10 * step + rank)),
-        "step": step,
-        f"note{rank}": f"{rank} at {step}",
-    }
 
 
 class Counted:
@@ -61,7 +48,7 @@ def in_a_row(folder: str, verb: str) -> list[tuple[int, int]]:
     counted, out = Counted(), []
     for step in range(3):
         counted.planned = counted.rounds = 0
-        held = state(step)
+        held = sharded_and_own_of(step)
         if verb == "save":
             reshard.save(held, f"{folder}/{step}")
         else:
@@ -96,7 +83,7 @@ def test_a_state_like_the_one_before_is_planned_once(verb, tmp_path):
 
 def changed(how: str, step: int) -> dict[str, Any]:
     """What one rank, or all of them, have from the second save on that was not so before."""
-    out, rank = state(step), dist.get_rank()
+    out, rank = sharded_and_own_of(step), dist.get_rank()
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     if how == "a key of one rank" and rank == 1:
         out["new"] = torch.full((2,), float(step))
@@ -118,7 +105,7 @@ def changed(how: str, step: int) -> dict[str, Any]:
 def then_changed(folder: str, how: str) -> list[int]:
     """How often the saves are planned: of the same state, of the changed one, and of the first one again."""
     counted, out = Counted(), []
-    for step, held in enumerate((state(0), changed(how, 1), changed(how, 2), state(3))):
+    for step, held in enumerate((sharded_and_own_of(0), changed(how, 1), changed(how, 2), sharded_and_own_of(3))):
         counted.planned = 0
         reshard.async_save(held, f"{folder}/{step}").result(60.0)
         out.append(counted.planned)
@@ -161,8 +148,8 @@ def test_what_differs_on_any_rank_is_planned_anew_by_all(how, tmp_path):
 def refused(folder: str, how: str) -> tuple[type, str, bool]:
     """The error of a second save, and whether the ranks can save after it."""
     rank = dist.get_rank()
-    reshard.async_save(state(0), f"{folder}/0").result(60.0)
-    held, options, path = state(1), {}, f"{folder}/1"
+    reshard.async_save(sharded_and_own_of(0), f"{folder}/0").result(60.0)
+    held, options, path = sharded_and_own_of(1), {}, f"{folder}/1"
     if how == "replicas":
         held["all"] = held["all"] + (rank == 2)
     elif how == "objects":
@@ -181,7 +168,7 @@ def refused(folder: str, how: str) -> tuple[type, str, bool]:
         reshard.async_save(held, path, **options)
     if how == "staging":
         return type(caught.value), str(caught.value), True
-    reshard.async_save(state(2), f"{folder}/2").result(60.0)
+    reshard.async_save(sharded_and_own_of(2), f"{folder}/2").result(60.0)
     return type(caught.value), str(caught.value), reshard.open(f"{folder}/2").objects["step"] == 2
 
 

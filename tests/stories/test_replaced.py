@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import reshard
@@ -20,10 +19,7 @@ from reshard.formats.native.manifest import HF_INDEX, MANIFEST
 from reshard.storage import open_storage
 from tests import gloo
 from tests.faulty import Faulty
-
-
-def state(step: int) -> dict[str, Any]:
-    return {"w": torch.full((1000,), float(step)), "step": step}
+from tests.states import tensor_of
 
 
 class Replacing:
@@ -35,14 +31,14 @@ class Replacing:
     def __call__(self, verb: str, name: str) -> None:
         self.left -= 1
         if self.left == 0:
-            reshard.save(state(2), self.folder)
+            reshard.save(tensor_of(2), self.folder)
 
 
 @pytest.mark.parametrize("at", range(1, 8))
 def test_loading_gives_the_old_or_the_new_one_or_says_that_it_was_replaced(at, tmp_path):
-    reshard.save(state(1), tmp_path)
+    reshard.save(tensor_of(1), tmp_path)
     replacing = Replacing(tmp_path, at)
-    target, said = state(0), ""
+    target, said = tensor_of(0), ""
     try:
         reshard.load(target, Faulty(open_storage(tmp_path), replacing))
     except CheckpointError as error:
@@ -57,13 +53,13 @@ def test_loading_gives_the_old_or_the_new_one_or_says_that_it_was_replaced(at, t
 
 
 def test_there_is_always_a_latest_checkpoint(tmp_path):
-    reshard.save(state(0), tmp_path / "c")
+    reshard.save(tensor_of(0), tmp_path / "c")
     done = threading.Event()
 
     def overwrite() -> None:
         try:
             for step in range(40):
-                reshard.save(state(step), tmp_path / "c", fingerprints=False)
+                reshard.save(tensor_of(step), tmp_path / "c", fingerprints=False)
         finally:
             done.set()
 
@@ -80,9 +76,9 @@ def test_one_that_is_replaced_while_nothing_changes_but_its_manifest_is_opened_a
     """The files of the next save are there already when it is opened; then it is published, and those before go."""
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now)  # so that both manifests are equally long
-    reshard.save(state(1), tmp_path / "c")
+    reshard.save(tensor_of(1), tmp_path / "c")
     shutil.copytree(tmp_path / "c", tmp_path / "before")
-    reshard.save(state(2), tmp_path / "c")
+    reshard.save(tensor_of(2), tmp_path / "c")
     for kept in (tmp_path / "before").glob("data-*"):
         shutil.copytree(kept, tmp_path / "c" / kept.name)
     published = (tmp_path / "c" / MANIFEST).read_bytes()
@@ -104,14 +100,14 @@ def test_an_index_for_other_tools_never_names_files_of_a_save_that_lost_a_race(t
 
     def fault(verb: str, name: str) -> None:
         if verb == "publish" and name == HF_INDEX and not raced:
-            raced.append(reshard.save(state(2), path))
+            raced.append(reshard.save(tensor_of(2), path))
 
-    reshard.save(state(1), Faulty(open_storage(path), fault))
+    reshard.save(tensor_of(1), Faulty(open_storage(path), fault))
     assert raced
     report = reshard.verify(path)
     assert report.ok, report
     assert not (path / HF_INDEX).exists()
-    reshard.save(state(3), path)
+    reshard.save(tensor_of(3), path)
     assert (path / HF_INDEX).exists()
 
 
@@ -122,8 +118,8 @@ def test_saves_to_one_folder_by_two_paths_go_on_one_after_another(tmp_path):
 
     (tmp_path / "c").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "c")
-    first = reshard.async_save(state(1), Faulty(open_storage(tmp_path / "c"), slow))
-    second = reshard.async_save(state(2), tmp_path / "link", max_in_flight=2)
+    first = reshard.async_save(tensor_of(1), Faulty(open_storage(tmp_path / "c"), slow))
+    second = reshard.async_save(tensor_of(2), tmp_path / "link", max_in_flight=2)
     first.result()
     second.result()
     assert reshard.open(tmp_path / "c").objects["step"] == 2
@@ -136,7 +132,7 @@ def test_the_latest_one_is_that_of_the_latest_save_though_the_clock_stands_still
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - back_s * step)
     for step, name in enumerate("cab"):
-        reshard.save(state(step), tmp_path / name)
+        reshard.save(tensor_of(step), tmp_path / name)
         assert reshard.latest_complete(tmp_path) == str(tmp_path / name)
     assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "c"), str(tmp_path / "a")]
 
@@ -144,11 +140,11 @@ def test_the_latest_one_is_that_of_the_latest_save_though_the_clock_stands_still
 def two_saves(folder: str) -> str:
     """Rank 1 opens the checkpoint after it was replaced, rank 0 has opened it before."""
     if dist.get_rank() == 0:
-        reshard.save(state(1), folder, alone=True)
+        reshard.save(tensor_of(1), folder, alone=True)
         early = reshard.open(folder)
-        reshard.save(state(2), folder, alone=True)
+        reshard.save(tensor_of(2), folder, alone=True)
     dist.barrier()
-    target = state(0)
+    target = tensor_of(0)
     with pytest.raises(CheckpointError) as caught:
         reshard.load(target, early if dist.get_rank() == 0 else folder)
     assert target["step"] == 0

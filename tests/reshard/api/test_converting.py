@@ -25,29 +25,15 @@ from reshard.formats.stored.writer import FormatWriter
 from tests import gloo
 from tests.same import assert_same, same
 from tests.samples import sample, truth
+from tests.states import every_dtype
 from tests.torch_releases import load_alone
 
 FORMATS = ["native", "dcp", "safetensors", "torch_save"]
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-          torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
-          torch.bool, torch.complex64]  # fmt: skip
-
-
-def state() -> dict[str, Any]:
-    """All dtypes, tied and strided tensors, ones without dims or elements, lists, tuples and plain values."""
-    torch.manual_seed(0)
-    embed = torch.randn(40, 8)
-    model: dict[str, Any] = {f"of.{dtype}".replace("torch.", ""): torch.rand(3, 5).to(dtype) for dtype in DTYPES}
-    model |= {"embed": embed, "head": embed, "turned": torch.randn(6, 4).T, "none": torch.empty(0, 7)}
-    model |= {"count": torch.tensor(3), "layers": {"0": {"w": torch.randn(9, 3)}}}
-    optim = {"state": {"embed": {"step": torch.tensor(5.0), "exp_avg": torch.randn(40, 8)}}}
-    groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["embed"]}]
-    return {"model": model, "optim": {**optim, "param_groups": groups}, "epoch": 3, "note": "ü", "gone": None}
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    reshard.save(state(), tmp_path / "saved")
+    reshard.save(every_dtype(), tmp_path / "saved")
     return tmp_path / "saved"
 
 
@@ -151,7 +137,7 @@ def test_there_and_back(format: str, saved: Path, tmp_path: Path) -> None:
         back = tmp_path / "back"
         reshard.convert(there, back)
         reshard.convert(back, tmp_path / "last.pt", format="torch_save")
-        assert_same(by_path(torch.load(tmp_path / "last.pt", weights_only=True)), by_path(state()))
+        assert_same(by_path(torch.load(tmp_path / "last.pt", weights_only=True)), by_path(every_dtype()))
     if format == "native":
         assert reshard.verify(there).ok
 
@@ -161,16 +147,16 @@ def test_torch_loads_the_file(saved: Path, tmp_path: Path) -> None:
 
     loaded = torch.load(tmp_path / "c.pt", weights_only=True)
 
-    assert_same(loaded, state())
+    assert_same(loaded, every_dtype())
     assert loaded["model"]["head"].data_ptr() == loaded["model"]["embed"].data_ptr()
     assert loaded["optim"]["param_groups"][0]["betas"] == (0.9, 0.95)
-    assert_same(torch.load(tmp_path / "c.pt", weights_only=True, mmap=True), state())
+    assert_same(torch.load(tmp_path / "c.pt", weights_only=True, mmap=True), every_dtype())
     assert zipfile.ZipFile(tmp_path / "c.pt").testzip() is None  # all checksums are right
 
 
 def test_torch_loads_the_folder(saved: Path, tmp_path: Path) -> None:
     """torch's own `dcp.load`, of files of several sizes and of a layout of three ranks."""
-    wanted = state()
+    wanted = every_dtype()
     reshard.convert(saved, tmp_path / "small", format="dcp", max_shard_bytes=500)
     reshard.convert(saved, tmp_path / "ranks", format="dcp", onto=Topology.parse("dp=3", {"*": "S(0)"}), select="*[dh]")
     for folder in ("small", "ranks"):
@@ -221,7 +207,7 @@ def test_names_shapes_dtypes_and_selection_at_once(saved: Path, tmp_path: Path) 
 
     made = reshard.open(tmp_path / "c")
     assert set(made) == {"model.embed", "model.turned", "model.none", "model.count", "model.w"}
-    assert torch.equal(made["model.w"][...], state()["model"]["layers"]["0"]["w"].bfloat16())
+    assert torch.equal(made["model.w"][...], every_dtype()["model"]["layers"]["0"]["w"].bfloat16())
     assert made["model.count"].dtype == torch.int64
     assert dict(made.aliases) == {"model.head": "model.embed"} == report.aliases
     assert reshard.verify(tmp_path / "c").ok
@@ -232,7 +218,7 @@ def test_a_keeper_that_is_left_out_has_an_heir(saved: Path, tmp_path: Path) -> N
 
     made = reshard.open(tmp_path / "c")
     assert list(made) == ["model.head"]
-    assert torch.equal(made["model.head"][...], state()["model"]["embed"])
+    assert torch.equal(made["model.head"][...], every_dtype()["model"]["embed"])
 
 
 @pytest.mark.parametrize("format", ["native", "dcp"])
@@ -263,7 +249,7 @@ def test_what_a_worker_says_reaches_the_caller(saved: Path, tmp_path: Path) -> N
     [file] = saved.glob("data-*/*.safetensors")
     with open(file, "r+b") as out:
         out.truncate(file.stat().st_size - 1)
-    reshard.save(state(), tmp_path / "other")
+    reshard.save(every_dtype(), tmp_path / "other")
 
     with pytest.raises(ReshardError, match="must have"):
         reshard.convert(saved, tmp_path / "c", max_shard_bytes=500, workers=2)

@@ -20,23 +20,11 @@ from reshard.errors import StorageError
 from tests import gloo
 from tests.reshard.dcp import jobs
 from tests.same import assert_same
+from tests.states import views_and_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 PROCESS = {"async_checkpointer_type": "process"}
-
-
-def state():
-    whole = torch.arange(24.0).view(4, 6)
-    return {
-        "model": {"w": whole, "columns": whole[:, 1:3], "half": whole.to(torch.bfloat16), "none": torch.empty(0, 3)},
-        "scalar": torch.tensor(7),
-        "flag": torch.tensor([True, False]),
-        "complex": torch.tensor([1 + 2j]).conj(),
-        "grad": torch.ones(3, requires_grad=True),
-        "step": 5,
-        "names": ["a", {"b": 1.5}],
-    }
 
 
 def zeros(value):
@@ -55,7 +43,7 @@ def plain(value):
 
 @pytest.mark.parametrize("writer", [ours.FileSystemWriter, theirs.FileSystemWriter], ids=["ours", "torch"])
 def test_everything_is_written_as_by_a_thread(tmp_path, writer):
-    made = state()
+    made = views_and_gradients()
     kinds = getattr(ours.state_dict_saver, "AsyncCheckpointerType", None)  # torch 2.6 has no such thing
     kind = "process" if kinds is None else kinds.PROCESS
     ours.async_save(made, storage_writer=writer(tmp_path), async_checkpointer_type=kind).result()

@@ -22,18 +22,8 @@ from reshard.execute.sharing.segments import REMOTE_SEGMENT_BYTES as SIZE
 from reshard.formats.native.reader import Once
 from reshard.formats.stored.tensor import Place
 from tests import gloo
+from tests.states import large
 from tests.storages import Remote
-
-
-def state() -> dict[str, torch.Tensor]:
-    gen = torch.Generator().manual_seed(5)
-    return {
-        "big": torch.randn(3000, 1001, generator=gen),
-        "halves": torch.randn(700, 900, generator=gen).bfloat16(),
-        "bytes": torch.randint(0, 255, (1_000_003,), dtype=torch.uint8, generator=gen),
-        "scalar": torch.tensor(2.5),
-        "empty": torch.zeros(3, 0),
-    }
 
 
 def zeros(of: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -42,7 +32,7 @@ def zeros(of: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("options", [{}, {"memory_budget_bytes": 8 << 20}, {"threads": 1}, {"check": False}])
 def test_a_load_asks_for_each_byte_once_and_checks_it(tmp_path, options):
-    known = state()
+    known = large()
     reshard.save(known, tmp_path / "ckpt")
     remote = Remote(tmp_path / "ckpt")
     target = zeros(known)
@@ -58,7 +48,7 @@ def test_a_load_asks_for_each_byte_once_and_checks_it(tmp_path, options):
 
 
 def test_other_dtypes_slices_and_a_few_rows_arrive_too(tmp_path):
-    known = state()
+    known = large()
     reshard.save(known, tmp_path / "ckpt")
     remote = Remote(tmp_path / "ckpt")
     target = {"big": torch.zeros(3000, 1001, dtype=torch.float64).t().contiguous().t()}
@@ -73,7 +63,7 @@ def test_other_dtypes_slices_and_a_few_rows_arrive_too(tmp_path):
 
 @pytest.mark.parametrize("at", [200, SIZE - 1, SIZE, 3 * SIZE + 5, -1])
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path, at):
-    known = state()
+    known = large()
     reshard.save(known, tmp_path / "ckpt")
     file = max((tmp_path / "ckpt").rglob("*.safetensors"), key=lambda f: f.stat().st_size)
     data = bytearray(file.read_bytes())
@@ -85,7 +75,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path, at):
 
 
 def test_a_file_that_was_cut_short_is_found_before_anything_is_written(tmp_path):
-    known = state()
+    known = large()
     reshard.save(known, tmp_path / "ckpt")
     file = max((tmp_path / "ckpt").rglob("*.safetensors"), key=lambda f: f.stat().st_size)
     file.write_bytes(file.read_bytes()[:-5])
@@ -208,13 +198,13 @@ def again_job(damaged: str, good: str) -> tuple[str, bool]:
     except ReshardError as error:
         end = type(error).__name__
     reshard.load({"big": target}, Remote(good), **options)
-    return end, torch.equal(target, state()["big"])
+    return end, torch.equal(target, large()["big"])
 
 
 @pytest.mark.gloo
 def test_after_a_load_that_failed_while_reading_the_same_group_loads_another(tmp_path):
-    reshard.save({"big": -state()["big"]}, tmp_path / "damaged")
-    reshard.save({"big": state()["big"]}, tmp_path / "good")
+    reshard.save({"big": -large()["big"]}, tmp_path / "damaged")
+    reshard.save({"big": large()["big"]}, tmp_path / "good")
     (file,) = (tmp_path / "damaged").rglob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-5] ^= 1

@@ -12,21 +12,7 @@ import reshard
 from reshard.errors import FormatError, ReshardError
 from tests.same import assert_same
 from tests.samples import sample
-
-
-def state(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A model with a buffer, a frozen parameter and a tied one, and the optimizer of a program of torch's own."""
-    torch.manual_seed(0)
-    shapes = {"emb.weight": (5, 4), "mlp.weight": (4, 4), "mlp.bias": (4,), "frozen.weight": (2, 3)}
-    model: dict[str, Any] = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
-    states = {
-        name: {"step": torch.tensor(7.0), "exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape)}
-        for name, shape in shapes.items()
-        if name != "frozen.weight"
-    }
-    groups = [{"lr": 0.1, "params": ["emb.weight", "mlp.weight"]}, {"lr": 0.2, "params": ["mlp.bias"]}]
-    model |= {"head.weight": model["emb.weight"], "count": torch.tensor(3)}
-    return {"model": model, "optim": {"state": states, "param_groups": groups}, "epoch": 3, "schedule": {"last": 1}}
+from tests.states import trained
 
 
 def values(path: Path) -> dict[str, Any]:
@@ -57,7 +43,7 @@ def test_what_deepspeed_wrote_comes_back(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_program_of_torch_s_own(dtype: torch.dtype, tmp_path: Path) -> None:
-    made = state(dtype)
+    made = trained(dtype)
     reshard.save(made, tmp_path / "saved")
     hints = {"tp_dims": {"mlp.w*": 1}}
     reshard.convert(tmp_path / "saved", tmp_path / "theirs", format="deepspeed", hints=hints)
@@ -115,7 +101,7 @@ def other_step(made: dict[str, Any]) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_the_format_cannot_hold(change: Any, words: str, tmp_path: Path) -> None:
-    made = state()
+    made = trained()
     change(made)
     reshard.save(made, tmp_path / "saved")
     with pytest.raises(FormatError, match=words):

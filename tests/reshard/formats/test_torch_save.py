@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import io
 import json
 import random
@@ -21,34 +20,19 @@ from reshard.formats.pickles.record import Record
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from tests.reshard.formats.compare import check_all, flat_tensors
 from tests.same import same
+from tests.states import containers
 from tests.storages import Remote
-
-
-def state() -> dict[str, Any]:
-    base = torch.arange(24.0)
-    return {
-        "model": collections.OrderedDict(w=base.reshape(4, 6), v=torch.nn.Parameter(base[6:12].reshape(2, 3).T)),
-        "optim": {"state": {0: {"step": torch.tensor(1.0), "m": torch.ones(4, 6, dtype=torch.bfloat16)}}},
-        "groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1]}, {}],
-        "pair": (torch.zeros(2), [torch.ones(1), "x"]),
-        "float8": torch.ones(3).to(torch.float8_e4m3fn),
-        "conj": torch.tensor([1 + 2j, 3 - 4j]).conj(),
-        "empty": {},
-        "epoch": 7,
-        "name": None,
-        "array": np.arange(3),
-    }
 
 
 @pytest.fixture(params=["zip", "stream"])
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The state in a file, in the zip format and in that of torch before 1.6."""
-    torch.save(state(), tmp_path / "state.pt", _use_new_zipfile_serialization=request.param == "zip")
+    torch.save(containers(), tmp_path / "state.pt", _use_new_zipfile_serialization=request.param == "zip")
     return tmp_path / "state.pt"
 
 
 def test_tensors_objects_and_nest(saved: Path) -> None:
-    wanted = state()  # torch cannot read float8 from a stream, though it writes it
+    wanted = containers()  # torch cannot read float8 from a stream, though it writes it
 
     checkpoint = open_checkpoint(saved)
 

@@ -12,24 +12,14 @@ import reshard
 from reshard.formats.stored.source import FileSource
 from reshard.formats.torch_save.zip_checksums import archives, changed_records
 from reshard.storage import LocalStorage, MemoryStorage
+from tests.states import few_of_many_sizes
 from tests.torch_releases import save_alone
-
-
-def state() -> dict[str, object]:
-    gen = torch.Generator().manual_seed(0)
-    return {
-        "a": torch.randn(50, 40, generator=gen),
-        "b": torch.randn(30, generator=gen).bfloat16(),
-        "scalar": torch.tensor(4),
-        "empty": torch.zeros(0, 3),
-        "note": "text",
-    }
 
 
 @pytest.fixture
 def folder(tmp_path):
     with warnings.catch_warnings(action="ignore"):  # that torch is not distributed
-        save_alone(state(), checkpoint_id=tmp_path / "ckpt")
+        save_alone(few_of_many_sizes(), checkpoint_id=tmp_path / "ckpt")
     return tmp_path / "ckpt"
 
 
@@ -37,7 +27,7 @@ def test_the_archives_of_a_file_are_found_from_its_end(folder):
     (file,) = folder.glob("*.distcp")
     found = archives(FileSource(LocalStorage(folder), file.name))
 
-    assert len(found) == len(state())
+    assert len(found) == len(few_of_many_sizes())
     assert found[0][0] == 0
     assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(found))
     assert sum(found[-1]) == file.stat().st_size
@@ -50,7 +40,7 @@ def test_a_sound_checkpoint_has_no_findings(folder):
 def test_every_flipped_byte_of_a_tensor_is_found_and_named(folder):
     (file,) = folder.glob("*.distcp")
     whole = file.read_bytes()
-    payload = state()["a"].numpy().tobytes()
+    payload = few_of_many_sizes()["a"].numpy().tobytes()
     at = whole.index(payload)
     for offset in range(0, len(payload), 997):
         data = bytearray(whole)
@@ -76,10 +66,10 @@ def test_a_damaged_end_of_an_archive_is_found(folder):
 
 
 def test_files_of_torch_save_are_checked_too(tmp_path):
-    torch.save(state(), tmp_path / "model.pt")
+    torch.save(few_of_many_sizes(), tmp_path / "model.pt")
     assert reshard.verify(tmp_path / "model.pt").ok
     data = bytearray((tmp_path / "model.pt").read_bytes())
-    data[data.index(state()["a"].numpy().tobytes()) + 5] ^= 64
+    data[data.index(few_of_many_sizes()["a"].numpy().tobytes()) + 5] ^= 64
     (tmp_path / "model.pt").write_bytes(data)
 
     report = reshard.verify(tmp_path / "model.pt")
@@ -91,7 +81,7 @@ def test_files_of_torch_save_are_checked_too(tmp_path):
 def test_what_torch_wrote_without_sums_says_so(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save(state(), tmp_path / "model.pt")
+        torch.save(few_of_many_sizes(), tmp_path / "model.pt")
     finally:
         torch.serialization.set_crc32_options(True)
     assert "set_crc32_options" in str(reshard.verify(tmp_path / "model.pt"))

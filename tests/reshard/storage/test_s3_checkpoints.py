@@ -23,11 +23,7 @@ from reshard.storage import open_storage
 from reshard.storage.object_store import ObjectStorage, open_objects
 from tests import gloo
 from tests.reshard.storage.s3_server import FlakyProxy, S3Server
-
-
-def _state(step: int) -> dict[str, Any]:
-    weights = torch.arange(1_400_000, dtype=torch.float32).reshape(1400, 1000) + step  # more than one part
-    return {"model": {"w": weights, "b": torch.full((3,), float(step)), "none": torch.empty(0, 4)}, "step": step}
+from tests.states import more_than_a_part_of
 
 
 def _blank() -> dict[str, Any]:
@@ -39,7 +35,7 @@ def _loaded_step(url: str) -> int:
     target = _blank()
     load(target, url)
     step = int(target["step"])
-    expected = _state(step)
+    expected = more_than_a_part_of(step)
     assert all(torch.equal(target["model"][key], expected["model"][key]) for key in expected["model"])
     return step
 
@@ -51,7 +47,7 @@ def _storage(url: str) -> ObjectStorage:
 def test_round_trip(s3: S3Server) -> None:
     url = f"s3://bucket/{uuid.uuid4().hex}"
     for step in (1, 2):
-        save(_state(step), url)
+        save(more_than_a_part_of(step), url)
         assert _loaded_step(url) == step
     generations = {name.split("/")[0] for name in open_storage(url).list("data-")}
     assert len(generations) == 1, "the replaced one is gone"
@@ -59,7 +55,7 @@ def test_round_trip(s3: S3Server) -> None:
 
 def test_a_load_asks_for_nothing_twice(proxy: FlakyProxy) -> None:
     url = f"s3://bucket/{uuid.uuid4().hex}"
-    save(_state(1), url)
+    save(more_than_a_part_of(1), url)
     proxy.requests.clear()
     assert _loaded_step(url) == 1
     segments = -(-4 * 1_400_000 // REMOTE_SEGMENT_BYTES)
@@ -90,7 +86,7 @@ def test_a_url_whose_path_would_be_cut_off_is_refused(s3: S3Server) -> None:
 def test_save_and_load_over_a_bad_network(proxy: FlakyProxy) -> None:
     url = f"s3://bucket/{uuid.uuid4().hex}"
     proxy.throttle, proxy.drop = 3, 2
-    save(_state(1), _storage(url))
+    save(more_than_a_part_of(1), _storage(url))
     assert proxy.throttle == proxy.drop == 0
     proxy.throttle, proxy.drop, proxy.drop_after = 2, 2, 1000
     assert _loaded_step(url) == 1
@@ -123,7 +119,7 @@ class _Dying:
 def _save_and_die(url: str, step: int, last: int, after: bool) -> int:
     storage = _storage(url)
     storage._api = _Dying(storage._api, last, after)
-    save(_state(step), storage)
+    save(more_than_a_part_of(step), storage)
     return 0
 
 
