@@ -106,11 +106,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return StateLayout({name: stored_layout(self.contents.tensors[name]) for name in self})
 
     def problems(self, *, deep: bool = False) -> list[str]:
-        """One text for each tensor whose chunks leave a hole, overlap or lie outside it; reads no tensor data.
+        """One text for each file that the format misses, and for each tensor whose chunks leave a hole, overlap or lie
+        outside it; reads no tensor data.
 
         `deep` also looks into every stored item, whether it holds what the metadata says.
         """
-        found = []
+        found = [*self.contents.facts.problems()] if self.contents.facts is not None else []
         whole: set[Hashable] = set()
         for name in self:
             try:

@@ -47,6 +47,11 @@ class DeepSpeedFacts(Facts):
 
     files: Mapping[str, TorchFile]
     """By the path below the checkpoint's folder, without `.pt`."""
+    missing: tuple[str, ...] = ()
+    """In a sentence each, files of ranks that are not there."""
+
+    def problems(self) -> tuple[str, ...]:
+        return self.missing
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -78,30 +83,29 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
             opened["zero", universal[1], universal[2]] = read_torch_file(files[file])
         elif _STATES.fullmatch(inner) or inner == _UNIVERSAL_STATE:
             opened[tuple(inner.removesuffix(".pt").split("/"))] = read_torch_file(files[file])
-    facts = DeepSpeedFacts({"/".join(map(str, path)): file for path, file in opened.items()})
+    lost = _lost([file.removeprefix(folder) for file in names if file.startswith(folder)])
+    missing = tuple(
+        f"{folder}{file} is missing: other files of that rank, or of higher ones, are there" for file in lost
+    )
+    facts = DeepSpeedFacts({"/".join(map(str, path)): file for path, file in opened.items()}, missing)
     contents = contents_of(name, opened, facts)
-    lost = _lost_models([file.removeprefix(folder) for file in names if file.startswith(folder)])
-    told = (f"{folder}{file} is missing: other files of that rank, or of higher ones, are there" for file in lost)
-    return replace(contents, warnings=(*contents.warnings, *told))
+    return replace(contents, warnings=(*contents.warnings, *missing))
 
 
-def _lost_models(files: Iterable[str]) -> list[str]:
-    """Files of ZeRO-3's models, of which every data parallel rank saves one, that are missing among those of ranks.
+def _lost(files: Iterable[str]) -> list[str]:
+    """Files that are missing among those of ranks: where there is one of a kind, every data parallel rank has one.
 
-    What they hold is in the files of others, too, but for frozen parameters, which are looked for in all of them.
+    What a file of ZeRO-3's models holds is in those of others, too, but for frozen parameters, which are looked for in
+    all of them. Of what all files of the highest rank held, no name tells.
     """
-    models: dict[str, set[int]] = {}
-    known: dict[str, int] = {}
+    known: dict[tuple[str, str], dict[int, str]] = {}
     for match in filter(None, map(_OF_RANK.fullmatch, files)):
-        mp, rank = match["mp"], int(match["rank"])
-        known[mp] = max(known.get(mp, 0), rank)
-        if match["kind"] == "model":
-            models.setdefault(mp, set()).add(rank)
+        known.setdefault((match["mp"], match["kind"]), {})[int(match["rank"])] = match[0]
     return [
-        f"zero_pp_rank_{rank}_mp_rank_{mp}_model_states.pt"
-        for mp, ranks in models.items()
-        for rank in range(known[mp] + 1)
-        if rank not in ranks
+        re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", min(there.values()))
+        for (mp, _), there in known.items()
+        for rank in range(1 + max(max(ranks) for (other, _), ranks in known.items() if other == mp))
+        if rank not in there
     ]
 
 

@@ -45,6 +45,10 @@ class LazyMapping(Mapping[K, V], Generic[K, V]):
 class Facts:
     """What a format knows beyond `Contents`. Each that knows something has a class of its own."""
 
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong with the checkpoint beside its tensors, such as a file of a rank that is missing."""
+        return ()
+
 
 @dataclass(frozen=True)
 class Contents:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from reshard.api.verify import verify
 from reshard.checkpoint import checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
 from tests.samples import sample, truth
@@ -152,7 +153,10 @@ def test_a_missing_rank(tmp_path: Path, stage: int) -> None:
     (tmp_path / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(DamagedCheckpointError, match="3 data parallel ranks"):
         checkpoint.open(tmp_path).normalized()
+    assert verify(tmp_path).ok == (stage == 1)  # of stages 1 and 2, no other file is of that rank
     (tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    assert "zero_pp_rank_0_mp_rank_00_optim_states.pt is missing" in str(verify(tmp_path))
+    assert not verify(tmp_path).ok
     with pytest.raises(DamagedCheckpointError, match=r"zero_pp_rank_0_mp_rank_00_optim_states\.pt is missing"):
         checkpoint.open(tmp_path).normalized()
 
