@@ -67,7 +67,7 @@ def read_claim(storage: Storage, name: str) -> Claim | None:
     """The claim of that name; None if there is none that can be read."""
     try:
         return msgspec.json.decode(storage.read(name), type=Claim)
-    except (CheckpointNotFoundError, msgspec.MsgspecError):
+    except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
