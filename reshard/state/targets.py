@@ -68,14 +68,11 @@ class Targets(LiveState):
         paths = {key: path for key, path in live.paths.items() if above.get(key) is None} | units
         return cls(state, live.tensors, live.per_rank, objects, paths, live.containers, live.tied, units)
 
-    def live(self, key: str) -> Any:
-        """What is under `key` now."""
-        return self.at(self.paths[key])
-
-    def at(self, path: KeyPath) -> Any:
-        """What is at `path` now."""
+    def live(self, key: str, levels: int = 0) -> Any:
+        """What is under `key` now, or so many levels above that."""
         here: Any = self.root
-        for part in path:
+        path = self.paths[key]
+        for part in path[: len(path) - levels]:
             here = _inside(here, part)
         return here
 

@@ -135,10 +135,14 @@ def _flatten(value: Any, path: KeyPath, flat: Flat, walk: _Walk) -> bool:
     is_plain = True
     for key, item in pairs:
         is_plain &= _flatten(item, (*path, key), flat, walk)
-    if is_plain and path and kind == "dict" and (own := mapping_kind(value)) != "dict":
+    is_odd = kind == "dict" and not (type(value) is dict and _KEYS.issuperset(map(type, value)))
+    if is_odd and is_plain and path and (own := mapping_kind(value)) != "dict":
         flat.containers[path] = own
     walk.above.discard(id(value))
     return is_plain
+
+
+_KEYS = {str, int}
 
 
 def _items(value: Any) -> tuple[str, list[tuple[str | int | IntKey, Any]]] | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from reshard.api.arguments import check_arguments, state_and_path
-from reshard.api.load.matching import Match, match_keys, retyped_tensors
+from reshard.api.load.matching import Match, match_keys
 from reshard.api.load.mismatches import hear_all
 from reshard.api.load.options import DtypePolicy, LoadOptions, Mode, ReadOnce
 from reshard.api.load.per_rank import own_values
@@ -220,7 +220,7 @@ class _Load:
             bytes_received=fetch.bytes_received,
             dry_run=options.dry_run,
             resized=tuple(targets.resized),
-            retyped=match.retyped | retyped_tensors(match, targets, self.checkpoint),
+            retyped=match.retyped,
             seconds={"plan": planned - started, "check": checked - planned, "read": time.perf_counter() - checked},
         )
 

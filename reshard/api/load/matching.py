@@ -18,7 +18,7 @@ from reshard.state.live_state import LiveTensor
 from reshard.state.targets import Targets
 from reshard.state.tree import IntKey, KeyPath, key_of, other_key_of, unflatten
 
-__all__ = ["Match", "match_keys", "needs_code", "retyped_tensors"]
+__all__ = ["Match", "match_keys", "needs_code"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Match:
     replaced: dict[str, tuple[str, str]]
     """Key of the target -> dtypes of the checkpoint and of the target, which takes the former."""
     retyped: dict[str, tuple[str, str]]
-    """Key of a plain value -> the class that was saved there, and that of the new value."""
+    """Key of a tensor or plain value -> the class that was saved there, and that of what is or will be in its place."""
     names: tuple[str, ...]
     """Everything that the checkpoint has."""
     used: frozenset[str]
@@ -63,6 +63,8 @@ def match_keys(
         raise KeyMismatchError(f"the mapping names {unknown[0]!r}, which the target does not have")
     work = _Work(targets, checkpoint, dtype_policy, mapping)
     work.match_tensors()
+    if work.tensor_classes:
+        work.compare_classes()
     work.match_objects()
     work.match_units()
     per_rank = [key for key in targets.per_rank if work.take_per_rank(key)]
@@ -104,6 +106,7 @@ class _Work:
         kinds = checkpoint.contents.containers
         self.classes = {path: kind for path, kind in kinds.items() if kind.startswith("dict:")}
         """Mappings that were no plain dicts."""
+        self.tensor_classes = {path: kind for path, kind in kinds.items() if kind.startswith("tensor:")}
 
     def match_tensors(self) -> None:
         later: list[str] = []
@@ -124,6 +127,20 @@ class _Work:
             same = [k for k in self.targets.tensors if self.targets.tied.get(k, k) == self.targets.tied.get(key, key)]
             if not any(k in self.tensors for k in same if k != key):
                 self.missing.append(key)
+
+    def compare_classes(self) -> None:
+        """Those of tensors that were saved with those of what is filled."""
+        for key, name in self.tensors.items():
+            path, own = self.checkpoint.contents.paths.get(name, (name,)), self.targets.paths[key]
+            for above in filter(self.tensor_classes.__contains__, _prefixes(path)):
+                levels = len(path) - len(above)
+                levels = (
+                    levels if own[len(own) - levels :] == path[len(above) :] else 0
+                )  # else mapped to something else
+                live, saved = self.targets.live(key, levels), self.tensor_classes[above].removeprefix("tensor:")
+                found = tensor_class(live) or class_name(live)
+                if found != saved:
+                    self.retyped[key_of(own[: len(own) - levels])] = saved, found
 
     def _name_of(self, key: str) -> str:
         """The name of the place that a key of the target stands for. In a dict with 1 and "1" the number has a name of
@@ -249,23 +266,6 @@ class _Work:
             return False
         self._use(name)
         return True
-
-
-def retyped_tensors(match: Match, targets: Targets, checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:
-    """Key -> the class of a tensor that was saved, and that of what is in its place now, where these differ."""
-    paths, kinds = checkpoint.contents.paths, checkpoint.contents.containers
-    classes = {path: kind.removeprefix("tensor:") for path, kind in kinds.items() if kind.startswith("tensor:")}
-    out: dict[str, tuple[str, str]] = {}
-    for key, name in match.tensors.items() if classes else ():
-        path, own = paths.get(name, (name,)), targets.paths[key]
-        for above in filter(classes.__contains__, _prefixes(path)):
-            parts = path[len(above) :]
-            place = own[: len(own) - len(parts)] if own[len(own) - len(parts) :] == parts else own
-            live = targets.at(place)
-            found = tensor_class(live) or class_name(live)
-            if found != classes[above]:
-                out[key_of(place)] = classes[above], found
-    return out
 
 
 def needs_code(kind: str) -> str:

@@ -50,6 +50,8 @@ def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
     """ "tensor:app.Quantized" by path, for tensors of classes of their own, and for such that these are made of."""
     out: dict[KeyPath, str] = {}
     for path, value in leaves.items():
+        if not isinstance(value, torch.Tensor) or type(value) in _PLAIN or type(holder(value)) in _PLAIN:
+            continue
         value = _settled(value)
         if name := tensor_class(value):
             out[path] = f"tensor:{name}"
