@@ -39,6 +39,8 @@ class Coverage:
     found."""
     metadata_checked: bool = False
     """Whether names, shapes and plain objects were compared with a checksum, too, and not only with each other."""
+    leaves_open: str = ""
+    """What the checksums of the format do not say, in words."""
 
     @property
     def is_full(self) -> bool:
@@ -49,6 +51,7 @@ class Coverage:
         return (
             f"structure{' by checksum' if self.metadata_checked else ''}; of {self.total_bytes} bytes of values "
             f"{self.read_bytes} read, {self.checked_bytes} checked against what they must be"
+            + (f"; {self.leaves_open}" if self.leaves_open else "")
         )
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box
@@ -21,12 +21,13 @@ from planners.save.plan import SavePlan
 from reshard.checkpoint.checkpoint import Checkpoint
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.control.progress import Phase, Progress
-from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError
+from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError, KeyMismatchError, LayoutError
 from reshard.formats.native.hf_index import index_problem
 from reshard.formats.native.manifest import has_digest
 from reshard.formats.native.reader import NativeFacts
+from reshard.formats.stored.checksums import BlockChecksums
 from reshard.formats.stored.lazy_tensor import LazyTensor
-from reshard.formats.stored.source import Files, FileSource
+from reshard.formats.stored.source import FileSource
 from reshard.formats.stored.streaming import windows
 from reshard.formats.stored.tensor import StoredTensor
 from reshard.formats.torch_save.zip_checksums import changed_records, is_archive
@@ -41,7 +42,6 @@ from reshard.state.per_rank import PerRank
 from reshard.state.plain_data import encode_plain
 from reshard.state.tensors import is_tensor, raw_bytes, spec_of
 from reshard.state.tree import flatten, key_of
-from reshard.storage.base import Storage
 
 __all__ = ["compare", "verify"]
 
@@ -62,8 +62,9 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
 
     Args:
         path: a folder, file, URL, `Storage` or open `Checkpoint`.
-        against: another checkpoint or a state dict of whole tensors that must hold the same: both are read and compared
-            as by `compare`; without `deep`, by saved fingerprints where both have them.
+        against: another checkpoint or a state dict of whole tensors that must hold the same, and of a checkpoint what
+            its saved fingerprints say: both are read and compared as by `compare`; without `deep`, by saved
+            fingerprints where both have them.
         progress: show a progress bar where somebody looks on.
 
     Returns a report whose findings name the file or tensor; `covered` says for how many bytes a changed bit would have
@@ -76,6 +77,11 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
         if type(error).__name__ != "DamagedCheckpointError":
             raise
         return Report(str(path), (Finding(str(error)),), 0)
+    try:
+        if against is not None and not isinstance(against, Checkpoint | Mapping):
+            against = open_checkpoint(against)
+    except DamagedCheckpointError as error:
+        return Report(f"{checkpoint.url} ({checkpoint.format})", (Finding(str(error)),), len(checkpoint))
     findings = [Finding(problem) for problem in checkpoint.problems()]
     native = checkpoint.contents.facts_of(NativeFacts)
     if native is not None:
@@ -90,11 +96,11 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
             else:
                 findings += map(Finding, changed_records(checkpoint.contents.files))
             if not findings:
-                findings += _read_findings(checkpoint, step)
+                findings += _read_findings(checkpoint, against, step)
             if not findings:
                 covered = _covered(checkpoint, covered.total_bytes)
     if against is not None and covered is not None and not findings:
-        other = compare(checkpoint, against, by_fingerprint=not deep, progress=progress)
+        other = _compared(checkpoint, against, by_fingerprint=not deep, progress=progress)
         findings += other.findings
         if other.covered is not None:
             read, checked = other.covered.read_bytes, other.covered.checked_bytes
@@ -102,6 +108,14 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
                 covered, read_bytes=max(covered.read_bytes, read), checked_bytes=max(covered.checked_bytes, checked)
             )
     return Report(f"{checkpoint.url} ({checkpoint.format})", tuple(findings), len(checkpoint), covered)
+
+
+def _compared(checkpoint: Checkpoint, against: Any, *, by_fingerprint: bool, progress: bool) -> Report:
+    """`compare`, where damage is a finding."""
+    try:
+        return compare(checkpoint, against, by_fingerprint=by_fingerprint, progress=progress)
+    except DamagedCheckpointError as error:
+        return Report("", (Finding(str(error)),), 0)
 
 
 def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
@@ -120,7 +134,7 @@ def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
         for chunk in tensor.stored.chunks
         if not chunk.box.is_empty and isinstance(chunk.source, FileSource) and chunk.source.name in files
     )
-    return Coverage(total_bytes, total_bytes, checked, metadata_checked)
+    return Coverage(total_bytes, total_bytes, checked, metadata_checked, checkpoint.contents.checking.leaves_open)
 
 
 def _plan_findings(plan: SavePlan) -> list[Finding]:
@@ -128,42 +142,45 @@ def _plan_findings(plan: SavePlan) -> list[Finding]:
 
 
 def _block_findings(native: NativeFacts, step: Phase) -> Iterator[Finding]:
-    """Every block of every data file against its checksum, whether a tensor uses it or not."""
-    storage: Storage = native.storage
-    files = Files(storage)
-    size = native.manifest.block_bytes
-    for record in native.files.values():
+    """Every block of every data file against its checksum, whether a tensor uses it, or read it before, or not."""
+    for name, record in native.files.items():
         try:
-            sums = native.sums(record.name)
-            source = files[record.name]
+            source = native.source(name)
+            source.check(0, record.nbytes)
+            sums = BlockChecksums(
+                record.nbytes, record.block_bytes_or(native.manifest.block_bytes), partial(native.sums, name)
+            )
             bad = []
-            for at in range(0, record.nbytes, size):
-                found = xxhash.xxh3_64_intdigest(source.read(at, min(size, record.nbytes - at)))
-                if found != int.from_bytes(sums[at // size * 8 : at // size * 8 + 8], "little"):
-                    bad.append(at)
-                step.advance(min(size, record.nbytes - at))
+            for start, stop in sums.pending(0, record.nbytes):
+                if not sums.is_right((start, stop), [source.raw(start, stop - start)]):
+                    bad.append((start, stop))
+                step.advance(stop - start)
+            source.checksums = sums
         except CheckpointError as error:
             yield Finding(str(error))
             continue
-        for at in bad:
-            stop = min(at + size, record.nbytes)
-            yield Finding(f"{source.label}: bytes [{at}, {stop}) were changed since they were written")
+        for start, stop in bad:
+            yield Finding(f"{source.label}: bytes [{start}, {stop}) were changed since they were written")
 
 
-def _read_findings(checkpoint: Checkpoint, step: Phase) -> Iterator[Finding]:
-    """Every tensor read, and its fingerprint compared where one was saved."""
+def _read_findings(checkpoint: Checkpoint, other: Any, step: Phase) -> Iterator[Finding]:
+    """Every tensor read, and its fingerprint compared with the one that was saved, and the one of the checkpoint that
+    must hold the same, where there are any."""
     prints = checkpoint.fingerprints or {}
+    theirs = (other.fingerprints or {}) if isinstance(other, Checkpoint) else {}
     for name, tensor in checkpoint.items():
-        expected = prints.get(name)
+        said = {"was saved": prints.get(name), f"is that of {getattr(other, 'url', '')}": theirs.get(name)}
+        expected = {who: digest for who, digest in said.items() if digest is not None}
         try:
             digest = Fingerprinter(tensor.dtype, tensor.shape)
             for box in windows(tuple(tensor.shape), tensor.dtype.itemsize, WINDOW_BYTES):
                 piece = _slice(tensor, box)
                 step.advance(piece.nbytes)
-                if expected is not None:
+                if expected:
                     digest.add(piece, box)
-            if expected is not None and comparable(expected, digest.digest()) and digest.digest() != expected:
-                yield Finding(f"its fingerprint is {digest.digest()}, but {expected} was saved", name)
+            for who, wanted in expected.items():
+                if comparable(wanted, digest.digest()) and digest.digest() != wanted:
+                    yield Finding(f"its fingerprint is {digest.digest()}, but {wanted} {who}", name)
         except (CheckpointError, LayoutError) as error:
             yield Finding(str(error), name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from planners.geometry.box import Box
@@ -105,6 +106,22 @@ class Checkpoint(Mapping[str, LazyTensor]):
         boxes of the chunks, each under the rank that wrote it."""
         return StateLayout({name: stored_layout(self.contents.tensors[name]) for name in self})
 
+    @property
+    def bytes_checked(self) -> int:
+        """Bytes of elements that were read so far and compared with checksums."""
+        return self.contents.checking.bytes_checked
+
+    @property
+    def bytes_unchecked(self) -> int:
+        """Bytes of elements that were read so far and not: the format has no checksums, `check` is off, or reading
+        all that one covers would have cost too much (`MAX_CHECK_MULTIPLE`)."""
+        return self.contents.checking.bytes_unchecked
+
+    @property
+    def _unchecked(self) -> str:
+        """What of all that was read so far is unchecked, in words."""
+        return self.contents.checking.words(self.bytes_unchecked, self.bytes_checked + self.bytes_unchecked)
+
     def problems(self, *, deep: bool = False) -> list[str]:
         """One text for each file that the format misses, and for each tensor whose chunks leave a hole, overlap or lie
         outside it; reads no tensor data.
@@ -172,10 +189,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """
         from reshard.checkpoint.canonical.normalize import canonical_contents
 
-        return Checkpoint(canonical_contents(self.contents, hints, self.url, model_only=model_only), self.url)
+        found = canonical_contents(self.contents, hints, self.url, model_only=model_only)
+        return Checkpoint(replace(found, checking=self.contents.checking), self.url)
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self.url!r}, {self.format}, {len(self)} tensors)"
+        said = [repr(self.url), self.format, f"{len(self)} tensors", self._unchecked]
+        return f"Checkpoint({', '.join(filter(None, said))})"
 
 
 def _geometry(stored: StoredTensor) -> Hashable:
@@ -205,7 +224,7 @@ def _similar(name: str, known: Mapping[str, Any]) -> str:
     return f"it has {len(known)} tensors" + (f", such as {next(iter(known))!r}" if known else "")
 
 
-def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None) -> Checkpoint:
+def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None, check: bool = True) -> Checkpoint:
     """Open a checkpoint of any known format: a folder, a single file, or a URL of either. Of a run, by its folder.
 
         checkpoint = reshard.open("run/step-1000")
@@ -217,6 +236,8 @@ def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None) -> 
     Args:
         step: which checkpoint of a run (folders called `step-10`, `checkpoint-10`, `10`, ...); by default the newest
             that is complete.
+        check: what is read of tensors is compared with checksums, and an error if it was changed. False reads it as it
+            is: to save what can be saved of a damaged checkpoint.
 
     Raises:
         CheckpointNotFoundError: there is nothing at `path`, no such step, or none that is complete.
@@ -224,12 +245,12 @@ def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None) -> 
         DamagedCheckpointError: the metadata is unreadable or contradicts itself.
         UnsafeDataError: a pickle asks for something that could run code.
     """
-    return open_among(path, 0, 1, step=step)
+    return open_among(path, 0, 1, step=step, check=check)
 
 
 def open_among(
-    path: str | os.PathLike[str] | Storage, place: int, ranks: int, *, step: int | None = None
+    path: str | os.PathLike[str] | Storage, place: int, ranks: int, *, step: int | None = None, check: bool = True
 ) -> Checkpoint:
     """`open` on one of several ranks that open it together: each sees whether its share of the files is there."""
-    contents, url = open_contents(path, step=step, share=Share(place, ranks))
+    contents, url = open_contents(path, step=step, share=Share(place, ranks), check=check)
     return Checkpoint(contents, url, None if isinstance(path, Storage) else path)

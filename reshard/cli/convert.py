@@ -123,6 +123,8 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
         f"{size(report.total_bytes)} in {counted(len(report.files), 'file')}, {time}",
         soft_wrap=True,
     )
+    if report.unchecked:
+        screen.print(f"  [yellow]{escape(report.unchecked)}[/]", soft_wrap=True)
     if report.resumed:
         screen.print(f"  {counted(len(report.resumed), 'file')} of an interrupted try checked and kept")
     for text, keys in (

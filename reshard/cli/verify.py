@@ -33,7 +33,9 @@ def verify(
     if as_json:
         print_json(report_as_json(report))
     else:
-        right = _verdict(report.covered, against) if report.covered is not None else ""
+        right = ""
+        if (covered := report.covered) is not None:
+            right = "; ".join(filter(None, (_verdict(covered, against), covered.leaves_open)))
         print_report(report, right=right)
     if not report.ok:
         raise typer.Exit(1)

@@ -42,6 +42,7 @@ from reshard.formats.dcp.reader import DcpFacts
 from reshard.formats.opening import open_contents
 from reshard.formats.stored.contents import Contents
 from reshard.formats.stored.copying import copy_place
+from reshard.formats.stored.source import Files
 from reshard.formats.stored.tensor import Place, StoredChunk
 from reshard.state.dtypes import dtype_from_name
 from reshard.state.memory.arrays import as_array
@@ -343,7 +344,7 @@ def _fill(target: torch.Tensor, saved: torch.dtype, place: Place, uploads: Uploa
 class _Dcp:
     """The reader of DCP's files, which knows the caller's transforms."""
 
-    name, looks_for = dcp.name, dcp.looks_for
+    name, looks_for, checksums = dcp.name, dcp.looks_for, dcp.checksums
 
     def __init__(self, registry: Any) -> None:
         self._registry = registry
@@ -351,8 +352,8 @@ class _Dcp:
     def detect(self, storage: Storage, names: Mapping[str, int]) -> bool:
         return dcp.detect(storage, names)
 
-    def open(self, storage: Storage, names: Mapping[str, int]) -> Contents:
-        return dcp.open_folder(storage, names, "", self._undo if self._registry is not None else None)
+    def open(self, files: Files) -> Contents:
+        return dcp.open_folder(files, "", self._undo if self._registry is not None else None)
 
     def _undo(self, transforms: tuple[str, ...], most_bytes: int, data: bytes) -> bytes:
         """Raises FormatError for transforms that are not registered, DamagedCheckpointError if too much comes out."""

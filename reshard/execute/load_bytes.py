@@ -5,21 +5,19 @@ For itself, or together with the other ranks of the machine where that touches m
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.control.group import Group
-from reshard.execute.reading import Copy, Workspace, run_copies, spans_by_file
-from reshard.formats.native.checksums import check_blocks, segment_check
-from reshard.formats.native.reader import NativeFacts
-from reshard.formats.stored.source import FileSource
+from reshard.execute.comparing import compare_plan, plan_compare
+from reshard.execute.reading import Copy, Workspace, run_copies, wanted_by_file
+from reshard.formats.stored.source import FileSource, Source
 
 if TYPE_CHECKING:  # reading by segments is imported by those who do it: several ranks, or from far away
     from reshard.execute.sharing.machine_memory import OwnMemory
     from reshard.execute.sharing.machine_reading import MachineReading
-    from reshard.execute.sharing.segment_parts import ByteCounts, Check
+    from reshard.execute.sharing.segment_parts import ByteCounts
 
 __all__ = ["Fetch"]
 
@@ -29,7 +27,7 @@ class Fetch:
     """The copies of one rank, on their way. A context; `check`, `settle` and `read` come in this order.
 
     Args:
-        native: checksums to compare with, or None.
+        is_checked: whether bytes are compared with their checksums.
         on_bytes: called with the bytes of each piece that is checked or read; may raise to end it.
         together: the ranks of a machine may read for one another: all ranks of the group say the same, and go through
             all steps.
@@ -39,19 +37,18 @@ class Fetch:
     copies: Sequence[Copy]
     group: Group
     space: Workspace
-    native: NativeFacts | None
+    is_checked: bool
     together: bool
     room_bytes: int | None = None
     bytes_read: int = 0
     """Of elements, from the data files, by this rank."""
     bytes_read_to_check: int = 0
     """That nobody asked for, only to check what was asked for."""
-    bytes_checked: int = 0
+    bytes_unchecked: int = 0
+    """Of elements that this rank wants, and that no rank compared with checksums; without what sources that decode or
+    compute read, which count for themselves."""
     bytes_received: int = 0
     """That other ranks of the machine read for this one."""
-
-    _checked: Mapping[FileSource, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    """What was compared with checksums before anything was read into a target: ranges in order."""
 
     def __post_init__(self) -> None:
         self._own: OwnMemory | None = None
@@ -61,7 +58,7 @@ class Fetch:
             from reshard.execute.sharing.machine_reading import slots_for
 
             slots, slot_bytes = slots_for(self.copies, self.room_bytes)
-            party = "checks" if self.native is not None else ""  # who does not check may not read for who does
+            party = "checks" if self.is_checked else ""  # who does not check may not read for who does
             self._own = OwnMemory(slots, slot_bytes, party)
 
     def __enter__(self) -> Fetch:
@@ -72,7 +69,7 @@ class Fetch:
             self._own.__exit__()
 
     def check(self, on_bytes: Callable[[int], None]) -> None:
-        """Compare checksums of all blocks that this rank reads whole, if it is the one of its machine to do it.
+        """Compare all blocks that this rank touches, if it is the one of its machine to do it.
 
         Of storages that have no view of their bytes, that is done while reading: see `RemoteReading`.
 
@@ -85,13 +82,14 @@ class Fetch:
         self._check(on_bytes)
 
     def _check(self, on_bytes: Callable[[int], None]) -> None:
-        if self.native is None:
+        near = [copy for copy in self.copies if _is_near(copy.place.source)]
+        if not self.is_checked:
+            self.bytes_unchecked = sum(copy.place.window.nbytes for copy in near)
             return
-        spans = spans_by_file(self.copies) if self._machine is None else self._machine.spans_to_check(self.copies)
-        self._checked = spans = {source: ranges for source, ranges in spans.items() if source.view() is not None}
-        self.bytes_checked, self.bytes_read_to_check = check_blocks(
-            self.native, spans, threads=self.space.threads, on_bytes=on_bytes
-        )
+        elsewhere = {} if self._machine is None else self._machine.compared_elsewhere(near)
+        plan = plan_compare(wanted_by_file(near), elsewhere)
+        compare_plan(plan, self.space.threads, on_bytes)
+        self.bytes_read_to_check, self.bytes_unchecked = plan.extra_bytes, plan.unchecked_bytes
 
     def settle(self) -> None:
         """Collective: nobody writes before everybody is sure."""
@@ -107,13 +105,17 @@ class Fetch:
 
     def read(self, on_bytes: Callable[[int], None]) -> None:
         """Copy everything into the targets. Raises DamagedCheckpointError for bytes that `check` did not see."""
-        check = self._check_rest(segment_check(self.native)) if self.native is not None else None
         alone = self.copies
         if self._machine is not None:
+            check = FileSource.compare_data if self.is_checked else None
             self._add(self._machine.run(piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
             alone = self._machine.rest
         rest = self._read_by_segments(alone, on_bytes)
-        self.bytes_read += run_copies(rest, space=self.space, on_bytes=on_bytes)
+
+        def compared(source: Source) -> bool:
+            return not self.is_checked or _is_near(source)
+
+        self.bytes_read += run_copies(rest, space=self.space, compared=compared, on_bytes=on_bytes)
 
     def _read_by_segments(self, copies: Sequence[Copy], on_bytes: Callable[[int], None]) -> Sequence[Copy]:
         """Copy what lies in storages that have no view of their bytes, as far as it pays; gives what is left."""
@@ -126,29 +128,27 @@ class Fetch:
         requests = max(source.storage.requests for source in sources if source.view() is None)
         # half of the memory: the other half is for what is staged
         room = requests * REMOTE_SEGMENT_BYTES if self.room_bytes is None else self.room_bytes // 2
-        remote = RemoteReading.of(copies)
+        remote = RemoteReading.of(copies, is_checked=self.is_checked)
         done = remote.run(
             requests=max(1, min(requests, room // REMOTE_SEGMENT_BYTES)),
             request_bytes=min(REMOTE_SEGMENT_BYTES, room),
             piece_bytes=self.space.piece_bytes,
-            native=self.native,
             on_bytes=on_bytes,
         )
         self._add(done)
+        if not self.is_checked:
+            self.bytes_unchecked += sum(
+                copy.place.window.nbytes for copy in remote.rest if not _is_near(copy.place.source)
+            )
         return remote.rest
-
-    def _check_rest(self, check: Check) -> Check:
-        """`check` of what was not checked before."""
-
-        def check_once(source: FileSource, start: int, data: memoryview) -> int:
-            ranges = self._checked.get(source, ())
-            i = bisect_right(ranges, start, key=lambda bounds: bounds[0]) - 1
-            return 0 if i >= 0 and start + len(data) <= ranges[i][1] else check(source, start, data)
-
-        return check_once
 
     def _add(self, done: ByteCounts) -> None:
         self.bytes_read += done.read
         self.bytes_read_to_check += done.extra
-        self.bytes_checked += done.checked
+        self.bytes_unchecked += done.unchecked
         self.bytes_received += done.received
+
+
+def _is_near(source: Source) -> bool:
+    """Whether it is a file of which there is a view."""
+    return isinstance(source, FileSource) and source.view() is not None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from planners.geometry.box import Box
+from planners.geometry.byteruns import Window
 from planners.load.plan import ReadItem
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.formats.stored.copying import MAX_BUFFER_BYTES, copy_place, empty
@@ -24,13 +26,14 @@ from reshard.state.memory.uploads import Uploads
 __all__ = [
     "Copy",
     "Staged",
+    "Wanted",
     "Workspace",
     "find_copies",
     "in_pieces",
     "merge_ranges",
     "run_copies",
-    "spans_by_file",
     "subtract_ranges",
+    "wanted_by_file",
 ]
 
 Array = npt.NDArray[Any]
@@ -97,14 +100,14 @@ class Staged:
         """The largest piece that can be filled at once, where `piece_bytes` may be staged."""
         return piece_bytes if self.uploads is None else min(piece_bytes, self.uploads.slot_bytes)
 
-    def fill(self, place: Place, buffer_bytes: int) -> None:
-        """Read the elements into memory of the saved dtype, and from there into the target."""
+    def fill(self, place: Place, buffer_bytes: int, *, compared: bool = False) -> None:
+        """Read the elements into memory of the saved dtype, and from there into the target: see `copy_place`."""
+        read = partial(copy_place, place, buffer_bytes=buffer_bytes, compared=compared)
         if self.uploads is not None:
-            sizes = place.window.sizes
-            self.uploads.put(self.tensor, self.saved, sizes, lambda array: copy_place(place, array, buffer_bytes))
+            self.uploads.put(self.tensor, self.saved, place.window.sizes, read)
             return
         scratch, array = empty(place.window.sizes, dtype_name(self.saved))
-        copy_place(place, array, buffer_bytes)
+        read(array)
         self.tensor.copy_(scratch)
 
 
@@ -160,12 +163,14 @@ def run_copies(
     copies: Sequence[Copy],
     *,
     space: Workspace,
+    compared: Callable[[Source], bool] = lambda _: False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> int:
     """Copy everything, file by file in order of position, on several threads; returns the bytes that were copied.
 
     Args:
         space: threads and memory.
+        compared: whether what is read of a source was compared with checksums already, or is not to be.
         on_bytes: called with the bytes of each piece that is done, on any thread.
     """
     pieces = [piece for copy in _in_file_order(copies) for piece in in_pieces(copy, space.piece_bytes)]
@@ -174,9 +179,9 @@ def run_copies(
         total = told = 0
         for place, out in some:
             if isinstance(out, Staged):
-                out.fill(place, space.piece_bytes)
+                out.fill(place, space.piece_bytes, compared=compared(place.source))
             else:
-                copy_place(place, out, space.piece_bytes)
+                copy_place(place, out, space.piece_bytes, compared=compared(place.source))
             total += place.window.nbytes
             if on_bytes is not None and total - told >= _TELL_BYTES:
                 on_bytes(total - told)
@@ -223,18 +228,31 @@ def in_pieces(copy: Copy, piece_bytes: int) -> Iterator[tuple[Place, Array | Sta
         todo += reversed(parts)
 
 
-def spans_by_file(copies: Iterable[Copy]) -> dict[FileSource, list[tuple[int, int]]]:
-    """The byte ranges that are read without gaps of each file that is read, merged and in order. Finely strided reads
-    are left out: alone they never cover a block of a checksum."""
-    spans: dict[FileSource, list[tuple[int, int]]] = {}
+@dataclass
+class Wanted:
+    """What is read of one file."""
+
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    """Bytes that are read without gaps, in order and apart."""
+    windows: list[Window] = field(default_factory=list)
+    """What is read with gaps."""
+
+
+def wanted_by_file(copies: Iterable[Copy]) -> dict[FileSource, Wanted]:
+    """What some copies read of each file."""
+    found: dict[FileSource, Wanted] = {}
     for copy in copies:
-        source: Source = copy.place.source
-        runs = copy.place.window.runs()
-        if isinstance(source, FileSource):
-            found = spans.setdefault(source, [])
-            if runs.count == 1 or runs.run_bytes >= _SMALL_RUN_BYTES:
-                found.extend((start, start + length) for start, length in runs)
-    return {source: merge_ranges(ranges) for source, ranges in spans.items()}
+        source, window = copy.place.source, copy.place.window
+        if not isinstance(source, FileSource) or not window.numel:
+            continue
+        wanted, runs = found.setdefault(source, Wanted()), window.runs()
+        if runs.count == 1 or runs.run_bytes >= _SMALL_RUN_BYTES:
+            wanted.ranges.extend((start, start + length) for start, length in runs)
+        else:
+            wanted.windows.append(window)
+    for wanted in found.values():
+        wanted.ranges = merge_ranges(wanted.ranges)
+    return found
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

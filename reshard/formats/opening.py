@@ -26,6 +26,7 @@ from reshard.formats.runs import (
     shows_nothing,
     steps_seen,
 )
+from reshard.formats.stored.checksums import Checking
 from reshard.formats.stored.contents import Contents, Format
 from reshard.formats.stored.source import Files
 from reshard.state.garbage import uncollected
@@ -81,25 +82,27 @@ def open_contents(
     preferred: Format | None = None,
     step: int | None = None,
     share: native.Share = native.ALL,
+    check: bool = True,
 ) -> tuple[Contents, str]:
     """What is at `path`, by the format that its files show, and a text that says where that is. Of the folder of a
     run, the checkpoint of `step`, or the newest that is complete.
 
     Where they show several, and `preferred` is one of them, it is taken. It may be another reader of the same name.
     `share`: which of the files this process looks for, among many that open it together.
+    `check`: whether what is read is compared with checksums, where there are any.
 
     Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
     """
     found = None if _is_here(path) else _find(path)
     run = _run_at(path, found, preferred, is_sure=step is not None)
     if step is None and not run.steps:
-        return _open_at(path, preferred, share, found)
+        return _open_at(path, preferred, share, check, found)
     if isinstance(path, Storage):
         what = f"the folder of a run, whose steps are {_listed(run.steps)}" if run.steps else "no folder of a run"
         raise FormatError(
             f"{path.url} is {what}: a checkpoint of a run is opened by the path of the run, or by its own"
         )
-    return _open_step(path, run, preferred, step, share)
+    return _open_step(path, run, preferred, step, share, check)
 
 
 def steps_at(path: str | os.PathLike[str] | Storage, *, is_sure: bool = False) -> list[RunStep]:
@@ -177,6 +180,7 @@ def _open_step(
     preferred: Format | None,
     wanted: int | None,
     share: native.Share,
+    check: bool,
 ) -> tuple[Contents, str]:
     """The checkpoint of that step, or the newest complete one, which then says what was passed over."""
     chosen = [step for step in reversed(run.steps) if wanted in (None, step.step)]
@@ -184,7 +188,7 @@ def _open_step(
     for step in chosen:
         place = path_below(path, step.name)
         try:
-            contents, url = _open_at(place, preferred, share)
+            contents, url = _open_at(place, preferred, share, check)
         except (CheckpointNotFoundError, DamagedCheckpointError, FormatError) as error:
             if wanted is not None or isinstance(error, NewerVersionError):
                 raise
@@ -216,14 +220,18 @@ def _local(text: str) -> str:
 
 
 def _open_at(
-    path: str | os.PathLike[str] | Storage, preferred: Format | None, share: native.Share, found: _Found | None = None
+    path: str | os.PathLike[str] | Storage,
+    preferred: Format | None,
+    share: native.Share,
+    check: bool,
+    found: _Found | None = None,
 ) -> tuple[Contents, str]:
     storage, names = found or _find(path)
     url = storage.url if isinstance(path, Storage) else os.fspath(path)
     for attempt in range(_ATTEMPTS):
-        facts = None
+        facts, files = None, Files(storage, names, Checking(check))
         try:
-            contents = _open(storage, names, url, preferred)
+            contents = _open(files, url, preferred)
             if (facts := contents.facts_of(native.NativeFacts)) is not None:
                 native.look_for_files(facts, names, share)
             break
@@ -234,8 +242,8 @@ def _open_at(
             is_same = names == listed and not (facts is not None and native.is_replaced(facts))
             if is_same or attempt + 1 == _ATTEMPTS:
                 raise
-    files = Files(storage, names)
-    return replace(contents, files=tuple(files[name] for name in names if not name.endswith("/"))), url
+    looked_at = tuple(files[name] for name in names if not name.endswith("/"))
+    return replace(contents, files=looked_at, checking=files.checking), url
 
 
 def _of_a_hub(url: str) -> str:
@@ -248,7 +256,8 @@ def _of_a_hub(url: str) -> str:
     )
 
 
-def _open(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Contents:
+def _open(files: Files, url: str, preferred: Format | None) -> Contents:
+    storage, names = files.storage, files.listed
     if not names:
         killed = any(map(is_generation, storage.empty_folders()))
         why = ": a save was killed before it wrote anything, or is just beginning" if killed else _of_a_hub(url)
@@ -256,7 +265,8 @@ def _open(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     format = _pick(storage, names, url, preferred)
     if preferred is not None and preferred.name == format.name:
         format = preferred
-    contents = format.open(storage, names)
+    files.checking.leaves_open = format.checksums
+    contents = format.open(files)
     if format is not native or not (beside := sorted(set(marks_in(look_in(names))) - {MANIFEST, HF_INDEX})):
         return contents
     more = f", and {len(beside) - 1} more" if len(beside) > 1 else ""

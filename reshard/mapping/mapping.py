@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as Dict
+from dataclasses import replace
 
 from planners.geometry.layout import TensorSpec
 from planners.views.view import View
@@ -57,7 +58,7 @@ class Mapping:
         contents = checkpoint.contents
         for stage in self.stages:
             contents = Stage(stage, contents, checkpoint.url).contents()
-        return Checkpoint(contents, checkpoint.url)
+        return Checkpoint(replace(contents, checking=checkpoint.contents.checking), checkpoint.url)
 
     def views(self, specs: Dict[str, TensorSpec]) -> dict[str, View]:
         """What a state of these tensors becomes, as views of it: for `planners.plan_reads(..., views=...)`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -25,10 +26,13 @@ from reshard.control.progress import Progress
 from reshard.errors import CheckpointError, FormatError, ReshardError
 from reshard.formats.native.manifest import HF_INDEX, MANIFEST
 from reshard.formats.native.reader import detect
+from reshard.formats.stored.checksums import Checking
 from reshard.formats.stored.writer import FormatWriter
 from reshard.storage.base import Storage
 
 __all__ = ["ConvertReport", "convert"]
+
+_log = logging.getLogger("reshard")
 
 MEETING_S = 300.0
 """How long ranks wait for one another to begin: of a job in which one rank alone converts, the others never come."""
@@ -56,6 +60,10 @@ class ConvertReport(Tabled):
     plain data: values of each rank, averages of the model."""
     warnings: tuple[str, ...]
     """What a reader of the source should know."""
+    bytes_unchecked: int
+    """Bytes of elements of the source that have no checksum, or were not compared with theirs."""
+    unchecked: str
+    """The same in words; empty where every byte was compared, and what was written with the saved fingerprints."""
     seconds: float = field(compare=False)
 
 
@@ -72,6 +80,7 @@ def convert(
     model_only: bool = False,
     hints: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    check: bool = True,
     workers: int = 1,
     process_group: dist.ProcessGroup | None = None,
     alone: bool = False,
@@ -102,6 +111,7 @@ def convert(
         model_only: only the model's tensors, under their bare canonical names.
         hints: for the normalization.
         max_shard_bytes: size of a file's tensors; a tensor that is larger has a file of its own. Without `onto`.
+        check: False takes a damaged source as it is; fingerprints of what is written are its own then.
         workers: processes on this machine that write files at the same time.
         process_group: with torch.distributed initialized, the ranks that share the work; all must see the target.
         alone: this process converts by itself, in a running job too, and waits for nobody.
@@ -110,7 +120,10 @@ def convert(
         progress: show a progress bar where somebody looks on.
         deadline_s: how long the whole may take.
 
+    What is read is compared with the source's checksums, and what was written with its fingerprints, where it has them.
+
     Raises:
+        DamagedCheckpointError: the source was changed since it was saved. Nothing was published.
         FormatError: the format cannot hold what is there, or there is a checkpoint at `target` already.
         KeyMismatchError: the mapping or selection does not fit. Others as `reshard.open`.
     """
@@ -119,17 +132,22 @@ def convert(
     with group.together("convert"):
         globs = (select,) if isinstance(select, str) else tuple(select or ())
         wanted = None if dtype is None else str(dtype).removeprefix("torch.")
-        job = Job(source, target, format, mapping, onto, globs, wanted, normalized, model_only, hints, max_shard_bytes)
+        job = Job(
+            source, target, format, mapping, onto, globs, wanted, normalized, model_only, hints, max_shard_bytes, check
+        )
         _check(source, target, workers)
         with group.together("convert by all ranks (alone=True: by one)", deadline_s=MEETING_S, meet=False):
             group.same_options("convert", {"overwrite": overwrite, "resume": resume})
         state = job.state()
-        writer, resumed = _run(job, state, group, workers, overwrite=overwrite, resume=resume, progress=progress)
-    return _report(job, state, writer, resumed, time.perf_counter() - started)
+        written = _run(job, state, group, workers, overwrite=overwrite, resume=resume, progress=progress)
+    report = _report(job, state, *written, time.perf_counter() - started)
+    if report.unchecked and group.rank == 0:
+        _log.info("%s was converted, %s", report.source, report.unchecked)
+    return report
 
 
 def _report(
-    job: Job, state: Checkpoint, writer: FormatWriter, resumed: tuple[str, ...], seconds: float
+    job: Job, state: Checkpoint, writer: FormatWriter, resumed: tuple[str, ...], unchecked: int, seconds: float
 ) -> ConvertReport:
     return ConvertReport(
         source=state.url,
@@ -143,14 +161,17 @@ def _report(
         aliases=dict(state.aliases),
         left_out=writer.left_out,
         warnings=writer.contents.warnings,
+        bytes_unchecked=unchecked,
+        unchecked=state.contents.checking.words(unchecked, writer.total_bytes),
         seconds=seconds,
     )
 
 
 def _run(
     job: Job, state: Checkpoint, group: Group, workers: int, *, overwrite: bool, resume: bool, progress: bool
-) -> tuple[FormatWriter, tuple[str, ...]]:
-    """Write all files and publish; what was written, and the files that an earlier try had finished."""
+) -> tuple[FormatWriter, tuple[str, ...], int]:
+    """Write all files and publish; what was written, the files that an earlier try had finished, and of how many bytes
+    nobody knows whether they are what was saved."""
     digest = job.digest(state)
     group.agree(digest.encode(), "what is to be converted", error=CheckpointError)
     storage = job.storage()
@@ -164,18 +185,23 @@ def _run(
         writer = job.writer(state, job_id.decode())
         with writer.claimed(storage) if group.rank == 0 else nullcontext():
             group.barrier()  # nobody writes before there is a claim
-            resumed = _write(job, writer, journal, group, workers, progress)
+            resumed = _write(job, writer, journal, group, state.contents.checking, workers, progress)
+            unchecked = b""
             if group.rank == 0:
-                writer.finish(storage, journal.records(file.name for file in writer.files))
+                done = journal.records(file.name for file in writer.files)
+                if state.contents.checking.enabled:
+                    writer.compare_fingerprints(done)
+                unchecked = str(sum(row.facts["unchecked_bytes"] for row in done.values())).encode()
+                writer.finish(storage, done)
                 journal.end()
-        group.barrier()
+        unchecked_bytes = int(group.share(unchecked if group.rank == 0 else None))
     except BaseException as error:
         if group.world_size == 1 and job_id:
             _tidy(journal, error)
         raise
     finally:
         journal.leave()
-    return writer, resumed
+    return writer, resumed, unchecked_bytes
 
 
 def _tidy(journal: Journal, cause: BaseException) -> None:
@@ -186,7 +212,7 @@ def _tidy(journal: Journal, cause: BaseException) -> None:
 
 
 def _write(
-    job: Job, writer: FormatWriter, journal: Journal, group: Group, workers: int, progress: bool
+    job: Job, writer: FormatWriter, journal: Journal, group: Group, checking: Checking, workers: int, progress: bool
 ) -> tuple[str, ...]:
     """This rank's share of the files that are not finished; returns all that were."""
     mine = dealt(writer.files, group.world_size)[group.rank]
@@ -209,7 +235,7 @@ def _write(
             digest = journal.folder.partition("-")[2]
             write_in_processes(job, writer.job_id, digest, hands, on_bytes)
         else:
-            write_files(writer, journal, todo, on_bytes)
+            write_files(writer, journal, todo, checking, on_bytes)
     flags = unpack_flags(heard, len(writer.files))
     return tuple(sorted(file.name for file, is_finished in zip(writer.files, flags) if is_finished))
 

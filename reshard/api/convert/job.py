@@ -52,6 +52,7 @@ class Job:
     model_only: bool = False
     hints: Mapping[str, Any] | None = None
     max_shard_bytes: int = 5_000_000_000
+    check: bool = True
 
     def __post_init__(self) -> None:
         """Raises FormatError or LayoutError for arguments that do not fit together."""
@@ -74,7 +75,9 @@ class Job:
 
     def state(self) -> Checkpoint:
         """What will be written, lazily, under its new names."""
-        state = self.source if isinstance(self.source, Checkpoint) else open_checkpoint(self.source)
+        state = self.source
+        if not isinstance(state, Checkpoint):
+            state = open_checkpoint(state, check=self.check)
         if self.normalized or self.model_only or self.format in CANONICAL:
             source = state
             state = source.canonical(self.hints, model_only=self.model_only)
@@ -144,7 +147,7 @@ class Job:
         """The same for equal work on an unchanged source, so that interrupted work is found again."""
         onto = self.onto.digest() if isinstance(self.onto, StateLayout) else self.onto
         facts = [self.format, self.mapping, self.select, self.dtype, self.normalized, self.model_only, self.hints]
-        facts += [self.max_shard_bytes, str(self.target), onto, list(state.objects), _identity(state.url)]
+        facts += [self.max_shard_bytes, self.check, str(self.target), onto, list(state.objects), _identity(state.url)]
         seen = xxhash.xxh3_128(repr(facts).encode())
         for name in state:
             seen.update(repr(state[name].stored.spec).encode())

@@ -17,9 +17,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
+
 from reshard.api.convert.job import Job
 from reshard.api.convert.journal import Journal
 from reshard.errors import CheckpointError
+from reshard.formats.stored.checksums import Checking
 from reshard.formats.stored.writer import FilePlan, FormatWriter
 
 __all__ = ["dealt", "write_files", "write_in_processes"]
@@ -47,11 +50,20 @@ def dealt(files: Sequence[FilePlan], count: int) -> list[list[FilePlan]]:
 
 
 def write_files(
-    writer: FormatWriter, journal: Journal, files: Sequence[FilePlan], on_bytes: Callable[[int], None]
+    writer: FormatWriter,
+    journal: Journal,
+    files: Sequence[FilePlan],
+    checking: Checking,
+    on_bytes: Callable[[int], None],
 ) -> None:
-    """Write these files, one after another, and record each."""
+    """Write these files, one after another, and record each, with how much of what was read for it is unchecked."""
+    before = checking.bytes_unchecked
     for file in files:
-        journal.add(file.name, writer.write(journal.storage, file, on_bytes))
+        done = writer.write(journal.storage, file, on_bytes)
+        if file is files[-1]:
+            checking.finish()
+        unchecked, before = checking.bytes_unchecked - before, checking.bytes_unchecked
+        journal.add(file.name, msgspec.structs.replace(done, facts={**done.facts, "unchecked_bytes": unchecked}))
 
 
 def write_in_processes(
@@ -141,10 +153,11 @@ def _main() -> None:
             pending = 0
 
     try:
-        writer = order.job.writer(order.job.state(), order.job_id)
+        state = order.job.state()
+        writer = order.job.writer(state, order.job_id)
         by_name = {file.name: file for file in writer.files}
         journal = Journal(order.job.storage(), order.digest)
-        write_files(writer, journal, [by_name[name] for name in order.files], on_bytes)
+        write_files(writer, journal, [by_name[name] for name in order.files], state.contents.checking, on_bytes)
         say(bytes=pending)
         say(end=True)
     except Exception as error:

@@ -16,6 +16,7 @@ from reshard.formats.native import generations, reader
 from reshard.formats.native.file_table import FileRecord
 from reshard.formats.native.manifest import MANIFEST
 from reshard.formats.native.reader import NativeFacts
+from reshard.formats.stored.source import Files
 from reshard.storage import Storage, open_storage
 from reshard.storage.local import LocalStorage
 
@@ -132,6 +133,6 @@ class _Look:
 def _opened(storage: LocalStorage) -> NativeFacts | None:
     """A generation, by the manifest that a host has."""
     try:
-        return reader.open(storage, {MANIFEST: 0}).facts_of(NativeFacts)
+        return reader.open(Files(storage, {MANIFEST: 0})).facts_of(NativeFacts)
     except CheckpointError:
         return None

@@ -29,11 +29,12 @@ from reshard.control.group import Group
 from reshard.errors import CheckpointError, CheckpointNotFoundError, ReshardError, format_ranks
 from reshard.execute.reading import Workspace, merge_ranges
 from reshard.formats.native import reader
-from reshard.formats.native.checksums import check_blocks
+from reshard.formats.native.checksums import compare_ranges
 from reshard.formats.native.manifest import MANIFEST, read_manifest
 from reshard.formats.native.reader import NativeFacts
+from reshard.formats.stored.checksums import Checking
 from reshard.formats.stored.contents import LazyMapping
-from reshard.formats.stored.source import FileSource
+from reshard.formats.stored.source import Files, FileSource
 from reshard.storage import Storage
 from reshard.storage.local import LocalStorage
 
@@ -244,7 +245,8 @@ class _Generation:
             records[rank].name for one in found for rank, ranges in one.items() if ranges == [(0, records[rank].nbytes)]
         ]
         storage = Survivors(here, hosts.folder / fetched_folder(kept), text, whole)
-        contents = reader.open(storage, storage.list())
+        # blocks are compared when they have come: until then, files have holes behind their headers
+        contents = reader.open(Files(storage, storage.list(), Checking(enabled=False)))
         native = contents.facts_of(NativeFacts)
         assert native is not None
         storage.expect(native.manifest, native.plan)
@@ -296,7 +298,7 @@ class _Generation:
     def _bring(self, others: Checkpoint | None, plan: ReadPlan) -> None:
         """Collective: what the plans of a host's ranks read, and the host has not, comes to it once."""
         if others is not None and (native := others.contents.facts_of(NativeFacts)) is not None:
-            self.checked += check_blocks(native, _blocks_read(plan, self.storage, native.manifest.block_bytes))[0]
+            self.checked += compare_ranges(native, _blocks_read(plan, self.storage, native.manifest.block_bytes))
         told = self.group.gather(msgspec.msgpack.encode(self._wants(plan)))
         table = self._table([msgspec.msgpack.decode(row, type=Held) for row in told]) if told is not None else None
         shared = self.group.share(msgspec.msgpack.encode(table) if table is not None else None)
@@ -313,7 +315,7 @@ class _Generation:
             )  # fmt: skip
             got = {name: by[mine] for name, by in wanted.items() if mine in by and not name.endswith(".sums")}
             spans = {FileSource(self.storage, name): ranges for name, ranges in got.items()}
-            self.checked += check_blocks(self.native, spans)[0]
+            self.checked += compare_ranges(self.native, spans)
             self.group.barrier()
 
     def _wants(self, plan: ReadPlan) -> Held:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedChec
 from reshard.execute.load_bytes import Fetch
 from reshard.execute.reading import Workspace
 from reshard.formats.native.reader import NativeFacts, is_replaced
+from reshard.formats.stored.checksums import Checking
 from reshard.state.deferred_optimizer import Saved, places
 from reshard.state.garbage import uncollected
 from reshard.state.memory.uploads import Uploads
@@ -34,6 +36,8 @@ if TYPE_CHECKING:  # imported by loads that map or share: they are a third of wh
     from reshard.mapping import Mapping as StateMapping
 
 __all__ = ["load", "load_with", "saved_in"]
+
+_log = logging.getLogger("reshard")
 
 
 @state_and_path
@@ -60,7 +64,7 @@ def load(
 
     Tensors, DTensors and ShardedTensors are written into; meta tensors are replaced by real ones; everything else is
     replaced in its container. Nothing is written before the plan is proved, every byte range is known to exist, and all
-    blocks that a rank reads whole for itself have the right checksum; what is read for several ranks at once, or from
+    blocks that a rank reads for itself have the right checksum; what is read for several ranks at once, or from
     an object store, is checked as it comes, and the error says if targets were overwritten by then.
 
     Args:
@@ -73,7 +77,7 @@ def load(
         mapping: key in `state_dict` -> key in the checkpoint, for those that differ; or a `reshard.mapping.Mapping`
             from the checkpoint's naming and shaping to that of `state_dict`.
         dry_run: only report; the target is not touched.
-        check: compare checksums of all blocks that are read whole, where the format has them.
+        check: compare what is read with checksums, where the format has them; `.bytes_unchecked` says how much was not.
         read_once: True, or "job": ranks that want the same elements pass them on to one another through the process
             group, so that no byte is read twice in the whole job; not with dtype_policy "saved". None, or "host": ranks
             of one machine read for one another where that touches less, see docs/reading.md. False, or "rank": none do.
@@ -115,7 +119,11 @@ def load_with(
     """
     check_arguments("load", state_dict, path, Checkpoint)
     group.same_options("load", options.shared())
-    checkpoint = path if isinstance(path, Checkpoint) else open_among(path, group.rank, group.world_size)
+    if isinstance(path, Checkpoint):
+        checkpoint = path
+    else:
+        checkpoint = open_among(path, group.rank, group.world_size, check=options.check)
+    before = replace(checkpoint.contents.checking)
     checkpoint = _mapped(checkpoint, options.mapping)
     names = options.mapping if isinstance(options.mapping, Mapping) else {}
     try:
@@ -124,7 +132,7 @@ def load_with(
             started = time.perf_counter()
             targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
             match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names)
-            return _Load(group, process_group, checkpoint, options, targets, match, bring).run(started)
+            return _Load(group, process_group, checkpoint, options, targets, match, before, bring).run(started)
     except (CheckpointNotFoundError, DamagedCheckpointError) as error:
         native = checkpoint.contents.facts_of(NativeFacts)
         if native is None or not is_replaced(native):
@@ -167,6 +175,8 @@ class _Load:
     options: LoadOptions
     targets: Targets
     match: Match
+    before: Checking
+    """What was checked before this load."""
     bring: Callable[[ReadPlan], None] | None = None
 
     @property
@@ -190,9 +200,10 @@ class _Load:
         planned = time.perf_counter()
         if self.bring is not None:
             self.bring(plan)
-        native = self.checkpoint.contents.facts_of(NativeFacts) if options.check else None
+        checking = self.checkpoint.contents.checking
+        is_checked = options.check and checking.enabled
         together = self.many and options.once_among == "host"
-        with Fetch(plan.copies, self.group, space, native, together, options.memory_budget_bytes) as fetch:
+        with Fetch(plan.copies, self.group, space, is_checked, together, options.memory_budget_bytes) as fetch:
             with uploads:
                 per_rank, checked = self._read(fetch, plan)
             if not options.dry_run:
@@ -203,6 +214,10 @@ class _Load:
                 targets.assign(match.objects)
                 targets.assign(per_rank)
         names = self.checkpoint.aliases
+        bytes_unchecked = fetch.bytes_unchecked + checking.bytes_unchecked - self.before.bytes_unchecked
+        unchecked = checking.words(bytes_unchecked, plan.bytes_needed) if is_checked else "unchecked: check=False"
+        if unchecked and not options.dry_run and self.bring is None:
+            _log.info("%s was loaded, %s", self.checkpoint.url, unchecked)
         return LoadReport(
             path=self.checkpoint.url,
             format=self.checkpoint.format,
@@ -216,7 +231,9 @@ class _Load:
             bytes_needed=plan.bytes_needed,
             bytes_read=fetch.bytes_read,
             bytes_read_to_check=fetch.bytes_read_to_check,
-            bytes_checked=fetch.bytes_checked,
+            bytes_checked=checking.bytes_compared - self.before.bytes_compared,
+            bytes_unchecked=bytes_unchecked,
+            unchecked=unchecked,
             bytes_received=fetch.bytes_received,
             dry_run=options.dry_run,
             resized=tuple(targets.resized),
@@ -244,7 +261,6 @@ class _Load:
             dry_run=dry_run,
             uploads=uploads,
             shared=shared,
-            check=self.options.check,
         )
         uploads.begin()
         return shared, plan

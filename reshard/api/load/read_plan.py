@@ -47,7 +47,6 @@ def plan_rank(
     dry_run: bool,
     uploads: Uploads,
     shared: SharedReading | None = None,
-    check: bool = True,
 ) -> ReadPlan:
     """Plan this rank's reads of the stored tensors `names`, prove the plan, and find the bytes of every item.
 
@@ -55,7 +54,6 @@ def plan_rank(
         names: key of the target -> name in the checkpoint.
         uploads: the way to devices.
         shared: who reads what, where ranks read for one another.
-        check: whether checksums will be wanted.
 
     Raises DamagedCheckpointError if the checkpoint does not hold every element that is wanted exactly once, or not all
     of its bytes.
@@ -83,7 +81,7 @@ def plan_rank(
     native = checkpoint.contents.facts_of(NativeFacts)
     if native is not None and native.storage.requests > 1:
         writers = {chunk.owner for item in items for chunk, _ in stored[item.fqn].meeting(item.box)}
-        native.bring((owner for owner in writers if isinstance(owner, int)), check)
+        native.bring(owner for owner in writers if isinstance(owner, int))
     landings = _landings(targets, wanted, shared, uploads)
     return ReadPlan(find_copies(items, lambda key: stored[key], landings), items.nbytes)
 

@@ -45,6 +45,11 @@ class LoadReport(Tabled):
     bytes_checked: int
     """Bytes that this rank checked against saved checksums, headers included. Of what ranks of a machine read for one
     another, who reads a byte checks it."""
+    bytes_unchecked: int
+    """Of this rank's own elements: bytes that nobody compared with a checksum, since the format has none, `check` was
+    off, or it would have cost too much: see `reshard.formats.stored.checksums.may_check`."""
+    unchecked: str
+    """In words, what was not compared; empty where every byte was."""
     dry_run: bool
     seconds: Mapping[str, float] = field(compare=False)
     """Time by phase."""
@@ -65,7 +70,8 @@ class LoadReport(Tabled):
     def __repr__(self) -> str:
         """One line: what was loaded and read, and the first names of all that did not go as it should."""
         did = "would load" if self.dry_run else "loaded"
-        head = f"{'ok' if self.ok else 'not ok'}, {did} {len(self.loaded)} of {self.path!r} ({self.format})"
+        verdict = ", ".join(filter(None, ("ok" if self.ok else "not ok", "" if self.dry_run else self.unchecked)))
+        head = f"{verdict}, {did} {len(self.loaded)} of {self.path!r} ({self.format})"
         kinds = ("missing", "unexpected", "outside", "mismatched", "dropped", "cast", "replaced", "resized")
         odd = [f"{kind} {format_names(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
         if self.retyped:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from reshard.control.group import Group
-from reshard.execute.reading import Copy, merge_ranges, spans_by_file, subtract_ranges
+from reshard.execute.comparing import Elsewhere
+from reshard.execute.reading import Copy, wanted_by_file
 from reshard.execute.sharing.machine_memory import FILLED, TAKEN, Address, MachineMemory, OwnMemory
 from reshard.execute.sharing.segment_parts import (
     ByteCounts,
@@ -29,6 +30,7 @@ from reshard.execute.sharing.segment_parts import (
     parts_by_segment,
     read_segment,
     slot_bytes,
+    unchecked_bytes,
 )
 from reshard.execute.sharing.segments import (
     WHOLE_SHARE,
@@ -69,7 +71,9 @@ class MachineReading:
     checks: tuple[tuple[FileSource, Segment], ...] = ()
     """What every rank reads for itself, and this one checks for all."""
     checked_by_others: Mapping[FileSource, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    """What others check for this one, by file, in order."""
+    """What others check for this one, segment by segment."""
+    read_for_all: Mapping[FileSource, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    """What this or another rank reads for all, segment by segment; who reads it checks it."""
     fallback: MachineReading | None = None
     """Where each reads for itself, for the case that some rank cannot take part."""
     refused: bool = False
@@ -124,8 +128,7 @@ class MachineReading:
                     checks.append((source, segment))
                 else:
                     others[source].append((segment.start, segment.stop))
-        by_others = {source: merge_ranges(ranges) for source, ranges in others.items()}
-        return replace(self, checks=tuple(checks), checked_by_others=by_others)
+        return replace(self, checks=tuple(checks), checked_by_others=others)
 
     def confirm(self, group: Group) -> tuple[MachineReading, bool]:
         """Collective, and a barrier: itself if all ranks of this machine can take part, else each reads for itself;
@@ -163,23 +166,29 @@ class MachineReading:
                 else:
                     rest += [part.as_copy(number * segment_bytes(source)) for part in parts]
         mine = tuple((files[segment.label], segment) for segment in lists[memory.place])
-        return cls(memory, max(map(len, lists)), mine, dict(wanted), rest, places)
+        by_all: dict[FileSource, list[tuple[int, int]]] = defaultdict(list)
+        for segment in itertools.chain.from_iterable(lists):
+            if segment.label in files:
+                by_all[files[segment.label]].append((segment.start, segment.stop))
+        return cls(memory, max(map(len, lists)), mine, dict(wanted), rest, places, read_for_all=by_all)
 
-    def spans_to_check(self, copies: Iterable[Copy]) -> dict[FileSource, list[tuple[int, int]]]:
-        """What this rank had better compare with checksums before anybody writes: all that it reads for itself without
-        gaps and no other rank checks, what it checks for all, and of the segments that it reads for all those that it
-        wants whole."""
-        others, whole = self.checked_by_others, spans_by_file(copies)
-        spans = {
-            source: subtract_ranges(ranges, others.get(source, ()))
-            for source, ranges in spans_by_file(self.rest).items()
-        }
-        for source, segment in self.checks:
-            spans.setdefault(source, []).append((segment.start, segment.stop))
-        for source, segment in self.reads:
-            if _common_bytes(segment, whole.get(source, ())) >= WHOLE_SHARE * (segment.stop - segment.start):
-                spans.setdefault(source, []).append((segment.start, segment.stop))
-        return {source: merge_ranges(ranges) for source, ranges in spans.items()}
+    def compared_elsewhere(self, copies: Iterable[Copy]) -> dict[FileSource, Elsewhere]:
+        """What others compare with checksums for this rank, and what it had better compare for them before anybody
+        writes: its duties, and of the segments that it reads for all those that it wants whole. Of files that have a
+        view: what is far away is compared when it is read."""
+        found: dict[FileSource, Elsewhere] = {}
+        for by_others in (self.checked_by_others, self.read_for_all):
+            for source, ranges in by_others.items():
+                of = found.setdefault(source, Elsewhere())
+                of.by_others = sorted((*of.by_others, *ranges))
+        whole = wanted_by_file(copies)
+        for source, segment in (*self.checks, *self.reads):
+            ranges = whole[source].ranges if source in whole else ()
+            is_duty = (source, segment) in self.checks
+            if is_duty or _common_bytes(segment, ranges) >= WHOLE_SHARE * (segment.stop - segment.start):
+                of = found.setdefault(source, Elsewhere())
+                of.for_others = (*of.for_others, (segment.start, segment.stop))
+        return {source: of for source, of in found.items() if source.view() is not None}
 
     def run(self, *, piece_bytes: int, check: Check | None, on_bytes: Callable[[int], None]) -> ByteCounts:
         """Read and copy everything that is shared.
@@ -207,7 +216,9 @@ class MachineReading:
                     ready = memory.wait_filled(wanted, turn + 1)
                     wanted = [reader for reader in wanted if reader not in ready]
                     for reader in ready:
-                        nbytes = copy_parts(memory.slot(reader, turn), self.parts[reader, turn], piece_bytes)
+                        parts = self.parts[reader, turn]
+                        nbytes = copy_parts(memory.slot(reader, turn), parts, piece_bytes)
+                        done.unchecked += unchecked_bytes(parts, is_checked=check is not None)
                         done.received += nbytes if reader != memory.place else 0
                         taken += nbytes
                 on_bytes(taken)
@@ -278,7 +289,6 @@ class _SlotFiller:
 
     def _add(self, one: ByteCounts) -> None:
         self._done.read += one.read
-        self._done.checked += one.checked
 
 
 def slots_for(copies: Iterable[Copy], room_bytes: int | None) -> tuple[int, int]:

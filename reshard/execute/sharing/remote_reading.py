@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 
 from reshard.execute.reading import Copy
@@ -18,13 +18,14 @@ from reshard.execute.sharing.segment_parts import (
     ByteCounts,
     SegmentPart,
     copy_parts,
+    has_whole_blocks,
     parts_between,
     parts_by_segment,
     read_segment,
+    unchecked_bytes,
 )
 from reshard.execute.sharing.segments import segment_bytes
-from reshard.formats.native.checksums import MAX_EXTRA_SHARE, SMALL_FILE_BYTES, PassingCheck
-from reshard.formats.native.reader import NativeFacts
+from reshard.formats.stored.checksums import BlockChecksums
 from reshard.formats.stored.source import FileSource
 
 __all__ = ["RemoteReading"]
@@ -43,6 +44,14 @@ class _Stretch:
     stop: int
     parts: list[SegmentPart]
 
+    def whole_blocks(self) -> _Stretch:
+        """The same with all of the blocks that it touches, where the file has checksums of some."""
+        if not has_whole_blocks(self.source):
+            return self
+        assert isinstance(self.source.checksums, BlockChecksums)
+        start, stop = self.source.checksums.around(self.start, self.stop)
+        return replace(self, start=start, stop=stop)
+
 
 @dataclass(frozen=True)
 class RemoteReading:
@@ -50,10 +59,11 @@ class RemoteReading:
 
     stretches: list[_Stretch]
     rest: list[Copy]
+    is_checked: bool
 
     @classmethod
-    def of(cls, copies: Iterable[Copy]) -> RemoteReading:
-        """Choose by storage and by how much of a segment is wanted."""
+    def of(cls, copies: Iterable[Copy], *, is_checked: bool) -> RemoteReading:
+        """Choose by storage and by how much of a segment is wanted. What `is_checked` is read in whole blocks."""
         wanted: dict[tuple[FileSource, int], list[SegmentPart]] = defaultdict(list)
         rest: list[Copy] = []
         for copy in copies:
@@ -67,10 +77,10 @@ class RemoteReading:
         for (source, number), parts in wanted.items():
             stretch = _stretch(source, number, parts)
             if stretch.stop - stretch.start <= _MAX_READ_SHARE * sum(part.window.nbytes for part in parts):
-                stretches.append(stretch)
+                stretches.append(stretch.whole_blocks() if is_checked else stretch)
             else:
                 rest += [part.as_copy(number * segment_bytes(source)) for part in parts]
-        return cls(sorted(stretches, key=lambda s: (s.source.label, s.start)), rest)
+        return cls(sorted(stretches, key=lambda s: (s.source.label, s.start)), rest, is_checked)
 
     def run(
         self,
@@ -78,7 +88,6 @@ class RemoteReading:
         requests: int,
         request_bytes: int,
         piece_bytes: int,
-        native: NativeFacts | None,
         on_bytes: Callable[[int], None],
     ) -> ByteCounts:
         """Read, check and copy everything.
@@ -87,7 +96,6 @@ class RemoteReading:
             requests: under way at a time, each with memory of its own.
             request_bytes: the most that one asks for.
             piece_bytes: memory for what is staged on its way to another dtype or device.
-            native: checksums to compare with, or None.
             on_bytes: called with the bytes that were copied out of each request, on any thread.
 
         Raises DamagedCheckpointError: targets may be partly written then.
@@ -96,7 +104,7 @@ class RemoteReading:
 
         def work(stretch: _Stretch) -> None:
             source, done, copied = stretch.source, ByteCounts(), 0
-            passing = None if native is None else PassingCheck(native, source, stretch.start, stretch.stop)
+            passing = PassingBlocks(source, stretch.start) if self.is_checked else None
             check = None if passing is None else lambda _, __, data: passing.add(data)
             for base, start, stop, parts in _requests(stretch, request_bytes):
                 slot = memoryview(bytearray(stop - base + TAIL_BYTES))
@@ -108,7 +116,7 @@ class RemoteReading:
             with lock:
                 total.read += copied
                 total.extra += max(0, done.read - copied)
-                total.checked += done.checked
+                total.unchecked += unchecked_bytes(stretch.parts, is_checked=self.is_checked)
 
         if requests == 1 or len(self.stretches) <= 1:
             for stretch in self.stretches:
@@ -133,13 +141,32 @@ def _requests(stretch: _Stretch, limit: int) -> Iterator[tuple[int, int, int, It
 
 
 def _stretch(source: FileSource, number: int, parts: list[SegmentPart]) -> _Stretch:
-    """From the first byte that is wanted to the last; or all of the segment, so that it can be checked, where that is
-    hardly more, or the file is small."""
+    """From the first byte that is wanted to the last."""
     size = segment_bytes(source)
     base = number * size
-    end = min(base + size, source.nbytes)
     start = base + min(part.window.offset for part in parts)
-    stop = min(base + max(part.window.stop for part in parts), end)
-    room = source.nbytes if source.nbytes <= SMALL_FILE_BYTES else int((stop - start) * MAX_EXTRA_SHARE)
-    start = base if start - base <= room else start
-    return _Stretch(source, number, start, end if end - stop <= room else stop, parts)
+    stop = min(base + max(part.window.stop for part in parts), base + size, source.nbytes)
+    return _Stretch(source, number, start, stop, parts)
+
+
+class PassingBlocks:
+    """Compares what is read of a file from byte `start` on, one piece behind another, block by block."""
+
+    def __init__(self, source: FileSource, start: int) -> None:
+        self._source, self._at = source, start
+        self._begun: list[memoryview] = []
+        """The bytes of a block that has begun, copied: their memory is used again."""
+
+    def add(self, data: memoryview) -> int:
+        """The next bytes; returns how many bytes were compared. Raises DamagedCheckpointError."""
+        blocks = self._source.checksums
+        if not isinstance(blocks, BlockChecksums):
+            return 0
+        begun = sum(map(len, self._begun))
+        whole = memoryview(b"".join((*self._begun, data))) if begun else data
+        first, stop = self._at - begun, self._at + len(data)
+        compared = self._source.compare_data(first, whole)
+        end = stop if stop >= blocks.nbytes else stop // blocks.block_bytes * blocks.block_bytes
+        self._begun = [memoryview(bytes(whole[max(end, first) - first :]))] if end < stop else []
+        self._at = stop
+        return compared

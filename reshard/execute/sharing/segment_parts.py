@@ -11,6 +11,7 @@ from planners.geometry.byteruns import Window
 from reshard.errors import DamagedCheckpointError
 from reshard.execute.reading import Array, Copy, Staged, in_pieces
 from reshard.execute.sharing.segments import segment_bytes
+from reshard.formats.stored.checksums import BlockChecksums
 from reshard.formats.stored.copying import copy_view
 from reshard.formats.stored.source import BytesSource, FileSource
 from reshard.formats.stored.tensor import Place
@@ -21,10 +22,12 @@ __all__ = [
     "Check",
     "SegmentPart",
     "copy_parts",
+    "has_whole_blocks",
     "parts_between",
     "parts_by_segment",
     "read_segment",
     "slot_bytes",
+    "unchecked_bytes",
 ]
 
 TAIL_BYTES = 64
@@ -42,8 +45,8 @@ class ByteCounts:
     read: int = 0
     extra: int = 0
     """Of those read: that nobody asked for."""
-    checked: int = 0
-    """Compared with checksums."""
+    unchecked: int = 0
+    """Of elements of files without a view: that were not compared with checksums."""
     received: int = 0
     """That other ranks read for this one."""
 
@@ -110,9 +113,27 @@ def read_segment(
     done.read += stop - start
     if check is not None:
         try:
-            done.checked += check(source, start, slot[: stop - start])
+            check(source, start, slot[: stop - start])
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(f"{error}. Part of what was to be loaded is overwritten already") from None
+
+
+def has_whole_blocks(source: FileSource) -> bool:
+    """Whether the checksums of a file are those of blocks of which each lies within one segment."""
+    blocks = source.checksums
+    return isinstance(blocks, BlockChecksums) and segment_bytes(source) % blocks.block_bytes == 0
+
+
+def unchecked_bytes(parts: Iterable[SegmentPart], *, is_checked: bool) -> int:
+    """Of parts of segments that were read from files without a view: those that nobody compared with checksums. Who has
+    a view has counted them before."""
+    return sum(
+        part.window.nbytes
+        for part in parts
+        if isinstance(source := part.copy.place.source, FileSource)
+        and source.view() is None
+        and not (is_checked and has_whole_blocks(source))
+    )
 
 
 def copy_parts(view: memoryview, parts: Iterable[SegmentPart], piece_bytes: int) -> int:

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planners.geometry.byteruns import Window
+from reshard.formats.stored.checksums import add_touched
 from reshard.formats.stored.source import FileSource
 
 __all__ = [
@@ -199,35 +200,3 @@ def _table(label: str, ranks: Sequence[TouchedBytes]) -> npt.NDArray[np.int64]:
         if part is not None:
             row[part[0] : part[0] + len(part[1])] = part[1]
     return table
-
-
-def add_touched(counts: npt.NDArray[np.int64], size: int, window: Window, nbytes: int, grain_bytes: int) -> None:
-    """Add what reading `window` of a file of `nbytes` touches to the counts of its segments of `size` bytes.
-
-    Runs with gaps smaller than the grain touch everything between them; those with larger ones each touch whole grains.
-    """
-    runs = window.runs()
-    if not runs.count:
-        return
-    reach = runs.run_bytes
-    levels: list[tuple[int, int, int, int]] = []  # stride, count, and what each of its items reaches over and touches
-    start = runs.offset // grain_bytes * grain_bytes
-    lead, touched = runs.offset - start, 0
-    for stride, count in sorted(zip(runs.strides, runs.counts)):
-        if levels or stride - reach >= grain_bytes:
-            if not levels:
-                reach = touched = -(-(lead + reach) // grain_bytes) * grain_bytes
-            levels.append((stride, count, reach, touched))
-            touched *= count
-        reach += (count - 1) * stride
-    if not levels:
-        reach = -(-(lead + reach) // grain_bytes) * grain_bytes
-    stop = min(start + reach, nbytes)
-    first, last = start // size, (stop - 1) // size
-    at = np.clip(np.arange(first, last + 2) * size, start, stop) - start
-    below = np.zeros(len(at), np.int64)  # what is touched before each of these positions
-    for stride, count, inner, each in reversed(levels):
-        items = np.minimum(at // stride, count - 1)
-        below += items * each
-        at = np.minimum(at - items * stride, inner)
-    counts[first : last + 1] += np.diff(below + at)

@@ -22,6 +22,7 @@ from reshard.formats.dcp.items import Item, Items, Undo
 from reshard.formats.dcp.names import DATA_FILE, RANK_METADATA, has_dcp
 from reshard.formats.pickles.reader import load_pickle
 from reshard.formats.pickles.record import Record
+from reshard.formats.stored.checksums import CRC_OF_RECORDS
 from reshard.formats.stored.contents import Contents, Facts, LazyMapping
 from reshard.formats.stored.source import Files
 from reshard.formats.stored.tensor import StoredChunk, StoredTensor
@@ -30,10 +31,11 @@ from reshard.state.dtypes import dtype_name
 from reshard.state.tree import KeyPath
 from reshard.storage.base import Storage
 
-__all__ = ["DcpFacts", "detect", "looks_for", "name", "open", "open_folder"]
+__all__ = ["DcpFacts", "checksums", "detect", "looks_for", "name", "open", "open_folder"]
 
 name = "dcp"
 looks_for = ".metadata and *.distcp, or __<rank>.metadata"
+checksums = CRC_OF_RECORDS
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -41,9 +43,9 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     return has_dcp(names)
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """The checkpoint in the top folder. Raises DamagedCheckpointError, naming the file."""
-    return open_folder(storage, names, "")
+    return open_folder(files, "")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class _Index:
     mcore_data: Any = None
 
 
-def open_folder(storage: Storage, names: Mapping[str, int], folder: str, undo: Undo | None = None) -> Contents:
+def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents:
     """The checkpoint in `folder`, "" or ending in "/"; `undo`: see `Items`.
 
     Raises:
@@ -80,7 +82,7 @@ def open_folder(storage: Storage, names: Mapping[str, int], folder: str, undo: U
             names is missing or too short.
         UnsafeDataError: `.metadata` asks for something that could run code.
     """
-    files = Files(storage, names)
+    storage, names = files.storage, files.listed
     found = [folder + ".metadata"] if folder + ".metadata" in names else []
     by_rank = sorted(n for n in names if n.startswith(folder) and RANK_METADATA.fullmatch(n[len(folder) :]))
     if not found and not by_rank:

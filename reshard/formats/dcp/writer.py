@@ -14,7 +14,6 @@ from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout
 from reshard.formats.dcp.metadata import chunk_of, object_to_bytes, paths_of, tensor_metadata, versioned
 from reshard.formats.stored.contents import Contents
-from reshard.formats.stored.streaming import stream
 from reshard.formats.stored.writer import Done, FilePlan, FormatWriter, HashingWriter, Part, spread
 from reshard.formats.torch_save.writer import tensor_record
 from reshard.formats.torch_save.zip_writer import (
@@ -58,7 +57,7 @@ class DcpWriter(FormatWriter):
         storage.delete(file.name)
         regions = [self.region(part) for part in file.parts]
         items: list[list[Any]] = []
-        with storage.create(file.name) as raw, stream(regions) as feed:
+        with storage.create(file.name) as raw, self.feed(regions) as feed:
             out = HashingWriter(raw)
             for part, region in zip(file.parts, regions, strict=True):
                 start = out.nbytes
@@ -73,7 +72,7 @@ class DcpWriter(FormatWriter):
                     out.write(object_to_bytes(value))
                     items.append([key, None, None, start, out.nbytes - start])
             done = out.nbytes, out.digest()
-        return Done(file.name, *done, {"items": items})
+        return self.done(file.name, *done, {"items": items})
 
     def finish(self, storage: Storage, done: Mapping[str, Done]) -> None:
         """Publish `.metadata`, then remove the files of an older checkpoint."""

@@ -16,19 +16,21 @@ from reshard.errors import DamagedCheckpointError, FormatError, UnsafeDataError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.frameworks import rank_files
 from reshard.formats.safetensors import reader as safetensors
+from reshard.formats.stored.checksums import CRC_OF_RECORDS
 from reshard.formats.stored.contents import Contents, LazyMapping, merge
 from reshard.formats.stored.source import Files, FileSource
 from reshard.formats.torch_save import reader as torch_save
 from reshard.formats.torch_save.file import contents_of, read_torch_file
 from reshard.storage.base import Storage
 
-__all__ = ["detect", "looks_for", "name", "open"]
+__all__ = ["checksums", "detect", "looks_for", "name", "open"]
 
 name = "accelerate"
 looks_for = (
     "pytorch_model_fsdp_0/, pytorch_model_fsdp_0_rank<r>.bin or model.safetensors, with optimizer.bin, scheduler.bin, "
     "random_states_0.pkl ..."
 )
+checksums = CRC_OF_RECORDS
 
 _FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)/(?:\.metadata|__\d+_\d+\.distcp)")
 _WEIGHTS = re.compile(
@@ -66,14 +68,14 @@ def _rank_files(names: Mapping[str, int]) -> list[rank_files.Section]:
     return list(rank_files.sections_of({n: size for n, size in names.items() if _RANK_FILE.fullmatch(n)}).values())
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """All parts as one checkpoint.
 
     Raises:
         FormatError: the weights are there twice, in two formats.
         DamagedCheckpointError: a part is damaged, or the weights or the file of a rank are missing.
     """
-    files = Files(storage)
+    storage, names = files.storage, files.listed
     parts: list[tuple[str, Contents]] = []
     folders = sorted({(m[1], m[2]) for file in names if (m := _FOLDER.fullmatch(file))})
     by_rank = _rank_files(names)
@@ -85,19 +87,19 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
     for folder, number in folders:
         # the keys of a first folder begin with "model." and "optimizer." already
         section = "" if number == "0" else f"{folder.removeprefix('pytorch_').removesuffix('_fsdp')}_{number}"
-        parts.append((section, dcp.open_folder(storage, names, f"{folder}_{number}/")))
+        parts.append((section, dcp.open_folder(files, f"{folder}_{number}/")))
     for file in sorted(names):
         if beside := _BESIDE.fullmatch(file):
             parts.append((beside[1], contents_of(name, {(): read_torch_file(files[file])})))
         elif whole := _WHOLE.fullmatch(file):
             parts.append(_whole(files[file], whole[1], apart=bool(_CUSTOM.fullmatch(file))))
     facts = None
-    for section, opened in _weights(storage, names):
+    for section, opened in _weights(files):
         parts.append((section, opened))
         # on disk, the weights of a Hugging Face model have other names than in memory
         facts = opened.facts_of(safetensors.HuggingFaceFacts) or facts
     if by_rank:
-        parts.append(("", rank_files.open_sections(name, storage, by_rank)))
+        parts.append(("", rank_files.open_sections(name, files, by_rank)))
     return merge(name, parts, facts)
 
 
@@ -115,7 +117,8 @@ def _whole(source: FileSource, key: str, *, apart: bool) -> tuple[str, Contents]
     return "", Contents(name, {}, LazyMapping(maker), warnings=warnings)
 
 
-def _weights(storage: Storage, names: Mapping[str, int]) -> list[tuple[str, Contents]]:
+def _weights(files: Files) -> list[tuple[str, Contents]]:
+    storage, names = files.storage, files.listed
     found = [m for file in sorted(names) if (m := _WEIGHTS.fullmatch(file))]
     kinds: dict[str, set[str]] = {}
     for match in found:
@@ -132,7 +135,7 @@ def _weights(storage: Storage, names: Mapping[str, int]) -> list[tuple[str, Cont
             continue
         is_safetensors = match[3] == ".safetensors"
         wanted = {n: size for n, size in names.items() if "/" not in n and _belongs(n, match, is_safetensors)}
-        opened = (safetensors if is_safetensors else torch_save).open(storage, wanted)
+        opened = (safetensors if is_safetensors else torch_save).open(files.some(wanted))
         parts.append(("model" + match[2], opened))
     return parts
 

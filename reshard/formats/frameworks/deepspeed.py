@@ -17,16 +17,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.formats.stored.checksums import CRC_OF_RECORDS
 from reshard.formats.stored.contents import Contents, Facts
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import TorchFile, contents_of, read_torch_file
 from reshard.state.tree import KeyPath
 from reshard.storage.base import Storage
 
-__all__ = ["DeepSpeedFacts", "detect", "looks_for", "name", "open"]
+__all__ = ["DeepSpeedFacts", "checksums", "detect", "looks_for", "name", "open"]
 
 name = "deepspeed"
 looks_for = "latest, and mp_rank_*_model_states.pt, zero_pp_rank_*_optim_states.pt or layer_*-model_states.pt below it"
+checksums = CRC_OF_RECORDS
 
 _STATES = re.compile(
     r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+(_model_states|_?optim_states)\.pt"
@@ -66,13 +68,13 @@ def _is_state(file: str, folder: str) -> bool:
     return file.startswith(folder) and bool(_STATES.fullmatch(inner) or _UNIVERSAL.fullmatch(inner))
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """The checkpoint that `latest` names, or the one in this folder.
 
     Raises DamagedCheckpointError if the folder that `latest` names is not there, or a file is damaged.
     """
+    storage, names = files.storage, files.listed
     folder = _folder(storage, names)
-    files = Files(storage)
     opened: dict[KeyPath, TorchFile] = {}
     for file in sorted(names):
         inner = file.removeprefix(folder)

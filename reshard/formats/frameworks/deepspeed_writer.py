@@ -77,7 +77,8 @@ class DeepSpeedWriter(FormatWriter):
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
         """Stream one file."""
         name = storage.staged(file.name, self.job_id)
-        return write_archive(storage, name, self._value(file), [self.region(part) for part in file.parts], on_bytes)
+        regions = [self.region(part) for part in file.parts]
+        return self.done(*write_archive(storage, name, self._value(file), regions, self.feed(regions), on_bytes))
 
     def _value(self, file: FilePlan) -> Any:
         """What the file holds, with a stub for each tensor."""

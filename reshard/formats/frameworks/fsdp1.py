@@ -16,6 +16,7 @@ from typing import Any
 
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.pickles.torch_objects import TensorRef
+from reshard.formats.stored.checksums import CRC_OF_RECORDS
 from reshard.formats.stored.contents import Contents, Facts
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import TorchFile, contents_of, read_torch_file
@@ -23,10 +24,11 @@ from reshard.formats.torch_save.sharded_tensors import is_sharded_tensor
 from reshard.state.tree import KeyPath
 from reshard.storage.base import Storage
 
-__all__ = ["Fsdp1Facts", "detect", "looks_for", "name", "numbered", "open"]
+__all__ = ["Fsdp1Facts", "checksums", "detect", "looks_for", "name", "numbered", "open"]
 
 name = "fsdp1"
 looks_for = "<name>_<rank>.pt, with flat parameters or pieces of optimizer states"
+checksums = CRC_OF_RECORDS
 
 _FILE = re.compile(r"(?P<section>.*?\D)?(?P<rank>\d+)\.(?:pt|pth|bin)")
 
@@ -81,9 +83,9 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
         yield path, value
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """The files of all ranks. Raises DamagedCheckpointError if that of a rank is missing."""
-    files = Files(storage)
+    storage, names = files.storage, files.listed
     sections: dict[str, dict[int, TorchFile]] = {}
     world = max(len(ranks) for ranks in numbered(names).values())
     for section, ranks in sorted(numbered(names).items()):

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.dcp.names import has_dcp
+from reshard.formats.stored.checksums import CRC_OF_RECORDS
 from reshard.formats.stored.contents import Contents, merge
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import contents_of, read_torch_file
 from reshard.storage.base import Storage
 
-__all__ = ["detect", "looks_for", "name", "open"]
+__all__ = ["checksums", "detect", "looks_for", "name", "open"]
 
 name = "lightning"
 looks_for = ".metadata and meta.pt"
+checksums = CRC_OF_RECORDS
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -22,8 +24,8 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     return "meta.pt" in names and has_dcp(names)
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """Both parts as one checkpoint. Raises DamagedCheckpointError, also if the save did not end."""
-    sharded = dcp.open(storage, names)
-    rest = contents_of(name, {(): read_torch_file(Files(storage)["meta.pt"])})
+    sharded = dcp.open(files)
+    rest = contents_of(name, {(): read_torch_file(files["meta.pt"])})
     return merge(name, [("", sharded), ("", rest)])

@@ -21,6 +21,7 @@ import torch
 
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
+from reshard.formats.stored.checksums import CRC_OF_RECORDS
 from reshard.formats.stored.contents import Contents, LazyMapping, merge
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import Files
@@ -31,6 +32,7 @@ from reshard.storage.base import Storage
 __all__ = [
     "LATEST",
     "MegatronFacts",
+    "checksums",
     "detect",
     "is_of_fsdp",
     "iteration_folder",
@@ -42,6 +44,7 @@ __all__ = [
 
 name = "megatron"
 looks_for = "latest_checkpointed_iteration.txt, or metadata.json with a sharded_backend or common.pt, beside .metadata"
+checksums = CRC_OF_RECORDS
 
 LATEST = "latest_checkpointed_iteration.txt"
 _BACKENDS = ("torch_dist", "torch_dcp", "fsdp_dtensor")
@@ -91,18 +94,19 @@ def _description(storage: Storage, folder: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """The checkpoint of the latest iteration, or the one in this folder; the keys of `common.pt` begin with "common.".
 
     Raises:
         FormatError: the files are of another of Megatron's backends.
         DamagedCheckpointError: a file is missing or damaged.
     """
-    return open_folder(storage, names, iteration_folder(storage, names))
+    return open_folder(files, iteration_folder(files.storage, files.listed))
 
 
-def open_folder(storage: Storage, names: Mapping[str, int], folder: str) -> Contents:
+def open_folder(files: Files, folder: str) -> Contents:
     """The same of the checkpoint in `folder`, "" or ending in "/"."""
+    storage, names = files.storage, files.listed
     described = _description(storage, folder) if folder + "metadata.json" in names else {}
     backend = described.get("sharded_backend", "torch_dist")
     if backend not in _BACKENDS:
@@ -114,7 +118,7 @@ def open_folder(storage: Storage, names: Mapping[str, int], folder: str) -> Cont
         raise DamagedCheckpointError(
             f"{storage.url}/{folder}: there is no .metadata, which comes last: the save did not end"
         )
-    sharded = dcp.open_folder(storage, names, folder)
+    sharded = dcp.open_folder(files, folder)
     if not described and is_of_fsdp(sharded):
         backend = "fsdp_dtensor"
     shared: dict[str, Any] = {}
@@ -125,7 +129,7 @@ def open_folder(storage: Storage, names: Mapping[str, int], folder: str) -> Cont
             f"{storage.url}/{common} is missing, which holds the program's arguments and the optimizer's settings"
         )
     if common in names:
-        file = read_torch_file(Files(storage)[common])
+        file = read_torch_file(files[common])
         if isinstance(file.value, dict):
             shared = {key: file.plain(value) for key, value in file.value.items() if key != "rng_state"}
         parts.append(("common", _only_here(contents_of(name, {(): file}), sharded, file.source.label)))

@@ -17,16 +17,18 @@ from typing import Any
 
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.frameworks.megatron import LATEST, iteration_folder
+from reshard.formats.stored.checksums import CRC_OF_RECORDS
 from reshard.formats.stored.contents import Contents, Facts
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import TorchFile, contents_of, read_torch_file
 from reshard.state.tree import KeyPath
 from reshard.storage.base import Storage
 
-__all__ = ["LegacyFacts", "RankFiles", "arguments", "detect", "looks_for", "name", "open"]
+__all__ = ["LegacyFacts", "RankFiles", "arguments", "checksums", "detect", "looks_for", "name", "open"]
 
 name = "megatron_legacy"
 looks_for = "mp_rank_<tp>[_<pp>][_<ep>]/model_optim_rng.pt"
+checksums = CRC_OF_RECORDS
 
 _FILE = re.compile(
     r"mp_rank_(?P<tp>\d{2,})(?:_(?P<second>\d{3,}))?(?:_(?P<third>\d{3,}))?/"
@@ -62,10 +64,10 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     return any(map(_FILE.fullmatch, names))
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """The files of all ranks. Raises DamagedCheckpointError if those of a rank are missing."""
+    storage, names = files.storage, files.listed
     folder = iteration_folder(storage, names)
-    files = Files(storage)
     opened: dict[KeyPath, TorchFile] = {}
     ranks: dict[tuple[int, ...], dict[str, TorchFile]] = {}
     for file in sorted(names):

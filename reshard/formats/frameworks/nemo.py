@@ -17,16 +17,18 @@ from functools import partial
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.frameworks import megatron
+from reshard.formats.stored.checksums import CRC_OF_RECORDS
 from reshard.formats.stored.contents import Contents, LazyMapping
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import contents_of, read_torch_file
 from reshard.storage.base import Storage
 from reshard.storage.tar import TarStorage
 
-__all__ = ["detect", "looks_for", "name", "open"]
+__all__ = ["checksums", "detect", "looks_for", "name", "open"]
 
 name = "nemo"
 looks_for = "*.nemo, model_config.yaml beside model_weights/, or context/ beside weights/"
+checksums = CRC_OF_RECORDS
 
 _CONFIG = "model_config.yaml"
 _WEIGHTS = re.compile(r"(?:(?:mp|tp)_rank_\d+(?:_pp_rank_\d+)?/)?model_weights\.ckpt")
@@ -46,25 +48,27 @@ def _folder(names: Mapping[str, int]) -> str | None:
     return "weights/" if has_context and any(n.startswith("weights/") for n in names) else None
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """The model in the only archive, or in this folder; what its settings say is one text.
 
     Raises:
         FormatError: several archives, one that is compressed, or weights in the parts of several ranks.
         DamagedCheckpointError: an archive is cut short, or what it holds is.
     """
+    storage, names = files.storage, files.listed
     archives = sorted(n for n in names if "/" not in n and n.endswith(".nemo"))
     if not archives:
-        return _open(storage, names)
+        return _open(files)
     if len(archives) > 1:
         raise FormatError(
             f"{storage.url} has {len(archives)} archives: {', '.join(archives[:5])}; open one by its path"
         )
     inside = TarStorage(storage, archives[0])
-    return _open(inside, inside.list())
+    return _open(Files(inside, inside.list(), files.checking))
 
 
-def _open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def _open(files: Files) -> Contents:
+    storage, names = files.storage, files.listed
     folder = _folder(names)
     opened = {n for n in names if n == _CONFIG or (folder and n.startswith(folder))}
     if folder is None:
@@ -80,12 +84,12 @@ def _open(storage: Storage, names: Mapping[str, int]) -> Contents:
                 f"{weights[0]}, and nothing in it says how parameters were cut: let NeMo save it again as one, or as "
                 "a distributed checkpoint"
             )
-        contents = contents_of(name, {(): read_torch_file(Files(storage)[weights[0]])})
+        contents = contents_of(name, {(): read_torch_file(files[weights[0]])})
         opened.add(weights[0])
     elif {f"{folder}metadata.json", f"{folder}common.pt"} & set(names):
-        contents = megatron.open_folder(storage, names, folder)
+        contents = megatron.open_folder(files, folder)
     else:
-        contents = dcp.open_folder(storage, names, folder)
+        contents = dcp.open_folder(files, folder)
     return _with_config(storage, names, contents, sorted(set(names) - opened))
 
 

@@ -19,17 +19,19 @@ from planners.geometry.byteruns import Window
 from planners.geometry.dtypes import itemsize
 from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.formats.stored.checksums import NO_CHECKSUMS
 from reshard.formats.stored.contents import Contents, LazyMapping, merge
-from reshard.formats.stored.source import Source
+from reshard.formats.stored.source import Files, Source
 from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.state.tree import KeyPath, key_of
 from reshard.storage.base import Storage
 from reshard.storage.local import LocalStorage
 
-__all__ = ["detect", "looks_for", "name", "open"]
+__all__ = ["checksums", "detect", "looks_for", "name", "open"]
 
 name = "orbax"
 looks_for = "_METADATA beside manifest.ocdbt or zarr arrays"
+checksums = NO_CHECKSUMS
 
 _TREE = "_METADATA"
 _EMPTY = {"Tuple": "tuple", "List": "list", "Dict": "dict", "NamedTuple": "tuple"}
@@ -50,12 +52,13 @@ def _folders(names: Mapping[str, int]) -> list[str]:
     return items if "_CHECKPOINT_METADATA" in names else []
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """The checkpoint. The keys of an item begin with its name where there are several that have arrays.
 
     Raises FormatError where tensorstore is not installed or the folder is not local; DamagedCheckpointError for a tree
     that is unreadable.
     """
+    storage, names = files.storage, files.listed
     folders = _folders(names)
     if not isinstance(storage, LocalStorage):
         raise FormatError(f"{storage.url}: Orbax checkpoints are read from local folders only: copy it to one")

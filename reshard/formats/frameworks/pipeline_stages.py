@@ -12,15 +12,17 @@ from dataclasses import dataclass
 
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.frameworks.fsdp1 import numbered
+from reshard.formats.stored.checksums import CRC_OF_RECORDS
 from reshard.formats.stored.contents import Contents, Facts, merge
 from reshard.formats.stored.source import Files
 from reshard.formats.torch_save.file import contents_of, read_torch_file
 from reshard.storage.base import Storage
 
-__all__ = ["StageFacts", "detect", "looks_for", "name", "open"]
+__all__ = ["StageFacts", "checksums", "detect", "looks_for", "name", "open"]
 
 name = "pipeline_stages"
 looks_for = "stage_<n>.pt, or pp_rank_<n>.pt"
+checksums = CRC_OF_RECORDS
 
 _STAGE = re.compile(r".*(stage|pp|pp_?rank|pipe(line)?_?(rank)?)", re.IGNORECASE)
 
@@ -41,13 +43,13 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     return bool(_STAGE.fullmatch(section)) and 0 in ranks and len(ranks) > 1
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """The files of all stages. Raises DamagedCheckpointError if one in the middle is missing."""
+    storage, names = files.storage, files.listed
     ((_, found),) = numbered(names).items()
     missing = sorted(set(range(max(found) + 1)) - set(found))
     if missing:
         raise DamagedCheckpointError(f"{storage.url}: the file of stage {missing[0]} is missing; there is {found[0]}")
-    files = Files(storage)
     stages = {stage: contents_of(name, {(): read_torch_file(files[found[stage]])}) for stage in sorted(found)}
     parts = [(found[stage].rpartition(".")[0], contents) for stage, contents in stages.items()]
     return merge(name, parts, StageFacts(stages))

@@ -21,6 +21,7 @@ from reshard.errors import DamagedCheckpointError, FormatError, LayoutError
 from reshard.formats.pickles.dtensors import Shardlet, is_dtensor, read_dtensor
 from reshard.formats.pickles.reader import load_pickle
 from reshard.formats.pickles.torch_objects import TensorRef
+from reshard.formats.stored.checksums import CRC_OF_RECORDS
 from reshard.formats.stored.contents import Contents, LazyMapping
 from reshard.formats.stored.source import Files
 from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
@@ -30,10 +31,11 @@ from reshard.state.frameworks.placements import fitting, readings, several_ways
 from reshard.state.tree import KeyPath, key_of
 from reshard.storage.base import Storage
 
-__all__ = ["Section", "detect", "looks_for", "name", "open", "open_sections", "sections_of"]
+__all__ = ["Section", "checksums", "detect", "looks_for", "name", "open", "open_sections", "sections_of"]
 
 name = "rank_files"
 looks_for = "*_world_size_<W>_rank_<R>.pt, *_rank<R>.bin, or metadata.pkl and <item>_<rank>.pt"
+checksums = CRC_OF_RECORDS
 
 _VERL = re.compile(r"(?P<section>.+?)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.(?:pt|pth|bin)")
 _ACCELERATE = re.compile(r"(?P<section>.+?)_rank_?(?P<rank>\d+)\.(?:pt|pth|bin)")
@@ -84,28 +86,29 @@ def _section_name(text: str, pattern: re.Pattern[str]) -> str:
     return _SECTIONS.get(base, base) + ("" if number in (None, "_0") else number)
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """The checkpoint in the top folder.
 
     Raises:
         DamagedCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
         FormatError: several sections of one name, or DTensors that cannot be understood.
     """
+    names = files.listed
     sections = list(sections_of(names).values())
     kind = name
     if "metadata.pkl" in names:
         kind = "torch_checkpointing"
-        _check_items(storage, sections)
-    contents = open_sections(kind, storage, sections)
+        _check_items(files, sections)
+    contents = open_sections(kind, files, sections)
     opened = {file for section in sections for file in section.files.values()} | {"metadata.pkl"}
     others = [n for n in names if n not in opened and n.endswith((".pt", ".pth", ".bin", ".pkl", ".safetensors"))]
     warnings = (f"not opened: {', '.join(sorted(others)[:5])}",) if others else ()
     return replace(contents, warnings=warnings)
 
 
-def _check_items(storage: Storage, sections: list[Section]) -> None:
+def _check_items(files: Files, sections: list[Section]) -> None:
     """Let sections know how many ranks saved them. Raises DamagedCheckpointError if an item of tensors has no files."""
-    source = Files(storage)["metadata.pkl"]
+    source = files["metadata.pkl"]
     found = load_pickle(source.read(0, source.nbytes), where=source.label)
     items = found.get("metadata") if isinstance(found, dict) else None
     world = found.get("world_size") if isinstance(found, dict) else None
@@ -118,10 +121,9 @@ def _check_items(storage: Storage, sections: list[Section]) -> None:
         known[item].world_size = world
 
 
-def open_sections(kind: str, storage: Storage, sections: list[Section]) -> Contents:
+def open_sections(kind: str, files: Files, sections: list[Section]) -> Contents:
     """The checkpoint that the files of `sections` make up."""
-    files = Files(storage)
-    out = _Out()
+    out, storage = _Out(), files.storage
     for section in sections:
         _check_ranks(storage, section, range(section.world_size or max(section.files) + 1))
         ranks = {rank: read_torch_file(files[section.files[rank]]) for rank in sorted(section.files)}

@@ -27,6 +27,7 @@ from planners.geometry.byteruns import Window
 from planners.geometry.dtypes import ITEM_SIZES, itemsize
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError
+from reshard.formats.stored.checksums import NO_CHECKSUMS
 from reshard.formats.stored.contents import Contents, LazyMapping
 from reshard.formats.stored.source import Files, FileSource
 from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
@@ -35,10 +36,11 @@ from reshard.formats.torch_save.zip_archive import locate_item, read_head
 from reshard.state.tree import IntKey, KeyPath, key_of
 from reshard.storage.base import Storage
 
-__all__ = ["detect", "looks_for", "name", "open"]
+__all__ = ["checksums", "detect", "looks_for", "name", "open"]
 
 name = "torchsnapshot"
 looks_for = ".snapshot_metadata"
+checksums = NO_CHECKSUMS
 
 _MANIFEST = ".snapshot_metadata"
 _CONTAINERS = {"dict", "OrderedDict", "list"}
@@ -52,16 +54,17 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     return _MANIFEST in names
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """The snapshot in this folder.
 
     Raises:
         DamagedCheckpointError: the manifest is unreadable, or a file that it names is missing or too short.
         FormatError: the manifest is YAML, and PyYAML is not there to read it.
     """
+    storage, names = files.storage, files.listed
     label = f"{storage.url.rstrip('/')}/{_MANIFEST}"
     manifest = _manifest(bytes(storage.read(_MANIFEST)), label)
-    found = _Snapshot(Files(storage), names, label)
+    found = _Snapshot(files, names, label)
     by_path: dict[str, dict[int, _Entry]] = {}
     try:
         for path, entry in manifest["manifest"].items():

@@ -229,7 +229,7 @@ class DequantizedSource(Source):
         bytes_of_block = self.block.numel * 4
         first, last = start // bytes_of_block, -(-stop // bytes_of_block)
         length = (last - first) * self.block.nbytes
-        data = self.source.read(self.start + first * self.block.nbytes, length)
+        data = self.source.read(self.start + first * self.block.nbytes, length, elements=True)
         blocks = np.frombuffer(data, np.uint8).reshape(last - first, self.block.nbytes)
         with np.errstate(all="ignore"):  # scales of damaged or odd files may be infinite
             values: Any = np.ascontiguousarray(self.block.values(blocks), np.dtype("<f4"))

@@ -20,15 +20,17 @@ from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.gguf.header import Entry, Header, read_header
 from reshard.formats.gguf.quantized import BLOCKS, PLAIN, DequantizedSource
+from reshard.formats.stored.checksums import NO_CHECKSUMS
 from reshard.formats.stored.contents import Contents, Facts, LazyMapping
 from reshard.formats.stored.source import Files
 from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.storage.base import Storage
 
-__all__ = ["GgufFacts", "detect", "looks_for", "name", "open"]
+__all__ = ["GgufFacts", "checksums", "detect", "looks_for", "name", "open"]
 
 name = "gguf"
 looks_for = "*.gguf"
+checksums = NO_CHECKSUMS
 
 _NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _METADATA = "metadata"
@@ -49,16 +51,16 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     return any("/" not in n and n.endswith(".gguf") for n in names)
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """The model in the only file, or in all that are numbered.
 
     Raises:
         DamagedCheckpointError: a file is missing, cut short or damaged.
         FormatError: several files that are not of one model, or of an unknown version, byte order or type.
     """
+    storage, names = files.storage, files.listed
     found = sorted(n for n in names if "/" not in n and n.endswith(".gguf"))
     _check_names(storage.url, found)
-    files = Files(storage, names)
     headers = {file: read_header(files[file]) for file in found}
     alone = _NUMBERED.fullmatch(found[0]) if len(names) == 1 and len(storage.list()) > 1 else None
     # opened by the path of one of several files: that one is meant

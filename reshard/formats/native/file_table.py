@@ -15,11 +15,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from msgspec import UNSET, UnsetType
 
 from reshard.errors import DamagedCheckpointError
 from reshard.storage.base import Storage
 
-__all__ = ["FEW_FILES", "FileRecord", "Files", "LinkedRecord", "TableRecord", "encode_table"]
+__all__ = ["FEW_FILES", "FileRecord", "FileRecords", "LinkedRecord", "TableRecord", "encode_table"]
 
 FEW_FILES = 256
 """So many are listed in the manifest itself."""
@@ -41,12 +42,26 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sums: str
     """XXH3-128 of the sums file, in hex; that file has the name of the data file with `.sums` behind."""
 
+    def block_bytes_or(self, others: int) -> int:
+        """Bytes that one of its checksums covers, where the manifest says `others` of all files."""
+        return others
+
 
 class LinkedRecord(FileRecord, frozen=True, forbid_unknown_fields=True):
     """What a manifest says of an earlier save's data file."""
 
     live_bytes: int
     """How many of its bytes are elements of this checkpoint."""
+    block_bytes: int | UnsetType = UNSET
+    """Where its checksums cover other blocks than those of the files beside it: of version 3."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for blocks without bytes."""
+        if self.block_bytes is not UNSET and self.block_bytes < 1:
+            raise ValueError(f"block_bytes must be >= 1, got {self.block_bytes}")
+
+    def block_bytes_or(self, others: int) -> int:
+        return others if self.block_bytes is UNSET else self.block_bytes
 
 
 class TableRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,7 +114,7 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-class Files(Mapping[str, FileRecord]):
+class FileRecords(Mapping[str, FileRecord]):
     """All data files of a checkpoint by name: those that its ranks wrote, in their order, and those of earlier saves.
 
     Reads of the table what is asked for, once. Raises DamagedCheckpointError for a page that was changed.

@@ -45,9 +45,9 @@ __all__ = [
 MANIFEST = "manifest.json"
 HF_INDEX = "model.safetensors.index.json"
 """Beside the manifest, where one rank holds every tensor whole: for Hugging Face tools."""
-VERSION = 2
+VERSION = 3
 """The newest that is known. Written is the oldest that says everything."""
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 64 << 10
 """Bytes of a data file that one checksum covers."""
 _MAX_HEADER_BYTES = 1 << 30
 _MAX_RANKS = 1 << 20

@@ -119,11 +119,12 @@ class Generation:
         files = {} if table is not None else records
         census = self.census
         tables = {str(rank): one.parts for rank, one in sorted(written.items()) if one.parts is not None}
+        linked = _together(written.values())
         layout = {key: value for key, value in to_json(census.layout).items() if key not in ("reshard", "version")}
         # what older readers do not know: the class of a mapping or of a tensor
         classes = [kind for _, kind in census.containers if kind.startswith(("dict:", "tensor:"))]
         return Manifest(
-            version=2 if tables or table is not None or classes else 1,
+            version=_version(linked, has_more=bool(tables or table is not None or classes)),
             save_id=self.save_id,
             created_unix_s=self.started_unix_s,
             divide_above_bytes=self.plan.divide_above_bytes,
@@ -137,7 +138,7 @@ class Generation:
             fingerprints=self.fingerprints(parts),
             subset=None if self.subset is None else list(self.subset),
             parts=tables or UNSET,
-            linked=_together(written.values()) or UNSET,
+            linked=linked or UNSET,
             table=UNSET if table is None else table,
         )
 
@@ -149,6 +150,13 @@ class Generation:
             for fqn, part in some.items():
                 totals[fqn] = totals[fqn] + part
         return {fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()}
+
+
+def _version(linked: Sequence[LinkedRecord], *, has_more: bool) -> int:
+    """The oldest version that says everything."""
+    if any(record.block_bytes is not UNSET for record in linked):
+        return 3
+    return 2 if has_more else 1
 
 
 def _together(written: Iterable[Written]) -> list[LinkedRecord]:

@@ -21,13 +21,13 @@ from planners.geometry.layout import StateLayout
 from planners.reports.codec import from_json
 from planners.save.plan import SavePlan, plan_writes
 from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, FormatError
-from reshard.formats.native.file_table import FileRecord, Files
+from reshard.formats.native.file_table import FileRecord, FileRecords
 from reshard.formats.native.manifest import GENERATION, MANIFEST, Manifest, entry_key, read_manifest
 from reshard.formats.native.parts import Part, read_parts
 from reshard.formats.safetensors.header import Offsets, read_offsets
+from reshard.formats.stored.checksums import EVERY_BLOCK, BlockChecksums
 from reshard.formats.stored.contents import Contents, Facts, LazyMapping
-from reshard.formats.stored.source import Files as Sources
-from reshard.formats.stored.source import FileSource
+from reshard.formats.stored.source import Files, FileSource
 from reshard.formats.stored.tensor import LazyChunks, Place, StoredChunk, StoredTensor
 from reshard.state.plain_data import decode_plain
 from reshard.state.tree import key_of, path_from_json
@@ -37,6 +37,7 @@ __all__ = [
     "ALL",
     "NativeFacts",
     "Share",
+    "checksums",
     "detect",
     "is_replaced",
     "look_for_files",
@@ -47,6 +48,7 @@ __all__ = [
 
 name = "native"
 looks_for = "manifest.json"
+checksums = EVERY_BLOCK
 
 
 T = TypeVar("T")
@@ -74,13 +76,15 @@ class NativeFacts(Facts):
     storage: Storage
     manifest: Manifest
     plan: SavePlan
-    files: Files
+    files: FileRecords
     """All data files, by name."""
     sums: Callable[[str], bytes]
     """The block checksums of a file of this name, read and checked when first asked for."""
-    bring: Callable[[Iterable[int], bool], None]
-    """Read the headers of the files of these ranks, and if it is said so their checksums, many at a time: they need not
-    be waited for one by one when they are asked for."""
+    source: Callable[[str], FileSource]
+    """The data file of this name."""
+    bring: Callable[[Iterable[int]], None]
+    """Read the headers of the files of these ranks, and their checksums if they are to be compared, many at a time:
+    they need not be waited for one by one when they are asked for."""
     parts_near: Callable[[str, Box], Iterator[Part]]
     """Where the elements of a tensor are that share one with a box, each with its file and array."""
 
@@ -105,11 +109,12 @@ def is_replaced(native: NativeFacts) -> bool:
         return False
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """The checkpoint, out of its manifest alone: see `look_for_files`.
 
     Raises CheckpointNotFoundError if no save was ever finished here, DamagedCheckpointError for a manifest of nonsense.
     """
+    storage, names = files.storage, files.listed
     if MANIFEST not in names:
         raise CheckpointNotFoundError(
             f"there is no {MANIFEST} in {storage.url}: a save was killed before it was whole, or is still running"
@@ -126,7 +131,7 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         raise DamagedCheckpointError(
             f"{storage.url}/{MANIFEST} contradicts itself: {other[0]!r} is said to be at {key_of(paths[other[0]])!r}"
         )
-    files = _DataFiles(storage, manifest, names)
+    data_files = _DataFiles(files, manifest)
     hidden = {row["tensor"] for rows in manifest.per_rank.values() for row in rows.values() if "tensor" in row}
     if absent := [*(hidden - set(layout)), *(name for name in manifest.aliases.values() if name not in layout)]:
         raise DamagedCheckpointError(
@@ -134,16 +139,25 @@ def open(storage: Storage, names: Mapping[str, int]) -> Contents:
         )
     return Contents(
         format=name,
-        tensors=LazyMapping({fqn: partial(_tensor, fqn, layout, plan, files) for fqn in layout if fqn not in hidden}),
+        tensors=LazyMapping(
+            {fqn: partial(_tensor, fqn, layout, plan, data_files) for fqn in layout if fqn not in hidden}
+        ),
         objects=objects,
         aliases=manifest.aliases,
         paths=paths,
         containers={path_from_json(path): kind for path, kind in manifest.containers},
         facts=NativeFacts(
-            storage, manifest, plan, files.records, files.sums, files.bring, partial(_parts_near, layout, plan, files)
+            storage,
+            manifest,
+            plan,
+            data_files.records,
+            data_files.sums,
+            data_files.source,
+            data_files.bring,
+            partial(_parts_near, layout, plan, data_files),
         ),
         per_rank=LazyMapping(
-            {key: partial(_per_rank, rows, layout, plan, files) for key, rows in manifest.per_rank.items()}
+            {key: partial(_per_rank, rows, layout, plan, data_files) for key, rows in manifest.per_rank.items()}
         ),
         fingerprints=manifest.fingerprints or None,
         subset=None if manifest.subset is None else tuple(manifest.subset),
@@ -176,7 +190,7 @@ def _lengths(native: NativeFacts, share: Share) -> Iterator[tuple[str, int]]:
     for name in share.among(native.files):
         record = native.files[name]
         yield record.name, record.nbytes
-        yield f"{record.name}.sums", 8 * -(-record.nbytes // manifest.block_bytes)
+        yield f"{record.name}.sums", 8 * -(-record.nbytes // record.block_bytes_or(manifest.block_bytes))
     for table in share.among(manifest.tables.values()):
         yield table.name, table.nbytes
 
@@ -232,19 +246,21 @@ class Once(Generic[T]):
 class _DataFiles:
     """The data files of a checkpoint, their headers, checksums and tables of parts, each read when first needed."""
 
-    def __init__(self, storage: Storage, manifest: Manifest, listed: Mapping[str, int]) -> None:
-        self.sources = Sources(storage, listed)
-        self.records = Files(
+    def __init__(self, sources: Files, manifest: Manifest) -> None:
+        storage = sources.storage
+        self.records = FileRecords(
             storage,
             {int(rank): record for rank, record in manifest.files.items()},
             () if manifest.linked is UNSET else manifest.linked,
             None if manifest.table is UNSET else manifest.table,
         )
         self.sums = Once(partial(_sums, storage, self.records))
+        self._storage, self._checking = storage, sources.checking
+        # of no method of this: a circle would keep files mapped until garbage is collected
+        self.source = Once(partial(_source, sources, self.records, self.sums, manifest.block_bytes))
         self._tables = LazyMapping({int(r): partial(read_parts, storage, t) for r, t in manifest.tables.items()})
         self.has_tables = bool(manifest.tables)
-        # of no method of this: a circle would keep files mapped until garbage is collected
-        self._headers = Once(partial(_header, self.sources, self.records))
+        self._headers = Once(partial(_header, self.source, self.records))
 
     def parts(self, rank: int, key: str, box: Box) -> Sequence[Part]:
         """What makes up an array that the rank holds: itself, in the rank's own file, in most cases."""
@@ -256,18 +272,18 @@ class _DataFiles:
         record = self.records.of_rank(rank)
         if record is None:
             raise DamagedCheckpointError(f"the manifest names no file of rank {rank}, which must hold {key!r}")
-        source = self.sources[record.name]
+        source = self.source(record.name)
         entry = self._headers(record.name).get(key)
         if entry is None or entry.data_offsets is None:
             raise DamagedCheckpointError(f"{source.label} must hold {key!r}, but its header does not name it")
         start, stop = (record.header_bytes + offset for offset in entry.data_offsets)
         return (source, *self._within(source, record, key, start, stop))
 
-    def bring(self, ranks: Iterable[int], sums: bool) -> None:
+    def bring(self, ranks: Iterable[int]) -> None:
         """See `NativeFacts.bring`."""
         names = {record.name for record in map(self.records.of_rank, ranks) if record is not None}
-        kinds: list[Callable[[str], object]] = [self._headers, self.sums] if sums else [self._headers]
-        with ThreadPoolExecutor(self.sources.storage.requests, thread_name_prefix="reshard-read") as pool:
+        kinds: list[Callable[[str], object]] = [self._headers, *([self.sums] if self._checking.enabled else [])]
+        with ThreadPoolExecutor(self._storage.requests, thread_name_prefix="reshard-read") as pool:
             for done in [pool.submit(read, name) for name in sorted(names) for read in kinds]:
                 done.result()
 
@@ -276,7 +292,7 @@ class _DataFiles:
         record = self.records.get(part.file)
         if record is None:
             raise DamagedCheckpointError(f"the manifest does not name {part.file}, which must hold {part.box}")
-        source = self.sources[record.name]
+        source = self.source(record.name)
         self._within(source, record, str(part.box), part.start, part.start + part.array.numel * size)
         return source
 
@@ -286,15 +302,24 @@ class _DataFiles:
         return start, stop
 
 
-def _header(sources: Sources, records: Files, file: str) -> dict[str, Offsets]:
+def _source(
+    sources: Files, records: FileRecords, sums: Callable[[str], bytes], block_bytes: int, file: str
+) -> FileSource:
+    """A data file, which is checked by its sums whoever reads of it."""
     record, source = records[file], sources[file]
+    source.checksums = BlockChecksums(record.nbytes, record.block_bytes_or(block_bytes), partial(sums, file))
+    return source
+
+
+def _header(source_of: Callable[[str], FileSource], records: FileRecords, file: str) -> dict[str, Offsets]:
+    record, source = records[file], source_of(file)
     if (found := source.nbytes) != record.nbytes:  # another rank may have been the one to look for it
         raise _of_wrong_length(source.storage, file, record.nbytes, found)
     check_inside(source.storage, file)
     return read_offsets(source, record.header_bytes)
 
 
-def _sums(storage: Storage, records: Files, file: str) -> bytes:
+def _sums(storage: Storage, records: FileRecords, file: str) -> bytes:
     record = records[file]
     data = storage.read(f"{record.name}.sums")
     if xxhash.xxh3_128_hexdigest(data) != record.sums:

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 import xxhash
+from msgspec import UNSET
 
 from planners.errors import PlanError
 from planners.geometry.box import Box
@@ -30,6 +31,7 @@ from reshard.formats.native.blocks import (
 from reshard.formats.native.data_file import Entry
 from reshard.formats.native.file_table import LinkedRecord
 from reshard.formats.native.generations import folder_of
+from reshard.formats.native.manifest import BLOCK_BYTES
 from reshard.formats.native.parts import Part
 from reshard.formats.native.reader import NativeFacts
 from reshard.formats.stored.contents import LazyMapping
@@ -245,7 +247,9 @@ def _divided(found: Sequence[_Found], base: Base, names: dict[str, str], live: d
     linked = []
     for file, name in names.items():
         old = records[file]
-        linked.append(LinkedRecord(name, old.nbytes, old.header_bytes, old.sums, live[file]))
+        block_bytes = old.block_bytes_or(base.facts.manifest.block_bytes)
+        other = UNSET if block_bytes == BLOCK_BYTES else block_bytes
+        linked.append(LinkedRecord(name, old.nbytes, old.header_bytes, old.sums, live[file], other))
     return Reused(tuple(entries), arrays, tuple(linked))
 
 

@@ -18,10 +18,17 @@ from reshard.formats.native.manifest import MANIFEST, entry_key
 from reshard.formats.native.publish import Generation, Written
 from reshard.formats.safetensors.header import encode_header
 from reshard.formats.stored.contents import Contents
-from reshard.formats.stored.streaming import stream
 from reshard.formats.stored.tensor import StoredTensor
-from reshard.formats.stored.writer import Done, FilePlan, FormatWriter, HashingWriter, Part, spread
-from reshard.state.fingerprints import Partial, partial
+from reshard.formats.stored.writer import (
+    Done,
+    FilePlan,
+    FormatWriter,
+    HashingWriter,
+    Part,
+    fingerprint_parts,
+    spread,
+)
+from reshard.state.fingerprints import Partial
 from reshard.state.plain_data import encode_plain
 from reshard.state.tree import path_to_json
 from reshard.storage.base import Storage
@@ -33,6 +40,8 @@ class NativeWriter(FormatWriter):
     """Whole tensors in files of limited size, or the files that the ranks of `onto` would have written."""
 
     format = "native"
+
+    takes_fingerprints = True
 
     def __init__(self, contents: Contents, job_id: str, *, onto: StateLayout | None, max_shard_bytes: int) -> None:
         super().__init__(contents, job_id)
@@ -97,27 +106,18 @@ class NativeWriter(FormatWriter):
             for part in file.parts
         )
         regions = [self.region(part) for part in file.parts]
-        prints: dict[str, Partial] = {}
-        with storage.create(file.name) as raw, stream(regions) as feed:
+        with storage.create(file.name) as raw, self.feed(regions) as feed:
             out = HashingWriter(raw)
             sums = BlockSums(out)
             sums.write(memoryview(header))
-            for part, region in zip(file.parts, regions, strict=True):
+            for region in regions:
                 for piece in feed.take(region):
                     sums.write(piece.data)
-                    found = partial(piece.tensor(), piece.box, part.spec.shape)
-                    fqn = part.spec.fqn
-                    prints[fqn] = prints[fqn] + found if fqn in prints else found
                     on_bytes(len(piece.data))
             digests = sums.finish()
             done = out.nbytes, out.digest()
         storage.publish(f"{file.name}.sums", digests)
-        facts = {
-            "header_bytes": len(header),
-            "sums": digest128(digests),
-            "prints": {fqn: part.to_bytes().hex() for fqn, part in prints.items()},
-        }
-        return Done(file.name, *done, facts)
+        return self.done(file.name, *done, {"header_bytes": len(header), "sums": digest128(digests)})
 
     def finish(self, storage: Storage, done: Mapping[str, Done]) -> None:
         """Publish the manifest."""
@@ -136,8 +136,7 @@ class NativeWriter(FormatWriter):
             for name, row in done.items()
         }
         parts: list[dict[str, Partial]] = [{}]  # tensors without elements have a fingerprint, but no file
-        for row in done.values():
-            parts.append({fqn: Partial.from_bytes(bytes.fromhex(data)) for fqn, data in row.facts["prints"].items()})
+        parts += map(fingerprint_parts, done.values())
         generation = Generation(storage, self.save_id, generations.begin(), census, self.plan, None)
         generation.publish(written, parts)
         generation.tidy()

@@ -17,15 +17,17 @@ from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.safetensors.header import Header, read_header
 from reshard.formats.safetensors.tied_names import tied_names
+from reshard.formats.stored.checksums import NO_CHECKSUMS
 from reshard.formats.stored.contents import Contents, Facts
 from reshard.formats.stored.source import Files
 from reshard.formats.stored.tensor import StoredChunk, StoredTensor
 from reshard.storage.base import Storage
 
-__all__ = ["HuggingFaceFacts", "detect", "looks_for", "name", "open", "open_files"]
+__all__ = ["HuggingFaceFacts", "checksums", "detect", "looks_for", "name", "open", "open_files"]
 
 name = "safetensors"
 looks_for = "*.safetensors, *.safetensors.index.json"
+checksums = NO_CHECKSUMS
 
 _NUMBERED = re.compile(r"(.*?)-?(\d+)-of-(\d+)\.safetensors")
 _SHARD = re.compile(r"shard-(\d+)-(.*)-(\d+)-of-(\d+)\.safetensors")
@@ -46,27 +48,28 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     return any("/" not in n and n.endswith((".safetensors", _INDEX)) for n in names)
 
 
-def open(storage: Storage, names: Mapping[str, int]) -> Contents:
+def open(files: Files) -> Contents:
     """The checkpoint in the top folder.
 
     Raises:
         DamagedCheckpointError: a file is missing or damaged, or the index contradicts the files.
         FormatError: several files that nothing says belong together.
     """
+    storage, names = files.storage, files.listed
     indexes = sorted(n for n in names if "/" not in n and n.endswith(_INDEX))
     if len(indexes) > 1:
         raise FormatError(f"{storage.url} has {len(indexes)} indexes: {', '.join(indexes)}; open one by its path")
     if indexes and len(names) == 1:
-        names = storage.list()  # opened by the path of the index: the files lie beside it
+        files = files.some(storage.list())  # opened by the path of the index: the files lie beside it
     if indexes:
-        return _open_indexed(storage, names, indexes[0])
+        return _open_indexed(files, indexes[0])
     found = sorted(n for n in names if "/" not in n and n.endswith(".safetensors"))
     part = len(names) == 1 and bool(_NUMBERED.fullmatch(found[0]))
     if part and len(storage.list()) > 1:  # opened by the path of one of several files: that one is meant
         warning = f"{found[0]} is one of several files, and the others were not opened"
-        return replace(open_files(storage, names, found), warnings=(warning,))
+        return replace(open_files(files, found), warnings=(warning,))
     _check_numbers(storage.url, found)
-    opened = open_files(storage, names, found)
+    opened = open_files(files, found)
     return replace(opened, warnings=(*opened.warnings, *_shards_not_there(found)))
 
 
@@ -84,7 +87,8 @@ def _shards_not_there(files: list[str]) -> tuple[str, ...]:
     return (f"there is no {first}{more}: its writer had nothing for it, or it was lost",)
 
 
-def _open_indexed(storage: Storage, names: Mapping[str, int], index: str) -> Contents:
+def _open_indexed(files: Files, index: str) -> Contents:
+    storage, names = files.storage, files.listed
     label = f"{storage.url}/{index}"
     try:
         data = json.loads(storage.read(index))
@@ -94,15 +98,15 @@ def _open_indexed(storage: Storage, names: Mapping[str, int], index: str) -> Con
             f"{label}: no index of safetensors files: {type(error).__name__}: {error}"
         ) from None
     folder = index.rpartition("/")[0]
-    files = sorted(set(weight_map.values()))
-    missing = [file for file in files if file not in names]
+    named = sorted(set(weight_map.values()))
+    missing = [file for file in named if file not in names]
     if missing:
         key = next(k for k, file in weight_map.items() if file == missing[0])
         raise DamagedCheckpointError(
-            f"{storage.url}: {len(missing)} of {len(files)} files that {index} names are missing: "
+            f"{storage.url}: {len(missing)} of {len(named)} files that {index} names are missing: "
             f"{', '.join(missing[:5])}; {missing[0]} should hold {key!r}"
         )
-    contents = open_files(storage, names, files)
+    contents = open_files(files, named)
     for key, file in weight_map.items():
         if key not in contents.tensors or contents.tensors[key].chunks[0].owner != file:
             where = f"{contents.tensors[key].chunks[0].owner} does" if key in contents.tensors else "no file does"
@@ -152,9 +156,9 @@ def _check_numbers(url: str, files: list[str]) -> None:
             )
 
 
-def open_files(storage: Storage, names: Mapping[str, int], found: list[str]) -> Contents:
+def open_files(files: Files, found: list[str]) -> Contents:
     """All tensors of the safetensors files `found`, whole or in DCP's chunks."""
-    files = Files(storage, names)
+    storage, names = files.storage, files.listed
     headers = {file: read_header(files[file]) for file in found}
     chunks: dict[str, list[tuple[str, Header, tuple[int, ...]]]] = {}
     inferred = False

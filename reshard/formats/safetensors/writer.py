@@ -9,7 +9,6 @@ import msgspec
 from planners.geometry.box import Box
 from reshard.formats.safetensors.header import encode_header
 from reshard.formats.stored.contents import Contents
-from reshard.formats.stored.streaming import stream
 from reshard.formats.stored.writer import Done, FilePlan, FormatWriter, HashingWriter, Part, grouped
 from reshard.state.dtypes import safetensors_code
 from reshard.storage.base import Storage
@@ -51,7 +50,7 @@ class SafetensorsWriter(FormatWriter):
         mine = {part.spec.fqn for part in file.parts}
         tied = {alias: kept for alias, kept in self.contents.aliases.items() if kept in mine}
         regions = [self.region(part) for part in file.parts]
-        with storage.create(name) as raw, stream(regions) as feed:
+        with storage.create(name) as raw, self.feed(regions) as feed:
             out = HashingWriter(raw)
             out.write(encode_header(((part.spec.fqn, part.spec.dtype, part.spec.shape) for part in file.parts), tied))
             for region in regions:
@@ -59,7 +58,7 @@ class SafetensorsWriter(FormatWriter):
                     out.write(piece.data)
                     on_bytes(len(piece.data))
             done = out.nbytes, out.digest()
-        return Done(name, *done)
+        return self.done(name, *done)
 
     def finish(self, storage: Storage, done: Mapping[str, Done]) -> None:
         """Give the files their names, and publish the index last."""

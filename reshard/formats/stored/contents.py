@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from reshard.errors import FormatError
-from reshard.formats.stored.source import FileSource
+from reshard.formats.stored.checksums import Checking
+from reshard.formats.stored.source import Files, FileSource
 from reshard.formats.stored.tensor import StoredTensor
 from reshard.storage.base import Storage
 
@@ -76,6 +77,8 @@ class Contents:
     """The globs that chose what was saved, where a checkpoint is declared to be a part of something."""
     files: tuple[FileSource, ...] = ()
     """The files that were looked at, if it was opened from a folder."""
+    checking: Checking = field(default_factory=Checking, compare=False)
+    """How the bytes of its files are checked, and how many were."""
     per_rank: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     """Values that are each rank's own, by key and rank: a `StoredTensor` or plain data."""
     left_out: tuple[str, ...] = ()
@@ -98,14 +101,13 @@ class Format(Protocol):
 
     name: str
     looks_for: str  # the files that mark it, for the message when nothing fits
+    checksums: str  # what they leave open: `EVERY_BLOCK`, `CRC_OF_RECORDS` or `NO_CHECKSUMS`
 
     def detect(self, storage: Storage, names: Mapping[str, int]) -> bool:
         """Whether the files `names` (name to size in bytes) look like this format: cheap, mostly by names."""
 
-    def open(self, storage: Storage, names: Mapping[str, int]) -> Contents:
+    def open(self, files: Files) -> Contents:
         """What the files hold: names, shapes and where the bytes are, but no bytes of tensors.
-
-        `names` are the files to look at and their sizes in bytes, relative to `storage`; there may be others.
 
         Raises FormatError or DamagedCheckpointError, naming the file.
         """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -47,19 +49,21 @@ def read_place(place: Place, dtype: str) -> torch.Tensor:
     return tensor
 
 
-def copy_place(place: Place, out: Array, buffer_bytes: int = MAX_BUFFER_BYTES) -> None:
+def copy_place(place: Place, out: Array, buffer_bytes: int = MAX_BUFFER_BYTES, *, compared: bool = False) -> None:
     """Copy the elements at `place` into `out`, an array of `item_dtype(window.itemsize)` and of the window's sizes.
 
     `out` may be strided. What is stored as the conjugate of its value is conjugated on the way. Where the storage has
     no view of its bytes, at most `buffer_bytes` are read at once beside `out`.
 
+    Bytes are compared with their checksums where there are any, unless the caller has `compared` them already.
+
     Raises:
-        DamagedCheckpointError: if the source ends before the window does.
+        DamagedCheckpointError: if the source ends before the window does, or was changed; `out` is undefined then.
         StorageError: if the storage fails.
     """
     if place.window.numel:
         place.source.check(place.window.offset, place.window.stop)
-        _transfer(place.source, place.window, out, buffer_bytes)
+        _Transfer(place.source, place.source.view(), buffer_bytes, compared).run(place.window, out)
         if place.conjugate:
             _conjugate(out)
 
@@ -79,53 +83,71 @@ def _conjugate(out: Array) -> None:
     parts["imag"] ^= half.type(1 << (half.itemsize * 8 - 1))
 
 
-def _transfer(source: Source, window: Window, out: Array, buffer_bytes: int) -> None:
-    """Long runs are read straight into their place; short ones are copied from a view, or read with some neighbours."""
-    runs, view = window.runs(), source.view()
-    long = runs.run_bytes >= source.direct_bytes
-    if runs.count == 1 and out.flags.c_contiguous and (long or view is None):
-        target = memoryview(cast("Any", out.reshape(-1).view(np.uint8)))  # numpy's types know buffers from 3.12 on
-        for start in range(0, runs.nbytes, MAX_BUFFER_BYTES):
-            source.read_into(window.offset + start, target[start : start + MAX_BUFFER_BYTES])
-    elif long and window.sizes[0] > 1 and out.strides[-1] == window.itemsize:
-        row = window.crop(Box.of((0,) * len(window.sizes), (1, *window.sizes[1:])))
-        for i in range(window.sizes[0]):
-            here = Window(row.offset + i * row.strides[0], row.sizes, row.strides, row.itemsize)
-            _transfer(source, here, out[i : i + 1], buffer_bytes)
-    elif view is not None:
-        _copy(view, window, out)
-    else:
-        _read(source, window, out, buffer_bytes)
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    source: Source
+    view: memoryview | None
+    """Asked for once: what is decoded may not be kept."""
+    buffer_bytes: int
+    compared: bool
 
+    def run(self, window: Window, out: Array) -> None:
+        """Long runs are read straight into their place; short ones are copied from a view, or read with some
+        neighbours."""
+        source, view, runs = self.source, self.view, window.runs()
+        long = runs.run_bytes >= source.direct_bytes
+        if runs.count == 1 and out.flags.c_contiguous and (long or view is None):
+            self._read_run(window.offset, memoryview(cast("Any", out.reshape(-1).view(np.uint8))))
+        elif long and window.sizes[0] > 1 and out.strides[-1] == window.itemsize:
+            row = window.crop(Box.of((0,) * len(window.sizes), (1, *window.sizes[1:])))
+            for i in range(window.sizes[0]):
+                here = Window(row.offset + i * row.strides[0], row.sizes, row.strides, row.itemsize)
+                self.run(here, out[i : i + 1])
+        elif view is not None:
+            if not self.compared:
+                source.compare(window)
+            _copy(view, window, out)
+        else:
+            self._read(window, out)
 
-def _read(source: Source, window: Window, out: Array, buffer_bytes: int) -> None:
-    """Read the span of the window at once if little of it is unneeded, else part by part along the widest dim."""
-    span = window.stop - window.offset
-    runs = window.runs()
-    gap = source.max_gap_bytes
-    if span <= buffer_bytes and span - runs.nbytes <= gap * max(runs.count - 1, 0):
-        data = source.read(window.offset, span)
-        _copy(memoryview(data), Window(0, window.sizes, window.strides, window.itemsize), out)
-        return
-    # a dim of size 1 does not separate anything, so there is one larger: a span of one element is one run
-    dim = max((d for d, n in enumerate(window.sizes) if n > 1), key=lambda d: window.strides[d])
-    stride, size = window.strides[dim], window.sizes[dim]
-    rest = (*window.sizes[:dim], 1, *window.sizes[dim + 1 :])
-    one = Window(window.offset, rest, window.strides, window.itemsize)
-    inner = one.stop - one.offset
-    step = 1
-    if 0 <= stride - inner <= gap:  # neighbours are close enough to be read together
-        step = min(max(buffer_bytes // max(stride, 1), 1), max(size - 1, 1))
-    for start in range(0, size, step):
-        n = min(step, size - start)
-        part = Window(
-            window.offset + start * stride,
-            (*window.sizes[:dim], n, *window.sizes[dim + 1 :]),
-            window.strides,
-            window.itemsize,
-        )
-        index = (slice(None),) * dim + (slice(start, start + n),)
-        _transfer(source, part, out[index], buffer_bytes)
+    def _read_run(self, offset: int, target: memoryview) -> None:
+        """Piece by piece; pieces end where blocks of checksums do."""
+        read_into = self.source.fill if self.compared else self.source.read_into
+        start = 0
+        while start < len(target):
+            stop = min((offset + start) // MAX_BUFFER_BYTES * MAX_BUFFER_BYTES + MAX_BUFFER_BYTES - offset, len(target))
+            read_into(offset + start, target[start:stop])
+            start = stop
+
+    def _read(self, window: Window, out: Array) -> None:
+        """Read the span of the window at once if little of it is unneeded, else part by part along the widest dim."""
+        span = window.stop - window.offset
+        runs = window.runs()
+        gap = self.source.max_gap_bytes
+        if span <= self.buffer_bytes and span - runs.nbytes <= gap * max(runs.count - 1, 0):
+            read = self.source.raw if self.compared else partial(self.source.read, elements=True)
+            data = read(window.offset, span)
+            _copy(memoryview(data), Window(0, window.sizes, window.strides, window.itemsize), out)
+            return
+        # a dim of size 1 does not separate anything, so there is one larger: a span of one element is one run
+        dim = max((d for d, n in enumerate(window.sizes) if n > 1), key=lambda d: window.strides[d])
+        stride, size = window.strides[dim], window.sizes[dim]
+        rest = (*window.sizes[:dim], 1, *window.sizes[dim + 1 :])
+        one = Window(window.offset, rest, window.strides, window.itemsize)
+        inner = one.stop - one.offset
+        step = 1
+        if 0 <= stride - inner <= gap:  # neighbours are close enough to be read together
+            step = min(max(self.buffer_bytes // max(stride, 1), 1), max(size - 1, 1))
+        for start in range(0, size, step):
+            n = min(step, size - start)
+            part = Window(
+                window.offset + start * stride,
+                (*window.sizes[:dim], n, *window.sizes[dim + 1 :]),
+                window.strides,
+                window.itemsize,
+            )
+            index = (slice(None),) * dim + (slice(start, start + n),)
+            self.run(part, out[index])
 
 
 def _copy(view: memoryview, window: Window, out: Array) -> None:

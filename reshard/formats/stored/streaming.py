@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -102,7 +102,8 @@ def windows(shape: Sequence[int], itemsize: int, max_bytes: int = PIECE_BYTES) -
 class Feed:
     """The pieces of some regions, in order."""
 
-    def __init__(self, regions: Iterable[Region]) -> None:
+    def __init__(self, regions: Iterable[Region], seen: Callable[[Region, Piece], None] | None = None) -> None:
+        self._seen = seen
         self._tasks = self._all_windows(regions)
         self._buffers: deque[Array] = deque(np.empty(0, np.uint8) for _ in range(DEPTH))
         self._pending: deque[tuple[Box, str, Array, Future[memoryview]]] = deque()
@@ -121,7 +122,10 @@ class Feed:
     def take(self, region: Region) -> Iterator[Piece]:
         """The pieces of `region`, which must be the next one. Raises what reading raises."""
         for _ in windows(region.box.sizes, region.stored.itemsize, _piece_bytes(region)):
-            yield self._next()
+            piece = self._next()
+            if self._seen is not None:
+                self._seen(region, piece)
+            yield piece
 
     def _next(self) -> Piece:
         if self._last is not None:
@@ -171,9 +175,9 @@ class Feed:
             source.release()
 
 
-def stream(regions: Iterable[Region]) -> Feed:
-    """The feed of these regions."""
-    return Feed(regions)
+def stream(regions: Iterable[Region], seen: Callable[[Region, Piece], None] | None = None) -> Feed:
+    """The feed of these regions; `seen` is called with each piece that is taken, before it is."""
+    return Feed(regions, seen)
 
 
 def _piece_bytes(region: Region) -> int:

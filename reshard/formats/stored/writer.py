@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -16,12 +17,14 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh
 from planners.geometry.placement import Replicate
 from planners.save.plan import SavePlan, plan_writes
+from reshard.errors import DamagedCheckpointError
 from reshard.formats.stored.contents import Contents
-from reshard.formats.stored.streaming import Region
+from reshard.formats.stored.streaming import Feed, Piece, Region, stream
 from reshard.formats.stored.tensor import StoredTensor
+from reshard.state.fingerprints import Partial, comparable, partial
 from reshard.storage.base import Storage, Writer
 
-__all__ = ["Done", "FilePlan", "FormatWriter", "HashingWriter", "Part", "grouped", "spread"]
+__all__ = ["Done", "FilePlan", "FormatWriter", "HashingWriter", "Part", "fingerprint_parts", "grouped", "spread"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class FormatWriter(ABC):
         self.job_id = job_id
         self.left_out = contents.left_out
         self.refused = {}
+        self._prints: dict[str, Partial] = {}
 
     def claimed(self, storage: Storage) -> AbstractContextManager[None]:
         """While files are written: what others must see to know that these are somebody's."""
@@ -106,6 +110,44 @@ class FormatWriter(ABC):
         """Where a part's elements come from."""
         return Region(self.stored(part.spec.fqn), part.box)
 
+    @property
+    def takes_fingerprints(self) -> bool:
+        """Whether what is written is summed up: where the source has fingerprints, they must be the same."""
+        return bool(self.contents.fingerprints)
+
+    def feed(self, regions: Sequence[Region]) -> Feed:
+        """The elements of regions, on their way into a file."""
+        self._prints = {}
+        return stream(regions, self._sum_up if self.takes_fingerprints else None)
+
+    def _sum_up(self, region: Region, piece: Piece) -> None:
+        spec = region.stored.spec
+        found = partial(piece.tensor(), piece.box, spec.shape)
+        self._prints[spec.fqn] = self._prints[spec.fqn] + found if spec.fqn in self._prints else found
+
+    def done(self, name: str, nbytes: int, digest: str, facts: Mapping[str, Any] = MappingProxyType({})) -> Done:
+        """A file that was written from `feed`, with what its elements add to fingerprints."""
+        prints = {fqn: part.to_bytes().hex() for fqn, part in self._prints.items()}
+        return Done(name, nbytes, digest, {**facts, "prints": prints} if prints else dict(facts))
+
+    def compare_fingerprints(self, done: Mapping[str, Done]) -> None:
+        """Raises DamagedCheckpointError unless what was written has the fingerprints that the source was saved with."""
+        totals: dict[str, Partial] = {}
+        for row in done.values():
+            for fqn, part in fingerprint_parts(row).items():
+                totals[fqn] = totals[fqn] + part if fqn in totals else part
+        saved = self.contents.fingerprints or {}
+        for fqn in self.names:
+            spec, expected = self.stored(fqn).spec, saved.get(fqn)
+            if expected is None:
+                continue
+            found = totals.get(fqn, Partial()).digest(spec.dtype, spec.shape)
+            if comparable(expected, found) and expected != found:
+                raise DamagedCheckpointError(
+                    f"tensor {fqn!r}: what was written has the fingerprint {found}, but the source was saved with "
+                    f"{expected}: its bytes or its manifest were changed. Nothing was published"
+                )
+
     def stored(self, name: str) -> StoredTensor:
         """The stored tensor of one of `names`."""
         return self.contents.tensors[name]
@@ -119,6 +161,11 @@ class FormatWriter(ABC):
     def total_bytes(self) -> int:
         """Bytes of all tensors in all files."""
         return sum(file.nbytes for file in self.files)
+
+
+def fingerprint_parts(done: Done) -> dict[str, Partial]:
+    """What a file adds to the fingerprints of tensors, by name."""
+    return {fqn: Partial.from_bytes(bytes.fromhex(data)) for fqn, data in done.facts.get("prints", {}).items()}
 
 
 class HashingWriter:

@@ -1,7 +1,6 @@
 """CRC-32 of records without taking it of all their bytes one after another: out of those of their parts.
 
-A CRC is the rest of a polynomial over GF(2), so that of two runs of bytes in a row follows from the CRCs of the two
-and the length of the second. Parts can be summed on several threads, or not at all: behind each record of a zip archive
+Parts can be summed on several threads, or not at all: behind each record of a zip archive
 stands the CRC that was written with it, and a tensor that is put together from such records takes theirs along.
 """
 
@@ -11,18 +10,13 @@ import struct
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
-from functools import lru_cache
 
 from planners.geometry.byteruns import Window
+from reshard.formats.stored.checksums import combined
 from reshard.formats.stored.streaming import Region
 from reshard.formats.stored.tensor import Place
 
-__all__ = ["combined", "summing", "written_crc"]
-
-_POLYNOMIAL = 0xEDB88320
-"""x^32 + x^26 + ... + 1 without x^32, the coefficient of x^0 in the highest bit, as in all numbers here."""
-_ONE = 1 << 31
-_BYTE = _ONE >> 8
+__all__ = ["summing", "written_crc"]
 
 _DESCRIPTOR = b"PK\x07\x08"
 _LENGTHS = (struct.Struct("<4sIQQ"), struct.Struct("<4sIII"))
@@ -30,33 +24,6 @@ _LENGTHS = (struct.Struct("<4sIQQ"), struct.Struct("<4sIII"))
 
 _PART_BYTES = 1 << 20
 """What one thread sums at a time."""
-
-
-def _product(a: int, b: int) -> int:
-    """Of two polynomials, modulo the one of CRC-32."""
-    found = 0
-    for power in range(32):
-        if a & _ONE >> power:
-            found ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return found
-
-
-@lru_cache(maxsize=4096)  # chunks of a checkpoint have few lengths
-def _shift(nbytes: int) -> int:
-    """x to the power of so many bytes' bits."""
-    found, square = _ONE, _BYTE
-    while nbytes:
-        if nbytes & 1:
-            found = _product(found, square)
-        square = _product(square, square)
-        nbytes >>= 1
-    return found
-
-
-def combined(first: int, second: int, second_nbytes: int) -> int:
-    """CRC-32 of two runs of bytes in a row, whose CRCs are known; 0 is that of no bytes."""
-    return _product(first, _shift(second_nbytes)) ^ second
 
 
 def summing(data: memoryview, pool: Executor) -> list[tuple[Future[int], int]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from planners.geometry.box import Box
 from reshard.formats.stored.contents import Contents
-from reshard.formats.stored.streaming import Feed, Region, stream
+from reshard.formats.stored.streaming import Feed, Region
 from reshard.formats.stored.writer import Done, FilePlan, FormatWriter, HashingWriter, Part
 from reshard.formats.torch_save.crc32 import written_crc
 from reshard.formats.torch_save.zip_writer import (
@@ -41,7 +41,8 @@ class TorchSaveWriter(FormatWriter):
         """Stream the archive."""
         numbers = {part.spec.fqn: number for number, part in enumerate(file.parts)}
         name = storage.staged(file.name, self.job_id)
-        return write_archive(storage, name, self._nest(numbers), [self.region(part) for part in file.parts], on_bytes)
+        regions = [self.region(part) for part in file.parts]
+        return self.done(*write_archive(storage, name, self._nest(numbers), regions, self.feed(regions), on_bytes))
 
     def _nest(self, numbers: Mapping[str, int]) -> Any:
         """The state, in the order in which it was saved, with a stub for each tensor."""
@@ -65,18 +66,26 @@ class TorchSaveWriter(FormatWriter):
 
 
 def write_archive(
-    storage: Storage, name: str, value: Any, regions: Sequence[Region], on_bytes: Callable[[int], None]
-) -> Done:
-    """Stream an archive of `value`, in which the stub of number n stands for the tensor of the nth region."""
+    storage: Storage,
+    name: str,
+    value: Any,
+    regions: Sequence[Region],
+    feed: Feed,
+    on_bytes: Callable[[int], None],
+) -> tuple[str, int, str]:
+    """Stream an archive of `value`, in which the stub of number n stands for the tensor of the nth region.
+
+    Returns its name, length and digest.
+    """
     storage.delete(name)
-    with storage.create(name) as raw, stream(regions) as feed:
+    with storage.create(name) as raw, feed:
         out = HashingWriter(raw)
         archive = begin_archive(out.write, pickled_state(value))
         for number, region in enumerate(regions):
             tensor_record(archive, f"data/{number}", feed, region, on_bytes)
         end_archive(archive)
         done = out.nbytes, out.digest()
-    return Done(name, *done)
+    return name, *done
 
 
 def tensor_record(

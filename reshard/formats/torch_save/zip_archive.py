@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.pickles.reader import load_pickle
 from reshard.formats.pickles.torch_objects import StorageRef, TensorRef, plain
+from reshard.formats.stored.checksums import RecordChecksums
 from reshard.formats.stored.copying import read_place
-from reshard.formats.stored.source import Source
+from reshard.formats.stored.source import FileSource, Source
 from reshard.formats.stored.tensor import Place
 
 __all__ = ["ZIP_MAGIC", "TorchArchive", "locate_item", "make_place", "read_head"]
@@ -28,6 +29,9 @@ _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _END = struct.Struct("<4sHHHHIIH")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR64 = struct.Struct("<4sIQI")
+_DESCRIPTOR = b"PK\x07\x08"
+_DESCRIPTORS = (struct.Struct("<4sIQQ"), struct.Struct("<4sIII"))
+"""What stands behind a record: with sizes of 64 bits or of 32."""
 _HEAD_BYTES = 4096
 """Enough for the headers and the pickle of an item that is one tensor."""
 
@@ -112,8 +116,10 @@ class TorchArchive:
         return self.start + at, size
 
     def read(self, name: str) -> bytes | memoryview:
-        """The bytes of a record."""
-        return self.source.read(*self.locate(name))
+        """The bytes of a record. Raises DamagedCheckpointError if they do not have its CRC-32."""
+        at, size = self.locate(name)
+        add_record(self.source, at, size, lambda: self.sums[name])
+        return self.source.read(at, size)
 
     def value(self, allow: Callable[[str], bool] | None = None) -> Any:
         """What was saved, with a `TensorRef` for each tensor and a `Record` for each object of an unknown class."""
@@ -121,9 +127,11 @@ class TorchArchive:
 
     def place(self, ref: TensorRef) -> Place:
         """Where the elements of a tensor are. Raises DamagedCheckpointError if its storage has another size."""
-        at, size = self.locate(f"data/{ref.storage.key}")
+        record = f"data/{ref.storage.key}"
+        at, size = self.locate(record)
         if size != ref.storage.nbytes:
             raise self._damaged(f"storage {ref.storage.key!r} has {size} bytes, the pickle says {ref.storage.nbytes}")
+        add_record(self.source, at, size, lambda: self.sums[record])
         return make_place(self.source, ref, at, is_record=True)
 
     def object(self) -> Any:
@@ -134,6 +142,27 @@ class TorchArchive:
 _REPEATED_BYTES, _MOST_REPEATS = 256 << 20, 64
 """A tensor whose elements lie over one another, as `expand` makes them, may have so many bytes in any case, and so many
 times the bytes of its storage: work is bounded by what is stored."""
+
+
+def add_record(source: Source, start: int, nbytes: int, crc: Callable[[], int | None]) -> None:
+    """Whoever reads of a record of a file compares it with the CRC-32 that was written with it. torch writes 0 where it
+    was told to write none."""
+    if isinstance(source, FileSource):
+        if source.checksums is None:
+            source.checksums = RecordChecksums()
+        if isinstance(source.checksums, RecordChecksums):
+            source.checksums.add(start, start + nbytes, lambda: crc() or None)
+
+
+def written_beside(source: Source, start: int, ref: TensorRef) -> int | None:
+    """The CRC-32 that stands behind a record of a storage; None if there is none."""
+    at = start + ref.storage.nbytes
+    for form in _DESCRIPTORS:
+        if at + form.size <= source.nbytes:
+            mark, crc, *sizes = form.unpack(source.raw(at, form.size))
+            if mark == _DESCRIPTOR and sizes == [ref.storage.nbytes] * 2:
+                return int(crc)
+    return None
 
 
 def make_place(source: Source, ref: TensorRef, storage_at: int, *, is_record: bool = False) -> Place:
@@ -196,6 +225,7 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[P
     if ref.storage.key != key:
         raise DamagedCheckpointError(f"{source.label}, item at byte {start}: no storage {ref.storage.key!r}")
     _check_storage(ref.storage, source, start, length, data_at)
+    add_record(source, start + data_at, ref.storage.nbytes, partial(written_beside, source, start + data_at, ref))
     return make_place(source, ref, start + data_at, is_record=True), ref.dtype
 
 

@@ -87,5 +87,5 @@ def _start(source: FileSource, stop: int) -> int | None:
 def _crc(source: FileSource, at: int, size: int) -> int:
     crc = 0
     for start in range(at, at + size, _WINDOW_BYTES):
-        crc = zlib.crc32(source.read(start, min(_WINDOW_BYTES, at + size - start)), crc)
+        crc = zlib.crc32(source.raw(start, min(_WINDOW_BYTES, at + size - start)), crc)
     return crc

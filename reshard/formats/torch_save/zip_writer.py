@@ -28,7 +28,8 @@ import torch
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.pickles.record import Record
-from reshard.formats.torch_save.crc32 import combined, summing
+from reshard.formats.stored.checksums import combined
+from reshard.formats.torch_save.crc32 import summing
 from reshard.state.dtypes import dtype_from_name, dtype_name
 from reshard.state.memory.arrays import as_array, row_major_bytes
 

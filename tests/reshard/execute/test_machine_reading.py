@@ -28,6 +28,7 @@ from reshard.execute.sharing import machine_memory, machine_reading, segments
 from reshard.execute.sharing.segment_parts import _windows_by_segment
 from reshard.execute.sharing.segments import LOCAL_SEGMENT_BYTES as SIZE
 from reshard.execute.sharing.segments import Segment, TouchedBytes, add_touched, assign_segments
+from reshard.formats.native.manifest import BLOCK_BYTES
 from reshard.formats.stored.source import FileSource
 from reshard.state.tensors import local_tensors
 from reshard.storage import LocalStorage, MemoryStorage
@@ -303,7 +304,7 @@ def test_a_flipped_bit_is_found_by_the_rank_that_reads_it_for_all(tmp_path, at):
     for case in range(3):
         words = [rank[case] for rank in ranks]
         assert sum(word.startswith("here: ") for word in words) == 1
-        assert all(Path(file).name in word and f"[{at // SIZE * SIZE}, " in word for word in words)
+        assert all(Path(file).name in word and f"[{at // BLOCK_BYTES * BLOCK_BYTES}, " in word for word in words)
     assert all("untouched=True" in whole for whole, *_ in ranks)  # what is wanted whole is checked before
 
 
@@ -440,7 +441,10 @@ def test_a_flipped_bit_in_what_each_rank_reads_a_part_of_is_found_before_anythin
     ranks = gloo.run(damaged_parts_job, 4, str(tmp_path / "ckpt"), str(file), places, budget_bytes)
 
     for ends in zip(*ranks):
-        assert sorted(ends) == ["failed, untouched"] * 3 + ["found, untouched"], dict(zip(places, zip(*ranks)))
+        # a block at the end of a rank's part is compared by those that read a part of it
+        assert {"found, untouched"} <= set(ends) <= {"found, untouched", "failed, untouched"}, dict(
+            zip(places, zip(*ranks))
+        )
 
 
 def careless_job(path: str, file: str, places: list[int], cost: float) -> list[str]:

@@ -19,10 +19,11 @@ from reshard.errors import FormatError, StorageError
 from reshard.formats.native import common_file
 from reshard.formats.native.common_file import CommonFile, Crew, write_common_file
 from reshard.formats.native.data_file import Entry
+from reshard.formats.native.manifest import BLOCK_BYTES
 from reshard.storage.local import LocalStorage
 from tests.same import same
 
-MIB = 1 << 20
+MIB = BLOCK_BYTES
 
 
 def entry(name: str, tensor: torch.Tensor) -> Entry:

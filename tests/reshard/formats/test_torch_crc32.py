@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import reshard
 from planners import Mesh, Shard, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.box import Box
+from reshard.errors import DamagedCheckpointError
 from reshard.formats.stored.source import BytesSource
 from reshard.formats.stored.streaming import Region
 from reshard.formats.stored.tensor import StoredChunk, StoredTensor
@@ -151,8 +152,11 @@ def test_what_changed_in_the_source_is_still_seen_in_what_was_made_of_it(tmp_pat
     data[at + 5] ^= 1
     file.write_bytes(data)
 
-    reshard.convert(folder, tmp_path / "one.pt", format="torch_save")
+    with pytest.raises(DamagedCheckpointError, match="were changed since they were written"):
+        reshard.convert(folder, tmp_path / "one.pt", format="torch_save")
+    report = reshard.convert(folder, tmp_path / "one.pt", format="torch_save", check=False)
 
+    assert report.unchecked == "unchecked: check=False"
     with zipfile.ZipFile(tmp_path / "one.pt") as archive:
         assert archive.testzip() == "archive/data/0"
 
