@@ -16,13 +16,13 @@ from reshard.errors import CheckpointNotFoundError, StorageError
 from reshard.storage import Storage, open_storage
 from reshard.storage.object_store import ObjectStorage, choose_gap_bytes, open_objects
 from tests.reshard.storage.s3_server import FlakyProxy, S3Server
+from tests.reshard.storage.small_parts import open_in_small_parts
 
 MIB = 1 << 20
 
 
 def _open(**options: Any) -> Storage:
-    storage = open_objects(f"s3://bucket/{uuid.uuid4().hex}")
-    return ObjectStorage(storage._store, storage.url, part_bytes=5 * MIB, **options)
+    return open_in_small_parts(f"s3://bucket/{uuid.uuid4().hex}", **options)
 
 
 def _write(storage: Storage, name: str, data: bytes, error: Exception | None = None) -> None:
@@ -169,8 +169,7 @@ def test_retries_have_a_limit(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_upload_that_fails_is_told_to_its_writer(s3: S3Server, proxy: FlakyProxy) -> None:
-    store = open_objects("s3://no-such-bucket/x")
-    storage = ObjectStorage(store._store, store.url, part_bytes=5 * MIB)
+    storage = open_in_small_parts("s3://no-such-bucket/x")
     with pytest.raises(StorageError, match="no such bucket"):
         _write(storage, "big", bytes(100 * MIB))
     with pytest.raises(StorageError, match="no such bucket"):

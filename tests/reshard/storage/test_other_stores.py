@@ -10,10 +10,11 @@ import reshard
 from reshard.api.save.saving import save
 from reshard.errors import CheckpointNotFoundError, StorageError
 from reshard.storage import open_storage
-from reshard.storage.object_store import ObjectStorage, open_objects
 from tests import gloo
+from tests.reshard.storage.small_parts import open_in_small_parts
 from tests.reshard.storage.test_objects import MIB, _pattern, _use_everything, _write
-from tests.reshard.storage.test_s3_checkpoints import _die_at_every_request, _loaded_step, _state
+from tests.reshard.storage.test_s3_checkpoints import _die_at_every_request, _loaded_step
+from tests.states import more_than_a_part_of
 
 
 @pytest.fixture(params=["azure", "google"])
@@ -23,7 +24,7 @@ def url(request: pytest.FixtureRequest) -> str:
 
 
 def test_every_verb(url: str) -> None:
-    storage = ObjectStorage(open_objects(url)._store, url, part_bytes=5 * MIB)
+    storage = open_in_small_parts(url)
     assert storage.list() == {}
     _use_everything(storage)
     storage.delete("never was")
@@ -52,7 +53,7 @@ def test_nothing_is_overwritten_but_by_publishing(url: str) -> None:
 
 
 def test_an_upload_given_up_shows_nothing(url: str) -> None:
-    storage = ObjectStorage(open_objects(url)._store, url, part_bytes=5 * MIB)
+    storage = open_in_small_parts(url)
     with pytest.raises(ZeroDivisionError):
         _write(storage, "big", _pattern(12 * MIB), ZeroDivisionError())
     assert storage.list() == {}
@@ -63,11 +64,11 @@ def test_an_upload_given_up_shows_nothing(url: str) -> None:
 
 def test_checkpoints_replace_each_other_and_are_pruned(url: str) -> None:
     for step in (1, 2):
-        save(_state(step), f"{url}/a")
+        save(more_than_a_part_of(step), f"{url}/a")
         assert _loaded_step(f"{url}/a") == step
     assert len({name.split("/")[0] for name in open_storage(f"{url}/a").list("data-")}) == 1
     assert reshard.verify(f"{url}/a").ok
-    reshard.async_save(_state(3), f"{url}/b").result()
+    reshard.async_save(more_than_a_part_of(3), f"{url}/b").result()
     assert reshard.latest_complete(url) == f"{url}/b"
     assert reshard.prune(url, keep_last=1) == [f"{url}/a"]
     assert {name.split("/")[0] for name in open_storage(url).list()} == {"b"}

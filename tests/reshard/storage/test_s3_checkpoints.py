@@ -20,9 +20,9 @@ from reshard.api.save.saving import save
 from reshard.errors import StorageError
 from reshard.execute.sharing.segments import REMOTE_SEGMENT_BYTES
 from reshard.storage import open_storage
-from reshard.storage.object_store import ObjectStorage, open_objects
 from tests import gloo
 from tests.reshard.storage.s3_server import FlakyProxy, S3Server
+from tests.reshard.storage.small_parts import open_in_small_parts
 from tests.states import more_than_a_part_of
 
 
@@ -38,10 +38,6 @@ def _loaded_step(url: str) -> int:
     expected = more_than_a_part_of(step)
     assert all(torch.equal(target["model"][key], expected["model"][key]) for key in expected["model"])
     return step
-
-
-def _storage(url: str) -> ObjectStorage:
-    return ObjectStorage(open_objects(url)._store, url, part_bytes=5 << 20)
 
 
 def test_round_trip(s3: S3Server) -> None:
@@ -86,7 +82,7 @@ def test_a_url_whose_path_would_be_cut_off_is_refused(s3: S3Server) -> None:
 def test_save_and_load_over_a_bad_network(proxy: FlakyProxy) -> None:
     url = f"s3://bucket/{uuid.uuid4().hex}"
     proxy.throttle, proxy.drop = 3, 2
-    save(more_than_a_part_of(1), _storage(url))
+    save(more_than_a_part_of(1), open_in_small_parts(url))
     assert proxy.throttle == proxy.drop == 0
     proxy.throttle, proxy.drop, proxy.drop_after = 2, 2, 1000
     assert _loaded_step(url) == 1
@@ -117,7 +113,7 @@ class _Dying:
 
 
 def _save_and_die(url: str, step: int, last: int, after: bool) -> int:
-    storage = _storage(url)
+    storage = open_in_small_parts(url)
     storage._api = _Dying(storage._api, last, after)
     save(more_than_a_part_of(step), storage)
     return 0
