@@ -66,6 +66,8 @@ class World:
     dead: set[int] = field(default_factory=set)
     crash: dict[int, int] = field(default_factory=dict)
     """Rank -> the number of its question to the store at which its process dies."""
+    freeze: dict[int, int] = field(default_factory=dict)
+    """Rank -> the number of its question to the store at which it hangs for good."""
 
     def __post_init__(self) -> None:
         self._ready: deque[Any] = deque()
@@ -151,6 +153,10 @@ class World:
             wake.done = True
             self._ready.append((wake.who, None))
 
+    def hang(self) -> None:
+        """Never to go on."""
+        self._hub.switch()
+
     def touched(self, key: str) -> None:
         """Who waits for the key goes on."""
         for wake in self._waiting.pop(key, ()):
@@ -184,6 +190,8 @@ class _Client:
         if rank in world.dead or world.asked[rank] >= world.crash.get(rank, 1 << 62):
             world.dead.add(rank)
             raise Died(f"rank {rank}")
+        if world.asked[rank] >= world.freeze.get(rank, 1 << 62):
+            world.hang()
         world.asked[rank] += 1
         world.kinds[kind] += 1
         world.gave[rank] += len(key) + len(value)

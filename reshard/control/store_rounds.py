@@ -46,6 +46,8 @@ _LAST_CALL_S = 1.0
 """Even a rank that is itself past the deadline looks this long for an outcome."""
 _VERDICT_S = 2.0
 """So long the others leave it to one of them to say who missed the deadline."""
+_HERE_S = 2.0
+"""A rank that has waited so long says so, for whoever will ask which of them hangs."""
 _SEEN_S = 2.0
 """How long the first rank, which mostly hosts the store, stays so that the others can read how it all ended."""
 _MAX_LOOK_GAP_S = 4.0
@@ -259,12 +261,37 @@ class Rounds:
     def _wait(self, label: str, deadline: float, allowed_s: float) -> Outcome:
         if self._ring is not None:
             self._ring.look(self._line, all_came=self._round > 0)  # while the store is there to be asked
-        until = max(deadline, time.monotonic() + _LAST_CALL_S)
+        begun, is_known = time.monotonic(), False
+        until = max(deadline, begun + _LAST_CALL_S)
         for _ in self._line.awaited(self._key("outcome"), until, _WATCH_GAP_S):
             if (gone := self._watch(label)) is not None:
                 return gone
+            if not is_known and time.monotonic() - begun >= min(_HERE_S, allowed_s / 2):
+                is_known = self._say_here()
+        if self._line.arrived is None and not is_known:
+            self._say_here()
         arrived = self._line.arrived
         return self._read() or self._overdue(label, allowed_s) if arrived is None else decode_outcome(arrived)
+
+    def _say_here(self) -> bool:
+        """That this rank has posted and waits. Who has posted and does not say so hangs, or died, before it waited:
+        maybe as the one that is to close a log, for which nothing else tells who it is."""
+        group, slot = divmod(self._rank, FAN)
+        log = self._key(f"here/{group}")
+        self._line.append(log, slot, b"")
+        self._litter += self._line.keys_of(log, [slot])
+        return True
+
+    def _silent(self) -> list[int]:
+        """The ranks that do not say that they wait, though they have had the time to."""
+        until = time.monotonic() + _HERE_S + 2 * _WATCH_GAP_S
+        for _ in self._line.awaited(self._key("outcome"), until, _WATCH_GAP_S):
+            pass
+        sizes = enumerate(_levels(len(self._ranks))[0])
+        heard = {
+            g * FAN + slot for g, size in sizes for slot in self._line.entries(self._key(f"here/{g}"), range(size))
+        }
+        return [rank for place, rank in enumerate(self._ranks) if place not in heard]
 
     def _watch(self, label: str) -> Outcome | None:
         """If the watched rank died before there was an outcome, the end of the session: even one that has posted may
@@ -294,7 +321,7 @@ class Rounds:
     def _overdue(self, label: str, allowed_s: float) -> Outcome:
         """The time is over: one rank looks who is missing, for all."""
         if self._line.add(self._key("overdue"), 1) > 1:
-            until = time.monotonic() + _VERDICT_S
+            until = time.monotonic() + _VERDICT_S + _HERE_S
             for _ in self._line.awaited(self._key("outcome"), until, _VERDICT_S):
                 pass
             if (outcome := self._read()) is not None:
@@ -308,8 +335,14 @@ class Rounds:
         missing = [rank for rank in self._ranks if rank not in arrived]
         where = f"{label} within {allowed_s:g} s"
         if not missing:
-            why = f"all ranks reached {where}, but one of them hangs, or died, before it said so"
-            return self._settle(Failure("deadline", -1, why))
+            silent = self._silent()
+            if (outcome := self._read()) is not None:  # who was slow has closed the round
+                return outcome
+            why = (
+                f"all ranks reached {where}, but {format_ranks(silent)} did not go on to wait for the others: look at "
+            )
+            why += "what hangs there, or whether it died"
+            return self._settle(Failure("deadline", silent[0] if silent else -1, why, silent))
         return self._settle(
             Failure(
                 "deadline",
