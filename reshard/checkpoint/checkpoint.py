@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +19,9 @@ from reshard.formats.stored.tensor import LazyChunks, StoredTensor, check_cover
 from reshard.state.tree import unflatten
 from reshard.storage.base import Storage
 
-__all__ = ["Checkpoint", "open", "open_among", "stored_layout"]
+__all__ = ["Checkpoint", "log_unchecked", "open", "open_among", "stored_layout"]
+
+_log = logging.getLogger("reshard")
 
 
 class Normalized(dict[str, Any]):
@@ -118,8 +121,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self.contents.checking.bytes_unchecked
 
     @property
-    def _unchecked(self) -> str:
-        """What of all that was read so far is unchecked, in words."""
+    def unchecked(self) -> str:
+        """What of all that was read so far is unchecked, in words; empty where nothing is."""
         return self.contents.checking.words(self.bytes_unchecked, self.bytes_checked + self.bytes_unchecked)
 
     def problems(self, *, deep: bool = False) -> list[str]:
@@ -193,8 +196,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return Checkpoint(replace(found, checking=self.contents.checking), self.url)
 
     def __repr__(self) -> str:
-        said = [repr(self.url), self.format, f"{len(self)} tensors", self._unchecked]
+        said = [repr(self.url), self.format, f"{len(self)} tensors", self.unchecked]
         return f"Checkpoint({', '.join(filter(None, said))})"
+
+
+def log_unchecked(checkpoint: Checkpoint) -> None:
+    """For readers that have no report of their own: a line of what was read and not compared with a checksum."""
+    if checkpoint.unchecked:
+        _log.info("%s was read, %s", checkpoint.url, checkpoint.unchecked)
 
 
 def _geometry(stored: StoredTensor) -> Hashable:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from planners.geometry.box import Box
-from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.checkpoint.checkpoint import Checkpoint, log_unchecked
 from reshard.dcp.engine.item_files import write_items
 from reshard.dcp.engine.staging import on_the_cpu
 from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, StorageError
@@ -304,6 +304,7 @@ class FileSystemReader(StorageReader):
                 dtype = dtype_from_name(self.checkpoint[item.storage_index.fqn].stored.spec.dtype)
                 _fill(target, dtype, place, uploads)
                 planner.commit_tensor(item, target)
+        log_unchecked(self.checkpoint)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from planners.geometry.box import Box
-from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.checkpoint.checkpoint import Checkpoint, log_unchecked
 from reshard.checkpoint.checkpoint import open as open_checkpoint
 from reshard.dcp.default_planner import DefaultLoadPlanner
 from reshard.dcp.state_dict_saver import save
@@ -37,7 +37,9 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
 
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
     """A checkpoint folder out of one file of `torch.save`. Nothing in the file runs."""
-    nested = _read(open_checkpoint(torch_save_path).nested())
+    checkpoint = open_checkpoint(torch_save_path)
+    nested = _read(checkpoint.nested())
+    log_unchecked(checkpoint)
     save(nested, checkpoint_id=dcp_checkpoint_dir, no_dist=True)
 
 
@@ -120,6 +122,8 @@ class BroadcastingTorchSaveReader(StorageReader):
             target = planner.resolve_tensor(item).detach()
             target.copy_(piece)
             planner.commit_tensor(item, target)
+        if self._checkpoint is not None:
+            log_unchecked(self._checkpoint)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -164,7 +164,7 @@ def _jobs(storage: Storage, names: Iterable[str]) -> list[tuple[str, Claim | Non
     for folder in {match[0] for name in names if (match := _FOLDER.match(name))}:
         try:
             job_id = msgspec.json.decode(storage.read(f"{folder}{_HEAD}"), type=_Head).job_id
-        except (CheckpointNotFoundError, msgspec.MsgspecError):
+        except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
             job_id = ""
         found.append((folder.rstrip("/"), claims.read_claim(storage, f"{folder}{_CLAIM}"), job_id))
     return found
