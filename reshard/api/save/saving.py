@@ -226,7 +226,9 @@ def _prepare(state_dict: Any, path: Any, group: Group, options: SaveOptions, sta
             check_globs(options.globs, met.census)
         save_id, choice = msgspec.msgpack.decode(met.first, type=tuple[str, Choice])
         generation = Generation(storage, save_id, generations.begin(), met.census, kept.plan, options.globs)
-        base, choice = _opened(path, choice, Share(group.rank, group.world_size))
+        base = None
+        if choice.save_id is not None:
+            base, choice = _opened(path, choice, Share(group.rank, group.world_size))
     except BaseException:
         data.release()
         raise
@@ -277,10 +279,8 @@ def _first_word(path: Any, options: SaveOptions, census: Census) -> bytes:
 
 
 def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choice]:
-    """The base that was chosen, None where there is none, or it is gone or cannot be read from here: this rank then
-    writes all that is its, and the choice says why."""
-    if choice.save_id is None:
-        return None, choice
+    """The base that was chosen, None where it is gone or cannot be read from here: this rank then writes all that is
+    its, and the choice says why."""
     try:
         return base_at(path, choice.folder, choice.save_id, share), choice
     except (CheckpointError, StorageError) as error:
