@@ -113,6 +113,9 @@ class Checking:
 class Checksums(ABC):
     """The checksums of the blocks of one file, and which blocks were found to be right."""
 
+    can_pass = False
+    """Whether blocks can be compared in pieces that pass by: see `note`."""
+
     @abstractmethod
     def pending(self, start: int, stop: int) -> list[Range]:
         """The blocks that share bytes with [start, stop) and were not compared yet, in order."""
@@ -249,6 +252,8 @@ class _Record:
 
 class RecordChecksums(Checksums):
     """CRC-32 of records of a file, which become known while it is looked into."""
+
+    can_pass = True
 
     def __init__(self) -> None:
         self._starts: list[int] = []

@@ -49,13 +49,16 @@ def read_place(place: Place, dtype: str) -> torch.Tensor:
     return tensor
 
 
-def copy_place(place: Place, out: Array, buffer_bytes: int = MAX_BUFFER_BYTES, *, compared: bool = False) -> None:
+def copy_place(
+    place: Place, out: Array, buffer_bytes: int = MAX_BUFFER_BYTES, *, compared: bool = False, passing: bool = False
+) -> None:
     """Copy the elements at `place` into `out`, an array of `item_dtype(window.itemsize)` and of the window's sizes.
 
     `out` may be strided. What is stored as the conjugate of its value is conjugated on the way. Where the storage has
     no view of its bytes, at most `buffer_bytes` are read at once beside `out`.
 
-    Bytes are compared with their checksums where there are any, unless the caller has `compared` them already.
+    Bytes are compared with their checksums where there are any, unless the caller has `compared` them already. Where
+    all of a tensor is `passing` by, a large record is compared piece by piece.
 
     Raises:
         DamagedCheckpointError: if the source ends before the window does, or was changed; `out` is undefined then.
@@ -63,7 +66,7 @@ def copy_place(place: Place, out: Array, buffer_bytes: int = MAX_BUFFER_BYTES, *
     """
     if place.window.numel:
         place.source.check(place.window.offset, place.window.stop)
-        _Transfer(place.source, place.source.view(), buffer_bytes, compared).run(place.window, out)
+        _Transfer(place.source, place.source.view(), buffer_bytes, compared, passing).run(place.window, out)
         if place.conjugate:
             _conjugate(out)
 
@@ -90,6 +93,7 @@ class _Transfer:
     """Asked for once: what is decoded may not be kept."""
     buffer_bytes: int
     compared: bool
+    passing: bool
 
     def run(self, window: Window, out: Array) -> None:
         """Long runs are read straight into their place; short ones are copied from a view, or read with some
@@ -112,7 +116,7 @@ class _Transfer:
 
     def _read_run(self, offset: int, target: memoryview) -> None:
         """Piece by piece; pieces end where blocks of checksums do."""
-        read_into = self.source.fill if self.compared else self.source.read_into
+        read_into = self.source.fill if self.compared else partial(self.source.read_into, passing=self.passing)
         start = 0
         while start < len(target):
             stop = min((offset + start) // MAX_BUFFER_BYTES * MAX_BUFFER_BYTES + MAX_BUFFER_BYTES - offset, len(target))

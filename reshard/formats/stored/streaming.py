@@ -210,7 +210,7 @@ class _Reader:
             for part in _narrow(window):
                 inner: Any = (*part.shift(common.relative_to(box).offsets).slices, ...)  # no dims: still an array
                 near = window.crop(part)
-                copy_place(place.with_window(near), out[inner])
+                copy_place(place.with_window(near), out[inner], passing=True)
                 if isinstance(place.source, FileSource):
                     sources.add(place.source)
                     if part.sizes != window.sizes:
