@@ -25,7 +25,7 @@ from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError,
 from reshard.formats.native.hf_index import index_problem
 from reshard.formats.native.manifest import has_digest
 from reshard.formats.native.reader import NativeFacts
-from reshard.formats.stored.checksums import BlockChecksums
+from reshard.formats.stored.checksums import NO_CHECKSUMS, BlockChecksums
 from reshard.formats.stored.lazy_tensor import LazyTensor
 from reshard.formats.stored.source import FileSource
 from reshard.formats.stored.streaming import windows
@@ -107,6 +107,8 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
             covered = replace(
                 covered, read_bytes=max(covered.read_bytes, read), checked_bytes=max(covered.checked_bytes, checked)
             )
+            if covered.is_full and covered.leaves_open == NO_CHECKSUMS:
+                covered = replace(covered, leaves_open="")
     return Report(f"{checkpoint.url} ({checkpoint.format})", tuple(findings), len(checkpoint), covered)
 
 

@@ -26,7 +26,7 @@ from reshard.formats.runs import (
     shows_nothing,
     steps_seen,
 )
-from reshard.formats.stored.checksums import Checking
+from reshard.formats.stored.checksums import CRC_OF_RECORDS, EVERY_BLOCK, Checking
 from reshard.formats.stored.contents import Contents, Format
 from reshard.formats.stored.source import Files
 from reshard.state.garbage import uncollected
@@ -265,7 +265,10 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
     format = _pick(storage, names, url, preferred)
     if preferred is not None and preferred.name == format.name:
         format = preferred
-    files.checking.leaves_open = format.checksums
+    # of a single file every record is compared, and there is none that it could be mixed up with
+    files.checking.leaves_open = (
+        EVERY_BLOCK if len(names) == 1 and format.checksums == CRC_OF_RECORDS else format.checksums
+    )
     contents = format.open(files)
     if format is not native or not (beside := sorted(set(marks_in(look_in(names))) - {MANIFEST, HF_INDEX})):
         return contents

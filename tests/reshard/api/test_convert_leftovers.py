@@ -54,8 +54,8 @@ def interrupted(format: str, source: Path, target: Path, monkeypatch: pytest.Mon
     """A conversion that stopped after some files, with a claim like ours but for what is in `claim`."""
     real = workers.write_files
 
-    def stopping(writer: Any, journal: Any, files: Any, on_bytes: Any) -> None:
-        real(writer, journal, files[: max(1, len(files) // 2)], on_bytes)
+    def stopping(writer: Any, journal: Any, files: Any, *others: Any) -> None:
+        real(writer, journal, files[: max(1, len(files) // 2)], *others)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -117,8 +117,8 @@ def test_what_runs_is_left_alone(format: str, source: Path, tmp_path: Path, monk
     """Pruning, and another conversion to the same folder, while one is between two of its files."""
     target, real, seen = target_of(format, tmp_path), workers.write_files, []
 
-    def watched(writer: Any, journal: Any, files: Any, on_bytes: Any) -> None:
-        real(writer, journal, files[:1], on_bytes)
+    def watched(writer: Any, journal: Any, files: Any, *others: Any) -> None:
+        real(writer, journal, files[:1], *others)
         monkeypatch.setattr("reshard.api.convert.converting.write_files", real)
         reshard.prune(tmp_path, keep_last=1)
         for select in (None, "w1"):
@@ -128,7 +128,7 @@ def test_what_runs_is_left_alone(format: str, source: Path, tmp_path: Path, monk
             with pytest.raises(StorageError, match=r"process \d+ on .* is converting to .* just now"):
                 reshard.convert(source, target, format=format, select=select, max_shard_bytes=8000, overwrite=True)
         seen.append(True)
-        real(writer, journal, files[1:], on_bytes)
+        real(writer, journal, files[1:], *others)
 
     monkeypatch.setattr("reshard.api.convert.converting.write_files", watched)
     reshard.convert(source, target, format=format, max_shard_bytes=8000)
