@@ -88,18 +88,19 @@ class Clock:
         from reshard.execute import load_bytes
         from reshard.execute.sharing import machine_reading
         from reshard.execute.sharing.machine_memory import MachineMemory
-        from reshard.formats.native.checksums import PassingCheck
+        from reshard.formats.stored.source import FileSource
         from reshard.storage.local import LocalStorage
 
         self.watch(PLAN, loading, "open_among", "match_keys", "plan_rank", "hear_all")
         self.watch(PLAN, loading.Targets, "of")
         self.watch(AGREE, Group, "_round")
-        self.watch(CUT, machine_reading.MachineReading, "agree", "spans_to_check")
+        self.watch(CUT, machine_reading.MachineReading, "agree", "compared_elsewhere")
         self.watch(WAIT, machine_reading.MachineReading, "run")
         self.watch(WAIT, MachineMemory, "call", "wait_filled", "wait_taken")
         self.watch(READ, LocalStorage, "read_into")
-        self.watch(HASH, PassingCheck, "__init__", "add")
-        self.watch(HASH, load_bytes, "check_blocks")
+        self.watch(HASH, FileSource, "compare_data")
+        self.watch(CUT, load_bytes, "plan_compare")
+        self.watch(HASH, load_bytes, "compare_plan")
         self.watch(COPY, machine_reading, "copy_parts")
         self.watch(COPY, load_bytes, "run_copies")
 

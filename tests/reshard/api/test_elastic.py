@@ -196,7 +196,7 @@ def test_what_survives_nowhere_comes_from_a_fallback_that_has_the_same(tmp_path:
     assert "does not have the same 'w', by fingerprint" in older.passed_over[0]
     assert is_step(found, 5)
     assert not files(tmp_path / "copy1", "b")
-    with mock.patch("reshard.formats.native.checksums.xxhash.xxh3_64_intdigest", return_value=1):
+    with mock.patch("reshard.formats.stored.checksums.xxhash.xxh3_64_intdigest", return_value=1):
         damaged, _ = ends(2, tmp_path / "same")
     assert isinstance(damaged, ReshardError)
     newer, found = ends(3, tmp_path / "after")
