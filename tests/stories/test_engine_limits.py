@@ -6,7 +6,6 @@ import gc
 import logging
 import threading
 import time
-import tracemalloc
 
 import pytest
 import torch
@@ -21,8 +20,10 @@ from reshard.control.progress import listening
 from reshard.errors import CheckpointError, KeyMismatchError, StorageError
 from reshard.formats.native import manifest as native
 from reshard.formats.native.reader import open as open_native
+from reshard.formats.stored.source import Files
 from reshard.storage import open_storage
 from reshard.storage.memory import MemoryStorage
+from tests import traced
 from tests.faulty import Faulty
 from tests.storages import Remote
 
@@ -37,14 +38,9 @@ def peak_bytes(work) -> int:
     """
     work()
     gc.collect()
-    assert not tracemalloc.is_tracing(), "a test before this one has not stopped tracing"
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
+    with traced.peak() as peak:
         work()
-        return tracemalloc.get_traced_memory()[1] - before
-    finally:
-        tracemalloc.stop()
+    return peak.nbytes
 
 
 class TestMemory:
@@ -297,14 +293,12 @@ class TestScale:
         for record in files.values():
             found[record.name], found[f"{record.name}.sums"] = MIB, 8
 
-        tracemalloc.start()
-        contents = open_native(storage, found)
-        tensor = contents.tensors["layers.500.w"]
-        row = next(tensor.meeting(Box((2000, 0), (1, 64))))
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
+        with traced.peak() as peak:
+            contents = open_native(Files(storage, found))
+            tensor = contents.tensors["layers.500.w"]
+            row = next(tensor.meeting(Box((2000, 0), (1, 64))))
 
-        assert peak < 20 * MIB, "a million chunks would take hundreds of MiB"
+        assert peak.nbytes < 20 * MIB, "a million chunks would take hundreds of MiB"
         assert row[0].owner == 500
         assert len(storage.read(native.MANIFEST)) < 400_000, "it must not grow with tensors times ranks"
         assert len(tensor.chunks) == ranks
