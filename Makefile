@@ -55,8 +55,12 @@ bench: $(VENV)/.ready
 gpu: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.device $(if $(DEVICE),--device=$(DEVICE) --mib=1) --suites
 
+# another seed each night, which is printed; SEED=... for the same damages again
+SEED ?= $(shell date +%s)
+
 nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -q property_tests --hypothesis-profile=nightly --timeout=0
+	$(BIN)/python -m tests.damage --random 10000 --seed $(SEED)
 
 clean:
 	rm -rf .venv .venv-torch-* demo-out bench-out site build dist *.egg-info kernels/build kernels/*.egg-info

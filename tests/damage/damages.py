@@ -1,0 +1,202 @@
+"""What can happen to the files of a checkpoint. Each damage is a function of their bytes, a place and a seed."""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from random import Random
+
+__all__ = ["DAMAGES", "Bytes", "Changes", "Damage", "Site", "sites_of"]
+
+Bytes = Mapping[str, bytes]
+"""The files of a checkpoint, by name below its folder."""
+
+Changes = dict[str, bytes | None]
+"""What other bytes some of them have then; None: the file is gone. Nothing, where the damage is none here."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in a file where the bytes are of one kind."""
+
+    file: str
+    kind: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something that happens to bytes.
+
+    `apply(files, older, site, sites, rng)`: `older` are the files of the generation before, `sites` all places of the
+    same kind.
+    """
+
+    apply: Callable[[Bytes, Bytes, Site, list[Site], Random], Changes]
+    of_files: bool = False
+    """Whether it leaves every file as somebody once wrote it, so that what a file says of itself still holds."""
+
+
+PAGE = 4096
+
+
+def _at(files: Bytes, site: Site, rng: Random, change: Callable[[bytearray, int], None]) -> Changes:
+    data = bytearray(files[site.file])
+    change(data, rng.choice([site.start, site.stop - 1, *(rng.randrange(site.start, site.stop) for _ in range(6))]))
+    return {site.file: bytes(data)}
+
+
+def _bit(files: Bytes, older: Bytes, site: Site, sites: list[Site], rng: Random) -> Changes:
+    def change(data: bytearray, at: int) -> None:
+        data[at] ^= 1 << rng.randrange(8)
+
+    return _at(files, site, rng, change)
+
+
+def _byte(files: Bytes, older: Bytes, site: Site, sites: list[Site], rng: Random) -> Changes:
+    def change(data: bytearray, at: int) -> None:
+        data[at] = (data[at] + rng.randrange(1, 256)) % 256
+
+    return _at(files, site, rng, change)
+
+
+def _zeroed(files: Bytes, older: Bytes, site: Site, sites: list[Site], rng: Random) -> Changes:
+    def change(data: bytearray, at: int) -> None:
+        first = max(at // PAGE * PAGE, site.start)
+        stop = min(at // PAGE * PAGE + PAGE, site.stop)
+        data[first:stop] = bytes(stop - first)
+
+    return _at(files, site, rng, change)
+
+
+def _truncated(files: Bytes, older: Bytes, site: Site, sites: list[Site], rng: Random) -> Changes:
+    return {site.file: files[site.file][: rng.choice([site.stop - 1, rng.randrange(site.start, site.stop)])]}
+
+
+def _extended(files: Bytes, older: Bytes, site: Site, sites: list[Site], rng: Random) -> Changes:
+    return {site.file: files[site.file] + rng.choice([rng.randbytes, bytes])(rng.choice([1, 8, 4096, 70_000]))}
+
+
+def _blocks_swapped(files: Bytes, older: Bytes, site: Site, sites: list[Site], rng: Random) -> Changes:
+    most = (site.stop - site.start) // 2
+    size = rng.choice([n for n in (1, 16, 512, 4096, 65536) if n <= most] or [0])
+    if not size:
+        return {}
+    data = bytearray(files[site.file])
+    a = rng.randrange(site.start, site.stop - 2 * size + 1)
+    b = rng.randrange(a + size, site.stop - size + 1)
+    data[a : a + size], data[b : b + size] = data[b : b + size], data[a : a + size]
+    return {site.file: bytes(data)}
+
+
+def _files_swapped(files: Bytes, older: Bytes, site: Site, sites: list[Site], rng: Random) -> Changes:
+    others = sorted({other.file for other in sites} - {site.file})
+    if not others:
+        return {}
+    other = rng.choice(others)
+    return {site.file: files[other], other: files[site.file]}
+
+
+def _older(files: Bytes, older: Bytes, site: Site, sites: list[Site], rng: Random) -> Changes:
+    if len(files) == 1:
+        return {}  # a whole file of before is another checkpoint, and no damaged one
+    before = {_role(name): data for name, data in older.items()}
+    role = _role(site.file)
+    return {site.file: before[role]} if role in before else {}
+
+
+def _removed(files: Bytes, older: Bytes, site: Site, sites: list[Site], rng: Random) -> Changes:
+    return {site.file: None}
+
+
+def _role(name: str) -> str:
+    """What a file is called in every generation."""
+    return re.sub(r"-[0-9a-f]{12}-[0-9a-f]{12}", "", name)
+
+
+DAMAGES: Mapping[str, Damage] = {
+    "bit": Damage(_bit),
+    "byte": Damage(_byte),
+    "zeroed page": Damage(_zeroed),
+    "truncated": Damage(_truncated),
+    "extended": Damage(_extended),
+    "blocks swapped": Damage(_blocks_swapped),
+    "files swapped": Damage(_files_swapped, of_files=True),
+    "older file": Damage(_older, of_files=True),
+    "removed": Damage(_removed),
+}
+
+
+# --- where there is what ---
+
+
+def sites_of(files: Bytes) -> list[Site]:
+    """The places of all files, by what they are."""
+    return [site for name, data in files.items() for site in _sites(name, data) if site.start < site.stop]
+
+
+_KINDS = {
+    ".sums": "sums",
+    ".parts": "parts",
+    ".blocks": "blocks",
+    "/files": "table of files",
+    "manifest.json": "manifest",
+    ".index.json": "index",
+    "METADATA": "metadata",
+    "metadata": "metadata",
+    "_sharding": "metadata",
+    "/process_0": "metadata",
+    ".zarray": "metadata",
+    ".ocdbt": "metadata",
+    "latest": "metadata",
+    ".txt": "metadata",
+    "owner.json": "manifest",
+}
+"""By the end of a name."""
+
+
+def _sites(name: str, data: bytes) -> Iterator[Site]:
+    kind = next((kind for end, kind in _KINDS.items() if name.endswith(end)), None)
+    if kind is not None:
+        yield Site(name, kind, 0, len(data))
+    elif name.endswith(".safetensors"):
+        stop = 8 + struct.unpack("<Q", data[:8])[0]
+        yield Site(name, "header", 0, stop)
+        yield Site(name, "data", stop, len(data))
+    elif b"PK\x05\x06" in data:
+        yield from _archives(name, data)
+    elif data[:4] == b"GGUF":
+        stop = data.rindex(b"scale") + 32  # about where the last of the tensors' names is
+        yield Site(name, "header", 0, stop)
+        yield Site(name, "data", stop, len(data))
+    elif name.endswith(".pt"):  # of before there were archives: five pickles, and what the storages hold
+        stop = data.rindex(b"]q\x00") if b"]q\x00" in data else len(data) // 100
+        yield Site(name, "pickle", 0, stop)
+        yield Site(name, "data", stop, len(data))
+    else:
+        yield Site(name, "data", 0, len(data))
+
+
+def _archives(name: str, data: bytes) -> Iterator[Site]:
+    """Of one zip archive, or of many one behind another, as DCP writes them."""
+    start = 0
+    for end in re.finditer(re.escape(b"PK\x05\x06"), data):
+        stop = end.start() + 22
+        item = data[start:stop]
+        with zipfile.ZipFile(io.BytesIO(item)) as archive:
+            directory = archive.start_dir
+            for record in archive.infolist():
+                at = record.header_offset
+                body = at + 30 + sum(struct.unpack("<HH", item[at + 26 : at + 30]))
+                yield Site(name, "zip headers", start + at, start + body)
+                kind = "data" if "/data/" in record.filename else "pickle"
+                yield Site(name, kind, start + body, start + body + record.compress_size)
+        yield Site(name, "zip directory", start + directory, stop)
+        start = stop
+    if start < len(data):
+        yield Site(name, "data", start, len(data))

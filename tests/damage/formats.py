@@ -1,0 +1,190 @@
+"""The checkpoints that are damaged: small ones of every format, with what the format can find out about its bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import reshard
+from planners.topologies.topology import Topology
+from reshard.formats.native import publish
+from tests.golden.make import HERE as GOLDEN
+from tests.samples import sample
+
+__all__ = ["FORMATS", "Format", "state"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of checkpoint."""
+
+    name: str
+    make: Callable[[Path, int], Path]
+    """Writes the checkpoint of a generation below a folder, and says where."""
+    checked: frozenset[str] = frozenset()
+    """Kinds of places that have checksums, so that who reads all of one finds a change in it."""
+    generations: bool = True
+    """Whether there is an older one, whose files may be put back."""
+    is_base: bool = False
+    """Whether a later save can be based on it."""
+
+
+def tensors(generation: int) -> dict[str, torch.Tensor]:
+    """One larger than a MiB, some of a few blocks, many in one block; of several dtypes."""
+    made = torch.Generator().manual_seed(generation)
+    out = {
+        "long": torch.randn(400_000, generator=made),
+        "w": torch.randn(300, 250, generator=made),
+        "half": torch.randn(120, 700, generator=made).to(torch.bfloat16),
+        "flags": torch.randint(0, 2, (99,), generator=made).to(torch.bool),
+        "codes": torch.randint(-99, 99, (7, 11), generator=made).to(torch.int8),
+        "scale": torch.randn((), generator=made, dtype=torch.float64),
+    }
+    return out | {f"layers.{i}.bias": torch.randn(50, generator=made) for i in range(12)}
+
+
+def state(generation: int) -> dict[str, Any]:
+    """A model, its optimizer and plain values, all of them other ones in each generation."""
+    model = tensors(generation)
+    trained = {"w", "layers.0.bias"}
+    slots = {name: {"step": torch.tensor(float(generation)), "exp_avg": model[name] * 3} for name in trained}
+    group = {"lr": 0.1 / (generation + 1), "betas": (0.9, 0.99), "params": sorted(trained)}
+    optim = {"state": slots, "param_groups": [group]}
+    return {"model": model, "optim": optim, "step": generation, "note": f"generation {generation} " * 5}
+
+
+def _native(folder: Path, generation: int) -> Path:
+    reshard.save(state(generation), folder / "saved", base="auto", alone=True)
+    return folder / "saved"
+
+
+def _chain(folder: Path, generation: int) -> Path:
+    """The last of three saves, each of which writes a third of the tensors anew."""
+    now = state(generation)
+    before = [state(generation + 10), state(generation + 10)]
+    before[1]["model"] = {k: now["model"][k] if i % 3 else v for i, (k, v) in enumerate(before[0]["model"].items())}
+    before[1]["model"]["long"] = torch.cat([now["model"]["long"][:300_000], before[0]["model"]["long"][300_000:]])
+    for number, made in enumerate([*before, now]):
+        base: Any = folder / f"step-{number - 1}" if number else "auto"
+        reshard.save(made, folder / f"step-{number}", base=base, alone=True)
+    return folder / "step-2"
+
+
+def _many_files(folder: Path, generation: int) -> Path:
+    reshard.save(state(generation), folder / "one", alone=True)
+    rows = {"model.w": "S(0)", "model.half": "S(1)", "model.long": "S(0)", "*": "R"}
+    onto = Topology.parse("dp=4", rows).layout(reshard.open(folder / "one").layout.specs)
+    with mock.patch.object(publish, "FEW_FILES", 1):
+        reshard.convert(folder / "one", folder / "four", onto=onto, alone=True)
+    return folder / "four"
+
+
+def _kept(folder: Path, generation: int) -> Path:
+    reshard.elastic.Tier(folder / "tier", host="a", copies=0).keep(state(generation), step=generation)
+    return folder / "tier"
+
+
+def _dcp(folder: Path, generation: int) -> Path:
+    writer = dcp.FileSystemWriter(str(folder / "saved"), thread_count=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save(state(generation), storage_writer=writer, no_dist=True)
+    return folder / "saved"
+
+
+def _torch_save(folder: Path, generation: int, **options: Any) -> Path:
+    torch.save(state(generation), folder / "saved.pt", **options)
+    return folder / "saved.pt"
+
+
+def _legacy(folder: Path, generation: int) -> Path:
+    return _torch_save(folder, generation, _use_new_zipfile_serialization=False)
+
+
+def _safetensors(folder: Path, generation: int) -> Path:
+    from safetensors.torch import save_file
+
+    save_file(tensors(generation), folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def _hugging_face(folder: Path, generation: int) -> Path:
+    from safetensors.torch import save_file
+
+    (folder / "hf").mkdir()
+    made = tensors(generation)
+    files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    home = {name: files[name != "long"] for name in made}
+    for file in files:
+        save_file({name: tensor for name, tensor in made.items() if home[name] == file}, folder / "hf" / file)
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in made.values())}, "weight_map": home}
+    (folder / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder / "hf"
+
+
+def _gguf(folder: Path, generation: int) -> Path:
+    import gguf
+
+    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
+    writer.add_uint32("llama.block_count", 12)
+    for name, tensor in tensors(generation).items():
+        if tensor.dtype is torch.float32 or name == "scale":
+            writer.add_tensor(name, tensor.to(torch.float32).reshape(-1 if not tensor.ndim else tensor.shape).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "model.gguf"
+
+
+def _copied(source: Path) -> Callable[[Path, int], Path]:
+    def make(folder: Path, generation: int) -> Path:
+        shutil.copytree(source, folder / "saved")
+        return folder / "saved"
+
+    return make
+
+
+def _sample(path: str) -> Callable[[Path, int], Path]:
+    return lambda folder, generation: _copied(sample(path))(folder, generation)
+
+
+NATIVE = frozenset({"data", "header", "sums", "manifest", "parts", "table of files"})
+ARCHIVES = frozenset({"data", "pickle"})
+
+FORMATS: Mapping[str, Format] = {
+    format.name: format
+    for format in (
+        Format("native", _native, NATIVE, is_base=True),
+        Format("native chain", _chain, NATIVE, is_base=True),
+        Format("native many files", _many_files, NATIVE),
+        Format("native v1", _copied(GOLDEN / "v1" / "sharded"), NATIVE, generations=False),
+        Format("native v2", _copied(GOLDEN / "v2" / "sharded"), NATIVE, generations=False),
+        Format("kept", _kept, NATIVE),
+        Format("dcp", _dcp, ARCHIVES),
+        Format("dcp zstd", _sample("dcp_zstd_w2/ckpt"), generations=False),
+        Format("dcp sharded tensors", _sample("dcp_sharded_tensor_w2/ckpt"), ARCHIVES, generations=False),
+        Format("torch_save", _torch_save, ARCHIVES),
+        Format("torch_save legacy", _legacy),
+        Format("safetensors", _safetensors),
+        Format("hugging face", _hugging_face),
+        Format("hugging face of ranks", _sample("hf_dcp_writer_2x2/ckpt/sharded_1file"), generations=False),
+        Format("gguf", _gguf),
+        Format("files of ranks", _sample("pt_dtensor_2x2/ckpt"), ARCHIVES, generations=False),
+        Format("deepspeed", _sample("ds_z3_w2/ckpt"), ARCHIVES, generations=False),
+        Format("megatron legacy", _sample("mcore_legacy_tp2_pp2/ckpt"), ARCHIVES, generations=False),
+        Format("torchsnapshot", _sample("torchsnapshot/plain"), generations=False),
+        Format("torchsnapshot batched", _sample("torchsnapshot/batched"), generations=False),
+        Format("orbax zarr", _sample("orbax/zarr"), generations=False),
+        Format("orbax ocdbt", _sample("orbax/ocdbt"), generations=False),
+    )
+}

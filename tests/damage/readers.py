@@ -1,0 +1,371 @@
+"""The ways to read a checkpoint. Each gives what it handed out, and what it said of it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import reshard
+from planners.findings import Report
+from planners.topologies.topology import Topology
+from reshard.cli.app import run as run_command
+from reshard.formats.pickles.record import Record
+from reshard.formats.stored.lazy_tensor import LazyTensor, whole
+from reshard.mapping.rules import Rename, Transpose
+
+__all__ = ["METADATA", "READERS", "VALUES", "Read", "Reader", "Scene"]
+
+VALUES = "values unchecked"
+METADATA = "metadata unchecked"
+"""What verdicts leave open, where they do so in numbers or in other words."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a reader is given: a checkpoint, the same one undamaged, and an empty folder for what it writes."""
+
+    path: Path
+    good: Path
+    out: Path
+
+
+@dataclass(frozen=True)
+class Read:
+    """What came of reading."""
+
+    values: Mapping[str, Any]
+    said: str
+    """In one line: where bytes went unchecked, the word "unchecked" is in it; where files are lost, they are named."""
+    ok: bool = True
+
+    def __post_init__(self) -> None:
+        values = _comparable(self.values)
+        object.__setattr__(self, "values", {key: values[key] for key in sorted(values)})  # as files come, so do keys
+
+
+def _comparable(value: Any) -> Any:
+    """With what stands for objects of unknown classes as text: they are equal to nothing but themselves."""
+    if isinstance(value, Mapping):
+        return {key: _comparable(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_comparable, value))
+    return repr(value) if isinstance(value, Record) else value
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A way to read."""
+
+    name: str
+    read: Callable[[Scene], Read]
+    only: tuple[str, ...] = ()
+    """The formats that can be read so; default: all."""
+    but: tuple[str, ...] = ()
+    """The formats that cannot, for what the reader wants is not in them."""
+
+
+def _target(good: Path, part: slice = slice(None)) -> dict[str, Any]:
+    """A live state with the keys of the undamaged checkpoint, and other values."""
+    saved = reshard.open(good)
+    state: dict[str, Any] = {k: torch.zeros(t.shape, dtype=t.dtype) for k, t in [*saved.items()][part]}
+    own = {key: reshard.PerRank(torch.zeros(1), on_change=_joined) for key in [*saved.contents.per_rank][part]}
+    return state | dict.fromkeys([*saved.objects][part]) | own
+
+
+def _joined(saved: Mapping[int, Any], rank: int, world_size: int) -> Any:
+    return dict(saved)
+
+
+def _loaded(
+    keys: slice = slice(None), change: Callable[[Any], Any] = lambda value: value, **options: Any
+) -> Callable[[Scene], Read]:
+    def read(scene: Scene) -> Read:
+        state = {key: change(value) for key, value in _target(scene.good, keys).items()}
+        report = reshard.load(state, scene.path, **options)
+        values = {k: value.value if isinstance(value, reshard.PerRank) else value for k, value in state.items()}
+        return Read(values, repr(report), not (report.missing or report.mismatched or report.dropped))
+
+    return read
+
+
+def _wide(value: Any) -> Any:
+    return value.to(torch.float64) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _dcp_load(scene: Scene) -> Read:
+    state = {k: value for k, value in _target(scene.good).items() if not isinstance(value, reshard.PerRank)}
+    with _logged() as lines:
+        reshard.dcp.load(state, checkpoint_id=scene.path, no_dist=True)
+    return Read(state, " ".join(lines))
+
+
+def _opened(index: Callable[[LazyTensor], Any]) -> Callable[[Scene], Read]:
+    def read(scene: Scene) -> Read:
+        checkpoint = reshard.open(scene.path)
+        found = {name: index(tensor) for name, tensor in checkpoint.items()}
+        return Read({**found, **checkpoint.objects}, _said(checkpoint))
+
+    return read
+
+
+def _said(checkpoint: reshard.Checkpoint) -> str:
+    return "; ".join((repr(checkpoint), *checkpoint.warnings))
+
+
+def _middle(tensor: LazyTensor) -> Any:
+    return tensor[tuple(slice(n // 3, 2 * n // 3 + 1) for n in tensor.shape)]
+
+
+def _strided(tensor: LazyTensor) -> Any:
+    return tensor[(slice(None, None, 3),) * min(tensor.ndim, 1) + (slice(1, None, 2),) * max(tensor.ndim - 1, 0)]
+
+
+def _last_row(tensor: LazyTensor) -> Any:
+    return tensor[-1] if tensor.ndim and len(tensor) else tensor[...]
+
+
+def _row_by_row(tensor: LazyTensor) -> Any:
+    """The first few: what has been read once may have been checked for good."""
+    return [tensor[i] for i in range(min(len(tensor), 5))] if tensor.ndim else [tensor[...]]
+
+
+def _nested(scene: Scene) -> Read:
+    checkpoint = reshard.open(scene.path)
+    return Read({"nested": whole(checkpoint.nested())}, _said(checkpoint))
+
+
+def _normalized(scene: Scene) -> Read:
+    checkpoint = reshard.open(scene.path)
+    return Read(whole(dict(checkpoint.normalized())), _said(checkpoint))
+
+
+def _canonical(scene: Scene) -> Read:
+    checkpoint = reshard.open(scene.path).canonical()
+    return Read(_everything(checkpoint), _said(checkpoint))
+
+
+def _model_only(scene: Scene) -> Read:
+    checkpoint = reshard.open(scene.path).canonical(model_only=True)
+    return Read(_everything(checkpoint), _said(checkpoint))
+
+
+def _mapped(scene: Scene) -> Read:
+    """One name changed, one tensor transposed, as the undamaged checkpoint has them."""
+    saved = reshard.open(scene.good)
+    plain = [name for name in saved if not set(name) & set("{}*+")]
+    flat = next(name for name in plain if saved[name].ndim == 2)
+    rules = [Transpose(flat, flat + ".turned"), Rename(plain[-1], plain[-1] + ".renamed")]
+    checkpoint = reshard.open(scene.path).mapped(reshard.Mapping(rules))
+    return Read(_everything(checkpoint), _said(checkpoint))
+
+
+def _everything(checkpoint: reshard.Checkpoint) -> dict[str, Any]:
+    return {name: tensor[...] for name, tensor in checkpoint.items()} | dict(checkpoint.objects)
+
+
+def _unchecked(path: Path) -> dict[str, Any]:
+    """What the bytes say, whatever checksums do: what a verdict that nothing is wrong must stand for."""
+    able = "check" in inspect.signature(reshard.open).parameters
+    try:
+        return _everything(reshard.open(path, check=False) if able else reshard.open(path))
+    except reshard.ReshardError as error:
+        return {"it cannot be read": str(error)}
+
+
+# --- verdicts: what they call right is read without any check ---
+
+
+def _verify(scene: Scene) -> Read:
+    report = reshard.verify(scene.path)
+    covered = report.covered
+    values = [] if covered is None or covered.is_full else [VALUES]
+    metadata = [] if covered is None or covered.metadata_checked else [METADATA]
+    return _judged(scene, report, *values, *metadata)
+
+
+def _verify_against(scene: Scene) -> Read:
+    return _judged(scene, reshard.verify(scene.path, scene.good))
+
+
+def _compare(scene: Scene) -> Read:
+    return _judged(scene, reshard.compare(scene.path, scene.good))
+
+
+def _compare_other_way(scene: Scene) -> Read:
+    return _judged(scene, reshard.compare(scene.good, scene.path))
+
+
+def _judged(scene: Scene, report: Report, *more: str) -> Read:
+    if not report.ok:
+        return Read({}, repr(report), ok=False)
+    return Read(_unchecked(scene.path), " ".join((repr(report), *more)))
+
+
+def _fingerprint(scene: Scene) -> Read:
+    checkpoint = reshard.open(scene.path)
+    return Read(reshard.fingerprint(checkpoint), _said(checkpoint))
+
+
+# --- what writes another checkpoint, which is then read ---
+
+
+def _converted(name: str = "converted", **options: Any) -> Callable[[Scene], Read]:
+    def read(scene: Scene) -> Read:
+        report = reshard.convert(scene.path, scene.out / name, **options)
+        return Read(_everything(reshard.open(scene.out / name)), repr(report))
+
+    return read
+
+
+def _onto(scene: Scene) -> Read:
+    onto = Topology.parse("dp=3", {"*": "S(0)"})
+    return _converted(onto=onto)(scene)
+
+
+def _dcp_to_torch_save(scene: Scene) -> Read:
+    with _logged() as lines:
+        reshard.dcp.format_utils.dcp_to_torch_save(scene.path, scene.out / "all.pt")
+    return Read(_everything(reshard.open(scene.out / "all.pt")), " ".join(lines))
+
+
+def _torch_save_to_dcp(scene: Scene) -> Read:
+    with _logged() as lines:
+        reshard.dcp.format_utils.torch_save_to_dcp(scene.path, scene.out / "dcp")
+    return Read(_everything(reshard.open(scene.out / "dcp")), " ".join(lines))
+
+
+def _based(scene: Scene) -> Read:
+    """The next save, of mostly the same elements, and a load of it."""
+    state = dict(_everything(reshard.open(scene.good)))
+    changed = next(name for name in state if name.endswith("w"))
+    state[changed] = state[changed] + 1
+    target = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for k, v in state.items()}
+    beside = scene.path.parent / "next"
+    try:
+        saved = reshard.save(state, beside, base=scene.path)
+        report = reshard.load(target, beside)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return Read(target, f"{saved!r} {report!r}", report.ok)
+
+
+def _recovered(scene: Scene) -> Read:
+    state = _live()
+    report = reshard.elastic.Tier(scene.path, host="a", copies=0).recover(state)
+    return Read(state, f"{report!r} {report.load!r}", report.load.ok)
+
+
+def _live() -> dict[str, Any]:
+    from tests.damage.formats import state
+
+    def blank(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: blank(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(blank, value))
+        return torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)()
+
+    return dict(blank(state(1)))
+
+
+_MEANINGS = {
+    "a changed value would not have been found": VALUES,
+    "Of names, shapes and objects no checksum was saved": METADATA,
+}
+"""Of what `reshard verify` says."""
+
+
+def _command(*words: str) -> Callable[[Scene], Read]:
+    """What the command line says, with `{path}`, `{good}` and `{out}` filled in."""
+
+    def read(scene: Scene) -> Read:
+        given = [word.format(path=scene.path, good=scene.good, out=scene.out / "out") for word in words]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            try:
+                run_command(given)
+                code: Any = 0
+            except SystemExit as end:
+                code = end.code
+        if code:
+            return Read({}, printed.getvalue(), ok=False)
+        made = scene.out / "out"
+        said = " ".join(printed.getvalue().split())
+        for phrase, meaning in _MEANINGS.items():
+            said = said.replace(phrase, meaning)
+        return Read(_unchecked(made if made.exists() else scene.path), said)
+
+    return read
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[list[str]]:
+    """What is logged meanwhile: all that a call without a report can say."""
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("reshard"), Kept()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+_KEPT = "kept"  # no checkpoint, but what a job recovers from
+_UNKNOWN_CLASSES = "deepspeed"  # raw, it has objects of its own classes: they cannot be written, loaded or compared
+_BY_NUMBER = ("torchsnapshot", "torchsnapshot batched", "files of ranks")  # optimizers without names: a hint is needed
+
+READERS: Mapping[str, Reader] = {
+    reader.name: reader if reader.only else replace(reader, but=(*reader.but, _KEPT))
+    for reader in (
+        Reader("load", _loaded(), but=(_UNKNOWN_CLASSES,)),
+        Reader("load, a third of the keys", _loaded(slice(1, None, 3), strict="subset"), but=(_UNKNOWN_CLASSES,)),
+        Reader("load, not strict", _loaded(strict=False, dtype_policy="saved"), but=(_UNKNOWN_CLASSES,)),
+        Reader("load, cast", _loaded(change=_wide, dtype_policy="cast"), but=(_UNKNOWN_CLASSES,)),
+        Reader("dcp.load", _dcp_load, but=(_UNKNOWN_CLASSES,)),
+        Reader("open, whole", _opened(lambda tensor: tensor[...])),
+        Reader("open, a slice", _opened(_middle)),
+        Reader("open, a strided slice", _opened(_strided)),
+        Reader("open, the last row", _opened(_last_row)),
+        Reader("open, row by row", _opened(_row_by_row)),
+        Reader("nested", _nested),
+        Reader("normalized", _normalized, but=_BY_NUMBER),
+        Reader("canonical", _canonical, but=_BY_NUMBER),
+        Reader("model only", _model_only, but=_BY_NUMBER),
+        Reader("mapped", _mapped, but=(_UNKNOWN_CLASSES,)),
+        Reader("verify", _verify),
+        Reader("verify against", _verify_against, but=(_UNKNOWN_CLASSES,)),
+        Reader("compare", _compare, but=(_UNKNOWN_CLASSES,)),
+        Reader("compare, the other way", _compare_other_way, but=(_UNKNOWN_CLASSES,)),
+        Reader("fingerprint", _fingerprint),
+        Reader("convert to native", _converted(), but=(_UNKNOWN_CLASSES,)),
+        Reader("convert to dcp", _converted(format="dcp"), but=(_UNKNOWN_CLASSES,)),
+        Reader("convert to torch_save", _converted("out.pt", format="torch_save"), but=(_UNKNOWN_CLASSES,)),
+        Reader("convert to safetensors", _converted(format="safetensors")),
+        Reader("convert onto others", _onto, but=(_UNKNOWN_CLASSES,)),
+        Reader("convert, normalized", _converted(normalized=True), but=_BY_NUMBER),
+        Reader("dcp_to_torch_save", _dcp_to_torch_save, only=("dcp", "dcp zstd", "dcp sharded tensors")),
+        Reader("torch_save_to_dcp", _torch_save_to_dcp, only=("torch_save", "torch_save legacy")),
+        Reader("save on it, and load", _based, only=("native", "native chain")),
+        Reader("recover", _recovered, only=(_KEPT,)),
+        Reader("$ verify", _command("verify", "{path}")),
+        Reader("$ diff", _command("diff", "{path}", "{good}"), but=(_UNKNOWN_CLASSES,)),
+        Reader("$ convert", _command("convert", "{path}", "{out}", "--format", "native"), but=(_UNKNOWN_CLASSES,)),
+    )
+}
