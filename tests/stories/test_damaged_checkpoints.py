@@ -16,8 +16,15 @@ from tests.damage.readers import READERS
 
 pytestmark = pytest.mark.host_only("it is about what is read from files")
 
+SHARES = {"kept": 3, "files of ranks": 42, "megatron legacy": 28}
+"""One of so many cells of a format is tried here: few of those that take long, more where there are few."""
 SHARE = 14
-"""One of so many cells of the matrix is tried here."""
+"""The same of all others."""
+
+
+def tried_here(checkpoints: Checkpoints, format: str) -> list[Cell]:
+    """The cells of a format that are tried, always the same ones."""
+    return [cell for cell in cells(checkpoints, format) if cell.is_in_share(SHARES.get(format, SHARE))]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +42,7 @@ def _all_found(results: list[Result]) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_damage_is_found_or_told_to_be_unchecked(format: str, checkpoints: Checkpoints) -> None:
-    results = [checkpoints.run(cell) for cell in cells(checkpoints, format) if cell.is_in_share(SHARE)]
+    results = [checkpoints.run(cell) for cell in tried_here(checkpoints, format)]
     _all_found(results)
     assert Counter(result.outcome for result in results)[Outcome.REFUSED] > 2
 
@@ -72,11 +79,11 @@ def test_a_reader_that_looks_at_nothing_is_not_let_through(format: str, checkpoi
 
 
 def test_every_reader_format_and_damage_is_in_the_share(checkpoints: Checkpoints) -> None:
-    tried = [cell for format in FORMATS for cell in cells(checkpoints, format) if cell.is_in_share(SHARE)]
+    tried = [cell for format in FORMATS for cell in tried_here(checkpoints, format)]
     assert {cell.reader for cell in tried} == {*READERS}
     assert {cell.damage for cell in tried} == {*DAMAGES}
     assert {(cell.format, cell.kind) for cell in tried} == {(f, kind) for f in FORMATS for kind in checkpoints[f].sites}
-    assert all(len(readers_of(format)) > 20 for format in FORMATS if format != "kept")
+    assert all(len(readers_of(format)) >= 14 for format in FORMATS if format != "kept")
     assert all(Cell.parse(str(cell)) == cell for cell in tried)
 
 
@@ -85,10 +92,6 @@ def test_a_seed_gives_the_same_damage_again(checkpoints: Checkpoints, tmp_path: 
     for seed in range(20):
         cell = random_cell(checkpoints, seed)
         assert cell == random_cell(again, seed)
-        if cell.format not in (
-            "native",
-            "native chain",
-            "native many files",
-            "kept",
-        ):  # whose names have the time in them
+        # names have the time in them, and old files of torch.save the addresses of storages
+        if cell.format not in ("native", "native chain", "native many files", "kept", "torch_save legacy"):
             assert checkpoints.planned(cell) == again.planned(cell)
