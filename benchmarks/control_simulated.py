@@ -20,22 +20,18 @@ from typing import Any
 
 import msgspec
 
-from planners.geometry.layout import TensorSpec
-from planners.geometry.layout_forms import Form, ProductForm
-from planners.geometry.mesh import Mesh
-from planners.geometry.placement import Shard
-from reshard.api.load import mismatches
-from reshard.api.load.options import LoadOptions
-from reshard.api.save import crew, repeated
-from reshard.api.save.options import SaveOptions
-from reshard.control import global_state
-from reshard.control.global_state import Census, Holdings, census_of
-from reshard.control.group import Group
-from reshard.execute.sharing.machine_memory import OwnMemory
-from reshard.execute.sharing.machine_reading import MachineReading
-from reshard.formats.native.file_table import FileRecord
-from reshard.state.fingerprints.parts import Partial
-from reshard.state.fingerprints.tally import add_tallies, pack_tally
+from planners.geometry.layout import Form, ProductForm, TensorSpec
+from planners.geometry.mesh import Mesh, Shard
+from reshard.api import load_keys, save_job
+from reshard.api import save as repeated
+from reshard.api.load_keys import LoadOptions
+from reshard.api.save_job import SaveOptions
+from reshard.execute.machine import MachineReading, OwnMemory
+from reshard.live.fingerprints import Partial, add_tallies, pack_tally
+from reshard.native.manifest import FileRecord
+from reshard.ranks import global_state
+from reshard.ranks.global_state import GlobalState, LocalState, global_state_of
+from reshard.ranks.group import Group
 from tests.simulated_ranks import World
 
 PER_MACHINE = 8
@@ -69,17 +65,19 @@ class Described:
 def save(group: Group, state: Any, ranks_per_file: int = 1) -> None:
     """The collective steps of `reshard.save`, in their order."""
     with group.together("save"):
-        holdings = Holdings.of(state)
-        met = repeated.meet(holdings, group, SaveOptions(), None, b"")  # nobody has kept a plan
-        census = census_of(holdings, group, group.parties(holdings.said, met.pool))
+        holdings = LocalState.of(state)
+        met = repeated.meet_before_save(holdings, group, SaveOptions(), None, b"")  # nobody has kept a plan
+        census = global_state_of(holdings, group, group.parties(holdings.said, met.pool))
         word = b"0192f3c1a800-5d2e6f7a8b9c" if group.rank == 0 else b""
-        repeated.meet(holdings, group, SaveOptions(), repeated.Kept(census, _NO_PLAN, []), word, before=met)
+        repeated.meet_before_save(
+            holdings, group, SaveOptions(), repeated.CachedPlan(census, _NO_PLAN, []), word, before=met
+        )
         group.barrier()
         with group.together("write"):
             if ranks_per_file > 1:
                 here = f"machine {group.rank // PER_MACHINE}"
-                crew.machine = lambda: here
-                together = crew.crew_of(group, ranks_per_file)
+                save_job.machine = lambda: here
+                together = save_job.file_group_of(group, ranks_per_file)
                 for said in (b"bytes by item size", b"rows", bytes(_TOLD_BYTES)):
                     together.tell(said)
             tally = pack_tally(dict.fromkeys(range(len(state.tensors)), _PART))
@@ -91,8 +89,8 @@ def load(group: Group, match: Any, checkpoint: Any) -> None:
     with group.together("load"):
         group.same_options("load", LoadOptions().shared())
         machine = f"machine {group.rank // PER_MACHINE}"
-        mismatches.socket = SimpleNamespace(gethostname=lambda: machine)  # type: ignore[attr-defined]
-        mismatches.hear_all(match, group, checkpoint, _NO_TARGETS)
+        load_keys.socket = SimpleNamespace(gethostname=lambda: machine)  # type: ignore[attr-defined]
+        load_keys.gather_mismatches(match, group, checkpoint, _NO_TARGETS)
         own = OwnMemory(0, 4096)
         own.machine = machine
         MachineReading.agree([], own, group).confirm(group)
@@ -116,10 +114,10 @@ def simulate(name: str, world_size: int, tensors: int) -> None:
     )
 
     # what all ranks hold is frozen, and the same for all that were told the same: simulated ranks have one in common
-    censuses: dict[bytes, Census] = {}
+    censuses: dict[bytes, GlobalState] = {}
     merge = global_state._merge
 
-    def merged(parties: Any, *own: Any) -> Census:
+    def merged(parties: Any, *own: Any) -> GlobalState:
         key = msgspec.msgpack.encode(([(said, len(ranks), ranks[0], ranks[-1]) for said, ranks in parties], own))
         if key not in censuses:
             censuses[key] = merge(parties, *own)

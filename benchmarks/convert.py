@@ -53,7 +53,7 @@ print(json.dumps({{"s": seconds, "processor s": cpu, "MB of memory": (peak - bef
 _READERS = "reshard.formats.opening as known, reshard.storage.tar; known.plain_formats(), known.composite_formats()"
 _MODULES = {
     "torch": ("torch.distributed.checkpoint.format_utils", "import torch.serialization"),
-    "reshard": ("reshard.dcp", f"import reshard.api.convert.converting, {_READERS}"),
+    "reshard": ("reshard.dcp", f"import reshard.api.convert, {_READERS}"),
 }
 """Where the function is, and what it needs besides."""
 CASES = {"rows by 4": 0, "columns by 4": 1}

@@ -38,7 +38,7 @@ _CHILD = """
 import json, sys, time, warnings
 warnings.filterwarnings("ignore")
 import reshard
-import reshard.api.convert.converting
+import reshard.api.convert
 def memory(which):  # in bytes: what the kernel counts, mapped files included
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith(which))

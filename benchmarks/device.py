@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 import reshard
 from benchmarks import processes
-from reshard.state.memory import lanes
+from reshard.live import copy_streams
 
 REPEATS = 3
 SIMULATED = "sim"
@@ -79,7 +79,7 @@ def state_of(nbytes: int, device: torch.device) -> dict[str, torch.Tensor]:
 
 def copies(device: torch.device, nbytes: int) -> dict[str, float]:
     """Bytes a second of plain copies: to the device and from it through pinned memory, and on the device."""
-    host, here = lanes.pinned(nbytes), torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    host, here = copy_streams.pinned(nbytes), torch.zeros(nbytes, dtype=torch.uint8, device=device)
     there = torch.empty_like(here)
     return {
         "to": nbytes / best_s(lambda: here.copy_(host, non_blocking=True), device),
@@ -91,7 +91,7 @@ def copies(device: torch.device, nbytes: int) -> dict[str, float]:
 def read_speed(path: Path, device: torch.device) -> float:
     """Bytes a second of reading the data files of a checkpoint into pinned memory, with nothing checked."""
     files = sorted(path.rglob("*.safetensors"))
-    room = lanes.pinned(max(file.stat().st_size for file in files))
+    room = copy_streams.pinned(max(file.stat().st_size for file in files))
 
     def read() -> None:
         for file in files:

@@ -19,8 +19,9 @@ import torch
 
 from benchmarks.kernels import NAMED, compiled_kernel, is_installed
 from benchmarks.page import Row, arguments, report
-from reshard.state.fingerprints import fold, partial, partials
-from reshard.state.fingerprints.keys import Key
+from reshard.live import fingerprint_sums
+from reshard.live.fingerprint_sums import Key
+from reshard.live.fingerprints import partial, partials
 
 ROUNDS = 3
 FIRST_CASE = "bfloat16, rows of 4096"
@@ -68,7 +69,7 @@ def cases(nbytes: int, device: torch.device) -> list[tuple[str, torch.Tensor, li
 
 def first_time_s(tensor: torch.Tensor) -> float:
     """The same for a process that has no numbers at hand: keys are made anew."""
-    fold._limbs.cache_clear()
+    fingerprint_sums._limbs.cache_clear()
     start = time.perf_counter()
     partial(tensor, key=Key(str(start).encode()))
     _wait(tensor.device)

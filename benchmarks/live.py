@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import reshard
-import reshard.api.redistribute.redistributing as prepared
+import reshard.api.redistribute as prepared
 from benchmarks.page import Row, arguments, report
 from benchmarks.processes import measured, run, timed
 from planners import (
@@ -40,7 +40,7 @@ from planners import (
 )
 from planners import Replicate as R
 from planners import Shard as S
-from planners.transfer.hierarchical import bytes_between, rank_groups
+from planners.plans.transfer import bytes_between, rank_groups
 
 WORLD = 8
 BUDGET_BYTES = 4 << 20

@@ -83,13 +83,13 @@ class Clock:
 
     def watch_load(self) -> None:
         """Count what a load calls."""
-        from reshard.api.load import loading
-        from reshard.control.group import Group
-        from reshard.execute import load_bytes
-        from reshard.execute.sharing import machine_reading
-        from reshard.execute.sharing.machine_memory import MachineMemory
-        from reshard.formats.stored.source import FileSource
+        from reshard.api import load as loading
+        from reshard.execute import fetch as load_bytes
+        from reshard.execute import machine as machine_reading
+        from reshard.execute.machine import MachineMemory
+        from reshard.ranks.group import Group
         from reshard.storage.local import LocalStorage
+        from reshard.stored.source import FileSource
 
         self.watch(PLAN, loading, "open_among", "match_keys", "plan_rank", "hear_all")
         self.watch(PLAN, loading.Targets, "of")

@@ -16,15 +16,14 @@ from typing import Any
 
 from benchmarks import models
 from benchmarks.page import Row, arguments, report
-from planners.reports.codec import from_json
-from planners.save.plan import plan_writes
-from reshard.control.global_state import Census
-from reshard.formats.native import reader
-from reshard.formats.native.file_table import FileRecord
-from reshard.formats.native.manifest import MANIFEST, encode_manifest, read_manifest
-from reshard.formats.native.publish import Generation, Written
-from reshard.formats.native.reader import NativeFacts, Share
-from reshard.state.fingerprints.parts import Partial
+from planners.plans.codec import from_json
+from planners.plans.save import plan_writes
+from reshard.live.fingerprints import Partial
+from reshard.native import reader
+from reshard.native.commit import Generation, Written
+from reshard.native.manifest import MANIFEST, FileRecord, encode_manifest, read_manifest
+from reshard.native.reader import NativeFacts, Share
+from reshard.ranks.global_state import GlobalState
 from reshard.storage.memory import MemoryStorage
 
 
@@ -51,7 +50,7 @@ def rows(ranks: int, layers: int) -> Iterator[Row]:
     }
     specs = layout.specs
     parts = [{name: Partial((number, number), specs[name].numel) for number, name in enumerate(layout)}]
-    census = Census(layout, {"step": 1}, {}, {name: name.split(".") for name in layout}, [], {})
+    census = GlobalState(layout, {"step": 1}, {}, {name: name.split(".") for name in layout}, [], {})
     storage = MemoryStorage()
     generation = Generation(storage, folder.removeprefix("data-"), 0.0, census, plan, None)
     table, tabled = timed(lambda: generation._table(written))

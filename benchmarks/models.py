@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from planners import Mesh, Placement, Replicate, Shard, StateLayout, StridedShard, TensorLayout, TensorSpec
-from planners.geometry.layout_forms import ProductForm
+from planners.geometry.layout import ProductForm
 
 Shapes = dict[str, tuple[int, ...]]
 

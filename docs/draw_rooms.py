@@ -21,7 +21,7 @@ __all__ = ["BOX", "PICTURE", "arrows_of", "draw", "drawn", "roles"]
 PICTURE = ROOT / "docs" / "architecture.svg"
 PAGE = ROOT / "docs" / "architecture.md"
 WIDTH, MARGIN, GAP = 1120, 28, 40
-BOX, PILL = (300, 92), (196, 34)
+BOX, PILL = (318, 92), (196, 34)
 
 GROUND = ("reshard.errors", "planners.findings", "planners.errors", "planners.units")
 """What every room may import: drawn small, without lines."""
@@ -37,20 +37,16 @@ ACROSS = {
     "reshard.dcp": 0.34,
     "reshard.state_dict": 0.16,
     "reshard.mapping": 0.76,
-    "reshard.execute": 0.47,
-    "reshard.checkpoint": 0.84,
-    "reshard.formats": 0.65,
-    "reshard.control": 0.33,
-    "reshard.state": 0.304,
-    "reshard.storage": 0.72,
-    "planners.reports": 0.52,
-    "planners.testing": 0.84,
-    "planners.proof": 0.18,
-    "planners.transfer": 0.36,
-    "planners.load": 0.22,
-    "planners.save": 0.55,
-    "planners.views": 0.22,
-    "planners.topologies": 0.82,
+    "reshard.execute": 0.32,
+    "reshard.checkpoint": 0.8,
+    "reshard.formats": 0.8,
+    "reshard.native": 0.62,
+    "reshard.ranks": 0.2,
+    "reshard.stored": 0.62,
+    "reshard.live": 0.3,
+    "reshard.storage": 0.76,
+    "planners.reports": 0.34,
+    "planners.testing": 0.72,
 }
 """Where the middle of a room is between the left end and the right, so that lines cross nothing; by default, even."""
 
@@ -194,7 +190,7 @@ def _box(room: Room, house: House, arrows: set[tuple[str, str]], words: dict[str
     yield f'<text x="{x + w - 14:.1f}" y="{room.y + 23:g}" text-anchor="end">{count}</text>'
     yield f'<text class="role" x="{x + 14:.1f}" y="{room.y + 43:g}">{escape(words.get(room.name, ""))}</text>'
     named = ", ".join(name.removeprefix(f"{package}.") for name in imports if name not in GROUND)
-    for i, line in enumerate(textwrap.wrap(f"imports {named}" if named else "", 50)):
+    for i, line in enumerate(textwrap.wrap(f"imports {named}" if named else "", 53)):
         yield f'<text class="imports" x="{x + 14:.1f}" y="{room.y + 63 + 15 * i:g}">{escape(line)}</text>'
     yield "</g>"
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import reshard
 from docs.rooms import PACKAGES, ROOT
-from reshard.state.tensors import local_tensors
+from reshard.live.tensors import local_tensors
 
 __all__ = ["RANKS", "Function", "Seen", "calls"]
 

@@ -16,56 +16,59 @@ from planners.notebooks import draw_pages_with
 if TYPE_CHECKING:
     from planners.errors import CodecError, CoverageError, LayoutMismatchError, PlanError, ProofError
     from planners.findings import Finding, Report
-    from planners.geometry.box import Box
-    from planners.geometry.byteruns import ByteRuns, Window
+    from planners.geometry.box import Box, ByteRuns, Window
     from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
-    from planners.geometry.mesh import Mesh
-    from planners.geometry.placement import BlockShard, Placement, Replicate, Shard, StridedShard
-    from planners.load.plan import FillItem, LoadPlan, ReadItem, ReadItems, plan_reads
-    from planners.proof import verify
-    from planners.reports.codec import dumps, loads
-    from planners.reports.cost import Cluster, Comparison, Estimate, compare_topologies, estimate
-    from planners.reports.diff import PlanDiff, diff
-    from planners.reports.html import to_html
-    from planners.reports.summary import PlanStats, summarize
-    from planners.reports.text import explain, format_plan
-    from planners.save.copies import CopyPlan, plan_copies
-    from planners.save.plan import SavePlan, WriteItem, WriteItems, plan_writes
+    from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, Shard, StridedShard
+    from planners.geometry.topologies import (
+        LLAMA_TP_DIMS,
+        Home,
+        Rule,
+        Topology,
+        ddp,
+        even_ranges,
+        expert_parallel,
+        flat_layouts,
+        flat_offsets,
+        fsdp,
+        fsdp_tp,
+        hsdp,
+        pipelined,
+    )
+    from planners.geometry.views import View, concat, inverse, stack, viewed
+    from planners.plans.codec import dumps, loads
+    from planners.plans.copies import CopyPlan, plan_copies
+    from planners.plans.cost import Cluster, Comparison, Estimate, compare_topologies, estimate
+    from planners.plans.load import FillItem, LoadPlan, ReadItem, ReadItems, plan_reads
+    from planners.plans.proof import verify
+    from planners.plans.rounds import Message, Schedule, schedule
+    from planners.plans.save import SavePlan, WriteItem, WriteItems, plan_writes
+    from planners.plans.transfer import TransferItem, TransferItems, TransferPlan, plan_relay, plan_transfers
+    from planners.reports.pages import to_html
+    from planners.reports.text import PlanDiff, PlanStats, diff, explain, format_plan, summarize
     from planners.testing.replay import replay
-    from planners.topologies.flat_buffers import even_ranges, flat_layouts, flat_offsets
-    from planners.topologies.presets import LLAMA_TP_DIMS, ddp, expert_parallel, fsdp, fsdp_tp, hsdp, pipelined
-    from planners.topologies.topology import Home, Rule, Topology
-    from planners.transfer.hierarchical import plan_relay
-    from planners.transfer.plan import TransferItem, TransferItems, TransferPlan, plan_transfers
-    from planners.transfer.rounds import Message, Schedule, schedule
-    from planners.views.view import View, concat, inverse, stack, viewed
 
 _PUBLIC = {
     "errors": "CodecError CoverageError LayoutMismatchError PlanError ProofError",
     "findings": "Finding Report",
-    "geometry.box": "Box",
-    "geometry.byteruns": "ByteRuns Window",
+    "geometry.box": "Box ByteRuns Window",
     "geometry.layout": "StateLayout TensorLayout TensorSpec",
-    "geometry.mesh": "Mesh",
-    "geometry.placement": "BlockShard Placement Replicate Shard StridedShard",
-    "load.plan": "FillItem LoadPlan ReadItem ReadItems plan_reads",
-    "proof": "verify",
-    "reports.codec": "dumps loads",
-    "reports.cost": "Cluster Comparison Estimate compare_topologies estimate",
-    "reports.diff": "PlanDiff diff",
-    "reports.html": "to_html",
-    "reports.summary": "PlanStats summarize",
-    "reports.text": "explain format_plan",
-    "save.copies": "CopyPlan plan_copies",
-    "save.plan": "SavePlan WriteItem WriteItems plan_writes",
+    "geometry.mesh": "BlockShard Mesh Placement Replicate Shard StridedShard",
+    "geometry.topologies": (
+        "Home LLAMA_TP_DIMS Rule Topology ddp even_ranges expert_parallel flat_layouts flat_offsets fsdp "
+        "fsdp_tp hsdp pipelined"
+    ),
+    "geometry.views": "View concat inverse stack viewed",
+    "plans.codec": "dumps loads",
+    "plans.copies": "CopyPlan plan_copies",
+    "plans.cost": "Cluster Comparison Estimate compare_topologies estimate",
+    "plans.load": "FillItem LoadPlan ReadItem ReadItems plan_reads",
+    "plans.proof": "verify",
+    "plans.rounds": "Message Schedule schedule",
+    "plans.save": "SavePlan WriteItem WriteItems plan_writes",
+    "plans.transfer": "TransferItem TransferItems TransferPlan plan_relay plan_transfers",
+    "reports.pages": "to_html",
+    "reports.text": "PlanDiff PlanStats diff explain format_plan summarize",
     "testing.replay": "replay",
-    "topologies.flat_buffers": "even_ranges flat_layouts flat_offsets",
-    "topologies.presets": "LLAMA_TP_DIMS ddp expert_parallel fsdp fsdp_tp hsdp pipelined",
-    "topologies.topology": "Home Rule Topology",
-    "transfer.hierarchical": "plan_relay",
-    "transfer.plan": "TransferItem TransferItems TransferPlan plan_transfers",
-    "transfer.rounds": "Message Schedule schedule",
-    "views.view": "View concat inverse stack viewed",
 }
 """The public names of each module."""
 
@@ -99,7 +102,7 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
 
 
 def _page_of(plan: Any) -> str:
-    from planners.reports.html import to_html
+    from planners.reports.pages import to_html
 
     return to_html(plan)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["CodecError", "CoverageError", "LayoutMismatchError", "PlanError", "ProofError", "Region"]
+__all__ = [
+    "BoxLike", "CodecError", "CoverageError", "LayoutMismatchError", "PlanError", "ProofError",
+]  # fmt: skip
 
 
-class Region(Protocol):
+class BoxLike(Protocol):
     """What an error needs to know of a `Box`, which itself raises these errors."""
 
     @property
@@ -29,7 +31,7 @@ class PlanError(ValueError):
     """
 
     def __init__(
-        self, message: str, *, fqn: str | None = None, rank: int | None = None, box: Region | None = None
+        self, message: str, *, fqn: str | None = None, rank: int | None = None, box: BoxLike | None = None
     ) -> None:
         where = [f"tensor {fqn!r}"] if fqn is not None else []
         where += [f"rank {rank}"] if rank is not None else []

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from property_tests.budget import examples
-from reshard.control import store_rounds
-from reshard.control.group import Group
-from reshard.control.pool import Pool
 from reshard.errors import DeadlineError, LayoutError, RankFailedError, ReshardError
+from reshard.ranks import rounds as store_rounds
+from reshard.ranks.distinct_values import DistinctValues
+from reshard.ranks.group import Group
 from tests.simulated_ranks import Died, World
 
 DEADLINE_S = 60.0
@@ -102,7 +102,7 @@ def test_all_ranks_end_alike_and_in_time(history: dict[str, Any]) -> None:
 
     with pytest.MonkeyPatch.context() as patch, world.clock():
         patch.setattr(store_rounds, "FAN", history["fan"])
-        patch.setattr("reshard.control.group.FAN", history["fan"])
+        patch.setattr("reshard.ranks.group.FAN", history["fan"])
         ends = world.run(body)
     _judge(ends, world, history)
 
@@ -199,7 +199,7 @@ def test_of_many_ranks_all_have_the_first_error_at_once(how: str, size: int, dea
 @settings(max_examples=examples(20), deadline=None)
 def test_pools_are_what_all_said(size: int, fan: int, data: st.DataObject) -> None:
     said = data.draw(st.lists(st.sampled_from([b"", b"a", b"b"]), min_size=size, max_size=size))
-    pools = [Pool.of(one) for one in said]
+    pools = [DistinctValues.of(one) for one in said]
     while len(pools) > 1:
-        pools = [Pool.join(pools[i : i + fan]) for i in range(0, len(pools), fan)]
-    assert Pool.decode(pools[0]).answers() == said
+        pools = [DistinctValues.join(pools[i : i + fan]) for i in range(0, len(pools), fan)]
+    assert DistinctValues.decode(pools[0]).answers() == said

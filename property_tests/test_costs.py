@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planners import Cluster, Window, estimate, plan_reads, plan_transfers, plan_writes, summarize
-from planners.load.read_counts import count_reads
+from planners.plans.load import count_reads
 from planners.testing.strategies import state_pairs
 
 gaps = st.sampled_from([0, 1, 7, 64, 10_000])

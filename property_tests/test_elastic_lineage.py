@@ -23,7 +23,7 @@ import reshard
 from planners import Mesh, Shard, TensorLayout, TensorSpec
 from property_tests.budget import examples
 from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError
-from reshard.formats.native import generations
+from reshard.native import commit as generations
 from tests.simulated_hosts import Job, cut, global_of
 
 HOSTS = "abcd"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planners.geometry.box import Box
-from reshard.state.fingerprints import Fingerprinter, Partial, partial
+from reshard.live.fingerprints import Fingerprinter, Partial, partial
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64]
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

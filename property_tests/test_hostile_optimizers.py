@@ -17,7 +17,7 @@ from torch import nn
 import reshard
 from property_tests.budget import examples
 from reshard.errors import KeyMismatchError
-from reshard.state.optimizer_forms import flatten
+from reshard.live.optimizer_state import flatten_optimizer
 from reshard.state_dict import StateDictOptions
 from reshard.storage.memory import MemoryStorage
 from tests.reshard.state_dict.torch_optimizers import CLASSES, OPTIONS, make, step, takes
@@ -166,7 +166,9 @@ def test_states_come_back_bit_for_bit_or_are_named(case: Any) -> None:
     if case["flat"] and all(values for values in state["state"].values()):
         whole = reshard.get_optimizer_state_dict(model, optimizer, options=FLAT)
         # which parameters have no state is told by empty dicts
-        state = flatten(state) | {key: value for key, value in whole.items() if isinstance(value, dict) and not value}
+        state = flatten_optimizer(state) | {
+            key: value for key, value in whole.items() if isinstance(value, dict) and not value
+        }
     refused, report = "", None
     try:
         if case["with_model"]:

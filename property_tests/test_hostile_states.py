@@ -22,7 +22,7 @@ from property_tests.budget import examples
 from reshard.errors import ReshardError
 from reshard.storage.memory import MemoryStorage
 from tests.bits import DTYPES, random_bits
-from tests.reshard.state.test_tensor_subclasses import Quantized
+from tests.reshard.live.test_tensor_subclasses import Quantized
 from tests.same import bits
 from tests.stories import test_types as types
 

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 import reshard
 from planners.errors import PlanError
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
-from planners.save.plan import plan_writes
+from planners.plans.save import plan_writes
 from planners.testing.strategies import boxes, layouts, shapes, specs
 from property_tests.budget import examples
-from reshard.api.save import job as save_job
-from reshard.api.save.base import alike, base_at, choose_base, doubtful
-from reshard.api.save.options import SaveOptions
-from reshard.api.save.staging import ToWrite
-from reshard.control.global_state import Census
-from reshard.formats.native import blocks, generations, reuse
-from reshard.formats.native.data_file import Entry
-from reshard.formats.native.publish import Generation
+from reshard.api import save_job
+from reshard.api.save_job import SaveOptions, ToWrite, alike, base_at, choose_base, doubtful
+from reshard.native import commit, reuse
+from reshard.native import data_file as blocks
+from reshard.native.commit import Generation
+from reshard.native.data_file import Entry
+from reshard.ranks.global_state import GlobalState
 from reshard.storage import open_storage
 from tests.same import bits
 
@@ -35,9 +34,9 @@ def save_by_ranks(state: dict[str, torch.Tensor], layout: StateLayout, path: str
     storage, plan = open_storage(path), plan_writes(layout)
     choice = choose_base(path, "auto", layout, by_print=True)
     base = base_at(path, choice.folder, choice.save_id) if choice.save_id is not None else None
-    census = Census(layout, {}, {}, {}, [], {})
-    generation = Generation(storage, generations.new_save_id(), generations.begin(), census, plan, None)
-    generations.claim(storage, generation.save_id)
+    census = GlobalState(layout, {}, {}, {}, [], {})
+    generation = Generation(storage, commit.new_save_id(), commit.begin(), census, plan, None)
+    commit.claim(storage, generation.save_id)
     data = {}
     for rank in range(layout.world_size):
         entries = [Entry(layout[i.fqn].spec, i.box, state[i.fqn][i.box.slices]) for i in plan.items(rank)]
@@ -51,13 +50,13 @@ def save_by_ranks(state: dict[str, torch.Tensor], layout: StateLayout, path: str
     written, prints, reused = {}, [], 0
     for rank, one in data.items():
         group = SimpleNamespace(rank=0, ranks=[rank], check=lambda: None)
-        job = save_job.Job(group, storage, path, generation, SaveOptions(base="auto"), choice, base, {})  # type: ignore[arg-type]
+        job = save_job.SaveJob(group, storage, path, generation, SaveOptions(base="auto"), choice, base, {})  # type: ignore[arg-type]
         written[rank], kept, found = save_job.write(job, one, same)
         prints.append(found)
         reused += kept
     generation.publish({rank: one for rank, one in written.items() if one.files}, prints)
     generation.tidy()
-    generations.ended(generation.save_id)
+    commit.ended(generation.save_id)
     return reused
 
 

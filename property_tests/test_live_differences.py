@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import reshard
 from planners import Box, TensorLayout, TensorSpec
-from reshard.execute.messages import differences
+from reshard.execute import differences
 from tests import gloo
 from tests.same import bits
 

@@ -16,7 +16,7 @@ from oracle import elements, local_arrays
 import reshard
 from planners import StateLayout
 from planners.testing.strategies import box_layouts, flat_layouts, product_layouts, specs
-from reshard.state.dtypes import dtype_from_name
+from reshard.live.dtypes import dtype_from_name
 from tests import gloo
 
 WORLD = 4

@@ -12,7 +12,7 @@ from oracle import elements, local_arrays
 
 from planners import LoadPlan, ReadItem, dumps, loads, plan_reads, replay, verify
 from planners.geometry.box import Box
-from planners.geometry.layout_forms import FlatForm
+from planners.geometry.layout import FlatForm
 from planners.testing.strategies import layouts, product_layouts, specs, state_pairs
 
 

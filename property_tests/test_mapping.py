@@ -11,19 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planners.geometry.box import Box
-from planners.geometry.byteruns import Window
+from planners.geometry.box import Box, Window
 from planners.geometry.layout import StateLayout, TensorSpec
-from planners.load.plan import plan_reads
-from planners.proof import verify
+from planners.plans.load import plan_reads
+from planners.plans.proof import verify
 from planners.testing.replay import replay
 from planners.testing.strategies import layouts
 from property_tests.test_stored_views import stored
-from reshard.checkpoint.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint
 from reshard.errors import NormalizationError
-from reshard.formats.stored.contents import Contents
-from reshard.formats.stored.source import BytesSource
-from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.mapping import (
     Concat,
     Mapping,
@@ -38,6 +34,9 @@ from reshard.mapping import (
     Transpose,
     Unstack,
 )
+from reshard.stored.contents import Contents
+from reshard.stored.source import BytesSource
+from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
 Shape = tuple[int, ...]
 
@@ -180,7 +179,7 @@ def test_states_that_some_experts_lack_are_filled_and_nothing_is_lost(
     for name in shapes:
         spec = TensorSpec(name, shape, "int64")
         source = BytesSource(arrays[name].tobytes(), name)
-        place = Place(source, Window.row_major(0, shape, 8))
+        place = Extent(source, Window.row_major(0, shape, 8))
         tensors[name] = StoredTensor(spec, (StoredChunk(Box.full(shape), place),))
     mapping = Mapping([Stack("e.{e}.w", "w", "e", dim, fill=fill)])
 
@@ -209,7 +208,7 @@ def test_an_offset_comes_back_or_is_refused(values: list[float], by: float, dtyp
     tensor = torch.tensor(values, dtype=dtype)
     raw = bytes(tensor.view(torch.uint8).tolist())
     spec = TensorSpec("n", (len(values),), str(dtype).removeprefix("torch."))
-    place = Place(BytesSource(raw, "n"), Window.row_major(0, spec.shape, spec.itemsize))
+    place = Extent(BytesSource(raw, "n"), Window.row_major(0, spec.shape, spec.itemsize))
     stored_tensor = StoredTensor(spec, (StoredChunk(Box.full(spec.shape), place),))
     mapping = Mapping([Offset("n", "m", by)])
     made = mapping.apply(Checkpoint(Contents("made", {"n": stored_tensor}), "made"))

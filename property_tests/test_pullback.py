@@ -10,8 +10,8 @@ from test_views import views
 
 from planners import TensorLayout, TensorSpec
 from planners.geometry.box import arrange
+from planners.geometry.views import filled_slots, pull_back
 from planners.testing.strategies import layouts
-from planners.views.pullback import filled_slots, pull_back
 
 
 @given(st.data())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle import local_arrays
 
 from planners import PlanError, StateLayout, TensorLayout, TensorSpec, dumps, loads, plan_writes, verify
-from planners.geometry.layout_forms import FlatForm
+from planners.geometry.layout import FlatForm
 from planners.testing.strategies import layouts, meshes, placements, product_layouts, specs
 
 

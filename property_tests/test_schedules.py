@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planners import Box, Schedule, plan_transfers, schedule, verify
+from planners.plans.rounds import color_edges
 from planners.testing.strategies import state_pairs
-from planners.transfer.rounds import color_edges
 
 edges = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=60)
 

@@ -9,13 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planners.geometry.box import Box
-from planners.geometry.byteruns import Window
+from planners.geometry.box import Box, Window
 from planners.geometry.layout import TensorSpec
-from reshard.checkpoint.canonical import views
-from reshard.formats.stored.lazy_tensor import LazyTensor
-from reshard.formats.stored.source import BytesSource
-from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
+from reshard.stored import views
+from reshard.stored.source import BytesSource
+from reshard.stored.tensor import Extent, LazyTensor, StoredChunk, StoredTensor
 
 
 @st.composite
@@ -44,7 +42,7 @@ def stored(draw: st.DrawFn, shape: tuple[int, ...], first: int = 0) -> tuple[Sto
         window = Window.row_major(8, [box.sizes[d] for d in order], 4)
         back = sorted(range(len(shape)), key=order.__getitem__)
         source = BytesSource(b"gapgapga" + data)
-        place = Place(source, window.permute(back) if shape else window)
+        place = Extent(source, window.permute(back) if shape else window)
         lazy = draw(st.booleans())
         chunks.append(StoredChunk(box, (lambda place=place: place) if lazy else place))
     return StoredTensor(TensorSpec("t", shape, "int32"), tuple(chunks)), tensor

@@ -24,7 +24,7 @@ from planners import (
     stack,
     verify,
 )
-from planners.geometry.layout_forms import FlatForm
+from planners.geometry.layout import FlatForm
 from planners.testing.strategies import layouts, shapes
 
 SMALL = shapes(max_dims=3, max_size=6)

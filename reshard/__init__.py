@@ -9,21 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "__version__": "formats.native.release",
-    "Checkpoint": "checkpoint.checkpoint",
-    "ConvertReport": "api.convert.converting",
+    "__version__": "native.release",
+    "Checkpoint": "checkpoint",
+    "ConvertReport": "api.convert",
     "FqnMap": "state_dict",
-    "LoadReport": "api.load.report",
+    "LoadReport": "api.load",
     "Mapping": "mapping",
-    "PerRank": "state.per_rank",
+    "PerRank": "live.state",
     "ReshardError": "errors",
-    "SaveReport": "api.save.report",
+    "SaveReport": "api.save",
     "Stage": "state_dict",
     "StateDictOptions": "state_dict",
     "TransferReport": "api.redistribute",
-    "async_save": "api.save.saving",
+    "async_save": "api.save",
     "compare": "api.verify",
-    "convert": "api.convert.converting",
+    "convert": "api.convert",
     "fingerprint": "api.fingerprint",
     "fqn_map": "state_dict",
     "get_model_state_dict": "state_dict",
@@ -31,16 +31,16 @@ _HOME = {
     "get_state_dict": "state_dict",
     "iter_full": "state_dict",
     "latest_complete": "api.retention",
-    "layout_of": "state.tensors",
-    "load": "api.load.loading",
+    "layout_of": "live.tensors",
+    "load": "api.load",
     "normalize": "state_dict",
-    "open": "checkpoint.checkpoint",
+    "open": "checkpoint",
     "optimizer_destinations": "api.optimizer_destinations",
     "plan": "api.plan",
     "prepare": "api.redistribute",
     "prune": "api.retention",
     "redistribute": "api.redistribute",
-    "save": "api.save.saving",
+    "save": "api.save",
     "set_model_state_dict": "state_dict",
     "set_optimizer_state_dict": "state_dict",
     "set_state_dict": "state_dict",
@@ -60,11 +60,11 @@ if TYPE_CHECKING:
     from reshard import dcp as dcp
     from reshard import elastic as elastic
     from reshard import planners as planners
-    from reshard.api.convert.converting import ConvertReport as ConvertReport
-    from reshard.api.convert.converting import convert as convert
+    from reshard.api.convert import ConvertReport as ConvertReport
+    from reshard.api.convert import convert as convert
     from reshard.api.fingerprint import fingerprint as fingerprint
-    from reshard.api.load.loading import load as load
-    from reshard.api.load.report import LoadReport as LoadReport
+    from reshard.api.load import LoadReport as LoadReport
+    from reshard.api.load import load as load
     from reshard.api.optimizer_destinations import optimizer_destinations as optimizer_destinations
     from reshard.api.plan import plan as plan
     from reshard.api.redistribute import TransferReport as TransferReport
@@ -74,19 +74,19 @@ if TYPE_CHECKING:
     from reshard.api.retention import latest_complete as latest_complete
     from reshard.api.retention import prune as prune
     from reshard.api.retention import steps as steps
-    from reshard.api.save.report import SaveReport as SaveReport
-    from reshard.api.save.saving import async_save as async_save
-    from reshard.api.save.saving import save as save
+    from reshard.api.save import SaveReport as SaveReport
+    from reshard.api.save import async_save as async_save
+    from reshard.api.save import save as save
     from reshard.api.trace import trace_layout as trace_layout
     from reshard.api.verify import compare as compare
     from reshard.api.verify import verify as verify
-    from reshard.checkpoint.checkpoint import Checkpoint as Checkpoint
-    from reshard.checkpoint.checkpoint import open as open
+    from reshard.checkpoint import Checkpoint as Checkpoint
+    from reshard.checkpoint import open as open
     from reshard.errors import ReshardError as ReshardError
-    from reshard.formats.native.release import __version__ as __version__
+    from reshard.live.state import PerRank as PerRank
+    from reshard.live.tensors import layout_of as layout_of
     from reshard.mapping import Mapping as Mapping
-    from reshard.state.per_rank import PerRank as PerRank
-    from reshard.state.tensors import layout_of as layout_of
+    from reshard.native.release import __version__ as __version__
     from reshard.state_dict import FqnMap as FqnMap
     from reshard.state_dict import Stage as Stage
     from reshard.state_dict import StateDictOptions as StateDictOptions
@@ -108,9 +108,9 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
             from reshard.errors import did_you_mean
 
             raise AttributeError(f"module 'reshard' has no attribute {name!r}{did_you_mean(name, _HOME)}")
-        from reshard.state.garbage import uncollected
+        from reshard.live.garbage import gc_paused
 
-        with uncollected():  # of what torch left there to go through, it would be the longest part of this
+        with gc_paused():  # of what torch left there to go through, it would be the longest part of this
             module = importlib.import_module(f"reshard.{_HOME.get(name, name)}")
         value = globals()[name] = module if name in _MODULES else getattr(module, name)
         return value

@@ -7,25 +7,11 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 __all__ = [
-    "CheckpointError",
-    "CheckpointNotFoundError",
-    "DamagedCheckpointError",
-    "DeadlineError",
-    "FormatError",
-    "KeyMismatchError",
-    "LayoutError",
-    "NewerVersionError",
-    "NormalizationError",
-    "RankFailedError",
-    "ReplicaDriftError",
-    "ReshardError",
-    "StorageError",
-    "UndefinedTargetsError",
-    "UnsafeDataError",
-    "did_you_mean",
-    "format_names",
-    "format_ranks",
-]
+    "CheckpointError", "CheckpointNotFoundError", "DamagedCheckpointError", "DeadlineError",
+    "FormatError", "KeyMismatchError", "LayoutError", "NewerVersionError", "NormalizationError",
+    "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError", "UndefinedTargetsError",
+    "UnsafeDataError", "did_you_mean", "format_names", "format_ranks",
+]  # fmt: skip
 
 
 class ReshardError(Exception):

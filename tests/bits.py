@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from reshard.state.dtypes import dtype_from_name
+from reshard.live.dtypes import dtype_from_name
 
 __all__ = ["DTYPES", "INTS", "random_bits", "select"]
 

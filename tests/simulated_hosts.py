@@ -21,8 +21,9 @@ import greenlet
 import torch
 
 from planners import TensorLayout, TensorSpec
-from reshard.api.elastic import Tier, moving
-from reshard.state import live_state
+from reshard.api.elastic import Tier
+from reshard.api.elastic import generation as moving
+from reshard.live import state as live_state
 from tests.faulty import SystemCalls
 from tests.simulated_ranks import Died, World
 

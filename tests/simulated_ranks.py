@@ -1,6 +1,6 @@
 """Many ranks in one process, on a store in memory and a clock of its own: the control plane itself, not a model of it.
 
-Each rank is a greenlet that runs the code of `reshard.control` as it is. Only what blocks is ours: a line whose waits
+Each rank is a greenlet that runs the code of `reshard.ranks` as it is. Only what blocks is ours: a line whose waits
 let the others run, and the clock, which jumps to the next moment at which somebody has something to do. So an hour of
 waiting costs nothing, and with `choose` any order in which ranks could come to the store can be tried.
 
@@ -22,14 +22,13 @@ from typing import Any
 
 import greenlet
 
-from reshard.control import group as group_module
-from reshard.control import line as line_module
-from reshard.control import store_rounds
-from reshard.control.group import DEADLINE_S, Group
-from reshard.control.line import Line
-from reshard.control.liveness import Gone
-from reshard.control.session import Litter
-from reshard.control.store_rounds import Rounds
+from reshard.ranks import group as group_module
+from reshard.ranks import rounds as store_rounds
+from reshard.ranks import store as line_module
+from reshard.ranks.group import DEADLINE_S, Group
+from reshard.ranks.liveness import Gone
+from reshard.ranks.rounds import Rounds
+from reshard.ranks.store import StaleKeys, StoreClient
 
 __all__ = ["Died", "World"]
 
@@ -74,7 +73,7 @@ class World:
         self._timers: list[tuple[float, int, Any]] = []
         self._waiting: dict[str, list[Any]] = defaultdict(list)
         self._numbers = itertools.count()
-        self._litter: dict[int, Litter] = defaultdict(Litter)
+        self._litter: dict[int, StaleKeys] = defaultdict(StaleKeys)
         self._hub: Any = None
 
     def group(self, rank: int, *, deadline_s: float = DEADLINE_S) -> Group:
@@ -248,7 +247,7 @@ class _Client:
         raise NotImplementedError("simulated ranks wait by their line")
 
 
-class _Line(Line):
+class _Line(StoreClient):
     """Waits by letting the other ranks run."""
 
     def __init__(self, world: World, rank: int) -> None:

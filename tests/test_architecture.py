@@ -28,27 +28,27 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 FLOORS = floors(PAGE)
 BORDERS = borders((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 
-LONG_FUNCTIONS = {"reshard.api.convert.converting.convert"}
+LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
     "tokens": 416_500,
-    "header %": 11.9,
+    "header %": 8.0,
     "mean line": 53.2,
     "lines over 100 %": 11.3,
-    "names of several classes": 46,
+    "names of several classes": 5,
     "pairs of like classes": 45,
-    "folders of Megatron": 6,
-    "folders of DeepSpeed": 8,
-    "folders of FSDP1": 6,
-    "folders of safetensors": 8,
-    "folders of GGUF": 3,
+    "folders of Megatron": 4,
+    "folders of DeepSpeed": 6,
+    "folders of FSDP1": 4,
+    "folders of safetensors": 7,
+    "folders of GGUF": 2,
     "folders of torchsnapshot": 1,
-    "load: modules": 73,
-    "load: folders": 21,
+    "load: modules": 45,
+    "load: folders": 12,
     "load: functions": 490,
-    "save: modules": 65,
-    "save: folders": 15,
+    "save: modules": 40,
+    "save: folders": 11,
     "save: functions": 410,
     "set optimizer: local parts asked for, per tensor": 7,
 }
@@ -362,7 +362,7 @@ def test_imports_by_made_up_names_are_seen(tmp_path: Path) -> None:
 
 
 def test_a_room_is_a_folder_or_a_module_by_itself() -> None:
-    assert room_of("reshard.state.fingerprints.fold") == "reshard.state"
+    assert room_of("reshard.live.fingerprint_sums") == "reshard.live"
     assert (room_of("reshard.errors"), room_of("planners")) == ("reshard.errors", "planners")
 
 

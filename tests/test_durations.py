@@ -9,9 +9,9 @@ import pytest
 from tests import durations, private_names
 
 REPORT = """<testsuites><testsuite time="90">
-<testcase classname="tests.planners.views.test_cuts" name="a" time="2"/>
-<testcase classname="tests.planners.views.test_more.TestIt" name="b" time="4"><failure/></testcase>
-<testcase classname="tests.planners.views.test_cuts" name="c" time="3"/>
+<testcase classname="tests.planners.geometry.test_cuts" name="a" time="2"/>
+<testcase classname="tests.planners.geometry.test_more.TestIt" name="b" time="4"><failure/></testcase>
+<testcase classname="tests.planners.geometry.test_cuts" name="c" time="3"/>
 <testcase classname="tests.test_docs" name="d" time="30"><error/></testcase>
 <testcase classname="" name="tests.reshard.test_gone" time="0"><skipped/></testcase>
 </testsuite></testsuites>"""

@@ -34,7 +34,7 @@ def test_every_target_is_in_the_makefile() -> None:
 
 
 def test_every_promised_python_and_the_oldest_and_newest_torch_are_tested() -> None:
-    from reshard.state.tensors import NEWEST_TRIED
+    from reshard.live.tensors import NEWEST_TRIED
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     promised = {line.rsplit(" ", 1)[1] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)}

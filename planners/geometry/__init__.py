@@ -1,1 +1,1 @@
-"""The algebra under everything: boxes, meshes, placements, layouts, overlaps, and where bytes lie."""
+"""The algebra under everything: boxes, meshes, layouts, overlaps, views, and topologies."""

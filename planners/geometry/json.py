@@ -1,4 +1,4 @@
-"""Meshes and layouts as plain data: parts of what `planners.reports.codec` writes, and of a checkpoint's manifest."""
+"""Meshes and layouts as plain data: parts of what `planners.plans.codec` writes, and of a checkpoint's manifest."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from planners.errors import CodecError
 from planners.geometry.box import Box
-from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
-from planners.geometry.layout_forms import BoxesForm, FlatForm, Form, ProductForm
-from planners.geometry.mesh import Mesh
-from planners.geometry.placement import parse_placements
+from planners.geometry.layout import BoxesForm, FlatForm, Form, ProductForm, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.mesh import Mesh, parse_placements
 
-__all__ = ["LAYOUT_KINDS", "Kind", "form_from_json", "form_to_json", "state_from_json", "state_to_json"]
+__all__ = [
+    "LAYOUT_KINDS", "Kind", "form_from_json", "form_to_json", "state_from_json", "state_to_json",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,439 @@
-"""Layouts: which rank holds which elements of a tensor, and of a whole state.
-
-A `TensorLayout` has one of three forms. `ProductForm` is the usual one: a mesh and one placement per axis. The
-other two hold what is no product: explicit boxes, and flat ranges over the row-major flattening.
-A form answers for a shape; the layout adds the tensor's name and dtype.
-"""
+"""Layouts: which rank holds which elements of a tensor, and of a whole state, in one of three forms."""
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Protocol
 
 import numpy as np
 
 from planners.errors import PlanError
-from planners.geometry.box import Box
-from planners.geometry.dtypes import itemsize
-from planners.geometry.layout_forms import BoxesForm, FlatForm, Form, Part, ProductForm, ProductGeometry
-from planners.geometry.mesh import Mesh
-from planners.geometry.ownership import Ints
-from planners.geometry.placement import Placement, Replicate, parse_placements
+from planners.geometry.box import Box, flat_boxes
+from planners.geometry.mesh import Ints, Mesh, Ownership, Placement, Replicate, ownership, parse_placements
 
-__all__ = ["StateLayout", "TensorLayout", "TensorSpec"]
+__all__ = [
+    "ITEM_SIZES", "BoxesForm", "FlatForm", "Form", "Part", "ProductForm", "ProductGeometry",
+    "StateLayout", "TensorLayout", "TensorSpec", "flat_boxes", "itemsize",
+]  # fmt: skip
+
+
+ITEM_SIZES: dict[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,  # two values a byte; torch counts the pair as one element
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Bytes per element, keyed by torch's name of the dtype without the `torch.` in front."""
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes per element of `dtype`, a name such as `"bfloat16"`.
+
+    Raises:
+        PlanError: for a name that is not in `ITEM_SIZES`.
+    """
+    try:
+        return ITEM_SIZES[dtype]
+    except (KeyError, TypeError):
+        known = ", ".join(ITEM_SIZES)
+        raise PlanError(f"unknown dtype {dtype!r}: give a name out of {known}") from None
+
+
+# The three forms of a layout: product of placements, explicit boxes, flat ranges. Each answers for
+# any shape.
+
+
+Shape = tuple[int, ...]
+Intervals = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One local tensor: for each dim, the global intervals that its local dim is made of, in order.
+
+    `flat_start` is set where the local tensor is 1-D, a piece of the row-major flattening: this part is then the
+    `numel` elements from `flat_start` of that 1-D tensor, seen with the shape of the part.
+    """
+
+    dims: tuple[Intervals, ...]
+    flat_start: int | None = None
+
+    @property
+    def sizes(self) -> Shape:
+        """Shape of the local tensor."""
+        return tuple(sum(stop - start for start, stop in dim) for dim in self.dims)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the local tensor."""
+        return math.prod(self.sizes)
+
+    def boxes(self) -> Iterator[tuple[Box, Box]]:
+        """(global box, the same in the local tensor's coordinates) of every piece, in local row-major order."""
+        if any(not dim for dim in self.dims):
+            return
+        axes = []
+        for dim in self.dims:
+            at, rows = 0, []
+            for start, stop in dim:
+                rows.append((start, at, stop - start))
+                at += stop - start
+            axes.append(rows)
+        for combo in itertools.product(*axes):
+            sizes = tuple(size for _, _, size in combo)
+            yield Box.of(tuple(g for g, _, _ in combo), sizes), Box.of(tuple(at for _, at, _ in combo), sizes)
+
+    @classmethod
+    def of_box(cls, box: Box, flat_start: int | None = None) -> Part:
+        """The part that is one box."""
+        return cls(tuple(((o, o + s),) if s else () for o, s in zip(box.offsets, box.sizes)), flat_start)
+
+
+class Form(Protocol):
+    """What a layout's form can say once the shape is known. Hashable, and equal forms place alike."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def world_size(self) -> int:
+        """Ranks 0 to world_size - 1 may hold something."""
+
+    def ranks(self) -> Sequence[int]:
+        """The ranks that may hold something, ascending."""
+
+    def check(self, shape: Shape) -> None:
+        """Raises PlanError where the form does not fit the shape."""
+
+    def parts(self, shape: Shape, rank: int) -> tuple[Part, ...]:
+        """Local tensors of a rank."""
+
+    def numels(self, shape: Shape) -> Ints:
+        """Elements per rank."""
+
+    def chunks(self, shape: Shape) -> Iterator[tuple[int, Box]]:
+        """Every distinct region once, with the lowest rank that holds it."""
+
+    def replicas(self, shape: Shape) -> Iterator[Ints]:
+        """The ranks that hold anything, those that are sure to hold the same together."""
+
+
+@dataclass(frozen=True)
+class ProductGeometry:
+    """A product form for one shape: an ownership per dim, and how owners and replicas make up ranks."""
+
+    mesh: Mesh
+    dims: tuple[Ownership, ...]
+    dim_positions: tuple[Ints, ...]
+    """Per dim: what each owner adds to the row-major position in the mesh."""
+    replica_positions: Ints
+    """What each replica adds to it."""
+
+    @cached_property
+    def rank_owners(self) -> tuple[Ints, ...]:
+        """Per dim: the owner index of every mesh position."""
+        out = []
+        for positions in self.dim_positions:
+            others = [p for p in (*self.dim_positions, self.replica_positions) if p is not positions]
+            owner = np.zeros(self.mesh.size, dtype=np.int64)
+            rest = np.zeros(1, dtype=np.int64)
+            for other in others:
+                rest = (rest[:, None] + other[None, :]).reshape(-1)
+            owner[(positions[:, None] + rest[None, :])] = np.arange(len(positions), dtype=np.int64)[:, None]
+            out.append(owner)
+        return tuple(out)
+
+    def owners_of(self, rank: int) -> tuple[int, ...]:
+        """Per dim: the owner index of `rank`."""
+        position = self.mesh.position(rank)
+        return tuple(int(owner[position]) for owner in self.rank_owners)
+
+    def replicas(self, owners: Sequence[int]) -> Ints:
+        """The ranks that hold the part of these owners (one per dim), replica by replica."""
+        base = sum(int(positions[o]) for positions, o in zip(self.dim_positions, owners))
+        return np.asarray(self.mesh.ranks[base + self.replica_positions], dtype=np.int64)
+
+    def lowest_rank(self, owners: Sequence[int]) -> int:
+        """The lowest rank that holds the part of these owners."""
+        return int(self.replicas(owners).min())
+
+    def part(self, owners: Sequence[int]) -> Part:
+        """The local tensor of these owners."""
+        return Part(tuple(own.intervals(o) for own, o in zip(self.dims, owners)))
+
+    def distinct(self) -> Iterator[tuple[int, ...]]:
+        """The owners of every distinct part, empty ones left out, row-major."""
+        return itertools.product(*(np.flatnonzero(own.local_sizes).tolist() for own in self.dims))
+
+
+class ProductForm:
+    """A mesh and one placement per axis."""
+
+    __slots__ = ("_hash", "mesh", "placements")
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+    def __init__(self, mesh: Mesh, placements: Sequence[Placement]) -> None:
+        self.mesh, self.placements = mesh, tuple(placements)
+        if len(self.placements) != mesh.ndim:
+            raise PlanError(
+                f"the mesh {mesh} has {mesh.ndim} axes, but {len(self.placements)} placements were given: "
+                f"({', '.join(map(str, self.placements))})"
+            )
+        self._hash = hash((mesh, self.placements))
+
+    @classmethod
+    def make(cls, mesh: Mesh, placements: Sequence[Placement]) -> ProductForm:
+        """A form that is shared by all who ask for the same."""
+        return _product_form(mesh, tuple(placements))
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    def ranks(self) -> Sequence[int]:
+        return sorted(self.mesh.ranks.tolist())
+
+    def geometry(self, shape: Shape) -> ProductGeometry:
+        """The ownerships for a shape; computed once for each."""
+        return _product_geometry(self, shape)
+
+    def check(self, shape: Shape) -> None:
+        self.geometry(shape)
+
+    def parts(self, shape: Shape, rank: int) -> tuple[Part, ...]:
+        if rank not in self.mesh:
+            return ()
+        geometry = self.geometry(shape)
+        return (geometry.part(geometry.owners_of(rank)),)
+
+    def numels(self, shape: Shape) -> Ints:
+        geometry = self.geometry(shape)
+        held = np.ones(self.mesh.size, dtype=np.int64)
+        for own, owner in zip(geometry.dims, geometry.rank_owners):
+            held *= own.local_sizes[owner]
+        out = np.zeros(self.world_size, dtype=np.int64)
+        out[self.mesh.ranks] = held
+        return out
+
+    def chunks(self, shape: Shape) -> Iterator[tuple[int, Box]]:
+        geometry = self.geometry(shape)
+        for owners in geometry.distinct():
+            rank = geometry.lowest_rank(owners)
+            for box, _ in geometry.part(owners).boxes():
+                yield rank, box
+
+    def replicas(self, shape: Shape) -> Iterator[Ints]:
+        geometry = self.geometry(shape)
+        return (np.sort(geometry.replicas(owners)) for owners in geometry.distinct())
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, ProductForm)
+            and self._hash == other._hash
+            and self.placements == other.placements
+            and self.mesh == other.mesh
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ProductForm.make, (self.mesh, self.placements)
+
+    def __str__(self) -> str:
+        return f"{self.mesh} ({', '.join(map(str, self.placements))})"
+
+    __repr__ = __str__
+
+
+@lru_cache(maxsize=4096)
+def _product_form(mesh: Mesh, placements: tuple[Placement, ...]) -> ProductForm:
+    return ProductForm(mesh, placements)
+
+
+@lru_cache(maxsize=4096)
+def _product_geometry(form: ProductForm, shape: Shape) -> ProductGeometry:
+    mesh, placements = form.mesh, form.placements
+    steps = [math.prod(mesh.shape[i + 1 :]) for i in range(mesh.ndim)]
+    axes_of: list[list[int]] = [[] for _ in shape]
+    replicated: list[int] = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            replicated.append(axis)
+        elif placement.dim < len(shape):
+            axes_of[placement.dim].append(axis)
+        else:
+            name = mesh.names[axis]
+            raise PlanError(f"{placement} on axis {name!r} cuts a dim that the shape {shape} does not have")
+
+    def positions(axes: list[int]) -> Ints:
+        out = np.zeros(1, dtype=np.int64)
+        for axis in axes:
+            out = (out[:, None] + np.arange(mesh.shape[axis], dtype=np.int64) * steps[axis]).reshape(-1)
+        return out
+
+    dims = []
+    for size, axes in zip(shape, axes_of):
+        cuts = tuple((placements[a], mesh.shape[a]) for a in axes)
+        dims.append(ownership(size, cuts))  # type: ignore[arg-type]  # Replicate was sorted out above
+    return ProductGeometry(mesh, tuple(dims), tuple(positions(axes) for axes in axes_of), positions(replicated))
+
+
+@dataclass(frozen=True, slots=True)
+class BoxesForm:
+    """Explicit boxes of each rank, each a local tensor of its own."""
+
+    boxes: tuple[tuple[int, tuple[Box, ...]], ...]
+    """(rank, its boxes), by rank."""
+    world_size: int
+
+    @classmethod
+    def make(cls, boxes: Mapping[int, Iterable[Box]], world_size: int | None = None) -> BoxesForm:
+        """Raises PlanError for negative ranks or ranks beyond `world_size`."""
+        table = tuple(sorted((int(rank), tuple(its)) for rank, its in boxes.items()))
+        return cls(table, _world_size([rank for rank, _ in table], world_size))
+
+    def ranks(self) -> Sequence[int]:
+        return [rank for rank, _ in self.boxes]
+
+    def check(self, shape: Shape) -> None:
+        for rank, its in self.boxes:
+            for box in its:
+                if box.ndim != len(shape) or not all(b <= s for b, s in zip(box.stops, shape)):
+                    raise PlanError(f"a box lies outside the shape {shape}", rank=rank, box=box)
+            filled = sorted(box for box in its if not box.is_empty)
+            for i, box in enumerate(filled):
+                for other in filled[i + 1 :]:
+                    if other.ndim and other.offsets[0] >= box.stops[0]:
+                        break
+                    common = box & other
+                    if common is not None:
+                        raise PlanError(
+                            f"two boxes of one rank, {box} and {other}, share elements", rank=rank, box=common
+                        )
+
+    def parts(self, shape: Shape, rank: int) -> tuple[Part, ...]:
+        at = bisect.bisect_left(self.boxes, rank, key=lambda row: row[0])
+        if at == len(self.boxes) or self.boxes[at][0] != rank:
+            return ()
+        return tuple(Part.of_box(box) for box in self.boxes[at][1])
+
+    def numels(self, shape: Shape) -> Ints:
+        out = np.zeros(self.world_size, dtype=np.int64)
+        for rank, its in self.boxes:
+            out[rank] = sum(box.numel for box in its)
+        return out
+
+    def chunks(self, shape: Shape) -> Iterator[tuple[int, Box]]:
+        seen: set[Box] = set()
+        for rank, its in self.boxes:
+            for box in its:
+                if box not in seen and not box.is_empty:
+                    seen.add(box)
+                    yield rank, box
+
+    def replicas(self, shape: Shape) -> Iterator[Ints]:
+        return (np.array([rank], dtype=np.int64) for rank, _ in self.boxes)
+
+    def __str__(self) -> str:
+        return "boxes{" + "; ".join(f"{rank}: {', '.join(map(str, its))}" for rank, its in self.boxes) + "}"
+
+
+@dataclass(frozen=True, slots=True)
+class FlatForm:
+    """Each rank holds one range of the row-major flattening, as a 1-D local tensor."""
+
+    ranges: tuple[tuple[int, int, int], ...]
+    """(rank, start, stop), by rank."""
+    world_size: int
+
+    @classmethod
+    def make(cls, ranges: Mapping[int, tuple[int, int]], world_size: int | None = None) -> FlatForm:
+        """Raises PlanError for negative ranks or ranks beyond `world_size`."""
+        table = tuple(sorted((int(rank), int(start), int(stop)) for rank, (start, stop) in ranges.items()))
+        return cls(table, _world_size([rank for rank, _, _ in table], world_size))
+
+    def ranks(self) -> Sequence[int]:
+        return [rank for rank, _, _ in self.ranges]
+
+    def check(self, shape: Shape) -> None:
+        numel = math.prod(shape)
+        for rank, start, stop in self.ranges:
+            if not 0 <= start <= stop <= numel:
+                raise PlanError(
+                    f"the range {start}:{stop} lies outside the {numel} elements of shape {shape}", rank=rank
+                )
+
+    def parts(self, shape: Shape, rank: int) -> tuple[Part, ...]:
+        row = bisect.bisect_left(self.ranges, rank, key=lambda row: row[0])
+        if row == len(self.ranges) or self.ranges[row][0] != rank:
+            return ()
+        parts, at = [], 0
+        for box in flat_boxes(shape, *self.ranges[row][1:]):
+            parts.append(Part.of_box(box, at))
+            at += box.numel
+        return tuple(parts)
+
+    def numels(self, shape: Shape) -> Ints:
+        out = np.zeros(self.world_size, dtype=np.int64)
+        for rank, start, stop in self.ranges:
+            out[rank] = stop - start
+        return out
+
+    def chunks(self, shape: Shape) -> Iterator[tuple[int, Box]]:
+        seen: set[Box] = set()
+        for rank, start, stop in self.ranges:
+            for box in flat_boxes(shape, start, stop):
+                if box not in seen:
+                    seen.add(box)
+                    yield rank, box
+
+    def replicas(self, shape: Shape) -> Iterator[Ints]:
+        return (np.array([rank], dtype=np.int64) for rank, _, _ in self.ranges)
+
+    def __str__(self) -> str:
+        return "flat{" + "; ".join(f"{rank}: {start}:{stop}" for rank, start, stop in self.ranges) + "}"
+
+
+def _world_size(ranks: Sequence[int], world_size: int | None) -> int:
+    least = max(ranks, default=0) + 1
+    if ranks and min(ranks) < 0:
+        raise PlanError("ranks must be >= 0", rank=min(ranks))
+    if world_size is not None and world_size < least:
+        raise PlanError(f"there are {world_size} ranks only", rank=least - 1)
+    return least if world_size is None else world_size
+
+
+# Layouts: which rank holds which elements of a tensor, and of a whole state.
+#
+# A `TensorLayout` has one of three forms. `ProductForm` is the usual one: a mesh and one placement
+# per axis. The other two hold what is no product: explicit boxes, and flat ranges over the row-
+# major flattening. A form answers for a shape; the layout adds the tensor's name and dtype.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,23 @@
-"""`Mesh`: ranks arranged along named axes."""
+"""Meshes: ranks along named axes, how an axis places a tensor, and which intervals of a dim each coordinate owns."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from planners.errors import PlanError
 
-__all__ = ["Mesh"]
+__all__ = [
+    "BlockShard", "Mesh", "Ownership", "Placement", "Replicate", "SegmentRow", "Segments", "Shard",
+    "StridedShard", "distinct", "overlap", "ownership", "parse_placement", "parse_placements",
+]  # fmt: skip
 
 
 class Mesh:
@@ -183,3 +188,375 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({str(self)!r})"
+
+
+# How one mesh axis places a tensor: cut along a dim, or copied.
+#
+# The three basic placements mean what DTensor means by them, and have its short text form: `S(0)`,
+# `_S(0, 2)`, `R`. `BlockShard` is ours: a dim made of blocks, each cut on its own.
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank along the axis holds the same."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The axis cuts `dim` as `torch.chunk` does: pieces of ceil(size / n), the last ones shorter or empty."""
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        _check_dim(self.dim)
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """DTensor's `_StridedShard`: `dim` is first cut into `split_factor` pieces and each of these along the axis;
+    coordinate k holds the k-th part of every piece, in order.
+
+    12 elements, split_factor 2, axis of size 2:   0 0 0 1 1 1 | 0 0 0 1 1 1
+    """
+
+    dim: int
+    split_factor: int
+
+    def __post_init__(self) -> None:
+        _check_dim(self.dim)
+        if not isinstance(self.split_factor, int) or self.split_factor < 1:
+            raise PlanError(f"split_factor must be an integer >= 1, got {self.split_factor!r}")
+
+    def __str__(self) -> str:
+        return f"_S({self.dim}, {self.split_factor})"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShard:
+    """`dim` is a concatenation of blocks (a fused q, k and v; a gate and an up projection), and the axis cuts each
+    block as `Shard` would; coordinate k holds the k-th part of every block, in order.
+
+    q=4, k=2, v=2 elements, axis of size 2:   0 0 1 1 | 0 1 | 0 1
+
+    Only the first axis that cuts a dim may be a `BlockShard`, since later ones no longer see whole blocks.
+    """
+
+    dim: int
+    blocks: tuple[int, ...]
+    """Sizes of the blocks, in elements of the dim; they add up to its size."""
+
+    def __init__(self, dim: int, blocks: Sequence[int]) -> None:
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "blocks", tuple(blocks))
+        _check_dim(dim)
+        if not self.blocks or any(not isinstance(b, int) or b < 0 for b in self.blocks):
+            raise PlanError(f"blocks must be one or more sizes >= 0, got {self.blocks}")
+
+    def __str__(self) -> str:
+        return f"B({self.dim}, {'+'.join(map(str, self.blocks))})"
+
+
+Placement = Replicate | Shard | StridedShard | BlockShard
+
+
+def _check_dim(dim: object) -> None:
+    if not isinstance(dim, int) or isinstance(dim, bool) or dim < 0:
+        raise PlanError(f"the dim of a placement must be an integer >= 0, got {dim!r}")
+
+
+_FORMS = (
+    (re.compile(r"R|Replicate(?:\(\))?"), lambda m: Replicate()),
+    (re.compile(r"S(?:hard)?\((?:dim=)?(\d+)\)"), lambda m: Shard(int(m[1]))),
+    (
+        re.compile(r"_?S(?:tridedShard)?\((?:dim=)?(\d+),(?:split_factor=|sf=)?(\d+)\)"),
+        lambda m: StridedShard(int(m[1]), int(m[2])),
+    ),
+    (
+        re.compile(r"B(?:lockShard)?\((?:dim=)?(\d+),(\d+(?:\+\d+)*)\)"),
+        lambda m: BlockShard(int(m[1]), [int(b) for b in m[2].split("+")]),
+    ),
+)
+
+
+def parse_placement(text: str) -> Placement:
+    """A placement from `"S(0)"`, `"_S(0, 2)"`, `"R"`, `"B(0, 4+2+2)"`, or DTensor's long forms.
+
+    Raises PlanError for anything else. Inverse of `str`.
+    """
+    compact = re.sub(r"\s+", "", text)
+    for pattern, make in _FORMS:
+        match = pattern.fullmatch(compact)
+        if match is not None:
+            return make(match)
+    raise PlanError(f"unknown placement {text!r}: write S(dim), _S(dim, split_factor), B(dim, size+size) or R")
+
+
+def parse_placements(text: str) -> tuple[Placement, ...]:
+    """Placements separated by commas, one per mesh axis: `"S(0),R"`. The empty text is no placement.
+
+    Raises PlanError for text that holds anything else.
+    """
+    parts = re.split(r",(?![^(]*\))", text.strip().removeprefix("(").removesuffix(")") if _wrapped(text) else text)
+    return tuple(parse_placement(part) for part in parts if part.strip()) if text.strip() else ()
+
+
+def _wrapped(text: str) -> bool:
+    """Whether one pair of brackets encloses the whole text, as in DTensor's repr of a tuple."""
+    text = text.strip()
+    depth = 0
+    for i, char in enumerate(text):
+        depth += (char == "(") - (char == ")")
+        if depth == 0:
+            return char == ")" and i == len(text) - 1 and text.startswith("(")
+    return False
+
+
+# The 1-D algebra: which intervals of one dim each coordinate of the cutting mesh axes owns.
+#
+# Everything about a product layout is asked here, one dim at a time. An `Ownership` is a table of
+# intervals, grouped by owner, in the owner's local order:
+#
+#     8 elements, _S(0, 2) on an axis of 2:    owner 0: [0:2) [4:6)      owner 1: [2:4) [6:8)
+
+
+Ints = npt.NDArray[np.int64]
+Cut = Shard | StridedShard | BlockShard
+
+
+@dataclass(frozen=True, eq=False)
+class Ownership:
+    """Intervals of a dim of `size` elements: owner k has rows `indptr[k]` to `indptr[k + 1]`, in local order.
+
+    No interval is empty, and no two neighbours in local order touch. Owners are numbered row-major over
+    the axes that cut the dim, in mesh order; an uncut dim has the one owner 0.
+    """
+
+    size: int
+    starts: Ints
+    stops: Ints
+    indptr: Ints
+
+    @property
+    def owners(self) -> int:
+        """How many owners."""
+        return len(self.indptr) - 1
+
+    @cached_property
+    def owner_of(self) -> Ints:
+        """The owner of each interval."""
+        return np.repeat(np.arange(self.owners, dtype=np.int64), np.diff(self.indptr))
+
+    @cached_property
+    def local_starts(self) -> Ints:
+        """Where each interval begins in its owner's local dim."""
+        lengths = self.stops - self.starts
+        before = np.concatenate(([0], np.cumsum(lengths)))
+        return np.asarray(before[:-1] - before[self.indptr[self.owner_of]], dtype=np.int64)
+
+    @cached_property
+    def local_sizes(self) -> Ints:
+        """How many elements each owner has."""
+        before = np.concatenate(([0], np.cumsum(self.stops - self.starts)))
+        return np.asarray(np.diff(before[self.indptr]), dtype=np.int64)
+
+    def intervals(self, owner: int) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of each interval of `owner`, in local order."""
+        rows = slice(self.indptr[owner], self.indptr[owner + 1])
+        return tuple(zip(self.starts[rows].tolist(), self.stops[rows].tolist()))
+
+    def uncovered(self) -> tuple[int, str] | None:
+        """An element that is not owned exactly once and what is wrong with it; None if the intervals tile the dim."""
+        order = np.argsort(self.starts, kind="stable")
+        starts = np.append(self.starts[order], self.size)
+        stops = np.insert(self.stops[order], 0, 0)
+        reach = np.maximum.accumulate(stops)
+        wrong = np.flatnonzero(starts != reach)
+        if not len(wrong):
+            return None
+        start, stop = int(starts[wrong[0]]), int(reach[wrong[0]])
+        if stop > self.size:
+            return self.size, "lies outside the tensor"
+        return (stop, "has no owner") if stop < start else (start, "has two owners")
+
+
+def ownership(size: int, cuts: tuple[tuple[Cut, int], ...]) -> Ownership:
+    """The ownership of a dim of `size` elements that `cuts`, pairs (placement, axis size), cut from left to right.
+
+    Raises PlanError for blocks that do not add up to the dim, or that come after another cut.
+    """
+    return _ownership(int(size), cuts)
+
+
+@lru_cache(maxsize=4096)
+def _ownership(size: int, cuts: tuple[tuple[Cut, int], ...]) -> Ownership:
+    whole = [] if size == 0 else [0]
+    own = Ownership(
+        size,
+        np.array(whole, dtype=np.int64),
+        np.array([size] * len(whole), dtype=np.int64),
+        np.array([0, len(whole)], dtype=np.int64),
+    )
+    for i, (placement, parts) in enumerate(cuts):
+        own = _cut(own, _bounds(own, placement, parts, first=i == 0))
+    return own
+
+
+def _bounds(own: Ownership, placement: Cut, parts: int, *, first: bool) -> Ints:
+    """Cut points in each owner's local dim, of shape (owners, pieces, parts + 1): part k of piece j of owner c is
+    `[bounds[c, j, k], bounds[c, j, k + 1])`."""
+    sizes = own.local_sizes
+    if isinstance(placement, BlockShard):
+        if not first:
+            raise PlanError(f"{placement} must be the first placement that cuts its dim: blocks are cut already")
+        if sum(placement.blocks) != own.size:
+            total = sum(placement.blocks)
+            raise PlanError(f"the blocks of {placement} add up to {total}, but the dim has {own.size} elements")
+        edges = np.concatenate(([0], np.cumsum(placement.blocks)))[None, :]
+    else:
+        pieces = placement.split_factor if isinstance(placement, StridedShard) else 1
+        step = -(-sizes // pieces)
+        edges = np.minimum(np.arange(pieces + 1)[None, :] * step[:, None], sizes[:, None])
+    lengths = np.diff(edges, axis=1)
+    step = -(-lengths // parts)
+    inner = np.minimum(np.arange(parts + 1) * step[..., None], lengths[..., None])
+    return np.asarray(edges[:, :-1, None] + inner, dtype=np.int64)
+
+
+def _cut(own: Ownership, bounds: Ints) -> Ownership:
+    """Every owner c becomes owners (c, k): the parts k of all its pieces, in order of the pieces."""
+    owners, pieces, parts = bounds.shape[0], bounds.shape[1], bounds.shape[2] - 1
+    base = np.concatenate(([0], np.cumsum(own.local_sizes)))  # all local dims laid one behind another
+    ends = np.minimum(bounds[:, :, 1:] + base[:-1, None, None], base[-1])
+    begins = bounds[:, :, :-1] + base[:-1, None, None]
+    # cut the intervals, laid out the same way, at every bound
+    position = own.local_starts + base[own.owner_of]
+    edges = distinct(np.concatenate((begins.reshape(-1), ends.reshape(-1), position, base[-1:])))
+    left, right = edges[:-1], edges[1:]
+    row = np.searchsorted(position, left, side="right") - 1
+    starts = np.asarray(own.starts[row] + (left - position[row]), dtype=np.int64)
+    stops = np.asarray(starts + (right - left), dtype=np.int64)
+    # which (c, j, k) each little interval fell into; empty parts take none
+    filled = np.flatnonzero((ends > begins).reshape(-1))
+    piece = filled[np.searchsorted(begins.reshape(-1)[filled], left, side="right") - 1]
+    c, rest = np.divmod(piece, pieces * parts)
+    j, k = np.divmod(rest, parts)
+    owner = c * parts + k
+    order = np.lexsort((left, j, owner))
+    return _grouped(own.size, starts[order], stops[order], owner[order], owners * parts)
+
+
+def _grouped(size: int, starts: Ints, stops: Ints, owner: Ints, owners: int) -> Ownership:
+    """An ownership from rows sorted by owner and local order; neighbours that touch become one."""
+    if len(starts):
+        new = np.ones(len(starts), dtype=bool)
+        new[1:] = (starts[1:] != stops[:-1]) | (owner[1:] != owner[:-1])
+        last = np.append(np.flatnonzero(new)[1:] - 1, len(starts) - 1)
+        starts, stops, owner = starts[new], stops[last], owner[new]
+    indptr = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=owners))))
+    return Ownership(size, starts, stops, np.asarray(indptr, dtype=np.int64))
+
+
+def distinct(values: Ints) -> Ints:
+    """The values of an array of any shape, ascending, each once. Not by `np.unique`: its first call imports `numpy.ma`,
+    which takes longer than most plans."""
+    ordered = np.sort(values, axis=None, kind="stable")
+    new = np.ones(len(ordered), dtype=bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return np.asarray(ordered[new], dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """The common refinement of two ownerships of one dim: rows sorted by wanted owner and its local order.
+
+    Row i says that elements `[starts[i], stops[i])` are in interval `saved_row[i]` of the saved ownership and begin at
+    `local_starts[i]` in the local dim of wanted owner `wanted_owner[i]`.
+    """
+
+    saved: Ownership
+    wanted: Ownership
+    starts: Ints
+    stops: Ints
+    saved_row: Ints
+    wanted_owner: Ints
+    local_starts: Ints
+    indptr: Ints
+    """Rows of wanted owner k are `indptr[k]` to `indptr[k + 1]`."""
+
+    @property
+    def saved_owner(self) -> Ints:
+        """The saved owner of each row."""
+        return self.saved.owner_of[self.saved_row]
+
+    def rows(self, wanted_owner: int) -> list[SegmentRow]:
+        """The rows of one wanted owner, in its local order."""
+        at, saved = slice(self.indptr[wanted_owner], self.indptr[wanted_owner + 1]), self.saved
+        row, start = self.saved_row[at], self.starts[at]
+        chunk_start = saved.starts[row]
+        columns = (
+            saved.owner_of[row],
+            chunk_start,
+            saved.stops[row] - chunk_start,
+            saved.local_starts[row] + start - chunk_start,
+            start,
+            self.stops[at] - start,
+            self.local_starts[at],
+        )
+        return [SegmentRow(*values) for values in zip(*(column.tolist() for column in columns))]
+
+
+class SegmentRow(NamedTuple):
+    """A row of `Segments`, in elements."""
+
+    saved_owner: int
+    chunk_start: int
+    """Where the saved interval begins in the dim."""
+    chunk_size: int
+    saved_local_start: int
+    """Where the row's elements begin in the local dim of the saved owner."""
+    start: int
+    """Where they begin in the dim."""
+    size: int
+    local_start: int
+    """Where they begin in the local dim of the wanted owner."""
+
+
+def overlap(saved: Ownership, wanted: Ownership) -> Segments:
+    """Merge the cuts of two ownerships of the same dim. Elements that one side lacks appear in no row.
+
+    Cost: the intervals of both sides, sorted once.
+    """
+    if saved.size != wanted.size:
+        raise PlanError(f"a dim of {saved.size} elements does not overlap one of {wanted.size}")
+    by_saved, by_wanted = np.argsort(saved.starts, kind="stable"), np.argsort(wanted.starts, kind="stable")
+    s_starts, s_stops = saved.starts[by_saved], saved.stops[by_saved]
+    w_starts, w_stops = wanted.starts[by_wanted], wanted.stops[by_wanted]
+    edges = distinct(np.concatenate((s_starts, s_stops, w_starts, w_stops)))
+    starts, stops = edges[:-1], edges[1:]
+    s_at = np.searchsorted(s_starts, starts, side="right") - 1
+    w_at = np.searchsorted(w_starts, starts, side="right") - 1
+    if len(s_starts) and len(w_starts):
+        held = (s_at >= 0) & (w_at >= 0) & (s_stops[s_at] >= stops) & (w_stops[w_at] >= stops)
+    else:
+        held = np.zeros(len(starts), dtype=bool)
+    starts, stops, s_row, w_row = starts[held], stops[held], by_saved[s_at[held]], by_wanted[w_at[held]]
+    order = np.argsort(w_row, kind="stable")  # rows are grouped by owner, in local order; starts ascend within a row
+    starts, stops, s_row, w_row = starts[order], stops[order], s_row[order], w_row[order]
+    owner = wanted.owner_of[w_row]
+    indptr = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=wanted.owners))))
+    return Segments(
+        saved=saved,
+        wanted=wanted,
+        starts=starts,
+        stops=stops,
+        saved_row=s_row,
+        wanted_owner=owner,
+        local_starts=wanted.local_starts[w_row] + (starts - wanted.starts[w_row]),
+        indptr=np.asarray(indptr, dtype=np.int64),
+    )

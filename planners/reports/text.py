@@ -1,21 +1,25 @@
-"""Plans as text for terminals: a plan at a glance, and the story of one tensor on one rank."""
+"""Plans as text and in figures: at a glance, for one tensor, and what changes from one plan to another."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
 
 from planners.errors import PlanError
-from planners.geometry.layout import TensorLayout
-from planners.geometry.layout_forms import Part
-from planners.geometry.ownership import Ints
-from planners.load.plan import LoadPlan, ReadItem
-from planners.save.plan import SavePlan, WriteItem
-from planners.transfer.plan import TransferItem, TransferPlan
-from planners.transfer.rounds import Schedule
+from planners.geometry.layout import Part, StateLayout, TensorLayout
+from planners.geometry.mesh import Ints
+from planners.plans.load import LoadPlan, ReadItem, count_reads, group_loads
+from planners.plans.rounds import Schedule
+from planners.plans.save import SavePlan, WriteItem
+from planners.plans.transfer import TransferItem, TransferPlan
 from planners.units import format_bytes
 
-__all__ = ["explain", "format_bytes", "format_plan"]
+__all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_plan", "summarize"]
+
 
 _Plan = LoadPlan | SavePlan | TransferPlan
 
@@ -149,3 +153,245 @@ def _head(layout: TensorLayout, who: str, parts: Iterable[Part]) -> str:
     boxes = [str(box) for part in parts for box, _ in part.boxes()]
     spec = layout.spec
     return f"{spec.fqn} {spec.shape} {spec.dtype}, {layout.form}: {who} {', '.join(boxes) or 'nothing of it'}"
+
+
+# `diff`: what changes if one plan is taken and not another.
+
+
+_LISTED = 10
+
+
+@dataclass(frozen=True, eq=False)
+class PlanDiff:
+    """The difference of two plans or layouts, from `a` to `b`."""
+
+    only_a: tuple[str, ...]
+    """Names that only the first has."""
+    only_b: tuple[str, ...]
+    """Names that only the second has."""
+    changed: dict[str, str]
+    """Names whose shape, dtype or placement differs, with how."""
+    rank_bytes: tuple[Ints, Ints]
+    """Bytes of each rank in both: read, written, received or held. Ranks that one of them lacks have 0."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether both are the same in all of this."""
+        return not (self.only_a or self.only_b or self.changed) and np.array_equal(*self.rank_bytes)
+
+    @property
+    def added_bytes(self) -> int:
+        """How many bytes more the second has in all; negative if fewer."""
+        return int(self.rank_bytes[1].sum()) - int(self.rank_bytes[0].sum())
+
+    def __str__(self) -> str:
+        if self.is_empty:
+            return "no difference"
+        lines = []
+        for names, verb in ((self.only_a, "only in the first"), (self.only_b, "only in the second")):
+            if names:
+                lines.append(f"{verb}: {_listed(names)}")
+        hows: dict[str, list[str]] = {}
+        for fqn, how in self.changed.items():
+            hows.setdefault(how, []).append(fqn)
+        lines += [f"{how}: {_listed(tuple(names))}" for how, names in hows.items()]
+        a, b = self.rank_bytes
+        ranks = np.flatnonzero(a != b)
+        lines.append(f"bytes: {format_bytes(int(a.sum()))} -> {format_bytes(int(b.sum()))}, {len(ranks)} ranks differ")
+        most = [format_bytes(int(loads.max(initial=0))) for loads in (a, b)]
+        lines.append(f"busiest rank: {most[0]} -> {most[1]}")
+        for rank in ranks[np.argsort(-np.abs(b - a)[ranks], kind="stable")][:_LISTED].tolist():
+            lines.append(f"  rank {rank}: {format_bytes(int(a[rank]))} -> {format_bytes(int(b[rank]))}")
+        if len(ranks) > _LISTED:
+            lines.append(f"  ... {len(ranks) - _LISTED} more ranks")
+        return "\n".join(lines)
+
+
+def diff(
+    a: LoadPlan | SavePlan | TransferPlan | StateLayout, b: LoadPlan | SavePlan | TransferPlan | StateLayout
+) -> PlanDiff:
+    """What changes from `a` to `b`: two plans of one kind, or two layouts. Items are not enumerated.
+
+    Raises PlanError for two different kinds, or for anything else.
+    """
+    if type(a) is not type(b):
+        raise PlanError(f"cannot compare a {type(a).__name__} with a {type(b).__name__}: give two of one kind")
+    sides = list(zip(_sides(a), _sides(b)))
+    names = [list(dict.fromkeys(fqn for side in _sides(plan) for fqn in side)) for plan in (a, b)]
+    in_a, in_b = set(names[0]), set(names[1])
+    changed: dict[str, str] = {}
+    for fqn in names[1]:
+        how = _change([(left.get(fqn), right.get(fqn)) for left, right in sides]) if fqn in in_a else ""
+        if how:
+            changed[fqn] = how
+    return PlanDiff(
+        only_a=tuple(fqn for fqn in names[0] if fqn not in in_b),
+        only_b=tuple(fqn for fqn in names[1] if fqn not in in_a),
+        changed=changed,
+        rank_bytes=_padded(_loads(a), _loads(b)),
+    )
+
+
+def _sides(plan: object) -> tuple[StateLayout, ...]:
+    if isinstance(plan, LoadPlan):
+        return plan.saved, plan.wanted
+    if isinstance(plan, TransferPlan):
+        return plan.before, plan.after
+    if isinstance(plan, SavePlan):
+        return (plan.layout,)
+    if isinstance(plan, StateLayout):
+        return (plan,)
+    raise PlanError(f"cannot compare a {type(plan).__name__}: give plans or layouts")
+
+
+def _loads(plan: LoadPlan | SavePlan | TransferPlan | StateLayout) -> Ints:
+    return plan.received_bytes() if isinstance(plan, TransferPlan) else plan.rank_bytes()
+
+
+def _padded(a: Ints, b: Ints) -> tuple[Ints, Ints]:
+    size = max(len(a), len(b))
+    return np.pad(a, (0, size - len(a))), np.pad(b, (0, size - len(b)))
+
+
+def _change(pairs: list[tuple[TensorLayout | None, TensorLayout | None]]) -> str:
+    words = []
+    for left, right in pairs:
+        if left is None or right is None:
+            words += [] if left is right else ["absent on one side of the first" if left is None else "now absent"]
+            continue
+        if left.spec.shape != right.spec.shape:
+            words.append(f"shape {left.spec.shape} -> {right.spec.shape}")
+        if left.spec.dtype != right.spec.dtype:
+            words.append(f"dtype {left.spec.dtype} -> {right.spec.dtype}")
+        if left.form is not right.form and left.form != right.form:
+            words.append(f"{_short(left)} -> {_short(right)}")
+    return "; ".join(words)
+
+
+def _short(layout: TensorLayout) -> str:
+    text = str(layout.form)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+# `summarize`: a plan in figures, for all ranks, without listing its items.
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Ranks whose bytes lie in `low <= bytes <= high`."""
+
+    low: int
+    high: int
+    ranks: int
+
+
+@dataclass(frozen=True, eq=False)
+class PlanStats:
+    """Figures of a plan. `rank_bytes` is what each rank reads, writes, or receives from others."""
+
+    kind: Literal["load", "save", "transfer"]
+    tensors: int
+    geometries: int
+    """Groups of tensors that share all planning."""
+    world_size: int
+    rank_bytes: Ints
+    items: Ints | None
+    """Items of each rank; None for save plans, whose items depend on how chunks are divided."""
+    uncut_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """See `StateLayout.uncut_axes`, of the layout that a plan leads to, or of the one that is saved."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all ranks."""
+        return int(self.rank_bytes.sum())
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of the busiest rank."""
+        return int(self.rank_bytes.max(initial=0))
+
+    @property
+    def mean_bytes(self) -> float:
+        """Bytes of a rank on average, idle ones included."""
+        return float(self.rank_bytes.mean()) if len(self.rank_bytes) else 0.0
+
+    @property
+    def busiest_rank(self) -> int:
+        """The first rank that has `max_bytes`."""
+        return int(self.rank_bytes.argmax())
+
+    @property
+    def imbalance(self) -> float:
+        """How many times the mean the busiest rank has; 1 is even, and so is a plan without bytes."""
+        return self.max_bytes / self.mean_bytes if self.mean_bytes else 1.0
+
+    def histogram(self, bins: int = 10) -> tuple[Bin, ...]:
+        """Ranks by their bytes, in at most `bins` bins of equal width. Raises PlanError for less than one."""
+        if bins < 1:
+            raise PlanError(f"a histogram needs one bin or more, got {bins}")
+        low, high = int(self.rank_bytes.min(initial=self.max_bytes)), self.max_bytes
+        edges = [low + (high + 1 - low) * i // bins for i in range(bins + 1)]
+        edges = sorted(set(edges))
+        counts, _ = np.histogram(self.rank_bytes, bins=np.array(edges, dtype=np.float64))
+        return tuple(Bin(a, b - 1, int(n)) for a, b, n in zip(edges, edges[1:], counts))
+
+    def __str__(self) -> str:
+        verb = {"load": "read", "save": "written", "transfer": "moved between ranks"}[self.kind]
+        lines = [
+            *(
+                f"axis {axis!r} cuts no tensor: {len(fqns)} are copied along it"
+                for axis, fqns in self.uncut_axes.items()
+            ),
+            f"{self.tensors} tensors of {self.geometries} geometries, {self.world_size} ranks",
+            (
+                f"{format_bytes(self.total_bytes)} {verb}; a rank has {format_bytes(self.mean_bytes)} on average, "
+                f"{format_bytes(self.max_bytes)} at most (rank {self.busiest_rank}, {self.imbalance:.2f} times that)"
+            ),
+        ]
+        if self.items is not None:
+            lines.append(f"{int(self.items.sum())} items, {int(self.items.max(initial=0))} at most for one rank")
+        most = max(bin.ranks for bin in self.histogram())
+        for bin in self.histogram():
+            bar = "#" * round(40 * bin.ranks / most)
+            lines.append(f"  {format_bytes(bin.low):>10} to {format_bytes(bin.high):>10} {bin.ranks:>7} ranks  {bar}")
+        return "\n".join(lines)
+
+
+def summarize(plan: LoadPlan | SavePlan | TransferPlan) -> PlanStats:
+    """Bytes and items of all ranks. Nothing is enumerated where both sides are products.
+
+    Raises PlanError for anything that is no plan.
+    """
+    if isinstance(plan, LoadPlan):
+        groups = len(group_loads(plan))
+        items = count_reads(plan).items
+        return PlanStats(
+            "load", len(plan.wanted), groups, plan.world_size, plan.rank_bytes(), items, plan.wanted.uncut_axes()
+        )
+    if isinstance(plan, SavePlan):
+        groups = len(plan.layout.geometries())
+        return PlanStats(
+            "save", len(plan.layout), groups, plan.world_size, plan.rank_bytes(), None, plan.layout.uncut_axes()
+        )
+    if isinstance(plan, TransferPlan):
+        items = _count_transfers(plan)
+        tensors, groups = len(plan.names), len(plan.routes)
+        return PlanStats(
+            "transfer", tensors, groups, plan.world_size, plan.received_bytes(), items, plan.after.uncut_axes()
+        )
+    raise PlanError(f"cannot summarize a {type(plan).__name__}: give a load, save or transfer plan")
+
+
+def _count_transfers(plan: TransferPlan) -> Ints:
+    """Items to each rank, copies within a rank included."""
+    total = np.zeros(plan.world_size, dtype=np.int64)
+    for route in plan.routes:
+        total += route.intersection.counts(plan.world_size) * len(route.group)
+    for rank, listed in plan.explicit.items():
+        total[rank] = len(listed)
+    return total

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from planners.geometry.box import Box, arrange
 from planners.geometry.layout import StateLayout
-from planners.geometry.ownership import Ints
-from planners.load.plan import LoadPlan
-from planners.transfer.plan import TransferPlan
+from planners.geometry.mesh import Ints
+from planners.plans.load import LoadPlan
+from planners.plans.transfer import TransferPlan
 
 __all__ = ["element_ids", "local_ids", "replay"]
 

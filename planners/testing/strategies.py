@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
-from planners.geometry.mesh import Mesh
-from planners.geometry.placement import BlockShard, Placement, Replicate, Shard, StridedShard
-from planners.topologies.topology import Home, Rule, Topology
-from planners.views.view import View, concat, stack
+from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, Shard, StridedShard
+from planners.geometry.topologies import Home, Rule, Topology
+from planners.geometry.views import View, concat, stack
 
 __all__ = [
     "block_placements", "box_layouts", "boxes", "flat_layouts", "layouts", "meshes", "placements",
     "product_layouts", "shapes", "specs", "state_pairs", "topologies", "views",
 ]  # fmt: skip
+
 
 DTYPES = ("bool", "uint8", "bfloat16", "float32", "int64", "complex128")
 """One dtype of every item size."""

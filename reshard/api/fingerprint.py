@@ -12,24 +12,22 @@ import msgspec
 import torch.distributed as dist
 
 from planners.geometry.box import Box
-from planners.geometry.layout import StateLayout, TensorLayout
-from planners.geometry.layout_forms import Part, ProductForm
-from planners.geometry.placement import Replicate
-from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.checkpoint.checkpoint import open as open_checkpoint
-from reshard.control.group import Group
+from planners.geometry.layout import Part, ProductForm, StateLayout, TensorLayout
+from planners.geometry.mesh import Replicate
+from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, FormatError, LayoutError
-from reshard.formats.stored.lazy_tensor import LazyTensor
-from reshard.formats.stored.streaming import Region, stream
-from reshard.state.fingerprints.holdings import Holding, add_holdings, conclude, pack_holdings
-from reshard.state.fingerprints.keys import PUBLIC, Key
-from reshard.state.fingerprints.parts import Fingerprinter, Partial, partials
-from reshard.state.frameworks.tensor_subclasses import expanded
-from reshard.state.tensors import is_tensor, layout_of, local_tensors
-from reshard.state.tree import flatten, key_of
+from reshard.live.fingerprint_sums import PUBLIC, Key
+from reshard.live.fingerprints import Fingerprinter, Holding, Partial, add_holdings, conclude, pack_holdings, partials
+from reshard.live.tensors import expanded, is_tensor, layout_of, local_tensors
+from reshard.live.tree import flatten, key_of
+from reshard.ranks.group import Group
 from reshard.storage.base import Storage
+from reshard.stored.streaming import Region, stream
+from reshard.stored.tensor import LazyTensor
 
 __all__ = ["Exchange", "alone", "fingerprint", "holdings", "join"]
+
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Gives this rank's bytes to all ranks and returns those of all, in rank order."""
@@ -62,7 +60,7 @@ def fingerprint(
         state_dict: tensors of any kind in nested containers, `LazyTensor`s of a checkpoint included; or a checkpoint.
         layouts: how plain local tensors lie in their global tensors, by dotted key; default: what the tensors say.
         rank: this process's rank in those layouts; default: its rank in the default group, else 0.
-        exchange: how bytes reach the other ranks; default: `reshard.control.group.Group`; `alone` asks no other rank.
+        exchange: how bytes reach the other ranks; default: `reshard.ranks.group.Group`; `alone` asks no other rank.
         key: see `Key`.
 
     Raises:

@@ -13,13 +13,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from reshard.api.load.loading import saved_in
-from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.api.load import saved_in
+from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import KeyMismatchError
-from reshard.state.deferred_optimizer import Awaiting, fill
-from reshard.state.optimizer_forms import is_flat_key
-from reshard.state.tree import KeyPath
+from reshard.live.optimizer_state import LazyOptimizerState, fill, is_flat_key
+from reshard.live.tree import KeyPath
 from reshard.state_dict.api import get_model_state_dict, get_optimizer_state_dict
 from reshard.state_dict.names import Models
 
@@ -58,7 +57,7 @@ def optimizer_destinations(
     rows = [row if row.shape is not None else row._replace(value=checkpoint.objects[row.key]) for row in rows]
     parameters = get_model_state_dict(model)
     live = get_optimizer_state_dict(model, optimizers)
-    state = Awaiting({}, parameters)
+    state = LazyOptimizerState({}, parameters)
     is_flat = any(is_flat_key(row.path[len(above)]) for row in rows if len(row.path) > len(above))
     fill(state, above if is_flat else (*above, "state"), rows, checkpoint.contents.containers, groups=is_flat)
     state.is_complete = True

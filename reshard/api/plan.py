@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from planners.geometry.layout import StateLayout
-from planners.load.plan import LoadPlan, plan_reads
-from planners.topologies.topology import Topology
-from planners.topologies.words import looks_like_a_topology, topology_of
-from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from planners.geometry.topologies import Topology
+from planners.geometry.topology_words import looks_like_a_topology, topology_of
+from planners.plans.load import LoadPlan, plan_reads
+from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import FormatError, LayoutError, StorageError
 from reshard.storage.base import Storage
 
@@ -78,7 +78,7 @@ def read_layout_file(path: str | os.PathLike[str], rules: Mapping[str, str] | No
         raise StorageError(f"{path} cannot be read: {error}") from error
     if Path(path).suffix != ".json":
         return Topology.parse(text, rules)
-    from planners.reports.codec import loads
+    from planners.plans.codec import loads
 
     value = loads(text)
     if isinstance(value, LoadPlan):

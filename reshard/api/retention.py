@@ -6,14 +6,13 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 
-from reshard.api.convert.journal import is_job, remove_dead_jobs
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.api.convert_job import is_job, remove_dead_jobs
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError
-from reshard.formats.native.generations import generations_in, is_alive, remove_dead, remove_empty
-from reshard.formats.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, refuse_newer
-from reshard.formats.native.reader import detect
-from reshard.formats.opening import steps_at
-from reshard.formats.runs import path_below
+from reshard.formats.opening import path_below, steps_at
+from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty
+from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, refuse_newer
+from reshard.native.reader import detect
 from reshard.storage import Storage, open_storage
 
 __all__ = ["Step", "latest_complete", "prune", "steps"]

@@ -17,16 +17,12 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend "fake"
 
 from planners.errors import PlanError
-from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
-from planners.geometry.layout_forms import Form, ProductForm
-from planners.geometry.mesh import Mesh
-from planners.geometry.placement import Replicate
+from planners.geometry.layout import Form, ProductForm, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.mesh import Mesh, Replicate
 from reshard.errors import LayoutError
-from reshard.state.frameworks.placements import agreed_form
-from reshard.state.frameworks.tensor_classes import is_sharded
-from reshard.state.frameworks.torch_internals import forget_meshes
-from reshard.state.tensors import forms_of, is_tensor, spec_of
-from reshard.state.tree import flatten, key_of
+from reshard.live.tensors import agreed_form, forms_of, is_sharded, is_tensor, spec_of
+from reshard.live.tree import flatten, key_of
+from reshard.live.wrappers import forget_meshes
 from reshard.state_dict import get_model_state_dict
 
 __all__ = ["trace_layout"]
@@ -69,7 +65,7 @@ def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[i
 
 
 @dataclass(frozen=True)
-class _Found:
+class _TracedTensor:
     """A tensor as one rank has it."""
 
     spec: TensorSpec
@@ -77,7 +73,7 @@ class _Found:
     """Those that it may have, by what the rank holds of it; none for a plain tensor."""
 
 
-Run = dict[str, _Found]
+Run = dict[str, _TracedTensor]
 
 
 class _Trace:
@@ -145,9 +141,9 @@ class _Trace:
                 raise LayoutError(str(error)) from error
         return StateLayout(tensors, self._world_size)
 
-    def _one_form(self, fqn: str, found: Mapping[int, _Found]) -> Form:
+    def _one_form(self, fqn: str, found: Mapping[int, _TracedTensor]) -> Form:
         """The form that a tensor has by what these ranks found; more are run where they cannot tell."""
-        by_mesh: dict[tuple[int, ...], list[_Found]] = {}
+        by_mesh: dict[tuple[int, ...], list[_TracedTensor]] = {}
         for one in found.values():
             by_mesh.setdefault(tuple(one.forms[0].ranks()), []).append(one)
         agreed = [self._agreed(fqn, ranks, some) for ranks, some in by_mesh.items()]
@@ -164,7 +160,7 @@ class _Trace:
         mesh = Mesh([(copies, len(products)), *first.mesh.axes], ranks)
         return ProductForm.make(mesh, [Replicate(), *first.placements])
 
-    def _agreed(self, fqn: str, ranks: Sequence[int], found: Sequence[_Found]) -> Form | None:
+    def _agreed(self, fqn: str, ranks: Sequence[int], found: Sequence[_TracedTensor]) -> Form | None:
         """The form of a tensor on one mesh; None where its ranks disagree."""
         said = [one.forms for one in found]
         for rank in ranks:
@@ -205,7 +201,7 @@ def _found(built: Any) -> Run:
     for path, value in flatten(built, is_leaf=is_tensor).leaves.items():
         if is_tensor(value):
             fqn = key_of(path)
-            out[fqn] = _Found(spec_of(fqn, value), forms_of(value, fqn) if is_sharded(value) else ())
+            out[fqn] = _TracedTensor(spec_of(fqn, value), forms_of(value, fqn) if is_sharded(value) else ())
     return out
 
 

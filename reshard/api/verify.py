@@ -16,34 +16,31 @@ import torch.distributed as dist
 
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box
-from planners.proof import verify as prove
-from planners.save.plan import SavePlan
-from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.checkpoint.checkpoint import open as open_checkpoint
-from reshard.control.progress import Phase, Progress
+from planners.plans.proof import verify as prove
+from planners.plans.save import SavePlan
+from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError, KeyMismatchError, LayoutError
-from reshard.formats.native.hf_index import index_problem
-from reshard.formats.native.manifest import has_digest
-from reshard.formats.native.reader import NativeFacts
-from reshard.formats.stored.checksums import NO_CHECKSUMS, BlockChecksums
-from reshard.formats.stored.lazy_tensor import LazyTensor
-from reshard.formats.stored.source import FileSource
-from reshard.formats.stored.streaming import windows
-from reshard.formats.stored.tensor import StoredTensor
-from reshard.formats.torch_save.zip_checksums import changed_records, is_archive
-from reshard.state.dtypes import dtype_name
-from reshard.state.fingerprints import Fingerprinter, comparable
-from reshard.state.fingerprints.words import float64_is_exact
-from reshard.state.frameworks.tensor_classes import is_sharded
-from reshard.state.frameworks.tensor_subclasses import expanded
-from reshard.state.garbage import uncollected
-from reshard.state.memory.downloads import to_host
-from reshard.state.per_rank import PerRank
-from reshard.state.plain_data import encode_plain
-from reshard.state.tensors import is_tensor, raw_bytes, spec_of
-from reshard.state.tree import flatten, key_of
+from reshard.formats.torch_save.archive import changed_records, is_archive
+from reshard.live.copy_streams import to_host
+from reshard.live.dtypes import dtype_name
+from reshard.live.fingerprints import Fingerprinter, comparable, float64_is_exact
+from reshard.live.garbage import gc_paused
+from reshard.live.plain_data import encode_plain
+from reshard.live.state import PerRank
+from reshard.live.tensors import expanded, is_sharded, is_tensor, raw_bytes, spec_of
+from reshard.live.tree import flatten, key_of
+from reshard.native.commit import index_problem
+from reshard.native.manifest import has_digest
+from reshard.native.reader import NativeFacts
+from reshard.ranks.progress import Phase, Progress
+from reshard.stored.checksums import NO_CHECKSUMS, BlockChecksums
+from reshard.stored.source import FileSource
+from reshard.stored.streaming import windows
+from reshard.stored.tensor import LazyTensor, StoredTensor
 
 __all__ = ["compare", "verify"]
+
 
 WINDOW_BYTES = 32 << 20
 """Tensors are read in pieces of at most about this size."""
@@ -214,7 +211,7 @@ def compare(
     and what cannot be read. Its `covered` says how many bytes of `a` were read and compared with those of `b`, and not
     by fingerprints alone.
     """
-    with uncollected():
+    with gc_paused():
         left, right = _Side(a), _Side(b)
     if labels is not None:
         left.label, right.label = labels

@@ -1,5 +1,6 @@
 """The program: its commands, how errors are told, what the exit codes mean, and how it writes where there is no Unicode
-or nobody reads on."""
+or nobody reads on.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ import typer
 
 from reshard import __version__
 from reshard.cli import convert, demo, diff, gather, inspect, normalize, plan, verify
-from reshard.cli.usage import UsageError, in_words_of_the_command_line
+from reshard.cli.arguments import UsageError, in_words_of_the_command_line
 
 __all__ = ["EXIT_ERROR", "EXIT_NO", "EXIT_USAGE", "app", "in_a_pipeline", "run"]
+
 
 EXIT_NO = 1
 """The work was done, and the answer is no: a plan without proof, a damaged checkpoint, two that differ."""

@@ -9,16 +9,30 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from reshard.cli.names import Config, HintOption, Naming, dequantized, mapping_of, read_hints, stored_hints, untaken
+from reshard.cli.arguments import (
+    Config,
+    HintOption,
+    Naming,
+    Rules,
+    choice,
+    dequantized,
+    dtype_name,
+    mapping_of,
+    read_hints,
+    rules_of,
+    side,
+    size_in_bytes,
+    stored_hints,
+    untaken,
+)
 from reshard.cli.show import console, counted, print_json, size
-from reshard.cli.sides import Rules, rules_of, side
-from reshard.cli.usage import choice, dtype_name, size_in_bytes
 
 if TYPE_CHECKING:
-    from reshard.api.convert.converting import ConvertReport
-    from reshard.api.convert.job import FormatName
+    from reshard.api.convert import ConvertReport
+    from reshard.api.convert_job import FormatName
 
 __all__ = ["convert"]
+
 
 _Format = Annotated[
     str,
@@ -67,7 +81,7 @@ def convert(
 ) -> None:
     """Write CHECKPOINT in another format, in little memory. What is interrupted goes on when it is started again."""
     import reshard
-    from reshard.api.convert.job import CANONICAL, FORMATS
+    from reshard.api.convert_job import CANONICAL, FORMATS
     from reshard.mapping import Mapping
 
     normalized |= choice(format, FORMATS, "format") in CANONICAL

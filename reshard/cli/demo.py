@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from reshard.cli.demo_job.story import Plans, Result
+    from reshard.cli.demo_job import Plans, Result
 
 __all__ = ["demo"]
 
@@ -30,7 +30,7 @@ def demo(
     screen = console(stderr=as_json)
     screen.print("[bold]reshard demo[/]: one checkpoint, three topologies")
     with screen.status("importing torch, reading the text"):
-        from reshard.cli.demo_job.story import BEFORE, tell_story
+        from reshard.cli.demo_job import BEFORE, tell_story
     screen.print(f"[bold]1[/]  train on {BEFORE.world_size} processes, {BEFORE}, and save")
     with _bars(screen) as bars:
         listener = _Listener(bars, screen, steps)

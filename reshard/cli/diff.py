@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.names import Config, HintOption, Naming, mapping_of, read_hints, stored_hints
+from reshard.cli.arguments import Config, HintOption, Naming, UsageError, mapping_of, read_hints, stored_hints
 from reshard.cli.show import console, print_json, print_report, report_as_json, size
-from reshard.cli.usage import UsageError
 
 if TYPE_CHECKING:
     from planners.findings import Coverage, Report

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.show import Branch, Leaf, console, counted, print_json, print_tree, short, size
+from reshard.cli.show import Branch, PrintedLeaf, console, counted, print_json, print_tree, short, size
 from reshard.errors import KeyMismatchError, did_you_mean
-from reshard.state.garbage import uncollected
+from reshard.live.garbage import gc_paused
 
 if TYPE_CHECKING:
     from planners.geometry.layout import StateLayout, TensorLayout
-    from reshard.checkpoint.checkpoint import Checkpoint
+    from reshard.checkpoint import Checkpoint
 
 __all__ = ["cuts_of", "inspect"]
 
 
-@uncollected()
+@gc_paused()
 def inspect(
     path: Annotated[
         str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format: a folder, a file or a URL.")
@@ -103,7 +103,7 @@ def _list_run(path: str, as_json: bool, told: bool) -> None:
 
 
 def _draw(checkpoint: Checkpoint, name: str) -> None:
-    from planners.reports.cut_map import draw_cuts
+    from planners.reports.cuts import draw_cuts
 
     name = checkpoint.aliases.get(name, name)
     if name not in checkpoint:
@@ -154,16 +154,16 @@ def _print(
     for title, weights in _totals(layout, texts).items():
         rows = [f"{what} ({counted(count, 'tensor')}, {size(nbytes)})" for what, (count, nbytes) in weights.items()]
         screen.print(f"[bold]{title}[/]  {escape(_listed(rows))}", soft_wrap=True)
-    leaves: dict[Any, Leaf] = {}
+    leaves: dict[Any, PrintedLeaf] = {}
     paths = checkpoint.contents.paths
     for name, text in texts.items():
         spec = layout[name].spec
         text = f"{spec.dtype} {list(spec.shape)}  {size(spec.nbytes)}  {text}"
-        leaves[_parts(paths.get(name, (name,)))] = Leaf(text, spec.nbytes)
+        leaves[_parts(paths.get(name, (name,)))] = PrintedLeaf(text, spec.nbytes)
     for name in objects:
-        leaves[_parts(paths.get(name, (name,)))] = Leaf(f"= {short(checkpoint.objects[name])}")
+        leaves[_parts(paths.get(name, (name,)))] = PrintedLeaf(f"= {short(checkpoint.objects[name])}")
     for name, holder in checkpoint.aliases.items():
-        leaves[_parts(paths.get(name, (name,)))] = Leaf(f"tied to {holder}")
+        leaves[_parts(paths.get(name, (name,)))] = PrintedLeaf(f"tied to {holder}")
     tree = Tree("[bold].[/]")
     Branch.of(leaves).draw(tree, depth)
     print_tree(screen, tree)

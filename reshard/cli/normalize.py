@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from reshard.cli.names import HintOption, read_hints
-from reshard.cli.show import Branch, Leaf, console, counted, print_json, print_tree, short, size
+from reshard.cli.arguments import HintOption, read_hints
+from reshard.cli.show import Branch, PrintedLeaf, console, counted, print_json, print_tree, short, size
 
 __all__ = ["normalize"]
 
@@ -36,7 +36,7 @@ def normalize(
     screen = console()
     screen.print(f"[bold]{escape(checkpoint.url)}[/], format {checkpoint.format}", soft_wrap=True)
     tree = Tree("[bold].[/]")
-    leaves: dict[Any, Leaf] = {}
+    leaves: dict[Any, PrintedLeaf] = {}
     for fqn, tensor in state["model"].items():
         leaves[("model", *fqn.split("."))] = _leaf(tensor)
     for fqn, of in state["optim"]["state"].items():
@@ -44,7 +44,7 @@ def normalize(
             leaves[("optim", "state", *fqn.split("."), name)] = _leaf(value)
     for i, group in enumerate(state["optim"]["param_groups"]):
         shown = {k: v for k, v in group.items() if k != "params"}
-        leaves[("optim", "param_groups", str(i))] = Leaf(
+        leaves[("optim", "param_groups", str(i))] = PrintedLeaf(
             f"{counted(len(group.get('params', ())), 'parameter')}, {short(shown, 90)}"
         )
     Branch.of(leaves).draw(tree, depth)
@@ -53,11 +53,11 @@ def normalize(
         screen.print(f"[yellow]note[/]  {escape(note)}", soft_wrap=True)
 
 
-def _leaf(value: Any) -> Leaf:
+def _leaf(value: Any) -> PrintedLeaf:
     if hasattr(value, "nbytes"):
         dtype = str(value.dtype).removeprefix("torch.")
-        return Leaf(f"{dtype} {list(value.shape)}  {size(value.nbytes)}", value.nbytes)
-    return Leaf(f"= {short(value)}")
+        return PrintedLeaf(f"{dtype} {list(value.shape)}  {size(value.nbytes)}", value.nbytes)
+    return PrintedLeaf(f"= {short(value)}")
 
 
 def _plain(value: Any) -> Any:

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.names import HintOption, read_hints
+from reshard.cli.arguments import HintOption, Rules, Sides, both_sides, read_hints, rules_of, size_in_bytes
 from reshard.cli.show import console, counted, print_json, size
-from reshard.cli.sides import Rules, Sides, both_sides, rules_of
-from reshard.cli.usage import size_in_bytes
 
 if TYPE_CHECKING:
     from planners.findings import Report
     from planners.geometry.layout import StateLayout
-    from planners.load.plan import LoadPlan
-    from planners.reports.cost import Cluster
+    from planners.plans.cost import Cluster
+    from planners.plans.load import LoadPlan
 
 __all__ = ["plan"]
 
@@ -56,8 +54,8 @@ def plan(
     is the one you meant. Exits with 1 if that does not hold, or if a topology has rules for an axis, none of which
     matches a tensor, so that the axis cuts nothing.
     """
-    from planners.load.plan import plan_reads
-    from planners.proof import verify
+    from planners.plans.load import plan_reads
+    from planners.plans.proof import verify
 
     hints, cluster = read_hints(hint, used=normalized), _cluster(read_rate, ranks_per_host)
     sides = both_sides(source, onto, rules_of(rule), normalized=normalized, hints=hints)
@@ -65,11 +63,11 @@ def plan(
     report = verify(made)
     uncut = [] if allow_uncut_axes else _uncut_texts(sides.laid_out, sides.uncut_axes)
     if out is not None:
-        from planners.reports.codec import dumps
+        from planners.plans.codec import dumps
 
         out.write_text(dumps(made), encoding="utf-8")
     if html is not None:
-        from planners.reports.html import to_html
+        from planners.reports.pages import to_html
 
         page = to_html(made, source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster)
         html.write_text(page, encoding="utf-8")
@@ -85,14 +83,14 @@ def plan(
 def _cluster(read_rate: str | None, ranks_per_host: int) -> Cluster | None:
     if read_rate is None:
         return None
-    from planners.reports.cost import Cluster
+    from planners.plans.cost import Cluster
 
     rate = size_in_bytes(read_rate.removesuffix("/s"))
     return Cluster(storage_read_bytes_per_s=rate, ranks_per_host=ranks_per_host)
 
 
 def _seconds(made: LoadPlan, cluster: Cluster) -> float:
-    from planners.reports.cost import estimate
+    from planners.plans.cost import estimate
 
     return estimate(made, cluster).seconds
 

@@ -15,17 +15,9 @@ if TYPE_CHECKING:
     from planners.findings import Report
 
 __all__ = [
-    "Branch",
-    "Leaf",
-    "console",
-    "counted",
-    "fold",
-    "print_json",
-    "print_report",
-    "report_as_json",
-    "short",
-    "size",
-]
+    "Branch", "PrintedLeaf", "console", "counted", "fold", "print_json", "print_report",
+    "report_as_json", "short", "size",
+]  # fmt: skip
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -100,7 +92,7 @@ def report_as_json(report: Report) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class PrintedLeaf:
     """What there is to say of one name."""
 
     text: str
@@ -111,10 +103,10 @@ class Leaf:
 class Branch:
     """Names with a common beginning."""
 
-    children: dict[str, Branch | Leaf] = field(default_factory=dict)
+    children: dict[str, Branch | PrintedLeaf] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, leaves: Mapping[Sequence[str], Leaf]) -> Branch:
+    def of(cls, leaves: Mapping[Sequence[str], PrintedLeaf]) -> Branch:
         """A tree from leaves by path; a path that is the beginning of another gets the name "." below it."""
         root = cls()
         for path, leaf in leaves.items():
@@ -150,7 +142,7 @@ class Branch:
                 [(inner, inner_times, child)] = rows
                 name, times = f"{name}.{inner}", times * inner_times
             many = f" [dim]× {times}[/]" if times > 1 else ""
-            if isinstance(child, Leaf):
+            if isinstance(child, PrintedLeaf):
                 onto.add(f"{escape(name)}{many}  [dim]{escape(child.text)}[/]")
                 continue
             head = (
@@ -161,9 +153,9 @@ class Branch:
                 child.draw(below, None if depth is None else depth - 1)
 
 
-def fold(branch: Branch) -> list[tuple[str, int, Branch | Leaf]]:
+def fold(branch: Branch) -> list[tuple[str, int, Branch | PrintedLeaf]]:
     """The children as (name, how many, one of them): runs of numbered children that are alike become one, `0-31`."""
-    out: list[tuple[str, int, Branch | Leaf]] = []
+    out: list[tuple[str, int, Branch | PrintedLeaf]] = []
     run: list[str] = []
 
     def close() -> None:

@@ -33,21 +33,29 @@ from torch.distributed.checkpoint.planner import WriteItem as TorchWriteItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from planners.geometry.box import Box
-from planners.geometry.cover import tiling_fault
-from planners.geometry.overlap import Sweep
-from reshard.api.load.matching import needs_code
-from reshard.dcp.engine.misfits import refuse_misfits
-from reshard.dcp.engine.states import Region, flat_state, is_checkpointable, is_placed, put_at, regions_of, shape_of
+from planners.geometry.overlap import Sweep, tiling_fault
+from reshard.api.load_keys import needs_code
+from reshard.dcp.engine.states import (
+    HeldRegion,
+    flat_state,
+    is_checkpointable,
+    is_placed,
+    put_at,
+    refuse_misfits,
+    regions_of,
+    shape_of,
+)
 from reshard.errors import DamagedCheckpointError, KeyMismatchError, LayoutError, UnsafeDataError
-from reshard.formats.dcp.metadata import chunk_of, versioned
-from reshard.formats.pickles.record import unknown_class
-from reshard.formats.stored.source import BytesSource
-from reshard.formats.torch_save.zip_archive import TorchArchive
-from reshard.state.container_types import needs_class, retyped, unmade
-from reshard.state.frameworks.tensor_classes import is_sharded
-from reshard.state.tensors import is_tensor
+from reshard.formats.dcp.writer import chunk_of, versioned
+from reshard.formats.torch_save.archive import TorchArchive
+from reshard.live.tensors import is_sharded, is_tensor
+from reshard.live.tree import needs_class, restore_types, unresolved_class
+from reshard.stored.contents import unknown_class
+from reshard.stored.source import BytesSource
 
 __all__ = ["DefaultLoadPlanner", "DefaultSavePlanner"]
+
+
 __all__ += _torch.__all__
 
 __getattr__ = partial(getattr, _torch)
@@ -155,8 +163,8 @@ class DefaultLoadPlanner(LoadPlanner):
         kind = unknown_class(found)
         if kind is not None:
             raise UnsafeDataError(f"{fqn}: {needs_code(kind)}")
-        found = retyped(found, self.state_dict[fqn])
-        if (name := unmade(found)) is not None:
+        found = restore_types(found, self.state_dict[fqn])
+        if (name := unresolved_class(found)) is not None:
             raise KeyMismatchError(f"{fqn}: {needs_class(name)}")
         self.state_dict[fqn] = found
         if self.flatten_state_dict:
@@ -342,12 +350,12 @@ def _found(regions: dict[MetadataIndex, torch.Tensor], state: dict[str, Any], in
     return regions[index] if index in regions else find_state_dict_object(state, index)
 
 
-def _with_empty(fqn: str, value: Any) -> list[Region]:
+def _with_empty(fqn: str, value: Any) -> list[HeldRegion]:
     """The regions of a tensor; of a tensor without any element, one empty region, so that it is not lost."""
     regions = list(regions_of(fqn, value))
     shape = shape_of(value)
     if not regions and 0 in shape:
-        regions = [Region(Box.full(shape), torch.empty(shape, dtype=value.dtype, device="cpu"))]
+        regions = [HeldRegion(Box.full(shape), torch.empty(shape, dtype=value.dtype, device="cpu"))]
     return regions
 
 

@@ -1,5 +1,6 @@
 """`FileSystemWriter`: DCP's files, written so that torch reads them, and an old checkpoint stays whole meanwhile.
-`FileSystemReader`: any checkpoint that `reshard.open` reads, behind torch's `StorageReader`."""
+`FileSystemReader`: any checkpoint that `reshard.open` reads, behind torch's `StorageReader`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import io
 import os
 import pickle
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem as _torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # what torch's reader looks for in .metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -24,6 +26,8 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     SavePlan,
     SavePlanner,
+    WriteItem,
+    WriteItemType,
 )
 from torch.distributed.checkpoint.planner import ReadItem as TorchReadItem
 from torch.distributed.checkpoint.planner import WriteItem as TorchWriteItem
@@ -31,26 +35,26 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from planners.geometry.box import Box
-from reshard.checkpoint.checkpoint import Checkpoint, log_unchecked
-from reshard.dcp.engine.item_files import write_items
-from reshard.dcp.engine.staging import on_the_cpu
+from reshard.checkpoint import Checkpoint, log_unchecked
+from reshard.dcp.engine.states import on_the_cpu
 from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, StorageError
 from reshard.execute.reading import Copy, Staged, in_pieces
 from reshard.formats.dcp import reader as dcp
-from reshard.formats.dcp.metadata import object_to_bytes, paths_of, tensor_metadata, versioned
 from reshard.formats.dcp.reader import DcpFacts
+from reshard.formats.dcp.writer import object_to_bytes, paths_of, tensor_metadata, versioned
 from reshard.formats.opening import open_contents
-from reshard.formats.stored.contents import Contents
-from reshard.formats.stored.copying import copy_place
-from reshard.formats.stored.source import Files
-from reshard.formats.stored.tensor import Place, StoredChunk
-from reshard.state.dtypes import dtype_from_name
-from reshard.state.memory.arrays import as_array
-from reshard.state.memory.lanes import has_lanes, of_caller
-from reshard.state.memory.uploads import Uploads
-from reshard.storage import Storage, open_storage
+from reshard.formats.torch_save.writer import save_tensor
+from reshard.live.copy_streams import CopyStreams, Uploads, has_copy_streams, of_caller, to_host, wait_for
+from reshard.live.dtypes import as_array, dtype_from_name
+from reshard.storage.base import Storage, Writer
+from reshard.storage.opening import open_storage
+from reshard.stored.contents import Contents
+from reshard.stored.source import Files
+from reshard.stored.tensor import Extent, StoredChunk, copy_place
 
 __all__ = ["FileSystemReader", "FileSystemWriter"]
+
+
 __all__ += _torch.__all__
 
 _METADATA = ".metadata"
@@ -290,7 +294,7 @@ class FileSystemReader(StorageReader):
 
         Raises DamagedCheckpointError, before anything is written, if bytes are not there.
         """
-        found: list[tuple[str, int, TorchReadItem, Place]] = []
+        found: list[tuple[str, int, TorchReadItem, Extent]] = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 value = self.checkpoint.objects[item.storage_index.fqn]
@@ -309,7 +313,7 @@ class FileSystemReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _place(self, item: TorchReadItem) -> Place:
+    def _place(self, item: TorchReadItem) -> Extent:
         fqn, offset = item.storage_index.fqn, item.storage_index.offset
         if fqn not in self._chunks:
             chunks = self.checkpoint[fqn].stored.chunks
@@ -328,13 +332,13 @@ class FileSystemReader(StorageReader):
         return bool(os.fspath(checkpoint_id))
 
 
-def _fill(target: torch.Tensor, saved: torch.dtype, place: Place, uploads: Uploads) -> None:
+def _fill(target: torch.Tensor, saved: torch.dtype, place: Extent, uploads: Uploads) -> None:
     """Read what is at `place` into a tensor on any device; what its own stream is asked next comes after that."""
     device = target.device
     if target.dtype == saved and device.type == "cpu" and not target.is_conj() and not target.is_neg():
         copy_place(place, as_array(target))
         return
-    on_lane = has_lanes(device)
+    on_lane = has_copy_streams(device)
     with uploads.in_order(device) if on_lane else nullcontext():
         out = Staged(target, saved, uploads if on_lane else None)
         for there, piece in in_pieces(Copy(place, out), _PIECE_BYTES):
@@ -372,3 +376,77 @@ class _Dcp:
         if left < 0:
             raise DamagedCheckpointError(f"an item holds more than the {most_bytes} bytes that it may need")
         return b"".join(pieces)
+
+
+# One file of DCP's: items one behind another, each as `torch.save` would write it or as bytes.
+
+
+_TOGETHER_BYTES = 1 << 18  # pieces up to this size are written together
+
+
+class _Gathered:
+    """The file object that items are written into: small pieces, of which an item has dozens, are written together."""
+
+    def __init__(self, out: Writer) -> None:
+        self._out, self._waiting, self.nbytes = out, bytearray(), 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        if size + len(self._waiting) > _TOGETHER_BYTES:
+            self.let_go()
+        if size > _TOGETHER_BYTES:
+            self._out.write(data)
+        else:
+            self._waiting += data
+        self.nbytes += size
+        return size
+
+    def let_go(self) -> None:
+        """Write what waits."""
+        self._out.write(self._waiting)
+        self._waiting.clear()
+
+    def flush(self) -> None:
+        """Wait: for more, or for the end."""
+
+    close = flush
+
+
+def write_items(
+    storage: Storage,
+    name: str,
+    items: Iterable[WriteItem],
+    planner: SavePlanner,
+    extensions: Sequence[Any],
+    callers: CopyStreams,
+) -> list[WriteResult]:
+    """Write what `planner` gives for `items`, through `extensions`; where each item is. What they are made of on
+    devices comes after what the streams of the caller were asked, whatever thread this is: see `of_caller`."""
+    rows = []
+    transforms = [extension.get_descriptor() for extension in reversed(extensions)]
+    with storage.create(name) as file, callers.use_all():
+        out = _Gathered(file)
+        for item in items:
+            start = out.nbytes
+            data = planner.resolve_data(item)
+            stream: Any = out
+            for extension in extensions:
+                stream = extension.transform_to(stream)
+            if item.type == WriteItemType.BYTE_IO:
+                stream.write(data.getbuffer())  # type: ignore[union-attr]  # the planner gives bytes for it
+            else:
+                save_tensor(_compact(data, callers), stream)  # type: ignore[arg-type]
+            stream.close()
+            info = _StorageInfo(name, start, out.nbytes - start, *([transforms] if transforms else []))
+            rows.append(WriteResult(index=item.index, size_in_bytes=out.nbytes - start, storage_data=info))
+        out.let_go()
+    return rows
+
+
+def _compact(tensor: torch.Tensor, callers: CopyStreams) -> torch.Tensor:
+    """On the CPU, and not a view of more memory than it shows: `torch.save` writes all of it."""
+    if callers[tensor.device] is None:
+        wait_for(tensor.device)
+    tensor = to_host([tensor.detach()])[0].resolve_conj().resolve_neg()
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() and tensor.is_contiguous()
+    return tensor if whole else tensor.contiguous().clone()

@@ -14,23 +14,27 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from planners.geometry.box import Box
-from reshard.checkpoint.checkpoint import Checkpoint, log_unchecked
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.checkpoint import Checkpoint, log_unchecked
+from reshard.checkpoint import open as open_checkpoint
 from reshard.dcp.default_planner import DefaultLoadPlanner
 from reshard.dcp.state_dict_saver import save
 from reshard.errors import CheckpointError, KeyMismatchError
-from reshard.formats.dcp.metadata import chunk_of
-from reshard.formats.stored.lazy_tensor import LazyTensor
-from reshard.state.tensors import global_shape, is_tensor
+from reshard.formats.dcp.writer import chunk_of
+from reshard.live.tensors import global_shape, is_tensor
+from reshard.stored.tensor import LazyTensor
 
-__all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torch_save", "torch_save_to_dcp"]
+__all__ = [
+    "BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torch_save",
+    "torch_save_to_dcp",
+]  # fmt: skip
+
 
 __getattr__ = partial(getattr, _torch)
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
     """One file of `torch.save` out of a checkpoint folder, nested as it was saved; in bounded memory."""
-    from reshard.api.convert.converting import convert
+    from reshard.api.convert import convert
 
     convert(dcp_checkpoint_dir, torch_save_path, format="torch_save", alone=True, overwrite=True)
 

@@ -13,19 +13,17 @@ from torch.distributed.checkpoint import state_dict_loader as _torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from reshard.api.load.loading import load_with, saved_in
-from reshard.api.load.options import LoadOptions, Mode
-from reshard.control.group import Group
+from reshard.api.load import load_with, saved_in
+from reshard.api.load_keys import LoadOptions, Mode
 from reshard.dcp.default_planner import DefaultLoadPlanner
-from reshard.dcp.engine.calls import Call
-from reshard.dcp.engine.misfits import ENGINE_WORDING, refuse_lost_state
-from reshard.dcp.engine.protocol import run_load
-from reshard.dcp.engine.states import holds_checkpointable, put_state_back, unwrapped
-from reshard.dcp.engine.storages import reader_for, storage_by_position
+from reshard.dcp.engine.calls import Call, reader_for, run_load, storage_by_position
+from reshard.dcp.engine.states import ENGINE_WORDING, holds_checkpointable, put_state_back, refuse_lost_state, unwrapped
 from reshard.dcp.filesystem import FileSystemReader
-from reshard.state.deferred_optimizer import places
+from reshard.live.optimizer_state import materialize
+from reshard.ranks.group import Group
 
 __all__ = ["load", "load_state_dict"]
+
 
 __getattr__ = functools.partial(getattr, _torch)
 
@@ -90,7 +88,7 @@ def _load(
             strict: Mode = "partial" if partial else "subset"
             options = LoadOptions(strict=strict, dtype_policy="cast", entry_by_entry=True, wording=ENGINE_WORDING)
             if not partial:
-                with places(state, saved_in(reader.checkpoint), keep=False):
+                with materialize(state, saved_in(reader.checkpoint), keep=False):
                     refuse_lost_state(state, saved_in(reader.checkpoint))
             load_with(group, state, reader.checkpoint, options)
     else:

@@ -17,16 +17,15 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from reshard.api.save import background
-from reshard.control.group import Group
+from reshard.api import save as background
 from reshard.dcp.default_planner import DefaultSavePlanner
-from reshard.dcp.engine.calls import Call
-from reshard.dcp.engine.protocol import Write, run_save, write_here
-from reshard.dcp.engine.staging import on_the_cpu
-from reshard.dcp.engine.states import unwrapped
-from reshard.dcp.engine.storages import storage_by_position, writer_for
+from reshard.dcp.engine.calls import Call, Write, run_save, storage_by_position, write_here, writer_for
+from reshard.dcp.engine.states import on_the_cpu, unwrapped
+from reshard.ranks.group import Group
 
 __all__ = ["async_save", "save", "save_state_dict"]
+
+
 __all__ += _torch.__all__
 
 __getattr__ = functools.partial(getattr, _torch)
@@ -144,7 +143,7 @@ def _in_background(save: Callable[[], Metadata], call: Call) -> Future[Metadata]
             return save()
 
     try:
-        return background.start(work, "reshard-dcp-save")
+        return background.start_in_background(work, "reshard-dcp-save")
     except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
         with call.group.together("save"):
             raise

@@ -1,1 +1,1 @@
-"""What obeys plans: reading, writing and exchanging bytes."""
+"""What obeys plans: reading, sharing and exchanging bytes."""

@@ -1,9 +1,9 @@
-"""Obeys a load plan: finds the bytes of every item first, and only then copies them into the targets."""
+"""Obeys a load plan: finds the bytes of every item first, and only then compares and copies them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,28 +13,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from planners.geometry.box import Box
-from planners.geometry.byteruns import Window
-from planners.load.plan import ReadItem
+from planners.geometry.box import Box, Window
+from planners.plans.load import ReadItem
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.formats.stored.copying import MAX_BUFFER_BYTES, copy_place, empty
-from reshard.formats.stored.source import FileSource, Source
-from reshard.formats.stored.tensor import Place, StoredTensor
-from reshard.state.dtypes import dtype_name
-from reshard.state.memory.uploads import Uploads
+from reshard.live.copy_streams import Uploads
+from reshard.live.dtypes import dtype_name
+from reshard.stored.checksums import BlockChecksums, may_check
+from reshard.stored.source import FileSource, Source
+from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, copy_place, empty
 
 __all__ = [
-    "Copy",
-    "Staged",
-    "Wanted",
-    "Workspace",
-    "find_copies",
-    "in_pieces",
-    "merge_ranges",
-    "run_copies",
-    "subtract_ranges",
-    "wanted_by_file",
-]
+    "Copy", "Elsewhere", "Staged", "Workspace", "compare_plan", "find_copies", "in_pieces",
+    "merge_ranges", "plan_compare", "run_copies", "subtract_ranges", "wanted_by_file",
+]  # fmt: skip
+
 
 Array = npt.NDArray[Any]
 
@@ -100,7 +92,7 @@ class Staged:
         """The largest piece that can be filled at once, where `piece_bytes` may be staged."""
         return piece_bytes if self.uploads is None else min(piece_bytes, self.uploads.slot_bytes)
 
-    def fill(self, place: Place, buffer_bytes: int, *, compared: bool = False) -> None:
+    def fill(self, place: Extent, buffer_bytes: int, *, compared: bool = False) -> None:
         """Read the elements into memory of the saved dtype, and from there into the target: see `copy_place`."""
         read = partial(copy_place, place, buffer_bytes=buffer_bytes, compared=compared)
         if self.uploads is not None:
@@ -115,7 +107,7 @@ class Staged:
 class Copy:
     """Elements at a place of a file, and the array or tensor of equal sizes that they go into."""
 
-    place: Place
+    place: Extent
     out: Array | Staged
 
 
@@ -175,7 +167,7 @@ def run_copies(
     """
     pieces = [piece for copy in _in_file_order(copies) for piece in in_pieces(copy, space.piece_bytes)]
 
-    def work(some: Sequence[tuple[Place, Array | Staged]]) -> int:
+    def work(some: Sequence[tuple[Extent, Array | Staged]]) -> int:
         total = told = 0
         for place, out in some:
             if isinstance(out, Staged):
@@ -203,7 +195,7 @@ def _in_file_order(copies: Sequence[Copy]) -> list[Copy]:
     return sorted(copies, key=lambda copy: (copy.place.source.label, copy.place.window.offset))
 
 
-def in_pieces(copy: Copy, piece_bytes: int) -> Iterator[tuple[Place, Array | Staged]]:
+def in_pieces(copy: Copy, piece_bytes: int) -> Iterator[tuple[Extent, Array | Staged]]:
     """The copy, cut along its longest dim, again and again, until its pieces are small enough.
 
     What needs no memory beside its target is cut only so that threads share it.
@@ -282,3 +274,101 @@ def subtract_ranges(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int
         if start < stop:
             out.append((start, stop))
     return out
+
+
+# Which blocks of files a load compares with their checksums, and what stays unchecked.
+
+
+Range = tuple[int, int]
+
+_LOT_BLOCKS = 256
+"""So many are compared before somebody looks whether another rank has failed."""
+
+
+@dataclass
+class Elsewhere:
+    """What of a file other ranks compare, and what this one compares for others."""
+
+    by_others: Sequence[Range] = ()
+    """Bytes of which each block that lies within is compared by another rank, or while it is read for all: in order."""
+    for_others: Sequence[Range] = ()
+
+
+@dataclass
+class ComparePlan:
+    """The blocks to compare of each file."""
+
+    blocks: dict[FileSource, list[Range]] = field(default_factory=dict)
+    extra_bytes: int = 0
+    """Bytes of these that nobody asked for."""
+    unchecked_bytes: int = 0
+    """Bytes that were asked for and that nobody compares."""
+
+
+def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSource, Elsewhere]) -> ComparePlan:
+    """All blocks that are touched, if that is within `may_check`; else as many as it allows, those first of which the
+    least is read for nothing else."""
+    plan = ComparePlan()
+    chosen: list[tuple[int, int, FileSource, Range]] = []
+    total = 0
+    for source in dict.fromkeys((*wanted, *elsewhere)):
+        want, shared = wanted.get(source, Wanted()), elsewhere.get(source, Elsewhere())
+        total += sum(b - a for a, b in want.ranges) + sum(window.nbytes for window in want.windows)
+        if source.checksums is None or not source.checking.enabled:
+            plan.unchecked_bytes += sum(b - a for a, b in want.ranges) + sum(w.nbytes for w in want.windows)
+            continue
+        blocks, counts, outside = source.checksums.wanted(want.ranges, want.windows)
+        plan.unchecked_bytes += outside
+        in_blocks = isinstance(source.checksums, BlockChecksums)
+        others = _within(blocks, shared.by_others if in_blocks else ())
+        mine: set[Range] = set()
+        for start, stop in shared.for_others if in_blocks else ():
+            mine.update((a, b) for a, b in source.checksums.pending(start, stop) if start <= a and b <= stop)
+        for block, count, is_others in zip(blocks, counts.tolist(), others):
+            if not is_others and block not in mine and source.checksums.pending(*block):
+                chosen.append((max(block[1] - block[0] - count, 0), count, source, block))
+        if mine:
+            plan.blocks[source] = sorted(mine)
+    cost = 0
+    for lacking, count, source, block in sorted(chosen, key=lambda row: row[0]):
+        cost += block[1] - block[0]
+        if may_check(cost, total):
+            plan.extra_bytes += lacking
+            plan.blocks.setdefault(source, []).append(block)
+        else:
+            plan.unchecked_bytes += count
+    return plan
+
+
+def _within(blocks: Sequence[Range], ranges: Sequence[Range]) -> list[bool]:
+    """Whether each block lies within one of some ranges, which are in order and apart."""
+    if not blocks or not ranges:
+        return [False] * len(blocks)
+    found, bounds = np.array(blocks, np.int64), np.array(ranges, np.int64)
+    at = np.searchsorted(bounds[:, 0], found[:, 0], side="right") - 1
+    return list((at >= 0) & (found[:, 1] <= bounds[np.maximum(at, 0), 1]))
+
+
+def compare_plan(plan: ComparePlan, threads: int, on_bytes: Callable[[int], None]) -> None:
+    """Read and compare all blocks, without a copy: what was hashed through a view is copied from it, too.
+
+    Raises DamagedCheckpointError.
+    """
+    lots = []
+    for source, blocks in plan.blocks.items():
+        source.prefer_view()
+        blocks = sorted(blocks)
+        step = max(1, min(-(-len(blocks) // threads), _LOT_BLOCKS))
+        lots += [(source, blocks[i : i + step]) for i in range(0, len(blocks), step)]
+
+    def compare(lot: tuple[FileSource, Sequence[Range]]) -> None:
+        lot[0].compare_blocks(lot[1])
+        on_bytes(sum(stop - start for start, stop in lot[1]))
+
+    if threads == 1 or len(lots) <= 1:
+        for lot in lots:
+            compare(lot)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="reshard-check") as pool:
+        for _ in pool.map(compare, lots):
+            pass

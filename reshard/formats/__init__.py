@@ -1,1 +1,1 @@
-"""The formats: where the bytes of a checkpoint's tensors are, one reader each, and a writer for some."""
+"""The formats of others: a module or a folder each, with its files, its names, its optimizer and its writer."""

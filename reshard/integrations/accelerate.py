@@ -19,15 +19,14 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from reshard.api.load.loading import load
+from reshard.api.load import load
 from reshard.api.optimizer_destinations import optimizer_destinations
-from reshard.api.save.report import SaveReport
-from reshard.api.save.saving import save
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.api.save import SaveReport, save
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import ReshardError
-from reshard.formats.stored.lazy_tensor import LazyTensor
-from reshard.state.per_rank import PerRank
+from reshard.live.state import PerRank
 from reshard.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from reshard.stored.tensor import LazyTensor
 
 __all__ = ["load_state", "save_state"]
 

@@ -16,13 +16,13 @@ from typing import Any
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from reshard.api.save.saving import save
-from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.api.save import save
+from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import open as open_checkpoint
 from reshard.dcp import DefaultLoadPlanner
 from reshard.dcp import load as fill
-from reshard.formats.stored.lazy_tensor import whole
 from reshard.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
+from reshard.stored.tensor import whole
 
 __all__ = ["ReshardIO", "ReshardModelParallel"]
 

@@ -20,16 +20,17 @@ from typing import Any
 import torch.distributed as dist
 from torchft.checkpointing.transport import CheckpointTransport
 
-from reshard.api.load.loading import load
+from reshard.api.load import load
 from reshard.api.retention import prune
-from reshard.api.save.saving import save
-from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.api.save import save
+from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointNotFoundError, DeadlineError
-from reshard.formats.runs import path_below
-from reshard.formats.stored.lazy_tensor import whole
+from reshard.formats.opening import path_below
+from reshard.stored.tensor import whole
 
 __all__ = ["ReshardTransport"]
+
 
 _PAUSE_S = 0.05
 """Between two looks for a checkpoint that another group is writing."""

@@ -23,18 +23,13 @@ from torch.optim import Optimizer
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
-from reshard.api.load.loading import load
+from reshard.api.load import load
 from reshard.api.optimizer_destinations import optimizer_destinations
 from reshard.api.retention import steps
-from reshard.api.save.saving import save
+from reshard.api.save import save
 from reshard.errors import CheckpointNotFoundError, ReshardError, format_names
-from reshard.formats.native.manifest import MANIFEST
-from reshard.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from reshard.native.manifest import MANIFEST
+from reshard.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict, set_optimizer_state_dict
 from reshard.state_dict.options import StateDictOptions
 
 __all__ = ["ReshardTrainer"]

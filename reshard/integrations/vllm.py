@@ -22,18 +22,19 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import ParamMeta, Replicate, Shard, WeightSource
 
-from planners.geometry import placement as cut
+from planners.geometry import mesh as cut
 from planners.geometry.layout import TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh
-from reshard.api.redistribute.redistributing import redistribute
-from reshard.control.global_state import take_census
-from reshard.control.group import Group
+from reshard.api.redistribute import redistribute
 from reshard.errors import KeyMismatchError
+from reshard.live.dtypes import dtype_from_name, dtype_name
+from reshard.live.state import take_apart
 from reshard.mapping.mapping import Mapping as StateMapping
-from reshard.state.dtypes import dtype_from_name, dtype_name
-from reshard.state.live_state import take_apart
+from reshard.ranks.global_state import take_global_state
+from reshard.ranks.group import Group
 
 __all__ = ["ShardSource", "StateSource"]
+
 
 _BATCH = "number of the batch"
 """A value beside the weights, so that each rank has a part of each batch, as a transfer asks."""
@@ -68,7 +69,7 @@ class _Planned(WeightSource):  # type: ignore[misc]  # Any where vLLM is not ins
         group = Group(process_group)
         self._live = take_apart(state)
         with group.together("weights"):
-            layout = take_census(self._live, group, check_replicas=False).layout
+            layout = take_global_state(self._live, group, check_replicas=False).layout
             if not layout:
                 raise KeyMismatchError("no rank has a tensor to send")
             views = (mapping or StateMapping()).views(layout.specs)

@@ -8,14 +8,14 @@
 `reshard.mapping.families` has ready ones between Hugging Face, torchtitan and Megatron.
 """
 
-from reshard.mapping.computed_rules import Cast as Cast
-from reshard.mapping.computed_rules import Dequantize as Dequantize
-from reshard.mapping.computed_rules import Mxfp4 as Mxfp4
-from reshard.mapping.computed_rules import Offset as Offset
 from reshard.mapping.mapping import Mapping as Mapping
 from reshard.mapping.mapping import apply_dict as apply_dict
+from reshard.mapping.rules import Cast as Cast
 from reshard.mapping.rules import Concat as Concat
+from reshard.mapping.rules import Dequantize as Dequantize
 from reshard.mapping.rules import Drop as Drop
+from reshard.mapping.rules import Mxfp4 as Mxfp4
+from reshard.mapping.rules import Offset as Offset
 from reshard.mapping.rules import Rename as Rename
 from reshard.mapping.rules import Reshape as Reshape
 from reshard.mapping.rules import Resize as Resize

@@ -9,17 +9,22 @@ Within a stage every name is taken by the first rule that fits, and what no rule
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Mapping as Dict
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
+from planners.errors import PlanError
 from planners.geometry.layout import TensorSpec
-from planners.views.view import View
-from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.errors import KeyMismatchError
-from reshard.mapping.apply_rules import Stage
-from reshard.mapping.rule_matching import Group, Matcher
-from reshard.mapping.rules import Rename, Rule, views_of
+from planners.geometry.views import View
+from reshard.checkpoint import Checkpoint
+from reshard.errors import KeyMismatchError, NormalizationError
+from reshard.mapping.rules import Computing, Pattern, Rename, Rule, Site, sites, views_of
+from reshard.mapping.tensors import assembled, constant
+from reshard.stored.contents import Contents, LazyMapping
+from reshard.stored.tensor import LazyTensor, StoredTensor
 
 __all__ = ["Mapping", "apply_dict", "between"]
 
@@ -57,7 +62,7 @@ class Mapping:
         """
         contents = checkpoint.contents
         for stage in self.stages:
-            contents = Stage(stage, contents, checkpoint.url).contents()
+            contents = MappingStage(stage, contents, checkpoint.url).contents()
         return Checkpoint(replace(contents, checking=checkpoint.contents.checking), checkpoint.url)
 
     def views(self, specs: Dict[str, TensorSpec]) -> dict[str, View]:
@@ -139,7 +144,9 @@ def _stage_views(rules: Sequence[Rule], specs: Dict[str, TensorSpec]) -> dict[st
     return out
 
 
-def _group_views(group: Group, sources: Sequence[TensorSpec], shapes: Dict[str, tuple[int, ...]]) -> dict[str, View]:
+def _group_views(
+    group: RuleGroup, sources: Sequence[TensorSpec], shapes: Dict[str, tuple[int, ...]]
+) -> dict[str, View]:
     if group.is_carried([s.shape for s in sources], shapes):
         return {name: View.of(sources[0]).rename(name) for name in group.target_names(None)}
     given = [View.of(source) for source in sources]
@@ -152,3 +159,468 @@ def _group_views(group: Group, sources: Sequence[TensorSpec], shapes: Dict[str, 
         name: view.through(by_number).rename(name)
         for name, view in zip(group.target_names(len(made)), made, strict=True)
     }
+
+
+# One stage of a mapping, applied to the contents of a checkpoint: new names, and how each tensor is
+# made, lazily.
+
+
+class MappingStage:
+    """One stage, applied to the contents of a checkpoint."""
+
+    def __init__(self, rules: Sequence[Rule], contents: Contents, url: str) -> None:
+        self.given, self.url = contents, url
+        self.matcher = Matcher(rules)
+        aliases = {a: b for a, b in contents.aliases.items() if a not in contents.tensors}
+        self.tensors: dict[str, Callable[[], StoredTensor]] = {
+            name: partial(contents.tensors.__getitem__, name) for name in contents.tensors
+        }
+        for alias, kept in aliases.items():
+            self.tensors[alias] = partial(lambda a, k: contents.tensors[k].renamed(a), alias, kept)
+        self._parameters = {site.name: name for name, site in self.matcher.parameters(self.tensors)}
+        self.made: dict[str, Callable[[], Any]] = {}
+        self.objects: dict[str, Callable[[], Any]] = {}
+        self.paths: dict[str, tuple[Any, ...]] = {}
+        self.renamed: dict[str, str] = {}
+        """What becomes of names that are not put together with others, or taken apart."""
+        self.warnings: list[str] = []
+        self.change: dict[str, Rule] = {}
+        """The rule that changes such a tensor, where it does more than rename it."""
+
+    def contents(self) -> Contents:
+        """The contents under the new names."""
+        groups, rest = self.matcher.groups(self.tensors)
+        for name in rest:
+            self._put(self.made, name, name, self.tensors[name])
+            self.renamed[name] = name
+        for group in groups:
+            self._add_group(group)
+        counts = {group.identity: len(group.numbers) for group in groups if group.numbers}
+        self._add_objects(counts)
+        aliases = {
+            self.renamed[alias]: self.renamed[kept]
+            for alias, kept in self.given.aliases.items()
+            if alias in self.renamed and kept in self.renamed and self.change.get(alias) == self.change.get(kept)
+        }
+        listed = {n: m for n, m in self.made.items() if n not in aliases or self._was_listed(n)}
+        return replace(
+            self.given,
+            tensors=LazyMapping(listed),
+            objects=LazyMapping(self.objects),
+            aliases=aliases,
+            paths=self.paths,
+            fingerprints=None,
+            warnings=(*self.given.warnings, *self.warnings),
+        )
+
+    def _was_listed(self, name: str) -> bool:
+        return any(new == name and old in self.given.tensors for old, new in self.renamed.items())
+
+    def _put(self, into: dict[str, Callable[[], Any]], new: str, old: str, make: Callable[[], Any]) -> None:
+        if new in self.made or new in self.objects:
+            raise KeyMismatchError(
+                f"{self.url}: two tensors or objects would be called {new!r}, one of them is {old!r}; "
+                "rename one of them"
+            )
+        into[new] = make
+        path = self.given.paths.get(old, (old,))
+        self.paths[new] = path if new == old else mapped_path(path, old, new)
+
+    def _add_group(self, group: RuleGroup) -> None:
+        rule, first = group.rule, group.members[0]
+        if isinstance(rule, Rename):
+            (new,) = group.target_names(None)
+            self.renamed[first] = new
+            self._put(self.made, new, first, lambda: self.tensors[first]().renamed(new))
+            return
+        if len(group.members) == 1 and len(rule.targets) == 1 and rule.targets[0].number is None:
+            [self.renamed[first]] = group.target_names(None)
+            self.change[first] = rule
+        if isinstance(rule, Computing):
+            (new,) = group.target_names(None)
+            self._put(self.made, new, first, lambda: self._computed(group, new))
+            return
+        if group.missing:
+            self.warnings.append(_filled_note(group))
+        count = None
+        if rule.targets and rule.targets[0].number is not None:  # how many there are is in the shape
+            source = self.tensors[first]()
+            if not self._is_carried(group, [source.spec.shape]):
+                count = len(self._views(group, [source]))
+            else:
+                count = self._count_at_parameter(group)
+            group = group.numbered(count)
+        for number, new in enumerate(group.target_names(count)):
+            self._put(self.made, new, first, partial(self._part, group, number, new))
+
+    def _count_at_parameter(self, group: RuleGroup) -> int:
+        """How many targets the parameter has that a state belongs to."""
+        name = self._parameters.get(group.site.name)
+        if name is None:
+            raise KeyMismatchError(
+                f"{group.members[0]!r} goes along with a parameter that is not in {self.url}: it does not say into how "
+                "many it is taken apart"
+            )
+        return len(self._views(group, [self.tensors[name]()]))
+
+    def _is_carried(self, group: RuleGroup, shapes: Sequence[tuple[int, ...]]) -> bool:
+        names = [site.name for site in group.all_sites]
+        known = {n: self.tensors[self._parameters[n]]().spec.shape for n in names if n in self._parameters}
+        return group.is_carried(shapes, known)
+
+    def _part(self, group: RuleGroup, number: int, new: str) -> StoredTensor:
+        sources = [self.tensors[name]() for name in group.members]
+        if self._is_carried(group, [s.spec.shape for s in sources]):
+            self._check_equal(group, sources)
+            return sources[0].renamed(new)
+        dtypes = {source.spec.dtype for source in sources}
+        if len(dtypes) > 1:
+            raise KeyMismatchError(
+                f"{new!r} would be made of tensors of {' and '.join(sorted(dtypes))}; cast them first"
+            )
+        if group.missing:
+            assert group.rule.fill is not None
+            sources = group.filled(sources, constant(sources[0].spec, group.rule.fill))
+        return assembled(self._views(group, sources)[number], sources, new)
+
+    def _views(self, group: RuleGroup, sources: Sequence[StoredTensor]) -> tuple[View, ...]:
+        """The targets of the rule. Raises NormalizationError, naming the tensors, for shapes that do not fit it."""
+        try:
+            return views_of(group.rule, tuple(s.spec.shape for s in sources), sources[0].spec.dtype)
+        except (PlanError, NormalizationError) as error:
+            given = ", ".join(f"{s.fqn!r} {list(s.spec.shape)}" for s in sources[:3])
+            raise NormalizationError(f"{type(group.rule).__name__} does not fit {given}: {error}") from None
+
+    def _computed(self, group: RuleGroup, new: str) -> StoredTensor:
+        assert isinstance(group.rule, Computing)
+        return group.rule.compute([self.tensors[name]() for name in group.members], new, group.site.state)
+
+    def _check_equal(self, group: RuleGroup, sources: Sequence[StoredTensor]) -> None:
+        """States that go along, such as steps, become one: then they must be one."""
+        if len(sources) > 1 and (sources[0].spec.numel > 1 or not self._all_equal(sources)):
+            raise KeyMismatchError(
+                f"{group.members[0]!r} and {len(sources) - 1} others would become one, but they are not one number "
+                "that is equal in all of them"
+            )
+
+    @staticmethod
+    def _all_equal(sources: Sequence[StoredTensor]) -> bool:
+        first = LazyTensor(sources[0])[...]
+        return all(bool((LazyTensor(source)[...] == first).all()) for source in sources[1:])
+
+    def _add_objects(self, counts: Dict[Any, int]) -> None:
+        """Settings and states that are no tensors follow their parameter; lists of parameters are translated."""
+        objects = self.given.objects
+        # only keys of states and settings belong to a parameter; others are not for the rules
+        mine = [key for key in objects if self.matcher.match_state(key) is not None]
+        groups, _ = self.matcher.groups(mine, self.matcher.counts(self.tensors) if mine else {})
+        taken, lists = set(mine), _flat_lists(objects)
+        for key in objects:
+            if key not in taken and _LIST_ITEM.fullmatch(key) is None:
+                self._put(self.objects, key, key, partial(self._object, key))
+        for keys in lists:
+            if not all(isinstance(objects[key], str) for key in keys):
+                for key in keys:
+                    self._put(self.objects, key, key, partial(objects.__getitem__, key))
+                continue
+            stem, path = keys[0].rpartition(".")[0], self.given.paths.get(keys[0], (keys[0],))
+            for at, name in enumerate(self._translated([objects[key] for key in keys])):
+                self._put(self.objects, f"{stem}.{at}", f"{stem}.{at}", partial(str, name))
+                self.paths[f"{stem}.{at}"] = (*path[:-1], at)
+        for group in groups:
+            if group.missing:
+                self.warnings.append(_filled_note(group))
+            number = counts.get(group.identity)
+            if group.rule.targets and group.rule.targets[0].number is not None and number is None:
+                number = self._count_at_parameter(group)
+            for new in group.target_names(number):
+                self._put(self.objects, new, group.members[0], partial(self._carried_object, group))
+
+    def _carried_object(self, group: RuleGroup) -> Any:
+        values = [self.given.objects[name] for name in group.members]
+        if any(value != values[0] for value in values[1:]):
+            raise KeyMismatchError(
+                f"{group.members[0]!r} is {values[0]!r:.60}, but others that would become one with it differ"
+            )
+        return values[0]
+
+    def _object(self, key: str) -> Any:
+        value = self.given.objects[key]
+        is_list = key.endswith(".params") and isinstance(value, (list, tuple))
+        if not is_list or not all(isinstance(name, str) for name in value):
+            return value
+        return self._translated(value)
+
+    def _translated(self, names: Iterable[str]) -> list[str]:
+        """A list of parameters under their new names, each once."""
+        out: dict[str, None] = {}
+        for name in names:
+            hit = self.matcher.match(name)
+            found = (name,) if hit is None else hit.targets_of(self._counted(hit.site.name, hit.rule))
+            out.update(dict.fromkeys(found))
+        return list(out)
+
+    def _counted(self, name: str, rule: Rule) -> int | None:
+        if not rule.targets or rule.targets[0].number is None or name not in self._parameters:
+            return None
+        spec = self.tensors[self._parameters[name]]().spec
+        return len(views_of(rule, (spec.shape,), spec.dtype))
+
+
+def _filled_note(group: RuleGroup) -> str:
+    total = len(group.members) + len(group.missing)
+    return (
+        f"{group.target_names(None)[0]!r}: {len(group.missing)} of {total} have no such state, the first is number "
+        f"{group.missing[0]}: {group.rule.fill} stands for each of their elements; one number for all is that of the "
+        "others"
+    )
+
+
+_LIST_ITEM = re.compile(r"(.*\.param_groups\.\d+\.params)\.(\d+)")
+
+
+def _flat_lists(objects: Iterable[str]) -> list[list[str]]:
+    """The keys of lists of parameters that were saved item by item, list by list, in order."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for key in objects:
+        match = _LIST_ITEM.fullmatch(key)
+        if match is not None:
+            found.setdefault(match[1], []).append((int(match[2]), key))
+    return [[key for _, key in sorted(items)] for items in found.values()]
+
+
+# Which rule takes which names, and which of them belong together.
+
+
+T = TypeVar("T")
+Counts = Dict[tuple[Any, ...], int]
+NO_COUNTS: Counts = {}
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A name that a rule takes."""
+
+    number: int
+    """Of the rule."""
+    rule: Rule
+    source: int
+    """Of the rule's sources, this one."""
+    site: Site
+    words: dict[str, str]
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The rule and the words in common: the same for parameters that belong together, and for their states."""
+        return self.number, tuple(sorted(self.common.items()))
+
+    @property
+    def common(self) -> dict[str, str]:
+        """The words but the one that counts the sources."""
+        return {word: value for word, value in self.words.items() if word != self.rule.sources[0].number}
+
+    def targets_without_numbers(self) -> list[str]:
+        """The names that this one becomes part of, where no number is needed to say them."""
+        return [self.site.key(p.fill(self.common)) for p in self.rule.targets if p.number is None]
+
+    def targets_of(self, count: int | None) -> list[str]:
+        """The names that this one becomes part of; `count` is how many targets there are where they are numbered."""
+        return list(_filled(self.rule.targets, self.site, self.common, count))
+
+
+def _filled(targets: Sequence[Pattern], site: Site, words: Dict[str, str], count: int | None) -> Iterator[str]:
+    for pattern in targets:
+        if pattern.number is None:
+            yield site.key(pattern.fill(words))
+        else:
+            yield from (site.key(pattern.fill({**words, pattern.number: str(i)})) for i in range(count or 0))
+
+
+@dataclass(frozen=True)
+class RuleGroup:
+    """Names that one application of a rule takes together."""
+
+    number: int
+    rule: Rule
+    site: Site
+    """Of the first member."""
+    words: dict[str, str]
+    members: tuple[str, ...]
+    """In the order of the rule's sources, or of their numbers."""
+    all_sites: tuple[Site, ...]
+    missing: tuple[int, ...] = ()
+    """Places, in that order, of states that are not there, and for which the rule's `fill` stands."""
+    numbers: tuple[int, ...] = ()
+    """Of the targets, where they are numbered."""
+
+    def filled(self, members: Sequence[T], filling: T) -> list[T]:
+        """Something for every place: that of the members, and `filling` for what is missing."""
+        out = list(members)
+        for place in self.missing:
+            out.insert(place, filling)
+        return out
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The rule and its words: the same for a parameter and its states."""
+        return self.number, tuple(sorted(self.words.items()))
+
+    def numbered(self, count: int) -> RuleGroup:
+        """The same with so many numbered targets."""
+        return replace(self, numbers=tuple(range(count)))
+
+    def target_names(self, count: int | None) -> list[str]:
+        """The keys that are made."""
+        return list(_filled(self.rule.targets, self.site, self.words, count))
+
+    def is_carried(self, shapes: Sequence[tuple[int, ...]], parameters: Dict[str, tuple[int, ...]]) -> bool:
+        """Whether the members do not have one value for each element of their parameters: then they go along."""
+        if not self.site.is_state:
+            return False
+        for site, shape in zip(self.all_sites, shapes):
+            if shape != parameters.get(site.name, shape if shape else None):
+                return True
+        return False
+
+
+class Matcher:
+    """The rules of a stage."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self.rules = tuple(rules)
+        self._sources = [(n, s, p) for n, rule in enumerate(rules) for s, p in enumerate(rule.sources)]
+        bare = [re.sub(r"\?P<\w+>", "?:", pattern.regex.pattern) for _, _, pattern in self._sources]
+        # one look for all patterns: named by their place
+        self._any = re.compile("|".join(f"(?P<p{i}>{text})" for i, text in enumerate(bare)) or r"(?!)")
+
+    def match(self, key: str) -> Hit | None:
+        """The first rule that takes the key, as itself or at any other site."""
+        return self._best(sites(key))
+
+    def match_state(self, key: str) -> Hit | None:
+        """The same for keys of an optimizer only."""
+        return self._best(site for site in sites(key) if site.is_state)
+
+    def _best(self, found: Iterable[Site]) -> Hit | None:
+        best: Hit | None = None
+        for site in found:
+            match = self._any.fullmatch(site.name)
+            if match is None:
+                continue
+            for i, (number, source, pattern) in enumerate(self._sources):
+                if match[f"p{i}"] is None:
+                    continue
+                words = pattern.match(site.name)
+                if words is not None and (best is None or number < best.number):
+                    best = Hit(number, self.rules[number], source, site, words)
+        return best
+
+    def parameters(self, keys: Iterable[str]) -> Iterator[tuple[str, Site]]:
+        """The keys that are parameters that rules take, and where in the key they stand."""
+        return ((key, hit.site) for key, hit in self._parameters(keys))
+
+    def _parameters(self, keys: Iterable[str]) -> Iterator[tuple[str, Hit]]:
+        for key in keys:
+            hit = self.match(key)
+            if hit is not None and not hit.site.is_state:
+                yield key, hit
+
+    def groups(self, keys: Iterable[str], counts: Counts = NO_COUNTS) -> tuple[list[RuleGroup], list[str]]:
+        """The keys that rules take, put together, and the others.
+
+        As many states belong together as parameters do: those among the keys, or else by `counts`.
+
+        Raises KeyMismatchError where some of a rule's sources are there, and others are not.
+        """
+        found: dict[tuple[Any, ...], dict[tuple[int, int], tuple[str, Hit]]] = {}
+        rest: list[str] = []
+        known = dict(counts)
+        for key in keys:
+            hit = self.match(key)
+            if hit is None:
+                rest.append(key)
+                continue
+            over = hit.rule.sources[hit.source].number
+            place = (hit.source, int(hit.words[over]) if over else 0)
+            found.setdefault((hit.site.prefix, hit.site.suffix, hit.identity), {})[place] = (key, hit)
+            _count(known, hit)
+        groups = []
+        for of in found.values():
+            group = self._group(of, known)
+            if group is None:
+                rest += [key for key, _ in of.values()]
+            else:
+                groups.append(group)
+        return groups, rest
+
+    def counts(self, keys: Iterable[str]) -> Counts:
+        """How many numbered parameters among the keys belong together, by rule and words."""
+        out: dict[tuple[Any, ...], int] = {}
+        for _, hit in self._parameters(keys):
+            _count(out, hit)
+        return out
+
+    def _group(self, of: Dict[tuple[int, int], tuple[str, Hit]], counts: Counts) -> RuleGroup | None:
+        first = next(iter(of.values()))[1]
+        rule = first.rule
+        count = max(index for _, index in of) + 1
+        if first.site.is_state:
+            count = max(count, counts.get(first.identity, 0))
+        wanted = [(source, index) for source in range(len(rule.sources)) for index in range(count)]
+        missing = [place for place in wanted if place not in of]
+        if missing and rule.optional:
+            return None
+        if missing and (rule.fill is None or not first.site.is_state):
+            raise KeyMismatchError(_missing(first, missing[0], next(iter(of.values()))[0]))
+        hits = [of[place] for place in wanted if place in of]
+        return RuleGroup(
+            first.number,
+            rule,
+            hits[0][1].site,
+            first.common,
+            tuple(key for key, _ in hits),
+            tuple(hit.site for _, hit in hits),
+            tuple(at for at, place in enumerate(wanted) if place not in of),
+        )
+
+
+def _count(counts: dict[tuple[Any, ...], int], hit: Hit) -> None:
+    over = hit.rule.sources[hit.source].number
+    if over is not None and not hit.site.is_state:
+        counts[hit.identity] = max(counts.get(hit.identity, 0), int(hit.words[over]) + 1)
+
+
+def _missing(first: Hit, place: tuple[int, int], there: str) -> str:
+    """What to say of a source that is not there."""
+    source, index = place
+    pattern = first.rule.sources[source]
+    words = {**first.common, **({pattern.number: str(index)} if pattern.number else {})}
+    hint = (
+        "; the rule's fill=0 stands for states that some do not have" if first.site.is_state and pattern.number else ""
+    )
+    return (
+        f"{first.site.key(pattern.fill(words))!r} is missing: it belongs together with {there!r} in "
+        f"{first.site.key(first.rule.targets[0].fill(first.common))!r}{hint}"
+    )
+
+
+def mapped_path(path: tuple[Any, ...], old: str, new: str) -> tuple[Any, ...]:
+    """The path in the nested state that a key gets when it is renamed from `old` to `new`.
+
+    The parts of the path in which the keys differ are replaced: by one part where the name was one part, else by one
+    part for each part of the name.
+    """
+    texts = [str(part) for part in path]
+    if ".".join(texts) != old:
+        return (new,)
+    head = 0
+    rest = new
+    while head < len(texts) - 1 and rest.startswith(texts[head] + "."):
+        rest = rest[len(texts[head]) + 1 :]
+        head += 1
+    tail = len(texts)
+    while tail > head + 1 and rest.endswith("." + texts[tail - 1]):
+        rest = rest[: -len(texts[tail - 1]) - 1]
+        tail -= 1
+    one = tail - head == 1
+    return (*path[:head], *((rest,) if one else rest.split(".")), *path[tail:])

@@ -12,31 +12,25 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 from planners.geometry.layout import TensorSpec
-from planners.views.view import View, concat, stack
+from planners.geometry.views import View, concat, stack
 from reshard.errors import NormalizationError
-from reshard.mapping.name_patterns import Pattern
+from reshard.mapping.tensors import cast, dequantized, is_floating, mxfp4, offset
+from reshard.stored.tensor import StoredTensor
 
 __all__ = [
-    "Concat",
-    "Drop",
-    "Rename",
-    "Reshape",
-    "Resize",
-    "Rope",
-    "Rule",
-    "Split",
-    "Stack",
-    "Transpose",
-    "Unstack",
+    "Cast", "Computing", "Concat", "Dequantize", "Drop", "Mxfp4", "Offset", "Pattern", "Rename",
+    "Reshape", "Resize", "Rope", "Rule", "Site", "Split", "Stack", "Transpose", "Unstack", "sites",
     "views_of",
-]
+]  # fmt: skip
+
 
 Names = Sequence[str] | str
 
@@ -394,3 +388,235 @@ def _even(view: View, groups: int, dim: int) -> list[View]:
 def _check_parts(rule: Rule, parts: tuple[int, ...], count: int, needed: bool = False) -> None:
     if (parts or needed) and (len(parts) != count or any(part < 1 for part in parts)):
         raise NormalizationError(f"{count} tensors need as many parts, each >= 1, got {parts}")
+
+
+# Rules whose targets are computed from their sources, and not made of the very same elements.
+
+
+_MASTERS = ("fp32_param", "master_param", "fp32", "param")
+"""States that are the parameter in a wider dtype, as Megatron, TransformerEngine and DeepSpeed call them."""
+
+
+class Computing(Rule):
+    """A rule that computes its one target while it is read. Not for plans of metadata alone: it gives no views."""
+
+    @abstractmethod
+    def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
+        """The target under its name; `state` is what the sources are called as states, "" for parameters."""
+
+    def build(self, views: Sequence[View]) -> list[View]:
+        raise NormalizationError(f"{self} is computed: no view of stored elements describes it")
+
+
+@dataclass(frozen=True, init=False)
+class Cast(Computing):
+    """Floating-point tensors with at least one dim as another dtype, converted while they are read; others stay.
+
+    `old` is the dtype to go back to; without it there is no inverse.
+    """
+
+    dtype: str
+    old: str | None
+
+    def __init__(self, source: str, dtype: str, old: str | None = None) -> None:
+        self._set(source, source, dtype=dtype, old=old)
+
+    def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
+        (source,) = sources
+        if not source.spec.shape or not is_floating(source.spec.dtype):
+            return source
+        return cast(source, self.dtype, name)
+
+    def inverse(self) -> Rule:
+        if self.old is None:
+            raise NormalizationError(f"{self}: give old, the dtype before, so that it can be undone")
+        return Cast(self.sources[0].text, self.old, self.dtype)
+
+
+@dataclass(frozen=True, init=False)
+class Offset(Computing):
+    """Every element plus `by`: weights of norms that are centred at 0 in one framework and at 1 in another.
+
+    Moments of an optimizer stay as they are, masters change with the parameter. Sums are rounded to the tensor's dtype:
+    a bfloat16 of 0.001 plus 1 is 1. With `exact`, a tensor of which an element would not come back by the inverse is
+    refused when it is first asked for, and is read once for that; a `Cast` to a wider dtype before avoids it. Only the
+    sign of a zero is not kept.
+    """
+
+    by: float
+    exact: bool
+
+    def __init__(self, source: str, target: str, by: float, exact: bool = True) -> None:
+        self._set(source, target, by=float(by), exact=exact)
+
+    def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
+        (source,) = sources
+        if state and state not in _MASTERS:
+            return source.renamed(name)
+        return offset(source, name, by=self.by, exact=self.exact)
+
+    def inverse(self) -> Rule:
+        return Offset(self.targets[0].text, self.sources[0].text, -self.by, self.exact)
+
+
+@dataclass(frozen=True, init=False)
+class Dequantize(Computing):
+    """Block-quantized weights, times their scales, as `dtype`, computed while they are read. Not reversible.
+
+    A weight without scales is left as it is.
+    """
+
+    optional: ClassVar[bool] = True
+    block: tuple[int, ...]
+    dtype: str
+
+    def __init__(
+        self,
+        weight: str = "{name+}.weight",
+        scale: str = "{name+}.weight_scale_inv",
+        target: str = "{name+}.weight",
+        block: Sequence[int] = (128, 128),
+        dtype: str = "bfloat16",
+    ) -> None:
+        self._set((weight, scale), target, block=tuple(block), dtype=dtype)
+
+    def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
+        weight, scale = sources
+        return dequantized(weight, scale, name, block=self.block, dtype=self.dtype)
+
+    def inverse(self) -> Rule:
+        raise NormalizationError("dequantization cannot be undone")
+
+
+@dataclass(frozen=True, init=False)
+class Mxfp4(Computing):
+    """Weights of four bits in blocks with scales, as gpt-oss stores them, as `dtype`, computed while they are read.
+
+    They come out transposed, as the same weights are stored where they are not quantized. Not reversible.
+    """
+
+    optional: ClassVar[bool] = True
+    dtype: str
+
+    def __init__(
+        self,
+        blocks: str = "{name+}_blocks",
+        scales: str = "{name+}_scales",
+        target: str = "{name+}",
+        dtype: str = "bfloat16",
+    ) -> None:
+        self._set((blocks, scales), target, dtype=dtype)
+
+    def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
+        blocks, scales = sources
+        return mxfp4(blocks, scales, name, dtype=self.dtype)
+
+    def inverse(self) -> Rule:
+        raise NormalizationError("dequantization cannot be undone")
+
+
+# Names by pattern: `layers.{i}.attention.wq.{kind}`, and where in a checkpoint's keys such a name
+# can stand.
+#
+# `{word}` is one part of a dotted name, or a piece of one; `{word+}` is one part or more. The word
+# after `over` of a rule stands for a number. A rule speaks of parameters; a key may also be a
+# parameter within a section, or a state of it:
+#
+#     model.<name>          optim.state.<name>.exp_avg          optimizer.state.exp_avg.<name>
+
+
+_WORD = re.compile(r"\{([A-Za-z_]\w*)(\+?)\}")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern of names; `number` is the word that stands for a number."""
+
+    text: str
+    number: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises NormalizationError for braces that hold no word, and for a word that occurs twice."""
+        rest = _WORD.sub("", self.text)
+        if "{" in rest or "}" in rest:
+            raise NormalizationError(f"the pattern {self.text!r} has a brace that holds no word")
+        if len(set(self.words)) != len(self.words):
+            raise NormalizationError(f"the pattern {self.text!r} has one word twice")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words in it."""
+        return tuple(match[1] for match in _WORD.finditer(self.text))
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        """Matches a whole name; the words are its groups."""
+        out, at = "", 0
+        for match in _WORD.finditer(self.text):
+            out += re.escape(self.text[at : match.start()])
+            inner = r"\d+" if match[1] == self.number else r".+" if match[2] else r"[^.]+"
+            out += f"(?P<{match[1]}>{inner})"
+            at = match.end()
+        return re.compile(out + re.escape(self.text[at:]))
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """What the words stand for, or None."""
+        found = self.regex.fullmatch(name)
+        return None if found is None else found.groupdict()
+
+    def fill(self, words: Mapping[str, str]) -> str:
+        """The name where the words stand for these. Raises NormalizationError for a word that is not given."""
+
+        def value(match: re.Match[str]) -> str:
+            if match[1] not in words:
+                raise NormalizationError(f"nothing says what {{{match[1]}}} in {self.text!r} stands for")
+            return words[match[1]]
+
+        return _WORD.sub(value, self.text)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A parameter's name within a key: `prefix + name + suffix`."""
+
+    prefix: str
+    name: str
+    suffix: str = ""
+    is_state: bool = False
+    """Whether the value belongs to an optimizer and may have another shape than the parameter."""
+
+    @property
+    def state(self) -> str:
+        """What the state is called, such as "exp_avg"; "" for a parameter."""
+        if not self.is_state:
+            return ""
+        return self.suffix[1:] or self.prefix.removesuffix("module.").rstrip(".").rpartition(".")[2]
+
+    def key(self, name: str) -> str:
+        """The key of another parameter at the same site."""
+        return f"{self.prefix}{name}{self.suffix}"
+
+
+_SECTION = re.compile(r"(?:(?:model|module|state_dict|app|net)\.)+")
+_STATE = re.compile(r"(.*?\b(?:optim|optimizers?|optimizer_\d+)(?:\.\d+)?\.(?:state|param_groups)\.)(.+)(\.[^.]+)")
+_GROUP = re.compile(r"\d+(\.|$)")
+_STATE_FIRST = re.compile(r"(.*?\b(?:optim|optimizers?|optimizer_\d+)(?:\.\d+)?\.state\.[^.]+\.(?:module\.)?)(.+)")
+
+
+def sites(key: str) -> Iterator[Site]:
+    """Every way in which a key can be read: as a state of a parameter, as a name, as a name within a section."""
+    state = _STATE.fullmatch(key)
+    numbered = state is not None and state[1].endswith(".param_groups.") and _GROUP.match(state[2])
+    if state is not None and not numbered:  # settings of a numbered group belong to no parameter
+        yield Site(state[1], state[2], state[3], True)
+    first = _STATE_FIRST.fullmatch(key)
+    if first is not None:
+        yield Site(first[1], first[2], "", True)
+    yield Site("", key)
+    section = _SECTION.match(key)
+    while section is not None:
+        prefix = section[0] if section.end() < len(key) else ""
+        if prefix:
+            yield Site(prefix, key[len(prefix) :])
+        shorter = prefix.rstrip(".").rpartition(".")[0]
+        section = _SECTION.fullmatch(shorter + ".") if shorter else None

@@ -12,29 +12,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from reshard.state.deferred_optimizer import Awaiting
-from reshard.state.frameworks.tensor_classes import is_sharded
-from reshard.state.garbage import uncollected
-from reshard.state.optimizer_forms import flatten
+from reshard.live.garbage import gc_paused
+from reshard.live.optimizer_state import LazyOptimizerState, flatten_optimizer
+from reshard.live.tensors import is_sharded
 from reshard.state_dict.broadcast import receive_model, receive_optimizer, setting
 from reshard.state_dict.collect import collect_model, collect_optimizer
 from reshard.state_dict.model import apply_model, plan_model, read_model
 from reshard.state_dict.names import LiveModel, Models
-from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter, as_optimizers
-from reshard.state_dict.optimizer.plan import plan_optimizers
-from reshard.state_dict.optimizer.read import read_optimizers
-from reshard.state_dict.optimizer.restore import apply_optimizers
-from reshard.state_dict.optimizer.schemas import StateKind
+from reshard.state_dict.optimizer import apply_optimizers, plan_optimizers, read_optimizers
+from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter, as_optimizers
 from reshard.state_dict.options import OptimizerReport, SetReport, StateDictOptions, as_options
+from reshard.state_dict.saved_optimizer import StateKind
 
 __all__ = [
-    "get_model_state_dict",
-    "get_optimizer_state_dict",
-    "get_state_dict",
-    "set_model_state_dict",
-    "set_optimizer_state_dict",
-    "set_state_dict",
-]
+    "get_model_state_dict", "get_optimizer_state_dict", "get_state_dict", "set_model_state_dict",
+    "set_optimizer_state_dict", "set_state_dict",
+]  # fmt: skip
+
 
 Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -42,7 +36,7 @@ Optimizers = Optimizer | Iterable[Optimizer]
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """Neither autograd nor garbage collection."""
-    with uncollected(), torch.no_grad():
+    with gc_paused(), torch.no_grad():
         yield
 
 
@@ -246,7 +240,7 @@ def _optimizer_state(
     whole = collect_optimizer(whole, live, options)
     if not whole:
         return {}
-    out = flatten(whole) if options.flatten_optimizer_state_dict else whole
+    out = flatten_optimizer(whole) if options.flatten_optimizer_state_dict else whole
     if not cold:
         return out
     listed = {name for group in whole["param_groups"] for name in group["params"]} - whole["state"].keys()
@@ -277,8 +271,8 @@ def _awaiting(
         else:
             parameters[one.name] = one.parameter.detach() if one.piece is None else one.piece.value()
     if options.flatten_optimizer_state_dict:
-        return Awaiting(state, parameters)
-    return {**state, "state": Awaiting(state["state"], parameters)}
+        return LazyOptimizerState(state, parameters)
+    return {**state, "state": LazyOptimizerState(state["state"], parameters)}
 
 
 def _short(name: str, prefix: str, options: StateDictOptions) -> str:

@@ -17,21 +17,20 @@ import torch
 import torch.distributed as dist
 
 from planners.geometry.box import Box
-from reshard.control.group import Group
 from reshard.errors import KeyMismatchError, NormalizationError
-from reshard.execute.messages.wires import device_of_kind, sending_kinds
-from reshard.state.frameworks.fsdp1 import FlatPiece
-from reshard.state.frameworks.tensor_classes import dtensor_like, is_dtensor, is_sharded
-from reshard.state.tensors import raw_bytes
+from reshard.live.fsdp1 import FlatPiece
+from reshard.live.tensors import dtensor_like, is_dtensor, is_sharded, raw_bytes
+from reshard.ranks.group import Group, device_of_kind, sending_kinds
 from reshard.state_dict.gather import parts_of
 from reshard.state_dict.model import plan_model
-from reshard.state_dict.names import LiveModel, Region, Slot
-from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
-from reshard.state_dict.optimizer.plan import plan_optimizers
-from reshard.state_dict.optimizer.saved import read_saved
+from reshard.state_dict.names import LiveModel, SelfLoadingModule, StateEntry
+from reshard.state_dict.optimizer import plan_optimizers
+from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.options import StateDictOptions
+from reshard.state_dict.saved_optimizer import read_saved
 
 __all__ = ["receive_model", "receive_optimizer", "setting"]
+
 
 DEADLINE_S = 300.0
 """How long ranks wait for each other's verdict."""
@@ -72,7 +71,7 @@ def receive_model(live: LiveModel, given: Mapping[str, Any], options: StateDictO
     itself. Collective. Raises, on all ranks and with nothing changed, if the dict does not fit some rank's model.
     """
     outline, sources = _share_outline(given)
-    prefixes = tuple(item.prefix for item in live.items if isinstance(item, Region))
+    prefixes = tuple(item.prefix for item in live.items if isinstance(item, SelfLoadingModule))
     mine = {name: value for name, value in outline.items() if name in live.by_name or name.startswith(prefixes)}
     once: dict[Any, str] = {}
     for name in list(mine):
@@ -83,7 +82,7 @@ def receive_model(live: LiveModel, given: Mapping[str, Any], options: StateDictO
     with setting():
         plan_model(live, _revive(mine, Outline.meta), options, outlines=True)
     device = next((s.value.device for s in live.slots if s.value is not None and not s.value.is_meta), None)
-    in_regions = {slot.name for item in live.items if isinstance(item, Region) for slot in item.slots}
+    in_regions = {slot.name for item in live.items if isinstance(item, SelfLoadingModule) for slot in item.slots}
     targets: dict[str, torch.Tensor] = {}
 
     def target(one: Outline) -> torch.Tensor:
@@ -154,7 +153,7 @@ def _optimizer_target(one: Outline, owner: OptimizedParameter | None) -> torch.T
     return torch.empty(one.shape, dtype=one.dtype, device=device)
 
 
-def _model_target(one: Outline, slot: Slot | None, device: torch.device, in_region: bool) -> torch.Tensor:
+def _model_target(one: Outline, slot: StateEntry | None, device: torch.device, in_region: bool) -> torch.Tensor:
     if slot is None or slot.value is None or one.shape != slot.shape:
         return torch.empty(one.shape, dtype=one.dtype, device=device)
     if not slot.value.is_meta and slot.value.dtype == one.dtype and not in_region:

@@ -13,21 +13,18 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from reshard.control.group import Group
 from reshard.errors import NormalizationError
-from reshard.state.frameworks.deepspeed import PartitionedParameter
-from reshard.state.frameworks.tensor_classes import is_dtensor, is_sharded
-from reshard.state.memory.downloads import to_host
-from reshard.state.tensors import global_shape, with_local
-from reshard.state_dict.chunks import as_chunks
-from reshard.state_dict.gather import gather, member_ranks
+from reshard.live.copy_streams import to_host
+from reshard.live.tensors import global_shape, is_dtensor, is_sharded, with_local
+from reshard.ranks.group import Group
+from reshard.state_dict.gather import as_chunks, gather, member_ranks
 from reshard.state_dict.model import read_model
-from reshard.state_dict.names import LiveModel, Models
-from reshard.state_dict.optimizer.flat_parameters import fill_absent
-from reshard.state_dict.optimizer.parameters import LiveOptimizers
+from reshard.state_dict.names import LiveModel, Models, PartitionedParameter
+from reshard.state_dict.optimizer_parameters import LiveOptimizers, fill_absent
 from reshard.state_dict.options import StateDictOptions, as_options
 
 __all__ = ["collect_model", "collect_optimizer", "iter_full"]
+
 
 DEADLINE_S = 300.0
 """How long ranks wait for each other to agree on what to gather."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from reshard.state_dict.names import LiveModel, Models, Slot, Stage
-from reshard.state_dict.optimizer.parameters import LiveOptimizers, OptimizedParameter
+from reshard.state_dict.names import LiveModel, Models, Stage, StateEntry
+from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 
 __all__ = ["FqnEntry", "FqnMap", "fqn_map"]
 
@@ -100,7 +100,7 @@ def fqn_map(model: Models, *optimizers: Optimizer, modifiers: str = "_fqn_modifi
     return FqnMap((*entries, *map(_outside, outside)))
 
 
-def _entry(slot: Slot, live: LiveModel, optimizers: LiveOptimizers) -> FqnEntry:
+def _entry(slot: StateEntry, live: LiveModel, optimizers: LiveOptimizers) -> FqnEntry:
     one = optimizers.by_name.get(slot.name) if slot.kind == "parameter" else None
     return FqnEntry(
         live=slot.live,

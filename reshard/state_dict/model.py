@@ -1,27 +1,39 @@
-"""Taking the state dict of live modules, and putting one back."""
+"""Taking the state dict of live modules, and putting one back, value by value."""
 
 from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from reshard.errors import KeyMismatchError
-from reshard.state.frameworks.deepspeed import HOW_TO_SAVE, PartitionedParameter
-from reshard.state.frameworks.tensor_classes import is_sharded
-from reshard.state.frameworks.torch_internals import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
-from reshard.state.tensors import dtype_of, global_shape, identity_of, local_tensors
-from reshard.state_dict.memory import apart, overwritten
-from reshard.state_dict.names import LiveModel, Region, Slot, where
+from reshard.live.tensors import (
+    dtensor_like,
+    dtype_of,
+    form_of,
+    global_shape,
+    identity_of,
+    is_dtensor,
+    is_sharded,
+    local_tensors,
+)
+from reshard.live.wrappers import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
+from reshard.state_dict.gather import exchange_rows, gather, scatter
+from reshard.state_dict.names import HOW_TO_SAVE, LiveModel, PartitionedParameter, SelfLoadingModule, StateEntry, where
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
-from reshard.state_dict.values import is_meta, like, materialised, problem, same_value, write_all
 
-__all__ = ["ModelWrites", "apply_model", "plan_model", "read_model"]
+__all__ = [
+    "Spans", "all_apart", "apart", "apply_model", "copy_containers", "like", "overlapping",
+    "plan_model", "read_model", "same_value", "spans_of", "write_all",
+]  # fmt: skip
 
 
 def read_model(live: LiveModel, *, whole: bool = False) -> dict[str, Any]:
@@ -35,7 +47,7 @@ def read_model(live: LiveModel, *, whole: bool = False) -> dict[str, Any]:
     partitioned = {slot.name: PartitionedParameter(slot.value) for slot in live.partitioned if slot.value is not None}
     out: dict[str, Any] = {}
     for item in live.items:
-        if isinstance(item, Region):
+        if isinstance(item, SelfLoadingModule):
             for key, value in item.module.state_dict().items():
                 out[item.canonical(key)] = value
         elif item.value is not None:
@@ -51,7 +63,7 @@ def read_model(live: LiveModel, *, whole: bool = False) -> dict[str, Any]:
 class RegionWrite(NamedTuple):
     """A call of a module's own `load_state_dict`."""
 
-    region: Region
+    region: SelfLoadingModule
     state: dict[str, Any]
     """By the module's own keys."""
     assign: bool
@@ -63,7 +75,7 @@ class RegionWrite(NamedTuple):
 class DirectWrite(NamedTuple):
     """A value that is written into its place by us."""
 
-    slot: Slot
+    slot: StateEntry
     value: Any
     plain: bool
     """Whether it can simply be copied."""
@@ -89,11 +101,11 @@ def plan_model(
         "by the engine's own load_checkpoint; or, of a model without an optimizer, set it inside "
         "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)"
     )
-    match = _Match(live, given, options.ignore_frozen_params, outlines)
+    match = _ModelMatch(live, given, options.ignore_frozen_params, outlines)
     direct: list[DirectWrite] = []
     regions: list[RegionWrite] = []
     for item in live.items:
-        if isinstance(item, Region):
+        if isinstance(item, SelfLoadingModule):
             regions.append(match.region(item))
         elif item.persistent:
             write = match.direct(item)
@@ -117,7 +129,7 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
     raises; either says which modules may have been written to by then. Nothing else has been.
     """
     missing, unexpected = list(writes.report.missing), list(writes.report.unexpected)
-    begun: list[Region] = []
+    begun: list[SelfLoadingModule] = []
     for region, state, assign, forgiven in writes.regions:
         begun.append(region)
         try:
@@ -160,7 +172,7 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
     return replace(writes.report, missing=tuple(missing), unexpected=tuple(unexpected))
 
 
-def _written(regions: list[Region]) -> str:
+def _written(regions: list[SelfLoadingModule]) -> str:
     """What a late refusal leaves behind. To copy it all beforehand would take the memory of these modules once more."""
     paths = [region.prefix.rstrip(".") for region in regions]
     names = ", ".join(repr(path) if path else "the model itself" for path in paths[:5])
@@ -171,7 +183,7 @@ def _written(regions: list[Region]) -> str:
     )
 
 
-class _Match:
+class _ModelMatch:
     """Finds the given value of each live place, and keeps account."""
 
     def __init__(self, live: LiveModel, given: Mapping[str, Any], ignore_frozen: bool, outlines: bool) -> None:
@@ -188,7 +200,7 @@ class _Match:
         self.made: dict[Any, torch.Tensor] = {}
         """New tensors for those on the meta device inside regions, by identity, so that ties last."""
 
-    def direct(self, slot: Slot) -> DirectWrite | None:
+    def direct(self, slot: StateEntry) -> DirectWrite | None:
         """What is to be written there; None where nothing is given for it."""
         name = slot.name
         value = self.given.get(name)
@@ -201,7 +213,7 @@ class _Match:
             return None
         return DirectWrite(slot, self.given[found], _is_plain_pair(slot, self.given[found]))
 
-    def take(self, slot: Slot) -> str | None:
+    def take(self, slot: StateEntry) -> str | None:
         """The name under which `given` has this slot's value, checked; None where it has none."""
         name: str | None = slot.name
         if slot.name in self.live.tied:
@@ -228,7 +240,7 @@ class _Match:
         for i in overwritten([slot.value for slot, _ in pairs], [value for _, value in pairs]):
             self.faults.append(f"{pairs[i][0].name}: shares memory with another place that is given another value")
 
-    def region(self, region: Region) -> RegionWrite:
+    def region(self, region: SelfLoadingModule) -> RegionWrite:
         """What to give to the module's own `load_state_dict`: its keys by their names, and with them every name below
         it that nobody knows, since its hooks may."""
         state: dict[str, Any] = {}
@@ -283,7 +295,7 @@ class _Match:
             uninitialised=tuple(dict.fromkeys(s.name for s in untouched if s.value is not None and s.value.is_meta)),
         )
 
-    def _placed(self, value: Any, slot: Slot | None) -> Any:
+    def _placed(self, value: Any, slot: StateEntry | None) -> Any:
         if self.outlines or slot is None or slot.value is None or not isinstance(value, torch.Tensor):
             return value
         if global_shape(value) != slot.shape:
@@ -295,7 +307,7 @@ class _Match:
             return new
         return like(value, slot.value) if is_sharded(value) or is_sharded(slot.value) else value
 
-    def _fit(self, name: str, value: Any, slot: Slot) -> None:
+    def _fit(self, name: str, value: Any, slot: StateEntry) -> None:
         if _is_plain_pair(slot, value):
             return
         target, shape = slot.value, slot.shape
@@ -350,7 +362,7 @@ def _address(value: Any) -> int | None:
     return (local[0].data_ptr() or None) if local and not hasattr(local[0], "__tensor_flatten__") else None
 
 
-def _is_plain_pair(slot: Slot, value: Any) -> bool:
+def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
     """Whether the value can simply be copied: the usual case, and there are many of them."""
     target = slot.value
     return (
@@ -363,5 +375,292 @@ def _is_plain_pair(slot: Slot, value: Any) -> bool:
     )
 
 
-def _is_frozen(slot: Slot) -> bool:
+def _is_frozen(slot: StateEntry) -> bool:
     return slot.kind == "parameter" and slot.value is not None and not slot.value.requires_grad
+
+
+# Copying one tensor's value into another, whatever their kinds; the inputs stay as they are.
+#
+# A value fits a target if both have the same global shape. Where both are sharded alike, only local
+# memory is touched; everything else goes through `full`.
+
+
+def problem(value: Any, shape: tuple[int, ...], dtype: torch.dtype, on_meta: bool = False) -> str | None:
+    """Why `value` cannot be written into a tensor of this shape and dtype, or None. () and (1,) go together."""
+    if not isinstance(value, torch.Tensor):
+        return f"wanted a tensor of shape {shape}, found {type(value).__name__}"
+    found = global_shape(value)
+    if found != shape and {found, shape} != {(), (1,)}:
+        return f"wanted shape {shape}, found {found}"
+    if is_meta(value) and not on_meta:
+        return "the given tensor is on the meta device and has no value"
+    if _kind(dtype_of(value)) > _kind(dtype):
+        return f"wanted {dtype}, found {dtype_of(value)}, which would lose data: cast it yourself if you mean it"
+    return None
+
+
+def is_meta(value: torch.Tensor) -> bool:
+    """Whether the tensor has no values."""
+    return value.is_meta if is_dtensor(value) or not is_sharded(value) else False
+
+
+def write(value: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy `value` into the memory of `target`, which it fits; collective only if they are sharded differently."""
+    if not (is_sharded(value) or is_sharded(target)):
+        _write_plain(value, target)
+    elif _same_layout(value, target):
+        for mine, its in zip(local_tensors(target), local_tensors(value), strict=True):
+            _write_plain(its, mine)
+    else:
+        scatter(gather(value) if is_sharded(value) else value, target)
+
+
+def write_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """`write` the first of each pair into the second; what FSDP1 cuts across rows is sent together where it can be."""
+    for value, target in exchange_rows(pairs):
+        write(value, target)
+
+
+def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A new tensor with the elements and dtype of `value`, sharded as `model` is where the shapes are equal.
+
+    Plain 0-d tensors stay on their device; others go to `device`, by default that of `model`. A tensor of another
+    shape than a sharded `model` becomes a replicated one on its mesh, so that arithmetic between the two works.
+    """
+    device = model.device if device is None else device
+    if not is_dtensor(model) or value.dim() == 0:
+        whole = gather(value) if is_sharded(value) else value
+        return _clone(whole, whole.device if value.dim() == 0 else device)
+    if (
+        is_dtensor(value)
+        and value.device_mesh == model.device_mesh
+        and (value.shape != model.shape or value.placements == model.placements)
+    ):
+        return dtensor_like(_clone(value.to_local(), device), value)
+    whole = gather(value) if is_sharded(value) else value
+    if value.shape != model.shape:
+        from torch.distributed.tensor import DTensor  # the model is one
+
+        return DTensor.from_local(_clone(whole, device), model.device_mesh, run_check=False)
+    new = dtensor_like(torch.empty_like(model.to_local(), dtype=value.dtype, device=device), model)
+    scatter(whole, new)
+    return new
+
+
+def materialised(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """A new tensor with the elements of `value` for the place of `model`, which is on the meta device: of its dtype
+    and sharding, on the device of `value`."""
+    local = value.to_local() if is_dtensor(value) else value
+    new = like(value, model, local.device)
+    return new if new.dtype == model.dtype else new.to(model.dtype)
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values are equal as far as this rank can see."""
+    if is_sharded(a) or is_sharded(b):
+        return _same_layout(a, b) and all(map(torch.equal, local_tensors(a), local_tensors(b)))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype:
+            return _same_memory(a, b) or a.is_meta or torch.equal(a, b)
+        return False
+    return bool(a == b)
+
+
+def copy_containers(value: Any) -> Any:
+    """Nested dicts, lists and tuples made anew; the leaves are shared."""
+    if isinstance(value, dict):
+        if set(map(type, value.values())) == {torch.Tensor}:
+            return dict(value)  # nearly always, and there are many
+        return {key: item if isinstance(item, torch.Tensor) else copy_containers(item) for key, item in value.items()}
+    if type(value) is list or type(value) is tuple:
+        return type(value)(map(copy_containers, value))
+    return value
+
+
+def _write_plain(value: torch.Tensor, target: torch.Tensor) -> None:
+    if value is target or (value.dtype == target.dtype and _same_memory(value, target)):
+        return
+    if type(value) is type(target) and hasattr(target, "__tensor_flatten__"):
+        for name in target.__tensor_flatten__()[0]:
+            write(getattr(value, name), getattr(target, name))
+        return
+    target.copy_(value.reshape(target.shape) if value.shape != target.shape else value)
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if hasattr(a, "__tensor_flatten__"):
+        return False
+    return a.data_ptr() == b.data_ptr() != 0 and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if is_dtensor(a) and is_dtensor(b):
+        return a.shape == b.shape and a.placements == b.placements and a.device_mesh == b.device_mesh
+    if is_dtensor(a) or is_dtensor(b) or not (is_sharded(a) and is_sharded(b)):
+        return False
+    return global_shape(a) == global_shape(b) and form_of(a) == form_of(b)
+
+
+def _clone(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    new = value.detach().to(device)
+    return new.clone() if new.data_ptr() == value.data_ptr() else new
+
+
+def _kind(dtype: torch.dtype) -> int:
+    """Order of what can be held without a change of kind: integers < floats < complex."""
+    return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
+
+
+# Which tensors share memory on this rank: by where they lie, never by what they are called.
+
+
+_PLAIN = frozenset([torch.Tensor, nn.Parameter])
+_NBYTES = attrgetter("nbytes")
+
+
+class Spans(NamedTuple):
+    """The bytes from the first to behind the last element of each of many tensors."""
+
+    starts: Sequence[int] = ()
+    """Addresses; 0 where there is no memory, or nobody can say where."""
+    sizes: Sequence[int] = ()
+
+
+def spans_of(tensors: Sequence[Any], alike: int = 1) -> Spans | None:
+    """Where plain tensors lie; None if some are sparse, which have several storages.
+
+    Args:
+        alike: so many runs of tensors with the same shapes and dtypes these are, one behind another.
+    """
+    try:
+        starts = list(map(torch.Tensor.data_ptr, tensors))
+        if all(map(torch.Tensor.is_contiguous, tensors)):
+            return Spans(starts, list(map(_NBYTES, tensors[: len(tensors) // alike])) * alike)
+        return Spans(starts, list(map(_reach, tensors)))
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def all_apart(tensors: Sequence[Any], spans: Spans) -> bool:
+    """Whether no two of the tensors, and of others that lie in `spans`, share memory, as far as one look at each can
+    tell: then there is nothing to ask further."""
+    found = spans_of(tensors) if set(map(type, tensors)) <= _PLAIN else None
+    if found is None:
+        found = _spans_of_any(tensors)
+    starts = np.array([*spans.starts, *found.starts], np.uint64)
+    ends = starts + np.array([*spans.sizes, *found.sizes], np.uint64)
+    held = (starts != 0) & (starts != ends)
+    # before the start of each, in order, all those before it have ended
+    return bool(np.all(np.sort(ends[held])[:-1] <= np.sort(starts[held])[1:]))
+
+
+def overlapping(tensors: Sequence[Any]) -> list[list[int]]:
+    """Positions of tensors whose memory overlaps, one list for each that hang together; nothing for the others."""
+    storages = _storages(tensors)
+    if len(set(storages)) == len(storages):
+        return []
+    by_storage: dict[int, list[int]] = {}
+    for position, storage in enumerate(storages):
+        if storage:
+            by_storage.setdefault(storage, []).append(position)
+    found: list[list[int]] = []
+    for positions in by_storage.values():
+        if len(positions) > 1:
+            found += _hanging_together([(*_span(tensors[position]), position) for position in positions])
+    return found
+
+
+def apart(targets: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """The values, to be written into the targets one after another; those that lie in another's target as copies."""
+    written, lying = set(_storages(targets)) - {0}, _storages(values)
+    if written.isdisjoint(lying):
+        return list(values)
+    return [
+        value.detach().clone()
+        if value is not target and storage in written and identity_of(value) != identity_of(target)
+        else value
+        for target, value, storage in zip(targets, values, lying, strict=True)
+    ]
+
+
+def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
+    """Positions of values that would not be there any more, were each written into its target, one after another: the
+    targets share memory, and the values differ. Plain tensors only; touches nothing."""
+    found: list[int] = []
+    for cluster in overlapping(targets):
+        if not all(
+            type(targets[i]) in (torch.Tensor, nn.Parameter) and type(values[i]) is torch.Tensor for i in cluster
+        ):
+            continue
+        scratch = targets[cluster[0]].detach().untyped_storage().clone()
+        views = []
+        for i in cluster:
+            target = targets[i].detach()
+            view = torch.empty(0, dtype=target.dtype, device=target.device)
+            views.append(view.set_(scratch, target.storage_offset(), target.shape, target.stride()))
+            views[-1].copy_(values[i].reshape(target.shape))
+        after = [torch.equal(view, values[i].to(view).reshape(view.shape)) for i, view in zip(cluster, views)]
+        found += [i for i, same in zip(cluster, after) if not same]
+    return found
+
+
+def _hanging_together(spans: list[tuple[int, int, int]]) -> list[list[int]]:
+    """Of (first byte, last byte + 1, position): the positions of spans that overlap."""
+    found: list[list[int]] = []
+    open_until = 0
+    together: list[int] = []
+    for start, end, position in sorted(span for span in spans if span[0] < span[1]):
+        if start >= open_until:
+            if len(together) > 1:
+                found.append(together)
+            together = []
+        together.append(position)
+        open_until = max(open_until, end)
+    return [*found, together] if len(together) > 1 else found
+
+
+def _storages(tensors: Sequence[Any]) -> list[int]:
+    """`_storage` of each. Of plain dense tensors without a call of our own for each: there are many."""
+    if set(map(type, tensors)) <= _PLAIN:
+        try:
+            return list(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))
+        except (RuntimeError, NotImplementedError):
+            return list(map(_storage, tensors))  # some of them are sparse
+    return list(map(_storage, tensors))
+
+
+def _storage(tensor: Any) -> int:
+    """Address of the storage that holds the tensor's elements; 0 where there are none, or none can be named."""
+    if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
+        if is_lazy(tensor):
+            return 0
+        held = local_tensors(tensor)
+        if not held or type(held[0]) not in (torch.Tensor, nn.Parameter):
+            return 0
+        tensor = held[0]
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):  # sparse tensors have several
+        return 0
+
+
+def _spans_of_any(tensors: Sequence[Any]) -> Spans:
+    """Where they lie, whatever their kinds."""
+    starts, sizes = [], []
+    for tensor, storage in zip(tensors, _storages(tensors), strict=True):
+        start, end = _span(tensor) if storage else (0, 0)
+        starts.append(start)
+        sizes.append(end - start)
+    return Spans(starts, sizes)
+
+
+def _span(tensor: Any) -> tuple[int, int]:
+    """The bytes from the first to behind the last of its elements."""
+    spans = [(local.data_ptr(), local.data_ptr() + _reach(local)) for local in local_tensors(tensor)]
+    return min(start for start, _ in spans), max(end for _, end in spans)
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first to behind the last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0

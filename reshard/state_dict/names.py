@@ -8,6 +8,7 @@ called `module` keeps its name.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -19,11 +20,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from reshard.errors import NormalizationError
-from reshard.state.frameworks.deepspeed import is_partitioned, whole_shape
-from reshard.state.frameworks.fsdp1 import FlatPiece, flat_pieces, is_flat
-from reshard.state.frameworks.torch_internals import EXTRA_STATE, ModuleReader
+from reshard.live.fsdp1 import FlatPiece, flat_pieces, is_flat
+from reshard.live.wrappers import EXTRA_STATE, ModuleReader
 
-__all__ = ["LiveModel", "Models", "Region", "Slot", "Stage", "where"]
+__all__ = [
+    "HOW_TO_SAVE", "LiveModel", "Models", "PartitionedParameter", "SelfLoadingModule", "Stage",
+    "StateEntry", "where",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Stage:
 Models = nn.Module | Stage | Sequence[nn.Module | Stage]
 
 
-class Slot(NamedTuple):
+class StateEntry(NamedTuple):
     """One place of a live module that holds state, under one of the names that lead to it."""
 
     name: str
@@ -93,13 +96,13 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Region:
+class SelfLoadingModule:
     """A module that reads and writes its state dict itself, with all below it."""
 
     module: nn.Module
     prefix: str
     """Canonical name of the module, with a dot unless empty."""
-    slots: tuple[Slot, ...]
+    slots: tuple[StateEntry, ...]
     """What the walk finds inside: known by name, but neither read nor written directly."""
     reader: ModuleReader
 
@@ -129,17 +132,17 @@ class LiveModel:
 
     def __init__(self, models: Models, modifiers: str = "_fqn_modifiers") -> None:
         self.stages = _as_stages(models)
-        self.items: list[Slot | Region] = []
+        self.items: list[StateEntry | SelfLoadingModule] = []
         """Slots that are read directly and regions that read themselves, in the order of `state_dict()`."""
-        self.slots: list[Slot] = []
+        self.slots: list[StateEntry] = []
         """All slots, those inside regions too."""
         self.reader = ModuleReader(modifiers)
         for index, stage in enumerate(self.stages):
-            walk = _Walk(self.reader, index, stage.offsets, self.slots)
+            walk = _ModuleWalk(self.reader, index, stage.offsets, self.slots)
             walk.visit(stage.module, "", "", (), self.items)
             _check_offsets(stage, walk.numbered)
-        self.by_name: dict[str, Slot] = {}
-        self.replicas: dict[str, list[Slot]] = {}
+        self.by_name: dict[str, StateEntry] = {}
+        self.replicas: dict[str, list[StateEntry]] = {}
         """Further slots of a name: a buffer that several stages have."""
         self.names_of: dict[Any, list[str]] = {}
         """By a slot's `identity`, every canonical name that leads to its tensor, the first one first."""
@@ -148,7 +151,7 @@ class LiveModel:
         self.pieces_of: dict[int, list[FlatPiece]] = {}
         """By id of a parameter that optimizers have: what it consists of, if it is an FSDP1 one."""
         self._index()
-        self.partitioned: list[Slot] = []
+        self.partitioned: list[StateEntry] = []
         """Parameters of which DeepSpeed has only parts here."""
         self._look_at_empty()
 
@@ -213,7 +216,7 @@ class LiveModel:
                 f"DeepSpeed's ZeRO-3 has cut up {names}{where()}, so that the parameters themselves are empty: {fix}"
             )
 
-    def aliases(self, slot: Slot) -> list[str]:
+    def aliases(self, slot: StateEntry) -> list[str]:
         """All names of the slot's tensor, its own among them."""
         return self.names_of[slot.identity] if slot.value is not None else [slot.name]
 
@@ -227,7 +230,7 @@ class LiveModel:
         found = {id(slot.value): slot.value for slot in self.slots if slot.value is not None and slot.piece is None}
         return found.values()
 
-    def of_kind(self, kind: str) -> Iterator[Slot]:
+    def of_kind(self, kind: str) -> Iterator[StateEntry]:
         """The slots of one kind, each name once."""
         return (slot for slot in self.by_name.values() if slot.kind == kind)
 
@@ -236,7 +239,7 @@ class LiveModel:
         found: list[str] = []
         wanted = set(modules)
         for stage in self.stages:
-            region = Region(stage.module, "", (), self.reader)
+            region = SelfLoadingModule(stage.module, "", (), self.reader)
             for path, module in stage.module.named_modules():
                 if module in wanted:
                     wanted.discard(module)
@@ -260,10 +263,10 @@ _SIZES = (
 """Attributes by which torch's modules say how large their parameters are."""
 
 
-class _Walk:
+class _ModuleWalk:
     """One pass over a module tree."""
 
-    def __init__(self, reader: ModuleReader, stage: int, offsets: Mapping[str, int], slots: list[Slot]) -> None:
+    def __init__(self, reader: ModuleReader, stage: int, offsets: Mapping[str, int], slots: list[StateEntry]) -> None:
         self.reader = reader
         self.stage = stage
         self.offsets = offsets
@@ -272,7 +275,12 @@ class _Walk:
         self.numbered: set[str] = set()
 
     def visit(
-        self, module: nn.Module, live: str, name: str, wrappers: tuple[str, ...], items: list[Slot | Region] | None
+        self,
+        module: nn.Module,
+        live: str,
+        name: str,
+        wrappers: tuple[str, ...],
+        items: list[StateEntry | SelfLoadingModule] | None,
     ) -> None:
         """Append what the module and all below it hold to `slots`, and to `items` unless inside a region (None).
 
@@ -282,7 +290,7 @@ class _Walk:
         if facts.overrides or facts.is_fsdp1 or reader.touched(module):
             if items is not None and reader.is_opaque(module, facts):
                 self.visit(module, live, name, wrappers, None)
-                items.append(Region(module, name, tuple(self.slots[start:]), reader))
+                items.append(SelfLoadingModule(module, name, tuple(self.slots[start:]), reader))
                 return
             self._settle(module, facts.is_fsdp1)
         self._own(module, live, name, wrappers, facts.has_extra_state)
@@ -319,23 +327,23 @@ class _Walk:
         pieces = self.pieces.get(id(module), ()) if self.pieces else ()
         for attr, piece in pieces:
             value = piece.parameter
-            add(Slot(name + attr, live + attr, "parameter", module, attr, value, True, wrappers, stage, piece))
+            add(StateEntry(name + attr, live + attr, "parameter", module, attr, value, True, wrappers, stage, piece))
         flattened = {attr for attr, _ in pieces} if pieces else ()
         for attr, parameter in self.reader.parameters(module).items():
             if parameter is not None and attr not in flattened and not (self.pieces and is_flat(parameter)):
                 full = name + attr
                 inside = full if live is name else live + attr
-                add(make(Slot, (full, inside, "parameter", module, attr, parameter, True, wrappers, stage, None)))
+                add(make(StateEntry, (full, inside, "parameter", module, attr, parameter, True, wrappers, stage, None)))
         buffers = self.reader.buffers(module)
         if buffers:
             transient = self.reader.transient(module)
             for attr, buffer in buffers.items():
                 if buffer is not None:
                     kept = attr not in transient
-                    add(Slot(name + attr, live + attr, "buffer", module, attr, buffer, kept, wrappers, stage))
+                    add(StateEntry(name + attr, live + attr, "buffer", module, attr, buffer, kept, wrappers, stage))
         if has_extra:
             names = name + EXTRA_STATE, live + EXTRA_STATE
-            add(Slot(*names, "extra_state", module, EXTRA_STATE, None, True, wrappers, stage))
+            add(StateEntry(*names, "extra_state", module, EXTRA_STATE, None, True, wrappers, stage))
 
 
 def where() -> str:
@@ -365,7 +373,7 @@ def _check_offsets(stage: Stage, numbered: set[str]) -> None:
         )
 
 
-def _check_same(first: Slot, second: Slot) -> None:
+def _check_same(first: StateEntry, second: StateEntry) -> None:
     """Two slots may share a name only as copies of one buffer in several stages."""
     a, b = first.value, second.value
     if first.stage != second.stage and first.kind == second.kind == "buffer" and a is not None and b is not None:
@@ -383,3 +391,49 @@ def _check_same(first: Slot, second: Slot) -> None:
         f"two places have the canonical name {first.name!r}{where()}: "
         f"{first.live!r} of stage {first.stage} and {second.live!r} of stage {second.stage}{hint}"
     )
+
+
+# Parameters that DeepSpeed's ZeRO-3 has cut up: told by what it leaves on them, and made whole by
+# its own context.
+#
+# Such a parameter is an empty tensor; DeepSpeed puts its number, shape and this rank's part on it
+# as `ds_id`, `ds_shape` and `ds_tensor`. What is inside `GatheredParameters` is whole, and a
+# parameter like any other.
+
+
+HOW_TO_SAVE = (
+    "save by the engine's own save_checkpoint, which reshard opens, normalizes and converts as it does its own"
+)
+"""What to do about state that only DeepSpeed can put together."""
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Whether this rank has only a part of the parameter, outside of the tensor."""
+    return hasattr(parameter, "ds_id") and tuple(parameter.shape) != whole_shape(parameter)
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """The shape that a parameter of ZeRO-3 has when it is whole."""
+    return tuple(parameter.ds_shape)
+
+
+@dataclass(frozen=True)
+class PartitionedParameter:
+    """A parameter that can be made whole, by all ranks of its process group together."""
+
+    parameter: torch.Tensor
+
+    def whole(self, keep: bool) -> torch.Tensor | None:
+        """The whole parameter in memory of its own, None unless `keep`. Collective: all ranks that have a part call.
+
+        Raises NormalizationError where DeepSpeed cannot be imported.
+        """
+        try:
+            zero = importlib.import_module("deepspeed").zero
+        except ImportError as error:
+            raise NormalizationError(
+                f"a parameter of shape {whole_shape(self.parameter)} is cut up by DeepSpeed's ZeRO-3, and made whole "
+                f"by deepspeed.zero.GatheredParameters, which cannot be imported here: {error}"
+            ) from error
+        with zero.GatheredParameters([self.parameter], modifier_rank=None):
+            return self.parameter.detach().clone() if keep else None

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from reshard.errors import NormalizationError
-from reshard.state.frameworks.wrapper_names import CERTAIN_SEGMENTS, WrapperNames
-from reshard.state.optimizer_forms import is_flat, is_nested
+from reshard.live.optimizer_state import is_flat, is_nested
+from reshard.live.wrappers import CERTAIN_SEGMENTS, WrapperNames
 
 __all__ = ["NormalizeReport", "Normalized", "normalize"]
 
@@ -64,14 +64,14 @@ def normalize(
     Raises:
         NormalizationError: two names become one, an id lies outside `order`, or there are ids and no `order`.
     """
-    work = _Work(frozenset(names) if names is not None else None, order)
+    work = _Normalizing(frozenset(names) if names is not None else None, order)
     out = Normalized(work.tree(raw, "the state dict"))
     doubtful = sorted({name for name in work.seen if "module" in name.split(".") and names is None})
     out.report = NormalizeReport(work.renamed, work.dropped, tuple(doubtful), work.ids)
     return out
 
 
-class _Work:
+class _Normalizing:
     def __init__(self, names: frozenset[str] | None, order: Sequence[str] | None) -> None:
         self.names = names
         self.order = order

@@ -1,29 +1,33 @@
-"""Object stores (S3, Google Cloud, Azure) through obstore, optional: `pip install reshard[object-stores]`.
-
-An object appears whole or not at all: a small one by one conditional put, a large one when its multipart upload is
-completed. A writer that is killed leaves an upload that nobody sees; a lifecycle rule of the bucket ("abort incomplete
-multipart uploads") removes what it costs. Credentials, region and endpoint come from the usual environment variables
-(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, AWS_ALLOW_HTTP, ...), or give `ObjectStorage` an obstore store of your own making.
-"""
+"""Object stores (S3, Google Cloud, Azure) through obstore, optional: `pip install reshard[object-stores]`."""
 
 from __future__ import annotations
 
+import queue
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 from reshard.storage.base import Storage, Writer, check_name, check_range, not_found
-from reshard.storage.uploads import ObjectWriter
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["ObjectStorage", "choose_gap_bytes", "open_objects"]
+
+
+# An object appears whole or not at all: a small one by one conditional put, a large one when its
+# multipart upload is completed. A writer that is killed leaves an upload that nobody sees; a
+# lifecycle rule of the bucket ("abort incomplete multipart uploads") removes what it costs.
+# Credentials, region and endpoint come from the usual environment variables (AWS_ACCESS_KEY_ID,
+# AWS_ENDPOINT_URL, AWS_ALLOW_HTTP, ...), or give `ObjectStorage` an obstore store of your own
+# making.
+
 
 _T = TypeVar("_T")
 
@@ -305,3 +309,121 @@ def _first_line(error: BaseException) -> str:
     """What obstore says before it shows its own insides."""
     lines = str(error).strip().splitlines()
     return lines[0][:500] if lines else type(error).__name__
+
+
+# The writer of an object store: from many small writes to one conditional put or to a multipart
+# upload.
+
+
+_MAX_PARTS = 10_000
+"""Of one multipart upload; the limit of S3, the lowest of them."""
+
+
+class UploadTarget(Protocol):
+    """The store that an object is written to."""
+
+    url: str
+    part_bytes: int
+
+    def put_new(self, name: str, data: bytes) -> None:
+        """Store a whole object on condition that there is none of this name."""
+
+    def put_parts(self, name: str, parts: Iterator[bytes]) -> None:
+        """Store an object in parts while the iterator yields them; if it raises, the upload is aborted."""
+
+    def size(self, name: str) -> int:
+        """Bytes of a stored object."""
+
+
+class _Abandoned(Exception):
+    """Ends the stream of parts, whereupon the upload is aborted."""
+
+
+class ObjectWriter(Writer):
+    """Hands parts to a thread that uploads them; a caller who is faster than the network waits in `write`.
+
+        write ──► gathered to one part ──► queue of one ──► thread: multipart upload, several parts in flight
+
+    An object of less than one part is put whole, on condition that there is none of its name.
+    """
+
+    def __init__(self, store: UploadTarget, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._gathered = bytearray()
+        self._parts: queue.Queue[bytes | None] = queue.Queue(maxsize=1)
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._abandon = threading.Event()
+        self._error: BaseException | None = None
+
+    def _write(self, data: memoryview) -> None:
+        part_bytes = self._store.part_bytes
+        if self.nbytes + data.nbytes > part_bytes * _MAX_PARTS:
+            raise StorageError(
+                f"cannot write {self._name} in {self._store.url}: an object holds at most {_MAX_PARTS} parts of "
+                f"{part_bytes} bytes; write several, or make ObjectStorage with a larger part_bytes"
+            )
+        while data:
+            taken = data[: part_bytes - len(self._gathered)]
+            self._gathered += taken
+            data = data[taken.nbytes :]
+            if len(self._gathered) == part_bytes:
+                self._send(bytes(self._gathered))
+                self._gathered.clear()
+
+    def _commit(self) -> None:
+        if self._thread is None:
+            self._store.put_new(self._name, bytes(self._gathered))
+            return
+        if self._gathered:
+            self._send(bytes(self._gathered))
+        self._send(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        stored = self._store.size(self._name)
+        if stored != self.nbytes:
+            raise StorageError(
+                f"{self._name} in {self._store.url} has {stored} bytes after {self.nbytes} were written: "
+                "somebody else wrote it at the same time, or the storage lost some"
+            )
+
+    def _abort(self) -> None:
+        self._gathered.clear()
+        self._abandon.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _send(self, part: bytes | None) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._upload, name=f"upload {self._name}", daemon=True)
+            self._thread.start()
+        while not self._over.is_set():
+            try:
+                self._parts.put(part, timeout=0.1)
+                break
+            except queue.Full:
+                continue
+        if self._error is not None:
+            raise self._error
+
+    def _upload(self) -> None:
+        try:
+            self._store.put_parts(self._name, self._stream())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._over.set()
+
+    def _stream(self) -> Iterator[bytes]:
+        while True:
+            if self._abandon.is_set():
+                raise _Abandoned
+            try:
+                part = self._parts.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            if part is None:
+                return
+            yield part

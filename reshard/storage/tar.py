@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TarStorage"]
 
+
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
 _MAX_HEADER_BYTES = 1 << 20
 
@@ -47,7 +48,7 @@ class TarStorage(Storage):
         places: dict[str, tuple[int, int]] = {}
         size = self._storage.size(self._name)
         try:
-            with tarfile.open(fileobj=_Reader(self._storage, self._name, size), mode="r:") as archive:
+            with tarfile.open(fileobj=_ArchiveFile(self._storage, self._name, size), mode="r:") as archive:
                 for member in archive:
                     name = member.name.removeprefix("./")
                     if member.offset_data + member.size > size:
@@ -89,7 +90,7 @@ class TarStorage(Storage):
         raise StorageError(f"{self.url} is an archive, in which nothing is changed: {name!r} cannot be written")
 
 
-class _Reader(io.RawIOBase):
+class _ArchiveFile(io.RawIOBase):
     """The archive as tarfile wants it: a file that reads headers."""
 
     def __init__(self, storage: Storage, name: str, size: int) -> None:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import reshard
-from planners.topologies.topology import Topology
-from reshard.formats.native import publish
+from planners.geometry.topologies import Topology
+from reshard.native import commit as publish
 from tests.golden.make import HERE as GOLDEN
 from tests.samples import sample
 

@@ -16,11 +16,11 @@ import torch
 
 import reshard
 from planners.findings import Report
-from planners.topologies.topology import Topology
+from planners.geometry.topologies import Topology
 from reshard.cli.app import run as run_command
-from reshard.formats.pickles.record import Record
-from reshard.formats.stored.lazy_tensor import LazyTensor, whole
 from reshard.mapping.rules import Rename, Transpose
+from reshard.stored.contents import Record
+from reshard.stored.tensor import LazyTensor, whole
 
 __all__ = ["METADATA", "READERS", "VALUES", "Read", "Reader", "Scene"]
 

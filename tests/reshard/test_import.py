@@ -14,33 +14,33 @@ import torch
 
 import reshard
 from reshard.errors import KeyMismatchError
-from reshard.formats.native import reader as native
 from reshard.formats.opening import composite_formats, plain_formats
-from reshard.formats.stored.contents import Format
-from reshard.state.tensors import warn_if_untried
+from reshard.live.tensors import warn_if_untried
+from reshard.native import reader as native
+from reshard.stored.contents import Format
 
 UNUSED = (
     *(
-        "planners.reports.cost",
-        "planners.reports.html",
-        "planners.reports.plan_codec",
-        "planners.topologies.presets",
-        "planners.transfer.rounds",
+        "planners.plans.cost",
+        "planners.reports.pages",
+        "planners.plans.plan_codec",
+        "planners.geometry.topologies",
+        "planners.plans.rounds",
     ),
-    *("planners.transfer.plan", "planners.views.view", "planners.views.pullback", "numpy.ma"),
+    *("planners.plans.transfer", "planners.geometry.views", "planners.geometry.views", "numpy.ma"),
     *(
         "reshard.formats.dcp.reader",
-        "reshard.formats.frameworks.deepspeed",
-        "reshard.formats.torch_save.file",
-        "reshard.formats.pickles.reader",
+        "reshard.formats.deepspeed.files",
+        "reshard.formats.torch_save.reader",
+        "reshard.formats.torch_save.pickles",
     ),
     *(
-        "reshard.checkpoint.canonical",
-        "reshard.execute.messages.exchange",
-        "reshard.formats.stored.streaming",
+        "reshard.formats.normalize",
+        "reshard.execute.exchange",
+        "reshard.stored.streaming",
         "reshard.api.convert",
     ),
-    *("reshard.api.redistribute", "reshard.mapping", "reshard.execute.messages.read_once", "rich"),
+    *("reshard.api.redistribute", "reshard.mapping", "reshard.execute.exchange", "rich"),
 )
 """By no load or save of the native format."""
 
@@ -78,17 +78,17 @@ def imported_by(code, folder, unused):
 def test_a_load_imports_what_it_uses(tmp_path):
     reshard.save({"w": torch.ones(6, 4), "b": [torch.ones(3), 1]}, tmp_path / "ckpt")
 
-    unused = (*UNUSED, "reshard.control.global_state", "reshard.api.save.saving", "reshard.state.fingerprints")
+    unused = (*UNUSED, "reshard.ranks.global_state", "reshard.api.save", "reshard.live.fingerprints")
     assert imported_by("reshard.load(state, 'ckpt')", tmp_path, unused) == []
 
 
 def test_a_save_imports_what_it_uses(tmp_path):
     unused = (
         *UNUSED,
-        "planners.load.plan",
-        "reshard.checkpoint.checkpoint",
-        "reshard.api.load.loading",
-        "reshard.api.load.matching",
+        "planners.plans.load",
+        "reshard.checkpoint",
+        "reshard.api.load",
+        "reshard.api.load_keys",
     )
     assert imported_by("reshard.save(state, 'ckpt')", tmp_path, unused) == []
 
@@ -96,7 +96,7 @@ def test_a_save_imports_what_it_uses(tmp_path):
 def test_opening_imports_what_it_uses(tmp_path):
     reshard.save({"w": torch.ones(6, 4)}, tmp_path / "ckpt")
 
-    unused = (*UNUSED, "planners.proof", "planners.load.plan", "reshard.state.tensors", "reshard.control.group")
+    unused = (*UNUSED, "planners.plans.proof", "planners.plans.load", "reshard.live.tensors", "reshard.ranks.group")
     assert imported_by("reshard.open('ckpt')['w'][1:2]", tmp_path, unused) == []
 
 

@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch.utils._pytree import tree_map_only
 
-from reshard.state.memory import lanes
+from reshard.live import copy_streams
 from tests.simulated import memory, streams
 from tests.simulated.memory import allocate, fault, hidden, is_pinned, saw
 
@@ -74,7 +74,7 @@ def install() -> None:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(NAME, _Module())
-    lanes._pin = memory.pinned
+    copy_streams._pin = memory.pinned
     library = torch.library.Library("_", "IMPL")
     library.fallback(_kernel, "PrivateUse1")
     copying = torch.library.Library("aten", "IMPL")

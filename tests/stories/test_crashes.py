@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import reshard
 from reshard.errors import CheckpointNotFoundError, KeyMismatchError, ReshardError
-from reshard.formats.native import generations
+from reshard.native import commit as generations
 from tests.faulty import Crash, SystemCalls
 from tests.golden import make
 from tests.states import model_and_optimizer_of

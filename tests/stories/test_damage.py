@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard.errors import DamagedCheckpointError, ReshardError
-from reshard.formats.native import generations
-from reshard.formats.native.manifest import MANIFEST
+from reshard.native import commit
+from reshard.native.manifest import MANIFEST
 from reshard.storage import open_storage
 from reshard.storage.memory import MemoryStorage
 from tests import traced
@@ -240,18 +240,18 @@ def test_a_manifest_with_bytes_replaced(data, at, cut):
 def test_which_save_counts_is_not_read_out_of_a_manifest_that_was_changed(tmp_path):
     reshard.save({"a": torch.ones(2)}, tmp_path)
     storage, manifest = open_storage(tmp_path), tmp_path / MANIFEST
-    save_id = generations.published(storage)
-    assert generations.counts(storage, save_id)
+    save_id = commit.published(storage)
+    assert commit.counts(storage, save_id)
     text = manifest.read_bytes()
     undigested = text[: text.rindex(b',"digest"')] + b"}"
     manifest.write_bytes(undigested)
-    assert generations.published(storage) == save_id, "as older versions wrote it"
+    assert commit.published(storage) == save_id, "as older versions wrote it"
     for changed in (text.replace(b'"world_size":', b'"world_size" :'), undigested.replace(b'"files":', b'"Files":')):
         assert json.loads(changed)["save_id"] == save_id
         manifest.write_bytes(changed)
         with pytest.raises(DamagedCheckpointError):
-            generations.published(storage)
-        assert not generations.counts(storage, save_id)
+            commit.published(storage)
+        assert not commit.counts(storage, save_id)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

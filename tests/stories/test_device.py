@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 import reshard
 import reshard.dcp
 from reshard.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from reshard.dcp.engine.staging import on_the_cpu
+from reshard.dcp.engine.states import on_the_cpu
 from reshard.dcp.filesystem import FileSystemReader, FileSystemWriter
 from reshard.errors import KeyMismatchError
-from reshard.state.memory.downloads import to_host
+from reshard.live.copy_streams import to_host
 from reshard.state_dict import StateDictOptions, get_model_state_dict
 from tests import gloo, simulated
 from tests.same import assert_same

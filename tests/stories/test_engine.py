@@ -22,7 +22,7 @@ from reshard.errors import (
     KeyMismatchError,
     StorageError,
 )
-from reshard.formats.native.manifest import MANIFEST
+from reshard.native.manifest import MANIFEST
 from reshard.storage import open_storage
 from tests.faulty import Faulty
 from tests.same import assert_same

@@ -13,16 +13,15 @@ import torch
 import reshard
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
-from planners.geometry.mesh import Mesh
-from planners.geometry.placement import Shard
-from planners.reports.codec import to_json
-from reshard.control.progress import listening
+from planners.geometry.mesh import Mesh, Shard
+from planners.plans.codec import to_json
 from reshard.errors import CheckpointError, KeyMismatchError, StorageError
-from reshard.formats.native import manifest as native
-from reshard.formats.native.reader import open as open_native
-from reshard.formats.stored.source import Files
+from reshard.native import manifest as native
+from reshard.native.reader import open as open_native
+from reshard.ranks.progress import listening
 from reshard.storage import open_storage
 from reshard.storage.memory import MemoryStorage
+from reshard.stored.source import Files
 from tests import traced
 from tests.faulty import Faulty
 from tests.storages import Remote

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import reshard
-from reshard.api.load.per_rank import own_values
-from reshard.control.group import Group
-from reshard.formats.stored.lazy_tensor import LazyTensor
+from reshard.api.load import own_values
+from reshard.ranks.group import Group
+from reshard.stored.tensor import LazyTensor
 from tests import gloo
 from tests.stories import engine_jobs as jobs
 

@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import reshard
-from reshard.api.save import job as save_job
+from reshard.api import save_job
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, ReshardError
-from reshard.formats.native import blocks, generations
-from reshard.formats.native.manifest import HF_INDEX
+from reshard.native import commit as generations
+from reshard.native import data_file as blocks
+from reshard.native.manifest import HF_INDEX
 from reshard.storage.memory import MemoryStorage
 from tests import gloo
 from tests.faulty import Crash, SystemCalls
@@ -108,7 +109,14 @@ def test_an_earlier_checkpoint_without_digests_is_compared_by_fingerprint(tmp_pa
 
 def signed_blocks(**changes: object) -> bytes:
     """A file of blocks whose digest fits, though what it says is not what a save writes."""
-    fields = {"block_bytes": blocks.BLOCK_BYTES, "sums": SUMS, "starts": [], "counts": [], "records": b"", **changes}
+    fields = {
+        "block_bytes": blocks.DIGEST_BLOCK_BYTES,
+        "sums": SUMS,
+        "starts": [],
+        "counts": [],
+        "records": b"",
+        **changes,
+    }
     body = msgspec.msgpack.encode(fields)
     return msgspec.msgpack.encode({"version": 2, "body": body, "digest": xxhash.xxh3_128_digest(body)})
 
@@ -293,7 +301,7 @@ def test_bases_that_are_none(tmp_path):
 @pytest.mark.parametrize("where", ["beside", "over itself"])
 def test_every_call_fails_in_turn_and_nothing_that_counts_is_lost(how, where, tmp_path, monkeypatch):
     monkeypatch.setattr(generations, "_CLAIMING_S", 0.0)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(blocks, "DIGEST_BLOCK_BYTES", 64)
 
     state = partial(frozen_and_trained_of, frozen=100)
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import reshard
 from reshard.errors import ReshardError
-from reshard.formats.native import generations
+from reshard.native import commit
 from tests import gloo
 
 pytestmark = pytest.mark.gloo
@@ -29,7 +29,7 @@ OLD, NEW = 4, 2
 
 def save(path: str) -> None:
     """All values say how many ranks wrote them."""
-    generations._CLAIMING_S = 0.0  # a save that died before it made its claim is taken for dead at once
+    commit._CLAIMING_S = 0.0  # a save that died before it made its claim is taken for dead at once
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     state = {

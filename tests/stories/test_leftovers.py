@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from reshard.control import liveness
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, ReshardError, StorageError
-from reshard.formats.native import generations
+from reshard.native import commit
+from reshard.ranks import liveness
 from reshard.storage import MemoryStorage, Storage, open_storage
 from tests import gloo
 from tests.faulty import Crash, Faulty, SystemCalls
@@ -28,9 +28,9 @@ GONE = {"pid": 2**22 + 1, "process_start": "1"}
 
 def claimed(storage: Storage, **other: Any) -> str:
     """A generation that somebody writes, by a claim like ours but for what is `other`."""
-    save_id = generations.new_save_id()
-    generations.claim(storage, save_id)
-    name = f"{generations.folder_of(save_id)}/claim.json"
+    save_id = commit.new_save_id()
+    commit.claim(storage, save_id)
+    name = f"{commit.folder_of(save_id)}/claim.json"
     storage.publish(name, json.dumps({**json.loads(storage.read(name)), **other}).encode())
     return save_id
 
@@ -59,7 +59,7 @@ def test_what_only_looks_like_data_of_ours_is_never_removed(tmp_path):
     for _ in range(2):
         reshard.save(STATE, tmp_path)
     assert all((tmp_path / name).exists() for name in mine)
-    assert len([path for path in tmp_path.iterdir() if generations.is_generation(path.name)]) == 1
+    assert len([path for path in tmp_path.iterdir() if commit.is_generation(path.name)]) == 1
 
 
 def test_pruning_removes_what_holds_nothing(tmp_path):
@@ -95,13 +95,13 @@ def test_pruning_never_takes_the_last_whole_checkpoint_for_the_sake_of_a_broken_
 def test_pruning_leaves_what_is_being_replaced(tmp_path):
     for step in range(3):
         reshard.save(STATE, tmp_path / f"step-{step}")
-    storage, save_id = open_storage(tmp_path / "step-0"), generations.new_save_id()
-    generations.claim(storage, save_id)
+    storage, save_id = open_storage(tmp_path / "step-0"), commit.new_save_id()
+    commit.claim(storage, save_id)
 
     assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "step-1")]
     assert reshard.verify(tmp_path / "step-0").ok
 
-    generations.ended(save_id)
+    commit.ended(save_id)
     assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "step-0")]
 
 
@@ -120,7 +120,7 @@ def test_pruning_removes_only_what_a_save_has_written(tmp_path):
     left = [path for path in tmp_path.rglob("*") if path.is_file() and "step-3" not in path.parts]
     assert sorted(left) == sorted(mine)
     assert reshard.prune(tmp_path, keep_last=1) == []
-    assert not [path for path in tmp_path.glob("step-[012]/*") if generations.is_generation(path.name)]
+    assert not [path for path in tmp_path.glob("step-[012]/*") if commit.is_generation(path.name)]
 
 
 @pytest.mark.parametrize("at", range(1, 6))
@@ -139,7 +139,7 @@ def test_pruning_takes_away_what_killed_saves_have_left_in_folders_of_their_own(
     reshard.save(STATE, tmp_path / "step-0")
     dead, running = (open_storage(tmp_path / name) for name in ("step-1", "step-2"))
     for storage, other in ((dead, GONE), (running, {})):
-        folder = generations.folder_of(claimed(storage, **other))
+        folder = commit.folder_of(claimed(storage, **other))
         storage.publish(f"{folder}/00000.safetensors", b"half")
     assert reshard.prune(tmp_path, keep_last=1) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0", "step-2"]
@@ -195,7 +195,7 @@ def test_a_save_whose_empty_folder_is_taken_away_makes_it_again(tmp_path):
 
     def fault(verb: str, name: str) -> None:
         if verb in ("create", "publish"):
-            generations.remove_empty(inner)
+            commit.remove_empty(inner)
 
     reshard.save(STATE, Faulty(inner, fault))
     assert reshard.verify(tmp_path / "c").ok
@@ -212,7 +212,7 @@ def test_a_save_that_counts_does_not_fail_for_want_of_tidying_up(tmp_path, caplo
     assert reshard.verify(tmp_path).ok
     assert not reshard.open(tmp_path)["w"][...].any()
     reshard.save(STATE, tmp_path)
-    assert len([path for path in tmp_path.iterdir() if generations.is_generation(path.name)]) == 1
+    assert len([path for path in tmp_path.iterdir() if commit.is_generation(path.name)]) == 1
 
 
 @pytest.mark.parametrize("text", ["{", json.dumps({"reshard": "checkpoint", "version": 1})])
@@ -318,7 +318,7 @@ def test_only_a_claim_whose_process_could_be_seen_from_here_is_that_of_a_dead_on
     storage = open_storage(tmp_path)
     save_id = claimed(storage, **other)
     reshard.save(STATE, tmp_path)
-    assert ((tmp_path / generations.folder_of(save_id)).exists()) == (not dead)
+    assert ((tmp_path / commit.folder_of(save_id)).exists()) == (not dead)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/proc/self/ns/pid"), reason="needs root, to make one")
@@ -332,7 +332,7 @@ def test_a_save_in_a_container_of_the_same_host_name_is_not_taken_for_dead(tmp_p
         pytest.skip(f"no namespaces here: {inside.stderr}")
     save_id = inside.stdout.strip()
     reshard.save(STATE, tmp_path)
-    assert (tmp_path / generations.folder_of(save_id) / "claim.json").exists()
+    assert (tmp_path / commit.folder_of(save_id) / "claim.json").exists()
 
 
 def test_a_process_of_somebody_else_that_proc_hides_is_not_gone(monkeypatch):

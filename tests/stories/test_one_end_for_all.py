@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from reshard.api.load.loading import load
-from reshard.api.save.saving import save
+from reshard.api.load import load
+from reshard.api.save import save
 from reshard.errors import StorageError
 from reshard.storage import open_storage
 from tests import gloo

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import reshard
-from reshard.api.save import crew
+from reshard.api import save_job
 from reshard.errors import CheckpointError
-from reshard.formats.native import common_file
+from reshard.native import data_file
 from tests import gloo
 from tests.states import MATRIX, sharded_in_every_way_of
 from tests.stories.engine_jobs import caught
@@ -31,13 +31,13 @@ def saves(folder: str) -> dict[str, Any]:
     reshard.save(sharded_in_every_way_of(1), f"{folder}/three", ranks_per_file=3)
     plain = {"w": torch.ones(3, device="cpu"), "v": torch.zeros(2, device="cpu")}
     reshard.save(plain, f"{folder}/whole", ranks_per_file=4, divide_above_bytes=1 << 30)
-    crew.machine = lambda: f"machine {rank // 2}"  # type: ignore[assignment]
+    save_job.machine = lambda: f"machine {rank // 2}"  # type: ignore[assignment]
     reshard.save(sharded_in_every_way_of(1), f"{folder}/machines", ranks_per_file=8)
     if rank == 2:
-        real, common_file.row_major_pieces = common_file.row_major_pieces, refused_writing
+        real, data_file.row_major_pieces = data_file.row_major_pieces, refused_writing
     out["failed"] = caught_any(lambda: reshard.save(sharded_in_every_way_of(9), f"{folder}/machines", ranks_per_file=2))
     if rank == 2:
-        common_file.row_major_pieces = real
+        data_file.row_major_pieces = real
     reshard.async_save(sharded_in_every_way_of(2), f"{folder}/later", ranks_per_file=2).result()
     reshard.save(sharded_in_every_way_of(3), f"{folder}/later-still", base=f"{folder}/later")
     out["memory"] = caught(lambda: reshard.save(plain, "memory://m", ranks_per_file=2))
@@ -131,4 +131,4 @@ def test_a_base_and_what_is_no_number_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_crews_are_neighbours(places: list[int], per_file: int, expected: list[list[int]]) -> None:
-    assert list(crew.crews(places, per_file)) == expected
+    assert list(save_job.file_groups(places, per_file)) == expected

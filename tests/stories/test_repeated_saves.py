@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import reshard
-from reshard.api.save import job, repeated, saving
-from reshard.control.group import Group
+from reshard.api import save as repeated
+from reshard.api import save as saving
+from reshard.api import save_job
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, RankFailedError, ReshardError
-from reshard.state import memory
+from reshard.live import copy_streams
+from reshard.ranks.group import Group
 from tests import gloo
 from tests.states import sharded_and_own_of
 
@@ -30,7 +32,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.planned = self.rounds = 0
-        plan_writes, take = job.plan_writes, Group._round
+        plan_writes, take = save_job.plan_writes, Group._round
 
         def planning(*args: Any, **options: Any) -> Any:
             self.planned += 1
@@ -40,7 +42,7 @@ class Counted:
             self.rounds += threading.current_thread() is threading.main_thread()
             return take(group, *args, **options)
 
-        job.plan_writes, Group._round = planning, round_  # type: ignore[assignment,method-assign]
+        save_job.plan_writes, Group._round = planning, round_  # type: ignore[assignment,method-assign]
 
 
 def in_a_row(folder: str, verb: str) -> list[tuple[int, int]]:
@@ -220,16 +222,16 @@ def test_memory_of_copies_that_were_not_wanted_goes_back_once(tmp_path, monkeypa
     held = {"w": torch.ones(1 << 16)}
     reshard.async_save(held, tmp_path / "a").result()
     given: list[Any] = []
-    give = memory.downloads.HostMemory.give
+    give = copy_streams.downloads.HostMemory.give
     monkeypatch.setattr(
-        memory.downloads.HostMemory, "give", lambda self, blocks: (given.append(blocks), give(self, blocks))
+        copy_streams.downloads.HostMemory, "give", lambda self, blocks: (given.append(blocks), give(self, blocks))
     )
-    meet = repeated.meet
+    meet = repeated.meet_before_save
 
     def another_has_none(holdings: Any, group: Any, options: Any, kept: Any, first: bytes, *, before: Any) -> Any:
         return meet(holdings, group, options, kept if before is not None else None, first, before=before)
 
-    monkeypatch.setattr(repeated, "meet", another_has_none)
+    monkeypatch.setattr(repeated, "meet_before_save", another_has_none)
     reshard.async_save({"w": torch.full((1 << 16,), 2.0)}, Path(tmp_path, "b")).result()
     assert (reshard.open(tmp_path / "b")["w"][...] == 2).all()
     assert len(given) == 4  # of the device's and of the host's memory, those not wanted and those written

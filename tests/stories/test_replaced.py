@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import reshard
 from reshard.errors import CheckpointError
-from reshard.formats.native import reader
-from reshard.formats.native.manifest import HF_INDEX, MANIFEST
+from reshard.native import reader
+from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.storage import open_storage
 from tests import gloo
 from tests.faulty import Faulty

@@ -22,7 +22,7 @@ import torch
 
 import reshard
 from reshard.errors import FormatError, KeyMismatchError, ReshardError
-from reshard.state.container_types import Typed
+from reshard.live.tree import CustomValue
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -329,9 +329,9 @@ def test_what_a_checkpoint_opened_without_a_target_shows_is_no_other_type(tmp_pa
     saved(tmp_path, {"p": Point(1, 2), "c": Color.RED, "n": MyInt(3)})
     nested = reshard.open(tmp_path).nested()["v"]
 
-    assert nested["p"] == Typed(f"{__name__}.Point", (1, 2))
-    assert nested["c"] == Typed(f"{__name__}.Color", ("RED", 1))
-    assert nested["n"] == Typed(f"{__name__}.MyInt", 3)
+    assert nested["p"] == CustomValue(f"{__name__}.Point", (1, 2))
+    assert nested["c"] == CustomValue(f"{__name__}.Color", ("RED", 1))
+    assert nested["n"] == CustomValue(f"{__name__}.MyInt", 3)
 
 
 def test_a_member_that_now_has_another_name_is_refused(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from reshard.api.elastic.incarnation import Incarnation
-from reshard.api.elastic.kept import Kept, Made, Recorded
-from reshard.formats.native.generations import new_save_id
+from reshard.api.elastic.generation import GenerationFolder, Incarnation, ManifestStamp, Recorded
+from reshard.native.commit import new_save_id
 
 __all__ = ["Found", "Order"]
+
 
 _REMEMBERED = 64
 """So many earlier incarnations are known to each, the last ones; those before are told apart by the clocks."""
@@ -26,13 +26,13 @@ _REMEMBERED = 64
 class Order(NamedTuple):
     """Which generation comes before which, as far as it can be told."""
 
-    newest_first: list[Kept]
-    tied: list[Kept]
+    newest_first: list[GenerationFolder]
+    tied: list[GenerationFolder]
     """All others are older than some of these: the last of each incarnation of those of which nobody can tell which
     came later. Empty where all can be told."""
 
     @property
-    def newest(self) -> list[Kept]:
+    def newest(self) -> list[GenerationFolder]:
         """The newest; several where it cannot be told which of them is."""
         return self.newest_first[:1] or self.tied
 
@@ -41,19 +41,19 @@ class Order(NamedTuple):
 class Found:
     """What some hosts have."""
 
-    incarnations: Mapping[Kept, Incarnation]
+    incarnations: Mapping[GenerationFolder, Incarnation]
     """Of each generation, whether it counts or not."""
-    hosts: Mapping[Kept, Sequence[str]]
+    hosts: Mapping[GenerationFolder, Sequence[str]]
     """On which each counts."""
-    made: Mapping[Kept, Made]
+    made: Mapping[GenerationFolder, ManifestStamp]
     """Of those that count somewhere."""
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[str, Mapping[Kept, Recorded]]]) -> Found:
+    def of(cls, rows: Iterable[tuple[str, Mapping[GenerationFolder, Recorded]]]) -> Found:
         """Out of what lies in the folder of each host."""
-        incarnations: dict[Kept, Incarnation] = {}
-        hosts: dict[Kept, list[str]] = {}
-        made: dict[Kept, Made] = {}
+        incarnations: dict[GenerationFolder, Incarnation] = {}
+        hosts: dict[GenerationFolder, list[str]] = {}
+        made: dict[GenerationFolder, ManifestStamp] = {}
         for host, records in rows:
             for kept, record in records.items():
                 if record.incarnation is not None:
@@ -65,12 +65,12 @@ class Found:
                 incarnations.setdefault(kept, Incarnation(kept.save_id, kept.number, {}))
         return cls(incarnations, hosts, made)
 
-    def order(self, among: Collection[Kept] | None = None) -> Order:
+    def order(self, among: Collection[GenerationFolder] | None = None) -> Order:
         """The decision: of the generations that count somewhere, or of those `among` them."""
-        lines: dict[str, list[Kept]] = {}
+        lines: dict[str, list[GenerationFolder]] = {}
         for kept in sorted(self.made if among is None else among, reverse=True):
             lines.setdefault(self.incarnations[kept].id, []).append(kept)
-        newest_first: list[Kept] = []
+        newest_first: list[GenerationFolder] = []
         while lines:
             lasts = [line[0] for line in lines.values()]
             heads = [one for one in lasts if not any(self._knew(other, one) for other in lasts)] or lasts
@@ -80,7 +80,7 @@ class Found:
             newest_first += lines.pop(self.incarnations[last[0]].id)
         return Order(newest_first, [])
 
-    def begin(self, recovered: Kept | None) -> Incarnation:
+    def begin(self, recovered: GenerationFolder | None) -> Incarnation:
         """An incarnation of the job that begins now, knows all of this, and has recovered that."""
         earlier: dict[str, int] = {}
         for one in self.incarnations.values():
@@ -91,7 +91,7 @@ class Found:
         first = 1 + max((kept.number for kept in self.incarnations), default=0)
         return Incarnation(new_save_id(), first, {one: earlier[one] for one in sorted(earlier)[-_REMEMBERED:]})
 
-    def left_behind(self, taken: Kept, tried: Collection[Kept], step: int | None) -> list[str]:
+    def left_behind(self, taken: GenerationFolder, tried: Collection[GenerationFolder], step: int | None) -> list[str]:
         """For reports: the generations that are not older states of that which is taken, and why they are left.
 
         Args:
@@ -104,7 +104,7 @@ class Found:
             if kept != taken and kept not in tried and not self._went_on(kept, taken)
         ]
 
-    def tied_text(self, tied: Sequence[Kept]) -> str:
+    def tied_text(self, tied: Sequence[GenerationFolder]) -> str:
         """For errors: that nobody can tell which of these the job lived on last, and how to say it."""
         spans = [
             f"{self._where(kept)}, by one that began {_when(self.incarnations[kept].id)} and was there still "
@@ -121,11 +121,11 @@ class Found:
             f"{choice} the folders of those that are to be left: {', '.join(kept.folder for kept in tied)}"
         )
 
-    def _knew(self, one: Kept, other: Kept) -> bool:
+    def _knew(self, one: GenerationFolder, other: GenerationFolder) -> bool:
         """Whether the incarnation of `one` knew of that of `other` when it began."""
         return self.incarnations[other].id in self.incarnations[one].earlier
 
-    def _began_later(self, one: Kept, other: Kept) -> bool:
+    def _began_later(self, one: GenerationFolder, other: GenerationFolder) -> bool:
         """Whether the incarnation of `one` began when that of `other` had kept its last, by the clocks."""
         began, last = _ms(self.incarnations[one].id), _ms(self._last(other))
         if self._is_recorded(one) or self._is_recorded(other):
@@ -133,27 +133,27 @@ class Found:
         # as earlier releases told them apart, unless the clocks say the opposite
         return began >= last and (one.number, began) > (other.number, last) and one.number >= other.number
 
-    def _last(self, kept: Kept) -> str:
+    def _last(self, kept: GenerationFolder) -> str:
         """The save id of the last that is known of the incarnation of a generation."""
         its = self.incarnations[kept].id
         return max(other.save_id for other, one in self.incarnations.items() if one.id == its)
 
-    def _is_recorded(self, kept: Kept) -> bool:
+    def _is_recorded(self, kept: GenerationFolder) -> bool:
         return self.incarnations[kept].id != kept.save_id
 
-    def _went_on(self, kept: Kept, taken: Kept) -> bool:
+    def _went_on(self, kept: GenerationFolder, taken: GenerationFolder) -> bool:
         """Whether `taken` is a later state of `kept`, as far as that is recorded."""
         older, its = self.incarnations[kept].id, self.incarnations[taken]
         if older == its.id or not (self._is_recorded(kept) or self._is_recorded(taken)):
             return kept.number < taken.number
         return kept.number <= its.earlier.get(older, 0)
 
-    def _where(self, kept: Kept) -> str:
+    def _where(self, kept: GenerationFolder) -> str:
         hosts = self.hosts[kept]
         shown = ", ".join(map(repr, hosts[:3])) + (", ..." if len(hosts) > 3 else "")
         return f"{kept} on host{'s' * (len(hosts) != 1)} {shown}"
 
-    def _why_left(self, kept: Kept, taken: Kept, step: int | None) -> str:
+    def _why_left(self, kept: GenerationFolder, taken: GenerationFolder, step: int | None) -> str:
         if step is not None:
             return f"step {step} is asked for"
         knew = self._knew(taken, kept)

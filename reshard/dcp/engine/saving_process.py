@@ -33,12 +33,13 @@ from reshard.storage import Storage
 
 __all__ = ["write_in_process"]
 
+
 _ALIGN_BYTES = 64
 _LOOK_S = 0.5
 """How often the process looks whether its parent lives."""
 
 
-class _Row(NamedTuple):
+class _ItemRow(NamedTuple):
     """Where an item's data is in the shared memory; without a dtype it is an object's bytes."""
 
     start: int
@@ -110,12 +111,12 @@ class _SavingProcess:
         results: list[Any] = written
         return results
 
-    def _share(self, values: Sequence[torch.Tensor | io.BytesIO]) -> list[_Row]:
+    def _share(self, values: Sequence[torch.Tensor | io.BytesIO]) -> list[_ItemRow]:
         rows, size = [], 0
         for value in values:
             kind, shape = (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else (None, ())
             nbytes = value.nbytes if isinstance(value, torch.Tensor) else value.getbuffer().nbytes
-            rows.append(_Row(size, nbytes, kind, shape))
+            rows.append(_ItemRow(size, nbytes, kind, shape))
             size += -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
         os.ftruncate(self._memory, max(size, 1))
         whole = torch.frombuffer(mmap.mmap(self._memory, max(size, 1)), dtype=torch.uint8)
@@ -163,7 +164,7 @@ atexit.register(_end)
 os.register_at_fork(after_in_child=_forget)
 
 
-def _view(whole: torch.Tensor, row: _Row) -> torch.Tensor:
+def _view(whole: torch.Tensor, row: _ItemRow) -> torch.Tensor:
     assert row.dtype is not None
     return whole[row.start : row.start + row.nbytes].view(row.dtype).view(row.shape)
 
@@ -184,7 +185,7 @@ def _receive(stream: Any) -> bytes | None:
 class _Shared(SavePlanner):
     """Gives the data of items that lie in shared memory."""
 
-    def __init__(self, plan: SavePlan, rows: Sequence[_Row], whole: torch.Tensor) -> None:
+    def __init__(self, plan: SavePlan, rows: Sequence[_ItemRow], whole: torch.Tensor) -> None:
         self._rows, self._whole = {item.index: row for item, row in zip(plan.items, rows, strict=True)}, whole
 
     def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
@@ -234,6 +235,4 @@ def _end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    from reshard.dcp.engine import saving_process  # what is pickled is of the module's own name, not of "__main__"
-
-    saving_process._serve(int(sys.argv[1]), int(sys.argv[2]))
+    _serve(int(sys.argv[1]), int(sys.argv[2]))

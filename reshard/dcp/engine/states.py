@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
+import copy
+import difflib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # its rule for lists decides the keys on disk
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from planners.geometry.box import Box
-from planners.geometry.layout_forms import Form
-from reshard.errors import LayoutError
-from reshard.state.frameworks.tensor_classes import is_sharded
-from reshard.state.tensors import form_of, global_shape, is_tensor, local_tensors, spec_of
+from planners.geometry.layout import Form
+from reshard.api.load_keys import Wording
+from reshard.errors import KeyMismatchError, LayoutError
+from reshard.live.copy_streams import has_copy_streams, to_host
+from reshard.live.optimizer_state import Saved, lost_state
+from reshard.live.tensors import form_of, global_shape, is_sharded, is_tensor, local_tensors, spec_of
 
 __all__ = [
-    "Region",
-    "copied_like",
-    "flat_state",
-    "holds_checkpointable",
-    "is_checkpointable",
-    "is_placed",
-    "put_at",
-    "put_state_back",
-    "regions_of",
-    "shape_of",
-    "unwrapped",
-]
+    "ENGINE_WORDING", "HeldRegion", "flat_state", "holds_checkpointable", "is_checkpointable",
+    "is_placed", "on_the_cpu", "put_at", "put_state_back", "refuse_lost_state", "refuse_misfits",
+    "regions_of", "shape_of", "unwrapped",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Region:
+class HeldRegion:
     """A box of a tensor that this rank holds, and its memory."""
 
     box: Box
@@ -89,7 +85,7 @@ def holds_checkpointable(state: Any) -> bool:
     return is_placed(state) or is_checkpointable(state)
 
 
-def regions_of(fqn: str, tensor: Any) -> Iterator[Region]:
+def regions_of(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
     """The regions of a Tensor, DTensor, ShardedTensor or checkpointable on this rank, empty ones left out.
 
     A strided shard has several: DCP's own answer, a single offset, would be wrong for it.
@@ -98,7 +94,7 @@ def regions_of(fqn: str, tensor: Any) -> Iterator[Region]:
         for chunk in tensor.__create_chunk_list__():
             box = Box(chunk.offsets, chunk.sizes)
             if not box.is_empty:
-                yield Region(box, tensor.__get_tensor_shard__(MetadataIndex(fqn, chunk.offsets)))
+                yield HeldRegion(box, tensor.__get_tensor_shard__(MetadataIndex(fqn, chunk.offsets)))
         return
     if is_placed(tensor):
         yield from _placed_regions(fqn, tensor)
@@ -107,10 +103,10 @@ def regions_of(fqn: str, tensor: Any) -> Iterator[Region]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     for pieces, local in zip(_pieces(form, spec.shape, rank), local_tensors(tensor)):
         for box, place in pieces:
-            yield Region(box, local if place.sizes == local.shape else local[place.slices])
+            yield HeldRegion(box, local if place.sizes == local.shape else local[place.slices])
 
 
-def _placed_regions(fqn: str, tensor: Any) -> Iterator[Region]:
+def _placed_regions(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
     """Raises LayoutError where the attributes do not fit one another, the tensor, or the global shape."""
     at, here, sizes = tensor.global_offsets, tensor.local_offsets, tensor.local_sizes
     whole, local = Box.full(tuple(tensor.global_shape)), Box.full(tuple(tensor.shape))
@@ -124,7 +120,7 @@ def _placed_regions(fqn: str, tensor: Any) -> Iterator[Region]:
             ends = f"{there} in shape {whole.sizes}, or {mine} in the local shape {local.sizes}"
             raise LayoutError(f"{fqn!r}: {ends}, is not within")
         if not there.is_empty:
-            yield Region(there, tensor.detach()[mine.slices])
+            yield HeldRegion(there, tensor.detach()[mine.slices])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -182,3 +178,95 @@ def _key_of(container: Any, part: str | int) -> Any:
     if isinstance(container, Mapping) and part not in container:
         return next((key for key in container if str(key) == part), part)
     return part
+
+
+# What does not fit: with torch's key phrases, and with advice that callers of the face can follow.
+
+
+_ALLOW = "DefaultLoadPlanner(allow_partial_load=True) leaves what is not saved as it is"
+_MISSING = "Missing key in checkpoint state_dict"
+
+
+class MisfitError(KeyMismatchError, ValueError):
+    """A key has another shape, or is another kind of thing, than what is to be loaded: torch raises a ValueError."""
+
+
+ENGINE_WORDING = Wording(_MISSING, "Size mismatch, or another kind of value", _ALLOW, MisfitError)
+
+
+def refuse_misfits(wanted: Mapping[str, Any], saved: Mapping[str, Any], *, partial: bool) -> None:
+    """Raises KeyMismatchError with all keys of `wanted` that torch's metadata of what is `saved` does not fit.
+
+    `partial`: keys may be missing.
+    """
+    missing = [] if partial else [key for key in wanted if key not in saved]
+    wrong = [text for key, value in wanted.items() if (text := _misfit(key, value, saved.get(key)))]
+    if not missing and not wrong:
+        return
+    lines = ["the checkpoint does not fit what is to be loaded:"]
+    for key in missing:
+        close = difflib.get_close_matches(key, list(saved), n=1, cutoff=0.75) if len(missing) < 20 else []
+        lines.append(f"  {_MISSING}: {key}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
+    lines += [f"  {text}" for text in wrong]
+    lines += [f"  ({_ALLOW})"] if missing else []
+    raise (MisfitError if wrong else KeyMismatchError)("\n".join(lines))
+
+
+def _misfit(key: str, value: Any, entry: Any) -> str:
+    if entry is None or not (is_tensor(value) or is_checkpointable(value)):
+        return ""
+    if not isinstance(entry, TensorStorageMetadata):
+        return f"{key}: saved as an object, wanted as a tensor"
+    shape = torch.Size(shape_of(value))
+    return "" if entry.size == shape else f"Size mismatch between saved {entry.size} and current: {shape} for {key}"
+
+
+def refuse_lost_state(state_dict: dict[str, Any], saved: Iterable[Saved]) -> None:
+    """Raises KeyMismatchError where a whole optimizer's state would stay behind, since there is no place for it."""
+    for key in lost_state(state_dict, saved):
+        raise KeyMismatchError(
+            f"{key!r} is empty, and the checkpoint has state there, which would be lost: a load fills what is there. "
+            "Get the dict by get_optimizer_state_dict of reshard.dcp.state_dict, which knows where state is to go; or "
+            "load without it by DefaultLoadPlanner(allow_partial_load=True)"
+        )
+
+
+# A copy of a state on the CPU, so that it can be saved while training goes on.
+
+
+def on_the_cpu(state: Any) -> Any:
+    """The state with every tensor copied to the CPU, and everything else that may change copied as well."""
+    found: dict[int, torch.Tensor] = {}
+    _find_on_devices(state, found)
+    with torch.no_grad():
+        sent = to_host([tensor.detach() for tensor in found.values()])
+    return _copy(state, dict(zip(found, sent)))
+
+
+def _find_on_devices(value: Any, found: dict[int, torch.Tensor]) -> None:
+    if isinstance(value, DTensor):
+        _find_on_devices(value._local_tensor, found)
+    elif isinstance(value, torch.Tensor) and not is_sharded(value):
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and has_copy_streams(value.device):
+            found[id(value)] = value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _find_on_devices(item, found)
+
+
+def _copy(value: Any, on_host: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(value, DTensor):
+        copied = copy.copy(value)
+        # `to_local` makes a view, which not all of its kinds have
+        copied._local_tensor = _copy(value._local_tensor, on_host)
+        return copied
+    if is_sharded(value):  # a ShardedTensor: its copies know their shards
+        return value.detach().clone().cpu()
+    if isinstance(value, torch.Tensor):
+        there = on_host.get(id(value))
+        return copied_like(value.detach().to("cpu", copy=True) if there is None else there, value)
+    if isinstance(value, dict):
+        return {key: _copy(item, on_host) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copy(item, on_host) for item in value)
+    return copy.deepcopy(value)

@@ -9,29 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from planners.errors import PlanError
 from planners.geometry.box import Box
-from planners.geometry.dtypes import ITEM_SIZES
-from planners.geometry.layout import TensorSpec
-from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.formats.dcp.items import Item, Items, Undo
-from reshard.formats.dcp.names import DATA_FILE, RANK_METADATA, has_dcp
-from reshard.formats.pickles.reader import load_pickle
-from reshard.formats.pickles.record import Record
-from reshard.formats.stored.checksums import CRC_OF_RECORDS
-from reshard.formats.stored.contents import Contents, Facts, LazyMapping
-from reshard.formats.stored.source import Files
-from reshard.formats.stored.tensor import StoredChunk, StoredTensor
-from reshard.formats.torch_save.file import TorchFile
-from reshard.state.dtypes import dtype_name
-from reshard.state.tree import KeyPath
+from planners.geometry.layout import ITEM_SIZES, TensorSpec
+from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
+from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
+from reshard.formats.torch_save.pickles import load_pickle, plain
+from reshard.formats.torch_save.reader import TorchFile
+from reshard.live.dtypes import dtype_from_name, dtype_name
+from reshard.live.tree import KeyPath
 from reshard.storage.base import Storage
+from reshard.stored.checksums import CRC_OF_RECORDS
+from reshard.stored.contents import DATA_FILE, RANK_METADATA, Contents, Facts, LazyMapping, Record, has_dcp
+from reshard.stored.safetensors import Header, looks_like_header, read_header
+from reshard.stored.source import DecodedSource, Files, FileSource, Source
+from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-__all__ = ["DcpFacts", "checksums", "detect", "looks_for", "name", "open", "open_folder"]
+__all__ = [
+    "DcpFacts", "Item", "Items", "Undo", "checksums", "detect", "looks_for", "name", "open",
+    "open_folder",
+]  # fmt: skip
+
 
 name = "dcp"
 looks_for = ".metadata and *.distcp, or __<rank>.metadata"
@@ -62,7 +65,7 @@ class DcpFacts(Facts):
 
 
 @dataclass
-class _Index:
+class _DcpIndex:
     """What all `.metadata` files of a checkpoint say together."""
 
     tensors: dict[str, list[Record]] = field(default_factory=dict)
@@ -89,7 +92,7 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
         raise DamagedCheckpointError(
             f"{storage.url}/{folder}: there are .distcp files, but no .metadata, which comes last: the save did not end"
         )
-    index = _Index()
+    index = _DcpIndex()
     for file in found or by_rank:
         source = files[file]
         _add(index, _metadata(source.read(0, source.nbytes), source.label), source.label)
@@ -119,7 +122,7 @@ def _metadata(data: bytes | memoryview, where: str) -> dict[str, Any]:
     return value.fields
 
 
-def _add(index: _Index, fields: Mapping[str, Any], where: str) -> None:
+def _add(index: _DcpIndex, fields: Mapping[str, Any], where: str) -> None:
     """Merge one metadata file into the index."""
     try:
         for key, meta in fields["state_dict_metadata"].items():
@@ -162,7 +165,7 @@ def _ints(values: Iterable[Any]) -> tuple[int, ...]:
     return result
 
 
-def _check_files(index: _Index, storage: Storage, names: Mapping[str, int], folder: str) -> None:
+def _check_files(index: _DcpIndex, storage: Storage, names: Mapping[str, int], folder: str) -> None:
     """Raises DamagedCheckpointError if a file is missing or ends before an item does."""
     needed: dict[str, tuple[int, str]] = {}
     for key, items in index.items.items():
@@ -226,3 +229,149 @@ def _dtype_named(dtype: Any) -> str:
     if name == path or name not in ITEM_SIZES:
         raise ValueError(f"{dtype!r:.80} is no dtype")
     return name
+
+
+# The items of DCP files: what a byte range of a `.distcp` file holds, and where in it the elements
+# are.
+
+
+Undo = Callable[[tuple[str, ...], int, bytes], bytes]
+"""(descriptors of transforms, as they are to be undone; the most bytes that may come out; the bytes of an item) -> what
+was transformed."""
+
+_MOST_BYTES = 1 << 28
+"""The most that an object, or what surrounds a tensor, may have once it is decompressed."""
+_PIECE_BYTES = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A byte range of a file, and the transforms that its bytes went through, the last one first."""
+
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+    @property
+    def stop(self) -> int:
+        """One past its last byte."""
+        return self.offset + self.length
+
+
+class Items:
+    """Looks into the items of one checkpoint."""
+
+    def __init__(self, files: Files, folder: str, undo: Undo | None = None) -> None:
+        """`undo`: of transforms that the caller knows; without it, zstandard is known."""
+        self._files, self._undo = files, undo
+        self._folder = folder
+        self._slot = DecodedSource.Slot()
+        self._headers: dict[str, Header | None] = {}
+
+    def locator(self, spec: TensorSpec, box: Box, item: Item) -> Callable[[], Extent]:
+        """A function that finds where the elements of the chunk `box` of a tensor are."""
+
+        def locate() -> Extent:
+            try:
+                dtype_from_name(spec.dtype)  # which the item asks for by name, and this torch may not have
+                place, dtype = self._locate(spec, box, item)
+            except ReshardError as error:
+                raise type(error)(f"tensor {spec.fqn!r}, chunk {box}: {error}") from None
+            if dtype != spec.dtype:
+                raise DamagedCheckpointError(
+                    f"tensor {spec.fqn!r}, chunk {box}: .metadata says {spec.dtype}, but {item.file} holds {dtype} at "
+                    f"byte {item.offset}; the checkpoint contradicts itself"
+                )
+            if place.window.sizes != box.sizes:
+                raise DamagedCheckpointError(
+                    f"tensor {spec.fqn!r}, chunk {box}: .metadata says shape {list(box.sizes)}, but {item.file} holds "
+                    f"{list(place.window.sizes)} at byte {item.offset}; the checkpoint contradicts itself"
+                )
+            return place
+
+        return locate
+
+    def object(self, key: str, item: Item | None) -> Any:
+        """A non-tensor item, as plain data. Raises DamagedCheckpointError or UnsafeDataError."""
+        if item is None:
+            raise DamagedCheckpointError(f"the object {key!r} is in no file of the checkpoint")
+        source, start, length = self._payload(item, _MOST_BYTES)
+        try:
+            if bytes(source.read(start, min(4, length))) == ZIP_MAGIC:
+                return TorchArchive(source, start, length).object()
+            return plain(load_pickle(source.read(start, length), where=source.label))
+        except ReshardError as error:
+            raise type(error)(f"object {key!r}: {error}") from None
+
+    def file(self, key: str, item: Item | None) -> TorchFile:
+        """A non-tensor item as a file of `torch.save`, whose tensors are not read. Raises DamagedCheckpointError."""
+        if item is None:
+            raise DamagedCheckpointError(f"the object {key!r} is in no file of the checkpoint")
+        source, start, length = self._payload(item, _MOST_BYTES)
+        archive = TorchArchive(source, start, length)
+        return TorchFile(source, archive.value(), archive.place)
+
+    def _payload(self, item: Item, most_bytes: int) -> tuple[Source, int, int]:
+        """The bytes of an item, with transforms undone; damage if these are more than `most_bytes`."""
+        file = self._files[self._folder + item.file]
+        if not item.transforms:
+            return file, item.offset, item.length
+        if len(item.transforms) == 1 and item.transforms[0].startswith("stream.zstd"):
+            decode = partial(_unzstd, most_bytes)
+        elif self._undo is not None:
+            decode = partial(self._undo, item.transforms, most_bytes)
+        else:
+            raise FormatError(
+                f"{file.label}: the transforms {list(item.transforms)} are not known; known is stream.zstd, and what "
+                "is registered in reshard.dcp.FileSystemReader(_extension_registry=...)"
+            )
+        source = DecodedSource(file, item.offset, item.length, ", ".join(item.transforms), decode, self._slot)
+        return source, 0, source.nbytes
+
+    def _locate(self, spec: TensorSpec, box: Box, item: Item) -> tuple[Extent, str]:
+        key = spec.fqn
+        source, start, length = self._payload(item, _MOST_BYTES + 2 * box.numel * spec.itemsize)
+        header = self._headers.get(source.name) if isinstance(source, FileSource) else None
+        if header is None:
+            head = read_head(source, start, length)
+            if not head.startswith(ZIP_MAGIC) and isinstance(source, FileSource):
+                header = self._header(source)
+            if header is None:
+                return locate_item(source, start, length, head)
+        if key not in header.entries:
+            raise DamagedCheckpointError(f"{source.label}: this safetensors file has no tensor {key!r}")
+        said = header.saved_offsets().get(key)
+        if said is not None and tuple(said) != box.offsets:
+            # torch keeps one chunk of a key in a file, and loses the others
+            raise DamagedCheckpointError(
+                f"{source.label}: it holds the chunk of {key!r} at {said}, not at {box.offsets}"
+            )
+        return header.place(key), header.entries[key].dtype
+
+    def _header(self, source: FileSource) -> Header | None:
+        """The header, if the file as a whole is a safetensors file; DCP's own offsets mean nothing then."""
+        if source.name not in self._headers:
+            head = bytes(source.read(0, min(9, source.nbytes)))
+            self._headers[source.name] = read_header(source) if looks_like_header(head, source.nbytes) else None
+        return self._headers[source.name]
+
+
+def _unzstd(most_bytes: int, data: bytes) -> bytes:
+    try:
+        import zstandard
+    except ImportError:
+        raise FormatError("these items are compressed by zstd: install the extra reshard[zstd] to read them") from None
+    try:
+        reader = zstandard.ZstdDecompressor().decompressobj()
+        pieces, size = [], 0
+        for start in range(0, len(data), _PIECE_BYTES):
+            pieces.append(reader.decompress(data[start : start + _PIECE_BYTES]))
+            size += len(pieces[-1])
+            if size > most_bytes:  # a few bytes can stand for very many
+                raise DamagedCheckpointError(f"a zstd item holds more than the {most_bytes} bytes that it may need")
+        if not reader.eof:
+            raise DamagedCheckpointError("a zstd item is cut short")
+        return b"".join(pieces)
+    except zstandard.ZstdError as error:
+        raise DamagedCheckpointError(f"a zstd item is damaged: {error}") from None

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what torch's reader looks for in .metadata
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from planners.geometry.box import Box
-from planners.geometry.layout import StateLayout
-from reshard.formats.dcp.metadata import chunk_of, object_to_bytes, paths_of, tensor_metadata, versioned
-from reshard.formats.stored.contents import Contents
-from reshard.formats.stored.writer import Done, FilePlan, FormatWriter, HashingWriter, Part, spread
-from reshard.formats.torch_save.writer import tensor_record
-from reshard.formats.torch_save.zip_writer import (
+from planners.geometry.layout import StateLayout, TensorSpec
+from reshard.formats.torch_save.writer import (
     TensorStub,
     begin_archive,
     end_archive,
     pickled_state,
+    tensor_record,
     unknown_objects,
 )
-from reshard.state.tree import KeyPath
+from reshard.live.dtypes import dtype_from_name
+from reshard.live.tree import IntKey, KeyPath
 from reshard.storage.base import Storage
+from reshard.stored.contents import Contents
+from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, HashingWriter, WrittenFile, spread
 
-__all__ = ["DcpWriter"]
+__all__ = ["DcpWriter", "chunk_of", "object_to_bytes", "paths_of", "tensor_metadata", "versioned"]
+
 
 _METADATA = ".metadata"
 
@@ -43,16 +53,16 @@ class DcpWriter(FormatWriter):
         plan = spread([self.stored(name).spec for name in self.names], onto, max_shard_bytes)
         specs, files = plan.layout.specs, []
         for rank in range(plan.world_size):
-            parts = [Part(specs[item.fqn], item.box) for item in plan.items(rank)]
+            parts = [FilePart(specs[item.fqn], item.box) for item in plan.items(rank)]
             parts = [part for part in parts if 0 not in part.spec.shape]
             if rank == 0:  # a tensor without elements is an item, too: else nobody would know of it
-                parts += [Part(spec, Box.full(spec.shape)) for spec in specs.values() if 0 in spec.shape]
+                parts += [FilePart(spec, Box.full(spec.shape)) for spec in specs.values() if 0 in spec.shape]
             if parts or rank == 0:  # by a name that no older checkpoint in the folder has
                 first, second = (rank, 0) if onto is not None else (0, rank)
                 files.append(FilePlan(f"__{first}_{job_id}_{second}.distcp", tuple(parts), rank))
         self.files = tuple(files)
 
-    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
+    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
         """Stream the items of one file."""
         storage.delete(file.name)
         regions = [self.region(part) for part in file.parts]
@@ -74,12 +84,12 @@ class DcpWriter(FormatWriter):
             done = out.nbytes, out.digest()
         return self.done(file.name, *done, {"items": items})
 
-    def finish(self, storage: Storage, done: Mapping[str, Done]) -> None:
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
         """Publish `.metadata`, then remove the files of an older checkpoint."""
         self.publish(storage, done, self.contents.paths)
 
     def publish(
-        self, storage: Storage, done: Mapping[str, Done], paths: Mapping[str, KeyPath] | None, folder: str = ""
+        self, storage: Storage, done: Mapping[str, WrittenFile], paths: Mapping[str, KeyPath] | None, folder: str = ""
     ) -> None:
         """`.metadata` of all files, which are in `folder`, as those are that it replaces."""
         table: dict[str, Any] = {}
@@ -108,3 +118,37 @@ class DcpWriter(FormatWriter):
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The file that is published last."""
         return _METADATA if _METADATA in names else None
+
+
+# torch's own records of a DCP checkpoint: what `.metadata` says of tensors, chunks and keys, and
+# items of objects.
+
+
+def versioned(version: str | None = "1.0.0") -> dict[str, Any]:
+    """The version as an argument of torch's `Metadata`; {} where it has no such field, as in torch 2.6."""
+    return {"version": version} if "version" in Metadata.__dataclass_fields__ else {}
+
+
+def chunk_of(box: Box) -> ChunkStorageMetadata:
+    """torch's record of a box."""
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+
+
+def tensor_metadata(spec: TensorSpec, boxes: Iterable[Box] = ()) -> TensorStorageMetadata:
+    """torch's record of a tensor that is stored in these chunks."""
+    properties = TensorProperties(dtype=dtype_from_name(spec.dtype))
+    return TensorStorageMetadata(properties, torch.Size(spec.shape), [chunk_of(box) for box in boxes])
+
+
+def paths_of(keys: Iterable[str], paths: Mapping[str, KeyPath]) -> dict[str, tuple[Any, ...]]:
+    """What torch calls `planner_data`: the path of each key in the nested state."""
+    return {
+        key: tuple(part.value if isinstance(part, IntKey) else part for part in paths.get(key, (key,))) for key in keys
+    }
+
+
+def object_to_bytes(value: Any) -> bytes:
+    """An object as `torch.save` writes it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

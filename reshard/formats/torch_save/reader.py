@@ -1,19 +1,246 @@
-"""Files of `torch.save`: one file, or Hugging Face's older `pytorch_model-*.bin` with an index."""
+"""Files of `torch.save`: one, or several with an index; what was saved, and where the bytes of tensors are."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.formats.stored.checksums import CRC_OF_RECORDS
-from reshard.formats.stored.contents import Contents
-from reshard.formats.stored.source import Files
-from reshard.formats.torch_save.file import contents_of, looks_like_torch_file, read_torch_file
-from reshard.storage.base import Storage
+import torch
 
-__all__ = ["checksums", "detect", "looks_for", "name", "open"]
+from planners.geometry.box import Box
+from planners.geometry.layout import TensorSpec
+from reshard.errors import DamagedCheckpointError, FormatError, KeyMismatchError
+from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
+from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
+from reshard.live.dtypes import dtype_name
+from reshard.live.tree import Flat, KeyPath, flatten, key_of
+from reshard.storage.base import Storage
+from reshard.stored.checksums import CRC_OF_RECORDS
+from reshard.stored.contents import Contents, Facts, LazyMapping, Record
+from reshard.stored.source import Files, Source
+from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
+
+__all__ = [
+    "TorchFile", "checksums", "contents_of", "detect", "flat_leaves", "is_sharded_tensor",
+    "join_sharded", "looks_for", "looks_like_torch_file", "name", "open", "read_torch_file",
+    "sharded_ranks", "stored_tensor",
+]  # fmt: skip
+
+
+# The older form (before torch 1.6) is five things in a row:
+#
+#     pickle: magic number | pickle: protocol | pickle: sys info | pickle: what was saved | pickle: keys of storages
+#     and then for each key: 8 bytes: number of elements, and the elements
+
+
+_MAGIC = 0x1950A86A20F9469CFC6C
+_MAGIC_PICKLE = b"\x80\x02\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
+_PROTOCOL = 1001
+_FIRST_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """What a file holds, with a `TensorRef` for each tensor, and a function that finds the bytes of one."""
+
+    source: Source
+    value: Any
+    place: Callable[[TensorRef], Extent]
+
+    def read(self, ref: TensorRef) -> Any:
+        """A tensor of the file, read."""
+        return read_place(self.place(ref), ref.dtype)
+
+    def plain(self, value: Any) -> Any:
+        """A part of the file's value as plain data; tensors in it are read."""
+        return plain(value, self.read)
+
+
+def looks_like_torch_file(head: bytes) -> bool:
+    """Whether a file that begins so (20 bytes) may be one of `torch.save`, or a plain pickle."""
+    return head.startswith((ZIP_MAGIC, _MAGIC_PICKLE)) or head[:2] in (
+        b"\x80\x02",
+        b"\x80\x03",
+        b"\x80\x04",
+        b"\x80\x05",
+    )
+
+
+def read_torch_file(source: Source, allow: Callable[[str], bool] | None = None) -> TorchFile:
+    """Read what a file holds, without its tensors.
+
+    Raises:
+        DamagedCheckpointError: it is cut short or not what it seems.
+        FormatError: it is no file of `torch.save`.
+        UnsafeDataError: its pickle asks for something that could run code.
+    """
+    head = bytes(source.read(0, min(len(_MAGIC_PICKLE), source.nbytes)))
+    if head.startswith(ZIP_MAGIC):
+        archive = TorchArchive(source)
+        return TorchFile(source, archive.value(allow), archive.place)
+    if head == _MAGIC_PICKLE:
+        return _read_stream(source, allow)
+    if looks_like_torch_file(head):
+        value, _ = _pickles(source, 0, 1, allow)
+        return TorchFile(source, value[0], partial(_nowhere, source))
+    raise FormatError(f"{source.label}: it begins with {head[:8]!r}, which no file of torch.save does")
+
+
+def _nowhere(source: Source, ref: TensorRef) -> Extent:
+    raise DamagedCheckpointError(
+        f"{source.label}: a plain pickle that refers to the storage {ref.storage.key!r} of a tensor"
+    )
+
+
+def _pickles(
+    source: Source, start: int, count: int, allow: Callable[[str], bool] | None, seen: list[StorageRef] | None = None
+) -> tuple[list[Any], int]:
+    """Several pickles in a row, and where they end. Without a view of the file, more and more of it is read."""
+    view = source.view()
+    length = source.nbytes if view is not None else min(_FIRST_READ_BYTES, source.nbytes)
+    while True:
+        data = source.read(0, length)
+        try:
+            values, at = [], start
+            for _ in range(count):
+                value, at = load_pickle_at(data, at, where=source.label, allow=allow, seen=seen)
+                values.append(value)
+            return values, at
+        except DamagedCheckpointError:
+            if length == source.nbytes:
+                raise
+            length = min(length * 4, source.nbytes)
+
+
+def _read_stream(source: Source, allow: Callable[[str], bool] | None) -> TorchFile:
+    seen: list[StorageRef] = []
+    (_, protocol, info, value, keys), at = _pickles(source, 0, 5, allow, seen)
+    if protocol != _PROTOCOL or not isinstance(info, dict) or not isinstance(keys, list):
+        raise DamagedCheckpointError(f"{source.label}: a stream of torch.save of the unknown version {protocol!r:.40}")
+    if info.get("little_endian") is not True:
+        raise FormatError(f"{source.label}: written on a big-endian machine, which is not supported")
+    storages = {ref.key: ref for ref in seen}
+    starts: dict[str, int] = {}
+    for key in keys:
+        if key not in storages:
+            raise DamagedCheckpointError(f"{source.label}: it lists a storage {key!r:.40} that nothing refers to")
+        storage = storages[key]
+        numel = int.from_bytes(bytes(source.read(at, 8)), "little")
+        if numel != storage.numel:
+            raise DamagedCheckpointError(
+                f"{source.label}: storage {key!r} has {numel} elements at byte {at}, its reference says {storage.numel}"
+            )
+        starts[key] = at + 8
+        at += 8 + storage.nbytes
+        source.check(starts[key], at)
+    return TorchFile(source, value, partial(_place_in_stream, source, starts))
+
+
+def _place_in_stream(source: Source, starts: Mapping[str, int], ref: TensorRef) -> Extent:
+    if ref.storage.key not in starts:
+        raise DamagedCheckpointError(f"{source.label}: the storage {ref.storage.key!r} of a tensor is not in the file")
+    return make_place(source, ref, starts[ref.storage.key])
+
+
+def flat_leaves(file: TorchFile, prefix: KeyPath = ()) -> Flat:
+    """The file's value taken apart: tensors, and the largest parts that hold neither tensors nor dicts.
+
+    Raises FormatError if two have the same dotted key.
+    """
+    memo: dict[int, bool] = {}
+    try:
+        flat = flatten(file.value, is_leaf=lambda value: _is_leaf(value, memo))
+    except KeyMismatchError as error:
+        raise FormatError(f"{file.source.label}: {error}") from None
+    except RecursionError:
+        raise DamagedCheckpointError(f"{file.source.label}: nested too deeply to be data") from None
+    return Flat({prefix + k: v for k, v in flat.leaves.items()}, {prefix + k: v for k, v in flat.containers.items()})
+
+
+def _is_leaf(value: Any, memo: dict[int, bool]) -> bool:
+    """Whether a container is a value of its own: an empty one, or a sequence of plain values, such as `betas`."""
+    if isinstance(value, dict):
+        return not value
+    if type(value) not in (list, tuple):
+        return False
+    if id(value) not in memo:
+        memo[id(value)] = True  # for a list that contains itself
+        memo[id(value)] = all(
+            not isinstance(item, (dict, TensorRef, Record))
+            and (type(item) not in (list, tuple) or _is_leaf(item, memo))
+            for item in value
+        )
+    return memo[id(value)]
+
+
+def stored_tensor(key: str, file: TorchFile, ref: TensorRef, owner: int | str = 0) -> StoredTensor:
+    """A whole tensor of a file as a stored tensor of one chunk."""
+    chunk = StoredChunk(Box.full(ref.size), lambda: file.place(ref), owner)
+    return StoredTensor(TensorSpec(key, ref.size, ref.dtype), (chunk,))
+
+
+@dataclass
+class _FileParts:
+    tensors: dict[str, Callable[[], StoredTensor]] = field(default_factory=dict)
+    objects: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    paths: dict[str, KeyPath] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    unknown: dict[str, list[str]] = field(default_factory=dict)
+    """Keys of the objects that stay records, by class."""
+
+    def warnings(self) -> tuple[str, ...]:
+        """One text for each unknown class."""
+        return tuple(
+            f"{len(keys)} objects of {path}, which is not known here, stay records, such as {keys[0]!r}"
+            for path, keys in self.unknown.items()
+        )
+
+
+def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts | None = None) -> Contents:
+    """The contents of files that are whole each; the keys of each get a prefix.
+
+    Raises FormatError for a file that is a pickled module or other object rather than a state.
+    """
+    parts = _FileParts()
+    containers: dict[KeyPath, str] = {}
+    for prefix, file in files.items():
+        if isinstance(file.value, Record):
+            raise FormatError(
+                f"{file.source.label}: it is a pickled object of {file.value.path}, not a state: an object can only be "
+                "loaded by running its code. Load it with its own program and save its state_dict() instead"
+            )
+        flat = flat_leaves(file, prefix)
+        containers.update(flat.containers)
+        _add(parts, file, flat)
+    return Contents(
+        name, LazyMapping(parts.tensors), LazyMapping(parts.objects), parts.aliases, parts.paths, facts,
+        warnings=parts.warnings(), containers=containers,
+    )  # fmt: skip
+
+
+def _add(parts: _FileParts, file: TorchFile, flat: Flat) -> None:
+    seen: dict[TensorRef, str] = {}
+    for path, leaf in flat.leaves.items():
+        key = key_of(path) or "tensor"
+        if key in parts.paths:
+            raise FormatError(f"{file.source.label}: the key {key!r} occurs twice")
+        parts.paths[key] = path
+        if isinstance(leaf, TensorRef):
+            parts.tensors[key] = partial(stored_tensor, key, file, leaf)
+            first = seen.setdefault(leaf, key)
+            if first != key and 0 not in leaf.size:
+                parts.aliases[key] = first
+        else:
+            parts.objects[key] = partial(file.plain, leaf)
+            if isinstance(leaf, Record) and isinstance(file.plain(leaf), Record):
+                parts.unknown.setdefault(leaf.path, []).append(key)
+
+
+# Files of `torch.save`: one file, or Hugging Face's older `pytorch_model-*.bin` with an index.
+
 
 name = "torch_save"
 looks_for = "a file of torch.save: *.pt, *.pth, *.bin, *.ckpt"
@@ -79,3 +306,84 @@ def _open_indexed(files: Files, index: str) -> Contents:
             raise DamagedCheckpointError(f"{label}: {extra[0]!r} is in {file}, but the index {where}; the index lies")
         merged.update(part.tensors)
     return Contents(name, merged)
+
+
+# ShardedTensors in pickles: each rank's file has its shards and says where they lie; all together
+# are the whole.
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether a value of a pickle is a ShardedTensor."""
+    return isinstance(value, Record) and value.name == "ShardedTensor"
+
+
+def join_sharded(name: str, values: Mapping[int, Any], files: Mapping[int, TorchFile]) -> StoredTensor:
+    """A ShardedTensor from the records in the files of all ranks.
+
+    Raises DamagedCheckpointError if the records make no sense or disagree.
+    """
+    specs: set[tuple[tuple[int, ...], str]] = set()
+    chunks: dict[Box, StoredChunk] = {}
+    for rank, value in sorted(values.items()):
+        label = files[rank].source.label
+        if not is_sharded_tensor(value):
+            raise DamagedCheckpointError(f"{label}: {name!r} is no ShardedTensor there, as it is on other ranks")
+        try:
+            locals_, metadata = value.state[0], value.state[1].fields
+            shape = tuple(int(n) for n in metadata["size"])
+            dtype = _dtype(metadata["tensor_properties"])
+            specs.add((shape, dtype))
+            for shard in locals_:
+                ref, at = shard.fields["tensor"], shard.fields["metadata"].fields
+                box = Box(at["shard_offsets"], at["shard_sizes"])
+                _add_shard(chunks, name, box, shape, ref, files[rank], rank)
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+            if isinstance(error, DamagedCheckpointError):
+                raise
+            raise DamagedCheckpointError(f"{label}: the ShardedTensor {name!r} makes no sense: {error}") from None
+    if len(specs) != 1:
+        raise DamagedCheckpointError(f"{name!r}: the ranks disagree about its shape or dtype: {sorted(specs)}")
+    shape, dtype = specs.pop()
+    return StoredTensor(TensorSpec(name, shape, dtype), tuple(chunks.values()))
+
+
+def sharded_ranks(name: str, record: Record, file: TorchFile) -> list[int]:
+    """The ranks that hold shards of a ShardedTensor, by what one of them wrote.
+
+    Raises DamagedCheckpointError if the record makes no sense.
+    """
+    try:
+        placed = [shard.fields["placement"].fields["_rank"] for shard in record.state[1].fields["shards_metadata"]]
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise DamagedCheckpointError(
+            f"{file.source.label}: the ShardedTensor {name!r} makes no sense: {error}"
+        ) from None
+    return sorted({rank for rank in placed if type(rank) is int})
+
+
+def _dtype(properties: Any) -> str:
+    value = properties.state[0] if isinstance(properties.state, tuple) else properties.fields["dtype"]
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{value!r:.40} is no dtype")
+    return dtype_name(value)
+
+
+def _add_shard(
+    chunks: dict[Box, StoredChunk],
+    name: str,
+    box: Box,
+    shape: tuple[int, ...],
+    ref: Any,
+    file: TorchFile,
+    rank: int,
+) -> None:
+    if not isinstance(ref, TensorRef):
+        raise TypeError("a shard without a tensor")
+    if ref.size != box.sizes:
+        raise DamagedCheckpointError(
+            f"{file.source.label}: a shard of {name!r} has shape {list(ref.size)}, but its metadata says {box}"
+        )
+    inside = Box.full(shape) & box  # a flat parameter's last shard may be padded
+    if inside is not None:
+        whole = stored_tensor(name, file, ref, rank).chunks[0].shift(box.offsets)
+        chunks[inside] = whole.crop(inside)

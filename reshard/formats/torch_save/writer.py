@@ -1,27 +1,36 @@
-"""One file of `torch.save`, nested as the state was: `torch.load(path, weights_only=True)` reads it."""
+"""Writes files of `torch.save`: a state as it was nested, tensor by tensor, with the CRC-32 of each record."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import io
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from planners.geometry.box import Box
-from reshard.formats.stored.contents import Contents
-from reshard.formats.stored.streaming import Feed, Region
-from reshard.formats.stored.writer import Done, FilePlan, FormatWriter, HashingWriter, Part
-from reshard.formats.torch_save.crc32 import written_crc
-from reshard.formats.torch_save.zip_writer import (
-    ArchiveWriter,
-    TensorStub,
-    begin_archive,
-    end_archive,
-    pickled_state,
-    unknown_objects,
-)
-from reshard.state.tree import unflatten
-from reshard.storage.base import Storage
+import torch
 
-__all__ = ["TorchSaveWriter", "tensor_record", "write_archive"]
+from planners.geometry.box import Box, Window
+from planners.geometry.layout import TensorSpec
+from reshard.errors import FormatError
+from reshard.live.dtypes import as_array, dtype_from_name, dtype_name, row_major_bytes
+from reshard.live.tree import unflatten
+from reshard.storage.base import Storage
+from reshard.stored.checksums import combined
+from reshard.stored.contents import Contents, Record
+from reshard.stored.streaming import Feed, FilePart, FilePlan, FormatWriter, HashingWriter, Region, WrittenFile
+from reshard.stored.tensor import Extent
+
+__all__ = [
+    "ArchiveWriter", "TensorStub", "TorchSaveWriter", "begin_archive", "end_archive",
+    "pickled_state", "save_tensor", "tensor_record", "unknown_objects", "write_archive",
+    "written_crc",
+]  # fmt: skip
 
 
 class TorchSaveWriter(FormatWriter):
@@ -35,9 +44,9 @@ class TorchSaveWriter(FormatWriter):
         self.left_out += tuple(contents.per_rank)
         self.refused = dict.fromkeys(unknown_objects(contents.objects), "its class is not known here")
         specs = [self.stored(name).spec for name in self.names]
-        self.files = (FilePlan(file, tuple(Part(spec, Box.full(spec.shape)) for spec in specs)),)
+        self.files = (FilePlan(file, tuple(FilePart(spec, Box.full(spec.shape)) for spec in specs)),)
 
-    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> Done:
+    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
         """Stream the archive."""
         numbers = {part.spec.fqn: number for number, part in enumerate(file.parts)}
         name = storage.staged(file.name, self.job_id)
@@ -55,7 +64,7 @@ class TorchSaveWriter(FormatWriter):
         ordered = [key for key in paths if key in leaves] + [key for key in leaves if key not in paths]
         return unflatten({paths.get(key, (key,)): leaves[key] for key in ordered}, contents.containers)
 
-    def finish(self, storage: Storage, done: Mapping[str, Done]) -> None:
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
         """Put the file in its place, over an older one."""
         for name, written in done.items():
             storage.unstage(written.name, name)
@@ -99,3 +108,297 @@ def tensor_record(
             on_bytes(len(piece.data))
 
     archive.record(name, region.nbytes, pieces(), written_crc(region))
+
+
+# Writes the zip archives of `torch.save`, tensor by tensor, from a stream: the inverse of
+# `archive`.
+#
+#     archive = ArchiveWriter(out.write)
+#     archive.record("data.pkl", len(pickled), [pickled])
+#     archive.record("data/0", nbytes, pieces)
+#     archive.close()
+#
+# Nothing is ever sought or held: sizes are known beforehand, and checksums follow the data they are
+# of; they are taken on threads beside the writing, in parts, unless they are known. Records begin
+# at multiples of 64 bytes of the archive, so that `torch.load(mmap=True)` finds aligned tensors.
+
+
+_ALIGNMENT = 64
+_MARK32 = 0xFFFFFFFF
+"""Stands where a number of 32 bits would be too small: the right one is in an extra field."""
+_LIMIT32 = _MARK32
+"""From here on numbers are told in 64 bits."""
+_FLAGS = 0x0808
+"""Sizes and checksum follow the data; names are UTF-8."""
+_DATE = 0x0021
+"""The first of January 1980: files of equal contents are equal."""
+
+_PIECE_BYTES = 1 << 19
+"""What is in memory is summed and written in pieces that stay in the processor's cache."""
+_ASIDE_BYTES = 1 << 20
+"""Checksums of pieces of at least this size are taken beside the writing."""
+_THREADS = 4
+"""That take them, each of a part."""
+
+_STORAGES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex128": "ComplexDoubleStorage",
+    "complex64": "ComplexFloatStorage",
+}
+"""Storages of a dtype of their own; all other dtypes are kept in untyped ones."""
+
+
+@dataclass(frozen=True)
+class _ArchiveEntry:
+    name: bytes
+    at: int
+    nbytes: int
+    crc: int
+
+
+class ArchiveWriter:
+    """A zip archive that is written from front to end."""
+
+    def __init__(self, write: Callable[[Any], Any], folder: str = "archive") -> None:
+        """`write` appends bytes; `folder` is what every record's name begins with."""
+        self._write = write
+        self._folder = folder
+        self._entries: list[_ArchiveEntry] = []
+        self._aside = ThreadPoolExecutor(_THREADS, thread_name_prefix="reshard-crc")
+        self.nbytes = 0
+        """How many bytes were written so far."""
+
+    def _put(self, data: Any) -> None:
+        self._write(data)
+        self.nbytes += memoryview(data).nbytes
+
+    def record(self, name: str, nbytes: int, pieces: Iterable[Any], crc: int | None = None) -> None:
+        """A record of `nbytes` bytes, of which `crc` is the CRC-32 where it is known.
+
+        Raises FormatError if the pieces add up to another number.
+        """
+        full = f"{self._folder}/{name}".encode()
+        at = self.nbytes
+        big = nbytes >= _LIMIT32
+        # the extra fields: sizes of 64 bits where needed, then padding up to the alignment of the data
+        wide = struct.pack("<HHQQ", 1, 16, 0, 0) if big else b""
+        fill = -(at + 30 + len(full) + len(wide) + 4) % _ALIGNMENT
+        extra = wide + struct.pack("<HH", 0x4246, fill) + b"Z" * fill
+        size = _MARK32 if big else 0
+        self._put(
+            struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", 45 if big else 20, _FLAGS, 0, 0, _DATE, 0, size, size,
+                        len(full), len(extra))
+            + full + extra
+        )  # fmt: skip
+        taken, done = 0, 0
+        for piece in pieces:
+            size = memoryview(piece).nbytes
+            if crc is not None:
+                self._put(piece)
+            elif size < _ASIDE_BYTES:
+                taken = zlib.crc32(piece, taken)
+                self._put(piece)
+            else:
+                parts = summing(memoryview(piece), self._aside)
+                self._put(piece)
+                for part, length in parts:
+                    taken = combined(taken, part.result(), length)
+            done += size
+        crc = taken if crc is None else crc
+        if done != nbytes:
+            raise FormatError(f"record {name!r} should have {nbytes} bytes, but {done} were written")
+        self._put(struct.pack("<4sIQQ" if big else "<4sIII", b"PK\x07\x08", crc, nbytes, nbytes))
+        self._entries.append(_ArchiveEntry(full, at, nbytes, crc))
+
+    def close(self) -> None:
+        """Write the central directory: before that, the archive is none."""
+        self._aside.shutdown()
+        start = self.nbytes
+        for entry in self._entries:
+            wide = [n for n in (entry.nbytes,) * 2 if n >= _LIMIT32] + [n for n in (entry.at,) if n >= _LIMIT32]
+            extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+            size, at = _fitting(entry.nbytes), _fitting(entry.at)
+            self._put(
+                struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", 45, 45 if wide else 20, _FLAGS, 0, 0, _DATE,
+                            entry.crc, size, size, len(entry.name), len(extra), 0, 0, 0, 0, at)
+                + entry.name + extra
+            )  # fmt: skip
+        length, end, count = self.nbytes - start, self.nbytes, len(self._entries)
+        self._put(struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, length, start))
+        self._put(struct.pack("<4sIQI", b"PK\x06\x07", 0, end, 1))
+        few, small, near = min(count, 0xFFFF), _fitting(length), _fitting(start)
+        self._put(struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, few, few, small, near, 0))
+
+
+def _fitting(number: int) -> int:
+    return number if number < _LIMIT32 else _MARK32
+
+
+def begin_archive(write: Callable[[Any], Any], pickled: bytes) -> ArchiveWriter:
+    """An archive up to its tensors' data: the records `data/0`, `data/1` ... come next, then `end_archive`."""
+    archive = ArchiveWriter(write)
+    archive.record("data.pkl", len(pickled), [pickled])
+    for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
+        archive.record(name, len(text), [text])
+    return archive
+
+
+def end_archive(archive: ArchiveWriter) -> None:
+    """What follows the tensors' data."""
+    archive.record("version", 2, [b"3\n"])
+    archive.record(".data/serialization_id", 40, [b"0" * 40])
+    archive.close()
+
+
+@dataclass(frozen=True)
+class TensorStub:
+    """A contiguous tensor whose elements are the record `data/<number>`. Equal numbers share memory when loaded."""
+
+    spec: TensorSpec
+    number: int
+
+
+@dataclass(frozen=True)
+class _StubStorage:
+    kind: Any
+    number: int
+    numel: int
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles stubs as `torch.save` pickles the tensors that they stand for."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _StubStorage):
+            return ("storage", obj.kind, str(obj.number), "cpu", obj.numel)
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, TensorStub):
+            return NotImplemented
+        spec, steps, step = obj.spec, [], 1
+        for size in reversed(spec.shape):
+            steps.append(step)
+            step *= max(size, 1)
+        name = _STORAGES.get(spec.dtype)
+        if name is None:
+            storage = _StubStorage(torch.UntypedStorage, obj.number, spec.nbytes)
+        else:
+            storage = _StubStorage(getattr(torch, name), obj.number, spec.numel)
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        args = (storage, 0, spec.shape, tuple(reversed(steps)), False, hooks)
+        # torch itself says by which function a tensor of this dtype is made again
+        like: Any = torch.empty(0, dtype=dtype_from_name(spec.dtype), device="cpu")
+        rebuild = like.__reduce_ex__(2)[0]
+        return rebuild, args if name else (*args, dtype_from_name(spec.dtype))
+
+
+def pickled_state(value: Any) -> bytes:
+    """The record `data.pkl` of a nest of plain data and `TensorStub`s.
+
+    Raises FormatError for an object that cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, protocol=2).dump(value)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"the state cannot be written as torch.save does: {error}") from error
+    return buffer.getvalue()
+
+
+def save_tensor(tensor: torch.Tensor, file: Any) -> None:
+    """What `torch.save` does with a contiguous tensor on the CPU that has its memory for itself, in a fraction of the
+    time: archives of tensors of one dtype and shape differ in nothing but the data. Others are left to torch."""
+    usual = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+    if not usual or str(tensor.dtype).removeprefix("torch.") not in _STORAGES:
+        torch.save(tensor, file)
+        return
+    archive = begin_archive(file.write, _pickled_tensor(tensor.dtype, tuple(tensor.shape)))
+    data = row_major_bytes(as_array(tensor))
+    pieces = (data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES))
+    archive.record("data/0", len(data), pieces)
+    end_archive(archive)
+
+
+@lru_cache(maxsize=1024)
+def _pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    return pickled_state(TensorStub(TensorSpec("", shape, dtype_name(dtype)), 0))
+
+
+def unknown_objects(objects: Mapping[str, Any]) -> list[str]:
+    """Keys of objects whose class is not known here, so that they cannot be written."""
+    return [key for key, value in objects.items() if isinstance(value, Record)]
+
+
+# CRC-32 of records without taking it of all their bytes one after another: out of those of their
+# parts.
+#
+# Parts can be summed on several threads, or not at all: behind each record of a zip archive stands
+# the CRC that was written with it, and a tensor that is put together from such records takes theirs
+# along.
+
+
+_DESCRIPTOR = b"PK\x07\x08"
+_LENGTHS = (struct.Struct("<4sIQQ"), struct.Struct("<4sIII"))
+"""Of a descriptor: with sizes of 64 bits or of 32."""
+
+_PART_BYTES = 1 << 20
+"""What one thread sums at a time."""
+
+
+def summing(data: memoryview, pool: Executor) -> list[tuple[Future[int], int]]:
+    """The parts of some bytes, their CRCs being taken by the threads of a pool, and their lengths."""
+    parts = [data[at : at + _PART_BYTES] for at in range(0, data.nbytes, _PART_BYTES)]
+    return [(pool.submit(zlib.crc32, part), part.nbytes) for part in parts]
+
+
+def written_crc(region: Region) -> int | None:
+    """CRC-32 of a region's bytes in row-major order, out of those that stand in the files beside its chunks.
+
+    None unless there is one beside each of its chunks, and these follow one another as they are.
+    """
+    boxes = Window.row_major(0, region.box.sizes, region.stored.itemsize)
+    found: list[tuple[int, int, int]] = []
+    for chunk, common in region.stored.meeting(region.box):
+        run = boxes.crop(common.relative_to(region.box))
+        crc = _beside(chunk.place) if common == chunk.box and run.is_contiguous else None
+        if crc is None:
+            return None
+        found.append((run.offset, run.nbytes, crc))
+    return _joined(sorted(found), region.nbytes)
+
+
+def _joined(runs: Sequence[tuple[int, int, int]], nbytes: int) -> int | None:
+    """Of (start, length, CRC) in order; None if that leaves something out of `nbytes`, or has it twice."""
+    crc = done = 0
+    for start, length, one in runs:
+        if start != done:
+            return None
+        crc = combined(crc, one, length)
+        done += length
+    return crc if done == nbytes else None
+
+
+def _beside(place: Extent) -> int | None:
+    """The CRC that stands behind the bytes of a whole record, if reading it is no request of its own."""
+    if place.descriptor_at is None or place.conjugate or not place.window.is_contiguous:
+        return None
+    view = place.source.view()
+    if view is None:
+        return None
+    for form in _LENGTHS:
+        data = view[place.descriptor_at : place.descriptor_at + form.size]
+        if len(data) == form.size:
+            mark, crc, *sizes = form.unpack(data)
+            if mark == _DESCRIPTOR and sizes == [place.window.nbytes] * 2:
+                return crc or None  # torch writes 0 where it was told to write none
+    return None

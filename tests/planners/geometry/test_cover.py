@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planners.geometry import cover
+from planners.geometry import overlap
 from planners.geometry.box import Box
-from planners.geometry.cover import tiling_fault
+from planners.geometry.overlap import tiling_fault
 
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3), st.integers(0, 3)), max_size=6)
 
@@ -26,11 +26,11 @@ def test_a_fault_is_found_where_counting_finds_one(max_cells, rows):
         count[box.slices] += 1
     wanted = np.zeros((8, 8), dtype=int)
     wanted[region.slices] = 1
-    before, cover._MAX_CELLS = cover._MAX_CELLS, max_cells
+    before, overlap._MAX_CELLS = overlap._MAX_CELLS, max_cells
     try:
         fault = tiling_fault([region], boxes)
     finally:
-        cover._MAX_CELLS = before
+        overlap._MAX_CELLS = before
 
     assert (fault is None) == bool((count == wanted).all())
     if fault is not None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planners import Box, Mesh, PlanError, Replicate, Shard
-from planners.geometry.layout_forms import BoxesForm, FlatForm, Part, ProductForm
+from planners.geometry.layout import BoxesForm, FlatForm, Part, ProductForm
 
 PRODUCT = ProductForm.make(Mesh({"rep": 2, "dp": 3}), [Replicate(), Shard(0)])
 BOXES = BoxesForm.make({0: [Box((0, 0), (2, 3)), Box((2, 1), (2, 2))], 2: [Box((2, 0), (2, 1))]}, world_size=4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planners import BlockShard, PlanError, Shard, StridedShard
-from planners.geometry.ownership import Ownership, distinct, overlap, ownership
+from planners.geometry.mesh import Ownership, distinct, overlap, ownership
 
 
 def all_intervals(own):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planners import BlockShard, PlanError, Replicate, Shard, StridedShard
-from planners.geometry.placement import parse_placement, parse_placements
+from planners.geometry.mesh import parse_placement, parse_placements
 
 ALL = [Replicate(), Shard(3), StridedShard(0, 2), BlockShard(1, [4, 0, 2])]
 

@@ -28,7 +28,7 @@ from planners import (
     schedule,
     to_html,
 )
-from planners.reports.figures import _round_sizes
+from planners.reports.pages import _round_sizes
 from planners.units import format_bytes
 from tests.planners.states import alike
 

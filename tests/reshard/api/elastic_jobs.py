@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import reshard
-from reshard.api.elastic import keeping
+from reshard.api.elastic import tier as keeping
 from reshard.elastic import Tier
 
 __all__ = ["trained", "went_on", "whole"]

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from reshard.api.convert import converting, workers
-from reshard.api.convert.journal import Journal
+from reshard.api import convert, convert_workers
+from reshard.api.convert_job import Journal
 from reshard.errors import DeadlineError, StorageError
 from tests import gloo
 from tests.same import same
@@ -52,14 +52,14 @@ def written_bytes(folder: Path) -> int:
 
 def interrupted(format: str, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch, **claim: Any) -> None:
     """A conversion that stopped after some files, with a claim like ours but for what is in `claim`."""
-    real = workers.write_files
+    real = convert_workers.write_files
 
     def stopping(writer: Any, journal: Any, files: Any, *others: Any) -> None:
         real(writer, journal, files[: max(1, len(files) // 2)], *others)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("reshard.api.convert.converting.write_files", stopping)
+        patch.setattr("reshard.api.convert.write_files", stopping)
         with pytest.raises(KeyboardInterrupt):
             reshard.convert(source, target, format=format, max_shard_bytes=8000)
     folder = target.parent if format == "torch_save" else target
@@ -115,11 +115,11 @@ def test_pruning_removes_what_dead_processes_left(
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_runs_is_left_alone(format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pruning, and another conversion to the same folder, while one is between two of its files."""
-    target, real, seen = target_of(format, tmp_path), workers.write_files, []
+    target, real, seen = target_of(format, tmp_path), convert_workers.write_files, []
 
     def watched(writer: Any, journal: Any, files: Any, *others: Any) -> None:
         real(writer, journal, files[:1], *others)
-        monkeypatch.setattr("reshard.api.convert.converting.write_files", real)
+        monkeypatch.setattr("reshard.api.convert.write_files", real)
         reshard.prune(tmp_path, keep_last=1)
         for select in (None, "w1"):
             if format == "torch_save" and select is not None:  # another file in the same folder is not in the way
@@ -130,7 +130,7 @@ def test_what_runs_is_left_alone(format: str, source: Path, tmp_path: Path, monk
         seen.append(True)
         real(writer, journal, files[1:], *others)
 
-    monkeypatch.setattr("reshard.api.convert.converting.write_files", watched)
+    monkeypatch.setattr("reshard.api.convert.write_files", watched)
     reshard.convert(source, target, format=format, max_shard_bytes=8000)
 
     assert seen
@@ -182,7 +182,7 @@ def by_itself(source: str, folder: str) -> float:
     started = time.monotonic()
     if dist.get_rank() == 1:
         reshard.convert(source, f"{folder}/one", format="safetensors", alone=True)
-        converting.MEETING_S = 0.5
+        convert.MEETING_S = 0.5
         with pytest.raises(DeadlineError, match=r"rank 0 did not reach .*alone=True.* within 0\.5 s"):
             reshard.convert(source, f"{folder}/none", format="safetensors")
     dist.barrier()

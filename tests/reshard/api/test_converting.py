@@ -18,10 +18,10 @@ import safetensors.torch
 import torch
 
 import reshard
-from planners.topologies.topology import Topology
+from planners.geometry.topologies import Topology
 from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError, ReshardError
-from reshard.formats.safetensors.writer import SafetensorsWriter
-from reshard.formats.stored.writer import FormatWriter
+from reshard.formats.safetensors import SafetensorsWriter
+from reshard.stored.streaming import FormatWriter
 from tests import gloo
 from tests.same import assert_same, same
 from tests.samples import sample, truth
@@ -264,7 +264,7 @@ def test_an_interrupted_conversion_goes_on(
     target = tmp_path / "c"
     writers = {"safetensors": SafetensorsWriter}
     if format == "native":
-        from reshard.formats.native.writer import NativeWriter
+        from reshard.native.writer import NativeWriter
 
         writers["native"] = NativeWriter
     elif format == "dcp":

@@ -19,10 +19,8 @@ import torch
 import reshard
 from planners import Mesh, TensorLayout, TensorSpec
 from planners import Shard as S
-from reshard.api.elastic import keeping
-from reshard.api.elastic.hosts import meet
-from reshard.api.elastic.incarnation import Incarnation
-from reshard.api.elastic.kept import Kept, Made, Recorded
+from reshard.api.elastic import tier as keeping
+from reshard.api.elastic.generation import GenerationFolder, Incarnation, ManifestStamp, Recorded, meet
 from reshard.api.elastic.lineage import Found
 from reshard.cli.app import run
 from reshard.elastic import Tier
@@ -37,7 +35,7 @@ from reshard.errors import (
     ReshardError,
     StorageError,
 )
-from reshard.formats.native import generations
+from reshard.native import commit as generations
 from tests import gloo
 from tests.reshard.api import elastic_jobs
 from tests.same import bits
@@ -196,7 +194,7 @@ def test_what_survives_nowhere_comes_from_a_fallback_that_has_the_same(tmp_path:
     assert "does not have the same 'w', by fingerprint" in older.passed_over[0]
     assert is_step(found, 5)
     assert not files(tmp_path / "copy1", "b")
-    with mock.patch("reshard.formats.stored.checksums.xxhash.xxh3_64_intdigest", return_value=1):
+    with mock.patch("reshard.stored.checksums.xxhash.xxh3_64_intdigest", return_value=1):
         damaged, _ = ends(2, tmp_path / "same")
     assert isinstance(damaged, ReshardError)
     newer, found = ends(3, tmp_path / "after")
@@ -389,8 +387,8 @@ def test_what_returned_stays_until_a_new_generation_counts(tmp_path: Path) -> No
 def test_an_incarnation_remembers_so_many_before_it() -> None:
     one: Incarnation | None = None
     for number in range(1, 100):
-        kept_ = Kept(number, number, f"{number:012x}-{number:012x}")
-        rows = {kept_: Recorded(Made(0.0, ""), one)}
+        kept_ = GenerationFolder(number, number, f"{number:012x}-{number:012x}")
+        rows = {kept_: Recorded(ManifestStamp(0.0, ""), one)}
         with mock.patch("reshard.api.elastic.lineage.new_save_id", return_value=f"{number:012x}-{'a' * 12}"):
             one = Found.of([("a", rows)]).begin(kept_)
         assert one.first == number + 1
@@ -415,7 +413,7 @@ def test_the_folder_of_another_job_that_is_running_is_left_alone(tmp_path: Path)
     owner = tmp_path / "a" / "owner.json"
     text = owner.read_text().replace(f'"pid":{os.getpid()}', f'"pid":{os.getppid()}')
     owner.write_text(text)
-    with mock.patch("reshard.control.claims.is_gone", return_value=False):
+    with mock.patch("reshard.ranks.liveness.is_gone", return_value=False):
         ends = kept(tmp_path, 2, names=["a", "a", "a", "a", "a"], copies=0)
     assert {type(end) for end in ends} == {StorageError, RankFailedError}
     assert "another job has it" in str(ends[0])

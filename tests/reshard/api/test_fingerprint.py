@@ -15,13 +15,24 @@ import reshard
 from planners.geometry.box import Box
 from reshard.api.fingerprint import fingerprint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
-from reshard.state.dtypes import dtype_name
-from reshard.state.fingerprints import PUBLIC, Key, Partial, comparable, partial, partials
-from reshard.state.fingerprints import fold as fold_module
-from reshard.state.fingerprints import words as words_module
-from reshard.state.fingerprints.fold import fold
-from reshard.state.fingerprints.keys import BLOCK, LANES, LIMB_BITS, LIMBS, PRIME, multiply, to_limbs
-from reshard.state.fingerprints.tiling import Axis, tiles
+from reshard.live import fingerprint_sums as fold_module
+from reshard.live import fingerprints as words_module
+from reshard.live.dtypes import dtype_name
+from reshard.live.fingerprint_sums import (
+    BLOCK,
+    LANES,
+    LIMB_BITS,
+    LIMBS,
+    PRIME,
+    PUBLIC,
+    Axis,
+    Key,
+    fold,
+    multiply,
+    tiles,
+    to_limbs,
+)
+from reshard.live.fingerprints import Partial, comparable, partial, partials
 from reshard.storage import open_storage
 from tests.bits import DTYPES, INTS, random_bits, select
 from tests.kernels import COMPILED, NUMPY, summed_up_by

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 import reshard
-from reshard.control.group import Group
 from reshard.errors import DeadlineError, ReshardError
-from reshard.execute.messages.waiting import Waiter
+from reshard.execute.exchange import Waiter
+from reshard.ranks.group import Group
 from tests import gloo, simulated
 from tests.simulated import DEVICE, IS_REAL, messages
 

@@ -7,10 +7,10 @@ import torch
 
 import reshard
 from planners import Box, TensorLayout, TensorSpec
-from reshard.api.redistribute.lane_memory import part_tensors
-from reshard.control.global_layout import describe, join_layouts
+from reshard.api.transfer_memory import part_tensors
 from reshard.errors import LayoutError
-from reshard.state.live_state import LiveTensor
+from reshard.live.state import LiveTensor
+from reshard.ranks.global_layout import describe, join_layouts
 
 SPEC = TensorSpec("w", (6, 4), "float32")
 WHOLE = torch.arange(24.0).view(6, 4)

@@ -10,8 +10,8 @@ import torch
 
 import reshard
 from planners.findings import Finding, Report
-from planners.load.plan import LoadPlan
-from reshard.api.load import read_plan
+from planners.plans.load import LoadPlan
+from reshard.api import load as read_plan
 from reshard.errors import DamagedCheckpointError
 
 

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import planners
 from reshard.api.trace import trace_layout
 from reshard.errors import LayoutError
-from reshard.state.frameworks.torch_internals import forget_meshes
+from reshard.live.wrappers import forget_meshes
 from tests.torch_releases import RANDOM_WARNING, UNEVEN_STRIDES
 
 pytestmark = pytest.mark.filterwarnings(RANDOM_WARNING)

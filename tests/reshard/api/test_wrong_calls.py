@@ -15,9 +15,9 @@ import torch.distributed as dist
 import reshard
 import reshard.elastic
 from reshard import fingerprints
-from reshard.api.load.options import LoadOptions
-from reshard.api.redistribute.agreement import Options as TransferOptions
-from reshard.api.save.options import SaveOptions
+from reshard.api.load_keys import LoadOptions
+from reshard.api.save_job import SaveOptions
+from reshard.api.transfer_agreement import Options as TransferOptions
 from reshard.errors import ReshardError
 from tests import gloo
 

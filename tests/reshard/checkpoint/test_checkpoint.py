@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import reshard
-from planners.geometry.box import Box
-from planners.geometry.byteruns import Window
+from planners.geometry.box import Box, Window
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
-from planners.geometry.mesh import Mesh
-from planners.geometry.placement import Shard
-from reshard.checkpoint.checkpoint import Checkpoint, open_among
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from planners.geometry.mesh import Mesh, Shard
+from reshard.checkpoint import Checkpoint, open_among
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -26,12 +24,10 @@ from reshard.errors import (
     FormatError,
     KeyMismatchError,
 )
-from reshard.formats.stored.contents import Contents
-from reshard.formats.stored.copying import MAX_BUFFER_BYTES
-from reshard.formats.stored.lazy_tensor import LazyTensor
-from reshard.formats.stored.source import BytesSource, FileSource
-from reshard.formats.stored.tensor import Place, StoredChunk, StoredTensor
 from reshard.storage import LocalStorage, MemoryStorage, open_storage
+from reshard.stored.contents import Contents
+from reshard.stored.source import BytesSource, FileSource
+from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, LazyTensor, StoredChunk, StoredTensor
 from tests.reshard.formats.writers import DcpWriter, grid
 from tests.same import same
 from tests.storages import Remote
@@ -45,7 +41,7 @@ def in_memory(tensor: torch.Tensor, *pieces: int, permuted: tuple[int, ...] | No
         data = part.permute(order).contiguous().numpy().tobytes()
         window = Window.row_major(3, [part.shape[d] for d in order], part.element_size())
         back = [order.index(d) for d in range(part.ndim)]
-        place = Place(BytesSource(b"xyz" + data), window.permute(back))
+        place = Extent(BytesSource(b"xyz" + data), window.permute(back))
         chunks.append(StoredChunk(Box(offsets, part.shape), place, i))
     return LazyTensor(
         StoredTensor(TensorSpec("t", tensor.shape, str(tensor.dtype).removeprefix("torch.")), tuple(chunks))
@@ -139,7 +135,7 @@ def test_a_tensor_knows_no_holes() -> None:
 def test_tensors_larger_than_memory_are_refused_or_sliced() -> None:
     """A value repeated 2**60 times needs few bytes in a file, and too many out of it."""
     shape = (1 << 40, 1 << 20)
-    place = Place(BytesSource(b"abcd"), Window(0, shape, (0, 0), 4))
+    place = Extent(BytesSource(b"abcd"), Window(0, shape, (0, 0), 4))
     lazy = LazyTensor(StoredTensor(TensorSpec("t", shape, "int32"), (StoredChunk(Box.full(shape), place),)))
 
     with pytest.raises(CheckpointError, match=r"no memory for .* read it in slices"):
@@ -152,9 +148,9 @@ def test_chunks_are_moved_and_turned_without_being_located() -> None:
     whole = torch.arange(24.0).reshape(4, 6)
     asked: list[int] = []
 
-    def locate() -> Place:
+    def locate() -> Extent:
         asked.append(1)
-        return Place(BytesSource(whole.numpy().tobytes()), Window.row_major(0, (4, 6), 4))
+        return Extent(BytesSource(whole.numpy().tobytes()), Window.row_major(0, (4, 6), 4))
 
     chunk = StoredChunk(Box((0, 0), (4, 6)), locate)
     turned = chunk.crop(Box((1, 2), (3, 3))).permute((1, 0)).shift((-2, -1))
@@ -166,12 +162,12 @@ def test_chunks_are_moved_and_turned_without_being_located() -> None:
 
 
 def test_a_place_of_another_size_is_damage() -> None:
-    place = Place(BytesSource(b"12345678"), Window.row_major(0, (2,), 4))
+    place = Extent(BytesSource(b"12345678"), Window.row_major(0, (2,), 4))
     with pytest.raises(
         DamagedCheckpointError, match=r"payload has shape \[2\], but the checkpoint's metadata says \[3\]"
     ):
         StoredChunk(Box((0,), (3,)), place)
-    cut = LazyTensor(StoredTensor(TensorSpec("t", (3,), "int32"), (StoredChunk(Box((0,), (3,)), Place(
+    cut = LazyTensor(StoredTensor(TensorSpec("t", (3,), "int32"), (StoredChunk(Box((0,), (3,)), Extent(
         BytesSource(b"12345678", "the file"), Window.row_major(0, (3,), 4))),)))  # fmt: skip
     with pytest.raises(DamagedCheckpointError, match=r"the file: wanted bytes \[0, 12\), but it has 8 bytes"):
         cut[...]
@@ -185,7 +181,7 @@ def test_large_windows_are_read_in_pieces(tmp_path: Path) -> None:
     storage = Remote(tmp_path, max_gap_bytes=64)
     for shape in ((rows, 1024), (rows * 1024,), (1, rows * 1024, 1)):
         storage.ranges.clear()
-        place = Place(FileSource(storage, "x"), Window.row_major(0, shape, 4))
+        place = Extent(FileSource(storage, "x"), Window.row_major(0, shape, 4))
         lazy = LazyTensor(StoredTensor(TensorSpec("t", shape, "int32"), (StoredChunk(Box.full(shape), place),)))
         assert same(lazy[...], data.reshape(shape))
         assert storage.largest <= MAX_BUFFER_BYTES

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from reshard.cli.app import _EXAMPLES, app, run
-from reshard.cli.usage import in_words_of_the_command_line
+from reshard.cli.arguments import in_words_of_the_command_line
 
 RESHARD = [sys.executable, "-m", "reshard"]
 COMMANDS = [command.name for command in app.registered_commands]

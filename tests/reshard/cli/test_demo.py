@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.cli.demo_job.story import Change, tell_story
+from reshard.cli.demo_job import Change, tell_story
 from reshard.errors import ReshardError
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 

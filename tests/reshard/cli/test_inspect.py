@@ -11,9 +11,9 @@ import torch
 
 import reshard
 from planners import Box, Mesh, Replicate, Shard, TensorLayout, TensorSpec, Topology
-from planners.reports.cut_map import draw_cuts
+from planners.reports.cuts import draw_cuts
 from reshard.cli.inspect import cuts_of
-from reshard.cli.show import Branch, Leaf, fold, print_json
+from reshard.cli.show import Branch, PrintedLeaf, fold, print_json
 from tests.samples import sample
 
 
@@ -158,7 +158,7 @@ def test_normalize(say, checkpoint) -> None:
 
 
 def test_fold_joins_only_what_is_alike() -> None:
-    leaf, other = Leaf("a", 1), Leaf("b", 1)
+    leaf, other = PrintedLeaf("a", 1), PrintedLeaf("b", 1)
     branch = Branch.of({("0",): leaf, ("1",): leaf, ("3",): leaf, ("4",): other, ("10",): other, ("x",): leaf})
 
     assert [(name, times) for name, times, _ in fold(branch)] == [("0-1", 2), ("3", 1), ("4", 1), ("10", 1), ("x", 1)]
@@ -166,10 +166,10 @@ def test_fold_joins_only_what_is_alike() -> None:
 
 @pytest.mark.parametrize("order", [[("a",), ("a", "b")], [("a", "b"), ("a",)]])
 def test_a_name_that_begins_another_is_kept(order) -> None:
-    branch = Branch.of({path: Leaf("/".join(path), 1) for path in order})
+    branch = Branch.of({path: PrintedLeaf("/".join(path), 1) for path in order})
 
     assert branch.count == 2
-    assert branch.children["a"].children["."] == Leaf("a", 1)
+    assert branch.children["a"].children["."] == PrintedLeaf("a", 1)
 
 
 def test_a_run_is_listed(tmp_path: Path, say) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import reshard
 from planners import LoadPlan, Topology, dumps, fsdp_tp, loads, summarize
-from reshard.cli.sides import both_sides
+from reshard.cli.arguments import both_sides
 
 
 def test_a_checkpoint_onto_a_preset(say, checkpoint) -> None:

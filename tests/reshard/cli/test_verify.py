@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.control.progress import Event, listening
+from reshard.ranks.progress import Event, listening
 
 
 def _flip(checkpoint: Path) -> Path:

@@ -10,7 +10,7 @@ import reshard
 import reshard.dcp as ours
 from reshard.dcp import state_dict_loader, state_dict_saver
 from reshard.errors import UnsafeDataError
-from reshard.formats.dcp.metadata import versioned
+from reshard.formats.dcp.writer import versioned
 from tests.torch_releases import load_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

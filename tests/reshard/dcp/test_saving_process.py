@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as theirs
 from torch.distributed.checkpoint import CheckpointException
 
 import reshard.dcp as ours
-from reshard.control.liveness import is_gone, start_of
 from reshard.dcp.engine import saving_process
 from reshard.errors import StorageError
+from reshard.ranks.liveness import is_gone, start_of
 from tests import gloo
 from tests.reshard.dcp import jobs
 from tests.same import assert_same

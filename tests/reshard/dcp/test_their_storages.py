@@ -20,7 +20,7 @@ import reshard
 import reshard.dcp as ours
 from planners import Box, TensorSpec
 from reshard.errors import DamagedCheckpointError, StorageError
-from reshard.formats.dcp.metadata import tensor_metadata
+from reshard.formats.dcp.writer import tensor_metadata
 from tests.torch_releases import load_alone, save_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

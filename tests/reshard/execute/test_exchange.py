@@ -14,8 +14,8 @@ import reshard
 from planners import Mesh, StateLayout, TensorLayout, TensorSpec, plan_transfers, schedule, verify
 from planners import Replicate as R
 from planners import Shard as S
-from planners.transfer.read_once import plan_read_once
-from reshard.execute.messages.exchange import LARGE_BYTES, RankWork, round_bytes
+from planners.plans.transfer import plan_read_once
+from reshard.execute.exchange import LARGE_BYTES, RankWork, round_bytes
 from tests import gloo
 from tests.reshard.api import live_layouts
 from tests.reshard.api.live_layouts import local

@@ -20,18 +20,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import reshard
-from planners.geometry.byteruns import Window
-from reshard.control.group import Group
+from planners.geometry.box import Window
 from reshard.errors import DamagedCheckpointError, RankFailedError, ReshardError
+from reshard.execute import machine as machine_memory
+from reshard.execute import machine as machine_reading
+from reshard.execute import segments
 from reshard.execute.reading import merge_ranges, subtract_ranges
-from reshard.execute.sharing import machine_memory, machine_reading, segments
-from reshard.execute.sharing.segment_parts import _windows_by_segment
-from reshard.execute.sharing.segments import LOCAL_SEGMENT_BYTES as SIZE
-from reshard.execute.sharing.segments import Segment, TouchedBytes, add_touched, assign_segments
-from reshard.formats.native.manifest import BLOCK_BYTES
-from reshard.formats.stored.source import FileSource
-from reshard.state.tensors import local_tensors
+from reshard.execute.segments import LOCAL_SEGMENT_BYTES as SIZE
+from reshard.execute.segments import ReadFootprint, Segment, _windows_by_segment, add_touched, assign_segments
+from reshard.live.tensors import local_tensors
+from reshard.native.manifest import BLOCK_BYTES
+from reshard.ranks.group import Group
 from reshard.storage import LocalStorage, MemoryStorage
+from reshard.stored.source import FileSource
 from tests import gloo
 from tests.same import same
 from tests.torch_releases import distribute_own
@@ -76,13 +77,13 @@ def test_parts_of_long_rows_touch_together_just_what_there_is():
     ]
 
 
-def said(**files: list[int]) -> TouchedBytes:
-    return TouchedBytes(
-        {name: segments._File(len(c) * SIZE, SIZE, 0, np.array(c, "<u4").tobytes()) for name, c in files.items()}
+def said(**files: list[int]) -> ReadFootprint:
+    return ReadFootprint(
+        {name: segments._ReadFile(len(c) * SIZE, SIZE, 0, np.array(c, "<u4").tobytes()) for name, c in files.items()}
     )
 
 
-def reads(*ranks: TouchedBytes) -> list[tuple[Segment, ...]]:
+def reads(*ranks: ReadFootprint) -> list[tuple[Segment, ...]]:
     return [one.reads for one in assign_segments(ranks)]
 
 
@@ -100,7 +101,7 @@ def test_what_all_touch_is_read_in_turns_and_what_one_touches_by_itself():
 
 
 def test_files_of_other_lengths_under_one_name_are_not_shared():
-    longer = TouchedBytes({"a": segments._File(25 * SIZE, SIZE, 0, np.array([SIZE] * 25, "<u4").tobytes())})
+    longer = ReadFootprint({"a": segments._ReadFile(25 * SIZE, SIZE, 0, np.array([SIZE] * 25, "<u4").tobytes())})
     assert assign_segments([said(a=[SIZE] * 24), longer]) == (((), ()), ((), ()))
 
 
@@ -146,7 +147,7 @@ def test_touching_is_measured_where_it_can_be(tmp_path):
 
 
 def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
-    rank = TouchedBytes({"a": segments._File(9 * SIZE + 5, SIZE, 1, np.array([SIZE] * 8 + [5], "<u4").tobytes())})
+    rank = ReadFootprint({"a": segments._ReadFile(9 * SIZE + 5, SIZE, 1, np.array([SIZE] * 8 + [5], "<u4").tobytes())})
     lists = reads(*[rank] * 4)
     last = max((s for its in lists for s in its), key=lambda s: s.start)
     assert (last.start, last.stop) == (9 * SIZE, 9 * SIZE + 5)
@@ -155,8 +156,8 @@ def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
 def test_what_a_rank_says_survives_the_wire():
     storage = MemoryStorage("test-host-reading")
     storage.publish("a", bytes(3 * SIZE))
-    said_of = TouchedBytes.of([(FileSource(storage, "a"), Window.row_major(SIZE + 1, (SIZE,), 1))])
-    assert TouchedBytes.decode(said_of.encode()) == said_of
+    said_of = ReadFootprint.of([(FileSource(storage, "a"), Window.row_major(SIZE + 1, (SIZE,), 1))])
+    assert ReadFootprint.decode(said_of.encode()) == said_of
     assert {name.rpartition("/")[2]: file.first for name, file in said_of.files.items()} == {"a": 1}
 
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 import reshard
 from reshard.errors import DamagedCheckpointError, ReshardError
 from reshard.execute.reading import Staged
-from reshard.execute.sharing.segments import REMOTE_SEGMENT_BYTES as SIZE
-from reshard.formats.native.manifest import BLOCK_BYTES
-from reshard.formats.native.reader import Once
-from reshard.formats.stored.tensor import Place
+from reshard.execute.segments import REMOTE_SEGMENT_BYTES as SIZE
+from reshard.native.manifest import BLOCK_BYTES
+from reshard.native.reader import Once
+from reshard.stored.tensor import Extent
 from tests import gloo
 from tests.states import large
 from tests.storages import Remote
@@ -222,7 +222,7 @@ def test_what_is_staged_stays_within_its_pieces(tmp_path, monkeypatch):
     sizes = []
     fill = Staged.fill
 
-    def counted(self: Staged, place: Place, buffer_bytes: int) -> None:
+    def counted(self: Staged, place: Extent, buffer_bytes: int) -> None:
         sizes.append(place.window.nbytes)
         fill(self, place, buffer_bytes)
 

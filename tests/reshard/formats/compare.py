@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from reshard.checkpoint.checkpoint import Checkpoint
-from reshard.formats.stored.lazy_tensor import LazyTensor
+from reshard.checkpoint import Checkpoint
+from reshard.stored.tensor import LazyTensor
 from tests.same import same
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError, UnsafeDataError
 from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import DcpWriter, grid

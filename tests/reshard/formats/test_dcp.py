@@ -12,9 +12,9 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from planners.geometry.box import Box
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
-from reshard.state import dtypes
+from reshard.live import dtypes
 from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import DcpWriter, archive, grid
 from tests.same import same

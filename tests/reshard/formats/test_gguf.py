@@ -13,12 +13,11 @@ import pytest
 import torch
 
 import reshard
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
-from reshard.formats.gguf.quantized import BLOCKS, PLAIN
-from reshard.formats.gguf.reader import GgufFacts
+from reshard.formats.gguf import BLOCKS, PLAIN, GgufFacts
+from reshard.live.dtypes import dtype_from_name
 from reshard.mapping.families import ready
-from reshard.state.dtypes import dtype_from_name
 from tests.reshard.formats.compare import check_all
 from tests.same import same
 from tests.storages import Remote

@@ -51,6 +51,6 @@ def test_what_four_ranks_wrote(version: Path):
 
 
 def test_there_is_a_golden_checkpoint_of_this_version():
-    from reshard.formats.native.manifest import VERSION
+    from reshard.native.manifest import VERSION
 
     assert f"v{VERSION}" in {path.name for path in VERSIONS}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, StorageError
 from reshard.storage import LocalStorage
 from reshard.storage.tar import TarStorage

@@ -17,9 +17,16 @@ import pytest
 import torch
 
 from reshard.errors import DamagedCheckpointError, ReshardError, UnsafeDataError
-from reshard.formats.pickles.reader import PlainDict, load_pickle, load_pickle_at
-from reshard.formats.pickles.record import Record, make_record_type
-from reshard.formats.pickles.torch_objects import StorageRef, StorageType, TensorRef, plain
+from reshard.formats.torch_save.pickles import (
+    PlainDict,
+    StorageRef,
+    StorageType,
+    TensorRef,
+    load_pickle,
+    load_pickle_at,
+    plain,
+)
+from reshard.stored.contents import Record, make_record_type
 
 
 def read(data: bytes) -> Any:
@@ -370,11 +377,11 @@ def test_shared_containers_do_not_blow_up() -> None:
 
 def test_the_opcode_table_is_complete() -> None:
     """Every opcode of pickle is known to the checker: it is allowed, or forbidden by name."""
-    from reshard.formats.pickles import opcodes
+    from reshard.formats.torch_save import pickles
 
-    known = set(opcodes._COUNTED) | set(opcodes._LINES) | set(opcodes._FORBIDDEN) | {ord("."), ord("r")}
+    known = set(pickles._COUNTED) | set(pickles._LINES) | set(pickles._FORBIDDEN) | {ord("."), ord("r")}
     for opcode in pickletools.opcodes:
         code = ord(opcode.code)
         if code not in known:
             # a byte alone may need its argument behind it
-            assert opcodes._RUN.match(bytes([code]) + b"\0" * 8).end() >= 1, opcode.name  # type: ignore[union-attr]
+            assert pickles._RUN.match(bytes([code]) + b"\0" * 8).end() >= 1, opcode.name  # type: ignore[union-attr]

@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from planners.geometry.mesh import Mesh
-from planners.geometry.placement import Shard, StridedShard
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from planners.geometry.mesh import Mesh, Shard, StridedShard
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError
 from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import DcpWriter, grid

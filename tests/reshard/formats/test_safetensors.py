@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file, save_model
 
 import reshard
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
-from reshard.formats.safetensors.reader import HuggingFaceFacts
-from reshard.state.dtypes import SAFETENSORS_CODES, dtype_from_name
+from reshard.formats.safetensors import HuggingFaceFacts
+from reshard.live.dtypes import SAFETENSORS_CODES, dtype_from_name
 from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import safetensors_bytes
 from tests.same import same

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.checkpoint import open as open_checkpoint
 from tests.reshard.formats.compare import check_all, check_tensor, flat_tensors
 from tests.samples import sample, truth
 from tests.torch_releases import HAS_E8M0, requires

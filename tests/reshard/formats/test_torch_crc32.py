@@ -18,13 +18,12 @@ import reshard
 from planners import Mesh, Shard, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.box import Box
 from reshard.errors import DamagedCheckpointError
-from reshard.formats.stored.source import BytesSource
-from reshard.formats.stored.streaming import Region
-from reshard.formats.stored.tensor import StoredChunk, StoredTensor
-from reshard.formats.torch_save import zip_writer as torch_zip_writer
-from reshard.formats.torch_save.crc32 import combined, written_crc
-from reshard.formats.torch_save.zip_archive import locate_item, read_head
-from reshard.formats.torch_save.zip_writer import ArchiveWriter
+from reshard.formats.torch_save import writer as torch_zip_writer
+from reshard.formats.torch_save.archive import locate_item, read_head
+from reshard.formats.torch_save.writer import ArchiveWriter, combined, written_crc
+from reshard.stored.source import BytesSource
+from reshard.stored.streaming import Region
+from reshard.stored.tensor import StoredChunk, StoredTensor
 
 TENSOR = torch.arange(48, dtype=torch.float32).reshape(6, 8)
 CRC = zlib.crc32(TENSOR.numpy().tobytes())

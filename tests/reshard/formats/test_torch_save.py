@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
-from reshard.formats.pickles.record import Record
-from reshard.formats.stored.lazy_tensor import LazyTensor
+from reshard.stored.contents import Record
+from reshard.stored.tensor import LazyTensor
 from tests.reshard.formats.compare import check_all, flat_tensors
 from tests.same import same
 from tests.states import containers
@@ -220,7 +220,7 @@ def test_archives_that_contradict_themselves(tmp_path: Path) -> None:
 
 def test_records_beyond_4_gib() -> None:
     """Sizes and offsets that need 64 bits stand in a field of their own, each only where 32 bits do not do."""
-    from reshard.formats.torch_save.zip_archive import _zip64_sizes
+    from reshard.formats.torch_save.archive import _zip64_sizes
 
     wide = struct.pack("<HHQQQ", 1, 24, 5 << 30, 5 << 30, 7 << 30)
     assert _zip64_sizes(wide, 0xFFFFFFFF, 0xFFFFFFFF) == (5 << 30, 7 << 30)

@@ -12,11 +12,11 @@ import torch
 
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
-from reshard.formats.stored.source import BytesSource
-from reshard.formats.torch_save import zip_writer as torch_zip_writer
-from reshard.formats.torch_save.zip_archive import TorchArchive
-from reshard.formats.torch_save.zip_writer import ArchiveWriter, TensorStub, begin_archive, end_archive, pickled_state
-from reshard.state.dtypes import dtype_name
+from reshard.formats.torch_save import writer as torch_zip_writer
+from reshard.formats.torch_save.archive import TorchArchive
+from reshard.formats.torch_save.writer import ArchiveWriter, TensorStub, begin_archive, end_archive, pickled_state
+from reshard.live.dtypes import dtype_name
+from reshard.stored.source import BytesSource
 from tests.same import same
 
 

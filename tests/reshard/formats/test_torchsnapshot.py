@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.checkpoint.checkpoint import open as open_checkpoint
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, DamagedCheckpointError, ReshardError
 from tests.reshard.formats.compare import check_all, flat_tensors
 from tests.same import same
@@ -50,7 +50,7 @@ def test_what_torchsnapshot_wrote(kind: str) -> None:
 
 
 def read(stored: Any) -> torch.Tensor:
-    from reshard.formats.stored.lazy_tensor import LazyTensor
+    from reshard.stored.tensor import LazyTensor
 
     return LazyTensor(stored)[...]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import reshard
-from reshard.formats.stored.source import FileSource
-from reshard.formats.torch_save.zip_checksums import archives, changed_records
+from reshard.formats.torch_save.archive import archives, changed_records
 from reshard.storage import LocalStorage, MemoryStorage
+from reshard.stored.source import FileSource
 from tests.states import few_of_many_sizes
 from tests.torch_releases import save_alone
 

@@ -11,8 +11,8 @@ import torch
 
 import reshard
 from planners.geometry.layout import TensorSpec
-from planners.proof import verify
-from planners.topologies.topology import Topology
+from planners.geometry.topologies import Topology
+from planners.plans.proof import verify
 from reshard.errors import KeyMismatchError, NormalizationError, ReshardError
 from reshard.mapping import (
     Cast,
@@ -32,7 +32,7 @@ from reshard.mapping import (
     Transpose,
     Unstack,
 )
-from reshard.mapping.name_patterns import Pattern, sites
+from reshard.mapping.rules import Pattern, sites
 
 
 def whole(checkpoint: reshard.Checkpoint) -> dict[str, torch.Tensor]:

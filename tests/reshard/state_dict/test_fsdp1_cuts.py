@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import reshard
 import reshard.dcp.state_dict as ours
 from reshard.errors import LayoutError
-from reshard.state.frameworks.fsdp1_cuts import FlatCut
+from reshard.live.fsdp1 import FlatCut
 from tests import gloo
 from tests.torch_releases import requires
 

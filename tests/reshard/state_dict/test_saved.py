@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from reshard.state_dict.names import LiveModel
-from reshard.state_dict.optimizer.parameters import LiveOptimizers
-from reshard.state_dict.optimizer.saved import SavedOptimizer, read_saved
+from reshard.state_dict.optimizer_parameters import LiveOptimizers
+from reshard.state_dict.saved_optimizer import SavedOptimizer, read_saved
 
 
 class Nested(nn.Module):

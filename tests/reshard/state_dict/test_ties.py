@@ -19,7 +19,7 @@ from reshard.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from reshard.state_dict.memory import Spans, all_apart, overlapping, spans_of
+from reshard.state_dict.model import Spans, all_apart, overlapping, spans_of
 from tests import gloo
 from tests.reshard.state_dict import zoo
 from tests.reshard.state_dict.test_optimizers import LENIENT

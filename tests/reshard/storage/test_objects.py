@@ -181,7 +181,7 @@ def test_an_upload_that_fails_is_told_to_its_writer(s3: S3Server, proxy: FlakyPr
 def test_limits_are_checked(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match="part_bytes must be at least 5 MiB"):
         ObjectStorage(object(), "s3://bucket", part_bytes=1)
-    monkeypatch.setattr("reshard.storage.uploads._MAX_PARTS", 2)
+    monkeypatch.setattr("reshard.storage.object_store._MAX_PARTS", 2)
     storage = _open()
     with pytest.raises(StorageError, match="at most 2 parts of 5242880 bytes"):
         _write(storage, "big", bytes(10 * MIB + 1))

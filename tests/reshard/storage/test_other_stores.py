@@ -7,7 +7,7 @@ import base64
 import pytest
 
 import reshard
-from reshard.api.save.saving import save
+from reshard.api.save import save
 from reshard.errors import CheckpointNotFoundError, StorageError
 from reshard.storage import open_storage
 from tests import gloo

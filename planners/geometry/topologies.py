@@ -1,0 +1,555 @@
+"""Topologies: rules that give every tensor of a state its layout on a mesh; ready ones, and flat buffers."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from planners.errors import PlanError
+from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, parse_placements
+from planners.notebooks import preformatted
+
+__all__ = [
+    "LLAMA_TP_DIMS", "Globs", "Home", "Rule", "Topology", "ddp", "even_ranges", "expert_parallel",
+    "flat_layouts", "flat_offsets", "fsdp", "fsdp_tp", "hsdp", "pipelined",
+]  # fmt: skip
+
+
+# How a tensor is cut and where it lives are asked apart. A *rule* says how: a glob of names, and
+# one placement per mesh axis. A *home* says where: a glob of names, and coordinates that some axes
+# are fixed at, so that the tensor lives on the submesh of the others (a pipeline stage, an expert's
+# group).
+#
+#     pp=2,dp=4,tp=2
+#     *.wo.weight -> dp,tp: S(0),S(1)
+#     *.w1.weight -> tp,dp: S(0),S(0)
+#     * -> S(0),R
+#     layers.0.* on pp=0
+#     * on pp=1
+
+
+Axes = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How the tensors that a glob matches are cut. `*` matches any text, dots included."""
+
+    pattern: str
+    placements: tuple[Placement, ...]
+    """One per group of axes; they cut from left to right."""
+    axes: Axes | None = None
+    """Groups of mesh axes in the order in which they cut; the axes of a group act as one. None: those that the tensor's
+    home leaves free, in mesh order, each by itself."""
+    optional: bool = False
+    """Whether it may match nothing."""
+
+    @classmethod
+    def parse(cls, pattern: str, text: str, optional: bool = False) -> Rule:
+        """From `"S(0),R"`, from `"tp,dp: S(0),S(0)"` (tp cuts first), or from `"dp*cp: S(0)"` (dp and cp as one)."""
+        head, colon, tail = text.rpartition(":")
+        groups = tuple(tuple(name.strip() for name in group.split("*")) for group in head.split(",")) if colon else None
+        if groups is not None and any(not re.fullmatch(r"[A-Za-z_][\w.\-]*", n) for group in groups for n in group):
+            raise PlanError(f"cannot read the axes {head!r} of the rule for {pattern!r}: write them like 'tp,dp*cp'")
+        try:
+            return cls(pattern, parse_placements(tail), groups, optional)
+        except PlanError as error:
+            raise PlanError(f"the rule for {pattern!r}: {error}") from None
+
+    @property
+    def text(self) -> str:
+        """What `parse` reads."""
+        placements = ",".join(map(str, self.placements))
+        return placements if self.axes is None else f"{','.join('*'.join(g) for g in self.axes)}: {placements}"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where the tensors that a glob matches live: at these coordinates of these axes."""
+
+    pattern: str
+    at: tuple[tuple[str, int], ...]
+    optional: bool = False
+    """Whether it may match nothing."""
+
+    @classmethod
+    def parse(cls, pattern: str, text: str, optional: bool = False) -> Home:
+        """From `"pp=1"` or `"pp=1,ep=3"`."""
+        parts = [re.fullmatch(r"\s*([A-Za-z_][\w.\-]*)\s*=\s*(\d+)\s*", part) for part in text.split(",")]
+        if any(part is None for part in parts):
+            raise PlanError(f"cannot read the home {text!r} of {pattern!r}: write coordinates like 'pp=1,ep=3'")
+        return cls(pattern, tuple((part[1], int(part[2])) for part in parts if part is not None), optional)
+
+    @property
+    def text(self) -> str:
+        """What `parse` reads."""
+        return ",".join(f"{name}={coordinate}" for name, coordinate in self.at)
+
+
+@dataclass(frozen=True, repr=False)
+class Topology:
+    """A mesh, and rules and homes for the tensors on it.
+
+    The first rule that matches a name says how it is cut; a tensor that none matches is an error. Of the homes that
+    match, the first to fix an axis says where; a tensor without a home is on all of the mesh. A tensor of no dims
+    cannot be cut, and is replicated whatever its rule says. A rule or home that has no effect is an error, unless it
+    is optional.
+    """
+
+    mesh: Mesh
+    rules: tuple[Rule, ...]
+    homes: tuple[Home, ...] = ()
+    even: tuple[str, ...] = ()
+    """Axes that must divide what they cut by themselves, such as heads and experts, without a remainder."""
+    _forms: dict[tuple[object, ...], ProductForm] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Raises PlanError for axes that the mesh lacks, coordinates outside it and numbers that do not match."""
+        known = dict(self.mesh.axes)
+        named = [(f"the rule for {r.pattern!r}", n) for r in self.rules for group in r.axes or () for n in group]
+        named += [(f"the home of {home.pattern!r}", name) for home in self.homes for name, _ in home.at]
+        for where, name in [*named, *(("the list of even axes", name) for name in self.even)]:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                meant = f": did you mean {near[0]!r}?" if near else ""
+                raise PlanError(f"{where} names the axis {name!r}, but the mesh {self.mesh} has {list(known)}{meant}")
+        for home in self.homes:
+            for name, coordinate in home.at:
+                if coordinate >= known[name]:
+                    raise PlanError(f"the home {home.text} of {home.pattern!r} lies outside the mesh {self.mesh}")
+        for rule in self.rules:
+            if rule.axes is None:
+                continue
+            names = [name for group in rule.axes for name in group]
+            if len(set(names)) != len(names):
+                raise PlanError(f"the rule for {rule.pattern!r} names an axis twice: {names}")
+            if len(rule.axes) != len(rule.placements):
+                given = f"{len(rule.placements)} placements for {len(rule.axes)} axes"
+                raise PlanError(f"the rule for {rule.pattern!r} has {given}: {rule.text}")
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        rules: Mapping[str, str] | None = None,
+        homes: Mapping[str, str] | None = None,
+        *,
+        even: Iterable[str] = (),
+    ) -> Topology:
+        """A topology from the text of its mesh, rules and homes by glob; or from the one text that `str` gives.
+
+        Raises PlanError for text that cannot be read.
+        """
+        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+        its_rules = [Rule.parse(pattern, rule) for pattern, rule in (rules or {}).items()]
+        its_homes = [Home.parse(pattern, home) for pattern, home in (homes or {}).items()]
+        its_even = list(even)
+        for line in lines[1:]:
+            body = line.removesuffix("(optional)").rstrip()
+            optional = body != line
+            if " -> " in body:
+                pattern, _, rest = body.rpartition(" -> ")
+                its_rules.append(Rule.parse(pattern.strip(), rest, optional))
+            elif " on " in body:
+                pattern, _, rest = body.rpartition(" on ")
+                its_homes.append(Home.parse(pattern.strip(), rest, optional))
+            elif body.startswith("even "):
+                its_even += [name.strip() for name in body.removeprefix("even ").split(",")]
+            else:
+                raise PlanError(
+                    f"cannot read the line {line!r} of a topology: write 'glob -> placements' or 'glob on pp=1'"
+                )
+        return cls(Mesh.parse(lines[0] if lines else ""), tuple(its_rules), tuple(its_homes), tuple(its_even))
+
+    def layout(self, specs: Iterable[TensorSpec] | Mapping[str, TensorSpec]) -> StateLayout:
+        """Where every element of a state lives. The job has the ranks of the mesh, even if the tensors need fewer.
+
+        Raises PlanError naming all tensors that no rule matches, all rules and homes without effect, and the first
+        tensor that cannot be cut as its rule says.
+        """
+        tensors: dict[str, TensorLayout] = {}
+        used: set[Rule | Home] = set()
+        lost: list[str] = []
+        rules, homes = Globs([rule.pattern for rule in self.rules]), Globs([home.pattern for home in self.homes])
+        fixable = len({name for home in self.homes for name, _ in home.at})
+        for spec in specs.values() if isinstance(specs, Mapping) else specs:
+            number = rules.first(spec.fqn)
+            if number is None:
+                lost.append(spec.fqn)
+                continue
+            rule = self.rules[number]
+            used.add(rule)
+            at: dict[str, int] = {}
+            for home in (self.homes[number] for number in homes.matching(spec.fqn)):
+                fresh = [(name, coordinate) for name, coordinate in home.at if name not in at]
+                if fresh:
+                    used.add(home)
+                    at.update(fresh)
+                if len(at) == fixable:
+                    break
+            if spec.fqn in tensors:
+                raise PlanError("two tensors have one name", fqn=spec.fqn)
+            tensors[spec.fqn] = self._place(spec, rule, at)
+        if lost:
+            patterns = ", ".join(repr(rule.pattern) for rule in self.rules[:5]) or "there is none"
+            raise PlanError(
+                f"no rule matches {len(lost)} tensors: {lost[:20]}. The rules are for {patterns}; what no other "
+                "matches can have a last one, such as {'*': '" + ",".join("R" for _ in self.mesh.names) + "'}"
+            )
+        parts: tuple[Rule | Home, ...] = (*self.rules, *self.homes)
+        idle = [f"{part.pattern!r}" for part in parts if part not in used and not part.optional]
+        if idle:
+            names = f"there are {list(tensors)[:3]}, ..." if tensors else "there is none"
+            raise PlanError(
+                f"nothing is left for the rules or homes {', '.join(idle)}: they match no tensor ({names}), "
+                "or only such as earlier ones match"
+            )
+        return StateLayout(tensors, self.mesh.world_size)
+
+    def uncut_axes(self, layout: StateLayout) -> dict[str, tuple[str, ...]]:
+        """Axes that a rule is to cut along, and that cut no tensor of `layout`, which this topology made: each with the
+        names of the tensors that are copied along it, since no rule that cuts there matches them.
+
+        Along an axis for which all rules say R, as in `ddp(8)`, copies are what was asked for.
+        """
+        fixable = {name for home in self.homes for name, _ in home.at}
+        free = [tuple((name,) for name in self.mesh.names if name not in fixed) for fixed in ((), fixable)]
+        meant = {
+            name
+            for rule in self.rules
+            for groups in ([rule.axes] if rule.axes is not None else free)
+            for group, placement in zip(groups, rule.placements)
+            if len(groups) == len(rule.placements) and not isinstance(placement, Replicate)
+            for name in group
+        }
+        return {axis: fqns for axis, fqns in layout.uncut_axes().items() if not meant.isdisjoint(axis.split("."))}
+
+    def _place(self, spec: TensorSpec, rule: Rule, at: Mapping[str, int]) -> TensorLayout:
+        key = (rule, tuple(at.items()), not spec.shape)
+        form = self._forms.get(key)
+        try:
+            if form is None:
+                form = self._forms[key] = self._form(rule, at, whole=not spec.shape)
+            self._check_even(spec, form)
+            return TensorLayout.of(spec, form)
+        except PlanError as error:
+            raise PlanError(f"the rule for {rule.pattern!r} ({rule.text}): {error}", fqn=spec.fqn) from None
+
+    def _form(self, rule: Rule, at: Mapping[str, int], *, whole: bool) -> ProductForm:
+        free = [name for name in self.mesh.names if name not in at]
+        groups = rule.axes if rule.axes is not None else tuple((name,) for name in free)
+        named = [name for group in groups for name in group]
+        if sorted(named) != sorted(free):
+            lacking, fixed = sorted(set(free) - set(named)), sorted(set(named) - set(free))
+            what = f"axis {lacking[0]!r} is neither named nor fixed by a home" if lacking else f"a home fixes {fixed}"
+            raise PlanError(f"{what}; {free} are free")
+        if len(groups) != len(rule.placements):
+            raise PlanError(
+                f"it has {len(rule.placements)} placements, but the axes {free} are free: give one for each, such as "
+                f"{{{rule.pattern!r}: {','.join([*map(str, rule.placements), *['R'] * len(free)][: len(free)])!r}}}"
+            )
+        turned = self.mesh.submesh(*named, at=at)
+        sizes = dict(self.mesh.axes)
+        axes = [(".".join(group), math.prod(sizes[name] for name in group)) for group in groups]
+        mesh = Mesh(axes, turned.ranks.tolist())
+        return ProductForm.make(mesh, [Replicate()] * len(axes) if whole else rule.placements)
+
+    def _check_even(self, spec: TensorSpec, form: ProductForm) -> None:
+        assert form.mesh is not None
+        left = list(spec.shape)
+        for (name, size), placement in zip(form.mesh.axes, form.placements):
+            if isinstance(placement, Replicate) or placement.dim >= len(left):
+                continue
+            pieces = placement.blocks if isinstance(placement, BlockShard) else (left[placement.dim],)
+            if name in self.even and any(piece % size for piece in pieces):
+                raise PlanError(
+                    f"axis {name!r} of size {size} does not divide {pieces} elements of dim {placement.dim}"
+                )
+            left[placement.dim] = -(-left[placement.dim] // size)
+
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        lines = [str(self.mesh)]
+        lines += [f"{r.pattern} -> {r.text}{' (optional)' if r.optional else ''}" for r in self.rules]
+        lines += [f"{h.pattern} on {h.text}{' (optional)' if h.optional else ''}" for h in self.homes]
+        return "\n".join([*lines, *([f"even {','.join(self.even)}"] if self.even else [])])
+
+    def __repr__(self) -> str:
+        """One line, with the first rules; `str` has all of it."""
+        first = [f"{rule.pattern!r}: {rule.text!r}" for rule in self.rules[:3]] + ["..."] * (len(self.rules) > 3)
+        homes = f", {len(self.homes)} homes" if self.homes else ""
+        rules = "1 rule" if len(self.rules) == 1 else f"{len(self.rules)} rules"
+        return f"Topology({str(self.mesh)!r}, {rules} {{{', '.join(first)}}}{homes})"
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.rules, self.homes, self.even))
+
+
+class Globs:
+    """Which of thousands of patterns match a name, without trying them all. `*` matches any text, dots included, `?`
+    one character and `[...]` one of several.
+
+    A pattern with whole segments, such as `*.experts.17.*`, only matches names that have them one after another. So
+    patterns are filed under their longest run of literal segments, and a name is looked up under its own runs:
+
+        layers.3.experts.17.w1    ->    ("experts", "17"), ("17",), ...    ->    *.experts.17.*
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._match: list[Callable[[str], object]] = [re.compile(fnmatch.translate(p)).match for p in patterns]
+        self._filed: dict[tuple[str, ...], list[int]] = {}
+        for number, pattern in enumerate(patterns):
+            self._filed.setdefault(literal_segments(pattern), []).append(number)
+        self._lengths = sorted({len(run) for run in self._filed} - {0})
+
+    def matching(self, name: str) -> Iterator[int]:
+        """Numbers of the patterns that match `name`, ascending."""
+        found = list(self._filed.get((), ()))
+        segments = tuple(name.split("."))
+        for length in self._lengths:
+            for at in range(len(segments) - length + 1):
+                found += self._filed.get(segments[at : at + length], ())
+        return (number for number in sorted(set(found)) if self._match[number](name))
+
+    def first(self, name: str) -> int | None:
+        """Number of the first pattern that matches `name`, or None."""
+        return next(self.matching(name), None)
+
+
+def literal_segments(pattern: str) -> tuple[str, ...]:
+    """The longest run of dot-separated segments of `pattern` without a wildcard, which every name that matches has, one
+    after another: `("experts", "17")` of `"*.experts.17.w?"`. () where there is none, or where a bracket, which may
+    hold a dot, leaves nothing sure."""
+    if "[" in pattern:
+        return ()
+    best: tuple[str, ...] = ()
+    run: tuple[str, ...] = ()
+    for segment in pattern.split("."):
+        run = () if set(segment) & set("*?]") else (*run, segment)
+        best = max(best, run, key=len)
+    return best
+
+
+# Topologies of the usual kinds of training, as live ranks really hold their tensors.
+#
+# Wherever two axes cut one dim, the order of the cuts matters in uneven cases. FSDP2 cuts what
+# tensor parallelism has left, and expert parallelism deals the experts before FSDP cuts them: `tp`
+# and `ep` come before `dp`.
+
+
+LLAMA_TP_DIMS: Mapping[str, int] = {
+    "*wq.weight*": 0,
+    "*wk.weight*": 0,
+    "*wv.weight*": 0,
+    "*wo.weight*": 1,
+    "*w1.weight*": 0,
+    "*w3.weight*": 0,
+    "*w2.weight*": 1,
+    "*q_proj.weight*": 0,
+    "*k_proj.weight*": 0,
+    "*v_proj.weight*": 0,
+    "*o_proj.weight*": 1,
+    "*gate_proj.weight*": 0,
+    "*up_proj.weight*": 0,
+    "*down_proj.weight*": 1,
+    "*tok_embeddings.weight*": 0,
+    "*embed_tokens.weight*": 0,
+    "*output.weight*": 0,
+    "*lm_head.weight*": 0,
+}
+"""Which dim tensor parallelism cuts, for the weights of Llama-style models under both of their usual sets of names.
+What stands behind `weight` (a state of the optimizer) is cut alike. All else is replicated over the axis."""
+
+
+def ddp(world_size: int) -> Topology:
+    """Every rank has everything."""
+    return Topology(Mesh({"dp": world_size}), (Rule.parse("*", "R", optional=True),))
+
+
+def fsdp(shards: int, *, context_parallel: int = 1) -> Topology:
+    """Dim 0 of everything is cut. Ranks of context parallelism cut parameters like any other: both axes act as one."""
+    return fsdp_tp(shards, 1, {}, context_parallel=context_parallel)
+
+
+def hsdp(replicas: int, shards: int) -> Topology:
+    """Dim 0 is cut within each group of `shards` consecutive ranks, and the groups are replicas."""
+    return fsdp_tp(shards, 1, {}, replicas=replicas)
+
+
+def fsdp_tp(
+    shards: int,
+    tensor_parallel: int,
+    tp_dims: Mapping[str, int] = LLAMA_TP_DIMS,
+    *,
+    replicas: int = 1,
+    context_parallel: int = 1,
+) -> Topology:
+    """FSDP2 over tensor parallelism: `tp_dims` says by glob which dim `tp` cuts (first match; all else is replicated
+    over it), and then FSDP2 cuts dim 0 of what is left. Globs that match nothing are skipped.
+
+    Axes are rep, dp, cp and tp, from the outermost; those of size 1 are left out, but never all.
+    """
+    sizes = {"rep": replicas, "dp": shards, "cp": context_parallel, "tp": tensor_parallel}
+    axes = {name: size for name, size in sizes.items() if size != 1 or (name == "dp" and set(sizes.values()) == {1})}
+    cutting = "*".join(name for name in ("dp", "cp") if name in axes)
+    first = [("rep", "R")] if "rep" in axes else []
+    dp = [(cutting, "S(0)")] if cutting else []
+
+    def rule(pattern: str, tp_dim: int | None) -> Rule:
+        tp = [("tp", "R" if tp_dim is None else f"S({tp_dim})")] if "tp" in axes else []
+        order = [*first, *tp, *dp] if tp_dim == 0 else [*first, *dp, *tp]
+        text = f"{','.join(name for name, _ in order)}: {','.join(placement for _, placement in order)}"
+        return Rule.parse(pattern, text, optional=True)
+
+    cuts = tp_dims if "tp" in axes else {}
+    return Topology(Mesh(axes), (*(rule(pattern, dim) for pattern, dim in cuts.items()), rule("*", None)))
+
+
+def expert_parallel(
+    shards: int, experts: int, *, pattern: str = "*experts.*", expert_dim: int = 0, fsdp_dim: int = 0
+) -> Topology:
+    """Experts stacked along `expert_dim` are dealt evenly over the axis ep of size `experts`, and then cut by FSDP over
+    the axis dp of size `shards` along `fsdp_dim`; dim 0 of everything else is cut over both axes as one."""
+    rules = (
+        Rule.parse(pattern, f"ep,dp: S({expert_dim}),S({fsdp_dim})"),
+        Rule.parse("*", "dp*ep: S(0)", optional=True),
+    )
+    return Topology(Mesh({"dp": shards, "ep": experts}), rules, even=("ep",))
+
+
+def pipelined(
+    stage: Topology,
+    ranks: int,
+    layers: int,
+    *,
+    stages_per_rank: int = 1,
+    split: Sequence[int] | None = None,
+    v_shaped: bool = False,
+    first: Sequence[str] = ("*tok_embeddings.*", "*embed_tokens.*"),
+    layer: str = "*layers.{}.*",
+    last: Sequence[str] = ("*",),
+) -> Topology:
+    """Layers dealt to the stages of a pipeline, each placed as `stage` says on the ranks of its own.
+
+    There are `ranks * stages_per_rank` stages of consecutive layers, as many as `split` says, or nearly equal numbers
+    of them (stage s begins at layer `s * layers // stages`). Stage s is on pipeline rank `s % ranks` (interleaved), or,
+    `v_shaped`, on the way back from the last one to the first. Tensors that `first` matches are on the first stage;
+    those that `last` matches, and no layer, on the last. The axis pp is outermost.
+
+    Raises PlanError if there are fewer layers than stages, if `split` does not add up, or if a V is not of two stages
+    a rank.
+    """
+    stages = ranks * stages_per_rank
+    if layers < stages:
+        raise PlanError(f"{layers} layers do not fill the {stages} stages of {ranks} ranks")
+    starts = [number * layers // stages for number in range(stages + 1)]
+    counts = [stop - start for start, stop in itertools.pairwise(starts)] if split is None else list(split)
+    if len(counts) != stages or sum(counts) != layers or min(counts) < 0:
+        raise PlanError(f"the split {counts} does not deal {layers} layers to {stages} stages")
+    if v_shaped and stages_per_rank != 2:
+        raise PlanError(f"a V has two stages a rank, got {stages_per_rank}")
+    if "pp" in stage.mesh.names or stage.mesh.has_explicit_ranks:
+        raise PlanError(f"a stage must have a mesh of ranks 0, 1, 2, ... without an axis 'pp', got {stage.mesh}")
+
+    def at(number: int) -> tuple[tuple[str, int], ...]:
+        back = v_shaped and number >= ranks
+        return (("pp", stages - 1 - number if back else number % ranks),)
+
+    homes = [Home(pattern, at(0), True) for pattern in first]
+    stage_of = [number for number, count in enumerate(counts) for _ in range(count)]
+    homes += [Home(layer.format(i), at(stage_of[i])) for i in range(layers)]
+    homes += [Home(pattern, at(stages - 1), True) for pattern in last]
+    return Topology(Mesh({"pp": ranks, **dict(stage.mesh.axes)}), stage.rules, (*homes, *stage.homes), stage.even)
+
+
+# Flat buffers: tensors laid one behind another, cut into ranges without regard to where one tensor
+# ends.
+#
+# FSDP1's flat parameters and ZeRO's partitions are such. Each tensor then has on each rank a range
+# of its own flattening, and a `FlatForm` for its layout.
+#
+#     a a a a b b b . c c c c c . . .      align_elements=4, 16 elements with padding
+#     |- rank 0 -----|- rank 1 ------|
+
+
+def flat_offsets(specs: Iterable[TensorSpec], *, align_elements: int = 1) -> tuple[dict[str, int], int]:
+    """Where each tensor begins in the buffer, and how many elements there are up to the end of the last one.
+
+    Each tensor begins at a multiple of `align_elements`. Raises PlanError for two tensors of one name.
+    """
+    _at_least_one("align_elements", align_elements)
+    offsets: dict[str, int] = {}
+    at = end = 0
+    for spec in specs:
+        if spec.fqn in offsets:
+            raise PlanError("two tensors of a flat buffer have one name", fqn=spec.fqn)
+        at = -(-end // align_elements) * align_elements
+        offsets[spec.fqn] = at
+        end = at + spec.numel
+    return offsets, end
+
+
+def even_ranges(numel: int, ranks: Sequence[int], *, multiple: int = 1) -> dict[int, tuple[int, int]]:
+    """Equal pieces of a buffer of `numel` elements, one per rank, in order.
+
+    The buffer is padded so that every piece has the same size, a multiple of `multiple`; padding is behind the end.
+    """
+    _at_least_one("multiple", multiple)
+    if not ranks:
+        raise PlanError("a flat buffer needs at least one rank")
+    size = -(-numel // (len(ranks) * multiple)) * multiple
+    return {rank: (i * size, (i + 1) * size) for i, rank in enumerate(ranks)}
+
+
+def flat_layouts(
+    specs: Iterable[TensorSpec],
+    ranges: Mapping[int, tuple[int, int]],
+    *,
+    align_elements: int = 1,
+    offsets: Mapping[str, int] | None = None,
+    world_size: int | None = None,
+) -> dict[str, TensorLayout]:
+    """The layout of each tensor of a flat buffer of which every rank holds a range.
+
+    `offsets` gives the place of each tensor where it is not what `flat_offsets` says. Ranges may reach into padding,
+    and ranks with equal ranges are replicas. Raises PlanError if the ranges leave out an element of a tensor.
+    """
+    tensors = list(specs)
+    places = flat_offsets(tensors, align_elements=align_elements)[0] if offsets is None else offsets
+    for rank, (start, stop) in ranges.items():
+        if not 0 <= start <= stop:
+            raise PlanError(f"the range {start}:{stop} of a flat buffer must ascend from 0", rank=rank)
+    world = max(ranges, default=0) + 1 if world_size is None else world_size
+    out: dict[str, TensorLayout] = {}
+    for spec in tensors:
+        if spec.fqn not in places:
+            raise PlanError("no place in the flat buffer is given", fqn=spec.fqn)
+        begin, end = places[spec.fqn], places[spec.fqn] + spec.numel
+        held = {
+            rank: (max(start, begin) - begin, min(stop, end) - begin)
+            for rank, (start, stop) in ranges.items()
+            if max(start, begin) < min(stop, end)
+        }
+        reach = 0
+        for start, stop in sorted(held.values()):
+            if start > reach:
+                break
+            reach = max(reach, stop)
+        if reach < spec.numel:
+            raise PlanError(f"the ranges of the flat buffer leave out element {reach} of its flattening", fqn=spec.fqn)
+        out[spec.fqn] = TensorLayout.from_flat_ranges(spec, held, world)
+    return out
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise PlanError(f"{name} must be >= 1, got {value}")

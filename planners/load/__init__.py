@@ -1,1 +1,0 @@
-"""Who reads what of which saved chunk: load plans, their proof, and their items counted without listing."""

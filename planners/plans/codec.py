@@ -1,0 +1,70 @@
+"""Meshes, layouts, plans, schedules and estimates as versioned JSON text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from planners.errors import CodecError
+from planners.geometry.json import LAYOUT_KINDS, Kind
+
+__all__ = ["VERSION", "dumps", "from_json", "loads", "to_json"]
+
+
+VERSION = 1
+"""Version of the JSON form; texts of a higher one are refused."""
+
+
+def to_json(value: object) -> dict[str, Any]:
+    """`value` as plain data: what `dumps` writes. Raises CodecError for what has no JSON form."""
+    for name, kind in _kinds():
+        if type(value) is kind.type:
+            return {"reshard": name, "version": VERSION, **kind.encode(value)}
+    raise CodecError(f"a {type(value).__name__} has no JSON form; these have: {_names()}")
+
+
+def from_json(data: object) -> Any:
+    """Inverse of `to_json`. Raises CodecError for anything that `to_json` cannot have made."""
+    if not isinstance(data, Mapping) or "reshard" not in data:
+        raise CodecError("this JSON holds no layout or plan: the key 'reshard' is missing")
+    version = data.get("version")
+    if version != VERSION:
+        raise CodecError(f"this {data['reshard']!r} is of version {version!r}; this library reads version {VERSION}")
+    kind = next((kind for name, kind in _kinds() if name == data["reshard"]), None)
+    if kind is None:
+        raise CodecError(f"unknown kind {data['reshard']!r}; known are: {_names()}")
+    try:
+        return kind.decode(data)
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        raise CodecError(f"this {data['reshard']!r} is malformed or was edited: {error}") from error
+
+
+def dumps(value: object, *, indent: int | None = None) -> str:
+    """JSON text of a mesh, layout or plan. `loads` gives an equal value back."""
+    return json.dumps(to_json(value), indent=indent, separators=None if indent else (",", ":"))
+
+
+def loads(text: str | bytes) -> Any:
+    """The value that `dumps` wrote.
+
+    Raises CodecError for a text that is no JSON, of another version, or edited so that it no longer holds together;
+    a plan whose items were listed explicitly is verified.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise CodecError(f"not JSON: {error}") from error
+    return from_json(data)
+
+
+def _kinds() -> Iterator[tuple[str, Kind]]:
+    """What has a JSON form, by name."""
+    yield from LAYOUT_KINDS.items()
+    from planners.plans.plan_codec import PLAN_KINDS  # all plans and their proofs, which layouts do without
+
+    yield from PLAN_KINDS.items()
+
+
+def _names() -> str:
+    return ", ".join(name for name, _ in _kinds())

@@ -1,0 +1,318 @@
+"""`estimate`: what a plan costs on a cluster that is described by a few figures, and which of several targets is best.
+
+The model is simple on purpose; docs/cost-model.md says what it leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from planners.errors import PlanError
+from planners.geometry.layout import StateLayout
+from planners.geometry.mesh import Ints
+from planners.geometry.topologies import Topology
+from planners.plans.load import LoadPlan, count_reads, plan_reads
+from planners.plans.save import SavePlan
+from planners.plans.transfer import TransferPlan, plan_transfers
+from planners.units import format_bytes, format_seconds
+
+__all__ = ["Cluster", "Comparison", "Estimate", "compare_topologies", "estimate"]
+
+
+_QUESTIONS = {"save": 35, "load": 35}
+"""That a rank asks the store of its process group, as counted: see docs/scale.md."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A cluster in a few figures. Ranks 0 to `ranks_per_host` - 1 are on host 0, and so on.
+
+    Raises PlanError for figures that are not positive (latency and gaps may be 0).
+    """
+
+    ranks_per_host: int = 8
+    storage_read_bytes_per_s: float | None = None
+    """What one host reads from storage."""
+    storage_write_bytes_per_s: float | None = None
+    """What one host writes to storage."""
+    storage_total_bytes_per_s: float | None = None
+    """What all hosts read or write together; None if storage grows with the hosts."""
+    network_bytes_per_s: float | None = None
+    """What one host sends, and at the same time receives, over the network."""
+    local_bytes_per_s: float | None = None
+    """What the ranks of one host pass to one another; None if that takes no time."""
+    request_latency_s: float = 0.0
+    """From a request to storage, or a message, to its first byte."""
+    requests_in_flight: int = 16
+    """Requests that one host has under way at the same time."""
+    max_gap_bytes: int = 0
+    """Gaps of up to so many bytes are read rather than skipped."""
+    host_memory_bytes: float | None = None
+    """What the tensors of one host's ranks may take."""
+    store_questions_per_s: float | None = None
+    """What the store of the process group, one process mostly, answers to all ranks together; None if that takes no
+    time."""
+
+    def __post_init__(self) -> None:
+        for name in ("ranks_per_host", "requests_in_flight"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise PlanError(f"{name} of a cluster must be an integer >= 1, got {getattr(self, name)!r}")
+        for name in self.__slots__:
+            value = getattr(self, name)
+            least_is_zero = name in ("request_latency_s", "max_gap_bytes")
+            if value is not None and not (value > 0 or (least_is_zero and value == 0)):
+                raise PlanError(f"{name} of a cluster must be {'>= 0' if least_is_zero else '> 0'}, got {value!r}")
+
+    def require(self, name: str, purpose: str) -> float:
+        """A bandwidth. Raises PlanError if the cluster was described without it."""
+        value = getattr(self, name)
+        if value is None:
+            raise PlanError(f"to estimate {purpose} the cluster needs a bandwidth: give {name}")
+        return float(value)
+
+    def by_host(self, per_rank: Ints) -> Ints:
+        """Sums over the ranks of each host."""
+        hosts = -(-len(per_rank) // self.ranks_per_host)
+        padded = np.zeros(hosts * self.ranks_per_host, dtype=np.int64)
+        padded[: len(per_rank)] = per_rank
+        return np.asarray(padded.reshape(hosts, self.ranks_per_host).sum(axis=1), dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """What a plan costs. Arrays have one entry per rank or per host."""
+
+    kind: Literal["load", "save", "transfer"]
+    cluster: Cluster
+    rank_needed_bytes: Ints
+    """What each rank reads, writes or receives from others, as the plan says."""
+    rank_requests: Ints
+    """Reads after coalescing, files written, or peers received from."""
+    rank_bytes: Ints
+    """What each rank really reads (gaps between needed bytes included), writes or receives."""
+    host_in_bytes: Ints
+    """What comes into each host: from storage, or from other hosts."""
+    host_out_bytes: Ints
+    """What goes out of each host: to storage, or to other hosts."""
+    host_seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+    """When each host is done, if storage as a whole is not the limit."""
+    peak_host_bytes: Ints
+    """Tensors that each host holds at the same time."""
+    seconds: float
+    """When all are done."""
+    control_seconds: float = 0.0
+    """Of these, what the ranks of a save or a load take to agree."""
+
+    @property
+    def over_read(self) -> float:
+        """Bytes read for each byte needed; 1 for saves and transfers."""
+        needed = int(self.rank_needed_bytes.sum())
+        return int(self.rank_bytes.sum()) / needed if needed else 1.0
+
+    @property
+    def slowest_host(self) -> int:
+        """The first host that is done last."""
+        return int(self.host_seconds.argmax())
+
+    @property
+    def straggling(self) -> float:
+        """How many times the mean of the busy hosts the slowest takes; 1 is even."""
+        busy = self.host_seconds[self.host_seconds > 0]
+        return float(busy.max() / busy.mean()) if len(busy) else 1.0
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every host has the memory; None if the cluster does not say how much there is."""
+        limit = self.cluster.host_memory_bytes
+        return None if limit is None else bool(self.peak_host_bytes.max(initial=0) <= limit)
+
+    def __str__(self) -> str:
+        verb = {"load": "read", "save": "written", "transfer": "received from other ranks"}[self.kind]
+        memory = format_bytes(int(self.peak_host_bytes.max(initial=0)))
+        room = {None: "", True: ", which fits", False: ", which does NOT fit"}[self.fits]
+        return "\n".join(
+            [
+                (
+                    f"{format_seconds(self.seconds)} for {format_bytes(int(self.rank_bytes.sum()))} {verb} "
+                    f"in {int(self.rank_requests.sum())} requests, {self.over_read:.3f} bytes for each byte needed"
+                ),
+                f"slowest host: {self.slowest_host}, {self.straggling:.2f} times the mean",
+                f"a host holds {memory} at most{room}",
+                *(
+                    [f"of the time, the ranks agree for {format_seconds(self.control_seconds)}"]
+                    * bool(self.control_seconds)
+                ),
+            ]
+        )
+
+
+def estimate(plan: LoadPlan | SavePlan | TransferPlan, cluster: Cluster) -> Estimate:
+    """Bytes, requests, memory and time of a plan, per rank and host. Items are not enumerated.
+
+    Raises PlanError for a cluster without the bandwidth that the plan needs, or for anything that is no plan.
+    """
+    if isinstance(plan, LoadPlan):
+        return _estimate_load(plan, cluster)
+    if isinstance(plan, SavePlan):
+        return _estimate_save(plan, cluster)
+    if isinstance(plan, TransferPlan):
+        return _estimate_transfers(plan, cluster)
+    raise PlanError(f"cannot estimate a {type(plan).__name__}: give a load, save or transfer plan")
+
+
+def _estimate_load(plan: LoadPlan, cluster: Cluster) -> Estimate:
+    bandwidth = cluster.require("storage_read_bytes_per_s", "a load")
+    counts = count_reads(plan, cluster.max_gap_bytes)
+    host_bytes, host_requests = cluster.by_host(counts.read_bytes), cluster.by_host(counts.requests)
+    seconds = host_bytes / bandwidth + _latency_s(host_requests, cluster)
+    control_s = _control_s("load", len(counts.requests), cluster)
+    return Estimate(
+        kind="load",
+        cluster=cluster,
+        rank_needed_bytes=plan.rank_bytes(),
+        rank_requests=counts.requests,
+        rank_bytes=counts.read_bytes,
+        host_in_bytes=host_bytes,
+        host_out_bytes=np.zeros_like(host_bytes),
+        host_seconds=seconds,
+        peak_host_bytes=cluster.by_host(plan.wanted.rank_bytes()),
+        seconds=_shared_s(int(host_bytes.sum()), seconds, cluster) + control_s,
+        control_seconds=control_s,
+    )
+
+
+def _estimate_save(plan: SavePlan, cluster: Cluster) -> Estimate:
+    bandwidth = cluster.require("storage_write_bytes_per_s", "a save")
+    written = plan.rank_bytes()
+    files = (written > 0).astype(np.int64)
+    host_bytes = cluster.by_host(written)
+    seconds = host_bytes / bandwidth + _latency_s(cluster.by_host(files), cluster)
+    control_s = _control_s("save", len(files), cluster)
+    return Estimate(
+        kind="save",
+        cluster=cluster,
+        rank_needed_bytes=written,
+        rank_requests=files,
+        rank_bytes=written,
+        host_in_bytes=np.zeros_like(host_bytes),
+        host_out_bytes=host_bytes,
+        host_seconds=seconds,
+        peak_host_bytes=cluster.by_host(plan.layout.rank_bytes()),
+        seconds=_shared_s(int(host_bytes.sum()), seconds, cluster) + control_s,
+        control_seconds=control_s,
+    )
+
+
+def _estimate_transfers(plan: TransferPlan, cluster: Cluster) -> Estimate:
+    bandwidth = cluster.require("network_bytes_per_s", "transfers")
+    traffic, world = plan.traffic(), plan.world_size
+    hosts = -(-world // cluster.ranks_per_host)
+    giver, taker = traffic.sender // cluster.ranks_per_host, traffic.receiver // cluster.ranks_per_host
+    sums = [np.zeros(hosts, dtype=np.int64) for _ in range(3)]
+    far = giver != taker
+    np.add.at(sums[0], taker[far], traffic.nbytes[far])
+    np.add.at(sums[1], giver[far], traffic.nbytes[far])
+    np.add.at(sums[2], giver[~far], traffic.nbytes[~far])
+    peers = np.bincount(traffic.receiver, minlength=world)
+    seconds = np.maximum(sums[0], sums[1]) / bandwidth + _latency_s(cluster.by_host(peers), cluster)
+    if cluster.local_bytes_per_s is not None:
+        seconds = seconds + sums[2] / cluster.local_bytes_per_s
+    held = np.zeros(world, dtype=np.int64)
+    for layout in (plan.before, plan.after):
+        held[: layout.world_size] += layout.rank_bytes()
+    return Estimate(
+        kind="transfer",
+        cluster=cluster,
+        rank_needed_bytes=plan.received_bytes(),
+        rank_requests=np.asarray(peers, dtype=np.int64),
+        rank_bytes=plan.received_bytes(),
+        host_in_bytes=sums[0],
+        host_out_bytes=sums[1],
+        host_seconds=seconds,
+        peak_host_bytes=cluster.by_host(held),
+        seconds=float(seconds.max(initial=0.0)),
+    )
+
+
+def _latency_s(requests: Ints, cluster: Cluster) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Requests go out in waves of as many as may be under way."""
+    waves = -(-requests // cluster.requests_in_flight)
+    return np.asarray(waves * cluster.request_latency_s, dtype=np.float64)
+
+
+def _control_s(verb: str, ranks: int, cluster: Cluster) -> float:
+    """What the store takes to answer all ranks; one rank asks nobody."""
+    rate = cluster.store_questions_per_s
+    return 0.0 if rate is None or ranks < 2 else ranks * _QUESTIONS[verb] / rate
+
+
+def _shared_s(total_bytes: int, seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]], cluster: Cluster) -> float:
+    """The slowest host, or storage as a whole if that is slower."""
+    shared = cluster.storage_total_bytes_per_s
+    return max(float(seconds.max(initial=0.0)), total_bytes / shared if shared is not None else 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Estimates of one change for several targets."""
+
+    estimates: dict[str, Estimate]
+    """By the name of the target, fastest first."""
+
+    @property
+    def best(self) -> str:
+        """The fastest target of those that fit."""
+        return next((n for n, e in self.estimates.items() if e.fits is not False), next(iter(self.estimates)))
+
+    def __str__(self) -> str:
+        head = ("target", "ranks", "time", "moved", "over-read", "requests", "straggler", "memory a host", "fits")
+        rows = [head]
+        for name, each in self.estimates.items():
+            rows.append(
+                (
+                    name,
+                    str(len(each.rank_bytes)),
+                    format_seconds(each.seconds),
+                    format_bytes(int(each.rank_bytes.sum())),
+                    f"{each.over_read:.3f}",
+                    str(int(each.rank_requests.sum())),
+                    f"{each.straggling:.2f}x",
+                    format_bytes(int(each.peak_host_bytes.max(initial=0))),
+                    {None: "?", True: "yes", False: "no"}[each.fits],
+                )
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        return "\n".join(
+            "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+            for row in rows
+        )
+
+
+def compare_topologies(
+    source: StateLayout,
+    targets: Mapping[str, StateLayout | Topology],
+    cluster: Cluster,
+    *,
+    live: bool = False,
+) -> Comparison:
+    """What it costs to take a state from `source` to each of several targets: by a load, or if `live` by transfers
+    between running ranks.
+
+    Raises PlanError if there is no target, or for a cluster without the bandwidth that is needed.
+    """
+    if not targets:
+        raise PlanError("there is no target to compare: give at least one layout or topology by name")
+    found: dict[str, Estimate] = {}
+    for name, target in targets.items():
+        layout = target.layout(source.specs) if isinstance(target, Topology) else target
+        plan: LoadPlan | TransferPlan = (
+            plan_transfers(source, layout, ranks_per_host=cluster.ranks_per_host)
+            if live
+            else plan_reads(source, layout)
+        )
+        found[name] = estimate(plan, cluster)
+    return Comparison(dict(sorted(found.items(), key=lambda row: row[1].seconds)))

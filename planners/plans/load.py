@@ -1,0 +1,622 @@
+"""Load plans: which bytes of which saved chunks go where, for every rank; their proof, and their requests counted."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from planners.errors import CoverageError, LayoutMismatchError, PlanError
+from planners.findings import Finding, Report
+from planners.geometry.box import Box, Dims, Window, rearranged
+from planners.geometry.layout import Part, StateLayout, TensorSpec
+from planners.geometry.mesh import Ints, Segments
+from planners.geometry.overlap import Overlap, ProductOverlap, overlap_of, tiling_fault
+from planners.notebooks import Pictured
+
+if TYPE_CHECKING:  # imported when there is a view: most plans have none
+    from planners.geometry.views import View
+
+__all__ = [
+    "FillItem", "LoadPlan", "ReadItem", "ReadItems", "count_reads", "global_box", "group_loads",
+    "plan_reads", "product_findings", "tiling_findings", "verify_load",
+]  # fmt: skip
+
+
+class ReadItem(NamedTuple):
+    """One box of elements, from a saved chunk to the wanted rank's local tensor."""
+
+    fqn: str
+    owner: int
+    """Owner of the saved chunk: the lowest rank that holds it, or the chunk id of explicit boxes."""
+    chunk: Box
+    """The saved chunk, in global coordinates."""
+    source: Box
+    """The overlap in the saved chunk's coordinates."""
+    target: Box
+    """The overlap in the target local tensor's coordinates; of equal sizes, up to `dims`."""
+    nbytes: int
+    """Bytes of the overlap, as saved."""
+    part: int = 0
+    """Which of the rank's local tensors of this name; 0 unless the target is explicit boxes or a flat range."""
+    saved_as: str | None = None
+    """Name of the saved tensor where a view gave it another."""
+    dims: Dims | None = None
+    """Per dim of the target, the dim of the chunk that it follows, or None for a new dim of size 1; dims of the chunk
+    that are not named are of size 1. None: the same dims in the same order."""
+
+    @property
+    def saved_fqn(self) -> str:
+        """Name of the saved tensor that the chunk is of."""
+        return self.fqn if self.saved_as is None else self.saved_as
+
+    @property
+    def box(self) -> Box:
+        """The overlap in global coordinates of the saved tensor."""
+        return self.source.shift(self.chunk.offsets)
+
+    def __str__(self) -> str:
+        saved = "" if self.saved_as is None else f" of {self.saved_as}"
+        turned = "" if self.dims is None else f" with dims {self.dims}"
+        where = f"{self.source} of {self.chunk}{saved} by {self.owner}"
+        return f"{self.fqn}: {where}{turned} -> {self.target}, {self.nbytes} bytes"
+
+
+class FillItem(NamedTuple):
+    """One box of a local tensor that is a constant, and is read from nowhere."""
+
+    fqn: str
+    target: Box
+    """In the coordinates of the target local tensor."""
+    value: float
+    part: int = 0
+    """As in `ReadItem`."""
+
+
+class ReadItems(tuple[ReadItem, ...]):
+    """The items of one rank, in the order of the wanted names and of local elements."""
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items."""
+        return sum(item.nbytes for item in self)
+
+
+class LoadPlan(Pictured):
+    """What every wanted rank reads. Frozen.
+
+    A plan is its two layouts, and the views that wanted tensors are of saved ones: items are enumerated for the rank
+    that asks. A plan whose items were listed explicitly (`with_items`) keeps them, and `verify` judges them.
+    """
+
+    __slots__ = ("_groups", "_rank_bytes", "explicit", "saved", "views", "wanted")
+
+    saved: StateLayout
+    wanted: StateLayout
+    explicit: dict[int, ReadItems]
+    """Items listed by hand, by rank; they stand in for those that would be derived."""
+    views: dict[str, View]
+    """Wanted tensors that are made of saved ones; all others are saved under their own name."""
+
+    def __init__(
+        self,
+        saved: StateLayout,
+        wanted: StateLayout,
+        explicit: Mapping[int, Sequence[ReadItem]] | None = None,
+        views: Mapping[str, View] | None = None,
+    ) -> None:
+        self.saved, self.wanted = saved, wanted
+        self.explicit = {rank: ReadItems(items) for rank, items in (explicit or {}).items()}
+        self.views = dict(views or {})
+        self._rank_bytes: Ints | None = None
+        self._groups: tuple[dict[str, int], ...] | None = None
+        for rank in self.explicit:
+            if not 0 <= rank < wanted.world_size:
+                raise PlanError(f"there are ranks 0 to {wanted.world_size - 1} only", rank=rank)
+
+    @property
+    def world_size(self) -> int:
+        """How many wanted ranks."""
+        return self.wanted.world_size
+
+    def with_items(self, items: Mapping[int, Sequence[ReadItem]]) -> LoadPlan:
+        """The same plan, but with the items of the given ranks replaced."""
+        return LoadPlan(self.saved, self.wanted, {**self.explicit, **items}, self.views)
+
+    def overlap(self, fqn: str) -> Overlap:
+        """The overlap of the saved and the wanted layout of a tensor, shared by all of the same geometry."""
+        wanted, view = self.wanted[fqn], self.views.get(fqn)
+        if view is None:
+            return overlap_of(wanted.spec.shape, self.saved[fqn].form, wanted.form)
+        return view.overlap([self.saved[source.fqn].form for source in view.sources], wanted.form)
+
+    def sources(self, fqn: str) -> tuple[str, ...]:
+        """Names of the saved tensors that a wanted one is made of."""
+        view = self.views.get(fqn)
+        return (fqn,) if view is None else tuple(source.fqn for source in view.sources)
+
+    def geometry_key(self, fqn: str) -> tuple[object, ...]:
+        """All that the plan of a tensor depends on but for names: those with equal keys share one plan."""
+        view = self.views.get(fqn)
+        saved = tuple(self.saved[source].geometry_key for source in self.sources(fqn))
+        return self.wanted[fqn].geometry_key, None if view is None else view.geometry, saved
+
+    def saved_itemsize(self, fqn: str) -> int:
+        """Bytes per element of a wanted tensor, as saved."""
+        view = self.views.get(fqn)
+        return self.saved[fqn].spec.itemsize if view is None else view.spec.itemsize
+
+    def items(self, rank: int) -> ReadItems:
+        """What `rank` reads.
+
+        Raises PlanError for a rank outside the job, CoverageError if no saved chunk holds a wanted element.
+        """
+        if rank in self.explicit:
+            return self.explicit[rank]
+        self._check(rank)
+        found: list[tuple[int, list[ReadItem]]] = []
+        for group in self.groups():
+            first = next(iter(group))
+            pattern = self.tensor_items(first, rank)
+            if not pattern:
+                continue
+            for fqn, position in group.items():
+                if fqn in self.views:
+                    names = dict(zip(self.sources(first), self.sources(fqn)))
+                    items = [ReadItem(fqn, *item[1:7], names[item.saved_fqn], item.dims) for item in pattern]
+                else:
+                    items = [ReadItem(fqn, *item[1:]) for item in pattern]
+                found.append((position, items))
+        found.sort(key=lambda row: row[0])
+        return ReadItems(itertools.chain.from_iterable(items for _, items in found))
+
+    def groups(self) -> tuple[dict[str, int], ...]:
+        """Wanted names that share one plan, with their places among all wanted ones; found once.
+
+        Raises LayoutMismatchError if a wanted tensor, or one that its view takes from, is not saved.
+        """
+        if self._groups is None:
+            groups: dict[tuple[object, ...], dict[str, int]] = {}
+            for position, fqn in enumerate(self.wanted):
+                try:
+                    groups.setdefault(self.geometry_key(fqn), {})[fqn] = position
+                except KeyError as error:
+                    raise LayoutMismatchError(f"{error} is not saved", fqn=fqn) from None
+            self._groups = tuple(groups.values())
+        return self._groups
+
+    def tensor_items(self, fqn: str, rank: int) -> list[ReadItem]:
+        """What the layouts make `rank` read of one tensor, whatever was listed explicitly."""
+        names, itemsize = self.sources(fqn) if fqn in self.views else (None,), self.saved_itemsize(fqn)
+        try:
+            return [
+                ReadItem(fqn, owner, chunk, source, target, source.numel * itemsize, part, names[tensor], dims)
+                for owner, chunk, source, target, part, tensor, dims in self.overlap(fqn).pieces(rank)
+            ]
+        except CoverageError as error:
+            raise CoverageError(str(error), fqn=fqn, rank=rank, box=error.box) from None
+
+    def fills(self, rank: int) -> tuple[FillItem, ...]:
+        """The constants that views put in the local tensors of `rank`: padding, above all."""
+        self._check(rank)
+        return tuple(
+            FillItem(fqn, slot.box, slot.value, slot.part)
+            for fqn in self.wanted
+            if fqn in self.views
+            for slot in self.overlap(fqn).fills(rank)
+        )
+
+    def rank_bytes(self) -> Ints:
+        """Bytes that each rank reads, as saved: every wanted element once. Items are not enumerated."""
+        if self._rank_bytes is None:
+            self._rank_bytes = self._count_bytes()
+            self._rank_bytes.flags.writeable = False
+        return self._rank_bytes
+
+    def _count_bytes(self) -> Ints:
+        total = np.zeros(self.world_size, dtype=np.int64)
+        groups: dict[tuple[object, ...], list[str]] = {}
+        for fqn, wanted in self.wanted.items():
+            view = self.views.get(fqn)
+            if view is None and fqn not in self.saved:
+                continue  # nothing to read: verify says so
+            filled = view.geometry if view is not None and view.fills else None
+            groups.setdefault((wanted.geometry_key, self.saved_itemsize(fqn), filled), []).append(fqn)
+        for names in groups.values():
+            held, view = self.wanted[names[0]].numels(), self.views.get(names[0])
+            if view is not None and view.fills:
+                overlap, held = self.overlap(names[0]), held.copy()
+                for ranks in overlap.replicas():
+                    held[ranks] -= sum(slot.box.numel for slot in overlap.fills(int(ranks[0])))
+            total[: len(held)] += held * (self.saved_itemsize(names[0]) * len(names))
+        for rank, items in self.explicit.items():
+            total[rank] = items.nbytes
+        return total
+
+    def bytes(self, rank: int) -> int:
+        """Bytes that `rank` reads."""
+        self._check(rank)
+        return int(self.rank_bytes()[rank])
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that all ranks read together."""
+        return int(self.rank_bytes().sum())
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise PlanError(f"there are ranks 0 to {self.world_size - 1} only", rank=rank)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LoadPlan):
+            return NotImplemented
+        mine = (self.saved, self.wanted, self.explicit, self.views)
+        return mine == (other.saved, other.wanted, other.explicit, other.views)
+
+    __hash__ = None  # type: ignore[assignment]  # holds mappings of many tensors
+
+    def __repr__(self) -> str:
+        return (
+            f"LoadPlan({len(self.wanted)} tensors, {self.saved.world_size} -> {self.world_size} ranks, "
+            f"{self.total_bytes} bytes)"
+        )
+
+
+def plan_reads(
+    saved: StateLayout,
+    wanted: StateLayout,
+    *,
+    allow_cast: bool = False,
+    views: Mapping[str, View] | Iterable[View] = (),
+) -> LoadPlan:
+    """What every rank of `wanted` reads from chunks placed as `saved`. Tensors that only `saved` has are not read.
+
+    `views` says which wanted tensors are made of saved ones of other names or shapes; views of tensors that are not
+    wanted are not used. Deterministic: a function of the arguments alone, the same on every rank.
+
+    Raises:
+        LayoutMismatchError: names all wanted tensors, and all tensors that views take from, that are not saved, or
+            saved with another shape or (unless `allow_cast`, which leaves the cast to whoever obeys the plan) another
+            dtype.
+    """
+    given = views.values() if isinstance(views, Mapping) else views
+    used = {view.spec.fqn: view for view in given if view.spec.fqn in wanted}
+    problems: list[str] = []
+    for fqn, layout in wanted.items():
+        view = used.get(fqn)
+        if view is None:
+            _judge(problems, saved, layout.spec, "wanted", allow_cast)
+            continue
+        if view.shape != layout.spec.shape:
+            problems.append(f"{fqn!r} is made by a view with shape {view.shape}, but wanted with {layout.spec.shape}")
+        if view.spec.dtype != layout.spec.dtype and not allow_cast:
+            problems.append(f"{fqn!r} is made by a view as {view.spec.dtype}, but wanted as {layout.spec.dtype}")
+        for source in view.sources:
+            _judge(problems, saved, source, f"a view takes it for {fqn!r}", allow_cast=False)
+    if problems:
+        raise LayoutMismatchError("the wanted state does not fit the saved one: " + "; ".join(problems))
+    return LoadPlan(saved, wanted, views=used)
+
+
+def _judge(problems: list[str], saved: StateLayout, spec: TensorSpec, by: str, allow_cast: bool) -> None:
+    """Add what keeps a tensor from being read as `spec`."""
+    other = saved.get(spec.fqn)
+    if other is None:
+        close = difflib.get_close_matches(spec.fqn, list(saved), n=1) if len(problems) < 20 else []
+        problems.append(f"{spec.fqn!r} is not saved" + (f" (did you mean {close[0]!r}?)" if close else ""))
+    elif other.spec.shape != spec.shape:
+        problems.append(f"{spec.fqn!r} is saved with shape {other.spec.shape}, but {by} with {spec.shape}")
+    elif other.spec.dtype != spec.dtype and not allow_cast:
+        problems.append(f"{spec.fqn!r} is saved as {other.spec.dtype}, but {by} as {spec.dtype}")
+
+
+# Proof of load plans: per dim where both sides are products, item by item elsewhere.
+
+
+def verify_load(plan: LoadPlan) -> Report:
+    """The proof of a load plan, or all that is wrong."""
+    covers = (
+        "every wanted element is read exactly once, from the saved element that it is; this does not say that the "
+        "layout is the one you meant"
+    )
+    return Report(repr(plan), tuple(_load_findings(plan)), len(plan.wanted), covers=covers)
+
+
+def _load_findings(plan: LoadPlan) -> Iterator[Finding]:
+    """All that is wrong with a load plan."""
+    unfit = dict(_unfit(plan))
+    yield from (Finding(message, fqn) for fqn, message in unfit.items())
+    fit = plan
+    if unfit:
+        rest = {fqn: layout for fqn, layout in plan.wanted.items() if fqn not in unfit}
+        fit = LoadPlan(plan.saved, StateLayout(rest), None, plan.views)
+    for group in fit.groups():
+        yield from _geometry_findings(plan, list(group))
+    for rank, items in plan.explicit.items():
+        yield from _item_findings(plan, rank, items, [fqn for fqn in plan.wanted if fqn not in unfit])
+
+
+def _unfit(plan: LoadPlan) -> Iterator[tuple[str, str]]:
+    """(wanted name, what is wrong) of tensors whose two sides do not even have the same shape."""
+    for fqn, layout in plan.wanted.items():
+        view = plan.views.get(fqn)
+        if view is not None and view.shape != layout.spec.shape:
+            yield fqn, f"is made by a view with shape {view.shape}, but wanted with {layout.spec.shape}"
+            continue
+        for source in view.sources if view is not None else (layout.spec,):
+            saved = plan.saved.get(source.fqn)
+            if saved is None:
+                yield fqn, "is wanted, but not saved" if view is None else f"takes from {source.fqn!r}, not saved"
+                break
+            if saved.spec.shape != source.shape:
+                yield fqn, f"{source.fqn!r} is saved with shape {saved.spec.shape}, but wanted with {source.shape}"
+                break
+
+
+def _geometry_findings(plan: LoadPlan, names: Sequence[str]) -> Iterator[Finding]:
+    """What is wrong with tensors of one geometry: dim by dim if both sides are products, else rank by rank."""
+    fqn, overlap = names[0], plan.overlap(names[0])
+    if overlap.product is not None:
+        yield from product_findings(overlap.product, names)
+        return
+    for alike in overlap.replicas():
+        rank = next((rank for rank in alike.tolist() if rank not in plan.explicit), None)
+        if rank is None:
+            continue
+        try:
+            items = plan.tensor_items(fqn, rank)
+        except PlanError as error:
+            element = error.box.offsets if error.box is not None else None
+            yield from (Finding("no saved chunk holds this element", name, rank, element) for name in names)
+            continue
+        for finding in _tensor_findings(plan, rank, fqn, items):
+            yield from (Finding(finding.message, name, rank, finding.element) for name in names)
+
+
+def product_findings(overlap: ProductOverlap, names: Iterable[str]) -> Iterator[Finding]:
+    """What is wrong with the tensors `names` of one geometry, each dim being proved by itself for all ranks."""
+    for d, segments in enumerate(overlap.dims):
+        wrong = _segments_fault(segments)
+        if wrong is not None:
+            owner, at, what = wrong
+            index = tuple(at if i == d else 0 for i in range(len(overlap.dims)))
+            rank = overlap.wanted.lowest_rank([owner if i == d else 0 for i in range(len(overlap.dims))])
+            yield from (Finding(f"index {at} of dim {d} {what}", name, rank, index) for name in names)
+
+
+def _segments_fault(segments: Segments) -> tuple[int, int, str] | None:
+    """(wanted owner, global index, what is wrong) of one dim's table; None if it is right."""
+    wanted, saved = segments.wanted, segments.saved
+    lengths = segments.stops - segments.starts
+    # the rows of an owner must follow one another in its local dim, from 0 to its size
+    fresh = np.zeros(len(lengths), dtype=bool)
+    fresh[segments.indptr[:-1][np.diff(segments.indptr) > 0]] = True
+    due = np.where(fresh, 0, np.concatenate(([0], segments.local_starts[:-1] + lengths[:-1]))[: len(lengths)])
+    bad = np.flatnonzero((segments.local_starts != due) | (lengths <= 0))
+    if len(bad):
+        i = bad[0]
+        return int(segments.wanted_owner[i]), int(segments.starts[i]), "is not written exactly once"
+    held = np.bincount(segments.wanted_owner, weights=lengths, minlength=wanted.owners).astype(np.int64)
+    short = np.flatnonzero(held != wanted.local_sizes)
+    if len(short):
+        owner = int(short[0])
+        return owner, wanted.intervals(owner)[0][0], "is not written exactly once, with others of its owner"
+    # the global index that a local position stands for, by the wanted side's own table
+    sizes = np.concatenate(([0], np.cumsum(wanted.local_sizes)))
+    position = wanted.local_starts + sizes[wanted.owner_of]
+    row = np.searchsorted(position, segments.local_starts + sizes[segments.wanted_owner], side="right") - 1
+    meant = wanted.starts[row] + (segments.local_starts + sizes[segments.wanted_owner] - position[row])
+    wrong = np.flatnonzero((meant != segments.starts) | (segments.stops > wanted.stops[row]))
+    if len(wrong):
+        i = wrong[0]
+        return int(segments.wanted_owner[i]), int(meant[i]), f"is written from index {int(segments.starts[i])}"
+    outside = np.flatnonzero(
+        (segments.starts < saved.starts[segments.saved_row]) | (segments.stops > saved.stops[segments.saved_row])
+    )
+    if len(outside):
+        i = outside[0]
+        return int(segments.wanted_owner[i]), int(segments.starts[i]), "is read from a chunk that does not hold it"
+    return None
+
+
+def _item_findings(plan: LoadPlan, rank: int, items: Sequence[ReadItem], judged: Sequence[str]) -> Iterator[Finding]:
+    by_name: dict[str, list[ReadItem]] = {fqn: [] for fqn in judged}
+    for item in items:
+        if item.fqn in by_name:
+            by_name[item.fqn].append(item)
+        elif item.fqn not in plan.wanted:
+            yield Finding("is read, but is not wanted", item.fqn, rank, item.box.offsets)
+    for fqn, own in by_name.items():
+        yield from _tensor_findings(plan, rank, fqn, own)
+
+
+def _tensor_findings(plan: LoadPlan, rank: int, fqn: str, items: Sequence[ReadItem]) -> Iterator[Finding]:
+    parts, view = plan.wanted.parts(fqn, rank), plan.views.get(fqn)
+    written: dict[int, list[Box]] = {}
+    for item in items:
+        message = _item_fault(item, plan, parts)
+        if message is not None:
+            yield Finding(message, fqn, rank, item.box.offsets)
+        else:
+            written.setdefault(item.part, []).append(item.target)
+    for slot in plan.overlap(fqn).fills(rank):
+        meant = global_box(parts[slot.part], slot.box)
+        declared = [fill for fill in view.fills if fill.value == slot.value] if view is not None else []
+        if meant is None or not any(fill.target.contains(meant) for fill in declared):
+            yield Finding(f"fills {slot.box} of the local tensor, which no view declares", fqn, rank)
+        written.setdefault(slot.part, []).append(slot.box)
+    yield from tiling_findings(parts, written, fqn, rank)
+
+
+def tiling_findings(
+    parts: Sequence[Part], written: Mapping[int, Sequence[Box]], fqn: str, rank: int
+) -> Iterator[Finding]:
+    """The local tensors of a rank of which not every element is written exactly once.
+
+    `written`: which local tensor -> boxes in its coordinates.
+    """
+    for index, part in enumerate(parts):
+        fault = tiling_fault([local for _, local in part.boxes()], written.get(index, ()))
+        if fault is not None:
+            element = global_box(part, Box(fault.element, (1,) * len(fault.element)))
+            times = "never" if fault.count == 0 else f"{fault.count} times"
+            message = f"is written {times}, at {fault.element} of the local tensor"
+            yield Finding(message, fqn, rank, None if element is None else element.offsets)
+
+
+def _item_fault(item: ReadItem, plan: LoadPlan, parts: Sequence[Part]) -> str | None:
+    """What is wrong with one item by itself, or None."""
+    identity = tuple(range(item.source.ndim))
+    try:
+        sizes = rearranged(item.source, identity if item.dims is None else item.dims).sizes
+    except PlanError as error:
+        return str(error)
+    if sizes != item.target.sizes:
+        return f"reads a box of sizes {sizes} into one of {item.target.sizes}"
+    saved = plan.saved.get(item.saved_fqn)
+    if saved is None:
+        return f"reads {item.saved_fqn!r}, which is not saved"
+    if item.nbytes != item.source.numel * saved.spec.itemsize:
+        return f"claims {item.nbytes} bytes, but {item.source.numel} elements of {saved.spec.dtype} are meant"
+    if not Box.full(item.chunk.sizes).contains(item.source):
+        return f"reads {item.source}, which lies outside its chunk of sizes {item.chunk.sizes}"
+    if not 0 <= item.owner < saved.world_size or not any(box.contains(item.chunk) for box in saved.boxes(item.owner)):
+        return f"reads {item.chunk} from {item.owner}, which does not hold it"
+    if not 0 <= item.part < len(parts):
+        return f"writes local tensor {item.part}, but the rank has {len(parts)}"
+    if item.target.is_empty:
+        return None
+    meant = global_box(parts[item.part], item.target)
+    if meant is None:
+        return f"writes {item.target}, which goes beyond a piece of the local tensor"
+    return _origin_fault(item, plan, meant)
+
+
+def _origin_fault(item: ReadItem, plan: LoadPlan, meant: Box) -> str | None:
+    """What is wrong with where the elements of `meant`, in global coordinates of the target, come from; or None."""
+    identity, names = tuple(range(meant.ndim)), plan.sources(item.fqn)
+    found = (meant, item.saved_fqn, item.box, item.dims or identity)
+    for box, tensor, source, dims in plan.overlap(item.fqn).origins(meant):
+        if found == (box, names[tensor], source, dims or identity):
+            return None
+    turned = "" if item.dims is None else f" with dims {item.dims}"
+    return f"writes to {meant} what is at {item.box} of {item.saved_fqn!r}{turned}, which comes from elsewhere"
+
+
+def global_box(part: Part, local_box: Box) -> Box | None:
+    """A box of the local tensor in global coordinates; None if it is not within one of the part's boxes."""
+    for box, local in part.boxes():
+        if local.contains(local_box):
+            return local_box.relative_to(local).shift(box.offsets)
+    return None
+
+
+# How many items and read requests a load plan has for every rank, counted without listing them.
+#
+# A chunk lies row-major in one file. An item's elements are runs of bytes in it, and gaps of up to
+# a limit between runs are read along with them. Per dim, segments of equal extent in chunks of
+# equal extent need the same, so a product plan is counted by kinds of segments, of which there are
+# a handful:
+#
+#     rank's items = product over dims of its segments;    requests = sum over kinds of (items of the kind x runs of
+# one)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadCounts:
+    """Counts of every rank, each an array over ranks."""
+
+    items: Ints
+    requests: Ints
+    """Reads after coalescing."""
+    read_bytes: Ints
+    """Bytes of these reads: those needed and the gaps between them."""
+
+
+def group_loads(plan: LoadPlan) -> dict[tuple[object, ...], list[str]]:
+    """Wanted names by `LoadPlan.geometry_key`."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for fqn in plan.wanted:
+        groups.setdefault(plan.geometry_key(fqn), []).append(fqn)
+    return groups
+
+
+def count_reads(plan: LoadPlan, max_gap_bytes: int = 0) -> ReadCounts:
+    """Items, requests and bytes of every rank, if gaps of up to `max_gap_bytes` within an item are read as well."""
+    total = np.zeros((3, plan.world_size), dtype=np.int64)
+    for names in group_loads(plan).values():
+        overlap = plan.overlap(names[0])
+        if overlap.product is not None:
+            counted = _count_product(overlap.product, plan.saved_itemsize(names[0]), max_gap_bytes)
+            total[:, overlap.product.wanted.mesh.ranks] += counted * len(names)
+            continue
+        for alike in overlap.replicas():
+            counts = _count_items(plan, plan.tensor_items(names[0], int(alike[0])), max_gap_bytes)
+            total[:, alike] += np.array(counts, dtype=np.int64)[:, None] * len(names)
+    for rank, items in plan.explicit.items():
+        total[:, rank] = _count_items(plan, items, max_gap_bytes)
+    return ReadCounts(*total)
+
+
+def _count_items(plan: LoadPlan, items: Sequence[ReadItem], max_gap_bytes: int) -> tuple[int, int, int]:
+    requests = read_bytes = 0
+    for item in items:
+        itemsize = plan.saved[item.saved_fqn].spec.itemsize
+        runs = Window.row_major(0, item.chunk.sizes, itemsize).crop(item.source).runs()
+        for _, length, _ in runs.coalesced(max_gap_bytes):
+            requests, read_bytes = requests + 1, read_bytes + length
+    return len(items), requests, read_bytes
+
+
+def _count_product(overlap: ProductOverlap, itemsize: int, max_gap_bytes: int) -> Ints:
+    """(items, requests, bytes) at each position of the wanted mesh, for one tensor."""
+    kinds = [_Kinds(segments) for segments in overlap.dims]
+    out = np.zeros((3, overlap.wanted.mesh.size), dtype=np.int64)
+    for combo in itertools.product(*(range(len(kind.sizes)) for kind in kinds)):
+        items = np.ones(overlap.wanted.mesh.size, dtype=np.int64)
+        for kind, k, owner in zip(kinds, combo, overlap.wanted.rank_owners):
+            items *= kind.counts[k, owner]
+        pairs = [kind.sizes[k] for kind, k in zip(kinds, combo)]
+        requests, read_bytes = _coalesced([p for p, _ in pairs], [c for _, c in pairs], itemsize, max_gap_bytes)
+        out += items * np.array([[1], [requests], [read_bytes]])
+    return out
+
+
+class _Kinds:
+    """Segments of a dim by their extent and that of their chunk: how many of each kind every wanted owner has."""
+
+    def __init__(self, segments: Segments) -> None:
+        chunk = (segments.saved.stops - segments.saved.starts)[segments.saved_row]
+        pairs = np.stack((segments.stops - segments.starts, chunk), axis=1)
+        sizes, kind = np.unique(pairs, axis=0, return_inverse=True)
+        self.sizes: list[tuple[int, int]] = [(int(p), int(c)) for p, c in sizes]
+        self.counts = np.zeros((len(sizes), segments.wanted.owners), dtype=np.int64)
+        np.add.at(self.counts, (kind.reshape(-1), segments.wanted_owner), 1)
+
+
+def _coalesced(piece: Sequence[int], chunk: Sequence[int], itemsize: int, max_gap_bytes: int) -> tuple[int, int]:
+    """Reads, and bytes of them all, for a box of sizes `piece` in a row-major chunk of sizes `chunk`.
+
+    From the last dim outwards, neighbours that are close enough become one span; the first dim whose gaps are too wide
+    ends that, since gaps only grow.
+    """
+    span, stride, reads = itemsize, itemsize, 1
+    merging = True
+    for p, c in _inside_out(piece, chunk):
+        merging = merging and (p == 1 or stride - span <= max_gap_bytes)
+        if merging:
+            span += (p - 1) * stride
+        else:
+            reads *= p
+        stride *= c
+    return reads, reads * span
+
+
+def _inside_out(piece: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return zip(reversed(piece), reversed(chunk))

@@ -1,0 +1,471 @@
+"""Schedules: the transfers of a plan as rounds; and the proof of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from planners.errors import CoverageError, PlanError
+from planners.findings import Finding, Report
+from planners.geometry.box import Box, flat_boxes
+from planners.geometry.layout import ITEM_SIZES, Part, ProductGeometry
+from planners.geometry.mesh import Ints
+from planners.plans.load import global_box, product_findings, tiling_findings
+from planners.plans.routing import Route
+from planners.plans.transfer import TransferItem, TransferPlan
+
+__all__ = ["Message", "Schedule", "color_edges", "schedule", "verify_schedule", "verify_transfer"]
+
+
+# What one rank sends to another is one stream of bytes: the items between the two, in their order,
+# each row-major. A stream is cut into messages that are small enough for the budget, and the
+# messages are dealt to rounds by edge coloring, so that there are as few rounds as the busiest rank
+# has messages. A schedule is a few columns of numbers; what is in a message is worked out for the
+# rank that asks, by the sender and the receiver alike.
+
+
+MAX_INFLIGHT_BYTES = 512 << 20
+"""What a rank sends and receives in one round, unless asked otherwise."""
+_SLACK = max(ITEM_SIZES.values())
+_SLACK_SHARE = 64
+
+
+class Message(NamedTuple):
+    """What one rank sends another in one round."""
+
+    round: int
+    sender: int
+    receiver: int
+    pieces: tuple[TransferItem, ...]
+    """Parts of items, to be packed one behind another, each in row-major order of its box."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+class Schedule:
+    """Rounds of messages for a transfer plan. Frozen. Copies within a rank are in no round.
+
+    The columns `round`, `sender`, `receiver`, `start` and `stop` have one entry per message, sorted by round and
+    sender: bytes `[start, stop)` of the stream from sender to receiver. A cut within an element stands for the
+    element's first byte; and a cut within a row, or within some rows, that are small beside the budget (`slack_bytes`)
+    stands for the first of them, so that a message is one box and not the ends of rows besides.
+    """
+
+    def __init__(
+        self, plan: TransferPlan, max_inflight_bytes: int, columns: tuple[Ints, Ints, Ints, Ints, Ints]
+    ) -> None:
+        """`columns`: round, sender, receiver, start, stop. Use `schedule`."""
+        self.plan, self.max_inflight_bytes = plan, max_inflight_bytes
+        order = np.lexsort((columns[1], columns[0]))
+        self.round, self.sender, self.receiver, self.start, self.stop = (column[order] for column in columns)
+        for column in (self.round, self.sender, self.receiver, self.start, self.stop):
+            column.flags.writeable = False
+
+    def __len__(self) -> int:
+        """How many messages."""
+        return len(self.round)
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds."""
+        return int(self.round.max()) + 1 if len(self) else 0
+
+    @property
+    def sizes(self) -> Ints:
+        """Bytes of each message."""
+        return self.stop - self.start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all messages."""
+        return int(self.sizes.sum())
+
+    def round_bytes(self) -> Ints:
+        """The largest message of each round, in bytes: what bounds the round's time."""
+        out = np.zeros(self.rounds, dtype=np.int64)
+        np.maximum.at(out, self.round, self.sizes)
+        return out
+
+    def inflight_bytes(self) -> Ints:
+        """The most bytes that each rank sends and receives together in one round."""
+        world, sizes = self.plan.world_size, self.sizes
+        keys = np.concatenate((self.round * world + self.sender, self.round * world + self.receiver))
+        spots, inverse = np.unique(keys, return_inverse=True)
+        total = np.zeros(len(spots), dtype=np.int64)
+        np.add.at(total, inverse, np.concatenate((sizes, sizes)))
+        out = np.zeros(world, dtype=np.int64)
+        np.maximum.at(out, spots % world, total)
+        return out
+
+    def messages(self, rank: int) -> tuple[Message, ...]:
+        """What `rank` sends and receives, round by round; within a round, what it sends comes first.
+
+        Raises PlanError for a rank outside the job.
+        """
+        mine = np.flatnonzero((self.sender == rank) | (self.receiver == rank))
+        streams: dict[tuple[int, int], list[TransferItem]] = {}
+        for item in (*self.plan.items_from(rank), *self.plan.items_to(rank)):
+            if not item.is_local:
+                streams.setdefault((item.sender, item.receiver), []).append(item)
+        rows = zip(*(column[mine].tolist() for column in (self.round, self.sender, self.receiver)), mine.tolist())
+        found: dict[int, Message] = {}
+        by_stream: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for number, sender, receiver, row in rows:
+            by_stream.setdefault((sender, receiver), []).append((number, row))
+        slack = slack_bytes(self.max_inflight_bytes)
+        for (sender, receiver), places in by_stream.items():
+            cuts = [(int(self.start[row]), int(self.stop[row])) for _, row in places]
+            for (number, row), pieces in zip(places, _cut_stream(streams.get((sender, receiver), []), cuts, slack)):
+                found[row] = Message(number, sender, receiver, pieces)
+        return tuple(sorted(found.values(), key=lambda m: (m.round, m.sender != rank)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        mine, its = self.columns(), other.columns()
+        same = all(np.array_equal(a, b) for a, b in zip(mine, its))
+        return same and self.plan == other.plan and self.max_inflight_bytes == other.max_inflight_bytes
+
+    __hash__ = None  # type: ignore[assignment]  # holds a plan and columns of numbers
+
+    def columns(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """round, sender, receiver, start, stop."""
+        return self.round, self.sender, self.receiver, self.start, self.stop
+
+    def __repr__(self) -> str:
+        return f"Schedule({self.rounds} rounds, {len(self)} messages, {self.nbytes} bytes, {self.plan!r})"
+
+
+def slack_bytes(max_inflight_bytes: int) -> int:
+    """A message may begin earlier than its cut by less than this."""
+    return max(_SLACK, max_inflight_bytes // _SLACK_SHARE)
+
+
+def schedule(plan: TransferPlan, *, max_inflight_bytes: int = MAX_INFLIGHT_BYTES) -> Schedule:
+    """Rounds for all that crosses in `plan`: as few as the busiest rank has messages to send or to receive.
+
+    Args:
+        max_inflight_bytes: bound on what a rank sends and receives together in one round, and so on the buffers that
+            it needs if it waits for the end of each round.
+
+    Raises PlanError for a budget of less than 128 bytes. Deterministic: the same on every rank.
+    """
+    limit = max_inflight_bytes // 2 - slack_bytes(max_inflight_bytes)
+    if limit < 3 * _SLACK:
+        raise PlanError(f"max_inflight_bytes must be at least {8 * _SLACK}, got {max_inflight_bytes}")
+    sender, receiver, nbytes = plan.traffic()
+    count = -(-nbytes // limit)
+    edge = np.repeat(np.arange(len(nbytes)), count)
+    color = np.array(color_edges(sender[edge].tolist(), receiver[edge].tolist()), dtype=np.int64)
+    order = np.lexsort((color, edge))  # a stream goes out from its first byte to its last
+    edge, color = edge[order], color[order]
+    step = np.arange(len(edge)) - np.repeat(np.cumsum(count) - count, count)
+    # messages of one stream are of nearly equal size; divided like this, products stay below 2**63
+    size, longer = np.divmod(nbytes, np.maximum(count, 1))
+    start = step * size[edge] + np.minimum(step, longer[edge])
+    stop = start + size[edge] + (step < longer[edge])
+    return Schedule(plan, max_inflight_bytes, (color, sender[edge], receiver[edge], start, stop))
+
+
+def _cut_stream(
+    items: list[TransferItem], cuts: list[tuple[int, int]], slack: int
+) -> Iterator[tuple[TransferItem, ...]]:
+    """The pieces of items between each two cuts, which are positions in the bytes of all items; cuts ascend."""
+    ends = np.cumsum([item.nbytes for item in items]) if items else np.zeros(0, dtype=np.int64)
+    for start, stop in cuts:
+        pieces: list[TransferItem] = []
+        for i in range(int(np.searchsorted(ends, start, side="right")), len(items)):
+            item = items[i]
+            begin = int(ends[i]) - item.nbytes
+            if begin >= stop:
+                break
+            itemsize = item.nbytes // item.box.numel
+            run = _run(item.box.sizes, slack // itemsize)
+            low = max(start - begin, 0) // itemsize // run * run
+            high = item.box.numel if stop - begin >= item.nbytes else (stop - begin) // itemsize // run * run
+            pieces.extend(_elements(item, low, high, itemsize))
+        yield tuple(pieces)
+
+
+def _run(sizes: tuple[int, ...], limit: int) -> int:
+    """Elements of the largest rows, or blocks of rows, that have at most `limit` elements each."""
+    run = 1
+    for size in reversed(sizes):
+        if run * size > limit:
+            break
+        run *= size
+    return run
+
+
+def _elements(item: TransferItem, low: int, high: int, itemsize: int) -> Iterator[TransferItem]:
+    """Elements `[low, high)` of an item, in row-major order, as boxes."""
+    if low == 0 and high == item.box.numel:
+        yield item
+        return
+    for piece in flat_boxes(item.box.sizes, low, high):
+        yield item._replace(
+            box=_within(piece, item.box),
+            source=_within(piece, item.source),
+            target=_within(piece, item.target),
+            nbytes=piece.numel * itemsize,
+        )
+
+
+def _within(piece: Box, outer: Box) -> Box:
+    """A box in the coordinates of `outer`, in those that `outer` itself is in."""
+    return piece.shift(outer.offsets)
+
+
+def color_edges(senders: Sequence[int], receivers: Sequence[int]) -> list[int]:
+    """A color for each edge, such that no two edges at one sender, and no two at one receiver, have the same.
+
+    By a theorem of König as many colors do as the busiest node has edges. Edges are colored one after another: with the
+    lowest color that is free at both ends, or, if there is none, with the color a that is free at the sender, after the
+    path of colors a and b that starts at the receiver has swapped its colors:
+
+        u ─?─ v ═a═ x ─b─ y ═a═ z    b is free at v:    u ═a═ v ─b─ x ═a═ y ─b─ z
+
+    Colors are 0, 1, 2, ..., as few as the largest number of edges at a sender or at a receiver. Deterministic.
+    Raises PlanError if the two lists differ in length.
+    """
+    if len(senders) != len(receivers):
+        raise PlanError(f"an edge has two ends, but {len(senders)} senders and {len(receivers)} receivers were given")
+    coloring = _Coloring(senders, receivers)
+    for edge in range(len(senders)):
+        coloring.add(edge)
+    return coloring.colors
+
+
+class _Coloring:
+    """The edges of a bipartite multigraph, each joining a sender and a receiver, colored one after another."""
+
+    def __init__(self, senders: Sequence[int], receivers: Sequence[int]) -> None:
+        # nodes: senders and receivers under different numbers, since a rank may do both at once
+        self._ends = [(2 * u, 2 * v + 1) for u, v in zip(senders, receivers)]
+        degree: dict[int, int] = {}
+        for u, v in self._ends:
+            degree[u] = degree.get(u, 0) + 1
+            degree[v] = degree.get(v, 0) + 1
+        every = (1 << max(degree.values(), default=0)) - 1
+        self._free = dict.fromkeys(degree, every)
+        """node -> the colors that are free there, as bits"""
+        self._edge: dict[int, dict[int, int]] = {node: {} for node in degree}
+        """node -> color -> the edge that has it"""
+        self.colors = [-1] * len(self._ends)
+
+    def add(self, edge: int) -> None:
+        u, v = self._ends[edge]
+        free_u, free_v = self._free[u], self._free[v]
+        common = free_u & free_v
+        if not common:
+            a, b = _lowest(free_u), _lowest(free_v)
+            self._swap(v, a, b)
+            self._give(edge, a)
+        else:
+            self._give(edge, _lowest(common))
+
+    def _give(self, edge: int, color: int) -> None:
+        self.colors[edge] = color
+        for node in self._ends[edge]:
+            self._free[node] &= ~(1 << color)
+            self._edge[node][color] = edge
+
+    def _swap(self, node: int, a: int, b: int) -> None:
+        """Swap the colors of the path a, b, a, ... that starts at `node`, where b is free."""
+        path, color = [], a
+        edge = self._edge[node].get(color)
+        while edge is not None:
+            path.append(edge)
+            u, v = self._ends[edge]
+            node = v if node == u else u
+            color = b if color == a else a
+            edge = self._edge[node].get(color)
+        for edge in path:
+            for end in self._ends[edge]:
+                del self._edge[end][self.colors[edge]]
+                self._free[end] |= 1 << self.colors[edge]
+        for edge in path:
+            self._give(edge, b if self.colors[edge] == a else a)
+
+
+def _lowest(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
+
+
+# Proof of transfer plans and of schedules.
+
+
+def verify_transfer(plan: TransferPlan) -> Report:
+    """The proof of a transfer plan, or all that is wrong."""
+    covers = (
+        "every needed element is delivered exactly once, from a rank that holds it; this does not say that the layout "
+        "is the one you meant"
+    )
+    return Report(repr(plan), tuple(_transfer_findings(plan)), len(plan.names), covers=covers)
+
+
+def _transfer_findings(plan: TransferPlan) -> Iterator[Finding]:
+    """All that is wrong with a transfer plan."""
+    try:
+        routes = plan.routes
+    except CoverageError as error:
+        element = error.box.offsets if error.box is not None else None
+        yield Finding("nobody holds this element", error.fqn, error.rank, element)
+        return
+    for route in routes:
+        yield from _dealing_findings(route)
+        if route.intersection.overlap is not None:
+            yield from product_findings(route.intersection.overlap, route.group.names)
+            yield from _holders_findings(route, route.intersection.overlap.saved)
+        else:
+            yield from _swept_findings(plan, route)
+    for rank, items in plan.explicit.items():
+        yield from _item_findings(plan, rank, items)
+    yield from _conservation(plan)
+
+
+def _holders_findings(route: Route, before: ProductGeometry) -> Iterator[Finding]:
+    """The table of holders against the owners of every rank."""
+    holders, number = route.intersection.holders, np.zeros(before.mesh.size, dtype=np.int64)
+    for owners, own in zip(before.rank_owners, before.dims):
+        number = number * own.owners + owners
+    wrong_ranks = holders.ranks[number[before.mesh.positions(holders.ranks)] != holders.source_of]
+    for rank in wrong_ranks[:1].tolist():
+        yield from (Finding("sends a region that it does not hold", fqn, rank) for fqn in route.group.names)
+
+
+def _dealing_findings(route: Route) -> Iterator[Finding]:
+    """The order in which holders are dealt deliveries must name each of them once."""
+    holders = route.intersection.holders
+    order = np.lexsort((route.order, holders.source_of))
+    wrong = np.flatnonzero(route.order[order] != holders.ranks)
+    for place in wrong[:1].tolist():
+        rank = int(route.order[order][place])
+        yield from (Finding("sends a region that it does not hold", fqn, rank) for fqn in route.group.names)
+
+
+def _swept_findings(plan: TransferPlan, route: Route) -> Iterator[Finding]:
+    fqn = route.group.names[0]
+    for rank in route.group.after.form.ranks():
+        if rank not in plan.explicit:
+            for finding in _tensor_findings(plan, rank, fqn, plan.first_items(route, rank)):
+                yield from (Finding(finding.message, name, rank, finding.element) for name in route.group.names)
+
+
+def _item_findings(plan: TransferPlan, rank: int, items: Sequence[TransferItem]) -> Iterator[Finding]:
+    by_name: dict[str, list[TransferItem]] = {fqn: [] for fqn in plan.names}
+    for item in items:
+        if item.fqn in by_name:
+            by_name[item.fqn].append(item)
+        else:
+            yield Finding("is sent, but is not to be moved", item.fqn, rank, item.box.offsets)
+    for fqn, own in by_name.items():
+        yield from _tensor_findings(plan, rank, fqn, own)
+
+
+def _tensor_findings(plan: TransferPlan, rank: int, fqn: str, items: Sequence[TransferItem]) -> Iterator[Finding]:
+    parts = plan.after.parts(fqn, rank) if rank < plan.after.world_size else ()
+    written: dict[int, list[Box]] = {}
+    for item in items:
+        message = _item_fault(item, plan, parts)
+        if message is not None:
+            yield Finding(message, fqn, rank, item.box.offsets)
+        else:
+            written.setdefault(item.target_part, []).append(item.target)
+    yield from tiling_findings(parts, written, fqn, rank)
+
+
+def _item_fault(item: TransferItem, plan: TransferPlan, parts: Sequence[Part]) -> str | None:
+    """What is wrong with one item by itself, or None."""
+    itemsize = plan.before[item.fqn].spec.itemsize
+    if item.nbytes != item.box.numel * itemsize:
+        return f"claims {item.nbytes} bytes, but {item.box.numel} elements of {itemsize} bytes are meant"
+    given = plan.before.parts(item.fqn, item.sender) if item.sender < plan.before.world_size else ()
+    for side, at, local, its in (
+        ("sender", item.source_part, item.source, given),
+        ("receiver", item.target_part, item.target, parts),
+    ):
+        if not 0 <= at < len(its):
+            return f"is at local tensor {at} of the {side}, which has {len(its)}"
+        if local.sizes != item.box.sizes:
+            return f"is a box of sizes {item.box.sizes}, but of {local.sizes} at the {side}"
+        if item.box.is_empty:
+            continue
+        meant = global_box(its[at], local)
+        if meant is None:
+            return f"is {local} at the {side}, which goes beyond a piece of its local tensor"
+        if meant != item.box:
+            return f"is {item.box}, but the {side}'s {local} is {meant}"
+    return None
+
+
+def _conservation(plan: TransferPlan) -> Iterator[Finding]:
+    sent, received = int(plan.sent_bytes().sum()), int(plan.received_bytes().sum())
+    if sent != received:
+        yield Finding(f"the ranks send {sent} bytes, but receive {received}")
+    for column, what in (
+        (plan.sent_bytes(), "sends"),
+        (plan.received_bytes(), "receives"),
+        (plan.local_bytes(), "copies"),
+    ):
+        for rank in np.flatnonzero(column < 0)[:1].tolist():
+            yield Finding(f"{what} {int(column[rank])} bytes", None, rank)
+
+
+# schedules
+
+
+def verify_schedule(rounds: Schedule) -> Report:
+    """The proof of a schedule and of its plan, or all that is wrong."""
+    covers = "its plan is right, every byte of it travels once, and each round keeps to its budget and pairs of ranks"
+    return Report(repr(rounds), tuple(_schedule_findings(rounds)), len(rounds.plan.names), covers=covers)
+
+
+def _schedule_findings(rounds: Schedule) -> Iterator[Finding]:
+    """All that is wrong with a schedule, its plan included."""
+    yield from _transfer_findings(rounds.plan)
+    number, sender, receiver = rounds.columns()[:3]
+    if not len(number):
+        if rounds.plan.bytes_moved:
+            yield Finding(f"no message carries the {rounds.plan.bytes_moved} bytes")
+        return
+    world = rounds.plan.world_size
+    outside = np.flatnonzero((number < 0) | (sender < 0) | (sender >= world) | (receiver < 0) | (receiver >= world))
+    if len(outside):
+        yield Finding(f"message {int(outside[0])} is in no round, or of a rank outside the job")
+        return
+    for column, verb in ((sender, "sends to"), (receiver, "receives from")):
+        keys, count = np.unique(number * world + column, return_counts=True)
+        for key in keys[count > 1][:1].tolist():
+            yield Finding(f"{verb} several ranks in round {key // world}", None, key % world)
+    limit = rounds.max_inflight_bytes - 2 * slack_bytes(rounds.max_inflight_bytes)
+    most = rounds.inflight_bytes()
+    for rank in np.flatnonzero(most > limit)[:1].tolist():
+        yield Finding(f"has {int(most[rank])} bytes in flight, but {limit} are allowed", None, rank)
+    yield from _stream_findings(rounds, np.lexsort((number, rounds.start, receiver, sender)))
+
+
+def _stream_findings(rounds: Schedule, order: Ints) -> Iterator[Finding]:
+    """Every stream must be cut from 0 to its end, without a gap, and its pieces travel in order."""
+    number, sender, receiver, start, stop = (column[order] for column in rounds.columns())
+    fresh = np.concatenate(([True], (sender[1:] != sender[:-1]) | (receiver[1:] != receiver[:-1])))
+    due = np.where(fresh, 0, np.concatenate(([0], stop[:-1])))
+    for i in np.flatnonzero((start != due) | (stop <= start))[:1].tolist():
+        what = f"bytes {int(start[i])} to {int(stop[i])} to rank {int(receiver[i])} follow byte {int(due[i])}"
+        yield Finding(what, None, int(sender[i]))
+    for i in np.flatnonzero(~fresh & (number <= np.concatenate(([0], number[:-1]))))[:1].tolist():
+        yield Finding(f"bytes to rank {int(receiver[i])} travel out of order", None, int(sender[i]))
+    traffic = rounds.plan.traffic()
+    last = np.append(np.flatnonzero(fresh)[1:] - 1, len(order) - 1)
+    found = dict(zip((sender[last] << 32 | receiver[last]).tolist(), stop[last].tolist()))
+    wanted = dict(zip((traffic.sender << 32 | traffic.receiver).tolist(), traffic.nbytes.tolist()))
+    for key in sorted(found.keys() | wanted.keys()):
+        if found.get(key, 0) != wanted.get(key, 0):
+            what = f"{found.get(key, 0)} bytes to rank {key & 0xFFFFFFFF} are scheduled, not {wanted.get(key, 0)}"
+            yield Finding(what, None, key >> 32)
+            return

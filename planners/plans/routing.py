@@ -1,0 +1,640 @@
+"""Which parts of two layouts meet, and which of the holders sends what to whom."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from planners.errors import CoverageError
+from planners.geometry.box import Box
+from planners.geometry.layout import ITEM_SIZES, Form, ProductGeometry, StateLayout, TensorLayout
+from planners.geometry.mesh import Ints, SegmentRow, Segments
+from planners.geometry.overlap import ProductOverlap, Sweep, overlap_of
+
+__all__ = ["Route", "Traffic", "intersection_of", "pair_groups", "total_traffic"]
+
+
+# A *source* is a distinct region of the layout before, numbered from 0, with the ranks that hold
+# it. A receiver is a rank of the layout after. Both kinds of intersection answer alike; the product
+# kind, which is made of the same overlap as loads are, does so without listing ranks.
+
+
+_BLOCK_DELIVERIES = 1 << 20
+
+
+class Common(NamedTuple):
+    """One box of elements that a source and a receiver have in common."""
+
+    box: Box
+    """In global coordinates."""
+    source: Box
+    """In the coordinates of the holder's local tensor."""
+    target: Box
+    """In the coordinates of the receiver's local tensor."""
+    source_part: int
+    """Which of the holder's local tensors."""
+    target_part: int
+    """Which of the receiver's local tensors."""
+
+
+class Deliveries(NamedTuple):
+    """Deliveries as columns, sorted by source and receiver; no source is divided among blocks."""
+
+    source: Ints
+    receiver: Ints
+    numel: Ints
+
+
+class Holders:
+    """The ranks that hold each source."""
+
+    def __init__(self, indptr: Ints, ranks: Ints) -> None:
+        """Ranks of source s, ascending: `ranks[indptr[s]:indptr[s + 1]]`."""
+        self.indptr, self.ranks = indptr, ranks
+        self.counts = np.diff(indptr)
+
+    @cached_property
+    def source_of(self) -> Ints:
+        """The source of each entry of `ranks`."""
+        return np.repeat(np.arange(len(self.counts), dtype=np.int64), self.counts)
+
+    @cached_property
+    def _keys(self) -> Ints:
+        return self.source_of << 32 | self.ranks
+
+    def between(self, sources: Ints, first: Ints, last: Ints) -> tuple[Ints, Ints]:
+        """Where in `ranks` those holders of each source begin and end that lie in first <= rank < last."""
+        base = np.asarray(sources, dtype=np.int64) << 32
+        return (
+            np.asarray(np.searchsorted(self._keys, base | first), dtype=np.int64),
+            np.asarray(np.searchsorted(self._keys, base | last), dtype=np.int64),
+        )
+
+    def hold(self, sources: Ints, ranks: Ints) -> npt.NDArray[np.bool_]:
+        """Whether each rank holds the source beside it."""
+        begin, end = self.between(sources, ranks, ranks + 1)
+        return end > begin
+
+
+class Intersection(Protocol):
+    """All that transfers of one geometry ask for."""
+
+    @property
+    def holders(self) -> Holders: ...
+
+    @property
+    def overlap(self) -> ProductOverlap | None:
+        """The tables of all dims, if both sides are products."""
+
+    def sources(self, receiver: int) -> Sequence[int]:
+        """Sources that `receiver` needs something of, ascending."""
+
+    def sources_of(self, rank: int) -> Sequence[int]:
+        """Sources that `rank` holds, ascending."""
+
+    def receivers(self, source: int) -> Ints:
+        """Ranks that need something of `source`, ascending."""
+
+    def commons(self, source: int, receiver: int) -> tuple[Common, ...]:
+        """What they have in common, in the order of the receiver's local elements."""
+
+    def blocks(self) -> Iterator[Deliveries]:
+        """Every (source, receiver) with the elements between them, those that the receiver holds itself included."""
+
+    def counts(self, world_size: int) -> Ints:
+        """How many boxes each rank has in common with sources, its own included."""
+
+    def local_numels(self, world_size: int) -> Ints:
+        """Elements that each rank needs and holds itself."""
+
+    def source_numels(self) -> tuple[Ints, int] | None:
+        """(elements of each source, how many ranks need each), if that is all that there is to know, else None."""
+
+
+@dataclass(frozen=True)
+class ProductIntersection:
+    """Both sides are products: one table per dim of the owners that have elements in common."""
+
+    overlap: ProductOverlap
+
+    @property
+    def before(self) -> ProductGeometry:
+        """The layout that holds the sources."""
+        return self.overlap.saved
+
+    @property
+    def after(self) -> ProductGeometry:
+        """The layout of the receivers."""
+        return self.overlap.wanted
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Owners of each dim before: sources are numbered row-major over them."""
+        return tuple(own.owners for own in self.before.dims)
+
+    @cached_property
+    def holders(self) -> Holders:
+        base = _outer_sum(self.before.dim_positions)
+        ranks = np.sort(self.before.mesh.ranks[base[:, None] + self.before.replica_positions], axis=1)
+        return Holders(np.arange(len(base) + 1, dtype=np.int64) * ranks.shape[1], ranks.reshape(-1))
+
+    @cached_property
+    def tables(self) -> tuple[_DimTable, ...]:
+        """Per dim: which owners have elements in common."""
+        return tuple(_DimTable(segments) for segments in self.overlap.dims)
+
+    def sources(self, receiver: int) -> Sequence[int]:
+        if receiver not in self.after.mesh:
+            return ()
+        found = [table.givers(o) for table, o in zip(self.tables, self.after.owners_of(receiver))]
+        return [self._number(combo) for combo in itertools.product(*found)]
+
+    def sources_of(self, rank: int) -> Sequence[int]:
+        return (self._number(self.before.owners_of(rank)),) if rank in self.before.mesh else ()
+
+    def receivers(self, source: int) -> Ints:
+        found = [
+            positions[table.takers(o)]
+            for table, positions, o in zip(self.tables, self.after.dim_positions, self._owners(source))
+        ]
+        base = _outer_sum(found)
+        return np.sort(self.after.mesh.ranks[(base[:, None] + self.after.replica_positions).reshape(-1)])
+
+    def commons(self, source: int, receiver: int) -> tuple[Common, ...]:
+        owners = zip(self._owners(source), self.after.owners_of(receiver))
+        return tuple(_commons([table.rows(s, w) for table, (s, w) in zip(self.tables, owners)]))
+
+    def blocks(self) -> Iterator[Deliveries]:
+        source = _outer_sum([table.giver * step for table, step in zip(self.tables, _steps(self.shape))])
+        base = _outer_sum([at[table.taker] for table, at in zip(self.tables, self.after.dim_positions)])
+        numel = np.ones(1, dtype=np.int64)
+        for table in self.tables:
+            numel = (numel[:, None] * table.length).reshape(-1)
+        order = np.argsort(source, kind="stable")
+        source, base, numel = source[order], base[order], numel[order]
+        replicas = self.after.replica_positions
+        begin = end = 0
+        for last in [*(np.flatnonzero(source[1:] != source[:-1]) + 1).tolist(), len(source)]:
+            if (last - begin) * len(replicas) > _BLOCK_DELIVERIES and end > begin:
+                yield self._block(source[begin:end], base[begin:end], numel[begin:end])
+                begin = end
+            end = last
+        if end > begin:
+            yield self._block(source[begin:end], base[begin:end], numel[begin:end])
+
+    def _block(self, source: Ints, base: Ints, numel: Ints) -> Deliveries:
+        replicas = self.after.replica_positions
+        receiver = self.after.mesh.ranks[(base[:, None] + replicas).reshape(-1)]
+        sources, numels = np.repeat(source, len(replicas)), np.repeat(numel, len(replicas))
+        order = np.lexsort((receiver, sources))
+        return Deliveries(sources[order], receiver[order], numels[order])
+
+    def counts(self, world_size: int) -> Ints:
+        numbers = np.ones(self.after.mesh.size, dtype=np.int64)
+        for segments, owner in zip(self.overlap.dims, self.after.rank_owners):
+            numbers *= np.diff(segments.indptr)[owner]
+        out = np.zeros(world_size, dtype=np.int64)
+        out[self.after.mesh.ranks] = numbers
+        return out
+
+    def local_numels(self, world_size: int) -> Ints:
+        out = np.zeros(world_size, dtype=np.int64)
+        ranks = np.intersect1d(self.before.mesh.ranks, self.after.mesh.ranks)
+        was, will = self.before.mesh.positions(ranks), self.after.mesh.positions(ranks)
+        numel = np.ones(len(ranks), dtype=np.int64)
+        for d, table in enumerate(self.tables):
+            numel *= table.lengths(self.before.rank_owners[d][was], self.after.rank_owners[d][will])
+        out[ranks] = numel
+        return out
+
+    def source_numels(self) -> tuple[Ints, int]:
+        numel = np.ones(1, dtype=np.int64)
+        for own, table in zip(self.before.dims, self.tables):
+            wanted = np.bincount(table.giver, weights=table.length, minlength=own.owners)
+            numel = (numel[:, None] * wanted.astype(np.int64)).reshape(-1)
+        return numel, len(self.after.replica_positions)
+
+    def _number(self, owners: Sequence[int]) -> int:
+        number = 0
+        for owner, size in zip(owners, self.shape):
+            number = number * size + owner
+        return number
+
+    def _owners(self, source: int) -> tuple[int, ...]:
+        out = []
+        for size in reversed(self.shape):
+            source, owner = divmod(source, size)
+            out.append(owner)
+        return tuple(reversed(out))
+
+
+class _DimTable:
+    """Which owners of a dim have elements in common, sorted by giver and taker, and how many."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self._takers = max(segments.wanted.owners, 1)
+        keys, inverse = np.unique(segments.saved_owner * self._takers + segments.wanted_owner, return_inverse=True)
+        self._keys = keys
+        self.giver, self.taker = np.divmod(keys, self._takers)
+        self.length = np.zeros(len(keys), dtype=np.int64)
+        np.add.at(self.length, inverse, segments.stops - segments.starts)
+        self._from = np.searchsorted(self.giver, np.arange(segments.saved.owners + 1))
+        self._by_taker = np.argsort(self.taker, kind="stable")
+        self._to = np.searchsorted(self.taker[self._by_taker], np.arange(segments.wanted.owners + 1))
+        self._rows: dict[tuple[int, int], list[SegmentRow]] = {}
+
+    def takers(self, giver: int) -> Ints:
+        return np.asarray(self.taker[self._from[giver] : self._from[giver + 1]], dtype=np.int64)
+
+    def givers(self, taker: int) -> list[int]:
+        rows = self._by_taker[self._to[taker] : self._to[taker + 1]]
+        return [int(giver) for giver in self.giver[rows]]
+
+    def lengths(self, givers: Ints, takers: Ints) -> Ints:
+        """Elements between each giver and the taker beside it; 0 where they do not meet."""
+        if not len(self._keys):
+            return np.zeros(len(givers), dtype=np.int64)
+        wanted = givers * self._takers + takers
+        at = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
+        return np.asarray(np.where(self._keys[at] == wanted, self.length[at], 0), dtype=np.int64)
+
+    def rows(self, giver: int, taker: int) -> list[SegmentRow]:
+        """Their segments, in the order of the taker's local dim."""
+        if (giver, taker) not in self._rows:
+            fresh: dict[tuple[int, int], list[SegmentRow]] = {}
+            for row in self._segments.rows(taker):
+                fresh.setdefault((row.saved_owner, taker), []).append(row)
+            self._rows |= fresh
+        return self._rows[giver, taker]
+
+
+def _commons(rows: list[list[SegmentRow]]) -> Iterator[Common]:
+    for combo in itertools.product(*rows):
+        sizes = tuple(row.size for row in combo)
+        yield Common(
+            Box.of(tuple(row.start for row in combo), sizes),
+            Box.of(tuple(row.saved_local_start for row in combo), sizes),
+            Box.of(tuple(row.local_start for row in combo), sizes),
+            0,
+            0,
+        )
+
+
+def _outer_sum(columns: Sequence[Ints]) -> Ints:
+    out = np.zeros(1, dtype=np.int64)
+    for column in columns:
+        out = (out[:, None] + column).reshape(-1)
+    return out
+
+
+def _steps(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+class SweepIntersection:
+    """At least one side is no product: every receiver's boxes are swept over all that is held."""
+
+    overlap: ProductOverlap | None = None
+
+    def __init__(self, shape: tuple[int, ...], before: Form, after: Form) -> None:
+        """Raises CoverageError (with rank and region) where nobody holds what a receiver needs."""
+        self._sources: list[tuple[Box, int, Box]] = []
+        self._held: dict[int, list[int]] = {}
+        self.holders = self._find_holders(shape, before)
+        sweep = Sweep((s, box) for s, (box, _, _) in enumerate(self._sources))
+        self._commons: dict[int, dict[int, list[Common]]] = {}
+        for rank in after.ranks():
+            mine: dict[int, list[Common]] = {}
+            own = set(self._held.get(rank, ()))
+            for index, part in enumerate(after.parts(shape, rank)):
+                for box, local in part.boxes():
+                    try:
+                        pieces = sweep.covering(box, prefer=own)
+                    except CoverageError as error:
+                        raise CoverageError("nobody holds what is needed", rank=rank, box=error.box) from None
+                    for s, chunk, common in pieces:
+                        _, source_part, at = self._sources[s]
+                        source = common.relative_to(chunk).shift(at.offsets)
+                        target = common.relative_to(box).shift(local.offsets)
+                        mine.setdefault(s, []).append(Common(common, source, target, source_part, index))
+            if mine:
+                self._commons[rank] = mine
+        rows = sorted((s, rank) for rank, mine in self._commons.items() for s in mine)
+        self._source = np.array([s for s, _ in rows], dtype=np.int64)
+        self._receiver = np.array([rank for _, rank in rows], dtype=np.int64)
+        numels = [sum(c.box.numel for c in self._commons[rank][s]) for s, rank in rows]
+        self._numel = np.array(numels, dtype=np.int64)
+
+    def _find_holders(self, shape: tuple[int, ...], before: Form) -> Holders:
+        # ranks are replicas of one source if the same box is at the same place of the same local tensor
+        found: dict[tuple[Box, int, Box], list[int]] = {}
+        for rank in before.ranks():
+            for index, part in enumerate(before.parts(shape, rank)):
+                for box, local in part.boxes():
+                    found.setdefault((box, index, local), []).append(rank)
+        self._sources = list(found)
+        for s, ranks in enumerate(found.values()):
+            for rank in ranks:
+                self._held.setdefault(rank, []).append(s)
+        counts = [len(ranks) for ranks in found.values()]
+        indptr = np.concatenate(([0], np.cumsum(np.array(counts, dtype=np.int64))))
+        flat = [rank for ranks in found.values() for rank in sorted(ranks)]
+        return Holders(np.asarray(indptr, dtype=np.int64), np.array(flat, dtype=np.int64))
+
+    def sources(self, receiver: int) -> Sequence[int]:
+        return sorted(self._commons.get(receiver, ()))
+
+    def sources_of(self, rank: int) -> Sequence[int]:
+        return self._held.get(rank, ())
+
+    def receivers(self, source: int) -> Ints:
+        low, high = np.searchsorted(self._source, [source, source + 1])
+        return self._receiver[low:high]
+
+    def commons(self, source: int, receiver: int) -> tuple[Common, ...]:
+        return tuple(self._commons[receiver][source])
+
+    def blocks(self) -> Iterator[Deliveries]:
+        if len(self._source):
+            yield Deliveries(self._source, self._receiver, self._numel)
+
+    def counts(self, world_size: int) -> Ints:
+        out = np.zeros(world_size, dtype=np.int64)
+        for rank, mine in self._commons.items():
+            out[rank] = sum(map(len, mine.values()))
+        return out
+
+    def local_numels(self, world_size: int) -> Ints:
+        out = np.zeros(world_size, dtype=np.int64)
+        own = self.holders.hold(self._source, self._receiver)
+        np.add.at(out, self._receiver[own], self._numel[own])
+        return out
+
+    def source_numels(self) -> None:
+        return None
+
+
+@lru_cache(maxsize=256)
+def intersection_of(shape: tuple[int, ...], before: Form, after: Form) -> ProductIntersection | SweepIntersection:
+    """The intersection of two forms for one shape; computed once for each."""
+    overlap = overlap_of(shape, before, after).product
+    return SweepIntersection(shape, before, after) if overlap is None else ProductIntersection(overlap)
+
+
+# Which holder sends what to whom, for all tensors of one geometry.
+#
+# A rank that holds an element itself copies it. Other ranks are served by a holder on their own
+# host if there is one, and else by all holders in turn: deliveries are dealt like cards, least
+# loaded holder first, and each tensor of the geometry starts where the one before it stopped. So
+# the load is even without a search, and any rank can work out its own part alone.
+
+
+_BLOCK_ENTRIES = 1 << 20
+_DENSE_RANKS = 4096
+"""For so many ranks traffic is summed in a table of all pairs."""
+
+
+class Traffic(NamedTuple):
+    """Bytes from senders to receivers, as columns; never from a rank to itself."""
+
+    sender: Ints
+    receiver: Ints
+    nbytes: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class PairGroup:
+    """Tensors of equal shape and item sizes, placed alike before and alike after."""
+
+    names: tuple[str, ...]
+    positions: tuple[int, ...]
+    """Where each name stands among those that were grouped."""
+    before: TensorLayout
+    """The layout of the first of them, on the side that gives."""
+    after: TensorLayout
+    """The same on the side that takes."""
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def pair_groups(before: StateLayout, after: StateLayout, names: Iterable[str]) -> tuple[PairGroup, ...]:
+    """`names`, which both sides have, grouped by all that plans depend on: shape, item sizes and both forms.
+
+    Groups come in the order of their first names, and names keep their order.
+    """
+    numbers: dict[int, int] = {}  # forms are mostly shared objects, so that each is hashed once
+    distinct: dict[Form, int] = {}
+
+    def number(form: Form) -> int:
+        found = numbers.get(id(form))
+        if found is None:
+            found = numbers[id(form)] = distinct.setdefault(form, len(distinct))
+        return found
+
+    groups: dict[tuple[object, ...], tuple[list[str], list[int]]] = {}
+    for position, fqn in enumerate(names):
+        left, right = before[fqn], after[fqn]
+        a, b = left.spec, right.spec
+        key = (a.shape, b.shape, ITEM_SIZES[a.dtype], ITEM_SIZES[b.dtype], number(left.form), number(right.form))
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = ([], [])
+        group[0].append(fqn)
+        group[1].append(position)
+    return tuple(
+        PairGroup(tuple(fqns), tuple(positions), before[fqns[0]], after[fqns[0]]) for fqns, positions in groups.values()
+    )
+
+
+class Route:
+    """The deliveries of one group of tensors. Frozen."""
+
+    def __init__(self, group: PairGroup, intersection: Intersection, loads: Ints, ranks_per_host: int | None) -> None:
+        """`loads`: bytes that each rank sends already, for groups that come before this one."""
+        self.group, self.intersection = group, intersection
+        self._tensors, self._itemsize = len(group), group.before.spec.itemsize
+        self._ranks_per_host = ranks_per_host
+        holders = self.intersection.holders
+        self._alone = bool(holders.counts.max(initial=0) <= 1)
+        self.order = holders.ranks
+        """The holders of each source, least loaded first; otherwise like `Holders.ranks`."""
+        if not self._alone:
+            order = np.lexsort((holders.ranks, loads[holders.ranks], holders.source_of))
+            self.order = holders.ranks[order]
+        self._far: dict[int, list[int]] = {}
+
+    # --- one rank ---
+
+    def senders(self, source: int, receiver: int) -> list[int]:
+        """Who sends the part of `source` that `receiver` needs, for each tensor of the group; itself if it holds it."""
+        holders = self.intersection.holders
+        begin, end = int(holders.indptr[source]), int(holders.indptr[source + 1])
+        if self._holds(source, receiver):
+            return [receiver] * self._tensors
+        if end - begin == 1:
+            return [int(holders.ranks[begin])] * self._tensors
+        near, past = self._near(source, receiver)
+        if past > near:
+            mates = holders.ranks[near:past].tolist()
+            return [mates[(receiver + t) % len(mates)] for t in range(self._tensors)]
+        far, dealt = self._far_receivers(source), self.order[begin:end].tolist()
+        turn = far.index(receiver)
+        return [dealt[(turn + _first_turn(t, len(far), len(dealt))) % len(dealt)] for t in range(self._tensors)]
+
+    def served(self, source: int, rank: int) -> Iterator[tuple[int, int]]:
+        """(tensor, receiver) of all that holder `rank` sends of `source` to others; receivers of a tensor ascend."""
+        holders = self.intersection.holders
+        begin, end = int(holders.indptr[source]), int(holders.indptr[source + 1])
+        if end - begin == 1:
+            others = [r for r in self.intersection.receivers(source).tolist() if r != rank]
+            yield from ((t, r) for t in range(self._tensors) for r in others)
+            return
+        far, count = self._far_receivers(source), end - begin
+        place = self.order[begin:end].tolist().index(rank)
+        mates, near, my_place = self._served_near(source, rank)
+        for t in range(self._tensors):
+            found = far[(place - _first_turn(t, len(far), count)) % count :: count]
+            yield from ((t, r) for r in sorted([*found, *(r for r in mates if (r + t) % near == my_place)]))
+
+    def _served_near(self, source: int, rank: int) -> tuple[list[int], int, int]:
+        """The ranks on the host of `rank` that holders there serve, how many these are, and the place of `rank`."""
+        if self._ranks_per_host is None:
+            return [], 1, 0
+        near, past = self._near(source, rank)
+        first = rank - rank % self._ranks_per_host
+        receivers = self.intersection.receivers(source)
+        receivers = receivers[(receivers >= first) & (receivers < first + self._ranks_per_host)]
+        needy = receivers[~self.intersection.holders.hold(np.full(len(receivers), source, dtype=np.int64), receivers)]
+        return needy.tolist(), past - near, self.intersection.holders.ranks[near:past].tolist().index(rank)
+
+    def _holds(self, source: int, rank: int) -> bool:
+        return bool(self.intersection.holders.hold(np.array([source]), np.array([rank]))[0])
+
+    def _near(self, source: int, rank: int) -> tuple[int, int]:
+        begin, end = self._near_all(np.array([source]), np.array([rank]))
+        return int(begin[0]), int(end[0])
+
+    def _near_all(self, sources: Ints, ranks: Ints) -> tuple[Ints, Ints]:
+        """Where among the holders those on the host of each rank begin and end."""
+        if self._ranks_per_host is None:
+            nobody = np.zeros(len(ranks), dtype=np.int64)
+            return nobody, nobody
+        first = ranks - ranks % self._ranks_per_host
+        return self.intersection.holders.between(sources, first, first + self._ranks_per_host)
+
+    def _far_receivers(self, source: int) -> list[int]:
+        """Receivers that all holders of `source` serve in turn, ascending."""
+        found = self._far.get(source)
+        if found is None:
+            receivers = self.intersection.receivers(source)
+            sources = np.full(len(receivers), source, dtype=np.int64)
+            begin, end = self._near_all(sources, receivers)
+            alien = ~self.intersection.holders.hold(sources, receivers) & (begin == end)
+            found = self._far[source] = receivers[alien].tolist()
+        return found
+
+    # --- all ranks ---
+
+    def traffic(self) -> Iterator[Traffic]:
+        """Bytes of all tensors of the group between different ranks, in blocks; pairs may come up several times."""
+        holders = self.intersection.holders
+        for source, receiver, numel in self.intersection.blocks():
+            nbytes = numel * self._itemsize
+            alien = ~holders.hold(source, receiver)
+            source, receiver, nbytes = source[alien], receiver[alien], nbytes[alien]
+            if self._alone:
+                yield Traffic(holders.ranks[holders.indptr[source]], receiver, nbytes * self._tensors)
+                continue
+            begin, end = self._near_all(source, receiver)
+            near = end > begin
+            yield from self._near_traffic(begin[near], end[near], receiver[near], nbytes[near])
+            yield from self._far_traffic(source[~near], receiver[~near], nbytes[~near])
+
+    def sent_bytes(self, world_size: int) -> Ints:
+        """Bytes that each rank sends to others."""
+        out = np.zeros(world_size, dtype=np.int64)
+        whole = self.intersection.source_numels() if self._alone else None
+        if whole is not None:
+            numel, needed_by = whole
+            out[self.intersection.holders.ranks] = numel * needed_by
+            out -= self.intersection.local_numels(world_size)
+            return np.asarray(out * (self._itemsize * self._tensors), dtype=np.int64)
+        for sender, _, nbytes in self.traffic():
+            np.add.at(out, sender, nbytes)
+        return out
+
+    def _near_traffic(self, begin: Ints, end: Ints, receiver: Ints, nbytes: Ints) -> Iterator[Traffic]:
+        """Tensor t is sent by the (receiver + t)-th holder of the host, counted round and round."""
+        for j in range(int((end - begin).max(initial=0))):
+            some = end - begin > j
+            mates, to = (end - begin)[some], receiver[some]
+            times = (self._tensors - (j - to) % mates + mates - 1) // mates
+            sent = times > 0
+            senders = self.intersection.holders.ranks[begin[some] + j]
+            yield Traffic(senders[sent], to[sent], (nbytes[some] * times)[sent])
+
+    def _far_traffic(self, source: Ints, receiver: Ints, nbytes: Ints) -> Iterator[Traffic]:
+        if not len(source):
+            return
+        holders = self.intersection.holders
+        fresh = np.concatenate(([True], source[1:] != source[:-1]))
+        start = np.flatnonzero(fresh)
+        far = np.diff(np.append(start, len(source)))
+        turn = np.arange(len(source)) - np.repeat(start, far)
+        far = np.repeat(far, far)
+        count = holders.counts[source]
+        kinds, kind = np.unique(np.stack((count, far)), axis=1, return_inverse=True)
+        for i, (holding, waiting) in enumerate(kinds.T.tolist()):
+            turns = np.array([_first_turn(t, waiting, holding) % holding for t in range(self._tensors)])
+            first, times = np.unique(turns, return_counts=True)
+            rows = np.flatnonzero(kind.reshape(-1) == i)
+            step = max(1, _BLOCK_ENTRIES // len(first))
+            for at in range(0, len(rows), step):
+                some = rows[at : at + step]
+                place = (turn[some][:, None] + first) % holding
+                senders = self.order[holders.indptr[source[some]][:, None] + place]
+                sizes = nbytes[some][:, None] * times
+                yield Traffic(senders.reshape(-1), np.repeat(receiver[some], len(first)), sizes.reshape(-1))
+
+
+def total_traffic(blocks: Iterable[Traffic], world_size: int) -> Traffic:
+    """The sum of blocks: every pair of ranks that comes up once, sorted by sender and receiver."""
+    if world_size <= _DENSE_RANKS:
+        table = np.zeros(world_size * world_size, dtype=np.int64)
+        for sender, receiver, nbytes in blocks:
+            np.add.at(table, sender * world_size + receiver, nbytes)
+        pairs = np.flatnonzero(table)
+        return Traffic(pairs // world_size, pairs % world_size, table[pairs])
+    total = Traffic(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+    waiting, entries = [total], 0
+    for block in blocks:
+        waiting.append(block)
+        entries += len(block.sender)
+        if entries > len(total.sender) + 4 * _BLOCK_ENTRIES:
+            total, entries = _sum(waiting), 0
+            waiting = [total]
+    return _sum(waiting)
+
+
+def _sum(blocks: list[Traffic]) -> Traffic:
+    every = np.concatenate([block.sender << 32 | block.receiver for block in blocks])
+    pairs, inverse = np.unique(every, return_inverse=True)
+    nbytes = np.zeros(len(pairs), dtype=np.int64)
+    np.add.at(nbytes, inverse, np.concatenate([block.nbytes for block in blocks]))
+    return Traffic(pairs >> 32, pairs & 0xFFFFFFFF, nbytes)
+
+
+def _first_turn(tensor: int, waiting: int, holding: int) -> int:
+    """At which holder the dealing of a tensor starts, if each tensor is dealt to `waiting` receivers by `holding`
+    holders. It goes on where the last tensor stopped, and moves by one after each full circle, so that a receiver
+    gets tensors from all holders: after `holding` tensors, from each once."""
+    return tensor * waiting + tensor // (holding // math.gcd(holding, waiting))

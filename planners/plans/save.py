@@ -1,0 +1,600 @@
+"""Save plans: every distinct chunk is written once, and replicas share the writing evenly; and their proof."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from planners.errors import PlanError
+from planners.findings import Finding, Report
+from planners.geometry.box import Box
+from planners.geometry.layout import Part, ProductGeometry, StateLayout, TensorLayout
+from planners.geometry.mesh import Ints, distinct
+from planners.geometry.overlap import Sweep, tiling_fault
+from planners.notebooks import Pictured
+
+__all__ = [
+    "DIVIDE_ABOVE_BYTES", "SavePlan", "WriteItem", "WriteItems", "plan_writes", "verify_save",
+]  # fmt: skip
+
+
+DIVIDE_ABOVE_BYTES = 8 << 20
+"""Chunks of at least so many bytes may be divided among the ranks that hold them."""
+
+
+class WriteItem(NamedTuple):
+    """One box of elements that a rank writes."""
+
+    fqn: str
+    box: Box
+    """The region, in global coordinates: what the file will hold as one array."""
+    source: Box
+    """The same in the coordinates of the rank's local tensor."""
+    nbytes: int
+    part: int = 0
+    """Which of the rank's local tensors of this name."""
+
+
+class WriteItems(tuple[WriteItem, ...]):
+    """The items of one rank, by name and then in local order."""
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items."""
+        return sum(item.nbytes for item in self)
+
+
+class SavePlan(Pictured):
+    """Who writes what, once. Frozen; a function of the layout alone.
+
+    A plan whose items were listed explicitly (`with_items`) keeps them, and `verify` judges them.
+    """
+
+    __slots__ = ("_place", "_rank_bytes", "assignments", "divide_above_bytes", "explicit", "layout", "ranks_per_host")
+
+    layout: StateLayout
+    divide_above_bytes: int
+    ranks_per_host: int | None
+    assignments: tuple[Assignment, ...]
+    """How the tensors of each geometry are assigned."""
+    explicit: dict[int, WriteItems]
+    """Items listed by hand, by rank; they stand in for those that would be derived."""
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        divide_above_bytes: int = DIVIDE_ABOVE_BYTES,
+        ranks_per_host: int | None = None,
+        explicit: Mapping[int, Sequence[WriteItem]] | None = None,
+    ) -> None:
+        if divide_above_bytes < 1 or (ranks_per_host is not None and ranks_per_host < 1):
+            raise PlanError(f"limits must be >= 1, got {divide_above_bytes=} and {ranks_per_host=}")
+        self.layout, self.divide_above_bytes, self.ranks_per_host = layout, divide_above_bytes, ranks_per_host
+        loads = np.zeros(layout.world_size, dtype=np.int64)
+        assignments = []
+        for names in sorted(layout.geometries().values(), key=lambda names: _freedom(layout[names[0]])):
+            assigned = assign(layout[names[0]], tuple(names), _felt(loads, ranks_per_host), divide_above_bytes)
+            np.add.at(loads, assigned.ranks, assigned.bytes_by_entry())
+            assignments.append(assigned)
+        self.assignments = tuple(assignments)
+        self._place = {fqn: (assigned, t) for assigned in assignments for t, fqn in enumerate(assigned.names)}
+        self.explicit = {rank: WriteItems(items) for rank, items in (explicit or {}).items()}
+        for rank, items in self.explicit.items():
+            self._check(rank)
+            loads[rank] = items.nbytes
+        loads.flags.writeable = False
+        self._rank_bytes = loads
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+        return self.layout.world_size
+
+    def with_items(self, items: Mapping[int, Sequence[WriteItem]]) -> SavePlan:
+        """The same plan, but with the items of the given ranks replaced."""
+        return SavePlan(self.layout, self.divide_above_bytes, self.ranks_per_host, {**self.explicit, **items})
+
+    def items(self, rank: int) -> WriteItems:
+        """What `rank` writes. Raises PlanError for a rank outside the job."""
+        self._check(rank)
+        if rank in self.explicit:
+            return self.explicit[rank]
+        out = []
+        for assigned in self.assignments:
+            for chunk, index, begin, end in assigned.taken(rank):
+                units, whole = int(assigned.units[chunk]), None
+                for t in range(begin // units, -(-end // units)):
+                    first, last = max(begin - t * units, 0), min(end - t * units, units)
+                    if (first, last) != (0, units):
+                        boxes = list(assigned.boxes(chunk, first, last))
+                    else:
+                        boxes = whole = whole or list(assigned.boxes(chunk, 0, units))
+                    for box, local in boxes:
+                        out.append(WriteItem(assigned.names[t], box, local, box.numel * assigned.itemsize, index))
+        return WriteItems(sorted(out, key=lambda item: (item.fqn, item.part, item.source)))
+
+    def writers(self, fqn: str, chunk: Box) -> tuple[tuple[int, Box], ...]:
+        """Who writes a chunk of a tensor: (rank, region in global coordinates), which together are the chunk.
+
+        `chunk` is one of `layout[fqn].chunks()`, or within one. Found without listing chunks or ranks. Raises
+        PlanError if nobody holds it.
+        """
+        found = tuple(self.writers_near(fqn, chunk))
+        if not found:
+            raise PlanError("no rank holds this chunk", fqn=fqn, box=chunk)
+        return found
+
+    def writers_near(self, fqn: str, box: Box) -> Iterator[tuple[int, Box]]:
+        """(rank, region in global coordinates) of all that is written and shares an element with `box`."""
+        if fqn not in self._place:
+            raise PlanError("there is no such tensor in this plan", fqn=fqn)
+        assigned, t = self._place[fqn]
+        for index in assigned.near(box):
+            for rank, first, last in assigned.takers(index, t):
+                for region, _ in assigned.boxes(index, first, last):
+                    if region & box is not None:
+                        yield rank, region
+
+    def rank_bytes(self) -> Ints:
+        """Bytes that each rank writes. Items are not enumerated."""
+        return self._rank_bytes
+
+    def bytes(self, rank: int) -> int:
+        """Bytes that `rank` writes."""
+        self._check(rank)
+        return int(self._rank_bytes[rank])
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that all ranks write together: every element of every tensor once."""
+        return int(self._rank_bytes.sum())
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise PlanError(f"there are ranks 0 to {self.world_size - 1} only", rank=rank)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SavePlan):
+            return NotImplemented
+        mine = (self.layout, self.divide_above_bytes, self.ranks_per_host, self.explicit)
+        return mine == (other.layout, other.divide_above_bytes, other.ranks_per_host, other.explicit)
+
+    __hash__ = None  # type: ignore[assignment]  # holds a mapping of many tensors
+
+    def __repr__(self) -> str:
+        return f"SavePlan({len(self.layout)} tensors, {self.world_size} ranks, {self.total_bytes} bytes)"
+
+
+def plan_writes(
+    layout: StateLayout, *, divide_above_bytes: int = DIVIDE_ABOVE_BYTES, ranks_per_host: int | None = None
+) -> SavePlan:
+    """Who writes which chunk of `layout`, each element once, evenly in bytes over the ranks that hold it.
+
+    With `ranks_per_host` hosts are kept even too: ranks 0 to ranks_per_host - 1 share the first one, and so on.
+    Deterministic: a function of the arguments alone, the same on every rank.
+
+    Raises PlanError if two ranks hold regions that overlap without being equal, since then no rank's whole region
+    can be written once.
+    """
+    return SavePlan(layout, divide_above_bytes, ranks_per_host)
+
+
+def _freedom(layout: TensorLayout) -> tuple[int, int, str]:
+    """Sorts first what leaves the least choice of writers, then what is largest: so loads can be evened out later."""
+    held = layout.numels()
+    copies = int(held.sum()) // max(layout.spec.numel, 1)
+    return copies, -int(held.max()) * layout.spec.itemsize, layout.fqn
+
+
+def _felt(loads: Ints, ranks_per_host: int | None) -> Ints:
+    """The loads that count: a rank's own, and by how much the mean of its host lies above that of the idlest host."""
+    if ranks_per_host is None:
+        return loads
+    hosts = np.arange(len(loads), dtype=np.int64) // ranks_per_host
+    by_host = np.bincount(hosts, weights=loads).astype(np.int64) // np.bincount(hosts)
+    return np.asarray(loads + (by_host - by_host.min())[hosts], dtype=np.int64)
+
+
+# Which holders of its chunks write the tensors of one geometry: the least loaded first, until loads
+# are level.
+#
+# Tensors of one geometry have the same chunks with the same holders. Each chunk of all of them is
+# one long strip of units, laid tensor behind tensor; a unit is a whole chunk, or one row of a large
+# one. The holders of the chunk, least loaded first, cut the strip among them so that their loads
+# become level:
+#
+#     loads before   #### ## #            3 tensors     |---a---|---b---|---c---|
+#     loads after    #### #### ####       holder 2 1 0  |2222222|2222211|1111111|
+#
+# The assignment is a function of layouts alone and part of the native format: another one needs
+# another format version.
+
+
+class ChunkTable(Protocol):
+    """The distinct chunks of a layout, numbered from 0, and who holds them."""
+
+    sizes: Ints
+    """Shape of each chunk as a local tensor: (chunks, dims)."""
+    indptr: Ints
+    """Entries of chunk c are `indptr[c]` to `indptr[c + 1]`."""
+    ranks: Ints
+    """The rank of each entry, ascending for each chunk."""
+    indices: Ints
+    """Which of the rank's local tensors the chunk is, for each entry."""
+
+    def part(self, chunk: int) -> Part:
+        """The chunk as a local tensor."""
+
+    def meeting(self, box: Box) -> Iterator[int]:
+        """The chunks that share an element with `box`."""
+
+
+class ProductTable:
+    """The chunks of a product layout: the combinations of one owner per dim."""
+
+    def __init__(self, product: ProductGeometry) -> None:
+        self._product = product
+        self.owners = [np.flatnonzero(own.local_sizes) for own in product.dims]
+        self.shape = tuple(len(owners) for owners in self.owners)
+        base = np.zeros(1, dtype=np.int64)
+        for positions, owners in zip(product.dim_positions, self.owners):
+            base = (base[:, None] + positions[owners]).reshape(-1)
+        index = np.indices(self.shape).reshape(len(self.shape), len(base))
+        columns = [own.local_sizes[owners[i]] for own, owners, i in zip(product.dims, self.owners, index)]
+        self.sizes = np.stack(columns, axis=1) if columns else np.zeros((len(base), 0), dtype=np.int64)
+        holders = np.sort(product.mesh.ranks[base[:, None] + product.replica_positions], axis=1)
+        self.ranks = holders.reshape(-1)
+        self.indptr = np.arange(len(base) + 1, dtype=np.int64) * holders.shape[1]
+        self.indices = np.zeros(len(self.ranks), dtype=np.int64)
+
+    def part(self, chunk: int) -> Part:
+        at = np.unravel_index(chunk, self.shape) if self.shape else ()
+        return self._product.part([int(owners[i]) for owners, i in zip(self.owners, at)])
+
+    def meeting(self, box: Box) -> Iterator[int]:
+        if box.is_empty or 0 in self.shape:
+            return
+        found = np.zeros(1, dtype=np.int64)
+        for (order, starts, stops), own, owners, low, size in zip(
+            self._sorted, self._product.dims, self.owners, box.offsets, box.sizes
+        ):
+            rows = order[np.searchsorted(stops, low, side="right") : np.searchsorted(starts, low + size)]
+            here = distinct(np.searchsorted(owners, own.owner_of[rows]))
+            found = (found[:, None] * len(owners) + here).reshape(-1)
+        yield from found.tolist()
+
+    @cached_property
+    def _sorted(self) -> list[tuple[Ints, Ints, Ints]]:
+        orders = [np.argsort(own.starts, kind="stable") for own in self._product.dims]
+        return [(o, own.starts[o], own.stops[o]) for o, own in zip(orders, self._product.dims)]
+
+
+class BoxTable:
+    """The chunks of an irregular layout: its distinct boxes."""
+
+    def __init__(self, layout: TensorLayout) -> None:
+        """Raises PlanError if two boxes overlap without being equal."""
+        held: dict[Box, list[tuple[int, int]]] = {}
+        for rank in layout.form.ranks():
+            for index, part in enumerate(layout.parts(rank)):
+                for box, _ in part.boxes():
+                    held.setdefault(box, []).append((rank, index))
+        self.boxes = list(held)
+        self._sweep = Sweep(enumerate(self.boxes))
+        for i, box in enumerate(self.boxes):
+            for j, other, common in self._sweep.meeting(box):
+                if i != j:
+                    ranks = f"ranks {held[box][0][0]} and {held[other][0][0]}"
+                    raise PlanError(
+                        f"{ranks} hold {box} and {other}, which overlap but are not equal", fqn=layout.fqn, box=common
+                    )
+        places = [sorted(rows) for rows in held.values()]
+        self.sizes = np.array([box.sizes for box in self.boxes], dtype=np.int64).reshape(
+            len(self.boxes), len(layout.spec.shape)
+        )
+        self.indptr = np.cumsum([0, *(len(rows) for rows in places)], dtype=np.int64)
+        self.ranks = np.array([rank for rows in places for rank, _ in rows], dtype=np.int64)
+        self.indices = np.array([index for rows in places for _, index in rows], dtype=np.int64)
+
+    def part(self, chunk: int) -> Part:
+        return Part.of_box(self.boxes[chunk])
+
+    def meeting(self, box: Box) -> Iterator[int]:
+        yield from (i for i, _, _ in self._sweep.meeting(box))
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Who writes which units of the strips of one geometry."""
+
+    names: tuple[str, ...]
+    itemsize: int
+    chunks: ChunkTable
+    units: Ints
+    """Per chunk: how many units one tensor has: 1, or the size of `dims` if it may be divided."""
+    dims: Ints
+    """Per chunk: its longest dim."""
+    ranks: Ints
+    """The rank of each entry, in the order in which the holders of a chunk take from its strip."""
+    indices: Ints
+    """Which of the rank's local tensors, for each entry."""
+    ends: Ints
+    """Per entry: one past the last unit that it takes; it begins where the one before it ends."""
+
+    def bytes_by_entry(self) -> Ints:
+        """Bytes that each entry writes."""
+        counts = np.diff(self.chunks.indptr)
+        begins = np.concatenate(([0], self.ends[:-1]))
+        begins[self.chunks.indptr[:-1]] = 0
+        unit_bytes = self.chunks.sizes.prod(axis=1) * self.itemsize // self.units
+        return np.asarray((self.ends - begins) * np.repeat(unit_bytes, counts), dtype=np.int64)
+
+    def taken(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
+        """(chunk, local tensor, first unit, one past the last) that `rank` takes of each of its chunks."""
+        order, ranks = self._by_rank
+        low, high = np.searchsorted(ranks, [rank, rank + 1])
+        for entry in order[low:high].tolist():
+            chunk = int(np.searchsorted(self.chunks.indptr, entry, side="right")) - 1
+            begin = int(self.ends[entry - 1]) if entry > self.chunks.indptr[chunk] else 0
+            yield chunk, int(self.indices[entry]), begin, int(self.ends[entry])
+
+    def takers(self, chunk: int, tensor: int) -> Iterator[tuple[int, int, int]]:
+        """(rank, first unit, one past the last) of all that take of the chunk of tensor number `tensor`; units are
+        counted from its first."""
+        row = slice(int(self.chunks.indptr[chunk]), int(self.chunks.indptr[chunk + 1]))
+        units = int(self.units[chunk])
+        if row.stop - row.start == 1:  # it has one holder
+            yield int(self.ranks[row.start]), 0, units
+            return
+        ends, ranks, begin = self.ends[row], self.ranks[row], tensor * units
+        entry = int(np.searchsorted(ends, begin, side="right"))
+        at = begin
+        while at < begin + units:
+            stop = min(int(ends[entry]), begin + units)
+            if stop > at:
+                yield int(ranks[entry]), at - begin, stop - begin
+            at, entry = stop, entry + 1
+
+    def near(self, box: Box) -> tuple[int, ...]:
+        """The chunks that share an element with `box`. Remembered, since tensors of one geometry are asked alike."""
+        found = self._near.get(box)
+        if found is None:
+            found = self._near[box] = tuple(self.chunks.meeting(box))
+        return found
+
+    def boxes(self, chunk: int, first: int, last: int) -> Iterator[tuple[Box, Box]]:
+        """(global box, the same in the coordinates of the local tensor) of units of a chunk of one tensor."""
+        whole = (first, last) == (0, int(self.units[chunk]))
+        found = self._boxes.get(chunk)
+        if found is None:
+            found = self._boxes[chunk] = tuple(self.chunks.part(chunk).boxes())
+        for box, local in found:
+            if whole:
+                yield box, local
+                continue
+            d = int(self.dims[chunk])
+            start, stop = max(first, local.offsets[d]), min(last, local.stops[d])
+            if start < stop:
+                yield (
+                    _cut(box, d, start - local.offsets[d], stop - start),
+                    _cut(local, d, start - local.offsets[d], stop - start),
+                )
+
+    @cached_property
+    def _near(self) -> dict[Box, tuple[int, ...]]:
+        return {}
+
+    @cached_property
+    def _boxes(self) -> dict[int, tuple[tuple[Box, Box], ...]]:
+        return {}
+
+    @cached_property
+    def _by_rank(self) -> tuple[Ints, Ints]:
+        order = np.argsort(self.ranks, kind="stable")
+        return order, self.ranks[order]
+
+
+def _cut(box: Box, dim: int, skip: int, size: int) -> Box:
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    offsets[dim] += skip
+    sizes[dim] = size
+    return Box.of(tuple(offsets), tuple(sizes))
+
+
+def assign(layout: TensorLayout, names: tuple[str, ...], loads: Ints, divide_above_bytes: int) -> Assignment:
+    """Assign the tensors `names`, all placed like `layout`, to the holders of their chunks.
+
+    `loads` has, per rank, the bytes that count against it so far.
+    """
+    product = layout.product
+    chunks: ChunkTable = ProductTable(product) if product is not None else BoxTable(layout)
+    nbytes = chunks.sizes.prod(axis=1) * layout.spec.itemsize
+    dims = chunks.sizes.argmax(axis=1) if chunks.sizes.shape[1] else np.zeros(len(nbytes), dtype=np.int64)
+    longest = chunks.sizes.max(axis=1) if chunks.sizes.shape[1] else np.ones(len(nbytes), dtype=np.int64)
+    counts = np.diff(chunks.indptr)
+    units = np.where((nbytes >= divide_above_bytes) & (counts > 1), longest, 1)
+    ranks, indices = chunks.ranks.copy(), chunks.indices.copy()
+    ends = np.repeat(units * len(names), counts)
+    if product is None:  # its ranks may hold several chunks, so that each must see what those before it cost
+        loads, single = loads.copy(), counts == 1
+        np.add.at(loads, chunks.ranks[chunks.indptr[:-1][single]], nbytes[single] * len(names))
+    for rows in _batches(counts, shared=product is None):
+        entries = chunks.indptr[rows][:, None] + np.arange(counts[rows[0]])
+        order = _order(loads[ranks[entries]], rows)
+        entries_in_order = np.take_along_axis(entries, order, axis=1)
+        ranks[entries], indices[entries] = chunks.ranks[entries_in_order], chunks.indices[entries_in_order]
+        unit_bytes = nbytes[rows] // units[rows]
+        ends[entries] = _level(loads[ranks[entries]], unit_bytes, units[rows] * len(names))
+        if product is None:
+            begins = np.concatenate((np.zeros((len(rows), 1), dtype=np.int64), ends[entries][:, :-1]), axis=1)
+            loads[ranks[entries]] += (ends[entries] - begins) * unit_bytes[:, None]
+    return Assignment(names, layout.spec.itemsize, chunks, units, dims, ranks, indices, ends)
+
+
+def _batches(counts: Ints, *, shared: bool) -> Iterator[Ints]:
+    """Chunks of several holders that can be assigned at once: all of them, or one by one if holders are shared."""
+    several = np.flatnonzero(counts > 1)
+    if not shared and len(several):
+        yield several
+    elif shared:
+        yield from several[:, None]
+
+
+def _order(loads: Ints, chunks: Ints) -> Ints:
+    """Per chunk, its holders from the least to the most loaded; those that are equal begin elsewhere for each chunk."""
+    holders = np.arange(loads.shape[1], dtype=np.int64)
+    turned = (holders[None, :] - chunks[:, None]) % loads.shape[1]
+    return np.asarray(np.lexsort((turned, loads), axis=1), dtype=np.int64)
+
+
+def _level(loads: Ints, unit_bytes: Ints, units: Ints) -> Ints:
+    """Where each holder's share of a strip ends, so that loads (ascending for each strip) become level.
+
+    Shares are whole units: a holder ends up within one unit of the level.
+    """
+    total = unit_bytes * units
+    holders = np.arange(1, loads.shape[1] + 1, dtype=np.int64)
+    below = np.cumsum(loads, axis=1)
+    filled = total[:, None] + below
+    active = np.maximum((filled // holders > loads).sum(axis=1), 1)[:, None]  # only so many lie below the level
+    level, rest = np.divmod(np.take_along_axis(filled, active - 1, axis=1), active)
+    poured = holders * level + holders * rest // active - below  # into the first holders together
+    ends = (2 * poured + unit_bytes[:, None]) // (2 * unit_bytes[:, None])
+    return np.where(holders >= active, units[:, None], np.clip(ends, 0, units[:, None]))
+
+
+# Proof of save plans: every element of every tensor is written once, by a rank that holds it.
+#
+# Plans that are derived are proved geometry by geometry: the chunks tile the tensor, every entry's
+# rank holds its chunk, and the entries of a chunk cut its strip of units from the first to the
+# last. No rank's items are listed.
+
+
+def verify_save(plan: SavePlan) -> Report:
+    """The proof of a save plan, or all that is wrong."""
+    covers = "every element is written exactly once, by a rank that holds it"
+    return Report(repr(plan), tuple(_save_findings(plan)), len(plan.layout), covers=covers)
+
+
+def _save_findings(plan: SavePlan) -> Iterator[Finding]:
+    """All that is wrong with a save plan."""
+    if plan.explicit:
+        yield from _listed_findings(plan)
+        return
+    times = Counter(fqn for assigned in plan.assignments for fqn in assigned.names)
+    yield from (Finding("is not written", fqn) for fqn in plan.layout if fqn not in times)
+    yield from (Finding(f"is assigned {count} times", fqn) for fqn, count in times.items() if count > 1)
+    for assigned in plan.assignments:
+        if assigned.names:
+            layout = plan.layout[assigned.names[0]]
+            others = [fqn for fqn in assigned.names if plan.layout[fqn].geometry_key != layout.geometry_key]
+            yield from (Finding("is assigned with tensors of another geometry", fqn) for fqn in others)
+            yield from _assignment_findings(assigned, layout)
+
+
+def _assignment_findings(assigned: Assignment, layout: TensorLayout) -> Iterator[Finding]:
+    yield from _tiling_findings(assigned, layout)
+    chunks, counts = assigned.chunks, np.diff(assigned.chunks.indptr)
+    chunk_of = np.repeat(np.arange(len(counts)), counts)
+    for entry in np.flatnonzero(~_held(assigned, layout, chunk_of)).tolist():
+        element = _first(assigned, int(chunk_of[entry]))
+        yield from (
+            Finding("is written by a rank that does not hold it", f, int(assigned.ranks[entry]), element)
+            for f in assigned.names
+        )
+    begins = np.concatenate(([0], assigned.ends[:-1])) if len(assigned.ends) else assigned.ends
+    begins[chunks.indptr[:-1]] = 0
+    bad = set(chunk_of[assigned.ends < begins].tolist())
+    bad |= set(np.flatnonzero(assigned.ends[chunks.indptr[1:] - 1] != assigned.units * len(assigned.names)).tolist())
+    longest = (
+        np.take_along_axis(chunks.sizes, assigned.dims[:, None], axis=1)[:, 0] if layout.spec.shape else assigned.units
+    )
+    bad |= set(np.flatnonzero((assigned.units != 1) & (assigned.units != longest)).tolist())
+    for chunk in sorted(bad):
+        yield from (Finding("is not written exactly once", f, None, _first(assigned, chunk)) for f in assigned.names)
+
+
+def _tiling_findings(assigned: Assignment, layout: TensorLayout) -> Iterator[Finding]:
+    """The chunks of the assignment are those of the tensor, and tile it."""
+    if isinstance(assigned.chunks, ProductTable) and layout.product is not None:
+        for d, (own, owners) in enumerate(zip(layout.product.dims, assigned.chunks.owners)):
+            wrong = own.uncovered()
+            if wrong is not None or not np.array_equal(owners, np.flatnonzero(own.local_sizes)):
+                at = 0 if wrong is None else wrong[0]
+                element = tuple(at if i == d else 0 for i in range(len(layout.spec.shape)))
+                yield from (Finding("is not written exactly once", fqn, None, element) for fqn in assigned.names)
+        return
+    boxes = [box for chunk in range(len(assigned.units)) for box, _ in assigned.chunks.part(chunk).boxes()]
+    fault = tiling_fault([Box.full(layout.spec.shape)], boxes)
+    if fault is not None:
+        yield from (
+            Finding(f"is written {fault.count} times, not once", fqn, None, fault.element) for fqn in assigned.names
+        )
+
+
+def _held(
+    assigned: Assignment, layout: TensorLayout, chunk_of: Ints
+) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Whether the rank of each entry holds its chunk, as the local tensor that the entry names."""
+    product = layout.product
+    if isinstance(assigned.chunks, ProductTable) and product is not None:
+        held = np.isin(assigned.ranks, product.mesh.ranks) & (assigned.indices == 0)
+        positions = product.mesh.positions(assigned.ranks[held])
+        index = np.unravel_index(chunk_of[held], assigned.chunks.shape) if assigned.chunks.shape else ()
+        same = np.ones(len(positions), dtype=bool)
+        for owner, owners, at in zip(product.rank_owners, assigned.chunks.owners, index):
+            same &= owner[positions] == owners[at]
+        held[held] = same
+        return np.asarray(held)
+    out = np.zeros(len(assigned.ranks), dtype=bool)
+    for entry, (rank, index_, chunk) in enumerate(
+        zip(assigned.ranks.tolist(), assigned.indices.tolist(), chunk_of.tolist())
+    ):
+        try:
+            parts = layout.parts(rank)
+        except PlanError:
+            continue
+        mine = [box for box, _ in parts[index_].boxes()] if index_ < len(parts) else []
+        out[entry] = mine == [box for box, _ in assigned.chunks.part(chunk).boxes()]
+    return out
+
+
+def _first(assigned: Assignment, chunk: int) -> tuple[int, ...]:
+    """An element of a chunk."""
+    return next(iter(assigned.chunks.part(chunk).boxes()))[0].offsets
+
+
+def _listed_findings(plan: SavePlan) -> Iterator[Finding]:
+    """Every item of every rank, one by one: for plans with items that were listed by hand."""
+    written: dict[str, list[Box]] = {fqn: [] for fqn in plan.layout}
+    for rank in range(plan.world_size):
+        for item in plan.items(rank):
+            if item.fqn not in written:
+                yield Finding("is written, but is not part of the state", item.fqn, rank, item.box.offsets)
+                continue
+            message = _item_fault(item, plan, rank)
+            if message is not None:
+                yield Finding(message, item.fqn, rank, item.box.offsets)
+            written[item.fqn].append(item.box)
+    for fqn, boxes in written.items():
+        fault = tiling_fault([Box.full(plan.layout[fqn].spec.shape)], boxes)
+        if fault is not None:
+            yield Finding(f"is written {fault.count} times, not once", fqn, None, fault.element)
+
+
+def _item_fault(item: WriteItem, plan: SavePlan, rank: int) -> str | None:
+    """What is wrong with one item by itself, or None."""
+    parts, spec = plan.layout.parts(item.fqn, rank), plan.layout[item.fqn].spec
+    if item.nbytes != item.box.numel * spec.itemsize:
+        return f"claims {item.nbytes} bytes, but {item.box.numel} elements of {spec.dtype} are meant"
+    for box, local in parts[item.part].boxes() if 0 <= item.part < len(parts) else ():
+        if box.contains(item.box) and item.box.relative_to(box).shift(local.offsets) == item.source:
+            return None
+    return f"writes {item.box}, which it does not hold there"

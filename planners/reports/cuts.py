@@ -1,0 +1,141 @@
+"""A map of a tensor's cuts for terminals, exact at every cut that it shows; and who holds what."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from planners.geometry.box import Box
+from planners.geometry.layout import TensorLayout
+from planners.units import format_bytes
+
+__all__ = ["Owners", "draw_cuts", "edges"]
+
+
+_MAX_ROWS = 12
+_LABEL = 18
+"""Characters for the ranks of a cell; more are told as `0, 8, ...`."""
+
+
+def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
+    """The tensor as a grid: rows and columns are the first two dims that are cut (or the first two), with the indices
+    at which cells begin; a cell names the ranks that hold it. Of many cuts the first ones and the last one are shown.
+
+    `width` is that of the terminal, in characters.
+    """
+    spec = layout.spec
+    head = f"{spec.fqn}  {spec.dtype} {list(spec.shape)}  {format_bytes(spec.nbytes)}"
+    if 0 in spec.shape:
+        return f"{head}\nno elements"
+    at = [edges(layout, dim) for dim in range(len(spec.shape))]
+    cut = [dim for dim, found in enumerate(at) if len(found) > 2]
+    dims = sorted([*cut, *(dim for dim in range(len(at)) if dim not in cut)][:2])
+    dims = [*[-1] * (2 - len(dims)), *dims]  # -1 is no dim: a tensor of one dim is a row, and one of none a cell
+    rest = "".join(f", at index 0 of dim {dim}, which is cut, too" for dim in cut if dim not in dims)
+    rows, columns = (at[dim] if dim >= 0 else [0, 1] for dim in dims)
+    shown = [f"{what} are dim {dim}" for what, dim in zip(("rows", "columns"), dims) if dim >= 0]
+    owners = Owners(layout)
+    margin = max(len(str(rows[-1])), 1)
+    down = _kept(len(rows) - 1, _MAX_ROWS)
+
+    def label(row: int, column: int) -> str:
+        index = [0] * len(spec.shape)
+        for dim, value in zip(dims, (rows[row], columns[column])):
+            if dim >= 0:
+                index[dim] = value
+        return _ranks(owners.at(index))
+
+    across = _kept(len(columns) - 1, max((width - margin - 3) // 6, 2))
+    while True:
+        cells = [[label(r, c) if r >= 0 and c >= 0 else "..." for c in across] for r in down]
+        wide = [max(len(row[i]) for row in cells) for i in range(len(across))]
+        wide = [max(w, len(str(columns[c])) if c >= 0 else 3) for w, c in zip(wide, across)]
+        if sum(wide) + 3 * len(wide) + margin + 3 <= width or len(across) <= 3:
+            break
+        across = _kept(len(columns) - 1, len(across) - 1)
+    words = "; ".join([*([", ".join(shown) + rest] if shown else []), "each cell names the ranks that hold it"])
+    starts = [str(columns[c]) if c >= 0 else "" for c in across]
+    ticks = " " * (margin + 1) + "".join(f"{text:<{w + 3}}" for text, w in zip(starts, wide)) + str(columns[-1])
+    marks = [str(rows[r]) if r >= 0 else "" for r in down] + [str(rows[-1])]
+    grid = _grid(cells, wide, marks if dims[0] >= 0 else [""] * len(marks), margin)
+    return "\n".join([head, words, *([ticks.rstrip()] if shown else []), *grid])
+
+
+def _grid(cells: Sequence[Sequence[str]], wide: Sequence[int], marks: Sequence[str], margin: int) -> Iterator[str]:
+    for i, (mark, row) in enumerate(zip(marks, cells)):
+        yield f"{mark:>{margin}} {_line('├┼┤' if i else '┌┬┐', wide)}"
+        yield f"{'':>{margin}} │ " + " │ ".join(f"{text:<{w}}" for text, w in zip(row, wide)) + " │"
+    yield f"{marks[-1]:>{margin}} {_line('└┴┘', wide)}"
+
+
+def _line(corners: str, wide: Sequence[int]) -> str:
+    return corners[0] + corners[1].join("─" * (w + 2) for w in wide) + corners[2]
+
+
+def _kept(count: int, most: int) -> list[int]:
+    """Which of `count` cells are shown; -1 stands for those left out, before the last."""
+    return list(range(count)) if count <= most else [*range(max(most - 2, 1)), -1, count - 1]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`0-3`, `0, 2, ...`, or `nobody`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    texts = ["-".join(map(str, span)) for span in spans]
+    if len(", ".join(texts)) <= _LABEL:
+        return ", ".join(texts) or "nobody"
+    fitting = [n for n, size in enumerate(itertools.accumulate(len(text) + 2 for text in texts)) if size <= _LABEL - 3]
+    return ", ".join([*texts[: len(fitting) or 1], "..."])
+
+
+# Who holds what of a tensor, for those who draw it: the cuts of each dim, and the ranks that hold
+# an element.
+
+
+def edges(layout: TensorLayout, dim: int) -> list[int]:
+    """Where `dim` is cut, its two ends included."""
+    ends = {0, layout.spec.shape[dim]}
+    if layout.product is not None:
+        own = layout.product.dims[dim]
+        return sorted(ends.union(own.starts.tolist(), own.stops.tolist()))
+    return sorted(ends.union(*((box.offsets[dim], box.stops[dim]) for _, box in layout.chunks())))
+
+
+class Owners:
+    """Who holds an element."""
+
+    def __init__(self, layout: TensorLayout) -> None:
+        self._product = layout.product
+        self._chunks = [] if self._product is not None else list(layout.chunks())
+        self._dims = []
+        for own in self._product.dims if self._product is not None else ():
+            order = np.argsort(own.starts, kind="stable")
+            self._dims.append((own.starts[order], own.owner_of[order]))
+
+    @property
+    def pieces(self) -> int:
+        """How many distinct regions there are."""
+        if self._product is None:
+            return len(self._chunks)
+        return math.prod(int((own.local_sizes > 0).sum()) for own in self._product.dims)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each region."""
+        return 1 if self._product is None else len(self._product.replica_positions)
+
+    def at(self, index: Sequence[int]) -> list[int]:
+        """The ranks that hold the element at an index in global coordinates; none for a hole."""
+        if self._product is None:
+            here = Box(index, (1,) * len(index))
+            return [rank for rank, box in self._chunks if box.contains(here)]
+        owners = [int(o[np.searchsorted(starts, i, side="right") - 1]) for (starts, o), i in zip(self._dims, index)]
+        ranks: list[int] = sorted(self._product.replicas(owners).tolist())
+        return ranks

@@ -1,1 +1,0 @@
-"""Layouts of whole states from a few rules: topologies, ready ones, flat buffers."""

@@ -1,1 +1,0 @@
-"""Tensors put together from parts of other tensors, and layouts and plans seen through them."""

@@ -1,0 +1,283 @@
+"""`convert`: any checkpoint into any format that can be written, streamed, by as many processes as you like."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch.distributed as dist
+
+from planners.geometry.layout import StateLayout
+from planners.geometry.topologies import Topology
+from planners.notebooks import Tabled
+from reshard.api.convert_job import ConvertJob, FormatName, Journal
+from reshard.api.convert_workers import dealt, write_files, write_in_processes
+from reshard.checkpoint import Checkpoint
+from reshard.errors import CheckpointError, FormatError, ReshardError
+from reshard.native.manifest import HF_INDEX, MANIFEST
+from reshard.native.reader import detect
+from reshard.ranks.group import Group, either, pack_flags, unpack_flags
+from reshard.ranks.progress import Progress
+from reshard.storage.base import Storage
+from reshard.stored.checksums import Checking
+from reshard.stored.streaming import FormatWriter
+
+__all__ = ["ConvertReport", "convert"]
+
+
+_log = logging.getLogger("reshard")
+
+MEETING_S = 300.0
+"""How long ranks wait for one another to begin: of a job in which one rank alone converts, the others never come."""
+
+
+@dataclass(frozen=True)
+class ConvertReport(Tabled):
+    """What a conversion did. Equal on all ranks but for `seconds`."""
+
+    source: str
+    target: str
+    format: str
+    tensors: int
+    objects: int
+    files: tuple[str, ...]
+    """Files that hold tensors."""
+    total_bytes: int
+    """Bytes of all tensors, each element once."""
+    resumed: tuple[str, ...]
+    """Files that an interrupted conversion had finished; their checksums were compared."""
+    aliases: Mapping[str, str]
+    """Tied tensors that are stored once: name -> the name that holds them."""
+    left_out: tuple[str, ...]
+    """Keys of the source that the format cannot hold; with `normalized`, also what has no canonical name and is no
+    plain data: values of each rank, averages of the model."""
+    warnings: tuple[str, ...]
+    """What a reader of the source should know."""
+    bytes_unchecked: int
+    """Bytes of elements of the source that have no checksum, or were not compared with theirs."""
+    unchecked: str
+    """The same in words; empty where every byte was compared, and what was written with the saved fingerprints."""
+    seconds: float = field(compare=False)
+
+
+def convert(
+    source: Any,
+    target: str | os.PathLike[str] | Storage,
+    *,
+    format: FormatName = "native",
+    mapping: Any = None,
+    onto: StateLayout | Topology | None = None,
+    select: str | Sequence[str] | None = None,
+    dtype: Any = None,
+    normalized: bool = False,
+    model_only: bool = False,
+    hints: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    check: bool = True,
+    workers: int = 1,
+    process_group: dist.ProcessGroup | None = None,
+    alone: bool = False,
+    overwrite: bool = False,
+    resume: bool = True,
+    progress: bool = False,
+    deadline_s: float = 86_400.0,
+) -> ConvertReport:
+    """Write the checkpoint `source` in another format, under other names, cut otherwise, or all of these.
+
+        reshard.convert("run/step-1000", "hf", format="safetensors", model_only=True, dtype="bfloat16")
+
+    Each process holds at most 48 MiB of tensors at a time, however large they are. The target is published last: a
+    conversion that was interrupted leaves nothing that opens as a checkpoint. The same call continues it; another one
+    to that target, and `prune`, remove what a killed one left.
+
+    Args:
+        source: a path or URL of any format that `open` reads, or an open `Checkpoint`.
+        target: a folder, URL or `Storage`; for "torch_save" the path of a file.
+        format: "native", "dcp", "safetensors" (Hugging Face), "torch_save", or "megatron" (Megatron-core's torch_dist)
+            and "deepspeed" (a universal checkpoint), which are written from canonical names, with the same hints.
+        mapping: a `reshard.mapping.Mapping`, or a dict new name -> name in the source.
+        onto: write the files that the ranks of this layout or topology would have written (native and dcp).
+        select: globs of what is taken, by its new name; those that begin with `!` say what is not.
+        dtype: floating-point tensors of at least one dim are converted to this one.
+        normalized: under canonical names first: see `Checkpoint.normalized`. Plain objects beside model and optimizer
+            keep their keys, if they have any but a file's; others are in `left_out`.
+        model_only: only the model's tensors, under their bare canonical names.
+        hints: for the normalization.
+        max_shard_bytes: size of a file's tensors; a tensor that is larger has a file of its own. Without `onto`.
+        check: False takes a damaged source as it is; fingerprints of what is written are its own then.
+        workers: processes on this machine that write files at the same time.
+        process_group: with torch.distributed initialized, the ranks that share the work; all must see the target.
+        alone: this process converts by itself, in a running job too, and waits for nobody.
+        overwrite: replace a checkpoint or file that is at `target`, once the new one is whole; else it is an error.
+        resume: continue the same conversion where it was interrupted.
+        progress: show a progress bar where somebody looks on.
+        deadline_s: how long the whole may take.
+
+    What is read is compared with the source's checksums, and what was written with its fingerprints, where it has them.
+
+    Raises:
+        DamagedCheckpointError: the source was changed since it was saved. Nothing was published.
+        FormatError: the format cannot hold what is there, or there is a checkpoint at `target` already.
+        KeyMismatchError: the mapping or selection does not fit. Others as `reshard.open`.
+    """
+    started = time.perf_counter()
+    group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
+    with group.together("convert"):
+        globs = (select,) if isinstance(select, str) else tuple(select or ())
+        wanted = None if dtype is None else str(dtype).removeprefix("torch.")
+        job = ConvertJob(
+            source, target, format, mapping, onto, globs, wanted, normalized, model_only, hints, max_shard_bytes, check
+        )
+        _check(source, target, workers)
+        with group.together("convert by all ranks (alone=True: by one)", deadline_s=MEETING_S, meet=False):
+            group.same_options("convert", {"overwrite": overwrite, "resume": resume})
+        state = job.state()
+        written = _run(job, state, group, workers, overwrite=overwrite, resume=resume, progress=progress)
+    report = _report(job, state, *written, time.perf_counter() - started)
+    if report.unchecked and group.rank == 0:
+        _log.info("%s was converted, %s", report.source, report.unchecked)
+    return report
+
+
+def _report(
+    job: ConvertJob, state: Checkpoint, writer: FormatWriter, resumed: tuple[str, ...], unchecked: int, seconds: float
+) -> ConvertReport:
+    return ConvertReport(
+        source=state.url,
+        target=job.target.url if isinstance(job.target, Storage) else os.fspath(job.target),
+        format=job.format,
+        tensors=len(writer.names),
+        objects=len(writer.contents.objects) if job.format != "safetensors" else 0,
+        files=tuple(file.name for file in writer.files),
+        total_bytes=writer.total_bytes,
+        resumed=resumed,
+        aliases=dict(state.aliases),
+        left_out=writer.left_out,
+        warnings=writer.contents.warnings,
+        bytes_unchecked=unchecked,
+        unchecked=state.contents.checking.words(unchecked, writer.total_bytes),
+        seconds=seconds,
+    )
+
+
+def _run(
+    job: ConvertJob, state: Checkpoint, group: Group, workers: int, *, overwrite: bool, resume: bool, progress: bool
+) -> tuple[FormatWriter, tuple[str, ...], int]:
+    """Write all files and publish; what was written, the files that an earlier try had finished, and of how many bytes
+    nobody knows whether they are what was saved."""
+    digest = job.digest(state)
+    group.agree(digest.encode(), "what is to be converted", error=CheckpointError)
+    storage = job.storage()
+    journal = Journal(storage, digest)
+    job_id = b""
+    try:
+        if group.rank == 0:
+            _check_vacant(job.writer(state, "0" * 24), storage, overwrite)
+            job_id = journal.begin(resume=resume, is_shared=job.format == "torch_save").encode()
+        job_id = group.share(job_id if group.rank == 0 else None)
+        writer = job.writer(state, job_id.decode())
+        with writer.claimed(storage) if group.rank == 0 else nullcontext():
+            group.barrier()  # nobody writes before there is a claim
+            resumed = _write(job, writer, journal, group, state.contents.checking, workers, progress)
+            unchecked = b""
+            if group.rank == 0:
+                done = journal.records(file.name for file in writer.files)
+                if state.contents.checking.enabled:
+                    writer.compare_fingerprints(done)
+                unchecked = str(sum(row.facts["unchecked_bytes"] for row in done.values())).encode()
+                writer.finish(storage, done)
+                journal.end()
+        unchecked_bytes = int(group.share(unchecked if group.rank == 0 else None))
+    except BaseException as error:
+        if group.world_size == 1 and job_id:
+            _tidy(journal, error)
+        raise
+    finally:
+        journal.leave()
+    return writer, resumed, unchecked_bytes
+
+
+def _tidy(journal: Journal, cause: BaseException) -> None:
+    try:
+        journal.tidy()
+    except ReshardError as second:  # the first error is what the caller must see; the next conversion removes the rest
+        cause.add_note(f"removing unfinished files failed too: {second}")
+
+
+def _write(
+    job: ConvertJob,
+    writer: FormatWriter,
+    journal: Journal,
+    group: Group,
+    checking: Checking,
+    workers: int,
+    progress: bool,
+) -> tuple[str, ...]:
+    """This rank's share of the files that are not finished; returns all that were."""
+    mine = dealt(writer.files, group.world_size)[group.rank]
+    kept = {file.name for file in mine if journal.finished(file.name) is not None}
+    todo = [file for file in mine if file.name not in kept]
+    heard = group.merge(pack_flags([file.name in kept for file in writer.files]), either, "files that are finished")
+    with (
+        group.together("write"),
+        Progress(show=progress and group.rank == 0) as bar,
+        bar.phase("convert", total_bytes=sum(file.nbytes for file in mine)) as step,
+    ):
+        step.advance(sum(file.nbytes for file in mine if file.name in kept))
+
+        def on_bytes(nbytes: int) -> None:
+            step.advance(nbytes)
+            group.check()
+
+        if workers > 1 and len(todo) > 1:
+            hands = [hand for hand in dealt(todo, workers) if hand]
+            digest = journal.folder.partition("-")[2]
+            write_in_processes(job, writer.job_id, digest, hands, on_bytes)
+        else:
+            write_files(writer, journal, todo, checking, on_bytes)
+    flags = unpack_flags(heard, len(writer.files))
+    return tuple(sorted(file.name for file, is_finished in zip(writer.files, flags) if is_finished))
+
+
+def _check(source: Any, target: Any, workers: int) -> None:
+    if workers < 1:
+        raise CheckpointError(f"workers must be >= 1, got {workers}")
+    if workers > 1 and (isinstance(source, (Checkpoint, Storage)) or isinstance(target, Storage)):
+        raise CheckpointError("worker processes open source and target themselves: give both by path or URL")
+    if workers > 1 and "memory://" in f"{source} {target}":
+        raise CheckpointError("worker processes cannot see the memory of this one: give a folder")
+
+
+def _check_vacant(writer: FormatWriter, storage: Storage, overwrite: bool) -> None:
+    names = storage.list()
+    found = None if overwrite else writer.occupied(names)
+    if found is not None:
+        raise FormatError(
+            f"there is a checkpoint in {storage.url} already ({found}): choose another folder, or overwrite=True"
+        )
+    ours: tuple[str, ...] = (MANIFEST, HF_INDEX) if writer.format == "native" and detect(storage, names) else ()
+    ours += (found_last,) if overwrite and (found_last := writer.occupied(names)) else ()
+    kept = [name for name in names if "/" not in name and name not in ours]
+    foreign = next((name for name in kept if any(fnmatchcase(name, glob) for glob in _FOREIGN[writer.format])), None)
+    if foreign is not None:
+        raise FormatError(
+            f"{storage.url} holds {foreign}, which is of another kind of checkpoint: beside it, what is converted "
+            "could not be told apart. Choose a folder of its own"
+        )
+
+
+_FOREIGN: Mapping[str, tuple[str, ...]] = {
+    "native": (MANIFEST, HF_INDEX, ".metadata"),
+    "dcp": (MANIFEST, HF_INDEX, "*.safetensors"),
+    "safetensors": (MANIFEST, ".metadata"),
+    "torch_save": (),
+    "deepspeed": (MANIFEST, HF_INDEX, "*.safetensors", ".metadata"),
+    "megatron": (MANIFEST, HF_INDEX, "*.safetensors", ".metadata"),
+}
+"""By format, the files of others beside which a folder does not open, or opens as what was there before."""

@@ -1,0 +1,437 @@
+"""What is to be converted, as a value that worker processes get; and what of it is done already."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from glob import escape
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+import xxhash
+
+from planners.geometry.layout import StateLayout
+from planners.geometry.topologies import Topology
+from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import open as open_checkpoint
+from reshard.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatError,
+    KeyMismatchError,
+    LayoutError,
+    StorageError,
+    did_you_mean,
+)
+from reshard.formats.normalize import keep_beside
+from reshard.formats.safetensors import SafetensorsWriter
+from reshard.formats.torch_save.writer import TorchSaveWriter
+from reshard.mapping import Cast, apply_dict
+from reshard.mapping import Mapping as StateMapping
+from reshard.mapping.tensors import cast
+from reshard.native import commit
+from reshard.native.writer import NativeWriter
+from reshard.ranks import liveness
+from reshard.ranks.liveness import WriterLease
+from reshard.storage.base import Storage, temporary_name
+from reshard.storage.opening import open_storage
+from reshard.stored.streaming import FormatWriter, WrittenFile
+from reshard.stored.tensor import StoredTensor
+
+__all__ = ["FORMATS", "ConvertJob", "FormatName", "Journal", "is_job", "remove_dead_jobs"]
+
+
+FormatName = Literal["native", "dcp", "safetensors", "torch_save", "megatron", "deepspeed"]
+"""The formats that can be written."""
+FORMATS: tuple[str, ...] = get_args(FormatName)
+CANONICAL = ("megatron", "deepspeed")
+"""Formats that are written from canonical names, whatever the source has."""
+
+
+@dataclass(frozen=True)
+class ConvertJob:
+    """The arguments of `convert` that decide what is written."""
+
+    source: Any
+    target: Any
+    format: str
+    mapping: Any = None
+    onto: StateLayout | Topology | None = None
+    select: tuple[str, ...] = ()
+    dtype: str | None = None
+    normalized: bool = False
+    model_only: bool = False
+    hints: Mapping[str, Any] | None = None
+    max_shard_bytes: int = 5_000_000_000
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises FormatError or LayoutError for arguments that do not fit together."""
+        if self.format not in FORMATS:
+            near = did_you_mean(str(self.format), FORMATS) or ":"
+            raise FormatError(f"cannot write the format {self.format!r}{near} Known are {', '.join(FORMATS)}")
+        if self.onto is not None and self.format not in ("native", "dcp"):
+            raise LayoutError(f"{self.format} files are not sharded by rank: leave out onto, or write native or dcp")
+        if self.max_shard_bytes < 1:
+            raise FormatError(f"max_shard_bytes must be >= 1, got {self.max_shard_bytes}")
+        if self.format == "torch_save" and isinstance(self.target, Storage):
+            raise FormatError("torch_save writes one file: give its path")
+
+    def storage(self) -> Storage:
+        """Where the files go."""
+        if self.format == "torch_save":
+            folder, _, _ = os.fspath(self.target).rstrip("/").rpartition("/")
+            return open_storage(folder or ("/" if os.fspath(self.target).startswith("/") else "."))
+        return open_storage(self.target)
+
+    def state(self) -> Checkpoint:
+        """What will be written, lazily, under its new names."""
+        state = self.source
+        if not isinstance(state, Checkpoint):
+            state = open_checkpoint(state, check=self.check)
+        if self.normalized or self.model_only or self.format in CANONICAL:
+            source = state
+            state = source.canonical(self.hints, model_only=self.model_only)
+            if not self.model_only:
+                state = Checkpoint(
+                    keep_beside(state.contents, source.contents, for_framework=self.format in CANONICAL), source.url
+                )
+        if isinstance(self.mapping, StateMapping):
+            _check_taken(self.mapping, state)
+            state = self.mapping.apply(state)
+        elif self.mapping is not None:
+            state = apply_dict(self.mapping, state)
+        if self.select:
+            state = selected(state, self.select)
+        if self.dtype is not None:
+            state = StateMapping([Cast("{name+}", self.dtype)]).apply(state)
+        return state
+
+    def writer(self, state: Checkpoint, job_id: str) -> FormatWriter:
+        """What writes the state. Raises FormatError where the format cannot hold it."""
+        writer = self._writer(state, job_id)
+        for key, why in writer.refused.items():
+            globs = [*(self.select or ("*",)), *("!" + escape(key) for key in writer.refused)]
+            raise FormatError(
+                f"{len(writer.refused)} objects of {state.url} cannot be written, such as {key!r}: {why}. To leave "
+                f"them out: select={globs}"
+            )
+        return writer
+
+    def _writer(self, state: Checkpoint, job_id: str) -> FormatWriter:
+        contents = state.contents
+        if self.format == "torch_save":
+            return TorchSaveWriter(contents, job_id, file=os.fspath(self.target).rstrip("/").rpartition("/")[2])
+        if self.format == "safetensors":
+            return SafetensorsWriter(contents, job_id, max_shard_bytes=self.max_shard_bytes)
+        if self.format in CANONICAL:
+            return self._framework(state, job_id)
+        onto = self.onto
+        if isinstance(onto, Topology):
+            onto = onto.layout({n: state[n].stored.spec for n in state if n not in state.aliases})
+        if onto is not None:
+            _check_onto(onto, state)
+        if self.format == "native":
+            return NativeWriter(contents, job_id, onto=onto, max_shard_bytes=self.max_shard_bytes)
+        from reshard.formats.dcp.writer import DcpWriter  # torch's checkpoint package takes long to import
+
+        return DcpWriter(contents, job_id, onto=onto, max_shard_bytes=self.max_shard_bytes)
+
+    def _framework(self, state: Checkpoint, job_id: str) -> FormatWriter:
+        """The writer of a format that knows its own names and shapes only."""
+        from reshard.formats.normalize import normalize
+
+        found = normalize(state.contents, None, state.url)
+        if self.format == "deepspeed":
+            from reshard.formats.deepspeed.writer import DeepSpeedWriter, deepspeed_form
+
+            return DeepSpeedWriter(deepspeed_form(found, state.contents, self.hints, _widened, state.url), job_id)
+        from reshard.formats.megatron.writer import MegatronWriter, megatron_form
+
+        form = megatron_form(found, state.contents, self.hints, _widened, state.url)
+        target = self.target.url if isinstance(self.target, Storage) else os.fspath(self.target)
+        return MegatronWriter(form, job_id, target=target, max_shard_bytes=self.max_shard_bytes)
+
+    def digest(self, state: Checkpoint) -> str:
+        """The same for equal work on an unchanged source, so that interrupted work is found again."""
+        onto = self.onto.digest() if isinstance(self.onto, StateLayout) else self.onto
+        facts = [self.format, self.mapping, self.select, self.dtype, self.normalized, self.model_only, self.hints]
+        facts += [self.max_shard_bytes, self.check, str(self.target), onto, list(state.objects), _identity(state.url)]
+        seen = xxhash.xxh3_128(repr(facts).encode())
+        for name in state:
+            seen.update(repr(state[name].stored.spec).encode())
+        return str(seen.hexdigest())
+
+
+def _widened(tensor: StoredTensor, name: str) -> StoredTensor:
+    return cast(tensor, "float32", name)
+
+
+def _check_taken(mapping: StateMapping, state: Checkpoint) -> None:
+    """A mapping for other names would change nothing, and that in silence."""
+    is_needed = mapping.stages and not any(rule.optional for stage in mapping.stages for rule in stage)
+    names = [*state, *state.aliases, *state.objects]
+    if is_needed and names and not mapping.names(names):
+        raise KeyMismatchError(
+            f"the mapping takes nothing of what is in {state.url}, such as {names[0]!r}: is it for other names?"
+        )
+
+
+def _check_onto(onto: StateLayout, state: Checkpoint) -> None:
+    specs = {n: state[n].stored.spec for n in state if n not in state.aliases}
+    wrong = [name for name, spec in specs.items() if name not in onto or onto[name].spec != spec]
+    wrong += [name for name in onto if name not in specs]
+    if wrong:
+        have, want = specs.get(wrong[0]), onto[wrong[0]].spec if wrong[0] in onto else None
+        raise LayoutError(
+            f"{len(wrong)} tensors of the checkpoint and of the layout to write for do not agree, such as "
+            f"{wrong[0]!r}: the checkpoint has {have}, the layout {want}"
+        )
+
+
+def _identity(url: str) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of the source's files: a source that was changed is another one."""
+    root = Path(url.removeprefix("file://"))
+    try:
+        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else []
+        return [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    except OSError as error:
+        raise StorageError(f"cannot look at the files of {url}: {error.strerror or error}") from error
+
+
+def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
+    """What some glob fits, and none that begins with `!`.
+
+    Raises KeyMismatchError if a glob fits nothing at all.
+    """
+    wanted = [glob for glob in globs if not glob.startswith("!")] or ["*"]
+    unwanted = [glob[1:] for glob in globs if glob.startswith("!")]
+    contents = state.contents
+    own = dict(contents.per_rank)
+    names = [*state, *(alias for alias in state.aliases if alias not in contents.tensors), *state.objects, *own]
+
+    def kept(name: str) -> bool:
+        return any(fnmatchcase(name, g) for g in wanted) and not any(fnmatchcase(name, g) for g in unwanted)
+
+    for glob in (*wanted, *unwanted):
+        if not any(fnmatchcase(name, glob) for name in names):
+            near = did_you_mean(glob, names[:5000]) or f"; it has {', '.join(names[:5])}, ..."
+            raise KeyMismatchError(f"nothing in {state.url} is called like {glob!r}{near}")
+    tensors: dict[str, StoredTensor] = {}
+    aliases: dict[str, str] = {}
+    heir: dict[str, str] = {}
+    for name in names:
+        if name in state.objects or name in own or not kept(name):
+            continue
+        first = state.aliases.get(name, name)
+        if first != name and kept(first):
+            aliases[name] = first
+        elif first != name and first in heir:
+            aliases[name] = heir[first]
+        else:  # of tied tensors whose keeper is left out, the first takes its place
+            heir[first] = name
+            tensors[name] = state[name].stored
+    objects = {key: value for key, value in state.objects.items() if kept(key)}
+    own = {key: values for key, values in own.items() if kept(key)}
+    here = {*tensors, *aliases, *objects, *own}
+    paths = {key: path for key, path in contents.paths.items() if key in here}
+    whole = len(here) == len(names)
+    made = replace(
+        contents,
+        tensors={**tensors, **{alias: state[alias].stored for alias in aliases if alias in contents.tensors}},
+        objects=objects,
+        aliases=aliases,
+        paths=paths,
+        per_rank=own,
+        containers=contents.containers if whole else _containers(contents.containers, paths.values()),
+    )
+    return Checkpoint(made, state.url)
+
+
+def _containers(known: Mapping[Any, str], paths: Iterable[tuple[Any, ...]]) -> dict[Any, str]:
+    """The kinds of those containers that still hold something."""
+    above = {path[:i] for path in paths for i in range(len(path) + 1)}
+    return {path: kind for path, kind in known.items() if path in above}
+
+
+# What of an interrupted conversion is done: one small record a file, in a folder of the target that
+# goes at the end.
+#
+# convert-<digest>/claim               who writes here: what a dead process left is removed, by
+# others or by `prune` convert-<digest>/job                 the id of the job: equal jobs find each
+# other by the digest convert-<digest>/<file>.json         a file that is whole: its length and
+# checksum
+
+
+_HEAD = "job"
+_CLAIM = "claim"
+_FOLDER = re.compile(r"convert-[0-9a-f]{32}/")
+_PIECE_BYTES = 16 << 20
+
+
+class _Head(msgspec.Struct):
+    job_id: str
+
+
+class Journal:
+    """The records of one job in its target."""
+
+    def __init__(self, storage: Storage, digest: str) -> None:
+        self.storage = storage
+        self.folder = f"convert-{digest}"
+        self._job_id = ""
+
+    def begin(self, *, resume: bool, is_shared: bool = False) -> str:
+        """Claim the target until `leave`, and remove what dead jobs left there.
+
+        Returns the id of the job: that of the interrupted one, if there is one and `resume`, else a new one.
+
+        Args:
+            is_shared: several jobs may write into the target at once, each a file of its own.
+
+        Raises StorageError if another job is seen to be running here.
+        """
+        names = self.storage.list()
+        for folder, claim, job_id in _jobs(self.storage, names):
+            is_mine = folder == self.folder
+            if claim is not None and claim.is_running(job_id) and (is_mine or not is_shared):
+                raise StorageError(
+                    f"{claim} is converting to {self.storage.url} just now: wait until it has ended, or choose another "
+                    "folder"
+                )
+            if is_mine and resume:
+                self._job_id = job_id
+        remove_dead_jobs(self.storage, names, spare=self.folder if self._job_id else "")
+        if self._job_id:
+            liveness.take_lease(self.storage, f"{self.folder}/{_CLAIM}", self._job_id)
+            return self._job_id
+        _remove_records(self.storage, self.storage.list(f"{self.folder}/"), self.folder)
+        self._job_id = commit.new_save_id().replace("-", "")
+        liveness.take_lease(self.storage, f"{self.folder}/{_CLAIM}", self._job_id)
+        self.storage.publish(f"{self.folder}/{_HEAD}", msgspec.json.encode(_Head(self._job_id)))
+        return self._job_id
+
+    def leave(self) -> None:
+        """Nobody writes any more: the job is done, or may be continued or removed by whoever comes."""
+        liveness.release_lease(self._job_id)
+
+    def tidy(self) -> None:
+        """After a failure, when nobody writes any more: files that are whole stay for the next try, and nothing else.
+        Of a job that has finished none nothing stays."""
+        names = self.storage.list()
+        records = [name for name in names if name.startswith(f"{self.folder}/") and name.endswith(".json")]
+        whole = tuple(msgspec.json.decode(self.storage.read(name), type=WrittenFile).name for name in records)
+        for name in _unpublished(self.storage, names, self._job_id):
+            is_claim = name.endswith(f"/{commit.CLAIM}")
+            if not (whole and is_claim) and not (whole and name.startswith(whole)):
+                self.storage.delete(name)
+        if not whole:
+            _remove_records(self.storage, names, self.folder)
+
+    def add(self, file: str, done: WrittenFile) -> None:
+        """This file is whole and durable."""
+        self.storage.publish(f"{self.folder}/{_flat(file)}.json", msgspec.json.encode(done))
+
+    def finished(self, file: str) -> WrittenFile | None:
+        """The record of a file, if it has one, and the file still has that length and checksum; else None."""
+        try:
+            done = msgspec.json.decode(self.storage.read(f"{self.folder}/{_flat(file)}.json"), type=WrittenFile)
+            nbytes = self.storage.size(done.name)
+        except CheckpointNotFoundError:
+            return None
+        if nbytes != done.nbytes or self._digest(done.name, nbytes) != done.digest:
+            return None
+        return done
+
+    def records(self, files: Iterable[str]) -> dict[str, WrittenFile]:
+        """The records of all files, not checked. Raises StorageError if one is missing."""
+        out = {}
+        for file in files:
+            try:
+                data = self.storage.read(f"{self.folder}/{_flat(file)}.json")
+            except CheckpointNotFoundError:
+                raise StorageError(
+                    f"{file} was written by another process, but is not seen in {self.storage.url}: the folder must be "
+                    "the same, shared one for all"
+                ) from None
+            out[file] = msgspec.json.decode(data, type=WrittenFile)
+        return out
+
+    def end(self) -> None:
+        """All is published: the records go."""
+        _remove_records(self.storage, self.storage.list(f"{self.folder}/"), self.folder)
+
+    def _digest(self, name: str, nbytes: int) -> str:
+        state = xxhash.xxh3_128()
+        buffer = bytearray(min(nbytes, _PIECE_BYTES))
+        for start in range(0, nbytes, _PIECE_BYTES):
+            piece = memoryview(buffer)[: min(_PIECE_BYTES, nbytes - start)]
+            self.storage.read_into(name, start, piece)
+            state.update(piece)
+        return str(state.hexdigest())
+
+
+def _flat(file: str) -> str:
+    return file.replace("/", "~")
+
+
+def remove_dead_jobs(storage: Storage, names: Mapping[str, int], *, spare: str = "") -> list[str]:
+    """Remove what conversions left whose processes are gone: records, and files that never became a checkpoint.
+
+    A job that may still be running keeps all of it, and so does the one whose records are in the folder `spare`.
+    `names` are those of the storage. Returns the ids of the jobs.
+    """
+    removed = []
+    for folder, claim, job_id in _jobs(storage, names):
+        if folder == spare or liveness.may_be_alive(claim, job_id):
+            continue
+        if job_id:
+            for name in _unpublished(storage, names, job_id):
+                storage.delete(name)
+        _remove_records(storage, names, folder)
+        removed.append(job_id)
+    return removed
+
+
+def is_job(folder: str) -> bool:
+    """Whether a folder, by its name, holds the records of a conversion."""
+    return _FOLDER.fullmatch(f"{folder}/") is not None
+
+
+def _jobs(storage: Storage, names: Iterable[str]) -> list[tuple[str, WriterLease | None, str]]:
+    """Folder, claim and id of each job that has records; "" if its id is not known."""
+    found = []
+    for folder in {match[0] for name in names if (match := _FOLDER.match(name))}:
+        try:
+            job_id = msgspec.json.decode(storage.read(f"{folder}{_HEAD}"), type=_Head).job_id
+        except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+            job_id = ""
+        found.append((folder.rstrip("/"), liveness.read_lease(storage, f"{folder}{_CLAIM}"), job_id))
+    return found
+
+
+def _unpublished(storage: Storage, names: Mapping[str, int], job_id: str) -> list[str]:
+    """The files that are told by their names to be the job's, and that no checkpoint holds."""
+    staged, items = temporary_name("", job_id), f"_{job_id}_"
+    found = [name for name in names if name.endswith(staged)]
+    distcp = [name for name in names if items in name and name.endswith(".distcp")]
+    if distcp and (".metadata" not in names or job_id.encode() not in storage.read(".metadata")):
+        found += distcp
+    save_id = commit.save_id_of(job_id)
+    data = [name for name in names if name.startswith(f"{commit.folder_of(save_id)}/")]
+    if data:
+        with suppress(DamagedCheckpointError, FormatError):  # a manifest that does not say what counts
+            found += data if commit.published(storage) != save_id else []
+    return found
+
+
+def _remove_records(storage: Storage, names: Iterable[str], folder: str) -> None:
+    """The claim and the id last, so that a removal cut short is taken up again."""
+    mine = [name for name in names if name.startswith(f"{folder}/")]
+    for name in sorted(mine, key=lambda name: (name.endswith(f"/{_HEAD}"), name.endswith(f"/{_CLAIM}"))):
+        storage.delete(name)

@@ -1,0 +1,675 @@
+"""A generation in the folders of hosts: what lies there, how it moves, and how it is read when each has a part."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+
+from planners.geometry.box import Box, ByteRuns, Window
+from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
+from planners.notebooks import Tabled
+from planners.plans.rounds import schedule, verify_schedule
+from planners.plans.save import SavePlan, WriteItem
+from planners.plans.transfer import plan_transfers
+from planners.units import format_bytes
+from reshard.api.load import LoadReport
+from reshard.errors import CheckpointError, DamagedCheckpointError, StorageError, format_names, format_ranks
+from reshard.execute.exchange import Exchange, RankWork, round_bytes
+from reshard.execute.reading import merge_ranges, subtract_ranges
+from reshard.native.manifest import MANIFEST, FileRecord, Manifest, entry_key, read_manifest
+from reshard.native.reader import NativeFacts
+from reshard.ranks import liveness
+from reshard.ranks.group import Group, device_of_kind, sending_kinds
+from reshard.storage.base import Storage, Writer
+from reshard.storage.local import LocalStorage
+from reshard.stored.safetensors import encode_header
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "LINEAGE", "GatherReport", "GenerationFolder", "Held", "Hosts", "Incarnation", "KeepReport",
+    "ManifestStamp", "Recorded", "RecoverReport", "Settings", "Survivors", "blocks_of",
+    "fetched_folder", "free_bytes", "good_ranges", "held_in", "kept_in", "lost_boxes", "meet",
+    "move", "remove",
+]  # fmt: skip
+
+
+# this host has some files, and all of the manifest once the generation counts.
+#
+#     /dev/shm/run1/node3/                                       the folder of the host node3
+#         owner.json                                             which process of which job writes here
+#         00000007-step-100-0192f3c1a8ab-5d2e.../                generation 7
+#             lineage.json                                       which incarnation of the job it is of
+#             manifest.json                                      published when all hosts have all of their files
+#             data-0192f3c1a8ab-5d2e.../00012.safetensors        what rank 12 wrote, here
+#             data-0192f3c1a8ab-5d2e.../00004.safetensors        a copy of what rank 4 wrote, on another host
+
+
+Ranges = list[tuple[int, int]]
+"""Bytes [start, stop) of a file, in order."""
+Held = dict[str, Ranges]
+"""By the number of a rank before, as text: the bytes of its file that are there, with the right checksums."""
+
+_NAME = re.compile(r"(\d{8,})-step-(\d+)-([0-9a-f]{12}-[0-9a-f]{12})")
+_FETCHED = "fetched-"
+_PIECE_BLOCKS = 8
+
+
+class GenerationFolder(NamedTuple):
+    """A generation, as its folder is called."""
+
+    number: int
+    """Each is larger than all that was there when it began; so newer generations of one incarnation of a job have
+    larger ones. Those of others may have any: see `lineage`."""
+    step: int
+    save_id: str
+
+    @property
+    def folder(self) -> str:
+        """Its name within the folder of a host."""
+        return f"{self.number:08d}-step-{self.step}-{self.save_id}"
+
+    def __str__(self) -> str:
+        return f"generation {self.number} (step {self.step})"
+
+
+class ManifestStamp(NamedTuple):
+    """What the manifest of a generation, or of another checkpoint, says of when and what it is."""
+
+    unix_s: float
+    state: str
+    """A digest of all fingerprints: equal where all tensors are, whatever the layouts; empty if there are none."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> ManifestStamp:
+        """Out of a manifest."""
+        rows = repr(sorted(manifest.fingerprints.items())).encode()
+        return cls(manifest.created_unix_s, xxhash.xxh3_128_hexdigest(rows) if manifest.fingerprints else "")
+
+
+class Recorded(NamedTuple):
+    """What the folder of a host says of a generation."""
+
+    made: ManifestStamp | None
+    """None while it does not count there."""
+    incarnation: Incarnation | None
+    """None where nothing legible says so."""
+
+
+def fetched_folder(kept: GenerationFolder) -> str:
+    """Where a host puts what it gets of a generation from other hosts while it recovers."""
+    return f"{_FETCHED}{kept.save_id}"
+
+
+def kept_in(folder: Path) -> dict[GenerationFolder, Recorded]:
+    """The generations in the folder of a host, and what is recorded of each.
+
+    Raises StorageError if it cannot be read.
+    """
+    found: dict[GenerationFolder, Recorded] = {}
+    try:
+        names = [entry.name for entry in os.scandir(folder)]
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise StorageError(f"cannot list {folder}: {error.strerror or error}") from error
+    for name in names:
+        if match := _NAME.fullmatch(name):
+            storage = LocalStorage(folder / name)
+            found[GenerationFolder(int(match[1]), int(match[2]), match[3])] = Recorded(
+                _made(storage), Incarnation.read(storage)
+            )
+    return found
+
+
+def _made(storage: Storage) -> ManifestStamp | None:
+    try:
+        return ManifestStamp.of(read_manifest(storage))
+    except CheckpointError:
+        return None
+
+
+def remove(folder: Path, keep: Sequence[GenerationFolder] = ()) -> None:
+    """Remove all generations but these from the folder of a host, and what was fetched. Their manifests go first, and
+    what says of which incarnation they are goes last: what counts never lacks it."""
+    storage, kept = LocalStorage(folder), {one.folder for one in keep}
+    names = [name for name in storage.list() if "/" in name and name.partition("/")[0] not in kept]
+    ours = [name for name in names if _NAME.fullmatch(name.partition("/")[0]) or name.startswith(_FETCHED)]
+    for name in sorted(ours, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name.endswith(f"/{LINEAGE}"))):
+        storage.delete(name)
+    for name in storage.empty_folders():
+        if name.partition("/")[0] not in kept:
+            storage.delete(f"{name}/nothing")
+
+
+def held_in(storage: Storage, manifest: Manifest, part: int = 0, of: int = 1, threads: int = 1) -> Held:
+    """What is there of a generation's files, block by block, by checksums; of every `of`-th file, from `part` on."""
+    names = storage.list()
+    found: Held = {}
+    for rank, record in sorted(manifest.files.items(), key=lambda row: int(row[0]))[part::of]:
+        if names.get(record.name) == record.nbytes:
+            ranges = good_ranges(storage, record, manifest.block_bytes, threads)
+            if ranges:
+                found[rank] = ranges
+    return found
+
+
+def good_ranges(storage: Storage, record: FileRecord, block_bytes: int, threads: int = 1) -> Ranges:
+    """The bytes of a data file whose blocks have the right checksums; none if those are damaged themselves."""
+    try:
+        digests = storage.read(f"{record.name}.sums")
+    except CheckpointError:
+        return []
+    if xxhash.xxh3_128_hexdigest(digests) != record.sums:
+        return []
+    sums, step = np.frombuffer(digests, dtype="<u8").tolist(), _PIECE_BLOCKS * block_bytes
+
+    def check(start: int) -> list[tuple[int, int]]:
+        buffer = memoryview(bytearray(min(step, record.nbytes - start)))
+        try:
+            storage.read_into(record.name, start, buffer)
+        except CheckpointError:
+            return []
+        blocks = range(start, start + len(buffer), block_bytes)
+        pieces = {at: buffer[at - start : at - start + block_bytes] for at in blocks}
+        good = [at for at in blocks if xxhash.xxh3_64_intdigest(pieces[at]) == sums[at // block_bytes]]
+        return [(at, at + len(pieces[at])) for at in good]
+
+    starts = range(0, record.nbytes, step)
+    if threads == 1 or len(starts) == 1:
+        rows = list(map(check, starts))
+    else:
+        with ThreadPoolExecutor(threads, thread_name_prefix="reshard-check") as pool:
+            rows = list(pool.map(check, starts))
+    return merge_ranges(piece for row in rows for piece in row)
+
+
+def _ordered(plan: SavePlan, rank: int) -> list[WriteItem]:
+    """The arrays of a rank's file, in the order in which they are written."""
+    return sorted(plan.items(rank), key=lambda item: -plan.layout[item.fqn].spec.itemsize)
+
+
+def header_of(plan: SavePlan, rank: int) -> bytes:
+    """What a rank's file begins with: it follows from the plan, as do the arrays."""
+    specs = plan.layout.specs
+    return encode_header(
+        (entry_key(item.fqn, item.box, specs[item.fqn].shape), specs[item.fqn].dtype, item.box.sizes)
+        for item in _ordered(plan, rank)
+    )
+
+
+def arrays_of(plan: SavePlan, rank: int, header_bytes: int) -> list[tuple[str, Box, int, int]]:
+    """(tensor, region, first byte, one past the last) of every array in a rank's file."""
+    items = _ordered(plan, rank)
+    starts = accumulate((item.nbytes for item in items), initial=header_bytes)
+    return [(item.fqn, item.box, at, at + item.nbytes) for item, at in zip(items, starts)]
+
+
+def lost_boxes(native: NativeFacts, held: Mapping[str, Sequence[Held]]) -> dict[str, list[tuple[int, Box]]]:
+    """Of every tensor that does not survive whole: the regions that nobody has, each with the rank that wrote it.
+
+    Args:
+        held: by host, what its ranks have found.
+    """
+    everything = [found for rows in held.values() for found in rows]
+    block = native.manifest.block_bytes
+    lost: dict[str, list[tuple[int, Box]]] = {}
+    for rank, record in native.manifest.files.items():
+        there = merge_ranges(piece for found in everything for piece in found.get(rank, ()))
+        holes = subtract_ranges([(0, record.nbytes)], there)
+        if not holes:
+            continue
+        # a load may check the header's blocks whatever it reads: without them, nothing of the file is of use
+        all_of_it = holes[0][0] < -(-record.header_bytes // block) * block
+        for fqn, box, start, stop in arrays_of(native.plan, int(rank), record.header_bytes):
+            if all_of_it or any(begin < stop and start < end for begin, end in holes):
+                lost.setdefault(fqn, []).append((int(rank), box))
+    return lost
+
+
+# An incarnation of a job, and the file that says which one kept a generation.
+#
+# 00000007-step-100-0192f3c1a8ab-5d2e.../lineage.json        published before anything else of the
+# generation
+#     {"lineage":{"id":"0192f3c0ffee-77ab...","first":4,"earlier":{"0192f3b00a1e-90cd...":3}},"digest":"..."}
+
+
+LINEAGE = "lineage.json"
+
+
+class Incarnation(msgspec.Struct, frozen=True):
+    """A job from a recovery, or from its first generation if it recovered nothing, until its processes end or it
+    recovers again. Its ranks and hosts stay the same, so its generations are one after another, by their numbers."""
+
+    id: str
+    """Nobody else has it, and it begins with the time at which the incarnation began, as a save id does."""
+    first: int
+    """Number of its first generation: larger than all that it could see when it began."""
+    earlier: dict[str, int]
+    """By the id of each incarnation that it knew to have been before: the number of the generation up to which it goes
+    on from that one; 0 if it recovered nothing of it. Incarnations that it knew were over when it began: their hosts
+    were its own."""
+
+    def encode(self) -> bytes:
+        """The text of its file, with a digest."""
+        text = msgspec.json.encode(self)
+        return msgspec.json.encode(_SealedLineage(msgspec.Raw(text), xxhash.xxh3_128_hexdigest(text)))
+
+    @classmethod
+    def read(cls, storage: Storage) -> Incarnation | None:
+        """That of the generation in `storage`; None if nothing legible says so, as before releases recorded it."""
+        try:
+            sealed = msgspec.json.decode(storage.read(LINEAGE), type=_SealedLineage)
+            if xxhash.xxh3_128_hexdigest(sealed.lineage) != sealed.digest:
+                return None
+            return msgspec.json.decode(sealed.lineage, type=cls)
+        except (CheckpointError, msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+
+
+class _SealedLineage(msgspec.Struct, frozen=True):
+    lineage: msgspec.Raw
+    digest: str
+
+
+# A generation as one checkpoint that a load can read, though each host has only some of its files.
+
+
+class Survivors(Storage):
+    """What a host has of a generation. Files that are whole here are read where they are; all others in a folder of
+    what was fetched, where each begins as a hole behind the header, which follows from the plan: so a load can be
+    planned before anything is fetched, and then only what it needs.
+
+    Args:
+        here: the folder of the generation on this host.
+        fetched: the folder of what is fetched.
+        manifest_text: which this host may not have.
+        whole: names of the files that are here and undamaged.
+    """
+
+    max_gap_bytes = LocalStorage.max_gap_bytes
+    requests = 1
+
+    def __init__(self, here: LocalStorage, fetched: Path, manifest_text: bytes, whole: Collection[str]) -> None:
+        self.here, self.fetched, self.whole = here, LocalStorage(fetched), frozenset(whole)
+        self.url = here.url
+        self._manifest_text = manifest_text
+        self._records: dict[str, tuple[int, FileRecord]] = {}
+        self._plan: SavePlan | None = None
+
+    def expect(self, manifest: Manifest, plan: SavePlan) -> None:
+        """The files of which headers may be asked."""
+        self._records = {record.name: (int(rank), record) for rank, record in manifest.files.items()}
+        self._plan = plan
+
+    def path_of(self, name: str) -> Path:
+        """Where a file, or its checksums, lies or is to be put."""
+        return (self.here if name.removesuffix(".sums") in self.whole else self.fetched).root / name
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        return {MANIFEST: len(self._manifest_text)} if MANIFEST.startswith(prefix) else {}
+
+    def size(self, name: str) -> int:
+        return len(self._manifest_text) if name == MANIFEST else self._with(name).size(name)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        if name == MANIFEST:
+            buffer[:] = self._manifest_text[start : start + len(buffer)]
+        else:
+            self._with(name).read_into(name, start, buffer)
+
+    def mapped(self, name: str) -> memoryview | None:
+        return memoryview(self._manifest_text) if name == MANIFEST else self._with(name).mapped(name)
+
+    def create(self, name: str) -> Writer:
+        raise StorageError(f"{self.url} is what survives of a generation: nothing is written there")
+
+    def publish(self, name: str, data: Buffer) -> None:
+        self.create(name)
+
+    def delete(self, name: str) -> None:
+        self.create(name)
+
+    def _with(self, name: str) -> Storage:
+        if name.removesuffix(".sums") in self.whole:
+            return self.here
+        if name in self._records:
+            self.prepare(name)
+        return self.fetched
+
+    def prepare(self, name: str) -> None:
+        """Make the file, with its header and nothing else, unless it is there: any rank of the host may come first."""
+        path = self.fetched.root / name
+        if path.exists() or self._plan is None:
+            return
+        rank, record = self._records[name]
+        header = header_of(self._plan, rank)
+        if len(header) != record.header_bytes:
+            raise DamagedCheckpointError(
+                f"{self.url}: {name} must begin with a header of {record.header_bytes} bytes, but by the manifest's "
+                f"layout it has {len(header)}"
+            )
+        beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(beside, "xb") as out:
+                out.write(header)
+                out.truncate(record.nbytes)
+            with suppress(FileExistsError):
+                os.link(beside, path)
+            beside.unlink()
+        except OSError as error:
+            raise StorageError(f"cannot make {path}: {error.strerror or error}") from error
+
+
+def blocks_of(window: Window, block_bytes: int, nbytes: int) -> Ranges:
+    """The blocks of a file of `nbytes` that have bytes of a window, as ranges that may touch or overlap."""
+    runs = window.runs()
+    if not runs.count:
+        return []
+    length, counts, strides = runs.run_bytes, list(runs.counts), list(runs.strides)
+    while counts and strides[-1] - length <= block_bytes:  # gaps that leave no block out
+        length += (counts.pop() - 1) * strides.pop()
+    return [
+        (start // block_bytes * block_bytes, min(-(-(start + size) // block_bytes) * block_bytes, nbytes))
+        for start, size in ByteRuns(runs.offset, length, tuple(counts), tuple(strides))
+    ]
+
+
+# Moves byte ranges of files between the folders of hosts: files are planned and sent as tensors of
+# bytes are.
+
+
+Places = Mapping[str, Mapping[int, Ranges]]
+"""By file and rank: the bytes that it holds, or wants."""
+
+
+def move(
+    held: Places,
+    wanted: Places,
+    sizes: Mapping[str, int],
+    source: Callable[[str], Path],
+    target: Callable[[str], Path],
+    group: Group,
+    process_group: dist.ProcessGroup | None,
+    *,
+    max_inflight_bytes: int,
+) -> int:
+    """Collective: bring what ranks want from ranks that hold it, by a proved plan; ranks between which nothing moves
+    may give other files. Returns the bytes that this rank got from others.
+
+    Args:
+        sizes: of the files, in bytes.
+        source, target: where a file lies that this rank sends, or gets, which is made.
+
+    Raises StorageError where there is no room; PlanError for bytes that nobody holds.
+    """
+    rank, world = group.ranks[group.rank], max(group.ranks) + 1
+    before, after = (_layout(side, sizes, world) for side in (held, wanted))
+    rounds = schedule(plan_transfers(before, after), max_inflight_bytes=round_bytes(max_inflight_bytes))
+    verify_schedule(rounds).raise_if_failed()
+
+    def parts(side: Places, whole: Callable[[str], torch.Tensor]) -> Callable[[str], Sequence[torch.Tensor]]:
+        return lambda name: [whole(name)[start:stop] for start, stop in side[name].get(rank, ())]
+
+    files = {name: target(name) for name, by in wanted.items() if rank in by}
+    for name, path in files.items():
+        _make_room(path, sizes[name], wanted[name][rank])
+    kinds = sending_kinds(process_group)
+    exchange = Exchange(
+        RankWork.of(rounds, rank),
+        parts(held, lambda name: _mapped(source(name), shared=False)),
+        parts(wanted, lambda name: _mapped(files[name], shared=True)),
+        device=device_of_kind("cpu" if "cpu" in kinds else kinds[0]),
+        process_group=process_group,
+    )
+    exchange.run(group, deadline_s=max(group.deadline - time.monotonic(), 1.0))
+    for path in files.values():
+        _sync(path)
+    return exchange.received_bytes
+
+
+def _layout(side: Places, sizes: Mapping[str, int], world: int) -> StateLayout:
+    return StateLayout(
+        {
+            name: TensorLayout.from_boxes(
+                TensorSpec(name, (sizes[name],), "uint8"),
+                {rank: [Box.of((start,), (stop - start,)) for start, stop in ranges] for rank, ranges in by.items()},
+                world,
+            )
+            for name, by in side.items()
+        },
+        world,
+    )
+
+
+def _make_room(path: Path, nbytes: int, ranges: Ranges) -> None:
+    """The file, and memory for what will be written to it: where there is none, writing to it would end the process."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if os.fstat(file).st_size < nbytes:
+                os.ftruncate(file, nbytes)
+            for start, stop in ranges:
+                os.posix_fallocate(file, start, stop - start)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise StorageError(
+            f"no room for {sum(stop - start for start, stop in ranges)} bytes of {path}: {error.strerror or error}"
+        ) from error
+
+
+def _mapped(path: Path, *, shared: bool) -> torch.Tensor:
+    """The bytes of a file, in its own memory."""
+    try:
+        with open(path, "r+b" if shared else "rb") as file:
+            flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE  # torch wants memory that could be written to
+            memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise StorageError(f"cannot map {path}: {error.strerror or error}") from error
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _sync(path: Path) -> None:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise StorageError(f"cannot make {path} durable: {error.strerror or error}") from error
+
+
+# Which rank is on which host, and whose the folder of a host is.
+
+
+_OWNER = "owner.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a `Tier` was made with; see there."""
+
+    folder: Path
+    host: str
+    copies: int
+    process_group: dist.ProcessGroup | None
+    max_inflight_bytes: int
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a job. The same on every rank, but for `place`."""
+
+    names: tuple[str, ...]
+    """Of each rank, by its place in the group."""
+    place: int
+    """Of this rank in the group."""
+    folder: Path
+    """Of this rank's host."""
+
+    @cached_property
+    def places(self) -> dict[str, list[int]]:
+        """The ranks of each host, by their places in the group."""
+        found: dict[str, list[int]] = {}
+        for place, name in enumerate(self.names):
+            found.setdefault(name, []).append(place)
+        return found
+
+    @property
+    def name(self) -> str:
+        """Of this rank's host."""
+        return self.names[self.place]
+
+    @property
+    def mine(self) -> list[int]:
+        """The ranks of this host."""
+        return self.places[self.name]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank of its host, which acts for it."""
+        return self.mine[0] == self.place
+
+
+def meet(folder: Path, host: str, group: Group) -> Hosts:
+    """Collective: who is where. The first rank of each host claims its folder.
+
+    Raises StorageError if another job that is running has it, or if ranks that name one host do not share its folder.
+    """
+    names = tuple(name.decode() for name in group.exchange(host.encode()))
+    hosts = Hosts(names, group.rank, folder / host)
+    storage, work = LocalStorage(hosts.folder), f"elastic {hosts.folder}"
+    pids = set(group.among(host, b"%d" % os.getpid()).values())
+    if hosts.leads:
+        found = liveness.read_lease(storage, _OWNER)
+        if found is not None and b"%d" % found.pid not in pids and found.is_running(work):
+            raise StorageError(
+                f"{hosts.folder} belongs to {found}, which is running: another job has it. Give each job a folder of "
+                "its own, or end the other one"
+            )
+        liveness.take_lease(storage, _OWNER, work)
+    group.barrier()
+    try:
+        seen = storage.read(_OWNER)
+    except CheckpointError:
+        seen = b""
+    rows = group.among(host, seen)
+    if not seen or len(set(rows.values())) > 1:
+        ranks = format_ranks(group.ranks[place] for place in rows)
+        raise StorageError(
+            f"{ranks} say that they are on host {host!r}, but do not see the same folder {hosts.folder}: ranks of one "
+            "host must share it, and hosts must have different names"
+        )
+    return hosts
+
+
+def free_bytes(folder: Path) -> int:
+    """What the file system of a folder has left. Raises StorageError if it cannot be asked."""
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        raise StorageError(f"cannot ask how much room there is in {folder}: {error.strerror or error}") from error
+    return found.f_bavail * found.f_frsize
+
+
+# What `keep`, `recover` and `gather` did.
+
+
+@dataclass(frozen=True, repr=False)
+class KeepReport(Tabled):
+    """What `Tier.keep` did. Equal on all ranks but for `bytes_received` and `seconds`."""
+
+    number: int
+    """Of the generation: larger than those of all that were there before."""
+    step: int
+    save_id: str
+    total_bytes: int
+    """Bytes of all tensors, each distinct element once."""
+    bytes_by_host: Mapping[str, int]
+    """Bytes of tensors that each host holds of this generation, copies included; of two at most at a time."""
+    bytes_received: int
+    """Of copies, by this rank."""
+    seconds: Mapping[str, float] = field(compare=False)
+    """Time of this rank, by phase."""
+
+    def __repr__(self) -> str:
+        """One line."""
+        most = format_bytes(max(self.bytes_by_host.values()))
+        return (
+            f"KeepReport(generation {self.number}, step {self.step}, {format_bytes(self.total_bytes)}, at most {most} "
+            f"on each of {len(self.bytes_by_host)} hosts)"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class RecoverReport(Tabled):
+    """What `Tier.recover` did. Equal on all ranks but for `bytes_received`, `load` and `seconds`."""
+
+    number: int | None
+    """Of the generation that was loaded; None if all came from the fallback, so that nothing is left in memory."""
+    step: int | None
+    from_fallback: tuple[str, ...]
+    """Tensors that survived nowhere, and came from the fallback, which has the same: by fingerprint."""
+    passed_over: tuple[str, ...]
+    """Newer generations, and those that hosts have brought back from which the job had not gone on: what each is, and
+    why it was not loaded."""
+    bytes_received: int
+    """From other hosts, by this rank."""
+    bytes_checked: int
+    """Bytes of blocks that this rank has compared with their checksums: of all files that were left, and again of
+    what came from other hosts."""
+    load: LoadReport
+    seconds: Mapping[str, float] = field(compare=False)
+    """Time of this rank, by phase."""
+
+    def __repr__(self) -> str:
+        """One line."""
+        what = "the fallback" if self.number is None else f"generation {self.number}, step {self.step}"
+        odd = [f"{format_names(self.from_fallback)} from the fallback"] if self.from_fallback else []
+        odd += [f"{len(self.passed_over)} passed over"] if self.passed_over else []
+        return f"RecoverReport({', '.join([what, *odd])})"
+
+
+@dataclass(frozen=True, repr=False)
+class GatherReport(Tabled):
+    """What `gather` did."""
+
+    path: str
+    number: int
+    step: int
+    files: int
+    nbytes: int
+    """Of data files."""
+    passed_over: tuple[str, ...] = ()
+    """Generations that are not older states of this one, and why they were not taken."""
+
+    def __repr__(self) -> str:
+        """One line."""
+        odd = f", {len(self.passed_over)} passed over" if self.passed_over else ""
+        return (
+            f"GatherReport(generation {self.number}, step {self.step}: {self.files} files, "
+            f"{format_bytes(self.nbytes)} in {self.path!r}{odd})"
+        )

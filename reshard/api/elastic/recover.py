@@ -1,0 +1,523 @@
+"""`recover`: the newest generation that survives whole, loaded; `gather`: the same as one ordinary checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from planners.geometry.box import Box
+from reshard.api.elastic.generation import (
+    GatherReport,
+    GenerationFolder,
+    Held,
+    Hosts,
+    Incarnation,
+    ManifestStamp,
+    Recorded,
+    RecoverReport,
+    Settings,
+    Survivors,
+    blocks_of,
+    fetched_folder,
+    held_in,
+    kept_in,
+    lost_boxes,
+    move,
+    remove,
+)
+from reshard.api.elastic.lineage import Found
+from reshard.api.load import LoadReport, ReadPlan, load_with
+from reshard.api.load_keys import LoadOptions
+from reshard.checkpoint import Checkpoint, open_among
+from reshard.checkpoint import open as open_checkpoint
+from reshard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatError,
+    ReshardError,
+    format_ranks,
+)
+from reshard.execute.reading import Workspace, merge_ranges
+from reshard.native import commit, reader
+from reshard.native.manifest import MANIFEST, FileRecord, read_manifest
+from reshard.native.reader import NativeFacts, compare_ranges
+from reshard.ranks.group import Group
+from reshard.storage.base import Storage
+from reshard.storage.local import LocalStorage
+from reshard.storage.opening import open_storage
+from reshard.stored.checksums import Checking
+from reshard.stored.contents import LazyMapping
+from reshard.stored.source import Files, FileSource
+
+__all__ = ["gather", "recover"]
+
+
+class _Candidate(NamedTuple):
+    """Something that could be loaded."""
+
+    kept: GenerationFolder | None
+    """None for the fallback as a whole."""
+    place: int
+    """Of a rank whose host has the manifest."""
+    left: list[str]
+    """Of generations that are left behind if this one is taken, and why."""
+
+
+class _Candidates(NamedTuple):
+    newest_first: list[_Candidate]
+    tied: str
+    """Behind these, it cannot be told which is the newest, and why; empty if there are no more."""
+    steps: list[int]
+    """Of all generations that count on some host."""
+
+
+class _Verdict(NamedTuple):
+    refused: str
+    """Why not; empty if it can be loaded."""
+    lost: tuple[str, ...]
+    """Tensors that the fallback has instead."""
+
+
+def recover(
+    settings: Settings, state: Any, fallback: Any, step: int | None, options: LoadOptions, group: Group, hosts: Hosts
+) -> tuple[RecoverReport, Incarnation | None]:
+    """Collective. What is not loaded, and what was fetched, is removed once all ranks have loaded.
+
+    Returns the incarnation of the job that begins with this, too, on the first rank.
+    """
+    passed: list[str] = []
+    found, candidates = _candidates(settings, fallback, step, group, hosts)
+    try:
+        taken = _first_whole(settings, state, fallback, candidates.newest_first, options, group, hosts, passed)
+    except BaseException:
+        if hosts.leads:
+            with suppress(ReshardError):  # the next recovery, or generation, removes what was fetched
+                remove(hosts.folder, list(kept_in(hosts.folder)))
+        raise
+    if taken is None and candidates.tied:
+        group.refuse(CheckpointError("; ".join([*passed, candidates.tied])))
+    if taken is None:
+        group.refuse(CheckpointNotFoundError(_none_text(settings, fallback, step, candidates, passed, hosts)))
+    report, kept = taken
+    return report, found.begin(kept) if found is not None else None
+
+
+def _none_text(
+    settings: Settings, fallback: Any, step: int | None, candidates: _Candidates, passed: list[str], hosts: Hosts
+) -> str:
+    """That nothing can be loaded, and why."""
+    if step is not None:
+        steps = ", ".join(map(str, candidates.steps)) or "none at all"
+        why = "; ".join(passed) or f"the {len(hosts.places)} hosts have {steps}"
+        return f"no generation of step {step} in {settings.folder} survives whole: {why}"
+    none = "; ".join(passed) or f"none counts on any of the {len(hosts.places)} hosts"
+    advice = "" if fallback is not None else ". Give a checkpoint as fallback=, or start anew"
+    return f"no generation in {settings.folder} survives whole: {none}{advice}"
+
+
+def _first_whole(
+    settings: Settings,
+    state: Any,
+    fallback: Any,
+    newest_first: list[_Candidate],
+    options: LoadOptions,
+    group: Group,
+    hosts: Hosts,
+    passed: list[str],
+) -> tuple[RecoverReport, GenerationFolder | None] | None:
+    """Collective: the newest candidate that can be loaded is; `passed` gets why those before it cannot."""
+    clock = time.perf_counter()
+    for candidate in newest_first:
+        if candidate.kept is None:
+            load = load_with(group, state, fallback, options, settings.process_group)
+            return _report(clock, None, (), passed, load, group, hosts), None
+        found = _JudgedGeneration.look(settings, candidate, group, hosts)
+        verdict = found.judge(fallback)
+        if verdict.refused:
+            passed.append(verdict.refused)
+            continue
+        load = found.load(state, fallback, verdict.lost, options)
+        passed += candidate.left
+        return _report(clock, found, verdict.lost, passed, load, group, hosts), candidate.kept
+    return None
+
+
+def _report(
+    clock: float,
+    found: _JudgedGeneration | None,
+    lost: tuple[str, ...],
+    passed: list[str],
+    load: LoadReport,
+    group: Group,
+    hosts: Hosts,
+) -> RecoverReport:
+    group.barrier()  # nobody needs what the others were asked for any more
+    loaded = time.perf_counter()
+    if hosts.leads:
+        remove(hosts.folder, [found.kept] if found is not None else [])
+    return RecoverReport(
+        number=found.kept.number if found is not None else None,
+        step=found.kept.step if found is not None else None,
+        from_fallback=lost,
+        passed_over=tuple(passed),
+        bytes_received=found.received if found is not None else 0,
+        bytes_checked=found.checked if found is not None else load.bytes_checked,
+        load=load,
+        seconds={"all": loaded - clock, **load.seconds},
+    )
+
+
+def _candidates(
+    settings: Settings, fallback: Any, step: int | None, group: Group, hosts: Hosts
+) -> tuple[Found | None, _Candidates]:
+    """Collective: what counts on some host, the newest first, and the fallback where its time puts it; with a step,
+    only what is of that. Returns what the hosts have, too, on the first rank."""
+    if hosts.leads:
+        remove(hosts.folder, list(kept_in(hosts.folder)))  # what an earlier recovery had fetched
+    told = group.gather(msgspec.msgpack.encode(list(kept_in(hosts.folder).items()) if hosts.leads else []))
+    found, chosen = None, None
+    if told is not None:
+        rows = [dict(msgspec.msgpack.decode(row, type=list[tuple[GenerationFolder, Recorded]])) for row in told]
+        found = Found.of(zip(hosts.names, rows))
+        order = found.order([kept for kept in found.made if step in (None, kept.step)])
+        ranked = [
+            _Candidate(kept, hosts.names.index(found.hosts[kept][0]), found.left_behind(kept, newer, step))
+            for number, kept in enumerate(order.newest_first)
+            for newer in [order.newest_first[:number]]
+        ]
+        tied = f"in {settings.folder}, {found.tied_text(order.tied)}" if order.tied else ""
+        if fallback is not None and step is None:
+            known = [*order.newest_first, *order.tied]
+            rank = _rank_of(fallback, [found.made[kept] for kept in known])
+            if rank <= len(ranked):
+                ranked.insert(rank, _Candidate(None, 0, []))
+        steps = sorted({kept.step for kept in found.made}, reverse=True)
+        chosen = msgspec.msgpack.encode(_Candidates(ranked, tied, steps))
+    return found, msgspec.msgpack.decode(group.share(chosen), type=_Candidates)
+
+
+def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> int:
+    """Before how many generations a fallback comes: behind one of the same state, else by the time it was made, and
+    last where it does not say."""
+    native = open_checkpoint(fallback).contents.facts_of(NativeFacts)
+    if native is None:
+        return len(newest_first)
+    its = ManifestStamp.of(native.manifest)
+    same = [place for place, made in enumerate(newest_first) if its.state and made.state == its.state]
+    return same[0] + 1 if same else sum(made.unix_s >= its.unix_s for made in newest_first)
+
+
+def _manifest_of(kept: GenerationFolder, place: int, group: Group, hosts: Hosts) -> bytes:
+    """Collective: the text of a manifest, which the rank at `place` has; hosts that lack it get it, once each."""
+    here, fetched = LocalStorage(hosts.folder / kept.folder), LocalStorage(hosts.folder / fetched_folder(kept))
+    record = kept_in(hosts.folder).get(kept)
+    has_it = record is not None and record.made is not None
+    lacking = group.gather(b"1" if hosts.leads and not has_it else b"", place)
+    text = here.read(MANIFEST) if has_it else b""
+    sent, _ = group.scatter([text if lacks else b"" for lacks in lacking] if lacking is not None else None, place)
+    if sent:
+        fetched.publish(MANIFEST, sent)
+    group.barrier()
+    return text if has_it else fetched.read(MANIFEST)
+
+
+@dataclass
+class _JudgedGeneration:
+    """A generation as this rank sees it, while it is judged and loaded."""
+
+    settings: Settings
+    kept: GenerationFolder
+    group: Group
+    hosts: Hosts
+    checkpoint: Checkpoint
+    storage: Survivors
+    native: NativeFacts
+    by_host: dict[str, list[Held]] = field(default_factory=dict)
+    """On the first rank: what the ranks of each host have found."""
+    received: int = 0
+    checked: int = 0
+
+    @classmethod
+    def look(cls, settings: Settings, candidate: _Candidate, group: Group, hosts: Hosts) -> _JudgedGeneration:
+        """Collective: share the manifest, and check all that is left of what it names."""
+        kept = candidate.kept
+        assert kept is not None
+        here = LocalStorage(hosts.folder / kept.folder)
+        text = _manifest_of(kept, candidate.place, group, hosts)
+        looking = Survivors(here, hosts.folder / fetched_folder(kept), text, ())
+        manifest = read_manifest(looking)
+        mates = hosts.mine
+        threads = Workspace.of(None, None, len(mates)).threads
+        mine = held_in(here, manifest, mates.index(group.rank), len(mates), threads)
+        rows = group.among(f"host {hosts.name}", msgspec.msgpack.encode(mine))
+        found = [msgspec.msgpack.decode(row, type=Held) for row in rows.values()]
+        records = manifest.files
+        whole = [
+            records[rank].name for one in found for rank, ranges in one.items() if ranges == [(0, records[rank].nbytes)]
+        ]
+        storage = Survivors(here, hosts.folder / fetched_folder(kept), text, whole)
+        # blocks are compared when they have come: until then, files have holes behind their headers
+        contents = reader.open(Files(storage, storage.list(), Checking(enabled=False)))
+        native = contents.facts_of(NativeFacts)
+        assert native is not None
+        storage.expect(native.manifest, native.plan)
+        self = cls(settings, kept, group, hosts, Checkpoint(contents, storage.url), storage, native)
+        self.checked = sum(stop - start for ranges in mine.values() for start, stop in ranges)
+        told = group.gather(msgspec.msgpack.encode(mine))
+        for name, row in zip(hosts.names, told or ()):
+            self.by_host.setdefault(name, []).append(msgspec.msgpack.decode(row, type=Held))
+        return self
+
+    def judge(self, fallback: Any) -> _Verdict:
+        """Collective: whether it is whole, or becomes so by the same tensors of the fallback."""
+        verdict = None
+        if self.group.rank == 0:
+            verdict = msgspec.msgpack.encode(self._judged(fallback))
+        return msgspec.msgpack.decode(self.group.share(verdict), type=_Verdict)
+
+    def _judged(self, fallback: Any) -> _Verdict:
+        lost = lost_boxes(self.native, self.by_host)
+        if not lost:
+            return _Verdict("", ())
+        text = f"{self.kept} is not whole: {missing_text(lost)}"
+        if fallback is None:
+            return _Verdict(text, ())
+        try:
+            others = open_checkpoint(fallback)
+        except CheckpointError as error:
+            return _Verdict(f"{text}; the fallback cannot be opened: {error}", ())
+        mine, theirs = self.native.manifest.fingerprints, others.fingerprints or {}
+        other = [fqn for fqn in lost if fqn not in self.checkpoint or mine.get(fqn, "") != theirs.get(fqn)]
+        if other:
+            why = "by fingerprint" if mine and theirs else "as nobody can tell where one side has no fingerprints"
+            return _Verdict(f"{text}; the fallback does not have the same {other[0]!r}, {why}", ())
+        return _Verdict("", tuple(lost))
+
+    def load(self, state: Any, fallback: Any, lost: tuple[str, ...], options: LoadOptions) -> LoadReport:
+        """Collective: fill the state, each rank by its own read plan out of the files of its host, to which `_bring`
+        has brought what they need."""
+        others, checkpoint = None, self.checkpoint
+        if lost:
+            others = open_among(fallback, self.group.rank, self.group.world_size)
+            theirs, mine = others.contents, checkpoint.contents
+            tensors = {fqn: partial((theirs if fqn in lost else mine).find, fqn) for fqn in mine.tensors}
+            checkpoint = Checkpoint(replace(mine, tensors=LazyMapping(tensors)), checkpoint.url)  # type: ignore[arg-type]
+        bring = partial(self._bring, others)
+        own = replace(options, read_once="rank", check=False)  # all that is read was checked when it was found
+        return load_with(self.group, state, checkpoint, own, self.settings.process_group, bring=bring)
+
+    def _bring(self, others: Checkpoint | None, plan: ReadPlan) -> None:
+        """Collective: what the plans of a host's ranks read, and the host has not, comes to it once."""
+        if others is not None and (native := others.contents.facts_of(NativeFacts)) is not None:
+            self.checked += compare_ranges(native, _blocks_read(plan, self.storage, native.manifest.block_bytes))
+        told = self.group.gather(msgspec.msgpack.encode(self._wants(plan)))
+        table = self._table([msgspec.msgpack.decode(row, type=Held) for row in told]) if told is not None else None
+        shared = self.group.share(msgspec.msgpack.encode(table) if table is not None else None)
+        held, wanted, sizes = msgspec.msgpack.decode(shared, type=_Table)
+        if wanted:
+            mine = self.group.ranks[self.group.rank]
+            for name, by in wanted.items():
+                if mine in by and not name.endswith(".sums"):
+                    self.storage.prepare(name)
+            here = self.storage.here.root.joinpath
+            self.received = move(
+                held, wanted, sizes, here, self.storage.path_of, self.group, self.settings.process_group,
+                max_inflight_bytes=self.settings.max_inflight_bytes,
+            )  # fmt: skip
+            got = {name: by[mine] for name, by in wanted.items() if mine in by and not name.endswith(".sums")}
+            spans = {FileSource(self.storage, name): ranges for name, ranges in got.items()}
+            self.checked += compare_ranges(self.native, spans)
+            self.group.barrier()
+
+    def _wants(self, plan: ReadPlan) -> Held:
+        """The blocks that this rank reads of files that are not whole on its host, by the rank that wrote them."""
+        block, wants = self.native.manifest.block_bytes, Held()
+        ranks = {record.name: (rank, record) for rank, record in self.native.manifest.files.items()}
+        for copy in plan.copies:
+            source = copy.place.source
+            if (
+                isinstance(source, FileSource)
+                and source.storage is self.storage
+                and source.name not in self.storage.whole
+            ):
+                rank, record = ranks[source.name]
+                ranges = wants.setdefault(rank, [(0, min(-(-record.header_bytes // block) * block, record.nbytes))])
+                ranges += blocks_of(copy.place.window, block, record.nbytes)
+        return {rank: merge_ranges(ranges) for rank, ranges in wants.items()}
+
+    def _table(self, rows: list[Held]) -> _Table:
+        """Who gets what for its host, and who could send it."""
+        table, manifest, ranks = _Table({}, {}, {}), self.native.manifest, self.group.ranks
+        needs: dict[str, dict[str, list[tuple[int, int]]]] = {}
+        for host, row in zip(self.hosts.names, rows):
+            for rank, ranges in row.items():
+                needs.setdefault(rank, {}).setdefault(host, []).extend(ranges)
+        for number, (rank, needed) in enumerate(needs.items()):
+            record = manifest.files[rank]
+            sums, nsums = f"{record.name}.sums", 8 * -(-record.nbytes // manifest.block_bytes)
+            table.sizes.update({record.name: record.nbytes, sums: nsums})
+            for host, places in self.hosts.places.items():
+                acts = ranks[places[number % len(places)]]
+                there = merge_ranges(piece for found in self.by_host[host] for piece in found.get(rank, ()))
+                if there:
+                    table.held.setdefault(record.name, {})[acts] = there
+                    table.held.setdefault(sums, {})[acts] = [(0, nsums)]
+                if host in needed:
+                    table.wanted.setdefault(record.name, {})[acts] = merge_ranges(needed[host])
+                    table.wanted.setdefault(sums, {})[acts] = [(0, nsums)]
+        return table
+
+
+def _blocks_read(plan: ReadPlan, unless: Storage, block_bytes: int) -> dict[FileSource, list[tuple[int, int]]]:
+    """The blocks that a plan reads of files of other storages."""
+    found: dict[FileSource, list[tuple[int, int]]] = {}
+    for copy in plan.copies:
+        source = copy.place.source
+        if isinstance(source, FileSource) and source.storage is not unless:
+            found.setdefault(source, []).extend(blocks_of(copy.place.window, block_bytes, source.nbytes))
+    return {source: merge_ranges(ranges) for source, ranges in found.items()}
+
+
+class _Table(NamedTuple):
+    held: dict[str, dict[int, list[tuple[int, int]]]]
+    wanted: dict[str, dict[int, list[tuple[int, int]]]]
+    sizes: dict[str, int]
+
+
+def missing_text(lost: Mapping[str, list[tuple[int, Box]]]) -> str:
+    """What is missing, for messages: tensors with the regions of the first few."""
+    shown = [
+        f"{fqn!r} lacks {', '.join(str(box) for _, box in boxes[:3])}{', ...' if len(boxes) > 3 else ''}, written by "
+        f"{format_ranks({rank for rank, _ in boxes})}"
+        for fqn, boxes in list(lost.items())[:5]
+    ]
+    more = f", and {len(lost) - 5} more tensors" if len(lost) > 5 else ""
+    return "; ".join(shown) + more
+
+
+# `gather`: the folders of hosts, wherever they were brought to, become one ordinary checkpoint.
+
+
+_PIECE_BYTES = 8 << 20
+
+
+def gather(
+    folders: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str] | Storage,
+    *,
+    step: int | None = None,
+    overwrite: bool = False,
+) -> GatherReport:
+    """Put one checkpoint together out of what the hosts of a job have kept. Needs no job and no model.
+
+        report = reshard.elastic.gather(["node0", "node1", "node3"], "run/step-100")
+
+    Every block is compared with its checksum; of several copies, and of several damaged ones, what is good is taken.
+
+    Args:
+        folders: of hosts, each the folder of a `Tier` and in it the name of the host.
+        out: where the checkpoint goes.
+        step: which generation; by default the newest, by the decision of `Tier.recover`. If that is not whole, an older
+            one must be asked for.
+        overwrite: a checkpoint that is there is replaced.
+
+    Raises (nothing is written then):
+        CheckpointNotFoundError: no folder has a generation that counts, or none of this step.
+        DamagedCheckpointError: what is left is not whole: it names tensors and regions, and an older one that is whole.
+        CheckpointError: it cannot be told which generation the job lived on last: `step` can say it.
+        FormatError: a checkpoint is at `out` already.
+    """
+    storage = open_storage(out)
+    places = [Path(folder) for folder in folders]
+    found = Found.of((str(place), kept_in(place)) for place in places)
+    order = found.order([kept for kept in found.made if step in (None, kept.step)])
+    if not order.newest:
+        steps = ", ".join(str(kept.step) for kept in sorted(found.made, reverse=True)) or "none at all"
+        what = "no generation" if step is None else f"no generation of step {step}"
+        raise CheckpointNotFoundError(
+            f"{what} counts in {', '.join(map(str, places)) or 'no folders'}; they have {steps}: give the folders of "
+            "the hosts, such as /dev/shm/run1/node3"
+        )
+    if not order.newest_first:
+        raise CheckpointError(found.tied_text(order.tied))
+    wanted, *older = order.newest_first
+    look = _Look(wanted, places)
+    if look.lost:
+        others = [kept for kept in older if kept.step != wanted.step and not _Look(kept, places).lost]
+        hint = f"step {others[0].step} is whole: ask for it by step={others[0].step}" if others else "none other is"
+        raise DamagedCheckpointError(f"{wanted} is not whole: {missing_text(look.lost)}. {hint.capitalize()}")
+    commit.refuse_foreign(storage)
+    there = commit.published(storage)
+    if there == wanted.save_id:
+        raise FormatError(f"{storage.url} has {wanted} already: open it, or remove it first")
+    if there is not None and not overwrite:
+        raise FormatError(f"there is a checkpoint in {storage.url} already: choose another folder, or overwrite=True")
+    nbytes = look.write(storage)
+    left = tuple(found.left_behind(wanted, (), step))
+    return GatherReport(storage.url, wanted.number, wanted.step, len(look.native.manifest.files), nbytes, left)
+
+
+class _Look:
+    """What some folders have of a generation."""
+
+    def __init__(self, kept: GenerationFolder, places: Sequence[Path]) -> None:
+        self.storages = [LocalStorage(place / kept.folder) for place in places]
+        self.native = next(native for one in self.storages if (native := _opened(one)) is not None)
+        threads, manifest = Workspace.of(None, None).threads, self.native.manifest
+        self.held: list[Held] = [held_in(storage, manifest, threads=threads) for storage in self.storages]
+        self.lost = lost_boxes(self.native, {str(number): [held] for number, held in enumerate(self.held)})
+
+    def write(self, storage: Storage) -> int:
+        """The checkpoint, which counts when all of it is there. Returns the bytes of its data files."""
+        manifest, total = self.native.manifest, 0
+        commit.claim(storage, manifest.save_id)
+        try:
+            for rank, record in manifest.files.items():
+                for name in (record.name, f"{record.name}.sums"):
+                    storage.delete(name)
+                with storage.create(record.name) as file:
+                    for piece in self._pieces(rank, record):
+                        file.write(piece)
+                with storage.create(f"{record.name}.sums") as file:
+                    file.write(self._with(rank).read(f"{record.name}.sums"))
+                total += record.nbytes
+            storage.publish(MANIFEST, self.native.storage.read(MANIFEST))
+            commit.release(storage, manifest.save_id)
+        finally:
+            commit.ended(manifest.save_id)
+        commit.remove_dead(storage)
+        return total
+
+    def _with(self, rank: str) -> LocalStorage:
+        return next(storage for storage, held in zip(self.storages, self.held) if rank in held)
+
+    def _pieces(self, rank: str, record: FileRecord) -> Iterator[bytes]:
+        """The bytes of a file from front to end, each piece from a host that has it."""
+        at = 0
+        while at < record.nbytes:
+            storage, stop = next(
+                (storage, stop)
+                for storage, held in zip(self.storages, self.held)
+                for start, stop in held.get(rank, ())
+                if start <= at < stop
+            )
+            size = min(stop - at, _PIECE_BYTES)
+            yield storage.read(record.name, at, size)
+            at += size
+
+
+def _opened(storage: LocalStorage) -> NativeFacts | None:
+    """A generation, by the manifest that a host has."""
+    try:
+        return reader.open(Files(storage, {MANIFEST: 0})).facts_of(NativeFacts)
+    except CheckpointError:
+        return None

@@ -1,0 +1,635 @@
+"""`load`: a saved state into a live one, in place, by a proved plan, with the truth about every key."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
+from planners.notebooks import Tabled
+from planners.plans.load import ReadItem, plan_reads, verify_load
+from planners.units import format_bytes
+from reshard.api.arguments import check_arguments, state_and_path
+from reshard.api.load_keys import DtypePolicy, KeyMatch, LoadOptions, Mode, ReadOnce, gather_mismatches, match_keys
+from reshard.checkpoint import Checkpoint, open_among, stored_layout
+from reshard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    KeyMismatchError,
+    LayoutError,
+    format_names,
+)
+from reshard.execute.fetch import Fetch
+from reshard.execute.reading import Copy, Staged, Workspace, find_copies
+from reshard.live.copy_streams import Uploads
+from reshard.live.dtypes import as_array, dtype_from_name
+from reshard.live.garbage import gc_paused
+from reshard.live.optimizer_state import Saved, materialize
+from reshard.live.state import LiveTensor, PerRank, Targets
+from reshard.live.tree import needs_class, restore_types, unresolved_class
+from reshard.native.reader import NativeFacts, is_replaced
+from reshard.ranks.group import DEADLINE_S, Group
+from reshard.ranks.progress import Progress
+from reshard.stored.checksums import Checking
+from reshard.stored.contents import LazyMapping
+from reshard.stored.tensor import LazyTensor, StoredTensor
+
+if TYPE_CHECKING:
+    from reshard.execute.exchange import SharedReading
+    from reshard.mapping import Mapping as StateMapping
+
+__all__ = ["LoadReport", "ReadPlan", "load", "load_with", "own_values", "saved_in"]
+
+
+_log = logging.getLogger("reshard")
+
+
+@state_and_path
+def load(
+    state_dict: dict[str, Any],
+    path: Any,
+    *,
+    strict: bool | Mode | Mapping[str, Mode] = LoadOptions.strict,
+    dtype_policy: DtypePolicy = LoadOptions.dtype_policy,
+    mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
+    dry_run: bool = LoadOptions.dry_run,
+    check: bool = LoadOptions.check,
+    read_once: bool | ReadOnce | None = LoadOptions.read_once,
+    process_group: dist.ProcessGroup | None = None,
+    alone: bool = False,
+    threads: int | None = LoadOptions.threads,
+    memory_budget_bytes: int | None = LoadOptions.memory_budget_bytes,
+    progress: bool = LoadOptions.progress,
+    deadline_s: float = DEADLINE_S,
+) -> LoadReport:
+    """Fill `state_dict`, in place, from the checkpoint at `path`, whatever layout and format it was saved in.
+
+        report = reshard.load(state, "run/step-1000")  # as {"model": reshard.get_model_state_dict(model), "step": 0}
+
+    Tensors, DTensors and ShardedTensors are written into; meta tensors are replaced by real ones; everything else is
+    replaced in its container. Nothing is written before the plan is proved, every byte range is known to exist, and all
+    blocks that a rank reads for itself have the right checksum; what is read for several ranks at once, or from
+    an object store, is checked as it comes, and the error says if targets were overwritten by then.
+
+    Args:
+        path: a folder, file, URL, `Storage`, or an open `Checkpoint`.
+        strict: True, or "strict": missing and unexpected keys are errors. "subset": unexpected ones are not. False, or
+            "partial": neither are, they are reported only. A mapping of globs to these three words decides by key, the
+            first glob that fits; keys that none fits are strict.
+        dtype_policy: "error": a target of another dtype is an error; "cast": elements are converted and reported;
+            "saved": the target is replaced by a tensor of the saved dtype.
+        mapping: key in `state_dict` -> key in the checkpoint, for those that differ; or a `reshard.mapping.Mapping`
+            from the checkpoint's naming and shaping to that of `state_dict`.
+        dry_run: only report; the target is not touched.
+        check: compare what is read with checksums, where the format has them; `.bytes_unchecked` says how much was not.
+        read_once: True, or "job": ranks that want the same elements pass them on to one another through the process
+            group, so that no byte is read twice in the whole job; not with dtype_policy "saved". None, or "host": ranks
+            of one machine read for one another where that touches less, see docs/reading.md. False, or "rank": none do.
+        process_group: with torch.distributed initialized, the ranks that load together: all end alike. A key of the
+            checkpoint is unexpected only if none of them wants it.
+        alone: this process loads by itself, in a running job too; of sharded tensors it reads its own shards.
+        threads: at most so many copy at once; default: this process's share of the machine's processors, up to 8.
+        memory_budget_bytes: for what is staged on its way to another dtype or device, or has no view of its bytes; at
+            least 128 KiB; default: 32 MiB a thread.
+        progress: the first rank shows bars where somebody looks on. Each phase logs one line in any case.
+        deadline_s: how long the whole may take.
+
+    Raises (nothing was written then; `RankFailedError` on the other ranks, where they do not raise the same):
+        KeyMismatchError: lists all missing, unexpected and mismatched keys of all ranks at once.
+        LayoutError: ranks differ in options other than mapping, check, threads, memory, progress; a target is no array.
+        DamagedCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
+    """
+    group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
+    with group.together("load"):
+        options = LoadOptions(
+            strict, dtype_policy, mapping, dry_run, check, read_once, threads, memory_budget_bytes, progress
+        )
+        return load_with(group, state_dict, path, options, process_group)
+
+
+@gc_paused()
+def load_with(
+    group: Group,
+    state_dict: dict[str, Any],
+    path: Any,
+    options: LoadOptions,
+    process_group: dist.ProcessGroup | None = None,
+    bring: Callable[[ReadPlan], None] | None = None,
+) -> LoadReport:
+    """`load` among the ranks of `group`, within a phase of theirs.
+
+    Args:
+        bring: collective; called when all is planned and proved, to bring what will be read to where it is read.
+    """
+    check_arguments("load", state_dict, path, Checkpoint)
+    group.same_options("load", options.shared())
+    if isinstance(path, Checkpoint):
+        checkpoint = path
+    else:
+        checkpoint = open_among(path, group.rank, group.world_size, check=options.check)
+    before = replace(checkpoint.contents.checking)
+    checkpoint = _mapped(checkpoint, options.mapping)
+    names = options.mapping if isinstance(options.mapping, Mapping) else {}
+    try:
+        kinds = checkpoint.contents.containers
+        with materialize(state_dict, saved_in(checkpoint), containers=kinds, names=names, keep=not options.dry_run):
+            started = time.perf_counter()
+            targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
+            match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names)
+            return _Load(group, process_group, checkpoint, options, targets, match, before, bring).run(started)
+    except (CheckpointNotFoundError, DamagedCheckpointError) as error:
+        native = checkpoint.contents.facts_of(NativeFacts)
+        if native is None or not is_replaced(native):
+            raise
+        raise CheckpointError(
+            f"{checkpoint.url} was replaced by a later save, or removed, while it was read: load again ({error})"
+        ) from error
+
+
+def _mapped(checkpoint: Checkpoint, mapping: Mapping[str, str] | StateMapping | None) -> Checkpoint:
+    """As rules make it; names alone change nothing here."""
+    if mapping is None or isinstance(mapping, Mapping):
+        return checkpoint
+    from reshard.mapping import Mapping as StateMapping
+
+    if not isinstance(mapping, StateMapping):
+        raise KeyMismatchError(f"mapping must be a dict or a reshard.mapping.Mapping, got {mapping!r}")
+    mapped = mapping.apply(checkpoint)
+    mapped.run = checkpoint.run
+    return mapped
+
+
+def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
+    """What a checkpoint has, tensor by tensor, further names of tensors, and object by object."""
+    paths = checkpoint.contents.paths
+    for key in dict.fromkeys((*checkpoint, *checkpoint.aliases)):
+        spec = checkpoint[key].stored.spec
+        yield Saved(key, paths.get(key, (key,)), spec.shape, spec.dtype, checkpoint.aliases.get(key, ""))
+    for key in checkpoint.objects:
+        yield Saved(key, paths.get(key, (key,)), None)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A load whose keys are matched: it plans, proves, and only then reads."""
+
+    group: Group
+    process_group: dist.ProcessGroup | None
+    checkpoint: Checkpoint
+    options: LoadOptions
+    targets: Targets
+    match: KeyMatch
+    before: Checking
+    """What was checked before this load."""
+    bring: Callable[[ReadPlan], None] | None = None
+
+    @property
+    def rank(self) -> int:
+        """Of the default group, by which plans are numbered."""
+        return self.group.ranks[self.group.rank]
+
+    @property
+    def many(self) -> bool:
+        """Whether several ranks read."""
+        return self.group.world_size > 1 and not self.options.dry_run
+
+    def run(self, started: float) -> LoadReport:
+        """Collective. Nothing is written before all that can be checked before is."""
+        targets, match, options = self.targets, self.match, self.options
+        mismatches = gather_mismatches(match, self.group, self.checkpoint, targets)
+        truth = mismatches.judge(match, options, self.checkpoint, targets, self.group)
+        space = Workspace.of(options.memory_budget_bytes, options.threads, mismatches.sharers)
+        uploads = space.uploads()
+        shared, plan = self._plan(uploads)
+        planned = time.perf_counter()
+        if self.bring is not None:
+            self.bring(plan)
+        checking = self.checkpoint.contents.checking
+        is_checked = options.check and checking.enabled
+        together = self.many and options.once_among == "host"
+        with Fetch(plan.copies, self.group, space, is_checked, together, options.memory_budget_bytes) as fetch:
+            with uploads:
+                per_rank, checked = self._read(fetch, plan)
+            if not options.dry_run:
+                if shared is not None:
+                    fetch.bytes_received += shared.pass_on(targets.writable, self.group, self.process_group)
+                targets.put_new()
+                targets.tell_autograd(match.tensors)
+                targets.assign(match.objects)
+                targets.assign(per_rank)
+        names = self.checkpoint.aliases
+        bytes_unchecked = fetch.bytes_unchecked + checking.bytes_unchecked - self.before.bytes_unchecked
+        unchecked = checking.words(bytes_unchecked, plan.bytes_needed) if is_checked else "unchecked: check=False"
+        if unchecked and not options.dry_run and self.bring is None:
+            _log.info("%s was loaded, %s", self.checkpoint.url, unchecked)
+        return LoadReport(
+            path=self.checkpoint.url,
+            format=self.checkpoint.format,
+            loaded=(*match.tensors, *match.objects, *per_rank),
+            **truth._asdict(),
+            mismatched=match.mismatched,
+            dropped=match.dropped,
+            cast=match.cast,
+            replaced=match.replaced,
+            aliases={key: names[name] for key, name in match.tensors.items() if name in names},
+            bytes_needed=plan.bytes_needed,
+            bytes_read=fetch.bytes_read,
+            bytes_read_to_check=fetch.bytes_read_to_check,
+            bytes_checked=checking.bytes_compared - self.before.bytes_compared,
+            bytes_unchecked=bytes_unchecked,
+            unchecked=unchecked,
+            bytes_received=fetch.bytes_received,
+            dry_run=options.dry_run,
+            resized=tuple(targets.resized),
+            retyped=match.retyped,
+            seconds={"plan": planned - started, "check": checked - planned, "read": time.perf_counter() - checked},
+        )
+
+    def _plan(self, uploads: Uploads) -> tuple[SharedReading | None, ReadPlan]:
+        """Who reads what for whom, and what this rank reads where."""
+        targets, match = self.targets, self.match
+        targets.check_places([*match.objects, *match.per_rank])
+        refuse_overlaps(
+            {key: targets.tensors[key] for key in match.tensors if key not in targets.replaced}, targets.tied_in_place
+        )
+        shared = self._share() if self.many and self.options.once_among == "job" else None
+        once = filled_once(match.tensors, targets.tensors, targets.tied_in_place, self.checkpoint, self.rank)
+        # ranks without elements of a tensor do not see that it is tied: to share the reading, all must plan the same
+        names = once if shared is None else match.tensors
+        dry_run = self.options.dry_run
+        plan = plan_rank(
+            targets,
+            self.checkpoint,
+            names,
+            self.rank,
+            dry_run=dry_run,
+            uploads=uploads,
+            shared=shared,
+        )
+        uploads.begin()
+        return shared, plan
+
+    def _share(self) -> SharedReading:
+        """Collective: ranks that want the same elements agree on who reads them."""
+        if set(self.targets.replaced) - set(self.targets.resized):
+            raise KeyMismatchError('read_once does not go with dtype_policy="saved": use "cast", or read everything')
+        from reshard.execute.exchange import SharedReading
+
+        tensors = {key: self.targets.tensors[key] for key in self.match.tensors if key not in self.targets.resized}
+        return SharedReading.agree(tensors, self.group)
+
+    def _read(self, fetch: Fetch, plan: ReadPlan) -> tuple[dict[str, Any], float]:
+        """Check, and only then write into targets. Returns each rank's own values, and when the check was over."""
+        with Progress(show=self.group.rank == 0, bars=self.options.progress) as bar:
+            if not self.options.dry_run:
+                with bar.phase("check", plan.bytes_needed) as step:
+                    fetch.check(_watched(self.group, step.advance))
+            checked = time.perf_counter()
+            per_rank = own_values(self.targets.per_rank, self.match.per_rank, self.checkpoint, self.group)
+            fetch.settle()
+            if not self.options.dry_run:
+                with bar.phase("read", plan.bytes_needed) as step:
+                    fetch.read(_watched(self.group, step.advance))
+        return per_rank, checked
+
+
+def _watched(group: Group, advance: Callable[[int], None]) -> Callable[[int], None]:
+    """Counts bytes, and raises as soon as another rank has failed."""
+
+    def on_bytes(nbytes: int) -> None:
+        group.check()
+        advance(nbytes)
+
+    return on_bytes
+
+
+# Which bytes of a checkpoint go where in this rank's memory: planned, proved, and only then listed.
+
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """The copies of one rank's load."""
+
+    copies: list[Copy]
+    """None in a dry run."""
+    bytes_needed: int
+
+
+def plan_rank(
+    targets: Targets,
+    checkpoint: Checkpoint,
+    names: Mapping[str, str],
+    rank: int,
+    *,
+    dry_run: bool,
+    uploads: Uploads,
+    shared: SharedReading | None = None,
+) -> ReadPlan:
+    """Plan this rank's reads of the stored tensors `names`, prove the plan, and find the bytes of every item.
+
+    Args:
+        names: key of the target -> name in the checkpoint.
+        uploads: the way to devices.
+        shared: who reads what, where ranks read for one another.
+
+    Raises DamagedCheckpointError if the checkpoint does not hold every element that is wanted exactly once, or not all
+    of its bytes.
+    """
+    stored: dict[str, StoredTensor] = {}
+    saved: dict[str, TensorLayout] = {}
+    wanted: dict[str, TensorLayout] = {}
+    for key, name in names.items():
+        tensor = checkpoint[name].stored
+        stored[key] = tensor
+        spec = TensorSpec(key, tensor.spec.shape, tensor.spec.dtype)
+        saved[key] = TensorLayout.of(spec, stored_layout(tensor).form)
+        target = targets.tensors[key]
+        form = (shared.form(key) if shared is not None else None) or target.form
+        shape = targets.resized.get(key, target.spec.shape)
+        wanted[key] = TensorLayout.of(TensorSpec(key, shape, spec.dtype), form)
+    world = max([rank + 1, *(layout.world_size for layout in wanted.values())])
+    plan = plan_reads(StateLayout(saved), StateLayout(wanted, world))
+    proof = verify_load(plan)
+    if not proof.ok:
+        raise DamagedCheckpointError(f"{checkpoint.url} does not hold each wanted element exactly once: {proof}")
+    items = plan.items(rank)
+    if dry_run:
+        return ReadPlan([], items.nbytes)
+    native = checkpoint.contents.facts_of(NativeFacts)
+    if native is not None and native.storage.requests > 1:
+        writers = {chunk.owner for item in items for chunk, _ in stored[item.fqn].meeting(item.box)}
+        native.bring(owner for owner in writers if isinstance(owner, int))
+    landings = _landings(targets, wanted, shared, uploads)
+    return ReadPlan(find_copies(items, lambda key: stored[key], landings), items.nbytes)
+
+
+def _landings(
+    targets: Targets, wanted: Mapping[str, TensorLayout], shared: SharedReading | None, uploads: Uploads
+) -> Callable[[ReadItem], Array | Staged]:
+    """A function from an item to what it goes into: the target's own memory, where that can be written to at once."""
+    made: dict[str, list[Array | Staged]] = {}
+
+    def target(item: ReadItem) -> Array | Staged:
+        if item.fqn not in made:
+            made[item.fqn] = land(item.fqn)
+        return made[item.fqn][item.part]
+
+    def land(key: str) -> list[Array | Staged]:
+        saved = dtype_from_name(wanted[key].spec.dtype)
+        whole = targets.writable(key)
+        read = whole if shared is None or shared.form(key) is None else shared.parts(key, whole)
+        return [
+            as_array(local)
+            if local.dtype == saved and local.device.type == "cpu" and not local.is_conj() and not local.is_neg()
+            else Staged(local, saved, uploads if uploads.take_in(local.device) else None)
+            for local in read
+        ]
+
+    for key in wanted:  # tensors of which this rank holds no element may need a new dtype or memory, too
+        if targets.tensors[key].is_meta or key in targets.replaced:
+            made[key] = land(key)
+    return target
+
+
+# Each rank's own value out of those that all ranks saved.
+
+
+def own_values(
+    targets: Mapping[str, PerRank], keys: Iterable[str], checkpoint: Checkpoint, group: Group
+) -> dict[str, PerRank]:
+    """What each of `keys` becomes on this rank, by the rule of its target.
+
+    Raises KeyMismatchError where another number of ranks saved, and the target has no rule for that, or where the value
+    is of a class that the target has none of.
+    """
+    saved = checkpoint.contents.per_rank
+    rank = group.ranks[group.rank]
+    job_size = dist.get_world_size() if dist.is_initialized() else 1
+    native = checkpoint.contents.facts_of(NativeFacts)
+    saved_size = int(native.manifest.layout["world_size"]) if native is not None else 0
+    out = {}
+    for key in keys:
+        # mostly one is asked for
+        values, wrapper = LazyMapping({of: partial(_value, saved[key], of) for of in saved[key]}), targets[key]
+        # who loads alone in a job of as many ranks as saved is still the rank that it was
+        is_same = group.world_size == 1 and job_size in (len(values), saved_size)
+        world = job_size if is_same else group.world_size
+        value = restore_types(wrapper.choose(key, values, rank, world, saved_size), wrapper.value)
+        if (name := unresolved_class(value)) is not None:
+            raise KeyMismatchError(f"each rank's own {key!r} was {needs_class(name)}")
+        out[key] = replace(wrapper, value=value)
+    return out
+
+
+def _value(saved: Mapping[int, Any], rank: int) -> Any:
+    value = saved[rank]
+    return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value
+
+
+# Targets of a load that share memory: tied ones are filled once, and whatever else overlaps is
+# refused.
+#
+# Two keys of one memory can only be filled from two stored tensors if these are equal; two views
+# that overlap otherwise would each overwrite a part of the other. Either would depend on which is
+# written last.
+
+
+_WORK = 10_000
+"""Steps that numpy may take to find out whether two strided arrays share an element; most need but a few."""
+
+
+class _MemorySpan(NamedTuple):
+    """From the first byte of a local tensor to its last."""
+
+    device: str
+    start: int
+    stop: int
+    key: str
+    local: torch.Tensor
+
+
+def refuse_overlaps(tensors: Mapping[str, LiveTensor], tied: Mapping[str, str]) -> None:
+    """Raises LayoutError for a target with two elements at one place, and for two that overlap but are not tied.
+
+    Args:
+        tensors: targets by key.
+        tied: key -> an earlier key of the very same memory, which is no error.
+    """
+    extents = sorted(
+        (extent for key, tensor in tensors.items() if key not in tied for extent in _extents(tensor)),
+        key=lambda extent: extent[:3],
+    )
+    widest: _MemorySpan | None = None
+    for extent in extents:
+        near = widest if widest is not None and widest.device == extent.device else None
+        if near is not None and extent.start < near.stop and _share(near.local, extent.local):
+            raise LayoutError(
+                f"the targets {near.key!r} and {extent.key!r} overlap in memory: what is loaded into one would "
+                "overwrite a part of the other. Leave one of them out, or give them memory of their own"
+            )
+        if near is None or extent.stop > near.stop:
+            widest = extent
+
+
+def _extents(tensor: LiveTensor) -> Iterator[_MemorySpan]:
+    if tensor.is_meta:
+        return
+    for local in tensor.local:
+        if not local.numel():
+            continue
+        dense = local.is_contiguous()  # nearly always
+        reach = local.numel() - 1 if dense else 0  # of the elements along the dims of smaller strides
+        for stride, size in sorted(zip(local.stride(), local.shape, strict=True)) if not dense else ():
+            if size > 1 and stride <= reach:
+                raise LayoutError(
+                    f"the target {tensor.key!r} has several elements at one place (shape {list(local.shape)}, "
+                    f"strides {list(local.stride())}), as after expand(): it cannot be loaded into; give it .clone()"
+                )
+            reach += stride * (size - 1)
+        start = local.data_ptr()
+        yield _MemorySpan(str(local.device), start, start + (reach + 1) * local.element_size(), tensor.key, local)
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors whose extents overlap share an element, as far as that can be told without much work."""
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    if a.device.type != "cpu" or any(t.is_conj() or t.is_neg() for t in (a, b)):
+        return False
+    try:
+        return bool(cast(Any, np.shares_memory)(as_array(a), as_array(b), max_work=_WORK))
+    except np.exceptions.TooHardError:
+        return False
+
+
+def filled_once(
+    names: Mapping[str, str],
+    tensors: Mapping[str, LiveTensor],
+    tied: Mapping[str, str],
+    checkpoint: Checkpoint,
+    rank: int,
+) -> dict[str, str]:
+    """`names` without the keys whose memory another key fills already.
+
+    Args:
+        names: key of the target -> name in the checkpoint.
+        tensors: targets by key.
+        tied: key -> an earlier key of the very same memory.
+
+    Raises KeyMismatchError if two keys of one memory are to be filled from stored tensors that differ.
+    """
+    first: dict[str, str] = {}
+    out: dict[str, str] = {}
+    for key, name in names.items():
+        other = first.setdefault(tied.get(key, key), key)
+        if other == key:
+            out[key] = name
+        elif not _equal(checkpoint, names[other], name, tensors[key], rank):
+            raise KeyMismatchError(
+                f"{other!r} and {key!r} are one tensor in memory, but {checkpoint.url} has different values for the "
+                "two: untie them before loading, or leave one of them out"
+            )
+    return out
+
+
+def _equal(checkpoint: Checkpoint, one: str, other: str, target: LiveTensor, rank: int) -> bool:
+    """Whether two stored tensors have the same values, as far as this rank wants them."""
+    names = checkpoint.aliases
+    if names.get(one, one) == names.get(other, other):
+        return True
+    a, b = checkpoint[one], checkpoint[other]
+    prints = checkpoint.fingerprints or {}
+    if a.dtype == b.dtype and one in prints and prints.get(one) == prints.get(other):
+        return True
+    from reshard.stored.streaming import windows
+
+    for region in TensorLayout.of(target.spec, target.form).boxes(rank):
+        for window in windows(region.sizes, max(a.dtype.itemsize, target.dtype.itemsize)):
+            place = (*window.shift(region.offsets).slices, ...)
+            x, y = (as_array(tensor[place].to(target.dtype)) for tensor in (a, b))
+            if x.tobytes() != y.tobytes():
+                return False
+    return True
+
+
+# `LoadReport`: the truth about every key of a load.
+
+
+@dataclass(frozen=True, repr=False)
+class LoadReport(Tabled):
+    """What a load did, or in a dry run would do, on this rank."""
+
+    path: str
+    format: str
+    loaded: tuple[str, ...]
+    """Keys that were filled, tensors and objects."""
+    missing: tuple[str, ...]
+    """Keys of the target that the checkpoint does not have; they keep the values they had."""
+    unexpected: tuple[str, ...]
+    """Keys of the checkpoint that no rank's target has; they were not read."""
+    outside: tuple[str, ...]
+    """Keys of the target that the checkpoint, declared a subset when it was saved, does not claim to have."""
+    mismatched: tuple[str, ...]
+    """Keys whose shape (or, under dtype_policy "error", dtype) differs, with both."""
+    dropped: tuple[str, ...]
+    """Values of the target that are gone, since a container without tensors was replaced by what was saved of it."""
+    cast: Mapping[str, tuple[str, str]]
+    """key -> (dtype saved, dtype of the target) of what was converted."""
+    replaced: Mapping[str, tuple[str, str]]
+    """key -> (dtype saved, dtype that the target had) of what was replaced, by dtype_policy "saved"."""
+    aliases: Mapping[str, str]
+    """Keys that were filled from another key's tensor, to which they were tied when saved."""
+    bytes_needed: int
+    """Bytes of this rank's own elements, as saved; under `read_once`, of those that it reads."""
+    bytes_read: int
+    """Bytes that this rank read of the data files for their elements, its own or those of others of its machine."""
+    bytes_read_to_check: int
+    """Bytes that were read beside, for nothing but to check those: headers, the rest of a block."""
+    bytes_checked: int
+    """Bytes that this rank checked against saved checksums, headers included. Of what ranks of a machine read for one
+    another, who reads a byte checks it."""
+    bytes_unchecked: int
+    """Of this rank's own elements: bytes that nobody compared with a checksum, since the format has none, `check` was
+    off, or it would have cost too much: see `reshard.stored.checksums.may_check`."""
+    unchecked: str
+    """In words, what was not compared; empty where every byte was."""
+    dry_run: bool
+    seconds: Mapping[str, float] = field(compare=False)
+    """Time by phase."""
+    resized: tuple[str, ...] = ()
+    """Extra state of modules that had another shape or dtype than was saved, and was replaced by what was saved."""
+    retyped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """key -> (class saved, class found in its place now) of values that came back as another type: parts of a quantized
+    tensor in a dict, a plain dict for an OrderedDict."""
+    bytes_received: int = 0
+    """Bytes of elements that other ranks read for this one: of its machine, or under `read_once` of the whole job."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether both sides had the same keys and shapes, nothing of the target is gone, and nothing came back as
+        another type than is known to have been saved."""
+        return not (self.missing or self.unexpected or self.mismatched or self.dropped or self.retyped)
+
+    def __repr__(self) -> str:
+        """One line: what was loaded and read, and the first names of all that did not go as it should."""
+        did = "would load" if self.dry_run else "loaded"
+        verdict = ", ".join(filter(None, ("ok" if self.ok else "not ok", "" if self.dry_run else self.unchecked)))
+        head = f"{verdict}, {did} {len(self.loaded)} of {self.path!r} ({self.format})"
+        kinds = ("missing", "unexpected", "outside", "mismatched", "dropped", "cast", "replaced", "resized")
+        odd = [f"{kind} {format_names(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
+        if self.retyped:
+            odd.append(f"retyped {format_names([f'{key}: {a} -> {b}' for key, (a, b) in self.retyped.items()])}")
+        read = f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"
+        return f"LoadReport({', '.join([head, *odd, read])})"

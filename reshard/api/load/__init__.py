@@ -1,1 +1,0 @@
-"""`load`: a saved state into a live one."""

@@ -1,0 +1,651 @@
+"""Which keys of a target and of a checkpoint belong together, and the truth about all others, on all ranks."""
+
+from __future__ import annotations
+
+import fnmatch
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import msgspec
+import xxhash
+
+from reshard.api.key_suggestions import are_by_number, section, shifted
+from reshard.checkpoint import Checkpoint
+from reshard.errors import CheckpointError, KeyMismatchError, format_ranks
+from reshard.live.dtypes import dtype_from_name
+from reshard.live.state import LiveTensor, Targets
+from reshard.live.tensors import tensor_class
+from reshard.live.tree import (
+    IntKey,
+    KeyPath,
+    class_name,
+    key_of,
+    mapping_kind,
+    needs_class,
+    other_key_of,
+    restore_types,
+    unflatten,
+    unresolved_class,
+)
+from reshard.native.reader import NativeFacts
+from reshard.ranks.global_layout import Described, describe, join_layouts, resolve_layouts
+from reshard.ranks.group import Group, either, pack_flags, unpack_flags
+from reshard.stored.contents import unknown_class
+
+if TYPE_CHECKING:  # imported by loads that map
+    from reshard.mapping import Mapping as StateMapping
+
+__all__ = [
+    "DtypePolicy", "KeyMatch", "LoadOptions", "Mode", "ReadOnce", "Wording", "gather_mismatches",
+    "match_keys", "needs_code",
+]  # fmt: skip
+
+
+Mode = Literal["strict", "subset", "partial"]
+"""Which keys only one side may have: none; the checkpoint may have more; both may."""
+DtypePolicy = Literal["error", "cast", "saved"]
+ReadOnce = Literal["job", "host", "rank"]
+"""Among whom no byte is read twice."""
+
+_OWN = frozenset({"mapping", "check", "threads", "memory_budget_bytes", "progress", "wording"})
+"""What each rank may choose for itself."""
+
+
+@dataclass(frozen=True)
+class Wording:
+    """What a refusal calls what does not fit, and what it advises: callers of other faces have other arguments."""
+
+    missing: str = "missing in the checkpoint"
+    mismatched: str = "mismatched"
+    allow: str = "strict=False or strict={'some.*': 'partial'} allows missing and unexpected keys, mapping= renames"
+    mismatch_error: type[KeyMismatchError] = KeyMismatchError
+    """Raised where something is mismatched."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What the caller of `load` chose; see there for what each means. Raises KeyMismatchError for what is unknown."""
+
+    strict: bool | Mode | Mapping[str, Mode] = True
+    dtype_policy: DtypePolicy = "error"
+    mapping: Mapping[str, str] | StateMapping | None = None
+    dry_run: bool = False
+    check: bool = True
+    read_once: bool | ReadOnce | None = None
+    threads: int | None = None
+    memory_budget_bytes: int | None = None
+    progress: bool = False
+    entry_by_entry: bool = False
+    """Match every entry of a dict for itself, as torch.distributed.checkpoint does; else a dict without tensors is
+    replaced whole."""
+    wording: Wording = Wording()
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype_policy", self.dtype_policy, get_args(DtypePolicy))
+        if not (isinstance(self.read_once, bool) or self.read_once is None):
+            _check_choice("read_once", self.read_once, get_args(ReadOnce))
+        if isinstance(self.strict, Mapping):
+            for glob, mode in self.strict.items():
+                _check_choice(f"strictness of {glob!r}", mode, get_args(Mode))
+        elif not isinstance(self.strict, bool) and self.strict not in get_args(Mode):
+            modes = ", ".join(map(repr, get_args(Mode)))
+            raise KeyMismatchError(
+                f"strict must be True, False or a dict of globs to modes, or one of {modes}, got {self.strict!r}"
+            )
+
+    def mode_of(self, key: str) -> Mode:
+        """How strict the load is about a key: by the first glob that fits it."""
+        if isinstance(self.strict, bool):
+            return "strict" if self.strict else "partial"
+        if isinstance(self.strict, str):
+            return self.strict
+        return next((mode for glob, mode in self.strict.items() if fnmatch.fnmatchcase(key, glob)), "strict")
+
+    @property
+    def once_among(self) -> ReadOnce:
+        """`read_once`, with True, None and False by name."""
+        if isinstance(self.read_once, bool):
+            return "job" if self.read_once else "rank"
+        return self.read_once or "host"
+
+    def shared(self) -> dict[str, object]:
+        """What all ranks must choose alike."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OWN}
+
+
+def _check_choice(what: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise KeyMismatchError(f"{what} must be one of {', '.join(known)}, got {value!r}")
+
+
+# Which keys of a target and of a checkpoint belong together.
+
+
+@dataclass(frozen=True)
+class KeyMatch:
+    """What is filled from what, and what is not."""
+
+    tensors: dict[str, str]
+    """Key of the target -> name in the checkpoint."""
+    objects: dict[str, Any]
+    """Key of the target -> its new value."""
+    per_rank: tuple[str, ...]
+    missing: tuple[str, ...]
+    mismatched: tuple[str, ...]
+    dropped: tuple[str, ...]
+    """Values of the target in the place of which nothing was saved, though something was saved around it."""
+    cast: dict[str, tuple[str, str]]
+    replaced: dict[str, tuple[str, str]]
+    """Key of the target -> dtypes of the checkpoint and of the target, which takes the former."""
+    retyped: dict[str, tuple[str, str]]
+    """Key of a tensor or plain value -> the class that was saved there, and that of what is or will be in its place."""
+    names: tuple[str, ...]
+    """Everything that the checkpoint has."""
+    used: frozenset[str]
+    """Of these, what this rank's target has, under whatever name."""
+    mapped: Mapping[str, str]
+    """Key of the target -> name under which it was looked for, where a mapping says so."""
+
+
+def match_keys(
+    targets: Targets,
+    checkpoint: Checkpoint,
+    *,
+    dtype_policy: DtypePolicy,
+    mapping: Mapping[str, str],
+) -> KeyMatch:
+    """Match keys; under dtype_policy "saved", mark in `targets` what is to be replaced.
+
+    Raises KeyMismatchError for a mapping of keys that the target does not have.
+    """
+    unknown = [key for key in mapping if key not in targets.paths]
+    if unknown:
+        raise KeyMismatchError(f"the mapping names {unknown[0]!r}, which the target does not have")
+    work = _Matching(targets, checkpoint, dtype_policy, mapping)
+    work.match_tensors()
+    if work.tensor_classes:
+        work.compare_classes()
+    work.match_objects()
+    work.match_units()
+    per_rank = [key for key in targets.per_rank if work.take_per_rank(key)]
+    return KeyMatch(
+        work.tensors,
+        work.objects,
+        tuple(per_rank),
+        tuple(work.missing),
+        tuple(work.mismatched),
+        tuple(work.dropped),
+        work.cast,
+        work.replaced,
+        work.retyped,
+        tuple(work.names),
+        frozenset(work.used),
+        mapping,
+    )
+
+
+class _Matching:
+    """The matching under way."""
+
+    def __init__(
+        self, targets: Targets, checkpoint: Checkpoint, dtype_policy: DtypePolicy, mapping: Mapping[str, str]
+    ) -> None:
+        self.targets, self.checkpoint, self.mapping = targets, checkpoint, mapping
+        self.dtype_policy = dtype_policy
+        self.saved_per_rank: Mapping[str, Any] = checkpoint.contents.per_rank
+        self.names = [*checkpoint, *checkpoint.objects, *self.saved_per_rank]
+        self.used: set[str] = set()
+        self.tensors: dict[str, str] = {}
+        self.objects: dict[str, Any] = {}
+        self.missing: list[str] = []
+        self.mismatched: list[str] = []
+        self.dropped: list[str] = []
+        self.cast: dict[str, tuple[str, str]] = {}
+        self.replaced: dict[str, tuple[str, str]] = {}
+        self.retyped: dict[str, tuple[str, str]] = {}
+        kinds = checkpoint.contents.containers
+        self.classes = {path: kind for path, kind in kinds.items() if kind.startswith("dict:")}
+        """Mappings that were no plain dicts."""
+        self.tensor_classes = {path: kind for path, kind in kinds.items() if kind.startswith("tensor:")}
+
+    def match_tensors(self) -> None:
+        later: list[str] = []
+        for key, tensor in self.targets.tensors.items():
+            name = self._name_of(key)
+            if name in self.checkpoint:
+                self._use(name)
+                if self._fits(key, name, tensor):
+                    self.tensors[key] = name
+            elif (
+                name in self.checkpoint.objects and _is_number(self.checkpoint.objects[name]) and not tensor.spec.shape
+            ):
+                self._use(name)
+                self._number_into_tensor(key, self.checkpoint.objects[name], tensor)
+            else:
+                later.append(key)
+        for key in later:  # tied in memory to a key that is filled: then it is filled, too
+            same = [k for k in self.targets.tensors if self.targets.tied.get(k, k) == self.targets.tied.get(key, key)]
+            if not any(k in self.tensors for k in same if k != key):
+                self.missing.append(key)
+
+    def compare_classes(self) -> None:
+        """Those of tensors that were saved with those of what is filled."""
+        for key, name in self.tensors.items():
+            path, own = self.checkpoint.contents.paths.get(name, (name,)), self.targets.paths[key]
+            for above in filter(self.tensor_classes.__contains__, _prefixes(path)):
+                levels = len(path) - len(above)
+                levels = (
+                    levels if own[len(own) - levels :] == path[len(above) :] else 0
+                )  # else mapped to something else
+                live, saved = self.targets.live(key, levels), self.tensor_classes[above].removeprefix("tensor:")
+                found = tensor_class(live) or class_name(live)
+                if found != saved:
+                    self.retyped[key_of(own[: len(own) - levels])] = saved, found
+
+    def _name_of(self, key: str) -> str:
+        """The name of the place that a key of the target stands for. In a dict with 1 and "1" the number has a name of
+        its own; a dict with only one of them may have been saved, or be the target."""
+        if key in self.mapping:
+            return self.mapping[key]
+        path, places = self.targets.paths[key], self.checkpoint.contents.paths
+        if key in self.targets.units:
+            places = self.below.places
+        saved = places.get(key)
+        if saved == path:
+            return key
+        if places.get(other := other_key_of(path)) == path:
+            return other
+        return key if saved is None or other_key_of(saved) not in self.targets.paths else other_key_of(saved)
+
+    def _use(self, name: str) -> None:
+        self.used.add(name)
+        self.used.add(self.checkpoint.aliases.get(name, name))
+
+    def _fits(self, key: str, name: str, tensor: LiveTensor) -> bool:
+        spec = self.checkpoint[name].stored.spec
+        shape, dtype = tensor.spec.shape, tensor.spec.dtype
+        if (shape, dtype) != (spec.shape, spec.dtype) and self.targets.is_opaque(key):
+            self.targets.replaced[key] = dtype_from_name(spec.dtype)
+            self.targets.resized[key] = spec.shape
+            return True
+        if shape != spec.shape:
+            self.mismatched.append(f"{key}: saved with shape {list(spec.shape)}, wanted with {list(shape)}")
+            return False
+        if dtype != spec.dtype:
+            if self.dtype_policy == "error":
+                self.mismatched.append(f"{key}: saved as {spec.dtype}, wanted as {dtype}")
+                return False
+            if self.dtype_policy == "saved":
+                self.targets.replaced[key] = dtype_from_name(spec.dtype)
+            (self.cast if self.dtype_policy == "cast" else self.replaced)[key] = (spec.dtype, dtype)
+        return True
+
+    def _number_into_tensor(self, key: str, value: Any, tensor: LiveTensor) -> None:
+        """A number that was saved as such, for a 0-d tensor; only where the dtype can hold it exactly."""
+        try:
+            made = tensor.value.new_full((), value)
+            is_exact = made.item() == value or value != value
+        except (OverflowError, RuntimeError, TypeError):  # by far too large, or of another kind
+            is_exact = False
+        if not is_exact:
+            self.mismatched.append(f"{key}: saved as the number {_shown(value)}, which {tensor.spec.dtype} cannot hold")
+        else:
+            self.objects[key] = made
+            self.cast[key] = class_name(value), tensor.spec.dtype
+
+    def match_objects(self) -> None:
+        for key in self.targets.objects:
+            name = self._name_of(key)
+            if name in self.checkpoint.objects:
+                self._use(name)
+                self._give(key, self.checkpoint.objects[name], self.checkpoint.contents.paths.get(name, (name,)))
+            elif name in self.checkpoint and not self.checkpoint[name].shape and _is_number(self.targets.objects[key]):
+                self._use(name)
+                made = self.objects[key] = self.checkpoint[name][...].item()
+                self.cast[key] = self.checkpoint[name].stored.spec.dtype, class_name(made)
+            elif not self._replace_whole(key):  # None where there was no state yet, and a dict was saved
+                self.missing.append(key)
+
+    def match_units(self) -> None:
+        """Containers of plain values, replaced whole by what was saved at their place."""
+        for key in self.targets.units:
+            name = self._name_of(key)
+            below = self.below.names.get(self._place_of(key), ())
+            if any(n != name and n not in self.checkpoint.objects for n in below):
+                continue  # there are tensors where the target has none: these stay unexpected
+            if not self._replace_whole(key):
+                self.missing.append(key)
+
+    def _replace_whole(self, key: str) -> bool:
+        """Fill a key with the nest of plain values that was saved at its place, if there is one."""
+        place, paths = self._place_of(key), self.checkpoint.contents.paths
+        names, kinds = self.below.names.get(place, []), self.below.kinds.get(place, {})
+        if any(n not in self.checkpoint.objects for n in names) or not (names or kinds):
+            return False
+        self.used.update(names)
+        depth = len(place)
+        leaves = {paths.get(n, (n,))[depth:]: self.checkpoint.objects[n] for n in names}
+        self._give(key, unflatten(leaves, {path[depth:]: kind for path, kind in kinds.items()}), place)
+        return True
+
+    def _place_of(self, key: str) -> KeyPath:
+        """The path in the checkpoint that a key of the target stands for."""
+        path, name = self.targets.paths[key], self._name_of(key)
+        return path if self.below.has(path) and key not in self.mapping else self.below.places.get(name, (name,))
+
+    def _give(self, key: str, value: Any, place: KeyPath) -> None:
+        """An object that was saved at `place`; but no record of one of an unknown class, in place of a live one."""
+        kind = unknown_class(value)
+        if kind is not None:
+            self.mismatched.append(f"{key}: {needs_code(kind)}")
+            return
+        live = self.targets.live(key)
+        made = restore_types(value, live)
+        if (name := unresolved_class(made)) is not None:
+            self.mismatched.append(f"{key}: {needs_class(name)}")
+            return
+        self.objects[key] = made
+        self.dropped += _lost(key, live, made)
+        for path, kind in self.classes.items():
+            if path[: len(place)] == place:
+                rest = path[len(place) :]
+                found = _kind_at(made, rest)
+                if found != kind:
+                    names = kind.removeprefix("dict:"), found.removeprefix("dict:")
+                    self.retyped[key_of((key, *rest))] = names
+
+    @cached_property
+    def below(self) -> _Below:
+        """What the checkpoint has at and below each place."""
+        return _Below.of(self.names, self.checkpoint)
+
+    def take_per_rank(self, key: str) -> bool:
+        name = self._name_of(key)
+        if name not in self.saved_per_rank:
+            self.missing.append(key)
+            return False
+        self._use(name)
+        return True
+
+
+def needs_code(kind: str) -> str:
+    """What to say of an object whose class is not known here."""
+    return (
+        f"saved as an object of {kind}, which only code could make again, and nothing from a checkpoint is run: leave "
+        "the key out of what is loaded, and save such objects as plain data"
+    )
+
+
+class _Below(NamedTuple):
+    """By path, of leaves and of all containers around them. Not by dotted key: "a.b" beside "a" is not below it."""
+
+    names: dict[KeyPath, list[str]]
+    """The names at or below it."""
+    kinds: dict[KeyPath, dict[KeyPath, str]]
+    """The containers at or below it that are tuples or empty, by path."""
+    places: dict[str, KeyPath]
+    """The path of a dotted key."""
+
+    @classmethod
+    def of(cls, names: Iterable[str], checkpoint: Checkpoint) -> _Below:
+        out = cls({}, {}, {})
+        paths, containers = checkpoint.contents.paths, checkpoint.contents.containers
+        for name in names:
+            for above in _prefixes(paths.get(name, (name,))):
+                out.names.setdefault(above, []).append(name)
+        for path, kind in containers.items():
+            for above in _prefixes(path):
+                out.kinds.setdefault(above, {})[path] = kind
+        for path in (*out.names, *out.kinds):
+            out.places.setdefault(key_of(path), path)
+        return out
+
+    def has(self, path: KeyPath) -> bool:
+        """Whether the checkpoint has anything at or below `path`."""
+        return path in self.names or path in self.kinds
+
+
+def _lost(key: str, live: Any, value: Any) -> Iterator[str]:
+    """Keys of dicts at and below `key` that are gone when `value` takes the place of `live`."""
+    if isinstance(live, Mapping):
+        for name, item in live.items():
+            below = f"{key}.{name}"
+            if not isinstance(value, Mapping) or name not in value:
+                yield below
+            else:
+                yield from _lost(below, item, value[name])
+    elif isinstance(live, list | tuple) and isinstance(value, list | tuple):
+        for number, (item, other) in enumerate(zip(live, value)):
+            yield from _lost(f"{key}.{number}", item, other)
+
+
+def _kind_at(value: Any, path: KeyPath) -> str:
+    """See `mapping_kind`, of what is at a path of a nest; the class of what is no mapping."""
+    for part in path:
+        value = value[part.value if isinstance(part, IntKey) else part]
+    return mapping_kind(value) if isinstance(value, Mapping) else class_name(value)
+
+
+def _prefixes(path: KeyPath) -> Iterator[KeyPath]:
+    """The paths of the containers around a leaf, and its own."""
+    return (path[:i] for i in range(1, len(path) + 1))
+
+
+def _shown(number: complex) -> str:
+    """A number as text; of an int of thousands of digits, its beginning in hex."""
+    is_long = isinstance(number, int) and number.bit_length() > 4096
+    return f"{hex(number)[:40]}..." if is_long else str(number)  # type: ignore[arg-type]  # it is an int
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, complex))
+
+
+# The whole truth about keys that do not belong together, on all ranks; and whether the caller
+# allows it.
+
+
+class Truth(NamedTuple):
+    """What was found out about keys that do not belong together, and is no error."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    outside: tuple[str, ...]
+    """Missing, but outside of what a checkpoint that is declared a subset claims to have."""
+
+
+class _MismatchVote(msgspec.Struct, frozen=True, array_like=True):
+    """What ranks tell the others about their matches."""
+
+    used: dict[bytes, bytes]
+    """A bit for each name of the checkpoint, compressed, by a digest of what they load from: who loads from something
+    else has no say about its names."""
+    saves: list[tuple[str, str]]
+    """URL and id of the saves that they have opened, where all ranks open one."""
+    fits: bool
+    """Whether no rank misses anything, or has anything that is mismatched."""
+    ambiguous: bool
+    """Whether the placements of some tensor do not tell how it is cut."""
+
+
+@dataclass(frozen=True)
+class Mismatches:
+    """What does not fit on any rank."""
+
+    used: frozenset[str]
+    """The names that the target of any rank has."""
+    sharers: int
+    """How many ranks are on this rank's machine."""
+    missing: Mapping[str, list[int]]
+    """Key -> the ranks that miss it."""
+    mismatched: Mapping[str, list[int]]
+    alike: bool
+    """Whether all ranks load from the same."""
+
+    def judge(
+        self, match: KeyMatch, options: LoadOptions, checkpoint: Checkpoint, targets: Targets, group: Group
+    ) -> Truth:
+        """The keys that do not belong together, if strictness allows them all.
+
+        Raises KeyMismatchError, on every rank where all load from the same, with every key of any rank that strictness
+        does not allow to be missing, unexpected or mismatched.
+        """
+        claims = _claims(checkpoint)
+        truth = Truth(
+            tuple(key for key in match.missing if claims(key)),
+            tuple(name for name in match.names if name not in self.used),
+            tuple(key for key in match.missing if not claims(key)),
+        )
+        missing = {k: its for k, its in self.missing.items() if claims(k) and options.mode_of(k) != "partial"}
+        unexpected = [key for key in truth.unexpected if options.mode_of(key) == "strict"]
+        if not (missing or unexpected or self.mismatched):
+            return truth
+        kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
+        error = kind(self._message(match, missing, unexpected, checkpoint, targets, group, options.wording))
+        if self.alike:
+            group.refuse(error)
+        raise error
+
+    def _message(
+        self,
+        match: KeyMatch,
+        missing: Mapping[str, list[int]],
+        unexpected: list[str],
+        checkpoint: Checkpoint,
+        targets: Targets,
+        group: Group,
+        wording: Wording,
+    ) -> str:
+        lines = [f"{checkpoint.url} does not fit what is to be loaded:"]
+        # what has found its counterpart is no guess for another
+        known = [name for name in (*match.names, *checkpoint.aliases) if name not in self.used]
+        kinds = _kinds(match, checkpoint, targets)
+        where, fixes = _on_ranks(missing, group), []
+        moved = None if match.mapped else shifted(missing, known)
+        if moved is not None:
+            lines.append(f"  {moved.what}")
+            where = {key: text for key, text in where.items() if key not in moved.names}
+            unexpected = [name for name in unexpected if name not in moved.names.values()]
+            fixes += [moved.fix] if wording == Wording() else []
+        by_number = wording == Wording() and are_by_number(where, known)
+        if by_number:
+            fixes.append(
+                "states are saved by names: reshard.optimizer_destinations(model, optimizer, path) has them so"
+            )
+        lines += section(wording.missing, where, [] if by_number else known, kinds, match.mapped)
+        lines += section(
+            "unexpected, since the target does not have them",
+            dict.fromkeys(unexpected, ""),
+            [] if by_number else [*missing],
+        )
+        lines += section(wording.mismatched, _on_ranks(self.mismatched, group), ())
+        if missing or unexpected:
+            fixes.append(wording.allow)
+        if any("saved as" in line for line in self.mismatched):
+            fixes.append("dtype_policy='cast' converts, dtype_policy='saved' keeps the saved dtype")
+        return "\n".join(lines + [f"  ({'; '.join(fixes)})"] * bool(fixes))
+
+
+def gather_mismatches(match: KeyMatch, group: Group, checkpoint: Checkpoint, targets: Targets) -> Mismatches:
+    """Collective: what fits on no rank, and what does not fit on some. Targets of which one rank alone cannot tell how
+    they are cut know it from now on.
+
+    A bit for each name of the checkpoint travels, compressed, and only where something does not fit, what that is.
+
+    Raises CheckpointError, alike on every rank, if ranks have opened different saves at one path; LayoutError if not
+    even all ranks together can tell how a tensor is cut.
+    """
+    if group.world_size == 1:
+        here = list(group.ranks)
+        return Mismatches(
+            match.used, 1, dict.fromkeys(match.missing, here), dict.fromkeys(match.mismatched, here), True
+        )
+    used = pack_flags([name in match.used for name in match.names])
+    source = xxhash.xxh3_64_digest(msgspec.msgpack.encode((match.names, checkpoint.contents.subset)))
+    ambiguous = {key: targets.tensors[key] for key in match.tensors if targets.tensors[key].is_ambiguous}
+    fits = not match.missing and not match.mismatched
+    mine = _MismatchVote({source: used}, [_save_of(checkpoint)], fits, bool(ambiguous))
+    merged, sharers = group.merge_and_count(msgspec.msgpack.encode(mine), _join, "what fits", socket.gethostname())
+    said = msgspec.msgpack.decode(merged, type=_MismatchVote)
+    _refuse_different_saves(said.saves, group)
+    if said.ambiguous:
+        cuts = group.parties(msgspec.json.encode(describe(ambiguous)))
+        layouts = join_layouts((msgspec.json.decode(cut, type=Described), ranks) for cut, ranks in cuts.items())
+        resolve_layouts(ambiguous, layouts, group.ranks[group.rank])
+    flags = unpack_flags(said.used[source], len(match.names))
+    missing: dict[str, list[int]] = {}
+    mismatched: dict[str, list[int]] = {}
+    odd = {} if said.fits else group.parties(msgspec.msgpack.encode((list(match.missing), list(match.mismatched))))
+    for data, ranks in odd.items():
+        for keys, ranks_of in zip(
+            msgspec.msgpack.decode(data, type=tuple[list[str], list[str]]), (missing, mismatched)
+        ):
+            for key in keys:
+                ranks_of.setdefault(key, []).extend(ranks)
+    return Mismatches(
+        frozenset(name for name, flag in zip(match.names, flags) if flag),
+        sharers,
+        {key: sorted(ranks) for key, ranks in missing.items()},
+        {key: sorted(ranks) for key, ranks in mismatched.items()},
+        len(said.used) == 1,
+    )
+
+
+def _save_of(checkpoint: Checkpoint) -> tuple[str, str]:
+    """A path, and which save was found there; of a run, in which a newer one may have been completed meanwhile, too."""
+    native = checkpoint.contents.facts_of(NativeFacts)
+    if checkpoint.url.startswith("memory:"):  # each process has memory of its own
+        return "", ""
+    save_id = native.manifest.save_id if native is not None else ""
+    if checkpoint.run:
+        return checkpoint.run, f"{checkpoint.url.removeprefix(checkpoint.run)} {save_id}".strip()
+    return (checkpoint.url, save_id) if save_id else ("", "")
+
+
+def _join(parts: list[bytes]) -> bytes:
+    used: dict[bytes, bytes] = {}
+    said = [msgspec.msgpack.decode(part, type=_MismatchVote) for part in parts]
+    for source, bits in ((source, bits) for one in said for source, bits in one.used.items()):
+        used[source] = either([used.get(source, bits), bits])
+    saves = dict.fromkeys(save for one in said for save in one.saves)
+    return msgspec.msgpack.encode(
+        _MismatchVote(used, list(saves), all(one.fits for one in said), any(one.ambiguous for one in said))
+    )
+
+
+def _refuse_different_saves(opened: Iterable[tuple[str, str]], group: Group) -> None:
+    saves: dict[str, str] = {}
+    for url, save_id in opened:
+        if saves.setdefault(url, save_id) != save_id:
+            group.refuse(
+                CheckpointError(
+                    f"{url} is not the same checkpoint for all ranks: some have opened the save {saves[url]}, others "
+                    f"{save_id}. It was replaced just then, or is a folder of each machine: load again, from one place"
+                )
+            )
+
+
+def _on_ranks(keys: Mapping[str, list[int]], group: Group) -> dict[str, str]:
+    """Each key, and on which ranks it is, where it is not on all."""
+    return {key: "" if len(ranks) == group.world_size else f"   ({format_ranks(ranks)})" for key, ranks in keys.items()}
+
+
+def _claims(checkpoint: Checkpoint) -> Callable[[str], bool]:
+    """Whether a checkpoint ought to have a key: it ought to have all, unless it was declared a subset."""
+    globs = checkpoint.contents.subset
+    return lambda key: globs is None or any(fnmatch.fnmatchcase(key, glob) for glob in globs)
+
+
+def _kinds(match: KeyMatch, checkpoint: Checkpoint, targets: Targets) -> dict[str, str]:
+    """What is under the names of keys that this rank misses, in words, where it is of another kind than its target."""
+    what = {True: "a tensor", False: "each rank's own value"}
+    kinds = {name: what[name in checkpoint] for name in match.names if name not in checkpoint.objects}
+    kinds |= dict.fromkeys(checkpoint.objects, "a plain value")
+    return {
+        key: kinds[key]
+        for key in match.missing
+        if key in kinds and (kinds[key] == "a tensor") != (key in targets.tensors)
+    }

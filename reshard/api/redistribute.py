@@ -1,0 +1,520 @@
+"""Moves state between ranks that are alive: any layout to any other, in place. See docs/live.md."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Unpack
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from planners.findings import Finding, Report
+from planners.geometry.box import Box
+from planners.geometry.layout import Part
+from planners.geometry.views import Patch, filled_slots
+from planners.notebooks import Tabled
+from planners.plans.rounds import Schedule
+from planners.plans.transfer import TransferPlan
+from planners.units import format_bytes
+from reshard.api.transfer_agreement import (
+    Agreed,
+    Options,
+    TensorMatches,
+    TransferOptions,
+    TransferSide,
+    Values,
+    agree,
+    check_replicas,
+)
+from reshard.api.transfer_memory import LaneMemory, Steps, part_tensors, plan_steps, refuse_shared_memory, turned
+from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError, format_names
+from reshard.execute.differences import DeltaExchange
+from reshard.execute.exchange import Exchange, Waiter
+from reshard.live.copy_streams import device_module, has_copy_streams
+from reshard.live.dtypes import dtype_from_name, raw_elements
+from reshard.live.fingerprints import Holding, Partial, add_holdings, conclude, pack_holdings
+from reshard.live.fingerprints import partial as partial_sum
+from reshard.live.tensors import local_tensors
+from reshard.ranks.group import Group, device_of_kind
+
+__all__ = ["Prepared", "TransferReport", "prepare", "redistribute", "verify_live"]
+
+
+_log = logging.getLogger("reshard")
+
+
+@dataclass(frozen=True, repr=False)
+class TransferReport(Tabled):
+    """What a transfer did, on this rank where nothing else is said."""
+
+    moved: tuple[str, ...]
+    """Keys of all targets of the job that were filled, tensors and others."""
+    missing: tuple[str, ...]
+    """Targets that no rank held before; they keep their values."""
+    unexpected: tuple[str, ...]
+    """Sources that no rank wanted."""
+    cast: Mapping[str, tuple[str, str]]
+    """Target -> dtypes (before, after) of what was converted."""
+    bytes_moved: int
+    """Bytes that crossed between ranks, of the whole job."""
+    bytes_between_groups: int
+    """Of these, bytes from the ranks of the source to those of the target, where no rank is on both sides; where
+    `ranks_per_host` is given, bytes between hosts. 0 where there is one group only."""
+    bytes_among_receivers: int
+    """Of these, bytes that replicas of the target passed on to one another, each having got a part of them."""
+    bytes_sent: int
+    bytes_received: int
+    bytes_copied: int
+    """Within this rank."""
+    rounds: int
+    """Of the whole job."""
+    buffer_bytes: int
+    """Memory that was needed besides sources and targets."""
+    planned: bool
+    """Whether the plan was made now, and not found from an earlier transfer of the same geometry."""
+    seconds: Mapping[str, float] = field(compare=False)
+    """Time by phase."""
+
+    def __repr__(self) -> str:
+        """One line: what was moved, and the first names of what was not."""
+        kinds = ("missing", "unexpected", "cast")
+        odd = [f"{kind} {format_names(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
+        moved = f"moved {len(self.moved)}, {format_bytes(self.bytes_moved)} between ranks in {self.rounds} rounds"
+        return f"TransferReport({', '.join([moved, *odd])})"
+
+
+_MAX_CACHED = 16
+_cache: OrderedDict[tuple[object, ...], Steps] = OrderedDict()
+
+
+class Prepared:
+    """A transfer whose plan and buffers are made. `run` moves what the tensors hold at that time; made by `prepare`."""
+
+    def __init__(
+        self,
+        source: TransferSide,
+        target: TransferSide,
+        agreed: Agreed,
+        options: Options,
+        group: Group,
+        process_group: Any,
+    ) -> None:
+        clock = time.perf_counter()
+        self._source, self._target, self._options = source, target, options
+        self._group, self._process_group = group, process_group
+        self._device = device_of_kind(agreed.device, self._tensors())
+        self._on_device = agreed.on_device or agreed.onto_device
+        _meet_on(self._device, process_group)
+        self._rank = group.ranks[group.rank]
+        key = (agreed.key, self._rank, options.digest())
+        found = _cache.get(key)
+        self._planned = found is None
+        self._first = True
+        self._crossed = 0
+        """Bytes of the last run, of all ranks, where only differences cross."""
+        if found is None:
+            found = _cache[key] = plan_steps(
+                agreed.pair(options),
+                self._rank,
+                max(group.ranks) + 1,
+                budget_bytes=options.max_inflight_bytes,
+                ranks_per_host=options.ranks_per_host,
+            )
+            while len(_cache) > _MAX_CACHED:
+                _cache.popitem(last=False)
+        _cache.move_to_end(key)
+        self._steps = found
+        self._values = Values(source.state, target.state, found.pairing.objects)
+        planned = time.perf_counter()
+        self._bind()
+        self._seconds = {"plan": planned - clock, "bind": time.perf_counter() - planned}
+
+    @property
+    def plans(self) -> tuple[TransferPlan, ...]:
+        """Who sends what to whom, for the whole job: one plan, or two where receivers pass on what they got."""
+        return self._steps.plans
+
+    @property
+    def rounds(self) -> tuple[Schedule, ...]:
+        """The same as rounds of messages."""
+        return self._steps.rounds
+
+    @property
+    def pairing(self) -> TensorMatches:
+        """Which target is made of what."""
+        return self._steps.pairing
+
+    def run(self) -> TransferReport:
+        """Collective: move everything, once more.
+
+        Raises:
+            UndefinedTargetsError: a rank failed while bytes moved; on all ranks, naming that rank and the targets.
+            RankFailedError, DeadlineError: a rank failed before that; nothing was moved.
+            LayoutError: a tensor's memory was replaced by some that does not fit; on that rank, nothing was moved. In
+                the first run all ranks know of it before a byte moves; later runs do not wait for one another.
+        """
+        if self._group.failed:
+            self._group = Group(self._process_group, deadline_s=self._options.deadline_s)
+        start = time.perf_counter()
+        self._moving = False
+        try:
+            with self._group.together("redistribute", meet=False):
+                self._run()
+        except Exception as error:
+            for exchange in self._exchanges:
+                if isinstance(exchange, DeltaExchange):
+                    exchange.keep(ended_well=False)
+            if self._moving:
+                raise self._undefined(error) from error
+            raise
+        self._seconds = {**self._seconds, "move": time.perf_counter() - start}
+        return self._report()
+
+    def _run(self) -> None:
+        group = self._group
+        if self._memory != self._places():
+            self._bind()
+        values = self._values.gather(group) if self._values else {}
+        if self._first:
+            group.barrier()  # nobody writes before everybody is ready to
+        self._first = False
+        with torch.no_grad(), Waiter(group, self._device, self._options.deadline_s) as waiter:
+            self._moving = True
+            self._ask(group, waiter)
+            self._values.assign(values)
+            waiter.settle(self._others)
+            waiter.meet(self._process_group)
+
+    def _ask(self, group: Group, waiter: Waiter) -> None:
+        """All that devices are asked for in a run. Between tensors and by a backend of one device, and without `delta`,
+        it takes no memory, waits for nothing on the host, and is the same in each run."""
+        for exchange in self._exchanges:
+            exchange.move(group, waiter)
+        if self._options.delta:
+            self._settle_differences(group, waiter)
+        for to, of in self._repeats:
+            to.copy_(of)
+        for slot, value in self._fills:
+            slot.fill_(value)
+
+    def _settle_differences(self, group: Group, waiter: Waiter) -> None:
+        """Collective: whoever does not hold what its senders hold gets everything, and then must."""
+        exchanges = [exchange for exchange in self._exchanges if isinstance(exchange, DeltaExchange)]
+        for may_repeat in (True, False):
+            sent = sum(exchange.sent_bytes for exchange in exchanges)
+            wrong = sum(len(exchange.wrong) for exchange in exchanges)
+            totals = waiter.total([sent, wrong], self._process_group)
+            self._crossed = totals[0]
+            for exchange in exchanges:
+                exchange.keep(ended_well=True)
+            if not totals[1]:
+                return
+            if not may_repeat:
+                break
+            _log.warning("targets were not what came last: %d pairs of ranks move everything", totals[1])
+            for exchange in exchanges:
+                exchange.move(group, waiter, again=True)
+        raise ReshardError(
+            f"of {totals[1]} pairs of ranks the one does not hold what the other sent, though it sent everything: does "
+            "something else write to sources or targets meanwhile?"
+        )
+
+    def _undefined(self, error: Exception) -> UndefinedTargetsError:
+        keys = tuple(dict.fromkeys(lane.target for lane in self.pairing.lanes.values()))
+        shown = ", ".join(keys[:20]) + (f" and {len(keys) - 20} more" if keys[20:] else "")
+        rank = error.rank if isinstance(error, RankFailedError) else self._rank
+        return UndefinedTargetsError(
+            f"the transfer ended midway, and its targets are undefined: {shown}. Fill them anew, through a new process "
+            f"group, since the old one may have messages under way. The cause: {error}",
+            rank=rank,
+            targets=keys,
+        )
+
+    def _bind(self) -> None:
+        """Find the memory of all lanes, and make the buffers. Raises LayoutError where it is not as was agreed."""
+        pairing, rank = self.pairing, self._rank
+        self._places_checked()
+        self._values.check_places()
+        targets = _Local(self._target, writable=True)
+        refuse_shared_memory(pairing, self._source.state.tensors, self._target.state.tensors)
+        memory = LaneMemory(self._steps, _Local(self._source, writable=False), targets, rank)
+        for name in pairing.lanes:  # also what this rank neither sends nor gets must be as its layout says
+            memory.given(name)
+            memory.wanted(name)
+        wires = {
+            name: dtype_from_name(lane.before.spec.dtype)
+            for name, lane in pairing.lanes.items()
+            if lane.target in pairing.cast
+        }
+        sides = [(memory.given, memory.arriving, wires), (memory.arriving, memory.moved, {})]
+        kind = partial(DeltaExchange, on_device=self._on_device) if self._options.delta else Exchange
+        self._exchanges = [
+            kind(work, *ends, wires=cast, device=self._device, process_group=self._process_group)
+            for work, (*ends, cast) in zip(self._steps.works, sides)
+        ]
+        if has_copy_streams(self._device):
+            # the buffers may be memory that the stream of this moment still works on, and runs may be on other streams
+            device_module(self._device).current_stream(self._device).synchronize()
+        self._repeats = [
+            (
+                memory.wanted(to)[again.target.part][again.target.box.slices],
+                memory.wanted(of)[again.source.part][again.source.box.slices],
+            )
+            for of, to, again in self._steps.repeats
+        ]
+        self._fills = [
+            (part_tensors(key, targets(key), pairing.after[key], rank)[slot.part][slot.box.slices], slot.value)
+            for key, view in pairing.views.items()
+            if view.fills and key not in pairing.ties
+            for slot in filled_slots(view.geometry, pairing.after[key].form, rank)
+        ]
+        self._target.state.put_new()
+        self._memory = self._places()
+        self._others = {tensor.device for tensor in self._tensors()} - {self._device}
+
+    def _places_checked(self) -> None:
+        for key in {lane.source for lane in self.pairing.lanes.values()} & self._source.state.tensors.keys():
+            if self._source.state.tensors[key].is_meta:
+                raise LayoutError(f"the source {key!r} is a meta tensor: it has no elements to give")
+
+    def _places(self) -> list[int]:
+        """Where all local tensors are: equal as long as nobody gave a tensor other memory."""
+        return [tensor.data_ptr() for tensor in self._tensors()]
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for side in (self._source, self._target):
+            for live in side.state.tensors.values():
+                yield from local_tensors(live.value) if not live.is_meta else ()
+
+    def _report(self) -> TransferReport:
+        pairing, exchanges = self.pairing, self._exchanges
+        planned, self._planned = self._planned, False
+        return TransferReport(
+            moved=(*pairing.views, *pairing.objects),
+            missing=pairing.missing,
+            unexpected=pairing.unexpected,
+            cast=pairing.cast,
+            bytes_moved=self._crossed if self._options.delta else sum(plan.bytes_moved for plan in self.plans),
+            bytes_between_groups=self._steps.bytes_between_groups,
+            bytes_among_receivers=sum(plan.bytes_moved for plan in self.plans[1:]),
+            bytes_sent=sum(exchange.sent_bytes for exchange in exchanges),
+            bytes_received=sum(exchange.received_bytes for exchange in exchanges),
+            bytes_copied=sum(exchange.copied_bytes for exchange in exchanges)
+            + sum(to.nbytes for to, _ in self._repeats),
+            rounds=sum(rounds.rounds for rounds in self.rounds),
+            buffer_bytes=sum(exchange.buffer_bytes for exchange in exchanges),
+            planned=planned,
+            seconds=self._seconds,
+        )
+
+
+def _meet_on(device: torch.device, process_group: dist.ProcessGroup | None) -> None:
+    """Collective: have the backend of a device make its connections, in which all ranks must take part. The rounds of
+    a transfer may be between some of them only."""
+    if device.type != "cpu":
+        dist.all_reduce(torch.zeros(1, dtype=torch.uint8, device=device), group=process_group)
+
+
+class _Local:
+    """The local tensors of a key of this rank's own state."""
+
+    def __init__(self, side: TransferSide, *, writable: bool) -> None:
+        self._state, self._writable = side.state, writable
+
+    def __call__(self, key: str) -> Sequence[torch.Tensor]:
+        if key not in self._state.tensors:
+            return ()
+        return self._state.writable(key) if self._writable else local_tensors(self._state.tensors[key].value)
+
+
+def prepare(
+    source: Mapping[str, Any] | None,
+    target: Mapping[str, Any] | None,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Unpack[TransferOptions],
+) -> Prepared:
+    """Collective: make the plan and the buffers of a transfer that is run often, such as at every step of a training.
+
+    What it holds is bound to the tensors given; their values may change between runs, and so may their memory.
+    Arguments and errors are those of `redistribute`; nothing is moved before `run`.
+    """
+    group = Group(process_group, deadline_s=options.get("deadline_s", Options.deadline_s))
+    with group.together("prepare"):
+        start = time.perf_counter()
+        given = Options.of(options)
+        mine, wanted = TransferSide.read(source, given.source_layouts), TransferSide.of(target, given.target_layouts)
+        agreed = agree(mine, wanted, given, group, process_group)
+        known = time.perf_counter()
+        prepared = Prepared(mine, wanted, agreed, given, group, process_group)
+        if given.check_replicas:
+            check_replicas(mine, agreed.before, group, on_device=agreed.on_device)
+        prepared._seconds = {"agree": known - start, **prepared._seconds}
+    return prepared
+
+
+def redistribute(
+    source: Mapping[str, Any] | None,
+    target: Mapping[str, Any] | None,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    check: bool = False,
+    **options: Unpack[TransferOptions],
+) -> TransferReport:
+    """Collective: fill `target`, in place, with what `source` holds, whatever the layouts of both.
+
+    Both are (nested) state dicts: DTensors, ShardedTensors, plain tensors (whole on every rank that has them, unless a
+    layout says otherwise), and plain data, which is replaced. A rank gives None or {} on a side of which it has no
+    part: trainers may be other ranks than those that want the model. Each byte that a rank lacks crosses to it once,
+    and what a rank holds already it copies. Ranks must agree on everything before a byte moves.
+
+    Args:
+        process_group: the ranks that take part, in layouts named by their ranks in the default group.
+        check: compare fingerprints of both sides afterwards, as `verify_live` does.
+        mapping: target -> source, for keys that differ; or a `reshard.mapping.Mapping` from the naming and shaping of
+            the source to that of the target.
+        views: targets that are made of sources of other shapes: `planners.concat("wqkv", [q, k, v])`.
+        source_layouts, target_layouts: how plain local tensors lie in global ones, by key (`planners.TensorLayout`).
+        strict: False leaves keys alone that only one side has.
+        dtype_policy: "error": dtypes must be equal; "cast": elements are converted, and cross in the smaller dtype.
+        check_replicas: compare digests of what several ranks hold alike, before it is moved.
+        max_inflight_bytes: bound on the memory for messages under way, on each rank.
+        ranks_per_host: ranks 0 to n - 1 share a host, and so on: then bytes come from the same host where they can.
+        deadline_s: how long each phase may take.
+
+    Raises (nothing was moved then; on the other ranks `RankFailedError`, or the same error):
+        KeyMismatchError: lists all missing, unexpected and mismatched keys; or values that differ between ranks.
+        LayoutError: ranks disagree about a layout or an option, a rank has no part, or source and target share memory.
+    Raises UndefinedTargetsError if a rank fails while bytes move.
+    """
+    prepared = prepare(source, target, process_group, **options)
+    prepared._first = False  # all ranks were ready a moment ago
+    report = prepared.run()
+    if check:
+        verify_live(source, target, process_group, **options).raise_if_failed()
+    return report
+
+
+# `verify_live`: do source and target of a running job hold the same, without gathering any of it.
+
+
+def verify_live(
+    source: Mapping[str, Any] | None,
+    target: Mapping[str, Any] | None,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Unpack[TransferOptions],
+) -> Report:
+    """Collective: compare every target tensor with what it is made of, by fingerprints: bit by bit, in any layouts.
+
+    Every rank sums up its own parts, and says and hears some 60 bytes for each tensor. Arguments are those of
+    `redistribute`. Where dtypes differ, sources are converted where they lie, and compared to the last bit of the
+    target's dtype; but all NaNs count as one, since torch makes another one of the same element here and there.
+
+    Returns the same report on all ranks, with a finding for each target that differs.
+
+    Raises:
+        ReplicaDriftError: ranks that should hold the same elements, of the source (as converted) or of the target, do
+            not.
+        KeyMismatchError, LayoutError: as `redistribute`.
+    """
+    group = Group(process_group, deadline_s=options.get("deadline_s", Options.deadline_s))
+    rank = group.ranks[group.rank]
+    with group.together("verify"):
+        given = Options.of(options)
+        mine, wanted = TransferSide.read(source, given.source_layouts), TransferSide.of(target, given.target_layouts)
+        pairing = agree(mine, wanted, given, group, process_group).pair(given)
+        there = [held for key in pairing.views for held in _as_it_is(pairing, key, wanted, rank)]
+        here = [held for key in pairing.views for held in _as_target(pairing, key, mine, rank)]
+        packed = msgspec.msgpack.encode((pack_holdings(here, rank), pack_holdings(there, rank)))
+
+        def add(parts: list[bytes]) -> bytes:
+            sides = zip(*(msgspec.msgpack.decode(part, type=tuple[bytes, bytes]) for part in parts))
+            return msgspec.msgpack.encode([add_holdings(side, group.world_size) for side in sides])
+
+        told = group.merge(packed, add, "fingerprints")
+    before, after = map(conclude, msgspec.msgpack.decode(told, type=tuple[bytes, bytes]))
+    findings = [
+        Finding(f"is {after[key]} after, but {before[key]} before", key)
+        for key in pairing.views
+        if before[key] != after[key]
+    ]
+    covers = "the fingerprint of every target, computed now, is that of what it is made of"
+    return Report("the redistributed state", tuple(findings), len(pairing.views), covers=covers)
+
+
+def _as_it_is(pairing: TensorMatches, key: str, wanted: TransferSide, rank: int) -> Iterator[Holding]:
+    """What this rank's own part adds to the fingerprint of a target."""
+    layout, tensor = pairing.after[key], wanted.state.tensors.get(key)
+    if tensor is None:
+        return
+    spec = layout.spec
+    yield Holding(key, spec.dtype, spec.shape, b"", Partial().to_bytes())
+    parts = layout.parts(rank) if rank < layout.world_size else ()
+    for elements, part in zip(part_tensors(key, tensor.local, layout, rank), parts):
+        if part.numel:
+            found = _one_nan(elements) if key in pairing.cast else elements
+            yield _holding(key, spec.dtype, spec.shape, found, replace(part, flat_start=None))
+
+
+def _as_target(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) -> Iterator[Holding]:
+    """What this rank's sources add to the fingerprint of a target."""
+    view, spec = pairing.views[key], pairing.after[key].spec
+    dtype = dtype_from_name(spec.dtype)
+    yield Holding(key, spec.dtype, spec.shape, b"", Partial().to_bytes())  # so that it is named by somebody
+    for number, source in enumerate(view.sources):
+        layout = pairing.before[source.fqn]
+        tensor = mine.state.tensors.get(source.fqn)
+        parts = layout.parts(rank) if rank < layout.world_size else ()
+        local = part_tensors(source.fqn, tensor.local if tensor is not None else (), layout, rank)
+        patches = [patch for patch in view.patches if patch.tensor == number]
+        for elements, part in zip(local, parts):
+            for piece, box in _pieces(elements, part, patches):
+                converted = piece if piece.dtype == dtype else _one_nan(piece.to(dtype))
+                yield _holding(key, spec.dtype, spec.shape, converted, box)
+    for fill in view.fills:
+        constant = torch.full((), fill.value, dtype=dtype, device="cpu")
+        constant = (_one_nan(constant) if key in pairing.cast else constant).expand(fill.target.sizes)
+        yield _holding(key, spec.dtype, spec.shape, constant, fill.target)
+
+
+def _one_nan(elements: torch.Tensor) -> torch.Tensor:
+    """The same with one NaN for all; of complex numbers in both parts. The very tensor where there is none.
+
+    torch converts in vectors and what is left one by one, which make different NaNs of the same.
+    """
+    if elements.is_complex():
+        parts = torch.view_as_real(elements.resolve_conj())
+        made = _one_nan(parts)
+        return elements if made is parts else torch.view_as_complex(made)
+    if not elements.is_floating_point():
+        return elements
+    odd = torch.isnan(elements)
+    if not bool(odd.any()):
+        return elements
+    nan = torch.full((), torch.nan, dtype=elements.dtype, device=elements.device)
+    return torch.where(odd, raw_elements(nan), raw_elements(elements.resolve_neg())).view(elements.dtype)
+
+
+def _pieces(elements: torch.Tensor, part: Part, patches: Sequence[Patch]) -> Iterator[tuple[torch.Tensor, Box]]:
+    """(elements, where they are in the target) of a local tensor of a source."""
+    for box, local in part.boxes():
+        for patch in patches:
+            common = box & patch.source
+            if common is not None:
+                at = common.relative_to(box).shift(local.offsets)
+                yield turned(elements[at.slices], patch.dims), patch.to_target(common)
+
+
+def _holding(key: str, dtype: str, shape: tuple[int, ...], piece: torch.Tensor, where: Box | Part) -> Holding:
+    dims = where.dims if isinstance(where, Part) else where
+    place = hashlib.blake2b(repr(dims).encode(), digest_size=8).digest()
+    try:
+        return Holding(key, dtype, shape, place, partial_sum(piece, where, shape).to_bytes())
+    except LayoutError as error:
+        raise LayoutError(f"tensor {key!r}, {where}: {error}") from None

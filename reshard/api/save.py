@@ -1,0 +1,647 @@
+"""`save` and `async_save`: every rank derives the same plan, writes its part once, and one manifest makes it count."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from planners.notebooks import Tabled
+from planners.plans.save import SavePlan
+from planners.units import format_bytes
+from reshard.api.arguments import check_arguments, state_and_path
+from reshard.api.save_job import (
+    Choice,
+    OwnItem,
+    SaveJob,
+    SaveOptions,
+    Stage,
+    ToWrite,
+    base_at,
+    check_stage,
+    choose_base,
+    entries_of,
+    holdings_of,
+    own_items,
+    planned_writes,
+    staged,
+    summed_up,
+    tally,
+    total,
+    write,
+)
+from reshard.errors import CheckpointError, FormatError, ReshardError, StorageError, format_names
+from reshard.live.fingerprints import add_tallies
+from reshard.live.garbage import gc_paused
+from reshard.native import commit
+from reshard.native.commit import Generation, Written
+from reshard.native.data_file import Entry
+from reshard.native.reader import Share
+from reshard.native.reuse import Base
+from reshard.ranks.distinct_values import DistinctValues, digest_of
+from reshard.ranks.global_layout import resolve_layouts
+from reshard.ranks.global_state import (
+    DigestTable,
+    GlobalState,
+    LocalState,
+    check_globs,
+    encoded,
+    join,
+    joined_objects,
+    raise_on_mismatch,
+    value_table,
+)
+from reshard.ranks.group import DEADLINE_S, Group
+from reshard.storage.opening import open_storage, place_of
+
+__all__ = [
+    "Agreement", "CachedPlan", "SaveReport", "async_save", "await_place", "ended_for", "find_plan",
+    "forget_background_save", "keep_plan", "meet_before_save", "save", "start_in_background",
+]  # fmt: skip
+
+
+_log = logging.getLogger("reshard")
+
+
+@state_and_path
+def save(
+    state_dict: Mapping[str, Any],
+    path: Any,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    alone: bool = False,
+    select: Iterable[str] | None = SaveOptions.select,
+    check_replicas: bool = SaveOptions.check_replicas,
+    fingerprints: bool = SaveOptions.fingerprints,
+    divide_above_bytes: int = SaveOptions.divide_above_bytes,
+    memory_budget_bytes: int = SaveOptions.memory_budget_bytes,
+    overwrite: bool = SaveOptions.overwrite,
+    base: str | os.PathLike[str] | None = SaveOptions.base,
+    ranks_per_file: int = SaveOptions.ranks_per_file,
+    progress: bool = SaveOptions.progress,
+    deadline_s: float = DEADLINE_S,
+) -> SaveReport:
+    """Save a state dict: nested dicts, lists and tuples of tensors, DTensors, ShardedTensors and plain data.
+
+    Collective over `process_group` (default: the default group, if there is one, else this process alone). Each
+    element is written once, by a rank that holds it. A checkpoint that is there stays until the new one is whole.
+
+        state = {"model": reshard.get_model_state_dict(model), "step": step}
+        report = reshard.save(state, f"run/step-{step}")
+
+    Args:
+        path: a local folder, a URL or a `Storage`, the same for all ranks and visible to all.
+        process_group: the ranks that save together; all of them, and no others, make the call.
+        alone: this process saves by itself, in a running job too: for what it holds whole, to a path of its own.
+        select: globs of the keys to save, such as `["model.*"]`; each must fit a key of some rank. The checkpoint is
+            then declared a subset: a load is strict over what the globs fit, and reports the rest.
+        check_replicas: compare what several ranks hold under one key; values that differ are an error.
+        fingerprints: store a digest of each tensor that no layout changes, for `verify`, `compare` and later loads.
+        divide_above_bytes: chunks of at least this size may be divided among the ranks that hold them.
+        memory_budget_bytes: for copies of what is not row-major on the CPU. Fingerprints take 50 MiB of their own.
+        overwrite: a checkpoint that is at `path` is replaced, once the new one is whole. False: it is an error, and
+            nothing is written, as for `convert`, which asks to be told. Other files there are never replaced.
+        base: an earlier checkpoint, at `path` or beside it, or "auto" for the newest: what it has already is not
+            written again, and the new one is whole by itself nevertheless, see docs/incremental.md.
+        ranks_per_file: so many ranks of a machine write one file together, see docs/scale.md; not with a base.
+        progress: the first rank shows bars where somebody looks on. Each phase logs one line in any case.
+        deadline_s: how long the whole may take.
+
+    Raises (on every rank; the failing rank's own error there, `RankFailedError` elsewhere):
+        KeyMismatchError: values that differ between ranks, not `PerRank`; keys that collide; a glob that fits nothing.
+        LayoutError: ranks that disagree about a tensor's shape, dtype or placement, or were called with different
+            options; they may choose memory_budget_bytes and progress for themselves.
+        FormatError: a value that is no plain data; with `overwrite=False`, a checkpoint that is there already.
+        StorageError: the storage failed, or is not the same folder for all ranks.
+    """
+    _await_saves_to(path)
+    group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
+    with group.together("save"):
+        given = (select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes)
+        options = SaveOptions(*given, progress, overwrite, base, ranks_per_file)
+        check_arguments("save", state_dict, path)
+        return _finish(*_prepare(state_dict, path, group, options, ToWrite.where_it_is))
+
+
+class PendingSave:
+    """A save that goes on in the background."""
+
+    def __init__(self, future: Future[SaveReport]) -> None:
+        self._future = future
+        self._pid = os.getpid()
+
+    def result(self, timeout_s: float | None = None) -> SaveReport:
+        """Wait for the end; raises what went wrong, as `save` does, or TimeoutError after `timeout_s` seconds."""
+        if self._pid != os.getpid() and not self.done():
+            raise CheckpointError(f"process {self._pid} saves this, of which {os.getpid()} is a fork: ask there")
+        try:
+            return self._future.result(timeout_s)
+        except TimeoutError:
+            if self._future.done():  # it is the save's own
+                raise
+            raise TimeoutError(f"the save is still going on after {timeout_s} s") from None
+        finally:
+            if self._future.done():
+                forget_background_save(self._future)  # whoever asked knows: the next save need not tell it again
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+
+@state_and_path
+def async_save(
+    state_dict: Mapping[str, Any],
+    path: Any,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    alone: bool = False,
+    select: Iterable[str] | None = SaveOptions.select,
+    check_replicas: bool = SaveOptions.check_replicas,
+    fingerprints: bool = SaveOptions.fingerprints,
+    divide_above_bytes: int = SaveOptions.divide_above_bytes,
+    memory_budget_bytes: int = SaveOptions.memory_budget_bytes,
+    overwrite: bool = SaveOptions.overwrite,
+    base: str | os.PathLike[str] | None = SaveOptions.base,
+    ranks_per_file: int = SaveOptions.ranks_per_file,
+    progress: bool = SaveOptions.progress,
+    deadline_s: float = DEADLINE_S,
+    max_in_flight: int = 1,
+    stage: Stage = "host",
+) -> PendingSave:
+    """Like `save`, but returns as soon as this rank's part is copied; the state saved is that of the call.
+
+    What lies on a device is copied to pinned memory of the host beside the caller's stream, as soon as that stream has
+    done what it was asked before, and the call waits for these copies; what lies on the host is copied there. The
+    memory is kept for the next save. With `stage="device"` what lies on a device is copied on it, where that has room,
+    and the call waits for nothing: each rank may choose for itself.
+
+    At most `max_in_flight` saves of this process go on at once: a further call first waits for the oldest. It raises
+    what went wrong with an earlier one, on all ranks, unless all have asked for that one's `result()`. Saves to one
+    path go on one after another.
+    """
+    may_wait = type(max_in_flight) is int and max_in_flight > 0
+    _await_saves_to(path)
+    earlier = ended_for(max_in_flight if may_wait else 1)
+    group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
+    with group.together("stage", meet=False):  # `_prepare` ends with the ranks' meeting
+        if not may_wait:
+            raise CheckpointError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r}")
+        check_stage(stage)
+        for save in earlier:  # told in the phase: a rank that has asked for the result itself must not go on alone
+            save.result()
+        given = (select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes)
+        options = SaveOptions(*given, progress, overwrite, base, ranks_per_file)
+        to_memory = partial(staged, stage=stage, fingerprints=options.fingerprints)
+        job, copies = _prepare(state_dict, path, group, options, to_memory)
+
+    def work() -> SaveReport:
+        try:
+            with group.together("save"):
+                return _finish(job, copies)
+        finally:
+            copies.release()
+
+    try:
+        name = f"reshard-save-{job.generation.save_id}"
+        return PendingSave(start_in_background(work, name, place_of(job.storage)))
+    except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
+        copies.release()
+        with group.together("save"):
+            raise
+
+
+def _await_saves_to(path: Any) -> None:
+    try:
+        place = place_of(open_storage(path))
+    except ReshardError:  # the save itself will say so, to all ranks
+        return
+    await_place(place)
+
+
+_Staging = Callable[[Sequence[Entry]], ToWrite]
+
+
+@gc_paused()
+def _prepare(
+    state_dict: Any, path: Any, group: Group, options: SaveOptions, stage: _Staging
+) -> tuple[SaveJob, ToWrite]:
+    """Agree on what there is and who writes what, and stage what this rank writes. Writes nothing.
+
+    The ranks meet for the last time when all of them have staged theirs: what fails on one by then fails on all.
+    """
+    clock = time.perf_counter()
+    storage = open_storage(path)
+    holdings = holdings_of(state_dict, options)
+    kept = find_plan(holdings, group, options)
+    met, data, planned = _meet(holdings, path, group, options, kept, stage, None)
+    if data is None or met.census is None:
+        if kept is not None:  # nothing that was found by what is not so
+            holdings = holdings_of(state_dict, options)
+        answers = group.parties(holdings.said, met.pool)
+        kept = keep_plan(holdings, group, options, *planned_writes(holdings, group, options, answers))
+        met, data, planned = _meet(holdings, path, group, options, kept, stage, met)
+    assert kept is not None, "there is a plan"
+    assert data is not None, "all ranks have planned the same"
+    assert met.census is not None
+    try:
+        if options.ranks_per_file > 1 and not storage.has_places:
+            raise StorageError(
+                f"{storage.url} has no files that several ranks can write together: leave ranks_per_file out"
+            )
+        if options.globs is not None:
+            check_globs(options.globs, met.census)
+        save_id, choice = msgspec.msgpack.decode(met.first, type=tuple[str, Choice])
+        generation = Generation(storage, save_id, commit.begin(), met.census, kept.plan, options.globs)
+        base = None
+        if choice.save_id is not None:
+            base, choice = _opened(path, choice, Share(group.rank, group.world_size))
+    except BaseException:
+        data.release()
+        raise
+    return SaveJob(group, storage, str(path), generation, options, choice, base, {"plan": planned - clock}), data
+
+
+def _meet(
+    holdings: LocalState,
+    path: Any,
+    group: Group,
+    options: SaveOptions,
+    kept: CachedPlan | None,
+    stage: _Staging,
+    before: Agreement | None,
+) -> tuple[Agreement, ToWrite | None, float]:
+    """Collective: stage by the plan that this rank has, and see whether all have it. What is staged, if so, and when
+    that began."""
+    data, first, planned = None, b"", time.perf_counter()
+    try:
+        if kept is not None:
+            if group.rank == 0:
+                first = _first_word(path, options, kept.census)
+            data = stage(entries_of(kept.items, holdings.state, group.ranks[group.rank]))
+        met = meet_before_save(holdings, group, options, kept, first, before=before)
+    except BaseException:
+        if data is not None:
+            data.release()
+        raise
+    if met.census is None and data is not None:
+        data.release()
+        data = None
+    return met, data, planned
+
+
+def _first_word(path: Any, options: SaveOptions, census: GlobalState) -> bytes:
+    """What the first rank has for all: the name of the save, and what it is based on. Raises where it must not go."""
+    storage = open_storage(path)
+    commit.refuse_foreign(storage)
+    if not options.overwrite and commit.published(storage) is not None:
+        raise FormatError(
+            f"there is a checkpoint in {storage.url} already: choose another folder, or overwrite=True; nothing was "
+            "saved"
+        )
+    chosen = Choice()
+    if options.base:
+        chosen = choose_base(path, options.base, census.layout, by_print=options.fingerprints)
+    return msgspec.msgpack.encode((commit.new_save_id(), chosen))
+
+
+def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choice]:
+    """The base that was chosen, None where it is gone or cannot be read from here: this rank then writes all that is
+    its, and the choice says why."""
+    try:
+        return base_at(path, choice.folder, choice.save_id, share), choice
+    except (CheckpointError, StorageError) as error:
+        _log.warning("all is written again: the checkpoint that the save is based on cannot be opened: %s", error)
+        return None, choice._replace(passed_over=(*choice.passed_over, str(error)))
+
+
+def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
+    """Write this rank's file and, on the first rank, publish. Leaves nothing behind if any rank fails."""
+    group, clock, generation = job.group, time.perf_counter(), job.generation
+    try:
+        if group.rank == 0:
+            commit.claim(job.storage, generation.save_id)
+        group.barrier()  # nobody writes before there is a claim
+        if group.rank:
+            commit.check_claimed(job.storage, generation.save_id, group.ranks[0])
+        with group.together("write"):
+            data, same = summed_up(job, data)
+            written, reused, prints = write(job, data, same)
+            ended = time.perf_counter()
+            mine = msgspec.msgpack.encode((job.rank, written))
+            told = group.gather_and_sum(mine, tally(job, prints), add_tallies)
+            if told is not None:
+                rows = [msgspec.msgpack.decode(row, type=tuple[int, Written]) for row in told[0]]
+                files = {rank: one for rank, one in rows if one.files}
+                generation.publish(files, [total(job, told[1])] if files and job.options.fingerprints else [])
+    except BaseException as error:
+        if group.rank == 0:
+            _clear(job, error)
+        raise
+    finally:
+        commit.ended(generation.save_id)
+    if told is not None:
+        generation.tidy()  # before the phase of the caller ends on any rank
+    job.seconds.update(write=ended - clock, publish=time.perf_counter() - ended)
+    census, plan = generation.census, generation.plan
+    return SaveReport(
+        path=job.path,
+        save_id=generation.save_id,
+        tensors=len(census.layout),
+        objects=len(census.objects),
+        total_bytes=plan.total_bytes,
+        bytes_written=data.nbytes - reused,
+        aliases=census.aliases,
+        per_rank=tuple(census.per_rank),
+        seconds=job.seconds,
+        base=job.choice.save_id,
+        bytes_reused=reused,
+        passed_over=(*job.choice.passed_over, *(job.base.passed_over if job.base is not None else ())),
+    )
+
+
+def _clear(job: SaveJob, cause: BaseException) -> None:
+    """Remove what a failed save has written, unless it failed after it was published."""
+    save_id = job.generation.save_id
+    try:
+        if not commit.counts(job.storage, save_id):
+            commit.remove(job.storage, save_id)
+    except ReshardError as second:  # the first error is what the caller must see; the next save removes the rest
+        cause.add_note(f"removing the unfinished save failed too: {second}")
+
+
+# Where ranks meet before a save: they confirm a plan that all of them have, kept from a save like
+# this one, or new.
+#
+#     rank 0   has a plan for what it holds  A ─┐
+#     rank 1   has a plan for what it holds  A ─┼─► all have the same: it is obeyed;  any has none, or another: all plan
+#     rank 2   has a plan for what it holds  A ─┘   out of what was said, and meet once more
+#
+# A plan is a function of what each rank says of its holdings, names, types, shapes and placements,
+# and of a few options. A rank takes up what it has kept only if it would say the very same again,
+# and tells the others a digest of what all ranks had said. So where all tell one digest, all of
+# them hold what they held when it was planned. Values are compared each time.
+
+
+KEPT = 4
+"""So many plans a process keeps: of the states that a job saves in turn."""
+_lock = threading.Lock()
+_kept: OrderedDict[bytes, CachedPlan] = OrderedDict()
+"""The latest last."""
+
+
+@dataclass(frozen=True)
+class CachedPlan:
+    """What is known from a save before. No tensor, and no value."""
+
+    census: GlobalState
+    """Without objects."""
+    plan: SavePlan
+    """Proved."""
+    items: list[OwnItem]
+    """Of this rank."""
+
+
+class Agreement(NamedTuple):
+    """What all ranks know when they have met."""
+
+    census: GlobalState | None
+    """Of what all of them hold, if all have the plan for just that; None if any has not."""
+    first: bytes
+    """What the first rank had for all."""
+    pool: bytes
+    """Digests of what each said of its holdings: see `Group.parties`."""
+
+
+class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank, or several, say when they meet."""
+
+    call: bytes
+    """A digest of the options; empty where ranks were called with different ones."""
+    kept: bytes
+    """A digest of what all ranks had said when what this one has kept was planned; empty where any has none, or ranks
+    have others."""
+    pool: bytes
+    """Digests of descriptions of what they hold; nothing where that is known."""
+    values: bytes
+    """Digests of values that others may have, too."""
+    first: bytes
+    """What the first rank has for all."""
+
+
+def find_plan(holdings: LocalState, group: Group, options: SaveOptions) -> CachedPlan | None:
+    """What was kept by this rank when it held the very same. It counts only once all have met."""
+    if holdings.state.per_rank:
+        return None
+    with _lock:
+        found = _kept.get(key := _key(holdings, group, options))
+        if found is not None:
+            _kept.move_to_end(key)
+    if found is not None:
+        resolve_layouts(holdings.state.tensors, found.census.layout, group.ranks[group.rank])
+    return found
+
+
+def keep_plan(
+    holdings: LocalState, group: Group, options: SaveOptions, census: GlobalState, plan: SavePlan
+) -> CachedPlan:
+    """Keep a plan that is proved. Values that are each rank's own are gathered anew for each save, so with any it is
+    for this one alone.
+
+    `census`: without objects.
+    """
+    kept = CachedPlan(census, plan, own_items(census.layout, plan, group.ranks[group.rank]))
+    if not census.per_rank:
+        with _lock:
+            _kept[_key(holdings, group, options)] = kept
+            while len(_kept) > KEPT:
+                _kept.popitem(last=False)
+    return kept
+
+
+def _key(holdings: LocalState, group: Group, options: SaveOptions) -> bytes:
+    """Of what a plan depends on, as far as this rank knows."""
+    said = hashlib.sha256(holdings.said).digest()
+    chosen = (options.globs, options.divide_above_bytes)
+    return hashlib.sha256(msgspec.msgpack.encode((said, group.rank, group.ranks, chosen))).digest()
+
+
+def meet_before_save(
+    holdings: LocalState,
+    group: Group,
+    options: SaveOptions,
+    kept: CachedPlan | None,
+    first: bytes,
+    *,
+    before: Agreement | None = None,
+) -> Agreement:
+    """Collective: whether all ranks have the plan of what they hold, and, if so, what else must be known.
+
+    Args:
+        kept: what this rank has found, or planned.
+        first: from the first rank.
+        before: of the meeting before, after which all have planned anew: what was said there is not said again.
+
+    Raises, alike on every rank, LayoutError for options that differ; KeyMismatchError as `take_census` does.
+    """
+    table: DigestTable | None = None
+    objects: dict[str, bytes] = {}
+    if kept is not None and group.world_size > 1:
+        table, objects = value_table(
+            holdings.state.tensors,
+            holdings.objects,
+            group,
+            kept.census.layout,
+            check_replicas=options.check_replicas,
+            on_device=kept.census.on_device,
+        )
+    mine = _SaveVote(
+        digest_of(repr(sorted(options.shared().items())).encode()) if before is None else b"",
+        b"" if kept is None else kept.census.told,
+        DistinctValues.of(digest_of(holdings.said)) if before is None else b"",
+        b"" if table is None else encoded(table, objects),
+        first,
+    )
+    said = msgspec.msgpack.decode(group.merge(msgspec.msgpack.encode(mine), _join, "what is saved"), type=_SaveVote)
+    if not said.call and before is None:
+        group.same_options("save", options.shared())
+    if kept is None or not said.kept:
+        return Agreement(None, said.first, said.pool)
+    alike = table is None or raise_on_mismatch(table, said.values, group)
+    of_all = holdings.objects if alike else joined_objects(holdings.objects, group)
+    return Agreement(replace(kept.census, objects=of_all), said.first, said.pool)
+
+
+def _join(parts: list[bytes]) -> bytes:
+    all_said = [msgspec.msgpack.decode(part, type=_SaveVote) for part in parts]
+    calls, kept = ({getattr(said, name) for said in all_said} for name in ("call", "kept"))
+    same = len(kept) == 1 and all(said.values for said in all_said)
+    joined = _SaveVote(
+        calls.pop() if len(calls) == 1 else b"",
+        kept.pop() if len(kept) == 1 else b"",
+        DistinctValues.join([said.pool for said in all_said]) if all_said[0].pool else b"",
+        join([said.values for said in all_said]) if same else b"",
+        b"".join(said.first for said in all_said),
+    )
+    return msgspec.msgpack.encode(joined)
+
+
+# Saves in the background: each on a thread of its own, awaited at exit, and told of where nobody
+# asks for its result.
+#
+# Joining a thread at exit comes too late for a save: by then no pool of threads takes work any
+# more, those that the save needs included. So what still runs is awaited before they close, by the
+# same private name as the pools' own closing.
+
+
+T = TypeVar("T")
+
+_saves: dict[Future[Any], str | None] = {}
+"""The oldest first, and where each goes. Those without a place count no longer than they run; the others until somebody
+has asked for their result: an error must not be lost."""
+
+
+def start_in_background(save: Callable[[], T], name: str, place: str | None = None) -> Future[T]:
+    """Run `save` on a thread of this name; the future has what it returns or raises.
+
+    Args:
+        place: where it writes, for `await_place` and `ended_for`; None: the caller's future is all that is known of it.
+
+    Raises RuntimeError if the system allows no more threads.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(save())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    _saves[future] = place
+    if place is None:
+        future.add_done_callback(forget_background_save)
+    return future
+
+
+def forget_background_save(future: Future[Any]) -> None:
+    """Somebody knows how it ended: nobody else need be told."""
+    _saves.pop(future, None)
+
+
+def await_place(place: str) -> None:
+    """Wait for the saves to the same place: if one took longer, it would take the place of a later one."""
+    wait([future for future, where in list(_saves.items()) if where == place])
+
+
+def ended_for(max_in_flight: int) -> list[Future[Any]]:
+    """Wait until one more save may go on; those that have ended, and of which nobody knows yet how."""
+    counted = [future for future, place in list(_saves.items()) if place is not None]
+    while sum(not future.done() for future in counted) >= max_in_flight:
+        wait([next(future for future in counted if not future.done())])
+    ended = [future for future in counted if future.done()]
+    for future in ended:
+        forget_background_save(future)
+    return ended
+
+
+def _await_all() -> None:
+    for future in list(_saves):
+        error = future.exception()
+        if error is not None:
+            _log.error("a save in the background failed, and nobody asked for its result", exc_info=error)
+
+
+threading._register_atexit(_await_all)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_saves.clear)  # the threads that save are the parent's
+
+
+# `SaveReport`: what a save did.
+
+
+@dataclass(frozen=True, repr=False)
+class SaveReport(Tabled):
+    """What a save did. Equal on all ranks but for `bytes_written`, `bytes_reused`, `seconds` and `passed_over`."""
+
+    path: str
+    save_id: str
+    tensors: int
+    objects: int
+    total_bytes: int
+    """Bytes of all tensors, each distinct element once."""
+    bytes_written: int
+    """Bytes of tensors that this rank wrote."""
+    aliases: Mapping[str, str]
+    """Tied tensors that were stored once: key -> the key that holds them."""
+    per_rank: tuple[str, ...]
+    """Keys of which each rank's own value was kept."""
+    seconds: Mapping[str, float] = field(compare=False)
+    """Time of this rank, by phase."""
+    base: str | None = None
+    """The save id of the checkpoint that this one was compared with."""
+    bytes_reused: int = 0
+    """Bytes of tensors that this rank did not write, since a file of an earlier save has them."""
+    passed_over: tuple[str, ...] = ()
+    """What of earlier checkpoints this rank could not rely on, and why: what it might have reused was written."""
+
+    def __repr__(self) -> str:
+        """One line, with the first names of what is tied or each rank's own."""
+        head = f"{self.tensors} tensors, {self.objects} objects, {format_bytes(self.total_bytes)} in {self.path!r}"
+        odd = [f"{what} {format_names(getattr(self, what))}" for what in ("aliases", "per_rank") if getattr(self, what)]
+        odd += [f"{format_bytes(self.bytes_reused)} as they were"] if self.base is not None else []
+        if self.passed_over:
+            more = f" and {len(self.passed_over) - 1} more" if len(self.passed_over) > 1 else ""
+            odd.append(f"passed over: {self.passed_over[0]}{more}")
+        return f"SaveReport({', '.join([head, *odd])}, {format_bytes(self.bytes_written)} by this rank)"

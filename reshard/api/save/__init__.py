@@ -1,1 +1,0 @@
-"""`save` and `async_save`."""

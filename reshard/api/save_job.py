@@ -1,0 +1,596 @@
+"""One rank's part of a save: what it writes, from where and with whom, and what it need not."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
+from urllib.parse import unquote
+
+import msgspec
+import numpy as np
+import torch
+
+from planners.geometry.box import Box
+from planners.geometry.layout import StateLayout, TensorSpec
+from planners.plans.save import DIVIDE_ABOVE_BYTES, SavePlan, plan_writes, verify_save
+from reshard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    LayoutError,
+    NewerVersionError,
+    StorageError,
+    format_ranks,
+)
+from reshard.formats.opening import look_at, look_in, open_contents, path_below
+from reshard.live.copy_streams import CopyStreams, HostMemory, fetch, has_copy_streams
+from reshard.live.fingerprints import Partial, add_tallies, pack_tally, unpack_tally
+from reshard.live.garbage import gc_paused
+from reshard.live.state import LiveState, LiveTensor, is_long, take_apart
+from reshard.native.commit import Generation, Written
+from reshard.native.data_file import STAGE_BYTES, Entry, FileGroup, sum_up, write_common_file, write_file
+from reshard.native.manifest import MANIFEST
+from reshard.native.reader import ALL, NativeFacts, Share, write_parts
+from reshard.native.reuse import Base, Reused, reuse
+from reshard.ranks.global_state import GlobalState, LocalState, global_state_of, per_rank_name
+from reshard.ranks.group import Group
+from reshard.ranks.liveness import machine
+from reshard.ranks.progress import Progress
+from reshard.storage.base import Storage
+from reshard.storage.opening import open_storage, path_text, place_of
+
+__all__ = [
+    "Choice", "OwnItem", "SaveJob", "SaveOptions", "Stage", "ToWrite", "alike", "base_at",
+    "check_stage", "choose_base", "doubtful", "entries_of", "file_group_of", "file_groups",
+    "holdings_of", "own_items", "planned_writes", "staged", "summed_up", "tally", "total", "write",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """One rank's view of a save: what there is, who writes what, where to. It keeps no tensor of the user's alive."""
+
+    group: Group
+    storage: Storage
+    path: str
+    generation: Generation
+    options: SaveOptions
+    choice: Choice
+    base: Base | None
+    """The checkpoint that was chosen, as far as this rank can open it."""
+    seconds: dict[str, float]
+
+    @property
+    def rank(self) -> int:
+        """Of the default group, by which plans are numbered."""
+        return self.group.ranks[self.group.rank]
+
+
+def holdings_of(state_dict: Any, options: SaveOptions) -> LocalState:
+    """What this rank gives to be saved. Raises as `reshard.save` does."""
+    if not isinstance(state_dict, Mapping | list | tuple):
+        raise FormatError(f"what is saved must be a dict (or a list) of values, got {type(state_dict).__name__}")
+    return LocalState.of(take_apart(state_dict, whole_at=is_long, select=options.globs))
+
+
+def planned_writes(
+    holdings: LocalState, group: Group, options: SaveOptions, answers: Mapping[bytes, Sequence[int]]
+) -> tuple[GlobalState, SavePlan]:
+    """Collective: what all ranks hold, without objects, and who of them writes what, proved. Writes nothing, and
+    compares no values.
+
+    Args:
+        answers: what all ranks said of their holdings, by `Group.parties`.
+
+    Raises as `reshard.save` does.
+    """
+    census = global_state_of(holdings, group, answers)
+    plan = plan_writes(census.layout, divide_above_bytes=options.divide_above_bytes)
+    report = verify_save(plan)
+    if not report.ok:
+        raise LayoutError(
+            f"what {format_ranks(group.ranks)} have does not make up each tensor exactly once: {report}. "
+            "All ranks that hold a part of a tensor must save together"
+        )
+    return census, plan
+
+
+class OwnItem(NamedTuple):
+    """What a rank writes of one of its parts of a tensor."""
+
+    spec: TensorSpec
+    parts: int
+    """How many parts it has."""
+    part: int
+    source: Box
+    """Within the part."""
+    box: Box
+    """Within the tensor."""
+
+
+@gc_paused()
+def own_items(layout: StateLayout, plan: SavePlan, rank: int) -> list[OwnItem]:
+    """What `rank` writes."""
+    counts: dict[str, int] = {}
+    out = []
+    for item in plan.items(rank):
+        if item.fqn not in counts:
+            counts[item.fqn] = len(layout.parts(item.fqn, rank))
+        out.append(OwnItem(layout[item.fqn].spec, counts[item.fqn], item.part, item.source, item.box))
+    return out
+
+
+@gc_paused()
+def entries_of(items: Iterable[OwnItem], state: LiveState, rank: int) -> list[Entry]:
+    """The arrays that `rank`, which holds `state`, writes."""
+    views: dict[str, tuple[torch.Tensor, ...]] = {}
+    own = {per_rank_name(key, rank): wrapper.value for key, wrapper in state.per_rank.items()}
+    out = []
+    for spec, parts, number, source, box in items:
+        fqn = spec.fqn
+        if fqn not in views:
+            tensor = LiveTensor(fqn, own[fqn]) if fqn in own else state.tensors[fqn]
+            views[fqn] = _parts(tensor, parts, rank)
+        part = views[fqn][number]
+        out.append(Entry(spec, box, part if source.sizes == part.shape else part[source.slices]))
+    return out
+
+
+def _parts(tensor: LiveTensor, count: int, rank: int) -> tuple[torch.Tensor, ...]:
+    """The local tensors as the agreed layout counts them: as many as the tensor has, or one for each of its boxes."""
+    local, fqn = tensor.local, tensor.key
+    if any(t.device.type == "meta" for t in local):
+        raise CheckpointError(f"tensor {fqn!r} is on the meta device: it has no values to save")
+    if any(type(t).__name__ == "FakeTensor" for t in local):
+        raise CheckpointError(f"tensor {fqn!r} is a FakeTensor: it has no values to save")
+    if len(local) == count:
+        return local
+    boxes = [place.slices for part in tensor.form.parts(tensor.spec.shape, rank) for _, place in part.boxes()]
+    if len(local) != 1 or len(boxes) != count or not tensor.is_sharded:
+        raise LayoutError(f"tensor {fqn!r} has {len(local)} local tensors on rank {rank}, but its layout says {count}")
+    return tuple(local[0][slices] for slices in boxes)
+
+
+def summed_up(job: SaveJob, data: ToWrite) -> tuple[ToWrite, list[str]]:
+    """Where no rank can say by itself whether a tensor is what it was, its fingerprint can: those of which it does."""
+    if not job.choice.by_print:
+        return data, []
+    group, generation = job.group, job.generation
+    data = data.summed_up()
+    told = group.gather_and_sum(b"", tally(job, data.prints), add_tallies)
+    names: list[str] = []
+    if told is not None and job.base is not None:
+        now = generation.fingerprints([total(job, told[1])])
+        try:
+            names = alike(doubtful(job.base, generation.census.layout, now), job.base, now)
+        except (CheckpointError, StorageError) as error:
+            job.base.pass_over(error)
+    known = group.share(msgspec.msgpack.encode(names) if group.rank == 0 else None)
+    return data, msgspec.msgpack.decode(known, type=list[str])
+
+
+def tally(job: SaveJob, prints: Mapping[str, Partial]) -> bytes:
+    """Parts of fingerprints by name, packed for `add_tallies`: the layout, which is the same on all ranks, has numbers
+    for the names."""
+    numbers = {fqn: number for number, fqn in enumerate(job.generation.census.layout)} if prints else {}
+    return pack_tally({numbers[fqn]: part for fqn, part in prints.items()})
+
+
+@gc_paused()
+def total(job: SaveJob, packed: bytes) -> dict[str, Partial]:
+    """Inverse of `tally`."""
+    names = list(job.generation.census.layout)
+    return {names[number]: part for number, part in unpack_tally(packed).items()}
+
+
+def write(job: SaveJob, data: ToWrite, same: list[str]) -> tuple[Written, int, dict[str, Partial]]:
+    """This rank's file, or its part of one, and, made by another thread meanwhile, its part of the fingerprints. Also
+    says how many bytes need not be written, of which those of the tensors `same` are known."""
+    many = job.options.ranks_per_file > 1 and job.group.world_size > 1
+    if not data.entries and not many:
+        return Written(), 0, {}
+    with (
+        Progress(show=job.group.rank == 0, bars=job.options.progress) as bar,
+        bar.phase("write", data.nbytes) as step,
+        ThreadPoolExecutor(1, thread_name_prefix="reshard-fingerprint") as beside,
+    ):
+
+        def on_bytes(nbytes: int) -> None:
+            job.group.check()
+            step.advance(nbytes)
+
+        prints = beside.submit(data.sum_up) if job.options.fingerprints else None
+        written, reused = _write_together(job, data, on_bytes) if many else _write_own(job, data, same, on_bytes)
+        return written, reused, {} if prints is None else prints.result()
+
+
+def _write_own(job: SaveJob, data: ToWrite, same: list[str], on_bytes: Callable[[int], None]) -> tuple[Written, int]:
+    stem, budget = f"{job.generation.folder}/{job.rank:05d}", job.options.memory_budget_bytes
+    reused = Reused(tuple(data.entries), {}, ())
+    if job.base is not None:
+        folder = job.generation.folder
+        reused = reuse(data.entries, job.base, folder, same=set(same), lanes=data.lanes, stage_bytes=budget)
+        on_bytes(reused.nbytes)
+    record = None
+    if reused.entries:
+        record = write_file(
+            job.storage,
+            f"{stem}.safetensors",
+            reused.entries,
+            lanes=data.lanes,
+            stage_bytes=budget,
+            digests=job.options.base is not None,
+            on_bytes=on_bytes,
+        )
+    parts = write_parts(job.storage, f"{stem}.parts", reused.arrays) if reused.arrays else None
+    return Written(record, parts, reused.linked), reused.nbytes
+
+
+def _write_together(job: SaveJob, data: ToWrite, on_bytes: Callable[[int], None]) -> tuple[Written, int]:
+    crew = file_group_of(job.group, job.options.ranks_per_file)
+    written = write_common_file(
+        job.storage,
+        f"{job.generation.folder}/{crew.ranks[0]:05d}.safetensors",
+        data.entries,
+        crew,
+        lanes=data.lanes,
+        stage_bytes=job.options.memory_budget_bytes,
+        on_bytes=on_bytes,
+    )
+    return (Written() if written is None else Written(written.record, ranks=written.ranks)), 0
+
+
+# What one rank writes, on its way from where it is to the file: as it lies, or as a copy that
+# nobody else changes.
+
+
+Stage = Literal["host", "device"]
+"""Where an `async_save` copies what lies on devices: into pinned memory of the host, or on the device itself."""
+
+_log = logging.getLogger("reshard")
+_host = HostMemory()
+_common = HostMemory(lambda nbytes: torch.from_numpy(np.empty(nbytes, np.uint8)))
+"""For what lies on the host already: to touch new memory takes several times as long as to copy into old, a third of
+that where numpy asked for huge pages."""
+_LARGE_BYTES = 64 << 10
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class ToWrite:
+    """Entries, and by which lanes their elements come to the host."""
+
+    entries: Sequence[Entry]
+    lanes: CopyStreams
+    beside: CopyStreams
+    """For fingerprints, which are computed where the elements are, while others are written."""
+    prints: dict[str, Partial] = field(default_factory=dict)
+    """Of entries that were summed up before, by name of the tensor: these are no more where they were."""
+    summed: frozenset[int] = frozenset()
+    """Numbers of those entries."""
+    release: Callable[[], None] = _nothing
+    """When all is written."""
+
+    @classmethod
+    def where_it_is(cls, entries: Sequence[Entry]) -> ToWrite:
+        """As it lies, from now on: what the calling thread's streams were asked before is done by then."""
+        devices = {entry.tensor.device for entry in entries}
+        return cls(entries, CopyStreams(devices), CopyStreams(devices))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    def sum_up(self) -> dict[str, Partial]:
+        """What all entries add to the fingerprints of their tensors, by name."""
+        out = dict(self.prints)
+        rest = [entry for i, entry in enumerate(self.entries) if i not in self.summed]
+        for fqn, found in sum_up(rest, self.beside).items():
+            out[fqn] = out[fqn] + found if fqn in out else found
+        return out
+
+    def summed_up(self) -> ToWrite:
+        """The same, all of it summed up already."""
+        return replace(self, prints=self.sum_up(), summed=frozenset(range(len(self.entries))))
+
+
+def check_stage(stage: str) -> None:
+    """Raises CheckpointError for a place that is none."""
+    if stage not in ("host", "device"):
+        raise CheckpointError(f"stage must be 'host' or 'device', got {stage!r}")
+
+
+def staged(entries: Sequence[Entry], stage: Stage, *, fingerprints: bool) -> ToWrite:
+    """Copies of `entries`: the caller may change its tensors once this returns.
+
+    What lies on a device is copied to the host beside the caller's stream, and waited for; or, by "device", where it
+    is, by the caller's stream itself, for which nobody waits. Where there is no room for that, the host takes it.
+    """
+    if stage == "device":
+        try:
+            copies = [replace(entry, tensor=_copied(entry.tensor)) for entry in entries]
+            return ToWrite.where_it_is(copies)
+        except torch.OutOfMemoryError as error:
+            _log.warning("no room to stage on the device, so the host takes it, and the call waits: %s", error)
+    return _to_host(entries, fingerprints=fingerprints)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu" or has_copy_streams(tensor.device):
+        return tensor.clone()
+    return tensor.to("cpu", copy=True)
+
+
+def _to_host(entries: Sequence[Entry], *, fingerprints: bool) -> ToWrite:
+    numbers = [i for i, entry in enumerate(entries) if has_copy_streams(entry.tensor.device)]
+    large = [i for i, entry in enumerate(entries) if entry.tensor.device.type == "cpu" and entry.nbytes >= _LARGE_BYTES]
+    for some in (numbers, large):
+        some.sort(key=lambda i: -entries[i].spec.itemsize)  # so that all are aligned
+    sent = [entries[i] for i in numbers]
+    devices = {entry.tensor.device for entry in entries}
+    lanes, beside = CopyStreams(devices), CopyStreams(devices)
+    rooms, blocks = _host.take([entry.nbytes for entry in sent])
+    common_rooms, common_blocks = _common.take([entries[i].nbytes for i in large])
+    try:
+        copies = dict(zip(numbers, fetch([entry.tensor for entry in sent], lanes, rooms), strict=True))
+        for i, room in zip(large, common_rooms, strict=True):
+            tensor = entries[i].tensor
+            copies[i] = room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        rest = {i: _copied(entry.tensor) for i, entry in enumerate(entries) if i not in copies}
+        prints = sum_up(sent, beside) if fingerprints else {}
+    finally:
+        lanes.wait()  # also where that failed: the memory may be another save's from here on
+
+    def release() -> None:
+        _host.give(blocks)
+        _common.give(common_blocks)
+
+    return ToWrite(
+        [replace(entry, tensor=copies[i] if i in copies else rest[i]) for i, entry in enumerate(entries)],
+        CopyStreams(),
+        CopyStreams(),
+        prints,
+        frozenset(numbers) if fingerprints else frozenset(),
+        release,
+    )
+
+
+# Which earlier checkpoint a save is compared with, and what their fingerprints say before any block
+# is looked at.
+
+
+_HEAD_BYTES = 256
+
+
+class Choice(NamedTuple):
+    """What the first rank has found."""
+
+    folder: str = ""
+    """Name of the earlier checkpoint's folder beside the new one; empty for the one that the save replaces."""
+    save_id: str | None = None
+    """None if there is none to be based on."""
+    by_print: bool = False
+    """Whether there are tensors that no rank can compare by itself: see `doubtful`."""
+    passed_over: tuple[str, ...] = ()
+    """Checkpoints that might have been taken but for what is wrong with them, and what that is."""
+
+
+_MOST_PASSED_OVER = 8
+"""So many are told."""
+
+
+def choose_base(path: Any, wanted: str | os.PathLike[str], layout: StateLayout, *, by_print: bool) -> Choice:
+    """The earlier checkpoint that `wanted` names or, for "auto", the newest whole one: that which `path` holds, else
+    one in a folder beside it. What is wrong with one is no reason not to save: it is passed over.
+
+    Raises CheckpointError if `wanted` is not beside `path`, there is nothing, or it is not of this library.
+    """
+    passed: list[str] = []
+    for folder in _newest_first(path, passed) if wanted == "auto" else [_folder_beside(path, wanted)]:
+        try:
+            base = base_at(path, folder)
+            manifest = base.facts.manifest
+            unsure = by_print and bool(doubtful(base, layout, manifest.fingerprints))
+        except (CheckpointError, StorageError) as error:
+            is_other = isinstance(error, FormatError) and not isinstance(error, NewerVersionError)
+            if not (is_other or isinstance(error, CheckpointNotFoundError)):
+                _log.warning("%s is passed over as a base to save on: %s", folder or path, error)
+                passed.append(str(error))
+            elif wanted != "auto":
+                raise
+            continue
+        return Choice(folder, manifest.save_id, unsure, tuple(passed[:_MOST_PASSED_OVER]))
+    return Choice(passed_over=tuple(passed[:_MOST_PASSED_OVER]))
+
+
+def base_at(path: Any, folder: str, save_id: str | None = None, share: Share = ALL) -> Base:
+    """The checkpoint in a folder beside `path`, or at `path` itself for "", of whose files a share is looked for.
+
+    Raises FormatError if it is none of this library; CheckpointNotFoundError if it is not the save of this id.
+    """
+    if not folder:
+        storage, there, here, place = open_storage(path), "", "", path
+    else:
+        parent, name = _parent(path)
+        storage, there, here, place = open_storage(parent), f"{folder}/", f"{name}/", path_below(parent, folder)
+    contents, where = open_contents(place, share=share)
+    if not isinstance(contents.facts, NativeFacts):
+        raise FormatError(f"{where} is {contents.format}: a save can only be based on one of this library's own format")
+    if save_id not in (None, contents.facts.manifest.save_id):
+        raise CheckpointNotFoundError(f"{where} was replaced since the first rank opened it")
+    return Base(storage, there, here, contents.facts)
+
+
+def doubtful(base: Base, layout: StateLayout, fingerprints: Mapping[str, str]) -> list[str]:
+    """Tensors that are cut otherwise by now, or whose blocks have no digests: their fingerprints can tell whether all
+    of one is what it was."""
+    old = base.facts.plan.layout
+    return [
+        fqn
+        for fqn in layout
+        if fqn in fingerprints
+        and fqn in old
+        and layout[fqn].spec == old[fqn].spec
+        and (not base.has_digests or layout[fqn] != old[fqn])
+    ]
+
+
+def alike(names: list[str], base: Base, now: Mapping[str, str]) -> list[str]:
+    """Those whose fingerprint is what it was."""
+    before = base.facts.manifest.fingerprints
+    return [fqn for fqn in names if now.get(fqn) == before[fqn]]
+
+
+def _parent(path: Any) -> tuple[str, str]:
+    """The folder that a path is in, and its name there; ("", "") where there is none."""
+    if isinstance(path, Storage):
+        return "", ""
+    text = path_text(path)
+    scheme, separator, rest = text.partition("://")
+    if not separator or scheme == "file":
+        return os.path.split(os.path.abspath(unquote(text.removeprefix("file://")) if separator else text))
+    parent, _, name = rest.rstrip("/").rpartition("/")
+    return (f"{scheme}://{parent}", name) if parent else ("", "")
+
+
+def _folder_beside(path: Any, wanted: str | os.PathLike[str]) -> str:
+    if place_of(open_storage(wanted)) == place_of(open_storage(path)):
+        return ""
+    (parent, _), (other, name) = _parent(path), _parent(wanted)
+    if not parent or not other or place_of(open_storage(parent)) != place_of(open_storage(other)):
+        raise CheckpointError(
+            f"base must be the checkpoint at {path} itself or one in a folder beside it, got {os.fspath(wanted)}: its "
+            "files get second names in the new folder. Save beside it, or leave base out"
+        )
+    return name
+
+
+def _newest_first(path: Any, passed: list[str]) -> list[str]:
+    """Folders of checkpoints to look at: "" is `path` itself, the others are beside it. Adds to `passed` why one cannot
+    be looked at."""
+    parent, own = _parent(path)
+    if not parent:
+        return [""]
+    storage = open_storage(parent)
+    try:
+        look = look_in(storage.list()) if "://" in parent else look_at(parent)
+    except StorageError as error:
+        passed.append(str(error))
+        return [""]
+    found = []
+    for folder in look("")[0]:
+        name = f"{folder}/{MANIFEST}"
+        if folder == own or MANIFEST not in look(f"{folder}/")[1]:
+            continue
+        try:
+            text = storage.read(name, 0, min(storage.size(name), _HEAD_BYTES))
+        except CheckpointNotFoundError:  # it was removed meanwhile
+            continue
+        except StorageError as error:
+            passed.append(str(error))
+            continue
+        found.append((_save_id(text), folder))
+    return ["", *(folder for _, folder in sorted(found, reverse=True))]
+
+
+def _save_id(head: bytes) -> str:
+    """Of a manifest's first bytes: ids sort by time."""
+    _, _, rest = head.partition(b'"save_id":"')
+    return rest.partition(b'"')[0].decode("ascii", "replace")
+
+
+# Which ranks write one file together: `ranks_per_file` of one machine, next to one another in the
+# order of ranks.
+
+
+def file_groups(places: Iterable[int], per_file: int) -> Iterator[list[int]]:
+    """Runs of at most `per_file` places that follow one another, of the ascending ones of a machine."""
+    run: list[int] = []
+    for place in places:
+        if run and (place != run[-1] + 1 or len(run) == per_file):
+            yield run
+            run = []
+        run.append(place)
+    if run:
+        yield run
+
+
+def file_group_of(group: Group, ranks_per_file: int) -> FileGroup:
+    """The ranks with which this one writes a file. Collective, as is what they tell one another."""
+    here = machine() or f"rank {group.ranks[group.rank]}"
+    ordered = sorted(group.ranks)
+    place_of = {rank: place for place, rank in enumerate(ordered)}
+    together = group.among(f"files of {here}", b"")
+    neighbours = sorted(place_of[group.ranks[place]] for place in together)
+    own = place_of[group.ranks[group.rank]]
+    places = next(run for run in file_groups(neighbours, ranks_per_file) if own in run)
+    ranks = tuple(ordered[place] for place in places)
+
+    def tell(data: bytes) -> list[bytes]:
+        said = {group.ranks[place]: one for place, one in group.among(f"file of rank {ranks[0]}", data).items()}
+        return [said[rank] for rank in ranks]
+
+    return FileGroup(ranks, places.index(own), tell)
+
+
+# What the caller of a save may choose: the one owner of what holds where nothing is said.
+
+
+_OWN = frozenset({"memory_budget_bytes", "progress"})
+"""What each rank may choose for itself."""
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """What the caller of `save` chose; see there for what each means. Raises CheckpointError for what cannot be."""
+
+    select: Iterable[str] | None = None
+    check_replicas: bool = True
+    fingerprints: bool = True
+    divide_above_bytes: int = DIVIDE_ABOVE_BYTES
+    memory_budget_bytes: int = STAGE_BYTES
+    progress: bool = False
+    overwrite: bool = True
+    base: str | os.PathLike[str] | None = None
+    ranks_per_file: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("memory_budget_bytes", "divide_above_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise CheckpointError(f"{name} must be a number of bytes >= 1, got {value!r}")
+        if type(self.ranks_per_file) is not int or self.ranks_per_file < 1:
+            raise CheckpointError(f"ranks_per_file must be a number of ranks >= 1, got {self.ranks_per_file!r}")
+        if self.ranks_per_file > 1 and self.base is not None:
+            raise CheckpointError(
+                "a save with a base keeps digests and tables of each rank's own file: leave ranks_per_file or base out"
+            )
+        if isinstance(self.select, str):
+            raise CheckpointError(f"select must be a list of globs, got the text {self.select!r}")
+        if self.select is not None and not isinstance(self.select, Iterable):
+            raise CheckpointError(f"select must be a list of globs, got {self.select!r}")
+        if self.select is not None:
+            object.__setattr__(self, "select", tuple(self.select))
+        if odd := [glob for glob in self.select or () if not isinstance(glob, str)]:
+            raise CheckpointError(f"select must be a list of globs, which are text, but has {odd[0]!r}")
+        if self.base is not None and not isinstance(self.base, str | os.PathLike):
+            raise CheckpointError(f'base must be "auto" or the path of a checkpoint, got {self.base!r}')
+        if self.select == ():
+            raise CheckpointError("select is empty: nothing would be saved; leave it out to save everything")
+
+    @property
+    def globs(self) -> tuple[str, ...] | None:
+        """`select`, None for everything."""
+        return None if self.select is None else tuple(self.select)
+
+    def shared(self) -> dict[str, object]:
+        """What all ranks must choose alike."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OWN}

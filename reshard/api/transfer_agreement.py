@@ -1,0 +1,550 @@
+"""What goes where in a transfer, and how its ranks come to agree on what all of them hold and want."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypedDict
+
+import msgspec
+import torch.distributed as dist
+
+from planners.geometry.box import Dims
+from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
+from planners.geometry.views import TargetSlot, View, pull_back
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_ranks
+from reshard.live.plain_data import decode_plain, encode_plain
+from reshard.live.state import LiveTensor, Targets
+from reshard.live.tree import IntKey, needs_class, restore_types, unresolved_class
+from reshard.mapping import Mapping as StateMapping
+from reshard.ranks.global_layout import Described, describe, join_aliases, join_layouts
+from reshard.ranks.global_state import agree_on_values, lies_on_device
+from reshard.ranks.group import Group, sending_kinds
+
+__all__ = [
+    "Agreed", "Options", "TensorMatches", "TensorTransfer", "TransferOptions", "TransferSide",
+    "Values", "agree", "check_replicas",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorTransfer:
+    """One tensor of the transfer plan: elements of one source that go into one target."""
+
+    name: str
+    """In the plan."""
+    target: str
+    source: str
+    before: TensorLayout
+    """How the source lies; the dtype is that in which elements cross."""
+    after: TensorLayout
+    """Which of its elements are wanted, and where."""
+    turn: Dims | None = None
+    """See `planners.geometry.views.Pulled`, as for `slots`."""
+    slots: Mapping[int, tuple[TargetSlot, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class TensorMatches:
+    """The lanes of a job, and the truth about what has none. The same on every rank."""
+
+    before: StateLayout
+    """Of all sources."""
+    after: StateLayout
+    """Of all targets."""
+    lanes: dict[str, TensorTransfer] = field(default_factory=dict)
+    views: dict[str, View] = field(default_factory=dict)
+    """The view that each target is of its sources: a rename, or what was given."""
+    ties: dict[str, str] = field(default_factory=dict)
+    """Target -> the target of the very same memory that is filled in its stead."""
+    objects: dict[str, str] = field(default_factory=dict)
+    """Target -> source, of what is no tensor."""
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Target -> dtypes of source and target, where they differ."""
+
+    @classmethod
+    def of(
+        cls,
+        before: StateLayout,
+        after: StateLayout,
+        *,
+        source_objects: Iterable[str] = (),
+        target_objects: Iterable[str] = (),
+        tied: Mapping[str, str] | None = None,
+        views: Mapping[str, View] | None = None,
+        mapping: Mapping[str, str] | None = None,
+        strict: bool = True,
+        allow_cast: bool = False,
+    ) -> TensorMatches:
+        """Pair everything.
+
+        Args:
+            tied: targets that are the very memory of another target, on every rank.
+            views: target -> the view that it is of sources.
+            mapping: target -> source, for names that differ.
+
+        Raises KeyMismatchError: lists all that is missing, unexpected or mismatched.
+        """
+        source_objects, target_objects = list(source_objects), list(target_objects)
+        work = _Pairer(before, after, dict(views or {}), dict(mapping or {}), allow_cast)
+        for key in after:
+            work.take(key)
+        ties = work.take_ties(tied or {})
+        objects = work.take_objects(dict.fromkeys(source_objects), dict.fromkeys(target_objects))
+        unexpected = [key for key in (*before, *dict.fromkeys(source_objects)) if key not in work.used]
+        known = {*after, *target_objects}
+        stray = [key for key in dict.fromkeys((*work.given, *work.mapping)) if key not in known]
+        _refuse(work, unexpected, stray, strict)
+        return cls(
+            before, after, work.lanes, work.made, ties, objects, tuple(work.missing), tuple(unexpected), work.cast
+        )
+
+
+class _Pairer:
+    """The pairing under way."""
+
+    def __init__(
+        self,
+        before: StateLayout,
+        after: StateLayout,
+        views: dict[str, View],
+        mapping: dict[str, str],
+        allow_cast: bool,
+    ) -> None:
+        self.before, self.after = before, after
+        self.given, self.mapping, self.allow_cast = views, mapping, allow_cast
+        self.lanes: dict[str, TensorTransfer] = {}
+        self.made: dict[str, View] = {}
+        self.used: set[str] = set()
+        self.missing: list[str] = []
+        self.mismatched: list[str] = []
+        self.cast: dict[str, tuple[str, str]] = {}
+
+    def take(self, key: str) -> None:
+        """Lanes for one target tensor."""
+        spec = self.after[key].spec
+        view = self.given.get(key)
+        if view is None:
+            source = self.mapping.get(key, key)
+            if source not in self.before:
+                self.missing.append(key)
+                return
+            held = self.before[source].spec
+            view = View.of(held).rename(key)
+        else:
+            lost = [s.fqn for s in view.sources if s.fqn not in self.before]
+            if lost:
+                self.mismatched.append(f"{key}: is a view of {lost[0]!r}, which no rank holds before")
+                return
+        self.used.update(s.fqn for s in view.sources)
+        if self._fits(key, spec, view):
+            self.made[key] = view
+            self._add_lanes(key, view)
+
+    def _fits(self, key: str, spec: TensorSpec, view: View) -> bool:
+        for source in view.sources:
+            held = self.before[source.fqn].spec
+            if held != source:
+                self.mismatched.append(
+                    f"{key}: a view takes {source.fqn!r} as {source.dtype}{list(source.shape)}, but it is "
+                    f"{held.dtype}{list(held.shape)} before"
+                )
+                return False
+        if view.shape != spec.shape:
+            self.mismatched.append(f"{key}: has shape {list(view.shape)} before, but {list(spec.shape)} after")
+            return False
+        if view.spec.dtype != spec.dtype:
+            if not self.allow_cast:
+                self.mismatched.append(f"{key}: is {view.spec.dtype} before, but {spec.dtype} after")
+                return False
+            self.cast[key] = (view.spec.dtype, spec.dtype)
+        return True
+
+    def _add_lanes(self, key: str, view: View) -> None:
+        after = self.after[key]
+        wire = _wire(view.spec.dtype, after.spec)
+        for pulled in pull_back(view.geometry, after.form):
+            source = view.sources[pulled.tensor]
+            name = key if len(view.sources) == 1 and key not in self.lanes else f"{key} <- {source.fqn}"
+            while name in self.lanes:
+                name += "'"
+            spec = TensorSpec(name, source.shape, wire)
+            before = TensorLayout.of(spec, self.before[source.fqn].form)
+            wanted = TensorLayout.of(spec, pulled.form)
+            self.lanes[name] = TensorTransfer(name, key, source.fqn, before, wanted, pulled.turn, pulled.slots)
+
+    def take_ties(self, tied: Mapping[str, str]) -> dict[str, str]:
+        """Drop the lanes of targets that another target's lanes fill."""
+        ties = {}
+        for key, first in tied.items():
+            if key not in self.made or first not in self.made:
+                continue
+            mine, its = self.made[key], self.made[first]
+            if (mine.sources, mine.geometry) != (its.sources, its.geometry):
+                self.mismatched.append(
+                    f"{key}: is the same memory as {first!r}, but is to come from {_names(mine)} and that from "
+                    f"{_names(its)}; map both to one source"
+                )
+                continue
+            ties[key] = first
+            self.lanes = {name: lane for name, lane in self.lanes.items() if lane.target != key}
+        return ties
+
+    def take_objects(self, given: Mapping[str, None], wanted: Mapping[str, None]) -> dict[str, str]:
+        """Pair what is no tensor."""
+        objects = {}
+        for key in wanted:
+            source = self.mapping.get(key, key)
+            if source in given:
+                objects[key] = source
+                self.used.add(source)
+            elif source in self.before:
+                self.used.add(source)
+                self.mismatched.append(f"{key}: is a tensor before, but none after")
+            else:
+                self.missing.append(key)
+        for key in list(self.missing):
+            if self.mapping.get(key, key) in given and key not in objects:
+                self.missing.remove(key)
+                self.used.add(self.mapping.get(key, key))
+                self.mismatched.append(f"{key}: is no tensor before, but is one after")
+        return objects
+
+
+def _names(view: View) -> str:
+    return ", ".join(repr(source.fqn) for source in view.sources)
+
+
+def _wire(dtype: str, target: TensorSpec) -> str:
+    """The dtype in which elements cross: the target's, so that those who send convert them and all copies are the same
+    bits; or the source's where that has fewer bytes."""
+    return target.dtype if target.itemsize <= TensorSpec("", (), dtype).itemsize else dtype
+
+
+def _refuse(work: _Pairer, unexpected: list[str], stray: list[str], strict: bool) -> None:
+    lines = [*_section("mismatched", work.mismatched)]
+    if strict:
+        lines += _section("missing: no rank holds them before", work.missing, [*work.before])
+        lines += _section("unexpected: no rank wants them after", unexpected, [*work.after])
+    lines += _section("named by a view or the mapping, but no target", stray, [*work.after])
+    if not lines:
+        return
+    fixes = ["mapping= and views= say what comes from where"]
+    if strict and (work.missing or unexpected):
+        fixes.append("strict=False leaves missing and unexpected ones alone")
+    if any("before, but" in line for line in work.mismatched):
+        fixes.append("dtype_policy='cast' converts dtypes")
+    raise KeyMismatchError("\n".join(["the target does not fit the source:", *lines, f"  ({'; '.join(fixes)})"]))
+
+
+def _section(title: str, keys: list[str], others: list[str] | None = None) -> list[str]:
+    if not keys:
+        return []
+    out = [f"  {len(keys)} {title}:"]
+    for number, key in enumerate(keys[:100]):
+        close = difflib.get_close_matches(key, others, n=1) if others and number < 10 and len(others) < 5000 else []
+        out.append(f"    {key}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
+    return out + (["    ..."] if len(keys) > 100 else [])
+
+
+# How the ranks of a transfer come to know, and to agree on, what all of them hold and want.
+
+
+class TransferOptions(TypedDict, total=False):
+    """What `prepare`, `redistribute` and `verify_live` take by name; the same on every rank, but for layouts."""
+
+    mapping: Mapping[str, str] | StateMapping
+    views: Iterable[View]
+    source_layouts: Mapping[str, TensorLayout]
+    target_layouts: Mapping[str, TensorLayout]
+    strict: bool
+    dtype_policy: str
+    check_replicas: bool
+    max_inflight_bytes: int
+    ranks_per_host: int | None
+    delta: bool
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Options:
+    """`TransferOptions`, checked and with what holds where nothing is said."""
+
+    mapping: Mapping[str, str] | StateMapping = field(default_factory=dict)
+    views: Mapping[str, View] = field(default_factory=dict)
+    source_layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
+    target_layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
+    strict: bool = True
+    dtype_policy: str = "error"
+    check_replicas: bool = True
+    max_inflight_bytes: int = 256 << 20
+    ranks_per_host: int | None = None
+    delta: bool = False
+    deadline_s: float = 1800.0
+
+    @classmethod
+    def of(cls, given: TransferOptions) -> Options:
+        """Raises LayoutError for a policy that is not known, a budget that is too small, or two views of one name."""
+        views = list(given.get("views", ()))
+        named: Any = {**given, "views": {view.spec.fqn: view for view in views}}
+        options = cls(**named)
+        if options.dtype_policy not in ("error", "cast"):
+            raise LayoutError(f"dtype_policy must be 'error' or 'cast', got {options.dtype_policy!r}")
+        if options.max_inflight_bytes < 1024:
+            raise LayoutError(f"max_inflight_bytes must be at least 1024, got {options.max_inflight_bytes}")
+        if len(options.views) != len(views):
+            raise LayoutError("two views make the same target")
+        return options
+
+    def shared(self) -> dict[str, object]:
+        """What all ranks must choose alike."""
+        mapping = self.mapping if isinstance(self.mapping, StateMapping) else sorted(self.mapping.items())
+        views = sorted(self.views.items(), key=lambda row: row[0])
+        own = ("mapping", "views", "source_layouts", "target_layouts", "deadline_s")
+        rest = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
+        return {"mapping": mapping, "views": views, **rest}
+
+    def digest(self) -> str:
+        """Equal where all that the ranks must choose alike is equal."""
+        return hashlib.sha256(repr(self.shared()).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class TransferSide:
+    """What this rank gives, or wants."""
+
+    state: Targets
+    layouts: Mapping[str, TensorLayout]
+    """Of plain local tensors that do not say themselves how they lie."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout]) -> TransferSide:
+        """Take a state dict apart; None holds nothing. Raises FormatError for what is none."""
+        return cls(Targets.of({} if state is None else state), layouts)  # type: ignore[arg-type]  # refused if it is none
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout]) -> TransferSide:
+        """The same for a source, which may be a mapping that cannot be changed."""
+        fixed = isinstance(state, Mapping) and not isinstance(state, MutableMapping)
+        return cls.of(dict(state) if fixed and state is not None else state, layouts)
+
+    @property
+    def objects(self) -> list[str]:
+        """Keys of what is no tensor."""
+        return [*self.state.objects, *self.state.units]
+
+    def describe(self) -> _SideDescription:
+        """Without any values."""
+        tensors = self.state.tensors
+        empty = [key for key, tensor in tensors.items() if tensor.is_elsewhere]
+        return _SideDescription(describe(tensors, self.layouts), self.objects, dict(self.state.tied), empty)
+
+
+class _SideDescription(msgspec.Struct, frozen=True):
+    tensors: Described
+    objects: list[str]
+    tied: dict[str, str]
+    empty: list[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors.tensors or self.objects)
+
+
+class _TransferDescription(msgspec.Struct, frozen=True):
+    source: _SideDescription
+    target: _SideDescription
+    devices: list[str]
+    """Kinds of device that this rank can send from, the preferred one first."""
+    on_device: bool
+    """Whether a tensor of its source lies elsewhere than in the memory of the CPU."""
+    onto_device: bool
+    """Whether one of its target does."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know after they have told one another. The same on every rank."""
+
+    key: bytes
+    """Equal whenever everything else is equal."""
+    before: StateLayout
+    after: StateLayout
+    source_objects: tuple[str, ...]
+    target_objects: tuple[str, ...]
+    tied: Mapping[str, str]
+    device: str
+    on_device: bool
+    """Whether a tensor of any source lies elsewhere than in the memory of the CPU."""
+    onto_device: bool
+    """Whether one of any target does."""
+
+    def pair(self, options: Options) -> TensorMatches:
+        """Raises KeyMismatchError; NormalizationError for a mapping that computes."""
+        views, names = dict(options.views), options.mapping
+        if isinstance(names, StateMapping):
+            made = names.views(self.before.specs)
+            views = {key: view for key, view in made.items() if key in self.after} | views
+            names = {new: old for old, its in names.names(self.source_objects).items() for new in its}
+            names = {new: old for new, old in names.items() if new in self.target_objects}
+        return TensorMatches.of(
+            self.before,
+            self.after,
+            source_objects=self.source_objects,
+            target_objects=self.target_objects,
+            tied=self.tied,
+            views=views,
+            mapping=names,
+            strict=options.strict,
+            allow_cast=options.dtype_policy == "cast",
+        )
+
+
+def agree(
+    source: TransferSide, target: TransferSide, options: Options, group: Group, process_group: dist.ProcessGroup | None
+) -> Agreed:
+    """Collective: what all ranks hold and want, by digests.
+
+    Raises LayoutError, alike on every rank: ranks disagree about a layout or an option, or have no part at all.
+    """
+    group.same_options("redistribute", options.shared())
+    devices = _devices([*source.state.tensors.values(), *target.state.tensors.values()], process_group)
+    held, wanted = (lies_on_device(side.state.tensors.values()) for side in (source, target))
+    mine = _TransferDescription(source.describe(), target.describe(), devices, held, wanted)
+    parties = group.parties(msgspec.json.encode(mine))
+    said = {data: msgspec.json.decode(data, type=_TransferDescription) for data in parties}
+    found = [(said[data], ranks) for data, ranks in parties.items()]
+    _judge(found)
+    sides = {
+        name: _join(name, [(getattr(description, name), ranks) for description, ranks in found])
+        for name in ("source", "target")
+    }
+    hasher = hashlib.sha256(repr(sorted(map(list, parties.values()))).encode())
+    for data in parties:
+        hasher.update(hashlib.sha256(data).digest())
+    return Agreed(
+        hasher.digest(),
+        sides["source"],
+        sides["target"],
+        tuple(dict.fromkeys(key for d, _ in found for key in d.source.objects)),
+        tuple(dict.fromkeys(key for d, _ in found for key in d.target.objects)),
+        join_aliases((d.target.tensors.tensors, d.target.tied, d.target.empty) for d, _ in found),
+        _common_device(found),
+        any(description.on_device for description, _ in found),
+        any(description.onto_device for description, _ in found),
+    )
+
+
+def _judge(found: list[tuple[_TransferDescription, Sequence[int]]]) -> None:
+    idle = sorted(rank for d, ranks in found if not d.source and not d.target for rank in ranks)
+    if idle:
+        raise LayoutError(
+            f"{format_ranks(idle)} neither give nor want anything: leave them out with a process_group of those that do"
+        )
+
+
+def _join(name: str, parties: list[tuple[_SideDescription, Sequence[int]]]) -> StateLayout:
+    try:
+        return join_layouts((side.tensors, ranks) for side, ranks in parties)
+    except LayoutError as error:
+        raise LayoutError(f"the ranks disagree about the {name}: {error}") from None
+
+
+def _devices(tensors: list[LiveTensor], process_group: dist.ProcessGroup | None) -> list[str]:
+    """Kinds of device that this rank can send from, the one that holds most of its bytes first."""
+    held: dict[str, int] = {}
+    for tensor in tensors:
+        for local in tensor.local:
+            held[local.device.type] = held.get(local.device.type, 0) + local.nbytes
+    return sorted(sending_kinds(process_group), key=lambda kind: -held.get(kind, 0))
+
+
+def _common_device(found: list[tuple[_TransferDescription, Sequence[int]]]) -> str:
+    """The kind of device that messages are packed on: one that every rank can send from, best not by way of the CPU."""
+    everyone = [description.devices for description, _ in found]
+    preferred = [devices[0] for devices in everyone if devices]
+    for kind in sorted(set(preferred), key=lambda kind: kind == "cpu"):
+        if all(kind in devices for devices in everyone):
+            return kind
+    if all("cpu" in devices for devices in everyone):
+        return "cpu"
+    raise LayoutError(
+        f"the backends of the ranks have no kind of device in common that they send from: {everyone}; "
+        "initialise the process group with 'cpu:gloo,cuda:nccl'"
+    )
+
+
+# What is no tensor: counters, learning rates and groups of parameters, carried over as plain data.
+
+
+class Values:
+    """The plain data of a transfer. False if no target of the job wants any."""
+
+    def __init__(self, source: Targets, target: Targets, pairs: dict[str, str]) -> None:
+        """`pairs`: target -> source, of the whole job."""
+        self._source, self._target, self._pairs = source, target, pairs
+
+    def __bool__(self) -> bool:
+        return bool(self._pairs)
+
+    def check_places(self) -> None:
+        """Raises FormatError for a value of this rank's target that cannot be replaced where it is."""
+        own = [key for key in self._target.per_rank if key in self._source.per_rank]
+        self._target.check_places([*own, *(key for key in self._pairs if key in self._target.paths)])
+
+    def gather(self, group: Group) -> dict[str, Any]:
+        """Collective: the values of this rank's targets, out of all that the ranks hold now. Changes nothing.
+
+        Raises KeyMismatchError, alike on every rank, for a value that differs between ranks.
+        """
+        held = self._held()
+        merged = agree_on_values({}, held, group, {}, check_replicas=True)
+        mine = {key: name for key, name in self._pairs.items() if key in self._target.paths}
+        return {key: self._made(key, decode_plain(merged[name])) for key, name in mine.items() if name in merged}
+
+    def _made(self, key: str, value: Any) -> Any:
+        """A value in the types that the target has in its place."""
+        made = restore_types(value, self._target.live(key))
+        if (name := unresolved_class(made)) is not None:
+            raise FormatError(f"the value under {key!r} is {needs_class(name).removeprefix('saved as ')}")
+        return made
+
+    def assign(self, values: dict[str, Any]) -> None:
+        """Put them into the target, and what is each rank's own from this rank's source to its target."""
+        self._target.assign(values)
+        own = {}
+        for key, wrapper in self._target.per_rank.items():
+            if key in self._source.per_rank:
+                own[key] = replace(wrapper, value=self._source.per_rank[key].value)
+        self._target.assign(own)
+
+    def _held(self) -> dict[str, Any]:
+        wanted = set(self._pairs.values())
+        out = {}
+        for key in wanted & (self._source.objects.keys() | self._source.units.keys()):
+            try:
+                out[key] = encode_plain(_at(self._source.root, self._source.paths[key]))
+            except FormatError as error:
+                raise FormatError(f"the value under {key!r} cannot be sent to other ranks: {error}") from None
+        return dict(sorted(out.items()))
+
+
+def check_replicas(source: TransferSide, before: StateLayout, group: Group, *, on_device: bool) -> None:
+    """Collective: compare digests of what several ranks hold alike. `before`: the layout of all sources of the job;
+    `on_device`: whether any of them lies on a device.
+
+    Raises KeyMismatchError, alike on every rank, where they differ.
+    """
+    copied = {key for key, layout in before.items() if int(layout.numels().sum()) > layout.spec.numel}
+    mine = {k: t for k, t in source.state.tensors.items() if k in copied and k not in source.layouts}
+    if copied:
+        agree_on_values(mine, {}, group, before, check_replicas=True, on_device=on_device)
+
+
+def _at(root: Any, path: tuple[Any, ...]) -> Any:
+    for part in path:
+        root = root[part.value if isinstance(part, IntKey) else part]
+    return root

@@ -1,0 +1,279 @@
+"""The steps of a transfer, proved and cut into rounds; and the local tensors that they move."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from planners.errors import CoverageError
+from planners.geometry.box import Dims
+from planners.geometry.layout import Part, StateLayout, TensorLayout
+from planners.plans.rounds import Schedule, schedule, verify_schedule
+from planners.plans.transfer import (
+    HeldPlace,
+    Repeat,
+    TransferPlan,
+    bytes_between,
+    plan_relay,
+    rank_groups,
+    stripe_places,
+    want_once,
+)
+from reshard.api.transfer_agreement import TensorMatches, TensorTransfer
+from reshard.errors import LayoutError
+from reshard.execute.exchange import RankWork, round_bytes
+from reshard.live.state import LiveTensor
+from reshard.live.tensors import local_tensors
+
+__all__ = ["LaneMemory", "Steps", "part_tensors", "plan_steps", "refuse_shared_memory", "turned"]
+
+
+# Where several replicas on the receiving side want the same, they get a stripe each and pass the
+# stripes on to one another, if that moves fewer bytes between the two sides, or between hosts. What
+# a rank wants several times over is moved once, and copied afterwards.
+
+
+@dataclass(frozen=True)
+class Steps:
+    """All of a transfer but its memory."""
+
+    pairing: TensorMatches
+    rounds: tuple[Schedule, ...]
+    """Of each step. After the first of two, receivers hold stripes of some lanes."""
+    works: tuple[RankWork, ...]
+    """This rank's part in each step."""
+    places: Mapping[str, tuple[HeldPlace, ...]]
+    """Lane -> where the local tensors that the plans speak of lie in those that the lane wants; not for lanes of which
+    the plans speak as a whole."""
+    repeats: tuple[tuple[str, str, Repeat], ...]
+    """(lane, lane, what this rank copies from the one to the other), when all has been moved."""
+    bytes_between_groups: int
+    """See `TransferReport`."""
+
+    @property
+    def plans(self) -> tuple[TransferPlan, ...]:
+        """Who sends what to whom, for the whole job, step by step."""
+        return tuple(rounds.plan for rounds in self.rounds)
+
+    @property
+    def relayed(self) -> tuple[str, ...]:
+        """Lanes that move in two steps."""
+        return self.rounds[1].plan.names if len(self.rounds) > 1 else ()
+
+
+def plan_steps(
+    pairing: TensorMatches, rank: int, world_size: int, *, budget_bytes: int, ranks_per_host: int | None
+) -> Steps:
+    """The steps for all lanes, proved. `world_size`: ranks are below that. The same on every rank, but for its part.
+
+    Raises LayoutError for an element that a rank wants and no rank holds.
+    """
+    moved, places, repeats = _wanted_once(pairing, rank)
+    before = StateLayout({name: pairing.lanes[name].before for name in moved}, world_size)
+    after = StateLayout(moved, world_size)
+    try:
+        plans = plan_relay(before, after, ranks_per_host=ranks_per_host)
+        if len(plans) == 2:
+            plans = plans[0], _as_it_lies(plans[1], pairing)
+        each = round_bytes(budget_bytes // len(plans))
+        rounds = tuple(schedule(plan, max_inflight_bytes=each) for plan in plans)
+    except CoverageError as error:
+        raise LayoutError(f"the source does not hold all that the target wants: {error}") from None
+    for step in rounds:
+        verify_schedule(step).raise_if_failed()
+    groups = rank_groups(TransferPlan(before, after, tuple(moved), ranks_per_host))
+    between = sum(bytes_between(plan, groups[0]) for plan in plans) if groups else 0
+    works = tuple(RankWork.of(step, rank) for step in rounds)
+    return Steps(pairing, rounds, works, places, repeats, between)
+
+
+def _as_it_lies(plan: TransferPlan, pairing: TensorMatches) -> TransferPlan:
+    """A step between receivers, which pass on what they hold as it lies, in the dtype of the target."""
+
+    def lying(state: StateLayout) -> StateLayout:
+        tensors = {}
+        for name in plan.names:
+            dtype = pairing.after[pairing.lanes[name].target].spec.dtype
+            tensors[name] = TensorLayout.of(replace(state[name].spec, dtype=dtype), state[name].form)
+        return StateLayout(tensors, state.world_size)
+
+    return TransferPlan(lying(plan.before), lying(plan.after), plan.names, plan.ranks_per_host)
+
+
+def _wanted_once(
+    pairing: TensorMatches, rank: int
+) -> tuple[dict[str, TensorLayout], dict[str, tuple[HeldPlace, ...]], tuple[tuple[str, str, Repeat], ...]]:
+    """(what each lane moves, where this rank puts it if that is not all, what it copies afterwards)."""
+    moved = {name: lane.after for name, lane in pairing.lanes.items()}
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, lane in pairing.lanes.items():
+        alike.setdefault((lane.source, pairing.after[lane.target].spec.dtype), []).append(name)
+    places: dict[str, tuple[HeldPlace, ...]] = {}
+    repeats: list[tuple[str, str, Repeat]] = []
+    for names in alike.values():
+        if len(names) == 1:
+            continue
+        once = want_once(moved[names[0]].spec.shape, tuple(moved[name].form for name in names))
+        for name, form, its in zip(names, once.forms, once.places, strict=True):
+            if its is not None:
+                moved[name] = TensorLayout.of(moved[name].spec, form)
+                places[name] = its.get(rank, ())
+        for again in once.repeats.get(rank, ()):
+            repeats.append((names[again.source.form], names[again.target.form], again))
+    return moved, places, tuple(repeats)
+
+
+# Lanes bound to memory: for each tensor of the plan, the local tensors that its items speak of.
+
+
+Local = Callable[[str], Sequence[torch.Tensor]]
+"""The local tensors of a key; () where this rank has no such key."""
+
+
+def part_tensors(key: str, local: Sequence[torch.Tensor], layout: TensorLayout, rank: int) -> list[torch.Tensor]:
+    """The local tensors of `rank`, one for each part of the layout, in the shape of the part.
+
+    Raises LayoutError where what is there is not what the layout says.
+    """
+    parts = layout.parts(rank) if rank < layout.world_size else ()
+    if len(local) == 1 and parts and all(part.flat_start is not None for part in parts):
+        flat = local[0]
+        numel = sum(part.numel for part in parts)
+        if flat.ndim != 1 or flat.numel() != numel:
+            raise _unfit(key, rank, local, f"a 1-D tensor of {numel} elements")
+        return [flat[_start(part) : _start(part) + part.numel].view(part.sizes) for part in parts]
+    if not parts and all(not tensor.numel() for tensor in local):
+        return []
+    if len(local) == 1 and len(parts) > 1:
+        return _taken_apart(key, local[0], parts, rank)
+    if [tuple(tensor.shape) for tensor in local] != [part.sizes for part in parts]:
+        if not local and all(not part.numel for part in parts):
+            return [
+                torch.empty(part.sizes, dtype=torch.uint8, device="cpu") for part in parts
+            ]  # nothing is read from it
+        raise _unfit(key, rank, local, " and ".join(str(list(part.sizes)) for part in parts) or "nothing")
+    return list(local)
+
+
+def _taken_apart(key: str, local: torch.Tensor, parts: Sequence[Part], rank: int) -> list[torch.Tensor]:
+    """Views of the boxes that one plain tensor holds: side by side along a dim, or flattened, one behind another."""
+    sizes = [part.sizes for part in parts]
+    numels = [part.numel for part in parts]
+    shape = tuple(local.shape)
+    for dim in range(len(sizes[0])):
+        beside = [(*size[:dim], sum(other[dim] for other in sizes), *size[dim + 1 :]) for size in sizes]
+        if all(whole == shape for whole in beside):
+            return list(torch.split(local, [size[dim] for size in sizes], dim))
+    if shape == (sum(numels),):
+        if local.is_contiguous():
+            return [piece.view(size) for piece, size in zip(torch.split(local, numels), sizes, strict=True)]
+        raise LayoutError(f"tensor {key!r}: rank {rank} gave its boxes flattened, in memory that is not contiguous")
+    boxes = " and ".join(str(list(size)) for size in sizes)
+    raise LayoutError(
+        f"tensor {key!r}: rank {rank} should hold boxes of {boxes}, by the layout, in one tensor: side by side along a "
+        f"dim, or flattened ([{sum(numels)}]), but gave {list(shape)}"
+    )
+
+
+def _start(part: Part) -> int:
+    assert part.flat_start is not None
+    return part.flat_start
+
+
+def _unfit(key: str, rank: int, local: Sequence[torch.Tensor], wanted: str) -> LayoutError:
+    there = " and ".join(str(list(tensor.shape)) for tensor in local) or "nothing"
+    return LayoutError(f"tensor {key!r}: rank {rank} should hold {wanted}, by the layout, but gave {there}")
+
+
+class LaneMemory:
+    """The memory of all lanes on one rank. Methods give the local tensors of a lane that a side of a plan means."""
+
+    def __init__(self, steps: Steps, sources: Local, targets: Local, rank: int) -> None:
+        """`sources`, `targets`: the local tensors of this rank's own keys."""
+        self._steps, self._pairing, self._rank = steps, steps.pairing, rank
+        self._sources, self._targets = sources, targets
+
+    def given(self, name: str) -> Sequence[torch.Tensor]:
+        """The local tensors of its source."""
+        source = self._pairing.lanes[name].source
+        return part_tensors(source, self._sources(source), self._pairing.before[source], self._rank)
+
+    def wanted(self, name: str) -> Sequence[torch.Tensor]:
+        """Where the wanted boxes of its source go, as views of the local tensors of its target."""
+        lane = self._pairing.lanes[name]
+        there = part_tensors(lane.target, self._targets(lane.target), self._pairing.after[lane.target], self._rank)
+        return _slots(lane, there, self._rank)
+
+    def moved(self, name: str) -> Sequence[torch.Tensor]:
+        """Those of them that are to be moved, and not repeated from what another lane brings."""
+        parts, places = self.wanted(name), self._steps.places.get(name)
+        return parts if places is None else [parts[place.part][place.box.slices] for place in places]
+
+    def arriving(self, name: str) -> Sequence[torch.Tensor]:
+        """Where the first step writes: all that is moved, or the stripe of it that this rank passes on."""
+        parts = self.moved(name)
+        if name not in self._steps.relayed:
+            return parts
+        passed_on = self._steps.plans[1]
+        places = stripe_places(passed_on.before[name], passed_on.after[name], self._rank)
+        return [parts[part][box.slices] for part, box in places]
+
+
+def _slots(lane: TensorTransfer, there: Sequence[torch.Tensor], rank: int) -> Sequence[torch.Tensor]:
+    if lane.slots is None:
+        turn = lane.turn
+        return there if turn is None else [turned(tensor, turn) for tensor in there]
+    return [turned(there[slot.part][slot.box.slices], slot.dims) for slot in lane.slots.get(rank, ())]
+
+
+def turned(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
+    """A view with dim i being dim `dims[i]`, or new and of size 1 for None. Dims of size 1 may be left out."""
+    rest = [d for d in range(tensor.ndim) if d not in dims]
+    moved = tensor.permute([*(d for d in dims if d is not None), *rest])
+    return moved.view([1 if d is None else tensor.shape[d] for d in dims])
+
+
+def refuse_shared_memory(
+    pairing: TensorMatches, sources: Mapping[str, LiveTensor], targets: Mapping[str, LiveTensor]
+) -> None:
+    """Raises LayoutError where a target would be written while a source in the same memory is still to be read.
+
+    A tensor may be its own source, in the same layout: then nothing happens to it.
+    """
+    spans: defaultdict[torch.device, list[tuple[int, int, bool, str]]] = defaultdict(list)
+    for lane in pairing.lanes.values():
+        mine, its = sources.get(lane.source), targets.get(lane.target)
+        if mine is not None and its is not None and lane.before.form == lane.after.form and lane.turn is None:
+            pairs = list(zip(local_tensors(mine.value), local_tensors(its.value)))
+            if pairs and all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in pairs):
+                continue
+        for value, is_target, key in ((mine, False, lane.source), (its, True, lane.target)):
+            for tensor in local_tensors(value.value) if value is not None else ():
+                if tensor.numel() and tensor.device.type != "meta":
+                    spans[tensor.device].append((*_span(tensor), is_target, key))
+    for those in spans.values():
+        _refuse_overlaps(sorted(those))
+
+
+def _refuse_overlaps(spans: Sequence[tuple[int, int, bool, str]]) -> None:
+    """`spans`: (first byte, one past the last, of a target, key), in order; of one device, whose addresses may be those
+    of another one, too."""
+    reach = {True: (0, ""), False: (0, "")}  # of targets, of sources: where the furthest ends
+    for start, stop, is_target, key in spans:
+        end, other = reach[not is_target]
+        if start < end:
+            source, target = (other, key) if is_target else (key, other)
+            raise LayoutError(
+                f"the target {target!r} lies in the memory of the source {source!r}, which would be overwritten before "
+                "it is read: give the target memory of its own"
+            )
+        reach[is_target] = max(reach[is_target], (stop, key))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte, and one past the last."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()

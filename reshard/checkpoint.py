@@ -1,0 +1,265 @@
+"""`open(path)`: any checkpoint, lazily, with no model, GPU or process group."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from planners.geometry.box import Box
+from planners.geometry.layout import StateLayout, TensorLayout
+from reshard.errors import CheckpointError, KeyMismatchError
+from reshard.formats.opening import open_contents
+from reshard.live.tree import unflatten
+from reshard.native.reader import Share
+from reshard.storage.base import Storage
+from reshard.stored.contents import Contents
+from reshard.stored.tensor import LazyChunks, LazyTensor, StoredTensor, check_cover
+
+__all__ = ["Checkpoint", "log_unchecked", "open", "open_among", "stored_layout"]
+
+
+_log = logging.getLogger("reshard")
+
+
+class NormalizedState(dict[str, Any]):
+    """What `Checkpoint.normalized` gives: a dict of "model" and "optim"."""
+
+    notes: tuple[str, ...] = ()
+    """What a reader should know: padding that could not be cut, lists that are incomplete."""
+
+
+def _lazy(value: Any) -> Any:
+    return LazyTensor(value) if isinstance(value, StoredTensor) else value
+
+
+def _read_value(value: Any) -> Any:
+    """A setting of a param group: a tensor, such as a learning rate, is read."""
+    return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value
+
+
+class StateMapping(Protocol):
+    """What gives a checkpoint other names and shapes: a `reshard.mapping.Mapping`."""
+
+    def apply(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint under its new names."""
+
+
+class Checkpoint(Mapping[str, LazyTensor]):
+    """The tensors of a checkpoint by the key they were stored under, and everything else that is in it.
+
+    Looking does no more than it says: names, shapes and dtypes come from the metadata, bytes from indexing a tensor.
+    Further names of tied weights (`aliases`) can be looked up, but are not listed.
+    """
+
+    def __init__(self, contents: Contents, url: str, asked: str | os.PathLike[str] | None = None) -> None:
+        """`asked` is the path by which it was opened."""
+        self.contents = contents
+        self.url = url
+        self.run = os.fspath(asked) if asked is not None and os.fspath(asked) != url else ""
+        """The folder of the run in which it was found; empty where it was opened by its own path."""
+
+    @property
+    def format(self) -> str:
+        """Name of the format, such as "dcp"."""
+        return self.contents.format
+
+    @property
+    def objects(self) -> Mapping[str, Any]:
+        """Everything that is no tensor, by key, as plain data; unknown classes are `Record`s of `formats.pickles`."""
+        return self.contents.objects
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of stored tensors: tied weights that are stored once."""
+        return self.contents.aliases
+
+    @property
+    def fingerprints(self) -> Mapping[str, str] | None:
+        """Digests of the values that were saved along, or None."""
+        return self.contents.fingerprints
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was ignored or could not be represented."""
+        return self.contents.warnings
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        """Raises KeyMismatchError, naming similar keys, if there is no such tensor."""
+        stored = self.contents.find(name)
+        if stored is None:
+            what = "it is an object, see .objects" if name in self.objects else _similar(name, self)
+            raise KeyMismatchError(f"{self.url} has no tensor {name!r}: {what}")
+        return LazyTensor(stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.contents.tensors or (name in self.aliases)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.contents.tensors)
+
+    def __len__(self) -> int:
+        return len(self.contents.tensors)
+
+    @property
+    def layout(self) -> StateLayout:
+        """How the tensors are cut up in storage: the saved mesh and placements where the format knows them, else the
+        boxes of the chunks, each under the rank that wrote it."""
+        return StateLayout({name: stored_layout(self.contents.tensors[name]) for name in self})
+
+    @property
+    def bytes_checked(self) -> int:
+        """Bytes of elements that were read so far and compared with checksums."""
+        return self.contents.checking.bytes_checked
+
+    @property
+    def bytes_unchecked(self) -> int:
+        """Bytes of elements that were read so far and not: the format has no checksums, `check` is off, or reading
+        all that one covers would have cost too much (`MAX_CHECK_MULTIPLE`)."""
+        return self.contents.checking.bytes_unchecked
+
+    @property
+    def unchecked(self) -> str:
+        """What of all that was read so far is unchecked, in words; empty where nothing is."""
+        return self.contents.checking.words(self.bytes_unchecked, self.bytes_checked + self.bytes_unchecked)
+
+    def problems(self, *, deep: bool = False) -> list[str]:
+        """One text for each file that the format misses, and for each tensor whose chunks leave a hole, overlap or lie
+        outside it; reads no tensor data.
+
+        `deep` also looks into every stored item, whether it holds what the metadata says.
+        """
+        found = [*self.contents.facts.problems()] if self.contents.facts is not None else []
+        whole: set[Hashable] = set()
+        for name in self:
+            try:
+                stored = self.contents.tensors[name]
+                if (geometry := _geometry(stored)) not in whole:
+                    check_cover(stored)
+                    whole |= {geometry} - {None}
+                for chunk in stored.chunks if deep else ():
+                    if not chunk.box.is_empty:
+                        chunk.source.check(chunk.window.offset, chunk.window.stop)
+            except CheckpointError as error:
+                found.append(str(error))
+        return found
+
+    def nested(self) -> Any:
+        """The state as it was nested when it was saved, tied tensors under all their names: containers of `LazyTensor`s
+        and plain objects."""
+        leaves: dict[str, Any] = {name: self[name] for name in dict.fromkeys((*self, *self.aliases))}
+        leaves.update(self.objects)
+        paths = self.contents.paths
+        return unflatten({paths.get(name, (name,)): leaf for name, leaf in leaves.items()}, self.contents.containers)
+
+    def mapped(self, mapping: StateMapping) -> Checkpoint:
+        """The checkpoint under other names and in other shapes, lazily: see `reshard.mapping`."""
+        return mapping.apply(self)
+
+    def normalized(self, hints: Mapping[str, Any] | None = None) -> NormalizedState:
+        """The state under canonical names, whatever framework wrote it; tensors stay lazy.
+
+            {"model": {fqn: LazyTensor},
+             "optim": {"state": {fqn: {name: LazyTensor or value}}, "param_groups": [{..., "params": [fqn, ...]}]}}
+
+        Wrappers' prefixes are gone, stacks of layers and experts and flat or bucketed optimizer shards are cut into
+        parameters, padding is cut off. `.notes` of the result says what could not be done.
+
+        Args:
+            hints: what the checkpoint cannot say, see `HINTS` in `reshard.formats.canonical`.
+
+        Raises:
+            NormalizationError: a hint is missing (the message says which, and what it looks like) or wrong.
+            DamagedCheckpointError: parts of a tensor are missing or do not fit together.
+        """
+        from reshard.formats.normalize import normalize
+
+        found = normalize(self.contents, hints, self.url)
+        state = {fqn: {name: _lazy(value) for name, value in of.items()} for fqn, of in found.state.items()}
+        groups = [{name: _read_value(value) for name, value in group.items()} for group in found.groups]
+        result = NormalizedState(model={fqn: LazyTensor(tensor) for fqn, tensor in found.model.items()})
+        result["optim"] = {"state": state, "param_groups": groups}
+        result.notes = tuple(found.notes)
+        return result
+
+    def canonical(self, hints: Mapping[str, Any] | None = None, *, model_only: bool = False) -> Checkpoint:
+        """The same as a checkpoint, to be loaded, planned, compared and converted: keys are "model.<fqn>",
+        "optim.state.<fqn>.<name>" and "optim.param_groups.<i>.<name>"; with `model_only`, bare parameter names.
+
+        Raises as `normalized` does.
+        """
+        from reshard.formats.normalize import canonical_contents
+
+        found = canonical_contents(self.contents, hints, self.url, model_only=model_only)
+        return Checkpoint(replace(found, checking=self.contents.checking), self.url)
+
+    def __repr__(self) -> str:
+        said = [repr(self.url), self.format, f"{len(self)} tensors", self.unchecked]
+        return f"Checkpoint({', '.join(filter(None, said))})"
+
+
+def log_unchecked(checkpoint: Checkpoint) -> None:
+    """For readers that have no report of their own: a line of what was read and not compared with a checksum."""
+    if checkpoint.unchecked:
+        _log.info("%s was read, %s", checkpoint.url, checkpoint.unchecked)
+
+
+def _geometry(stored: StoredTensor) -> Hashable:
+    """Equal for tensors whose chunks have equal boxes; None if that is not known."""
+    return stored.chunks.geometry if isinstance(stored.chunks, LazyChunks) else None
+
+
+def stored_layout(stored: StoredTensor) -> TensorLayout:
+    """The saved mesh and placements where known, else the boxes of the chunks under the rank that wrote them."""
+    if stored.layout is not None:
+        return stored.layout
+    numbers: dict[int | str, int] = {}
+    boxes: dict[int, list[Box]] = {}
+    ints = all(isinstance(chunk.owner, int) for chunk in stored.chunks)
+    for chunk in stored.chunks:
+        rank = int(chunk.owner) if ints else numbers.setdefault(chunk.owner, len(numbers))
+        boxes.setdefault(rank, []).append(chunk.box)
+    return TensorLayout.from_boxes(stored.spec, boxes)
+
+
+def _similar(name: str, known: Mapping[str, Any]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.6)
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    return f"it has {len(known)} tensors" + (f", such as {next(iter(known))!r}" if known else "")
+
+
+def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None, check: bool = True) -> Checkpoint:
+    """Open a checkpoint of any known format: a folder, a single file, or a URL of either. Of a run, by its folder.
+
+        checkpoint = reshard.open("run/step-1000")
+        rows = checkpoint["model.wq.weight"][:4]  # reads these rows only
+        newest = reshard.open("run")              # `.url` says which, `.warnings` what was passed over
+
+    Reads the metadata only. Nothing in the checkpoint is executed: see `reshard.formats.torch_save.pickles`.
+
+    Args:
+        step: which checkpoint of a run (folders called `step-10`, `checkpoint-10`, `10`, ...); by default the newest
+            that is complete.
+        check: what is read of tensors is compared with checksums, and an error if it was changed. False reads it as it
+            is: to save what can be saved of a damaged checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at `path`, no such step, or none that is complete.
+        FormatError: the files are of no known format (the message says what was looked for), or of several.
+        DamagedCheckpointError: the metadata is unreadable or contradicts itself.
+        UnsafeDataError: a pickle asks for something that could run code.
+    """
+    return open_among(path, 0, 1, step=step, check=check)
+
+
+def open_among(
+    path: str | os.PathLike[str] | Storage, place: int, ranks: int, *, step: int | None = None, check: bool = True
+) -> Checkpoint:
+    """`open` on one of several ranks that open it together: each sees whether its share of the files is there."""
+    contents, url = open_contents(path, step=step, share=Share(place, ranks), check=check)
+    return Checkpoint(contents, url, None if isinstance(path, Storage) else path)

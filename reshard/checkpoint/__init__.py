@@ -1,1 +1,0 @@
-"""`open(path)`: any checkpoint, lazily."""

@@ -1,1 +1,0 @@
-"""Checkpoints of DeepSpeed by canonical names."""

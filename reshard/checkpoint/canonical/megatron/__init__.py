@@ -1,1 +1,0 @@
-"""Checkpoints of Megatron by canonical names."""

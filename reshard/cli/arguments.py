@@ -1,0 +1,325 @@
+"""What commands are given: sides of a plan, ready mappings and hints, and what was typed wrong."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from planners.errors import PlanError
+from reshard.errors import CheckpointNotFoundError, KeyMismatchError, ReshardError, did_you_mean
+
+if TYPE_CHECKING:
+    from planners.geometry.layout import StateLayout
+    from planners.geometry.topologies import Topology
+    from reshard.checkpoint import Checkpoint
+    from reshard.mapping import Mapping as StateMapping
+
+__all__ = [
+    "Config", "HintOption", "Naming", "Rules", "Sides", "UsageError", "both_sides", "choice",
+    "dequantized", "dtype_name", "in_words_of_the_command_line", "mapping_of", "read_hints",
+    "rules_of", "side", "size_in_bytes", "stored_hints", "untaken",
+]  # fmt: skip
+
+
+Rules = Annotated[
+    list[str] | None,
+    typer.Option("--rule", metavar="GLOB=PLACEMENTS", help="For a topology: '*.wo.weight=S(0),S(1)'. Repeat it."),
+]
+
+
+def rules_of(given: list[str] | None) -> dict[str, str]:
+    """Placements by glob. Raises UsageError for a rule that cannot be read."""
+    rules = {}
+    for text in given or []:
+        glob, equals, placements = text.partition("=")
+        if not equals:
+            raise UsageError(f"cannot read the rule {text!r}: write GLOB=PLACEMENTS, such as '*.weight=S(0),R'")
+        rules[glob.strip()] = placements.strip()
+    return rules
+
+
+class Sides(NamedTuple):
+    """What a plan leads from and to."""
+
+    saved: StateLayout
+    wanted: StateLayout
+    laid_out: StateLayout | None = None
+    """That of the two which a topology made."""
+    uncut_axes: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """Of that one, see `Topology.uncut_axes`."""
+
+
+def both_sides(
+    source: str,
+    onto: str,
+    rules: Mapping[str, str],
+    *,
+    normalized: bool = False,
+    hints: Mapping[str, Any] | None = None,
+) -> Sides:
+    """Both sides; `rules` are for the sides that are topologies, `normalized` for checkpoints.
+
+    Raises UsageError if neither side says which tensors there are, if no side has a use for the rules, or if one
+    cannot be read.
+    """
+    from planners.geometry.layout import StateLayout
+
+    first, second = (side(text, rules, normalized, hints) for text in (source, onto))
+    if rules and isinstance(first, StateLayout) and isinstance(second, StateLayout):
+        raise UsageError(f"--rule is for a topology, and both {source!r} and {onto!r} have layouts of their own")
+    if isinstance(first, StateLayout) and isinstance(second, StateLayout):
+        return Sides(first, second)
+    if isinstance(first, StateLayout):
+        assert not isinstance(second, StateLayout)
+        made = _laid_out(second, first, rules)
+        return Sides(first, made, made, second.uncut_axes(made))
+    if isinstance(second, StateLayout):
+        made = _laid_out(first, second, rules)
+        return Sides(made, second, made, first.uncut_axes(made))
+    raise UsageError(
+        f"{source!r} and {onto!r} are both topologies, which name no tensors: one side must be a checkpoint or a "
+        "layout file"
+    )
+
+
+def _laid_out(topology: Topology, other: StateLayout, rules: Mapping[str, str]) -> StateLayout:
+    """The tensors of the other side under a topology; it is wrong usage where rules of the command line do not fit."""
+    try:
+        return topology.layout(other.specs)
+    except PlanError as error:
+        raise (UsageError(str(error)) if rules else error) from None
+
+
+def side(
+    text: str, rules: Mapping[str, str], normalized: bool = False, hints: Mapping[str, Any] | None = None
+) -> StateLayout | Topology:
+    """What one side is: the layout of a checkpoint or file, or a topology. Raises UsageError for a topology that
+    cannot be read."""
+    from planners.geometry.topology_words import WORDS, looks_like_a_topology, topology_of
+
+    if looks_like_a_topology(text) and not Path(text).exists():
+        try:
+            return topology_of(text, rules)
+        except PlanError as error:
+            raise UsageError(str(error)) from None
+    import reshard
+    from reshard.api.plan import is_layout_file, read_layout_file
+
+    if is_layout_file(text):
+        return read_layout_file(text, rules)
+    try:
+        checkpoint = reshard.open(text)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(f"{error}. A topology can be given, too: {WORDS}, or any with --rule") from None
+    return _canonical(checkpoint, hints) if normalized else checkpoint.layout
+
+
+def _canonical(checkpoint: Checkpoint, hints: Mapping[str, Any] | None) -> StateLayout:
+    """The layout under canonical names: `model.<fqn>`, `optim.state.<fqn>.<name>`."""
+    from planners.geometry.layout import StateLayout
+    from reshard.checkpoint import stored_layout
+    from reshard.live.tree import flatten, key_of
+    from reshard.stored.tensor import LazyTensor
+
+    leaves = flatten(checkpoint.normalized(hints), is_leaf=lambda value: isinstance(value, LazyTensor)).leaves
+    tensors = {key_of(path): value.stored for path, value in leaves.items() if isinstance(value, LazyTensor)}
+    return StateLayout({key: stored_layout(stored.renamed(key)) for key, stored in tensors.items()})
+
+
+# `--names FROM:TO` and `--hint NAME=JSON`: the ready mappings on the command line, and what a
+# checkpoint cannot say of its names.
+
+
+Config = Annotated[
+    str | None, typer.Option("--config", help="The model's Hugging Face config.json, or its folder: for --names.")
+]
+Naming = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--naming",
+        metavar="NAME=VALUE",
+        help="More about --names: titan=0.2, transformer_engine=true, padded_vocab=ROWS, zero_centered=true, "
+        "exact=false, fill=0, mtp=transformer_layer, qkv_interleaved=true. Repeat it.",
+    ),
+]
+HintOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--hint",
+        metavar="NAME=JSON",
+        help="What the checkpoint cannot say of its names, as errors ask for it: 'param_names=[...]'. Repeat it.",
+    ),
+]
+
+
+def mapping_of(names: str | None, config: str | None, naming: list[str] | None) -> StateMapping | None:
+    """The mapping that the options name, None where they name none.
+
+    Raises UsageError for options that are incomplete, or that no mapping has.
+    """
+    if names is None:
+        if config is not None or naming:
+            raise UsageError("--config and --naming are for --names FROM:TO, such as --names torchtitan:huggingface")
+        return None
+    from reshard.mapping.families import NAMINGS, ready
+
+    source, colon, target = names.partition(":")
+    if not colon or config is None:
+        raise UsageError("write --names FROM:TO --config config.json, such as --names torchtitan:huggingface")
+    for naming_of_a_side in (source, target):
+        choice(naming_of_a_side, NAMINGS, "naming")
+    return ready(config, source, target, **_options(naming or [], ready))
+
+
+def dequantized(wanted: bool, dtype: str | None) -> StateMapping:
+    """What makes quantized weights plain ones; nothing where that is not wanted."""
+    from reshard.mapping import Dequantize, Mapping, Mxfp4
+
+    to = dtype or "bfloat16"
+    return Mapping([Dequantize(dtype=to), Mxfp4(dtype=to)] if wanted else [])
+
+
+def stored_hints(naming: str | None, hints: dict[str, Any]) -> dict[str, Any]:
+    """The hints, and that names of Hugging Face's files stay as they are on disk where the naming is that."""
+    return {"stored_names": True, **hints} if naming in ("huggingface", "plain") else hints
+
+
+def untaken(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:
+    """The tensors that keep their names although the naming is quite another.
+
+    Raises KeyMismatchError if nearly all names stay as they are: then the checkpoint has not the names that were told.
+    """
+    if not mapping.stages:
+        return []
+    becomes = mapping.names(state)
+    changed = sum(now != (name,) for name, now in becomes.items())
+    is_other = any(part in ("torchtitan", "megatron") for part in names.split(":"))
+    # "norm.weight" within "model.norm.weight" may be taken by chance
+    if changed * 10 < len(state) if is_other else not changed:
+        source, first = names.partition(":")[0], next(iter(state), "no tensor")
+        raise KeyMismatchError(f"{state.url} has no names of {source}: it has {first!r}; turn --names round?")
+    return [name for name in state if is_other and name not in becomes]
+
+
+def read_hints(given: list[str] | None, *, used: bool = True) -> dict[str, Any]:
+    """Hints by name. Raises UsageError for one that cannot be read, or that no other option has a use for."""
+    if given and not used:
+        raise UsageError("--hint says more about canonical names: add --normalized")
+    hints = {}
+    for text in given or []:
+        name, equals, value = text.partition("=")
+        try:
+            hints[name] = json.loads(value)
+        except ValueError:
+            fix = "the value must be JSON" if equals else "write --hint NAME=JSON"
+            raise UsageError(f"cannot read the hint {text!r}: {fix}, such as --hint 'vocab_size=32000'") from None
+    return hints
+
+
+def _options(given: list[str], ready: Any) -> dict[str, Any]:
+    known = {p.name: p.default for p in inspect.signature(ready).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    out: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or name not in known:
+            near = did_you_mean(name, known) or ":"
+            raise UsageError(f"--naming {text!r} is not known{near} It is NAME=VALUE, with {', '.join(known)}")
+        try:
+            out[name] = value if isinstance(known[name], str) else json.loads(value)
+        except ValueError:
+            raise UsageError(f"--naming {text!r}: the value must be true, false or a number") from None
+    return out
+
+
+# What was typed wrong, and what was meant: errors of usage, names that are nearly right, fixes in
+# the words of the command line.
+
+
+_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "f64": "float64",
+    "double": "float64",
+    "fp8": "float8_e4m3fn",
+    "f8": "float8_e4m3fn",
+    "float8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""Short names of dtypes that are in everybody's mouth; fp8 alone is the one that weights are kept in."""
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+class UsageError(ReshardError):
+    """The command line cannot be meant as it stands."""
+
+
+def choice(word: str, known: Iterable[str], what: str) -> str:
+    """The word, which must be one of those known. Raises UsageError."""
+    names = list(known)
+    if word not in names:
+        raise UsageError(f"there is no {what} {word!r}{did_you_mean(word, names) or ':'} Known are {', '.join(names)}")
+    return word
+
+
+def dtype_name(word: str) -> str:
+    """torch's name of a dtype, also for `bf16`, `fp8` and the like. Raises UsageError for one that is not known."""
+    from planners.geometry.layout import ITEM_SIZES
+
+    name = word.lower().removeprefix("torch.")
+    if (name := _DTYPES.get(name, name)) not in ITEM_SIZES:
+        near = did_you_mean(name, [*ITEM_SIZES, *_DTYPES])
+        raise UsageError(f"there is no dtype {word!r}{near or ':'} Known are {', '.join(ITEM_SIZES)}")
+    return name
+
+
+_SAID: list[tuple[str, Any]] = [
+    (r"overwrite=True", "--overwrite"),
+    (r"normalized\(hints=\{'(\w+)': (.+?)\}\)(?= \(|$)", lambda m: f"--hint {shlex.quote(f'{m[1]}={_as_json(m[2])}')}"),
+    (r"the hint '(\w+)'", r"--hint \1"),
+    (r"unknown hint '(\w+)'", r"unknown --hint '\1'"),
+    (r"leave out onto\b", "leave out --onto"),
+    (r"select=(\[.*\])", lambda m: " ".join(f"--select {shlex.quote(glob)}" for glob in ast.literal_eval(m[1]))),
+    (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),
+    (r"max_shard_bytes", "--max-shard"),
+]
+"""What errors say to those who call from Python, and what it is here."""
+
+
+def in_words_of_the_command_line(message: str) -> str:
+    """An error's text with the options of this program for the arguments of functions."""
+    for pattern, said in _SAID:
+        message = re.sub(pattern, said, message)
+    return message
+
+
+def _as_json(example: str) -> str:
+    """Python's quotes are not those of JSON; what stands for more, such as `...`, is left."""
+    return example.replace("'", '"')
+
+
+def size_in_bytes(text: str) -> int:
+    """Of `5GB`, `500MB` or `2GiB`. Raises UsageError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
+    unit = "" if match is None else match[2] if match[2] in _UNITS else f"{match[2]}B"
+    if match is None or unit not in _UNITS:
+        raise UsageError(f"{text!r} is no size: write it like 5GB, 500MB or 2GiB")
+    return int(float(match[1]) * _UNITS[unit])

@@ -1,0 +1,411 @@
+"""The same exchange for values that change little from run to run: only what changed crosses.
+
+A sender keeps what it sent last of each piece, and compares. A piece is looked at in blocks of 65,536 elements:
+
+    block   0        1                2
+    sent    nothing  3 positions,     all of it, since a
+                     3 elements       fourth or more changed
+
+Three messages pass between two ranks. The receiver says which run it holds; only for that one are differences right,
+and else it gets everything. The sender says how many elements of each block come, and a digest of each whole piece.
+Then they come, in the rounds of the plan. A receiver that does not have the digest afterwards has not got the run.
+
+What is compared is bits in the dtype that crosses: of the target itself, where it has that dtype. A target of a larger
+one does not tell what came, so the receiver keeps that beside it, and converts all of it anew in each run.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from planners.plans.transfer import TransferItem
+from reshard.errors import ReshardError
+from reshard.execute.exchange import DEPTH, TAG, Exchange, Waiter
+from reshard.live.copy_streams import batches
+from reshard.live.dtypes import raw_elements
+from reshard.live.fingerprints import partials
+from reshard.live.tensors import raw_bytes
+from reshard.ranks.group import Group
+
+__all__ = ["BLOCK", "DeltaExchange"]
+
+
+BLOCK = 1 << 16
+"""Elements whose positions within a block fit two bytes."""
+_POSITION_BYTES = 2
+_ALL = -1
+"""In place of a block's count: all of it comes."""
+_LEAST_GAIN = 2
+"""So many times fewer bytes must the differences of a block be than all of it, to be worth taking apart."""
+TOGETHER_BYTES = 64 << 20
+"""So much is compared at once: what is known of it meanwhile takes as much memory again."""
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def _blocks(words: int) -> int:
+    return -(-words // BLOCK)
+
+
+def _length(block: int, words: int) -> int:
+    return min(BLOCK, words - block * BLOCK)
+
+
+@dataclass
+class _ChangedPiece:
+    """Elements of a local tensor that cross, as words: integers of their size, or two for 16 bytes."""
+
+    elements: torch.Tensor
+    dtype: torch.dtype
+    """In which they cross."""
+
+    @property
+    def size(self) -> int:
+        """Words."""
+        return self.elements.numel() * max(self.dtype.itemsize // 8, 1)
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes of a word."""
+        return min(self.dtype.itemsize, 8)
+
+    def words(self) -> torch.Tensor:
+        """As they are now, where they are, in row-major order; where they lie so, in their own memory."""
+        there = self.elements.to(self.dtype).resolve_conj().resolve_neg()
+        return raw_bytes(raw_elements(there).contiguous()).view(_WORDS[self.dtype.itemsize])
+
+
+def _digests(words: Sequence[torch.Tensor], *, on_device: bool) -> list[int]:
+    """63 bits of each, by which pieces are compared: as fingerprints, which every device computes alike where the words
+    are, and which are waited for once; or, where no rank has any on a device, faster."""
+    if not on_device:
+        return [int(xxhash.xxh3_64_intdigest(one.numpy().data)) >> 1 for one in words]
+    found = partials((one, None, None) for one in words)
+    return [int(xxhash.xxh3_64_intdigest(one.to_bytes())) >> 1 for one in found]
+
+
+@dataclass
+class _Sent(_ChangedPiece):
+    """What the other side has, if it has the last run, and how that differs from what is there now."""
+
+    last: torch.Tensor | None = None
+    summed: int = 0
+    counts: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
+    """By block; on the host."""
+    positions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int16, device="cpu"))
+    values: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int8, device="cpu"))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all words."""
+        return self.size * self.word_bytes
+
+    def begin(self) -> None:
+        """Nothing was sent before: all of it comes."""
+        self.last = self.words().clone()
+        self.counts = torch.full((_blocks(self.size),), _ALL, dtype=torch.int64, device="cpu")
+
+    def go_on(self, now: torch.Tensor, changed: torch.Tensor, counts: torch.Tensor) -> bool:
+        """Take what changed, of which there is so much in each block, and keep what is there `now` in place of what was
+        sent last. Whether anything did."""
+        assert self.last is not None
+        self.counts, self.positions, self.values = counts, self.positions[:0], now[:0]
+        if not bool(counts.any()):
+            return False
+        sizes = torch.full_like(counts, BLOCK)
+        sizes[-1] = _length(len(sizes) - 1, self.size)
+        whole = counts * (_POSITION_BYTES + self.word_bytes) * _LEAST_GAIN > sizes * self.word_bytes
+        for start, stop in _runs(whole):
+            changed[start * BLOCK : stop * BLOCK] = False
+        self.counts[whole] = _ALL
+        at = changed.nonzero().flatten()
+        self.positions, self.values = (at & BLOCK - 1).to(torch.int16), now[at]
+        self.last.copy_(now)
+        return True
+
+    def fill(self, room: torch.Tensor, *, everything: bool, is_pinned: bool) -> int:
+        """Put into `room`, which is bytes, what the receiver must get; how many bytes that is."""
+        assert self.last is not None
+        if everything:
+            parts = [self.last]
+        else:
+            runs = _runs(self.counts == _ALL)
+            parts = [self.positions, self.values, *(self.last[a * BLOCK : b * BLOCK] for a, b in runs)]
+        at = 0
+        for part in parts:
+            room[at : at + part.nbytes].copy_(part.view(torch.uint8), non_blocking=is_pinned)
+            at += part.nbytes
+        return at
+
+
+def _counted(changed: torch.Tensor) -> torch.Tensor:
+    """How many are set in each block."""
+    full = changed.numel() // BLOCK * BLOCK
+    counts = [changed[:full].view(-1, BLOCK).sum(dim=1)] if full else []
+    counts += [changed[full:].sum().view(1)] if full < changed.numel() else []
+    return torch.cat(counts) if counts else torch.empty(0, dtype=torch.int64, device=changed.device)
+
+
+def _runs(which: torch.Tensor) -> list[tuple[int, int]]:
+    """The blocks that are set, neighbours together, as ranges."""
+    edge = torch.zeros(1, dtype=torch.int8, device="cpu")
+    edges = torch.diff(torch.cat((edge, which.to(torch.int8), edge)))
+    return list(zip((edges > 0).nonzero().flatten().tolist(), (edges < 0).nonzero().flatten().tolist(), strict=True))
+
+
+@dataclass
+class _Got(_ChangedPiece):
+    """What comes from the other side."""
+
+    summed: int = 0
+    counts: list[int] = field(default_factory=list)
+    kept: torch.Tensor | None = field(init=False)
+    """What came, as words, where the target has another dtype."""
+
+    def __post_init__(self) -> None:
+        words, device = _WORDS[self.dtype.itemsize], self.elements.device
+        self.kept = None if self.elements.dtype == self.dtype else torch.empty(self.size, dtype=words, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes come."""
+        each = _POSITION_BYTES + self.word_bytes
+        return sum(
+            count * each if count != _ALL else _length(block, self.size) * self.word_bytes
+            for block, count in enumerate(self.counts)
+        )
+
+    def take(self, room: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
+        """Put what came where it belongs; all of the piece as it is then, in the dtype that crosses."""
+        words = self.words() if self.kept is None else self.kept
+        counts = torch.tensor(self.counts, dtype=torch.int64, device="cpu")
+        few = counts.clamp(min=0)
+        total, device = int(few.sum()), words.device
+        if total:
+            first = torch.repeat_interleave(torch.arange(len(few), device=device), few.to(device), output_size=total)
+            positions = torch.empty(total, dtype=torch.int16, device=device)
+            values = torch.empty(total, dtype=words.dtype, device=device)
+            positions.view(torch.uint8).copy_(room[: positions.nbytes], non_blocking=is_pinned)
+            values.view(torch.uint8).copy_(room[positions.nbytes :][: values.nbytes], non_blocking=is_pinned)
+            words[first * BLOCK + (positions.to(torch.int64) & BLOCK - 1)] = values
+        at = total * (_POSITION_BYTES + self.word_bytes)
+        for start, stop in _runs(counts == _ALL):
+            there = words[start * BLOCK : stop * BLOCK]
+            there.view(torch.uint8).copy_(room[at : at + there.nbytes], non_blocking=is_pinned)
+            at += there.nbytes
+        if at or self.kept is not None:
+            self.put(words)
+        return words
+
+    def put(self, words: torch.Tensor) -> None:
+        """Set the target; nothing is done where `words` are its own memory."""
+        came = words.view(torch.uint8)
+        if self.kept is not None:
+            self.elements.copy_(came.view(self.dtype).view(self.elements.shape))
+        elif words.data_ptr() != self.elements.data_ptr():
+            there = raw_elements(self.elements)
+            there.copy_(came.view(there.dtype).view(there.shape))
+
+
+class _DeltaMessage(NamedTuple):
+    peer: int
+    sent: list[_Sent]
+    got: list[_Got]
+    room: torch.Tensor
+    """As many bytes as all of it has."""
+
+
+class DeltaExchange(Exchange):
+    """An `Exchange` that moves what changed since the last run. Its runs say what they moved.
+
+    Pieces are compared, kept and summed up where their elements are; only what changed goes to where it is sent from.
+    """
+
+    def __init__(self, *args: Any, on_device: bool, **kwargs: Any) -> None:
+        """`on_device`: whether a tensor of any rank lies elsewhere than on the CPU."""
+        self._on_device = on_device
+        super().__init__(*args, **kwargs)
+
+    def _build_rounds(self) -> None:
+        self._sent: dict[tuple[Any, ...], _Sent] = {}
+        self._to: dict[int, list[_Sent]] = {}
+        self._from: dict[int, list[_Got]] = {}
+        self._run_sent = 0
+        self._held: dict[int, int] = {}
+        """By sender: which of its runs this rank holds."""
+        sizes = [0] * DEPTH
+        places: list[list[tuple[int, list[_Sent], list[_Got], int, int]]] = []
+        for number, legs in enumerate(self.work.rounds):
+            at = 0
+            places.append([])
+            for leg in legs:
+                items = [item for burst in leg.bursts for item in burst]
+                sent = [self._outgoing(item) for item in items] if leg.sends else []
+                got = [self._incoming(item) for item in items] if not leg.sends else []
+                self._to.setdefault(leg.peer, []).extend(sent)
+                self._from.setdefault(leg.peer, []).extend(got)
+                nbytes = sum(piece.size * piece.word_bytes for piece in (*sent, *got))
+                places[-1].append((leg.peer, sent, got, at, at + nbytes))
+                at += nbytes
+            sizes[number % DEPTH] = max(sizes[number % DEPTH], at)
+        pieces: list[_ChangedPiece] = [one for table in (self._to, self._from) for of in table.values() for one in of]
+        if self._device.type == "cpu":
+            self._elsewhere = {piece.elements.device for piece in pieces} - {self._device}
+        self._make_buffers(sizes)
+        self._legs = [
+            [_DeltaMessage(peer, sent, got, self._buffers[n % DEPTH][a:b]) for peer, sent, got, a, b in legs]
+            for n, legs in enumerate(places)
+        ]
+        self._to = {peer: pieces for peer, pieces in self._to.items() if pieces}
+        self._from = {peer: pieces for peer, pieces in self._from.items() if pieces}
+
+    def _outgoing(self, item: TransferItem) -> _Sent:
+        key = (item.fqn, item.source_part, item.source)
+        if key not in self._sent:  # what several ranks get is compared once
+            elements = self._sources.elements(item.fqn, item.source_part, item.source.slices, raw=False)
+            self._sent[key] = _Sent(elements, self._wires.get(item.fqn, elements.dtype))
+        return self._sent[key]
+
+    def _incoming(self, item: TransferItem) -> _Got:
+        elements = self._targets.elements(item.fqn, item.target_part, item.target.slices, raw=False)
+        return _Got(elements, self._wires.get(item.fqn, elements.dtype))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of memory besides sources and targets: mostly what was sent last, and what came and was converted."""
+        kept = (got.kept for pieces in self._from.values() for got in pieces)
+        held = [*(sent.last for sent in self._sent.values()), *kept]
+        return super().buffer_bytes + sum(words.nbytes for words in held if words is not None)
+
+    def move(self, group: Group, waiter: Waiter, *, again: bool = False) -> None:
+        """Move what changed. Whether that ended well is in `wrong`; `keep` must be told what became of it.
+
+        `again`: in the same run, whose bytes it adds to.
+        """
+        if not again:
+            self.sent_bytes = self.received_bytes = 0
+        self.wrong: set[int] = set()
+        """Senders of which this rank does not hold what they hold."""
+        with torch.no_grad():
+            held = self._tell(waiter, {p: [self._held.get(p, 0)] for p in self._from}, dict.fromkeys(self._to, 1))
+            before, self._run_sent = self._run_sent, 0
+            self._compare(group)
+            self._run_sent = secrets.randbits(62) | 1
+            everything = {peer for peer, (run,) in held.items() if run != before or not run}
+            heads = {peer: self._head(pieces, peer in everything) for peer, pieces in self._to.items()}
+            self._read_heads(
+                self._tell(
+                    waiter, heads, {p: 1 + sum(1 + _blocks(one.size) for one in got) for p, got in self._from.items()}
+                )
+            )
+            self._move_bodies(group, waiter, everything)
+            self._run_copies(iter(self._copies), group)
+
+    def _compare(self, group: Group) -> None:
+        """What changed, and digests of what there is. Of some pieces together, each device is waited for once."""
+        for together in batches(self._sent.values(), lambda piece: piece.nbytes, TOGETHER_BYTES):
+            old, new = ([piece for piece in together if (piece.last is None) == is_new] for is_new in (False, True))
+            for piece in new:
+                piece.begin()
+            now = [piece.words() for piece in old]
+            last = [piece.last for piece in old if piece.last is not None]
+            changed = [words != before for words, before in zip(now, last, strict=True)]
+            counts = _to_host([_counted(one) for one in changed])
+            new += [one for one, *found in zip(old, now, changed, counts, strict=True) if one.go_on(*found)]
+            words = [piece.last for piece in new if piece.last is not None]
+            for piece, summed in zip(new, _digests(words, on_device=self._on_device), strict=True):
+                piece.summed = summed
+            group.check()
+
+    def keep(self, *, ended_well: bool) -> None:
+        """What was got counts from now on, but for what is wrong; or nothing does."""
+        self._held = {peer: run for peer, run in self._runs.items() if peer not in self.wrong} if ended_well else {}
+
+    def _head(self, pieces: Sequence[_Sent], everything: bool) -> list[int]:
+        head = [self._run_sent]
+        for piece in pieces:
+            head.append(piece.summed)
+            head += [_ALL] * len(piece.counts) if everything else piece.counts.tolist()
+        return head
+
+    def _read_heads(self, heads: dict[int, list[int]]) -> None:
+        self._runs = {}
+        for peer, (run, *rest) in heads.items():
+            self._runs[peer], at = run, 0
+            for piece in self._from[peer]:
+                blocks = _blocks(piece.size)
+                piece.summed, piece.counts = rest[at], rest[at + 1 : at + 1 + blocks]
+                if not all(_ALL <= count <= BLOCK for count in piece.counts):
+                    raise ReshardError(f"rank {peer} says that {piece.counts} elements come: its message is broken")
+                at += 1 + blocks
+
+    def _tell(self, waiter: Waiter, to: dict[int, list[int]], sizes: dict[int, int]) -> dict[int, list[int]]:
+        """Give numbers to some ranks, and get so many from others."""
+        given = {peer: torch.tensor(numbers, device=self._device) for peer, numbers in to.items()}
+        found = {p: torch.empty(size, dtype=torch.int64, device=self._device) for p, size in sizes.items()}
+        ops = [self._op(dist.isend, numbers, peer) for peer, numbers in given.items()]
+        ops += [self._op(dist.irecv, numbers, peer) for peer, numbers in found.items()]
+        if ops:
+            waiter.wait(waiter.post(ops), [op.peer for op in ops])
+        self.sent_bytes += sum(numbers.nbytes for numbers in given.values())
+        self.received_bytes += sum(numbers.nbytes for numbers in found.values())
+        return {peer: numbers.tolist() for peer, numbers in found.items()}
+
+    def _op(self, kind: Any, room: torch.Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, room, peer, self._process_group, TAG)
+
+    def _move_bodies(self, group: Group, waiter: Waiter, everything: set[int]) -> None:
+        under_way: deque[tuple[list[_DeltaMessage], list[dist.P2POp], list[Any]]] = deque()
+        for legs in self._legs:
+            if len(under_way) == DEPTH:
+                self._finish_legs(waiter, *under_way.popleft())
+            ops = []
+            for leg in legs:
+                if leg.sent:
+                    nbytes = 0
+                    for piece in leg.sent:
+                        nbytes += piece.fill(
+                            leg.room[nbytes:], everything=leg.peer in everything, is_pinned=self._is_pinned
+                        )
+                    self.sent_bytes += nbytes
+                else:
+                    nbytes = sum(piece.nbytes for piece in leg.got)
+                    self.received_bytes += nbytes
+                if nbytes:
+                    ops.append(self._op(dist.isend if leg.sent else dist.irecv, leg.room[:nbytes], leg.peer))
+            waiter.settle(self._elsewhere)  # filled, and what was in the buffer before is taken
+            under_way.append((legs, ops, waiter.post(ops)))
+        while under_way:
+            self._finish_legs(waiter, *under_way.popleft())
+
+    def _finish_legs(self, waiter: Waiter, legs: list[_DeltaMessage], ops: list[dist.P2POp], works: list[Any]) -> None:
+        if works:
+            waiter.wait(works, [op.peer for op in ops])
+        got, words = [], []
+        for leg in legs:
+            at = 0
+            for piece in leg.got:
+                got.append((leg.peer, piece))
+                words.append(piece.take(leg.room[at : at + piece.nbytes], is_pinned=self._is_pinned))
+                at += piece.nbytes
+        for (peer, piece), summed in zip(got, _digests(words, on_device=self._on_device), strict=True):
+            if summed != piece.summed:
+                self.wrong.add(peer)
+
+
+def _to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of 1-D tensors of one dtype, those of a device all at once."""
+    out = list(tensors)
+    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+        numbers = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        there = torch.cat([tensors[i] for i in numbers]).cpu()
+        for i, piece in zip(numbers, torch.split(there, [len(tensors[i]) for i in numbers]), strict=True):
+            out[i] = piece
+    return out

@@ -1,0 +1,523 @@
+"""Obeys a transfer plan: copies within this rank, and messages to and from other ranks in rounds of bounded size.
+
+Large pieces that lie in one run of memory travel from where they are to where they go; all others are packed, those of
+a message one behind another, into a buffer that is made once. Two rounds are under way at a time:
+
+    round 0   pack, post ........... unpack
+    round 1              pack, post ........... unpack
+    round 2                                pack, post ....       into the buffer of round 0
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from planners.geometry.layout import Form
+from planners.plans.rounds import Message, Schedule, schedule, verify_transfer
+from planners.plans.transfer import ReadOncePlan, TransferItem, TransferItems, plan_read_once
+from reshard.errors import DeadlineError, ReshardError
+from reshard.live.copy_streams import device_module, has_copy_streams, pinned, wait_for
+from reshard.live.dtypes import raw_elements
+from reshard.live.state import LiveTensor
+from reshard.live.tensors import raw_bytes
+from reshard.ranks.global_layout import Described, describe, join_layouts
+from reshard.ranks.group import Group
+
+__all__ = [
+    "DEPTH", "LARGE_BYTES", "TAG", "Exchange", "RankWork", "SharedReading", "Waiter", "round_bytes",
+]  # fmt: skip
+
+
+Parts = Callable[[str], Sequence[torch.Tensor]]
+"""The local tensors of a name, one for each part of its layout, in the coordinates of the plan's items."""
+
+LARGE_BYTES = 256 << 10
+"""A piece of at least so many bytes is a message of its own, and need not be packed."""
+DEPTH = 2
+"""Rounds under way at a time."""
+_ALIGN_BYTES = 16
+TAG = 0x52_53
+
+
+class PeerMessage(NamedTuple):
+    """What this rank sends to, or gets from, another one in a round."""
+
+    peer: int
+    sends: bool
+    bursts: tuple[tuple[TransferItem, ...], ...]
+    """Each is one run of bytes on the wire."""
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What one rank does for a transfer plan. It names no memory, so it serves all tensors of these layouts."""
+
+    rank: int
+    copies: tuple[TransferItem, ...]
+    rounds: tuple[tuple[PeerMessage, ...], ...]
+    """Only those in which this rank sends or receives."""
+
+    @classmethod
+    def of(cls, rounds: Schedule, rank: int) -> RankWork:
+        """The part of `rank` in a schedule, which may be beyond the ranks of the plan."""
+        if rank >= rounds.plan.world_size:
+            return cls(rank, (), ())
+        legs: dict[int, list[PeerMessage]] = {}
+        for message in rounds.messages(rank):
+            sends = message.sender == rank
+            leg = PeerMessage(message.receiver if sends else message.sender, sends, _bursts(message))
+            legs.setdefault(message.round, []).append(leg)
+        copies = TransferItems(item for item in rounds.plan.items_to(rank) if item.is_local)
+        return cls(rank, copies, tuple(tuple(legs[number]) for number in sorted(legs)))
+
+    def nbytes(self, *, sends: bool) -> int:
+        """Bytes that this rank sends, or receives."""
+        legs = (leg for legs in self.rounds for leg in legs if leg.sends == sends)
+        return sum(piece.nbytes for leg in legs for burst in leg.bursts for piece in burst)
+
+
+def round_bytes(budget_bytes: int) -> int:
+    """The bytes in flight of one round, such that the buffers of all rounds under way are within the budget."""
+    each = budget_bytes // DEPTH
+    return each - each // LARGE_BYTES * _ALIGN_BYTES
+
+
+def _bursts(message: Message) -> tuple[tuple[TransferItem, ...], ...]:
+    """Large pieces alone, then all small ones. Of the sizes only, so that both ends find the same."""
+    pieces = [piece for piece in message.pieces if piece.nbytes]
+    large = [(piece,) for piece in pieces if piece.nbytes >= LARGE_BYTES]
+    small = [piece for piece in pieces if piece.nbytes < LARGE_BYTES]
+    small.sort(key=lambda piece: -(piece.nbytes // piece.box.numel))  # so that every element is aligned
+    return (*large, tuple(small)) if small else tuple(large)
+
+
+class _Packed(NamedTuple):
+    """Pieces that travel through a buffer."""
+
+    start: int
+    nbytes: int
+    pieces: list[tuple[torch.Tensor, int, int]]
+    """(elements, first byte in the buffer, last)"""
+
+
+class _Round(NamedTuple):
+    packs: list[tuple[torch.Tensor, torch.Tensor]]
+    """(to, from), before it is posted."""
+    host_packs: list[tuple[torch.Tensor, torch.Tensor]]
+    """Of these, what the host does itself, into memory that devices have done with by then."""
+    ops: list[dist.P2POp]
+    unpacks: list[tuple[torch.Tensor, torch.Tensor]]
+    """(to, from), when it has arrived."""
+
+
+class Exchange:
+    """The work of a rank bound to memory: built once, run as often as one likes. Ranks that run it do so together.
+
+    Args:
+        work: this rank's part.
+        sources, targets: the local tensors by name; asked only for names of which there is something to do. They may
+            share memory only if what is sent from it is not written to.
+        wires: dtype in which tensors cross whose two sides have different ones; one side has it.
+        device: where messages are packed: one that the process group's backend sends from.
+        process_group: as in `torch.distributed`; None is the default group.
+    """
+
+    def __init__(
+        self,
+        work: RankWork,
+        sources: Parts,
+        targets: Parts,
+        *,
+        wires: Mapping[str, torch.dtype] | None = None,
+        device: torch.device | str = "cpu",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.work = work
+        self._wires = wires or {}
+        self._device = torch.device(device)
+        self._process_group = process_group
+        self._sources, self._targets = _Memo(sources), _Memo(targets)
+        self.copied_bytes = self.sent_bytes = self.received_bytes = 0
+        """Bytes of one run, as counted on what is really copied and given to the backend."""
+        self._copies = [copy for item in work.copies if (copy := self._copy(item)) is not None]
+        self._elsewhere: set[torch.device] = set()
+        """Devices of tensors that are packed on the host."""
+        self._build_rounds()
+        self._sources = self._targets = _Memo(_nothing)  # the views keep what is needed
+
+    def run(self, group: Group, deadline_s: float = 1800.0) -> None:
+        """Move everything. All ranks of `group` do so together, and within `deadline_s` seconds.
+
+        Raises what fails here, or the failure of another rank; targets are undefined then, and so is what the process
+        group still has under way: make a new one.
+        """
+        with Waiter(group, self._device, deadline_s) as waiter:
+            self.move(group, waiter)
+            waiter.settle([self._device, *self._elsewhere])
+
+    def move(self, group: Group, waiter: Waiter) -> None:
+        """The same as part of something longer, which has its own waiter: on a device the work may be under way yet.
+
+        On devices whose streams the backend keeps to, nothing is waited for between the rounds. Where messages are
+        packed on the host, and tensors are not there, the host waits once a round.
+        """
+        under_way: deque[tuple[_Round, list[Any]]] = deque()
+        with torch.no_grad():
+            copies = iter(self._copies)
+            for number, step in enumerate(self._rounds):
+                if len(under_way) == DEPTH:
+                    self._finish(waiter, *under_way.popleft())
+                for to, of in step.packs:
+                    to.copy_(of, non_blocking=self._is_pinned)
+                waiter.settle(self._elsewhere)  # packed, and what was in the buffer before is unpacked
+                for to, of in step.host_packs:
+                    to.copy_(of)
+                under_way.append((step, waiter.post(step.ops)))
+                if number == DEPTH - 1:
+                    self._run_copies(copies, group)  # while the first messages travel
+            self._run_copies(copies, group)
+            while under_way:
+                self._finish(waiter, *under_way.popleft())
+
+    def _finish(self, waiter: Waiter, step: _Round, works: list[Any]) -> None:
+        waiter.wait(works, [op.peer for op in step.ops])
+        for to, of in step.unpacks:
+            if self._is_pinned and to.dtype != of.dtype and has_copy_streams(to.device):
+                of = of.to(to.device, non_blocking=True)  # or torch converts it on the host
+            to.copy_(of, non_blocking=self._is_pinned)
+
+    def _run_copies(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], group: Group) -> None:
+        for to, of in copies:
+            to.copy_(of)
+            group.check()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of memory that this exchange holds besides sources and targets."""
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    # --- building ---
+
+    def _copy(self, item: TransferItem) -> tuple[torch.Tensor, torch.Tensor] | None:
+        raw = item.fqn not in self._wires
+        of = self._sources.elements(item.fqn, item.source_part, item.source.slices, raw=raw)
+        to = self._targets.elements(item.fqn, item.target_part, item.target.slices, raw=raw)
+        if raw and of.dtype != to.dtype:  # one of them is conjugated or negated lazily: torch knows how
+            of = self._sources.elements(item.fqn, item.source_part, item.source.slices, raw=False)
+            to = self._targets.elements(item.fqn, item.target_part, item.target.slices, raw=False)
+        if not to.numel() or _is_same(to, of):
+            return None
+        self.copied_bytes += item.nbytes
+        return to, of
+
+    def _build_rounds(self) -> None:
+        drafts = [[(leg, self._draft(leg)) for leg in legs] for legs in self.work.rounds]
+        sizes = [0] * DEPTH
+        placed: list[list[tuple[PeerMessage, list[torch.Tensor | _Packed]]]] = []
+        for number, draft in enumerate(drafts):
+            at = 0
+            placed.append([])
+            for leg, bursts in draft:
+                there: list[torch.Tensor | _Packed] = []
+                for burst in bursts:
+                    if isinstance(burst, _Packed):
+                        at = -(-at // _ALIGN_BYTES) * _ALIGN_BYTES
+                        burst = burst._replace(start=at)
+                        at += burst.nbytes
+                    there.append(burst)
+                placed[-1].append((leg, there))
+            sizes[number % DEPTH] = max(sizes[number % DEPTH], at)
+        self._make_buffers(sizes)
+        self._rounds = [self._round(legs, self._buffers[number % DEPTH]) for number, legs in enumerate(placed)]
+
+    def _make_buffers(self, sizes: Sequence[int]) -> None:
+        self._is_pinned = any(map(has_copy_streams, self._elsewhere))
+        self._buffers = [
+            pinned(size) if self._is_pinned else torch.empty(size, dtype=torch.uint8, device=self._device)
+            for size in sizes
+        ]
+
+    def _draft(self, leg: PeerMessage) -> list[torch.Tensor | _Packed]:
+        """The runs of memory of a leg, as they are or to be packed; where in a buffer comes later."""
+        out: list[torch.Tensor | _Packed] = []
+        for burst in leg.bursts:
+            pieces, at = [], 0
+            for item in burst:
+                elements = self._piece(item, leg.sends)
+                if self._device.type == "cpu" and elements.device.type != "cpu":
+                    self._elsewhere.add(elements.device)
+                pieces.append((elements, at, at + item.nbytes))
+                at += item.nbytes
+            straight = self._straight(burst[0], pieces[0][0]) if len(burst) == 1 else None
+            out.append(_Packed(0, at, pieces) if straight is None else straight)
+            if leg.sends:
+                self.sent_bytes += at
+            else:
+                self.received_bytes += at
+        return out
+
+    def _piece(self, item: TransferItem, sends: bool) -> torch.Tensor:
+        raw = item.fqn not in self._wires
+        if sends:
+            return self._sources.elements(item.fqn, item.source_part, item.source.slices, raw=raw)
+        return self._targets.elements(item.fqn, item.target_part, item.target.slices, raw=raw)
+
+    def _straight(self, item: TransferItem, elements: torch.Tensor) -> torch.Tensor | None:
+        """The bytes of elements that can travel as they lie in memory."""
+        if elements.device != self._device or elements.is_conj() or elements.is_neg() or not elements.is_contiguous():
+            return None
+        if elements.dtype != self._wires.get(item.fqn, elements.dtype):
+            return None
+        return raw_bytes(elements)
+
+    def _round(self, legs: list[tuple[PeerMessage, list[torch.Tensor | _Packed]]], buffer: torch.Tensor) -> _Round:
+        step = _Round([], [], [], [])
+        for leg, bursts in legs:
+            send_or_receive = dist.isend if leg.sends else dist.irecv
+            for burst, items in zip(bursts, leg.bursts, strict=True):
+                if not isinstance(burst, _Packed):
+                    wire = burst
+                else:
+                    wire = buffer[burst.start : burst.start + burst.nbytes]
+                    for (elements, begin, end), item in zip(burst.pieces, items, strict=True):
+                        dtype = self._wires.get(item.fqn, elements.dtype)
+                        there = wire[begin:end].view(dtype).view(elements.shape)
+                        pair = (there, elements) if leg.sends else (elements, there)
+                        by_host = self._is_pinned and elements.device.type == "cpu"
+                        packs = step.host_packs if by_host else step.packs
+                        (packs if leg.sends else step.unpacks).append(pair)
+                step.ops.append(dist.P2POp(send_or_receive, wire, leg.peer, self._process_group, TAG))
+        return step
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both are the very same elements in memory."""
+    alike = (a.device, a.dtype, a.shape, a.stride()) == (b.device, b.dtype, b.shape, b.stride())
+    return alike and a.data_ptr() == b.data_ptr() and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
+
+
+def _nothing(fqn: str) -> Sequence[torch.Tensor]:
+    return ()
+
+
+class _Memo:
+    """Local tensors that were asked for before."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._found: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def elements(self, fqn: str, part: int, slices: tuple[slice, ...], *, raw: bool) -> torch.Tensor:
+        """Some elements of a local tensor; as integers of their size if only the bits matter."""
+        found = self._found.get(fqn)
+        if found is None:
+            tensors = [tensor.detach() for tensor in self._parts(fqn)]
+            found = self._found[fqn] = tensors, [raw_elements(tensor) for tensor in tensors]
+        return found[raw][part][slices]
+
+
+# Waiting for messages such that the failure of a rank that is not even spoken to ends the waiting.
+
+
+_LOOK_S = 0.05
+"""How often a rank that waits looks whether another has failed."""
+_DEVICE_LOOK_S = 0.0005
+"""How often it looks whether a device is done."""
+_VERDICT_S = 5.0
+"""After a lost connection: how long to wait for news of which rank is the cause."""
+_DRAIN_S = 1.0
+"""After a failure: how long messages that are under way may still arrive."""
+
+
+class Waiter:
+    """Waits for works of `torch.distributed`, in the order given. A context: leaving it ends its thread.
+
+    Gloo blocks in `Work.wait` and cannot be asked or interrupted, so this is done by a thread, while the caller looks
+    for failures. Backends of devices wait on the device's stream: they return at once, and `settle` comes at the end.
+    """
+
+    def __init__(self, group: Group, device: torch.device, deadline_s: float) -> None:
+        """`deadline_s`: how long all of the waiting may take, from now on."""
+        self._group = group
+        self._device = device
+        self._deadline, self._allowed_s = time.monotonic() + deadline_s, deadline_s
+        self._blocks = device.type == "cpu"
+        self._queue: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: _Batch | None = None
+
+    def __enter__(self) -> Waiter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._last is not None:
+            self._last.done.wait(_DRAIN_S)
+        self._queue.put(None)
+
+    def post(self, ops: list[dist.P2POp]) -> list[Any]:
+        """Begin to send and to receive. Raises as `wait`: what is sent to a rank that has died may fail at once."""
+        try:
+            return dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:
+            self._lost(error)
+
+    def wait(self, works: Sequence[Any], peers: Sequence[int]) -> None:
+        """Until all are complete; each is a message to or from the peer beside it.
+
+        Raises the failure of another rank, ReshardError for a lost connection, DeadlineError for a peer that hangs.
+        """
+        if not self._blocks:
+            for work in works:
+                work.wait()
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._queue,), name="reshard-wait", daemon=True)
+            self._thread.start()
+        self._last = batch = _Batch(works)
+        self._queue.put(batch)
+        while not batch.done.wait(_LOOK_S):
+            self._look(f"a message to or from rank {peers[batch.at]} did not get through", "that rank hangs")
+        if batch.error is not None:
+            self._lost(batch.error)
+
+    def _lost(self, error: Exception) -> NoReturn:
+        until = time.monotonic() + _VERDICT_S
+        while time.monotonic() < until:  # its own death, or error, says more than a connection that broke
+            self._group.check()
+            time.sleep(_LOOK_S)
+        raise ReshardError(f"a message to or from another rank was lost: {error}") from error
+
+    def _look(self, what: str, who: str) -> None:
+        """Raises the failure of another rank, DeadlineError when the time is up."""
+        self._group.check()
+        if time.monotonic() > self._deadline:
+            raise DeadlineError(f"{what} within {self._allowed_s:g} s. Look at what {who} in, or waits for")
+
+    def settle(self, devices: Iterable[torch.device]) -> None:
+        """Until the current streams of these devices have done all that was asked, messages between devices included.
+
+        Raises the failure of another rank, DeadlineError where a device waits for a message that does not come.
+        """
+        for device in dict.fromkeys(devices):
+            if not has_copy_streams(device):
+                wait_for(device)
+                continue
+            done: Any = device_module(device).current_stream(device).record_event()
+            while not done.query():
+                self._look(f"what {device} was asked, messages from other ranks included, did not end", "a rank hangs")
+                time.sleep(_DEVICE_LOOK_S)
+
+    def meet(self, process_group: dist.ProcessGroup | None) -> None:
+        """Until all ranks have come here, and the device has done what was asked of it.
+
+        The smallest collective of the backend, since who sleeps in it wakes as soon as the last has come. Raises as
+        `wait`; a DeadlineError names the ranks that are not there.
+        """
+        if self._group.world_size > 1:
+            self._sum_up(torch.zeros(1, dtype=torch.uint8, device=self._device), process_group)
+        self.settle([self._device])
+
+    def total(self, numbers: Sequence[int], process_group: dist.ProcessGroup | None) -> list[int]:
+        """The sums of all ranks' numbers. Raises as `meet`."""
+        found = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        if self._group.world_size > 1:
+            self._sum_up(found, process_group)
+        return [int(number) for number in found.tolist()]
+
+    def _sum_up(self, numbers: torch.Tensor, process_group: dist.ProcessGroup | None) -> None:
+        try:
+            work = dist.all_reduce(numbers, group=process_group, async_op=True)
+        except RuntimeError as error:
+            self._lost(error)
+        try:
+            self.wait([work], self._group.ranks)
+        except DeadlineError:
+            self._group.barrier()  # ends at once, and says who is missing
+            raise
+
+
+class _Batch:
+    def __init__(self, works: Sequence[Any]) -> None:
+        self.works = works
+        self.at = 0
+        self.done = threading.Event()
+        self.error: Exception | None = None
+
+
+def _serve(batches: queue.SimpleQueue[_Batch | None]) -> None:
+    while (batch := batches.get()) is not None:
+        try:
+            for at, work in enumerate(batch.works):
+                batch.at = at
+                work.wait()
+        except Exception as error:
+            batch.error = error
+        batch.works = ()
+        batch.done.set()
+        del batch
+
+
+# Loads that read each byte once: the ranks that want the same elements share the reading, and pass
+# them on.
+
+
+BUDGET_BYTES = 256 << 20
+"""For messages under way."""
+
+
+class SharedReading:
+    """The plan of a load in which no byte is read twice."""
+
+    def __init__(self, plan: ReadOncePlan, rank: int) -> None:
+        self.plan, self._rank = plan, rank
+        self._boxes = plan.own_boxes(rank)
+
+    @classmethod
+    def agree(cls, tensors: Mapping[str, LiveTensor], group: Group) -> SharedReading:
+        """Collective: by what all ranks want. `tensors`: targets of this rank that are to be read, by key.
+
+        Raises LayoutError, alike on every rank, where ranks disagree about a tensor. The plan is proved.
+        """
+        parties = group.parties(msgspec.json.encode(describe(tensors)))
+        wanted = join_layouts((msgspec.json.decode(data, type=Described), ranks) for data, ranks in parties.items())
+        plan = plan_read_once(wanted)
+        verify_transfer(plan.transfers).raise_if_failed()
+        return cls(plan, group.ranks[group.rank])
+
+    def form(self, key: str) -> Form | None:
+        """Who reads what of a tensor that is shared; None for one that each rank reads for itself."""
+        return self.plan.readers[key].form if key in self.plan.readers else None
+
+    def parts(self, key: str, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What this rank reads of a shared tensor: views of its local tensors, one for each part of `form`."""
+        return [local[own.part][own.box.slices] for own in self._boxes.get(key, ())]
+
+    def pass_on(
+        self, local: Callable[[str], Sequence[torch.Tensor]], group: Group, process_group: dist.ProcessGroup | None
+    ) -> int:
+        """Collective: give the others what they want, once all have read. Returns the bytes that this rank got.
+
+        If a rank has failed, nothing is sent: a message that nobody takes would be taken for one of the next load.
+
+        `local`: the local tensors of a key, on the CPU or not; what was read lies in them.
+        """
+        rounds = schedule(self.plan.transfers, max_inflight_bytes=round_bytes(BUDGET_BYTES))
+        exchange = Exchange(
+            RankWork.of(rounds, self._rank),
+            lambda key: self.parts(key, local(key)),
+            local,
+            process_group=process_group,
+        )
+        group.barrier()
+        exchange.run(group)
+        return exchange.received_bytes

@@ -1,0 +1,150 @@
+"""Brings the bytes of a load: what can be checked before anything is written is, then all of it is read.
+
+For itself, or together with the other ranks of the machine where that touches much less of the storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard.execute.reading import Copy, Workspace, compare_plan, plan_compare, run_copies, wanted_by_file
+from reshard.ranks.group import Group
+from reshard.stored.source import FileSource, Source
+
+if TYPE_CHECKING:  # reading by segments is imported by those who do it: several ranks, or from far away
+    from reshard.execute.machine import MachineReading, OwnMemory
+    from reshard.execute.segments import ByteCounts
+
+__all__ = ["Fetch"]
+
+
+@dataclass
+class Fetch:
+    """The copies of one rank, on their way. A context; `check`, `settle` and `read` come in this order.
+
+    Args:
+        is_checked: whether bytes are compared with their checksums.
+        on_bytes: called with the bytes of each piece that is checked or read; may raise to end it.
+        together: the ranks of a machine may read for one another: all ranks of the group say the same, and go through
+            all steps.
+        room_bytes: the memory that this rank may take; with too little, it reads for itself.
+    """
+
+    copies: Sequence[Copy]
+    group: Group
+    space: Workspace
+    is_checked: bool
+    together: bool
+    room_bytes: int | None = None
+    bytes_read: int = 0
+    """Of elements, from the data files, by this rank."""
+    bytes_read_to_check: int = 0
+    """That nobody asked for, only to check what was asked for."""
+    bytes_unchecked: int = 0
+    """Of elements that this rank wants, and that no rank compared with checksums; without what sources that decode or
+    compute read, which count for themselves."""
+    bytes_received: int = 0
+    """That other ranks of the machine read for this one."""
+
+    def __post_init__(self) -> None:
+        self._own: OwnMemory | None = None
+        self._machine: MachineReading | None = None
+        if self.together:
+            from reshard.execute.machine import OwnMemory, slots_for
+
+            slots, slot_bytes = slots_for(self.copies, self.room_bytes)
+            party = "checks" if self.is_checked else ""  # who does not check may not read for who does
+            self._own = OwnMemory(slots, slot_bytes, party)
+
+    def __enter__(self) -> Fetch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._own is not None:
+            self._own.__exit__()
+
+    def check(self, on_bytes: Callable[[int], None]) -> None:
+        """Compare all blocks that this rank touches, if it is the one of its machine to do it.
+
+        Of storages that have no view of their bytes, that is done while reading: see `RemoteReading`.
+
+        Raises DamagedCheckpointError.
+        """
+        if self._own is not None:
+            from reshard.execute.machine import MachineReading
+
+            self._machine = MachineReading.agree(self.copies, self._own, self.group)
+        self._check(on_bytes)
+
+    def _check(self, on_bytes: Callable[[int], None]) -> None:
+        near = [copy for copy in self.copies if _is_near(copy.place.source)]
+        if not self.is_checked:
+            self.bytes_unchecked = sum(copy.place.window.nbytes for copy in near)
+            return
+        elsewhere = {} if self._machine is None else self._machine.compared_elsewhere(near)
+        plan = plan_compare(wanted_by_file(near), elsewhere)
+        compare_plan(plan, self.space.threads, on_bytes)
+        self.bytes_read_to_check, self.bytes_unchecked = plan.extra_bytes, plan.unchecked_bytes
+
+    def settle(self) -> None:
+        """Collective: nobody writes before everybody is sure."""
+        if self._machine is None:
+            self.group.barrier()
+            return
+        agreed = self._machine
+        self._machine, refused = agreed.confirm(self.group)
+        if refused:
+            if self._machine is not agreed:  # what another rank was to check while reading it for this one
+                self._check(lambda _: self.group.check())
+            self.group.barrier()
+
+    def read(self, on_bytes: Callable[[int], None]) -> None:
+        """Copy everything into the targets. Raises DamagedCheckpointError for bytes that `check` did not see."""
+        alone = self.copies
+        if self._machine is not None:
+            check = FileSource.compare_data if self.is_checked else None
+            self._add(self._machine.run(piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
+            alone = self._machine.rest
+        rest = self._read_by_segments(alone, on_bytes)
+
+        def compared(source: Source) -> bool:
+            return not self.is_checked or _is_near(source)
+
+        self.bytes_read += run_copies(rest, space=self.space, compared=compared, on_bytes=on_bytes)
+
+    def _read_by_segments(self, copies: Sequence[Copy], on_bytes: Callable[[int], None]) -> Sequence[Copy]:
+        """Copy what lies in storages that have no view of their bytes, as far as it pays; gives what is left."""
+        sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
+        if all(source.view() is not None for source in sources):
+            return copies
+        from reshard.execute.segments import REMOTE_SEGMENT_BYTES, RemoteReading
+
+        requests = max(source.storage.requests for source in sources if source.view() is None)
+        # half of the memory: the other half is for what is staged
+        room = requests * REMOTE_SEGMENT_BYTES if self.room_bytes is None else self.room_bytes // 2
+        remote = RemoteReading.of(copies, is_checked=self.is_checked)
+        done = remote.run(
+            requests=max(1, min(requests, room // REMOTE_SEGMENT_BYTES)),
+            request_bytes=min(REMOTE_SEGMENT_BYTES, room),
+            piece_bytes=self.space.piece_bytes,
+            on_bytes=on_bytes,
+        )
+        self._add(done)
+        if not self.is_checked:
+            self.bytes_unchecked += sum(
+                copy.place.window.nbytes for copy in remote.rest if not _is_near(copy.place.source)
+            )
+        return remote.rest
+
+    def _add(self, done: ByteCounts) -> None:
+        self.bytes_read += done.read
+        self.bytes_read_to_check += done.extra
+        self.bytes_unchecked += done.unchecked
+        self.bytes_received += done.received
+
+
+def _is_near(source: Source) -> bool:
+    """Whether it is a file of which there is a view."""
+    return isinstance(source, FileSource) and source.view() is not None

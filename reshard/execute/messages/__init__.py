@@ -1,1 +1,0 @@
-"""Bytes between ranks: the rounds of a transfer plan, sent and received."""

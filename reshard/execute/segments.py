@@ -1,0 +1,480 @@
+"""Which parts of files the ranks of one machine would each read, and which of them one rank reads or checks for all.
+
+Files are cut into segments of equal size. A rank says how many bytes of each its reading touches, in the grain in which
+the storage gives them: who wants one column of every row touches every page. From what all ranks of the machine say,
+each finds the same answer:
+
+    touched of a segment     rank 0   rank 1   rank 2   rank 3
+    rows -> columns           all      all      all      all     four times its size: one reads it, all take their part
+    the same layout           all       -        -        -      once: rank 0 reads it for itself
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from planners.geometry.box import Window
+from reshard.errors import DamagedCheckpointError
+from reshard.execute.reading import Array, Copy, Staged, in_pieces
+from reshard.stored.checksums import BlockChecksums, add_touched
+from reshard.stored.source import BytesSource, FileSource
+from reshard.stored.tensor import Extent, copy_view
+
+__all__ = [
+    "LARGE_FILE_BYTES", "LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "WHOLE_SHARE", "ByteCounts",
+    "Check", "ReadFootprint", "RemoteReading", "Segment", "SegmentPart", "assign_segments",
+    "copy_parts", "parts_by_segment", "read_segment", "segment_bytes", "slot_bytes",
+    "touch_us_per_mib", "unchecked_bytes",
+]  # fmt: skip
+
+
+LOCAL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES, REMOTE_SEGMENT_BYTES = 1 << 20, 2 << 20, 2 << 20
+"""Multiples of the block of checksums: whoever reads a segment can check it. Small ones are dealt evenly where there
+is little to read; of large ones fewer are cut, copied and waited for. An object store is asked for more at once."""
+LARGE_FILE_BYTES = 64 << 20
+"""Files of at least this size have large segments."""
+MIN_SAVED_BYTES = 16 << 20
+"""Sharing takes a few milliseconds to set up; with less to save each rank reads for itself."""
+READ_US_PER_MIB = 150.0
+"""About what it takes to copy a MiB out of the page cache, and to wake those who wait for it."""
+_MIN_SHARERS = 2
+WHOLE_SHARE = 0.98
+"""So much of a segment is all of it: its first bytes may be a header."""
+_SAMPLES = 3
+
+
+def segment_bytes(source: FileSource) -> int:
+    """The size of the segments of a file; its last one may be shorter."""
+    if source.view() is None:
+        return REMOTE_SEGMENT_BYTES
+    return LARGE_SEGMENT_BYTES if source.nbytes >= LARGE_FILE_BYTES else LOCAL_SEGMENT_BYTES
+
+
+class _ReadFile(msgspec.Struct, frozen=True, array_like=True):
+    nbytes: int
+    segment_bytes: int
+    first: int
+    """The first segment that is touched; of it and those behind it we have numbers."""
+    touched: bytes
+
+
+@dataclass(frozen=True)
+class ReadFootprint:
+    """How many bytes of each segment of each file a rank would touch if it read for itself."""
+
+    files: Mapping[str, _ReadFile]
+    """By label; the numbers are little-endian, 4 bytes each."""
+
+    @classmethod
+    def of(cls, windows: Iterable[tuple[FileSource, Window]]) -> ReadFootprint:
+        """By all that is read of each file."""
+        counts: dict[str, tuple[int, int, npt.NDArray[np.int64]]] = {}
+        for source, window in windows:
+            if source.label not in counts:
+                size = segment_bytes(source)
+                counts[source.label] = source.nbytes, size, np.zeros(-(-source.nbytes // size), np.int64)
+            nbytes, size, all_counts = counts[source.label]
+            add_touched(all_counts, size, window, nbytes, max(source.max_gap_bytes, 1))
+        files = {}
+        for label, (nbytes, size, all_counts) in counts.items():
+            used = np.flatnonzero(all_counts)
+            if len(used):
+                some = np.minimum(all_counts[used[0] : used[-1] + 1], size)
+                files[label] = _ReadFile(nbytes, size, int(used[0]), some.astype("<u4").tobytes())
+        return cls(files)
+
+    def encode(self) -> bytes:
+        """For the other ranks; see `decode`. Packed, since all ranks of the job get it, and most numbers are alike."""
+        return zlib.compress(msgspec.msgpack.encode(self.files), 1)
+
+    @classmethod
+    def decode(cls, data: bytes) -> ReadFootprint:
+        """What another rank encoded."""
+        return cls(msgspec.msgpack.decode(zlib.decompress(data), type=dict[str, _ReadFile]))
+
+
+class Segment(NamedTuple):
+    """Bytes [start, stop) of a file, which one rank reads for all."""
+
+    label: str
+    number: int
+    start: int
+    stop: int
+
+
+class SegmentAssignment(NamedTuple):
+    """What one rank does for all ranks of its machine."""
+
+    reads: tuple[Segment, ...]
+    """What it reads into shared memory, in this order."""
+    checks: tuple[Segment, ...]
+    """What each rank reads a part of for itself, and this one compares with checksums before any of them does."""
+
+
+def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) -> tuple[SegmentAssignment, ...]:
+    """Who reads, and who checks, which segments for all; nothing is read for all if that would not pay.
+
+    A segment is read for all if together the ranks would touch twice as many bytes as it has. It is checked for all if
+    together they touch all of it, whoever reads it. Those that touch it take turns.
+
+    Args:
+        ranks: those of one machine, in an order that all of them know.
+        touch_us: what touching a MiB costs a rank that reads for itself, in microseconds; see `touch_us_per_mib`.
+    """
+    found: list[tuple[str, _ReadFile, npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]] = []
+    touched = read = 0
+    for label in sorted({label for rank in ranks for label in rank.files}):
+        file, *others = (rank.files[label] for rank in ranks if label in rank.files)
+        if any((other.nbytes, other.segment_bytes) != (file.nbytes, file.segment_bytes) for other in others):
+            continue  # it was replaced meanwhile: not all have the same file under this name
+        table = _table(label, ranks)
+        lengths = np.minimum(file.segment_bytes, file.nbytes - np.arange(table.shape[1]) * file.segment_bytes)
+        total, together = table.sum(axis=0), (table > 0).sum(axis=0) >= _MIN_SHARERS
+        twice = together & (total >= _MIN_SHARERS * lengths)
+        touched, read = touched + int(total[twice].sum()), read + int(lengths[twice].sum())
+        found.append((label, file, table > 0, together & (total >= WHOLE_SHARE * lengths), twice))
+    pays = touched - read >= MIN_SAVED_BYTES and touched * touch_us >= read * READ_US_PER_MIB
+    reads: list[list[Segment]] = [[] for _ in ranks]
+    checks: list[list[Segment]] = [[] for _ in ranks]
+    for label, file, touches, whole, twice in found:
+        _assign_in_turns(reads, label, file, touches, twice & pays)
+        _assign_in_turns(checks, label, file, touches, whole & ~(twice & pays))
+    return tuple(SegmentAssignment(tuple(mine), tuple(own)) for mine, own in zip(reads, checks))
+
+
+def _assign_in_turns(
+    out: list[list[Segment]], label: str, file: _ReadFile, touches: npt.NDArray[np.bool_], chosen: npt.NDArray[np.bool_]
+) -> None:
+    """Give the chosen segments of a file to ranks: those that touch the same ones take turns."""
+    groups: dict[bytes, Iterator[int]] = {}
+    numbers = np.flatnonzero(chosen)
+    for i, who in zip(numbers.tolist(), touches.T[numbers]):
+        key = who.tobytes()
+        if key not in groups:
+            groups[key] = itertools.cycle(sorted(np.flatnonzero(who).tolist(), key=lambda r: len(out[r])))
+        start, rank = i * file.segment_bytes, next(groups[key])
+        out[rank].append(Segment(label, i, start, min(start + file.segment_bytes, file.nbytes)))
+
+
+def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:
+    """What it costs to touch a MiB of these files, in microseconds of processor time: nothing if there are none, very
+    much where the storage has no view of its bytes.
+
+    Tried on a few segments. It depends on the size of the pages: tmpfs has small ones, a disk's file system with large
+    folios is ten times cheaper. What else the machine does is not counted, but may slow it down: the least counts.
+    """
+    found: list[float] = []
+    for source, window in itertools.islice(windows, _SAMPLES):
+        start = window.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        length = min(LOCAL_SEGMENT_BYTES, source.nbytes - start)
+        if source.view() is None:
+            return math.inf
+        began = time.thread_time()
+        if length and source.mapped(start, length) is not None:
+            found.append((time.thread_time() - began) * 1e6 / length * (1 << 20))
+    return min(found, default=0.0)
+
+
+def _table(label: str, ranks: Sequence[ReadFootprint]) -> npt.NDArray[np.int64]:
+    """Bytes touched by rank and segment."""
+    parts = [
+        (rank.files[label].first, np.frombuffer(rank.files[label].touched, "<u4")) if label in rank.files else None
+        for rank in ranks
+    ]
+    table = np.zeros((len(ranks), max(first + len(counts) for first, counts in filter(None, parts))), np.int64)
+    for row, part in zip(table, parts):
+        if part is not None:
+            row[part[0] : part[0] + len(part[1])] = part[1]
+    return table
+
+
+# What of a copy begins in which segment of its file; and segments, read and checked as a whole.
+
+
+TAIL_BYTES = 64
+"""Beyond its end a segment is read so much further: an element that begins in it may end there."""
+
+Check = Callable[[FileSource, int, memoryview], int]
+"""Compares bytes of a file, from a position on, with checksums, as far as there are some of just such bytes; returns of
+how many bytes. Raises DamagedCheckpointError."""
+
+
+@dataclass
+class ByteCounts:
+    """What reading by segments did, in bytes."""
+
+    read: int = 0
+    extra: int = 0
+    """Of those read: that nobody asked for."""
+    unchecked: int = 0
+    """Of elements of files without a view: that were not compared with checksums."""
+    received: int = 0
+    """That other ranks read for this one."""
+
+
+def slot_bytes(source: FileSource) -> int:
+    """Memory for a segment and its tail: whole pages."""
+    return segment_bytes(source) + 4096
+
+
+class SegmentPart(NamedTuple):
+    """The elements of a copy that begin in one segment."""
+
+    window: Window
+    """Counted from the start of the segment."""
+    out: Array | Staged
+    copy: Copy
+
+    def as_copy(self, segment_start: int) -> Copy:
+        """A copy of these elements alone, from the file whose segment begins at byte `segment_start`."""
+        window = replace(self.window, offset=self.window.offset + segment_start)
+        return Copy(self.copy.place.with_window(window), self.out)
+
+
+def parts_by_segment(source: FileSource, copy: Copy) -> Iterator[tuple[int, list[SegmentPart]]]:
+    """(number of a segment of `source`, the copy's file; the parts of the copy that begin in it), ascending."""
+    window, size = copy.place.window, segment_bytes(source)
+    first, offset = divmod(window.offset, size)
+    for number, parts in enumerate(
+        _windows_by_segment(Window(offset, window.sizes, window.strides, window.itemsize), size)
+    ):
+        if parts:
+            yield first + number, [SegmentPart(part, copy.out[index], copy) for index, part in parts]
+
+
+@lru_cache(maxsize=1024)  # tensors of the same shape that lie alike in their segments are cut alike
+def _windows_by_segment(window: Window, size: int) -> list[list[tuple[Any, Window]]]:
+    """For each segment of `size` bytes: the indices of the elements of a window that begin in it, and their window,
+    counted from the start of the segment."""
+    out = []
+    for start in range(0, window.stop, size):
+        parts = [(box, window.crop(box)) for box in window.within(start, start + size)]
+        # the dots make it a view, also of a 0-d array
+        out.append([((*box.slices, ...), replace(part, offset=part.offset - start)) for box, part in parts])
+    return out
+
+
+def parts_between(parts: Iterable[SegmentPart], start: int, stop: int) -> Iterator[SegmentPart]:
+    """What of some parts begins in bytes [start, stop) of their segment, with windows counted from `start`."""
+    index: Any
+    for window, out, copy in parts:
+        for box in window.within(start, stop):
+            part, index = window.crop(box), (*box.slices, ...)  # the dots make it a view, also of a 0-d array
+            yield SegmentPart(replace(part, offset=part.offset - start), out[index], copy)
+
+
+def read_segment(
+    source: FileSource, start: int, stop: int, slot: memoryview, check: Check | None, done: ByteCounts
+) -> None:
+    """Read bytes [start, stop) of a file, and a little more, into `slot`, and check them; counted in `done`.
+
+    Raises DamagedCheckpointError, which says that targets may be partly written.
+    """
+    source.read_directly(start, slot[: min(stop + TAIL_BYTES, source.nbytes) - start])
+    done.read += stop - start
+    if check is not None:
+        try:
+            check(source, start, slot[: stop - start])
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(f"{error}. Part of what was to be loaded is overwritten already") from None
+
+
+def has_whole_blocks(source: FileSource) -> bool:
+    """Whether the checksums of a file are those of blocks of which each lies within one segment."""
+    blocks = source.checksums
+    return isinstance(blocks, BlockChecksums) and segment_bytes(source) % blocks.block_bytes == 0
+
+
+def unchecked_bytes(parts: Iterable[SegmentPart], *, is_checked: bool) -> int:
+    """Of parts of segments that were read from files without a view: those that nobody compared with checksums. Who has
+    a view has counted them before."""
+    return sum(
+        part.window.nbytes
+        for part in parts
+        if isinstance(source := part.copy.place.source, FileSource)
+        and source.view() is None
+        and not (is_checked and has_whole_blocks(source))
+    )
+
+
+def copy_parts(view: memoryview, parts: Iterable[SegmentPart], piece_bytes: int) -> int:
+    """Copy the parts of a segment, whose bytes are in `view`, into their targets; returns the bytes copied.
+
+    `piece_bytes`: for what is staged on its way to another dtype or device.
+    """
+    copied = 0
+    for window, out, copy in parts:
+        if isinstance(out, Staged):
+            here = Extent(BytesSource(view), window, copy.place.conjugate)
+            for place, piece in in_pieces(Copy(here, out), piece_bytes):
+                assert isinstance(piece, Staged)
+                piece.fill(place, piece_bytes)
+        else:
+            copy_view(view, window, copy.place.conjugate, out)
+        copied += window.nbytes
+    return copied
+
+
+# Reading from storages that are far away, which give no view of their bytes: by segments, each byte
+# asked for once.
+#
+# Many requests are under way at a time. Where bytes can be had again for nothing, from a mapped
+# file, checking comes first, and nothing is written of what is damaged; from an object store that
+# would cost a second transfer of everything.
+
+
+_MAX_READ_SHARE = 1.5
+"""A stretch is read as a whole if it has at most so many bytes for each one that is wanted of it."""
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Bytes [start, stop) of a file, within a segment, that are read at once."""
+
+    source: FileSource
+    number: int
+    start: int
+    stop: int
+    parts: list[SegmentPart]
+
+    def whole_blocks(self) -> _Stretch:
+        """The same with all of the blocks that it touches, where the file has checksums of some."""
+        if not has_whole_blocks(self.source):
+            return self
+        assert isinstance(self.source.checksums, BlockChecksums)
+        start, stop = self.source.checksums.around(self.start, self.stop)
+        return replace(self, start=start, stop=stop)
+
+
+@dataclass(frozen=True)
+class RemoteReading:
+    """What is read by segments, and the rest: what lies in storages with views, or is strewn too widely."""
+
+    stretches: list[_Stretch]
+    rest: list[Copy]
+    is_checked: bool
+
+    @classmethod
+    def of(cls, copies: Iterable[Copy], *, is_checked: bool) -> RemoteReading:
+        """Choose by storage and by how much of a segment is wanted. What `is_checked` is read in whole blocks."""
+        wanted: dict[tuple[FileSource, int], list[SegmentPart]] = defaultdict(list)
+        rest: list[Copy] = []
+        for copy in copies:
+            source = copy.place.source
+            if isinstance(source, FileSource) and source.view() is None and copy.place.window.numel:
+                for number, parts in parts_by_segment(source, copy):
+                    wanted[source, number] += parts
+            else:
+                rest.append(copy)
+        stretches = []
+        for (source, number), parts in wanted.items():
+            stretch = _stretch(source, number, parts)
+            if stretch.stop - stretch.start <= _MAX_READ_SHARE * sum(part.window.nbytes for part in parts):
+                stretches.append(stretch.whole_blocks() if is_checked else stretch)
+            else:
+                rest += [part.as_copy(number * segment_bytes(source)) for part in parts]
+        return cls(sorted(stretches, key=lambda s: (s.source.label, s.start)), rest, is_checked)
+
+    def run(
+        self,
+        *,
+        requests: int,
+        request_bytes: int,
+        piece_bytes: int,
+        on_bytes: Callable[[int], None],
+    ) -> ByteCounts:
+        """Read, check and copy everything.
+
+        Args:
+            requests: under way at a time, each with memory of its own.
+            request_bytes: the most that one asks for.
+            piece_bytes: memory for what is staged on its way to another dtype or device.
+            on_bytes: called with the bytes that were copied out of each request, on any thread.
+
+        Raises DamagedCheckpointError: targets may be partly written then.
+        """
+        lock, total = Lock(), ByteCounts()
+
+        def work(stretch: _Stretch) -> None:
+            source, done, copied = stretch.source, ByteCounts(), 0
+            passing = PassingBlocks(source, stretch.start) if self.is_checked else None
+            check = None if passing is None else lambda _, __, data: passing.add(data)
+            for base, start, stop, parts in _requests(stretch, request_bytes):
+                slot = memoryview(bytearray(stop - base + TAIL_BYTES))
+                read_segment(source, start, stop, slot[start - base :], check, done)
+                taken = copy_parts(slot, parts, piece_bytes)
+                del slot  # before there is another one
+                on_bytes(taken)
+                copied += taken
+            with lock:
+                total.read += copied
+                total.extra += max(0, done.read - copied)
+                total.unchecked += unchecked_bytes(stretch.parts, is_checked=self.is_checked)
+
+        if requests == 1 or len(self.stretches) <= 1:
+            for stretch in self.stretches:
+                work(stretch)
+        else:
+            with ThreadPoolExecutor(requests, thread_name_prefix="reshard-read") as pool:
+                for _ in pool.map(work, self.stretches):
+                    pass
+        return total
+
+
+def _requests(stretch: _Stretch, limit: int) -> Iterator[tuple[int, int, int, Iterable[SegmentPart]]]:
+    """(byte that windows count from, first byte, one past the last, parts that begin there): all at once, or as much as
+    the limit allows."""
+    base = stretch.number * segment_bytes(stretch.source)
+    if stretch.stop - base <= limit:
+        yield base, stretch.start, stretch.stop, stretch.parts
+        return
+    for start in range(stretch.start, stretch.stop, limit):
+        stop = min(start + limit, stretch.stop)
+        yield start, start, stop, parts_between(stretch.parts, start - base, stop - base)
+
+
+def _stretch(source: FileSource, number: int, parts: list[SegmentPart]) -> _Stretch:
+    """From the first byte that is wanted to the last."""
+    size = segment_bytes(source)
+    base = number * size
+    start = base + min(part.window.offset for part in parts)
+    stop = min(base + max(part.window.stop for part in parts), base + size, source.nbytes)
+    return _Stretch(source, number, start, stop, parts)
+
+
+class PassingBlocks:
+    """Compares what is read of a file from byte `start` on, one piece behind another, block by block."""
+
+    def __init__(self, source: FileSource, start: int) -> None:
+        self._source, self._at = source, start
+        self._begun: list[memoryview] = []
+        """The bytes of a block that has begun, copied: their memory is used again."""
+
+    def add(self, data: memoryview) -> int:
+        """The next bytes; returns how many bytes were compared. Raises DamagedCheckpointError."""
+        blocks = self._source.checksums
+        if not isinstance(blocks, BlockChecksums):
+            return 0
+        begun = sum(map(len, self._begun))
+        whole = memoryview(b"".join((*self._begun, data))) if begun else data
+        first, stop = self._at - begun, self._at + len(data)
+        compared = self._source.compare_data(first, whole)
+        end = stop if stop >= blocks.nbytes else stop // blocks.block_bytes * blocks.block_bytes
+        self._begun = [memoryview(bytes(whole[max(end, first) - first :]))] if end < stop else []
+        self._at = stop
+        return compared

@@ -1,1 +1,0 @@
-"""Ranks of one machine that read for one another, through memory."""

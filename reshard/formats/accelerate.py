@@ -1,0 +1,148 @@
+"""Folders of accelerate's `save_state` and of the Hugging Face trainer: weights in one file, the rest beside it.
+
+model.safetensors  optimizer.bin  scheduler.bin  random_states_0.pkl       each file's keys under its name:
+pytorch_model_fsdp_0/  optimizer_0/                                        model. optimizer. scheduler. ...
+pytorch_model_fsdp_0_rank0.bin  optimizer_0_rank0.bin ...
+
+Of several models and optimizers the first are `model` and `optimizer`, the next `model_1` and `optimizer_1`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from reshard.errors import DamagedCheckpointError, FormatError, UnsafeDataError
+from reshard.formats import rank_files, safetensors
+from reshard.formats.dcp import reader as dcp
+from reshard.formats.torch_save import reader as torch_save
+from reshard.formats.torch_save.reader import contents_of, read_torch_file
+from reshard.storage.base import Storage
+from reshard.stored.checksums import CRC_OF_RECORDS
+from reshard.stored.contents import Contents, LazyMapping, merge
+from reshard.stored.source import Files, FileSource
+
+__all__ = ["checksums", "detect", "looks_for", "name", "open"]
+
+
+name = "accelerate"
+looks_for = (
+    "pytorch_model_fsdp_0/, pytorch_model_fsdp_0_rank<r>.bin or model.safetensors, with optimizer.bin, scheduler.bin, "
+    "random_states_0.pkl ..."
+)
+checksums = CRC_OF_RECORDS
+
+_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)/(?:\.metadata|__\d+_\d+\.distcp)")
+_WEIGHTS = re.compile(
+    r"(model|pytorch_model|pytorch_model_fsdp|adapter_model)((?:_\d+)?)(\.safetensors|\.bin)((?:\.index\.json)?)"
+)
+_BESIDE = re.compile(
+    r"((?:optimizer|scheduler|scaler|sampler|dl_state_dict|random_states|rng_state)(?:_\d+)?)\.(?:bin|pt|pkl|pth)"
+)
+_CUSTOM = re.compile(r"(custom_checkpoint_\d+)\.pkl")
+"""What `state_dict()` of an object gave: taken apart like other files if it is plain data, else read when asked for."""
+_WHOLE = re.compile(r"(training_args|custom_checkpoint_\d+)\.(?:bin|pkl)")
+"""Files that hold one object of any class: it is read only when asked for."""
+_RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin")
+
+
+def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether there are weights and something beside them, folders of FSDP, or files of each rank; or all but the
+    weights, so that their loss can be told."""
+    top = [n for n in names if "/" not in n]
+    if any(map(_FOLDER.fullmatch, names)) or _rank_files(names):
+        return True
+    beside = [n for n in top if _BESIDE.fullmatch(n) or _WHOLE.fullmatch(n)]
+    return bool(beside) and (any(map(_WEIGHTS.fullmatch, top)) or _lost_weights(top))
+
+
+def _lost_weights(top: Collection[str]) -> bool:
+    """Whether there are an optimizer and a scheduler, and no other file of weights by any name."""
+    saved = [n for n in top if n.endswith((".bin", ".pt", ".pkl", ".pth", ".safetensors", ".ckpt"))]
+    parts = {match[1] for n in saved if (match := _BESIDE.fullmatch(n))}
+    return {"optimizer", "scheduler"} <= parts and all(_BESIDE.fullmatch(n) or _WHOLE.fullmatch(n) for n in saved)
+
+
+def _rank_files(names: Mapping[str, int]) -> list[rank_files.Section]:
+    """Models and optimizers that every rank saved by itself."""
+    return list(rank_files.sections_of({n: size for n, size in names.items() if _RANK_FILE.fullmatch(n)}).values())
+
+
+def open(files: Files) -> Contents:
+    """All parts as one checkpoint.
+
+    Raises:
+        FormatError: the weights are there twice, in two formats.
+        DamagedCheckpointError: a part is damaged, or the weights or the file of a rank are missing.
+    """
+    storage, names = files.storage, files.listed
+    parts: list[tuple[str, Contents]] = []
+    folders = sorted({(m[1], m[2]) for file in names if (m := _FOLDER.fullmatch(file))})
+    by_rank = _rank_files(names)
+    if not folders and not by_rank and not any(map(_WEIGHTS.fullmatch, names)):
+        raise DamagedCheckpointError(
+            f"{storage.url}: there are an optimizer and a scheduler, but no weights; looked for model.safetensors, "
+            "pytorch_model.bin, adapter_model.safetensors and their indexes. To read the optimizer alone, open its file"
+        )
+    for folder, number in folders:
+        # the keys of a first folder begin with "model." and "optimizer." already
+        section = "" if number == "0" else f"{folder.removeprefix('pytorch_').removesuffix('_fsdp')}_{number}"
+        parts.append((section, dcp.open_folder(files, f"{folder}_{number}/")))
+    for file in sorted(names):
+        if beside := _BESIDE.fullmatch(file):
+            parts.append((beside[1], contents_of(name, {(): read_torch_file(files[file])})))
+        elif whole := _WHOLE.fullmatch(file):
+            parts.append(_whole(files[file], whole[1], apart=bool(_CUSTOM.fullmatch(file))))
+    facts = None
+    for section, opened in _weights(files):
+        parts.append((section, opened))
+        # on disk, the weights of a Hugging Face model have other names than in memory
+        facts = opened.facts_of(safetensors.HuggingFaceFacts) or facts
+    if by_rank:
+        parts.append(("", rank_files.open_sections(name, files, by_rank)))
+    return merge(name, parts, facts)
+
+
+def _whole(source: FileSource, key: str, *, apart: bool) -> tuple[str, Contents]:
+    """A file of one object, taken apart if it may be and is a dict of plain data and tensors."""
+    warnings: tuple[str, ...] = ()
+    if apart:
+        try:
+            opened = read_torch_file(source)
+            if isinstance(opened.value, dict):
+                return key, contents_of(name, {(): opened})
+        except UnsafeDataError as error:
+            warnings = (f"{key} can only be read by its own program: {error}",)
+    maker = {key: lambda: (read := read_torch_file(source)).plain(read.value)}
+    return "", Contents(name, {}, LazyMapping(maker), warnings=warnings)
+
+
+def _weights(files: Files) -> list[tuple[str, Contents]]:
+    storage, names = files.storage, files.listed
+    found = [m for file in sorted(names) if (m := _WEIGHTS.fullmatch(file))]
+    kinds: dict[str, set[str]] = {}
+    for match in found:
+        kinds.setdefault(match[2], set()).add(match[1] + match[3])
+    for several in kinds.values():
+        if len(several) > 1:
+            raise FormatError(
+                f"{storage.url} has the weights twice, in {' and '.join(sorted(several))}: open one by its path, or "
+                "move the other elsewhere"
+            )
+    parts = []
+    for match in found:
+        if match[3] + match[4] == ".safetensors" and match[0] + ".index.json" in names:
+            continue
+        is_safetensors = match[3] == ".safetensors"
+        wanted = {n: size for n, size in names.items() if "/" not in n and _belongs(n, match, is_safetensors)}
+        opened = (safetensors if is_safetensors else torch_save).open(files.some(wanted))
+        parts.append(("model" + match[2], opened))
+    return parts
+
+
+def _belongs(file: str, match: re.Match[str], is_safetensors: bool) -> bool:
+    """Whether a file is the one matched, or one of those that a matched index names."""
+    if file == match[0] or file == "config.json":
+        return True
+    shards = re.compile(re.escape(match[1] + match[2]) + r"-\d+-of-\d+" + re.escape(match[3]))
+    return bool(match[4]) and bool(shards.fullmatch(file))

@@ -1,0 +1,412 @@
+"""A state under canonical names: what it is, what the caller knows of it, its names and its optimizers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from reshard.errors import NormalizationError
+from reshard.formats.sections import StoredLeaf, Tree, resolve, walk
+from reshard.live.optimizer_state import is_flat_key, split_flat_key
+from reshard.live.wrappers import CERTAIN_SEGMENTS, WrapperNames
+from reshard.stored.tensor import StoredTensor, read_place
+
+__all__ = [
+    "HINTS", "Canonical", "Hints", "NameMap", "StoredOptimizer", "Value", "common_attribute",
+    "elementwise", "name_ids", "read_optimizer", "regroup",
+]  # fmt: skip
+
+
+Value = Any
+"""A `StoredTensor`, or a plain value such as the number of steps."""
+
+_ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "fp32_param")
+
+
+def elementwise(name: str) -> bool:
+    """Whether a state of this name has one value for each element of the parameter, so the parameter's shape."""
+    return name in _ELEMENTWISE
+
+
+@dataclass
+class Canonical:
+    """A state under canonical names; `state` and `groups` are empty where no optimizer was saved."""
+
+    model: dict[str, StoredTensor] = field(default_factory=dict)
+    state: dict[str, dict[str, Value]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What a reader should know: padding that could not be cut, lists that are incomplete ..."""
+
+    def add_model(self, fqn: str, tensor: StoredTensor, source: str) -> None:
+        """Raises NormalizationError if another tensor has the name already."""
+        if fqn in self.model:
+            raise NormalizationError(
+                f"both {self.model[fqn].fqn!r} and {source!r} would be called {fqn!r}; name one of them by the hint "
+                "'names'"
+            )
+        self.model[fqn] = tensor
+
+    def add_state(self, fqn: str, name: str, value: Value) -> None:
+        """Raises NormalizationError if the parameter has that state already."""
+        known = self.state.setdefault(fqn, {})
+        if name in known:
+            raise NormalizationError(f"two values of the checkpoint would be the state {name!r} of {fqn!r}")
+        known[name] = value.renamed(f"{fqn}.{name}") if isinstance(value, StoredTensor) else value
+
+    def rename(self) -> Canonical:
+        """The same with every tensor of the model named as its key."""
+        self.model = {fqn: t if t.fqn == fqn else t.renamed(fqn) for fqn, t in self.model.items()}
+        return self
+
+
+def check_shapes(result: Canonical, why: str) -> None:
+    """Raises NormalizationError if a state that has one value per element has another shape than its parameter."""
+    for fqn, states in result.state.items():
+        if fqn not in result.model:
+            continue
+        wanted = result.model[fqn].spec.shape
+        _check(fqn, wanted, states, why)
+
+
+def _check(fqn: str, wanted: tuple[int, ...], states: Mapping[str, Value], why: str) -> None:
+    for name, value in states.items():
+        if elementwise(name) and isinstance(value, StoredTensor) and value.spec.shape != wanted:
+            raise NormalizationError(
+                f"the state {name!r} of {fqn!r} has shape {list(value.spec.shape)}, but the parameter has "
+                f"{list(wanted)}; {why}"
+            )
+
+
+# What the caller knows and a checkpoint cannot say, such as the order of an optimizer's parameters.
+#
+# Every hint is optional; where one is missing that is needed, the error says which, why, and what
+# it looks like.
+
+
+HINTS: dict[str, str] = {
+    "param_names": "names of the optimizer's parameters by integer id: a list, or {id: name}; where several ranks or "
+    "stages count for themselves, {stage or folder: that}",
+    "param_groups": "names of the parameters of each group, a list of lists, where the file's own lists are wrong",
+    "param_shapes": "{name: shape} of the parameters, in the order in which the model registers them",
+    "flat_params": "the parameters inside each flat parameter: {its id or name: [(name, shape), ...]}",
+    "shard_ranks": "how many neighbouring ranks of FSDP1 hold one copy of the parameters: fewer than all with "
+    "HYBRID_SHARD, 1 with NO_SHARD",
+    "names": "{name in the checkpoint: canonical name}, for single parameters or for leading parts of names",
+    "tied": "{further name: name} of parameters that several names share and that are stored under one",
+    "prefix": "leading part of all names to take away, such as 'net.'; '' takes none away",
+    "layer_offsets": "{stage or folder: number in the whole model of its layer 0}",
+    "vocab_size": "rows of the embedding that are no padding",
+    "num_layers": "how many layers the model has, where the checkpoint does not say",
+    "tp_dims": "{name or glob: dim that tensor parallelism cuts, or None}, for parameters of unusual names",
+    "param_order": "names of the model's parameters in the order in which the model registers them",
+    "kv_heads": "how many key/value heads: splits the fused wqkv of optimizer states like the weights",
+    "head_dim": "size of an attention head: the other way to split fused wqkv",
+    "keep_parametrizations": "True keeps names with .parametrizations. in them as they are",
+    "expert_optimizer": "for what is written in Megatron's format: whether experts have an optimizer of their own, as "
+    "they have there under expert parallelism",
+    "stored_names": "True keeps the names and shapes of Hugging Face files as they are on disk",
+}
+"""Every hint that `normalized()` understands, and what it is."""
+
+
+class Hints:
+    """The hints that the caller gave. Raises NormalizationError for one that is not known."""
+
+    def __init__(self, given: Mapping[str, Any] | None) -> None:
+        self._given = dict(given or {})
+        unknown = sorted(set(self._given) - set(HINTS), key=str)
+        if unknown:
+            known = "; ".join(f"{name}: {what}" for name, what in HINTS.items())
+            raise NormalizationError(f"unknown hint {unknown[0]!r}. Known hints are {known}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The hint's value."""
+        assert name in HINTS
+        return self._given.get(name, default)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._given
+
+    def mapping(self, name: str) -> dict[Any, Any]:
+        """A hint that must be a dict; {} if it was not given."""
+        value = self.get(name, {})
+        if not isinstance(value, Mapping):
+            raise NormalizationError(f"the hint {name!r} must be a dict, {HINTS[name]}; got {type(value).__name__}")
+        return dict(value)
+
+    def missing(self, name: str, why: str, example: str) -> NoReturn:
+        """Raises the NormalizationError that asks for a hint."""
+        raise NormalizationError(f"{why}. Give it as a hint: normalized(hints={{{name!r}: {example}}}) ({HINTS[name]})")
+
+    def ids(self, scope: str | int | None = None) -> dict[int, str] | None:
+        """The names by id that `param_names` gives, for a stage or folder if there are several; None if not given."""
+        value = self.get("param_names")
+        if value is None:
+            return None
+        if scope is not None:
+            value = find_scope(value, scope)
+            if value is None:
+                return None
+            if isinstance(value, str):
+                raise NormalizationError(
+                    "the hint 'param_names' is one list of names, but several optimizers, stages or ranks count for "
+                    "themselves: give {0: [names], 1: [names], ...}"
+                )
+        if isinstance(value, Mapping):
+            items = value.items()
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            if value and all(isinstance(names, (list, tuple)) for names in value):  # of each group
+                value = [name for names in value for name in names]
+            items = list(enumerate(value))  # type: ignore[assignment]
+        else:
+            raise NormalizationError(f"the hint 'param_names' must be {HINTS['param_names']}; got {value!r:.80}")
+        try:
+            return {int(i): str(name) for i, name in items}
+        except (TypeError, ValueError):
+            raise NormalizationError(
+                f"the hint 'param_names' must be {HINTS['param_names']}; got {value!r:.80}"
+            ) from None
+
+
+def find_scope(value: Any, scope: str | int) -> Any:
+    """The entry of a stage, rank or folder in a hint, whether it is keyed by number or text; None if there is none."""
+    if isinstance(value, Mapping):
+        for key in (scope, str(scope)):
+            if key in value:
+                return value[key]
+        if str(scope).isdigit() and int(scope) in value:
+            return value[int(scope)]
+        return None
+    if isinstance(value, Sequence) and not isinstance(value, str) and isinstance(scope, int) and scope < len(value):
+        return value[scope]
+    return None
+
+
+# Canonical names of what a checkpoint holds: without wrappers' segments, and as hints say.
+
+
+_COUNTERS = frozenset(("n_averaged",))
+"""Names that an averaging wrapper adds beside `module.`."""
+
+
+class NameMap:
+    """Maps the names of one model and of its optimizer's states to canonical ones."""
+
+    def __init__(self, names: Iterable[str], hints: Hints, extra_prefix: str = "", others: Iterable[str] = ()) -> None:
+        """`names` are those of the model, or of the optimizer's states where no model was saved.
+
+        `extra_prefix` is a leading part that the format is known to add, `others` are names of the optimizers, which
+        may have an adapter's name where the file of the adapter does not. Raises NormalizationError for a
+        parametrization, whose parameter is computed and not stored.
+        """
+        self._hinted = {str(k): str(v) for k, v in hints.mapping("names").items()}
+        self._keep = bool(hints.get("keep_parametrizations"))
+        prefix = hints.get("prefix")
+        self._wrappers = WrapperNames(
+            names,
+            prefixes=(extra_prefix if prefix != "" else "", "" if prefix is None else str(prefix)),
+            beside=_COUNTERS,
+            certain=CERTAIN_SEGMENTS | {"base_layer"},
+            others=others,
+        )
+
+    def __call__(self, name: str) -> str:
+        """The canonical name."""
+        hinted = self._from_hint(name)
+        if hinted is not None:
+            return hinted
+        bare = self._wrappers.without_wrappers(name)
+        if "parametrizations" in bare.split(".") and not self._keep:
+            raise NormalizationError(
+                f"{name!r} is part of a parametrization, whose parameter is computed from it and is not stored; remove "
+                "the parametrization before saving, or keep such names by the hint {'keep_parametrizations': True}"
+            )
+        bare = self._wrappers.without_adapter(bare)
+        hinted = self._from_hint(bare)
+        return bare if hinted is None else hinted
+
+    def _from_hint(self, name: str) -> str | None:
+        """By the whole name, or by the longest leading part that the hint has."""
+        if name in self._hinted:
+            return self._hinted[name]
+        head = name
+        while "." in head:
+            head = head.rpartition(".")[0]
+            for key in (head, head + "."):
+                if key in self._hinted:
+                    start = self._hinted[key]
+                    tail = name[len(head) + 1 :]
+                    return f"{start}.{tail}" if start and not start.endswith(".") else start + tail
+        return None
+
+
+_HOLDERS = frozenset(
+    ["model", "net", "network", "module", "nn", "backbone", "seq", "sequential", "mlp", "_model", "_net"]
+)
+"""What training modules call the one child that is the model."""
+
+
+def common_attribute(names: Iterable[str]) -> str:
+    """The first segment, with its dot, that all names share, such as the attribute of a training module that holds the
+    model; "" if there is none. A container of numbered layers counts only if it is called as models are: `layers.0.w`
+    is a name of the module itself, `net.0.w` one of the `Sequential` in it."""
+    given = list(names)
+    heads = {name.partition(".")[0] for name in given}
+    if len(heads) != 1 or any("." not in name for name in given):
+        return ""
+    head = heads.pop()
+    numbered = all(re.match(r"\d+(\.|$)", name[len(head) + 1 :]) for name in given)
+    return "" if numbered and head not in _HOLDERS else head + "."
+
+
+# Optimizers as saved: states by name or by integer id, param groups as lists or one entry per
+# parameter.
+#
+# state: {fqn: {exp_avg: ...}}    state: {0: {exp_avg: ...}}         "state.w.exp_avg": ...
+# param_groups: [{lr, params}]    param_groups: [{lr, params: [0]}]  "param_groups.w.lr": ...
+
+
+@dataclass
+class StoredOptimizer:
+    """One optimizer: states by the name or id under which they were saved, and its groups."""
+
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def by_id(self) -> bool:
+        """Whether parameters have integer ids instead of names."""
+        listed = [p for group in self.groups for p in group.get("params", ())]
+        return bool(listed or self.state) and all(isinstance(p, int) for p in listed) and all(map(_is_id, self.state))
+
+
+def _is_id(key: str) -> bool:
+    return key.isdigit()
+
+
+def read_optimizer(tree: Tree) -> StoredOptimizer:
+    """What a saved optimizer holds; its plain values are read, its tensors are not."""
+    saved = StoredOptimizer()
+    by_name: dict[str, dict[str, Any]] = {}
+    nested = [key for key in tree if key in ("state", "param_groups")]
+    flat = [key for key in tree if is_flat_key(key)]
+    if not nested and not flat:
+        saved.state = _states(tree)  # the states alone
+        return saved
+    for key in nested:
+        if key == "state" and isinstance(tree[key], dict):
+            saved.state = _states(tree[key])
+        elif key == "param_groups":
+            groups = resolve(tree[key])
+            if isinstance(groups, dict):
+                by_name = groups if all(isinstance(g, dict) for g in groups.values()) else {}
+            else:
+                saved.groups = [dict(group) for group in groups]
+    for key in flat:
+        section, owner, name = split_flat_key(key)
+        for path, leaf in walk(tree[key]):
+            if section == "state" and not path and leaf.value() == {}:
+                continue  # a parameter without state, by name
+            target = saved.state if section == "state" else by_name
+            target.setdefault(owner, {})[".".join(map(str, (*name, *path)))] = leaf.value()
+    if by_name:
+        saved.groups = regroup(by_name)
+    return saved
+
+
+def _states(tree: Tree) -> dict[str, dict[str, Any]]:
+    out: dict[str, dict[str, Any]] = {}
+    for owner, states in tree.items():
+        if isinstance(states, StoredLeaf):
+            value = states.value()
+            if isinstance(value, dict) and not value:
+                continue  # a parameter without state yet
+            if not isinstance(value, dict):
+                raise NormalizationError(
+                    f"the optimizer's state {owner!r} is no dict of states: {states.key!r} is a single value"
+                )
+            out[str(owner)] = value
+        else:
+            out[str(owner)] = {".".join(map(str, path)): leaf.value() for path, leaf in walk(states)}
+    return out
+
+
+def regroup(by_name: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of the parameters whose settings are equal, in order of first appearance.
+
+    How they were grouped when they were saved is not stored, so groups with equal settings become one.
+    """
+    groups: list[dict[str, Any]] = []
+    for name, settings in by_name.items():
+        plain = {key: _small(value) for key, value in settings.items()}
+        for group in groups:
+            if {k: v for k, v in group.items() if k != "params"} == plain:
+                group["params"].append(name)
+                break
+        else:
+            groups.append({**plain, "params": [name]})
+    return groups
+
+
+def _small(value: Any) -> Any:
+    """A setting that is a tensor of one number, such as a learning rate, as the number; others as they are."""
+    if not isinstance(value, StoredTensor) or value.spec.shape or len(value.chunks) != 1:
+        return value
+    return read_place(value.chunks[0].place, value.spec.dtype).item()
+
+
+def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what: str) -> StoredOptimizer:
+    """The optimizer with names for integer ids: those that it stores itself, or those of the hint.
+
+    Raises NormalizationError, asking for the hint, if ids have no names.
+    """
+    if not saved.by_id:
+        return saved
+    names = _stored_names(saved) or hints.ids(scope) or (hints.ids() if scope is not None else None)
+    used = sorted({int(i) for i in saved.state} | {i for g in saved.groups for i in g.get("params", ())})
+    if names is None:
+        where = "" if scope is None else f" of {scope!r}"
+        example = '["embed.weight", ...]' if scope is None else f'{{{scope!r}: ["embed.weight", ...]}}'
+        hints.missing(
+            "param_names",
+            f"the optimizer{where} of {what} knows its {len(used)} parameters only by integer ids, in the order in "
+            "which they were given to it, and the names in that order are not stored",
+            example,
+        )
+    unnamed = [i for i in used if i not in names]
+    if unnamed:
+        raise NormalizationError(
+            f"the hint 'param_names' gives {len(names)} names, but the optimizer of {what} has a parameter of id "
+            f"{unnamed[0]} (ids {used[0]} to {used[-1]})"
+        )
+    state = {names[int(i)]: states for i, states in saved.state.items()}
+    if len(state) != len(saved.state):
+        raise NormalizationError("the hint 'param_names' gives the same name to several parameters")
+    groups = [_with_names(group, lambda i: names[i]) for group in saved.groups]
+    return StoredOptimizer(state, groups)
+
+
+def _stored_names(saved: StoredOptimizer) -> dict[int, str] | None:
+    """Names that the groups store beside their ids, as optimizers made of named parameters do."""
+    names: dict[int, str] = {}
+    for group in saved.groups:
+        given = group.get("param_names")
+        if not isinstance(given, (list, tuple)) or len(given) != len(group.get("params", ())):
+            return None
+        names.update(zip(group["params"], map(str, given)))
+    return names or None
+
+
+def _with_names(group: dict[str, Any], rename: Callable[[Any], str]) -> dict[str, Any]:
+    out = {key: value for key, value in group.items() if key not in ("param_names", "params")}
+    if "params" in group:
+        out["params"] = [rename(p) for p in group["params"]]
+    return out
+
+
+def renamed_groups(groups: Iterable[dict[str, Any]], rename: Callable[[str], str]) -> list[dict[str, Any]]:
+    """The groups with every parameter's name mapped; names that some optimizers store beside ids are dropped."""
+    return [_with_names(group, rename) for group in groups]

@@ -1,0 +1,1 @@
+"""Checkpoints of DeepSpeed: ZeRO, pipelines, 16-bit optimizers, and universal checkpoints."""

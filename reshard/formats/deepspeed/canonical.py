@@ -1,0 +1,501 @@
+"""Normalizes DeepSpeed checkpoints: the model is the fp32 masters where there are any, else the weights of the module.
+
+Frozen parameters and buffers come from the module. Names are those of the module; those of a pipeline module are
+`<layer>.<name>`, which the hint "names" maps to others: {"0": "embed", "1": "layers.0", ...}.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planners.geometry.box import Box
+from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
+from reshard.formats.canonical import Canonical, Hints, NameMap, StoredOptimizer, Value, check_shapes, name_ids
+from reshard.formats.deepspeed.files import DeepSpeedFacts
+from reshard.formats.deepspeed.zero import (
+    MASTER,
+    Rank,
+    Shapes,
+    cut_stage3,
+    cut_stage12,
+    experts_shifts,
+    read_rank,
+    shifted,
+)
+from reshard.formats.generic import take_optimizer
+from reshard.formats.megatron.names import is_gated, join_shards, tp_dim
+from reshard.formats.torch_save.pickles import TensorRef
+from reshard.formats.torch_save.reader import TorchFile, stored_tensor
+from reshard.stored.contents import Contents
+from reshard.stored.tensor import StoredTensor
+from reshard.stored.views import assemble, narrow, unflatten
+
+__all__ = ["normalize_deepspeed"]
+
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states")
+_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states")
+_LAYER = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<tp>\d+))?-model_states")
+_EXPERT = re.compile(r"layer_\d+_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states")
+_UNIVERSAL = re.compile(r"zero/(?P<fqn>[^/]+)/(?P<state>[^/]+)")
+
+
+@dataclass
+class _ModelParallelRank:
+    """The files of one model parallel rank, which without pipelines and tensor parallelism is the only one."""
+
+    models: dict[int, TorchFile] = field(default_factory=dict)
+    """By data parallel rank; only 0 unless ZeRO-3."""
+    optims: dict[int, tuple[str, TorchFile]] = field(default_factory=dict)
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What the first model file says."""
+        value = self.models[min(self.models)].value if self.models else {}
+        return value if isinstance(value, dict) else {}
+
+    def shapes(self) -> list[Shapes]:
+        """Shapes of the trainable parameters of each group; [] if ZeRO is off."""
+        given = self.head.get("param_shapes") or []
+        groups = [given] if isinstance(given, dict) else list(given)
+        return [{str(k): tuple(int(n) for n in v) for k, v in group.items()} for group in groups]
+
+
+def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonical:
+    """The state under canonical names.
+
+    Raises:
+        DamagedCheckpointError: the file of a rank is missing, or the pieces do not make up the parameters.
+        NormalizationError: a hint is missing.
+    """
+    facts = contents.facts
+    assert isinstance(facts, DeepSpeedFacts)
+    files = facts.files
+    stages = _stages(files)
+    parts = Parts()
+    _add_universal(parts, files, stages, hints)
+    if _is_tensor_parallel(files, stages):
+        ranks = [Parts() for _ in stages]
+        for part, (mp, stage) in zip(ranks, sorted(stages.items())):
+            _add_stage(part, stage, mp, hints)
+        parts = joined(ranks, hints)
+    else:
+        for mp, stage in sorted(stages.items()):
+            _add_stage(parts, stage, mp, hints)
+    for stem, file in files.items():
+        _add_layer(parts, stem, file)
+    if not parts.model:
+        raise FormatError(f"{what}: no file of DeepSpeed in it holds a parameter")
+    rename = NameMap(parts.model, hints)
+    result = Canonical()
+    named = None if parts.by_id is None else name_ids(parts.by_id, hints, None, what)
+    masters = {} if named is None else {rename(n): of.pop(MASTER) for n, of in named.state.items() if MASTER in of}
+    for alias, source in parts.tied.items():
+        if rename(source) in masters:
+            masters.setdefault(rename(alias), masters[rename(source)])
+    for fqn, tensor in parts.model.items():
+        result.add_model(rename(fqn), _master(fqn, tensor, masters.get(rename(fqn))), fqn)
+    unread = next((stem for stem in files if stem.startswith("expp_rank_")), None)
+    result.notes += [f"the optimizer states of experts, such as those in {unread}.pt, are not read"] if unread else []
+    result.notes += parts.notes
+    if named is not None:
+        take_optimizer(result, named, rename)
+        check_shapes(result, "so the names that were given are in another order than the ids")
+    take_optimizer(result, StoredOptimizer(parts.state, parts.groups), rename)
+    return result
+
+
+def _master(fqn: str, tensor: StoredTensor, master: Value) -> StoredTensor:
+    """The fp32 master of a parameter, if it has one."""
+    if not isinstance(master, StoredTensor):
+        return tensor
+    if master.spec.shape != tensor.spec.shape:
+        raise NormalizationError(
+            f"the fp32 master of {fqn!r} has shape {list(master.spec.shape)}, but the parameter has "
+            f"{list(tensor.spec.shape)}; so the names that were given are in another order than the ids"
+        )
+    return master.renamed(fqn)
+
+
+def _stages(files: Mapping[str, TorchFile]) -> dict[int, _ModelParallelRank]:
+    stages: dict[int, _ModelParallelRank] = {}
+    for stem, file in files.items():
+        if match := _MODEL.fullmatch(stem):
+            # what we wrote has that of rank 0 under two names, the second one without tensors
+            stages.setdefault(int(match["mp"]), _ModelParallelRank()).models.setdefault(int(match["dp"] or 0), file)
+        elif match := _OPTIM.fullmatch(stem):
+            stages.setdefault(int(match["mp"]), _ModelParallelRank()).optims[int(match["dp"])] = (stem, file)
+    return stages
+
+
+def _is_tensor_parallel(files: Mapping[str, TorchFile], stages: Mapping[int, _ModelParallelRank]) -> bool:
+    """Whether each of the model parallel ranks has a part of every parameter, rather than a stage of a pipeline.
+
+    Raises FormatError for a pipeline whose stages are tensor parallel.
+    """
+    if any(map(_UNIVERSAL.fullmatch, files)):
+        return False
+    layers = [m for stem in files if (m := _LAYER.fullmatch(stem))]
+    if len({m["tp"] for m in layers if m["tp"] is not None}) > 1:
+        raise FormatError(
+            "it is the pipeline of a tensor parallel model, whose files say nowhere which of them belong together; "
+            "turn it into a universal checkpoint (ds_to_universal) first, which joins them"
+        )
+    return not layers and len(stages) > 1
+
+
+def _add_stage(parts: Parts, stage: _ModelParallelRank, mp: int, hints: Hints) -> None:
+    head, shapes = stage.head, stage.shapes()
+    if not stage.models:
+        raise DamagedCheckpointError(f"mp_rank_{mp:02d}_model_states.pt is missing, which says what the parameters are")
+    if stage.optims:
+        _add_zero(parts, stage, shapes)
+    _add_module(parts, stage, head)
+    optimizer = head.get("optimizer")
+    if isinstance(optimizer, dict) and "state" in optimizer:
+        file = stage.models[min(stage.models)]
+        state = {
+            str(i): {k: _stored(f"{i}.{k}", v, file) for k, v in of.items()} for i, of in optimizer["state"].items()
+        }
+        parts.by_id = StoredOptimizer(state, [dict(file.plain(g)) for g in optimizer.get("param_groups", ())])
+    elif isinstance(optimizer, dict) and is_mixed(optimizer):
+        file = stage.models[min(stage.models)]
+        shapes_of = {str(k): v.size for k, v in (head.get("module") or {}).items() if isinstance(v, TensorRef)}
+        parts.by_id = read_mixed(optimizer, file, shapes_of, hints)
+        parts.tied.update(_same_storage(head["module"]))
+    for alias, source in (head.get("shared_params") or {}).items():
+        parts.tied[str(alias)] = str(source)
+        if source in parts.model:
+            parts.model[str(alias)] = parts.model[source]
+
+
+def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
+    """Names of tensors that share one storage, each with those of the others: parameters that are tied."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for name, ref in module.items():
+        if isinstance(ref, TensorRef) and 0 not in ref.size:
+            found.setdefault((ref.storage.key, ref.offset, ref.size), []).append(str(name))
+    return {a: b for names in found.values() for a in names for b in names if a != b}
+
+
+def _stored(key: str, value: Any, file: TorchFile) -> Value:
+    return stored_tensor(key, file, value) if isinstance(value, TensorRef) else file.plain(value)
+
+
+def _add_zero(parts: Parts, stage: _ModelParallelRank, shapes: list[Shapes]) -> None:
+    """Masters, states and groups from the flat pieces of all data parallel ranks."""
+    ordered = sorted(stage.optims)
+    if ordered != list(range(len(ordered))):
+        missing = next(r for r in range(len(ordered)) if r not in stage.optims)
+        name = stage.optims[ordered[0]][0].replace(f"pp_rank_{ordered[0]}", f"pp_rank_{missing}")
+        raise DamagedCheckpointError(f"{name}.pt is missing: there are files of the ranks {ordered}")
+    if not shapes:
+        raise DamagedCheckpointError(
+            f"{stage.models[min(stage.models)].source.label}: it has no param_shapes, which say what is in the pieces"
+        )
+    ranks = [read_rank(stage.optims[r][0], stage.optims[r][1], r) for r in ordered]
+    cut = cut_stage3 if ranks[0].stage == 3 else cut_stage12
+    for fqn, states in cut(ranks, shapes).items():
+        master = states.pop(MASTER)
+        if isinstance(master, StoredTensor):
+            parts.model[fqn] = master
+        parts.state[fqn] = states
+    _add_groups(parts, ranks, shapes)
+
+
+def _add_groups(parts: Parts, ranks: Sequence[Rank], shapes: list[Shapes]) -> None:
+    """The groups of a stage; those of further stages have the same settings and parameters of their own."""
+    before, rank = len(parts.groups), ranks[0]
+    for g, group in enumerate(shapes):
+        names = [shifted(name, by) for by in experts_shifts(ranks, g, group) for name in group]
+        settings = rank.groups[g] if g < len(rank.groups) else {}
+        bare = {k: v for k, v in settings.items() if k not in ("params", "param_names")}
+        if g < before and bare == {k: v for k, v in parts.groups[g].items() if k != "params"}:
+            parts.groups[g]["params"] += [name for name in names if name not in parts.groups[g]["params"]]
+        else:
+            parts.groups.append({**bare, "params": list(names)})
+
+
+def _add_module(parts: Parts, stage: _ModelParallelRank, head: Mapping[str, Any]) -> None:
+    """Weights that have no master: buffers, frozen parameters, everything without ZeRO."""
+    file = stage.models[min(stage.models)]
+    frozen = {str(k): tuple(int(n) for n in v) for k, v in (head.get("frozen_param_shapes") or {}).items()}
+    trained = {fqn: shape for group in stage.shapes() for fqn, shape in group.items()}
+    tied = head.get("shared_params") or {}
+    for fqn, ref in (head.get("module") or {}).items():
+        if not isinstance(ref, TensorRef) or str(fqn).endswith("_extra_state"):
+            continue
+        if fqn in parts.model and fqn in trained:
+            continue
+        if fqn in frozen and ref.size != frozen[fqn]:
+            parts.model[fqn] = _frozen(stage, fqn, frozen[fqn])
+        elif ref.size == (0,) and fqn in trained and math.prod(trained[fqn]) > 0:
+            raise DamagedCheckpointError(
+                f"{file.source.label}: ZeRO-3 keeps {fqn!r} in the files of optimizer states, which are missing"
+            )
+        elif ref.size == (0,) and fqn in tied:
+            continue
+        else:
+            parts.model[fqn] = stored_tensor(str(fqn), file, ref)
+
+
+def _frozen(stage: _ModelParallelRank, fqn: str, shape: tuple[int, ...]) -> StoredTensor:
+    """A frozen parameter of ZeRO-3 from the slices of all ranks."""
+    for rank in range(max([*stage.models, *stage.optims]) + 1):
+        if rank not in stage.models:
+            name = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", stage.models[min(stage.models)].source.label)
+            raise DamagedCheckpointError(f"{name} is missing, which holds a part of the frozen parameter {fqn!r}")
+    pieces, at, numel = [], 0, math.prod(shape)
+    for rank, file in sorted(stage.models.items()):
+        ref = (file.value.get("frozen_param_fragments") or {}).get(fqn)
+        if not isinstance(ref, TensorRef):
+            raise DamagedCheckpointError(f"{file.source.label}: it has no part of the frozen parameter {fqn!r}")
+        length = min(math.prod(ref.size), numel - at)
+        if length > 0:
+            flat = stored_tensor(f"{fqn} of rank {rank}", file, ref, rank)
+            pieces.append((Box((at,), (length,)), narrow(flat, 0, 0, length)))
+            at += length
+    return unflatten(assemble(fqn, (at,), pieces), shape, fqn)
+
+
+def _add_layer(parts: Parts, stem: str, file: TorchFile) -> None:
+    """Weights of a pipeline's layer, or of an expert."""
+    layer, expert = _LAYER.fullmatch(stem), _EXPERT.fullmatch(stem)
+    if (layer is None and expert is None) or not isinstance(file.value, dict):
+        return
+    front = "" if layer is None else f"{int(layer['layer'])}."
+    for fqn, ref in file.value.items():
+        if isinstance(ref, TensorRef) and front + str(fqn) not in parts.model:
+            parts.model[front + str(fqn)] = stored_tensor(front + str(fqn), file, ref)
+
+
+def _check_universal(files: Mapping[str, TorchFile], trained: set[str]) -> None:
+    """Raises DamagedCheckpointError if a trained parameter lacks a file that the others of its optimizer have."""
+    held: dict[str, set[str]] = {}
+    for match in filter(None, map(_UNIVERSAL.fullmatch, files)):
+        held.setdefault(match["fqn"], set()).add(match["state"])
+    kinds = [states for fqn, states in held.items() if fqn in trained]
+    for fqn in sorted(trained) if kinds else ():
+        mine = held.get(fqn, set())
+        fuller = next((kind for kind in kinds if mine < kind), None)
+        if fuller is not None:
+            lost = min(fuller - mine)
+            raise DamagedCheckpointError(f"zero/{fqn}/{lost}.pt is missing: other parameters have their {lost}")
+
+
+def _add_universal(
+    parts: Parts, files: Mapping[str, TorchFile], stages: Mapping[int, _ModelParallelRank], hints: Hints
+) -> None:
+    """Parameters and states that have a file each."""
+    shapes = {fqn: shape for stage in stages.values() for group in stage.shapes() for fqn, shape in group.items()}
+    found = False
+    _check_universal(files, set(shapes))
+    for stem, file in files.items():
+        match = _UNIVERSAL.fullmatch(stem)
+        if match is None:
+            continue
+        fqn, state = match["fqn"], match["state"]
+        value = file.value.get("param") if isinstance(file.value, dict) else file.value
+        stored = _stored(f"{fqn}.{state}", value, file)
+        bare = isinstance(file.value, TensorRef) and state != "step"
+        if isinstance(stored, StoredTensor) and bare and fqn in shapes and stored.spec.shape != shapes[fqn]:
+            stored = unflatten(stored, shapes[fqn], fqn)  # of stage 3
+        rows = hints.get("vocab_size")
+        if (
+            isinstance(stored, StoredTensor)
+            and rows
+            and isinstance(file.value, dict)
+            and file.value.get("vocab_tensor")
+        ):
+            stored = narrow(stored, 0, 0, min(int(rows), stored.spec.shape[0]))
+        if state == "fp32" and isinstance(stored, StoredTensor):
+            parts.model[fqn] = stored  # of buffers, the module has the better copy
+        elif state != "fp32":
+            parts.state.setdefault(fqn, {})[state] = stored
+        found = True
+    common = files.get("zero/optimizer_state")
+    if found and common is not None:
+        _add_common_step(parts, common)
+    if found and common is not None and isinstance(common.value, dict) and not parts.groups:
+        rank = Rank(common.source.label, groups=[dict(common.plain(g)) for g in common.value.get("param_groups", ())])
+        for stage in stages.values():
+            _add_groups(parts, [rank], stage.shapes())
+
+
+def _add_common_step(parts: Parts, common: TorchFile) -> None:
+    """The number of steps for parameters that have no file of it, as those of stage 3; its groups have one each."""
+    inner = common.value.get("optimizer_state_dict") if isinstance(common.value, dict) else None
+    states = inner.get("state") if isinstance(inner, dict) else None
+    steps = [of["step"] for of in states.values() if "step" in of] if isinstance(states, dict) else []
+    if not steps or any(common.plain(step) != common.plain(steps[0]) for step in steps):
+        return
+    for fqn, states in parts.state.items():
+        if states and "step" not in states:
+            states["step"] = _stored(f"{fqn}.step", steps[0], common)
+
+
+# DeepSpeed's optimizers of 16-bit models without ZeRO: a torch optimizer of fp32 masters, and the
+# masters beside it.
+#
+# {optimizer_state_dict: {state: {0: ...}, param_groups}, fp32_groups: [[master, ...] of each
+# group]} {optimizer_state_dict: the same, one id a group,        fp32_groups_flat: [all masters in
+# a row, of each group]}
+
+
+NamedShapes = Mapping[str, tuple[int, ...]]
+
+
+def is_mixed(optimizer: Any) -> bool:
+    """Whether a saved optimizer is one of a 16-bit model."""
+    return isinstance(optimizer, dict) and isinstance(optimizer.get("optimizer_state_dict"), dict)
+
+
+def read_mixed(optimizer: Mapping[str, Any], file: TorchFile, shapes: NamedShapes, hints: Hints) -> StoredOptimizer:
+    """The states by id, or by name where whole groups are flat; masters are the state `MASTER`.
+
+    Args:
+        shapes: those of the module's tensors.
+
+    Raises:
+        NormalizationError: flat groups, and no hint says what is in them.
+        DamagedCheckpointError: masters and groups do not fit together.
+    """
+    inner = optimizer["optimizer_state_dict"]
+    groups = [dict(file.plain(group)) for group in inner.get("param_groups", ())]
+    state: dict[int, dict[str, Value]] = {
+        int(i): {str(k): _stored(f"{i}.{k}", v, file) for k, v in of.items()}
+        for i, of in (inner.get("state") or {}).items()
+    }
+    flats = optimizer.get("fp32_groups_flat")
+    if flats is not None:
+        return _cut(groups, state, [_stored(f"group {g}", flat, file) for g, flat in enumerate(flats)], shapes, hints)
+    masters = optimizer.get("fp32_groups") or ()
+    for group, of in zip(groups, masters):
+        if len(group.get("params", ())) != len(of):
+            raise DamagedCheckpointError(
+                f"{file.source.label}: a group of {len(group.get('params', ()))} parameters has {len(of)} fp32 masters"
+            )
+        for i, ref in zip(group["params"], of):
+            state.setdefault(i, {})[MASTER] = _stored(f"{i}.{MASTER}", ref, file)
+    return StoredOptimizer({str(i): of for i, of in state.items()}, groups)
+
+
+def _cut(
+    groups: Sequence[dict[str, Any]],
+    state: Mapping[int, Mapping[str, Value]],
+    flats: Sequence[Value],
+    shapes: NamedShapes,
+    hints: Hints,
+) -> StoredOptimizer:
+    """Flat groups, cut into the parameters that the hint says are in them."""
+    given = hints.get("param_groups")
+    if given is None:
+        hints.missing(
+            "param_groups",
+            f"the optimizer's {len(flats)} groups are saved as one flat tensor each, and which parameters are in them, "
+            "in which order, is not stored",
+            '[["embed.weight", ...], ...]',
+        )
+    if len(given) != len(flats):
+        raise NormalizationError(f"the hint 'param_groups' lists {len(given)} groups, but there are {len(flats)}")
+    out = StoredOptimizer()
+    for g, (names, flat) in enumerate(zip(given, flats)):
+        settings = groups[g] if g < len(groups) else {}
+        ids = list(settings.get("params", (g,)))
+        values: dict[str, Value] = {MASTER: flat, **(state.get(ids[0], {}) if ids else {})}
+        for name, states in _pieces(g, names, values, shapes).items():
+            out.state[name] = states
+        out.groups.append({**{k: v for k, v in settings.items() if k != "params"}, "params": list(names)})
+    return out
+
+
+def _pieces(
+    g: int, names: Sequence[str], values: Mapping[str, Value], shapes: NamedShapes
+) -> dict[str, dict[str, Value]]:
+    out: dict[str, dict[str, Value]] = {}
+    at = 0
+    for name in names:
+        if name not in shapes:
+            raise NormalizationError(f"the hint 'param_groups' names {name!r}, which the module does not have")
+        stop = at + math.prod(shapes[name])
+        out[name] = {}
+        for key, value in values.items():
+            whole = isinstance(value, StoredTensor) and len(value.spec.shape) == 1
+            if whole and stop <= value.spec.numel:
+                value = unflatten(narrow(value, 0, at, stop), shapes[name], f"{name}.{key}")
+            out[name][key] = value
+        at = stop
+    master = values[MASTER]
+    length = master.spec.numel if isinstance(master, StoredTensor) else 0
+    if at != length:
+        raise NormalizationError(
+            f"the hint 'param_groups' gives group {g} parameters of {at} elements, but its flat tensor has {length}"
+        )
+    return out
+
+
+# What DeepSpeed's files hold by the names in them, and how the parts of tensor parallel ranks
+# become one whole.
+#
+# The files of model parallel ranks do not say how parameters were cut: that follows from names that
+# are known, or from the hint "tp_dims". States have the shapes of their parameters, so they are cut
+# alike.
+
+
+@dataclass
+class Parts:
+    """What was found in all files, or in those of one tensor parallel rank, by the names in them."""
+
+    model: dict[str, StoredTensor] = field(default_factory=dict)
+    state: dict[str, dict[str, Value]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    by_id: StoredOptimizer | None = None
+    """ZeRO stage 0: the optimizer as torch saves it."""
+    tied: dict[str, str] = field(default_factory=dict)
+    """Second names of parameters, and the first ones."""
+    notes: list[str] = field(default_factory=list)
+    """What was left out, and why."""
+
+
+def joined(ranks: Sequence[Parts], hints: Hints) -> Parts:
+    """The parts of tensor parallel ranks as one. What all of them have whole is taken from the first.
+
+    Raises:
+        NormalizationError: how a parameter was cut is not known; the message asks for the hint "tp_dims".
+        DamagedCheckpointError: the ranks have different parameters, or shapes that do not fit.
+    """
+    first = ranks[0]
+    shapes = {fqn: tensor.spec.shape for fqn, tensor in first.model.items()}
+    out = Parts(groups=first.groups, tied=first.tied, notes=list(first.notes))
+    for rank, other in enumerate(ranks):
+        odd = sorted({*other.model} ^ {*first.model})
+        if odd:
+            raise DamagedCheckpointError(
+                f"{odd[0]!r} is in the files of one tensor parallel rank, and not in those of another: rank 0 has "
+                f"{len(first.model)} parameters, rank {rank} has {len(other.model)}"
+            )
+    for fqn in first.model:
+        dim = tp_dim(fqn, hints, len(ranks))
+        gated = dim is not None and is_gated(fqn, shapes)
+        out.model[fqn] = join_shards(fqn, [part.model[fqn] for part in ranks], dim, gated)
+        for name, value in first.state.get(fqn, {}).items():
+            pieces = [part.state.get(fqn, {}).get(name) for part in ranks]
+            states = out.state.setdefault(fqn, {})
+            if isinstance(value, StoredTensor) and value.spec.shape == shapes[fqn] != ():
+                states[name] = join_shards(f"{fqn}.{name}", _all_stored(fqn, name, pieces), dim, gated)
+            else:
+                states[name] = value
+    if first.by_id is not None:
+        out.notes.append("the optimizer's states are not read: without ZeRO they have no names to be joined by")
+    return out
+
+
+def _all_stored(fqn: str, name: str, pieces: Sequence[Value]) -> list[StoredTensor]:
+    found = [piece for piece in pieces if isinstance(piece, StoredTensor)]
+    if len(found) < len(pieces):
+        raise DamagedCheckpointError(f"the files of a tensor parallel rank have no {name!r} of {fqn!r}, others have")
+    return found

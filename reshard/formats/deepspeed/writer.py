@@ -1,0 +1,284 @@
+"""Writes universal checkpoints of DeepSpeed: a file for every parameter and state, which any ZeRO stage reads."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from planners.geometry.box import Box
+from reshard.errors import FormatError
+from reshard.formats.canonical import Canonical, Hints
+from reshard.formats.dcp.writer import object_to_bytes
+from reshard.formats.torch_save.writer import TensorStub, write_archive
+from reshard.live.tree import unflatten
+from reshard.storage.base import Storage
+from reshard.stored.contents import Contents, Facts
+from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, WrittenFile
+from reshard.stored.tensor import LazyTensor, StoredTensor
+
+__all__ = ["DeepSpeedWriter", "deepspeed_form"]
+
+
+# latest_universal                                              names the folder, published last
+# <tag>/zero/<parameter>/{fp32, exp_avg, exp_avg_sq, step}.pt   whole tensors
+# <tag>/zero/optimizer_state.pt                                 param groups
+# <tag>/mp_rank_00_model_states.pt                              shapes by group, buffers, frozen
+# parameters, client state <tag>/zero_pp_rank_0_mp_rank_00_model_states.pt               the same
+# without tensors: stage 3 asks for it by this name
+
+
+_LATEST = "latest_universal"
+_VERSION = "0.19.8"
+"""The version whose files these are."""
+RESERVED = frozenset(
+    ("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "ds_version")
+    + ("frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config")
+)
+"""What DeepSpeed itself keeps beside a program's client state."""
+
+
+@dataclass(frozen=True)
+class DeepSpeedState(Facts):
+    """What there is beside tensors."""
+
+    groups: tuple[Mapping[str, Any], ...] = ()
+    """Settings, and the names of the trained parameters in "params"."""
+    steps: Mapping[str, float | None] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    cut_dims: Mapping[str, int] = field(default_factory=dict)
+    """The dim that tensor parallelism cuts, by parameter."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Second names of parameters, and the first ones."""
+    client: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """The number of steps of the first parameter that has one."""
+        return int(next((step for step in self.steps.values() if step is not None), 0))
+
+
+class DeepSpeedWriter(FormatWriter):
+    """A file for each tensor of the optimizer, and one for what is in no optimizer."""
+
+    format = "deepspeed"
+
+    def __init__(self, contents: Contents, job_id: str) -> None:
+        super().__init__(contents, job_id)
+        facts = contents.facts_of(DeepSpeedState)
+        assert facts is not None
+        self.facts = facts
+        self.tag = f"global_step{facts.step}_universal"
+        self._head = f"{self.tag}/mp_rank_00_model_states.pt"
+        alone = [FilePart(self.stored(name).spec, Box.full(self.stored(name).spec.shape)) for name in self.names]
+        ours = [part for part in alone if "/" in part.spec.fqn]
+        self.files = (
+            FilePlan(self._head, tuple(part for part in alone if "/" not in part.spec.fqn)),
+            *(FilePlan(f"{self.tag}/zero/{part.spec.fqn}.pt", (part,)) for part in ours),
+        )
+
+    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
+        """Stream one file."""
+        name = storage.staged(file.name, self.job_id)
+        regions = [self.region(part) for part in file.parts]
+        return self.done(*write_archive(storage, name, self._value(file), regions, self.feed(regions), on_bytes))
+
+    def _value(self, file: FilePlan) -> Any:
+        """What the file holds, with a stub for each tensor."""
+        stubs = {part.spec.fqn: TensorStub(part.spec, number) for number, part in enumerate(file.parts)}
+        if file.name == self._head:
+            return self._model_states(stubs)
+        ((name, stub),) = stubs.items()
+        return {"cat_dim": self.facts.cut_dims[name.rpartition("/")[0]], "param": stub}
+
+    def _model_states(self, module: Mapping[str, Any]) -> dict[str, Any]:
+        facts = self.facts
+        shapes = [{fqn: torch.Size(facts.shapes[fqn]) for fqn in group["params"]} for group in facts.groups]
+        program: dict[str, Any] = {"lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0}
+        program |= {"global_steps": facts.step, "global_samples": 0, **facts.client}
+        return program | {
+            "module": dict(module),
+            "buffer_names": [],
+            "optimizer": None,
+            "param_shapes": shapes,
+            "frozen_param_shapes": None,
+            "shared_params": dict(facts.tied),
+            "frozen_param_fragments": None,
+            "dp_world_size": 1,
+            "mp_world_size": 1,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            "ds_config": {},
+            "ds_version": _VERSION,
+        }
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Settings by group; stages 1 and 2 have them at the top, stage 3 within."""
+        facts = self.facts
+        settings = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [number]}
+            for number, group in enumerate(facts.groups)
+        ]
+        firsts = [next((facts.steps[fqn] for fqn in group["params"]), None) for group in facts.groups]
+        state = {n: {} if step is None else {"step": torch.tensor(step, device="cpu")} for n, step in enumerate(firsts)}
+        inner = {"state": state, "param_groups": settings}
+        return {"param_groups": settings, "optimizer_state_dict": inner, "overflow": False, "ds_version": _VERSION}
+
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
+        """Give all files their names, write the small ones, then the one that names their folder."""
+        for name, written in done.items():
+            storage.unstage(written.name, name)
+        small: dict[str, Any] = {f"{self.tag}/zero/optimizer_state.pt": self._optimizer_state()}
+        small[f"{self.tag}/zero_pp_rank_0_mp_rank_00_model_states.pt"] = self._model_states({})
+        for fqn, step in self.facts.steps.items():
+            if step is not None:
+                small[f"{self.tag}/zero/{fqn}/step.pt"] = torch.tensor(step, device="cpu")
+        for name, value in small.items():
+            storage.publish(name, object_to_bytes(value))
+        storage.publish(_LATEST, self.tag.encode())
+        for name in storage.list(f"{self.tag}/"):  # of what was there before
+            if name not in done and name not in small:
+                storage.delete(name)
+
+    def occupied(self, names: Mapping[str, int]) -> str | None:
+        """The files that name a folder."""
+        return next((name for name in (_LATEST, "latest") if name in names), None)
+
+
+# A canonical state as a universal checkpoint of DeepSpeed's has it: for the format's writer.
+#
+# fp32, exp_avg, ...   a file each for every parameter that has states: whole, in float32 module
+# what has none: buffers and frozen parameters client state         plain objects that stood beside
+# model and optimizer
+
+
+_MASTERS = ("fp32_param", "fp32", "master_param")
+_NOT_STATES = (*_MASTERS, "step")
+
+Widen = Callable[[StoredTensor, str], StoredTensor]
+"""(a tensor, name) -> the same in float32, under that name."""
+
+
+def deepspeed_form(
+    found: Canonical, contents: Contents, hints: Mapping[str, Any] | None, widen: Widen, what: str
+) -> Contents:
+    """`contents`, which normalizes to `found`, as tensors by file: "<fqn>/<state>"; "<fqn>" for those of the module.
+
+    Raises FormatError where the format cannot hold the state: no optimizer, states that only some parameters have,
+    steps that differ within a group.
+    """
+    trained = [fqn for fqn, states in found.state.items() if states and fqn in found.model]
+    groups = [{**group, "params": [p for p in group.get("params", ()) if p in trained]} for group in found.groups]
+    _check(found, trained, groups, what)
+    ties = _ties(found.model, trained)
+    tensors: dict[str, StoredTensor] = {}
+    lost: list[str] = []
+    for fqn in trained:
+        states, parameter = found.state[fqn], found.model[fqn]
+        master = next((states[name] for name in _MASTERS if name in states), parameter)
+        tensors[f"{fqn}/fp32"] = widen(master, f"{fqn}/fp32")
+        for name, value in states.items():
+            if isinstance(value, StoredTensor) and value.spec.shape == parameter.spec.shape and name not in _NOT_STATES:
+                tensors[f"{fqn}/{name}"] = value.renamed(f"{fqn}/{name}")
+            elif name not in _NOT_STATES:
+                lost.append(f"optim.state.{fqn}.{name}")
+    still = [fqn for fqn in found.model if fqn not in trained and fqn not in ties]
+    tensors.update((fqn, found.model[fqn]) for fqn in still)
+    client, unplaced = _client(contents)
+    listed = {p for group in found.groups for p in group.get("params", ())}
+    notes = [f"{fqn!r} is in a param group and has no state: written as frozen" for fqn in still if fqn in listed]
+    facts = DeepSpeedState(
+        groups=tuple(groups),
+        steps={fqn: _step(found, fqn) for fqn in trained},
+        shapes={fqn: found.model[fqn].spec.shape for fqn in trained},
+        cut_dims={fqn: _cut_dim(fqn, Hints(hints)) for fqn in trained},
+        tied=ties,
+        client=client,
+    )
+    return Contents(
+        "deepspeed",
+        tensors,
+        facts=facts,
+        warnings=(*contents.warnings, *found.notes, *notes),
+        left_out=(*contents.left_out, *contents.per_rank, *lost, *unplaced),
+    )
+
+
+def _check(found: Canonical, trained: list[str], groups: list[dict[str, Any]], what: str) -> None:
+    """Raises FormatError for what DeepSpeed would miss, or pass over without a word."""
+    if not trained or not any(group["params"] for group in groups):
+        raise FormatError(
+            f"{what}: there are no states of an optimizer with param groups, by which DeepSpeed reads a universal "
+            "checkpoint, parameters too. For a model alone write safetensors, and load that into the module"
+        )
+    kinds = {name for fqn in trained for name in found.state[fqn] if name not in _NOT_STATES}
+    placed = {fqn for group in groups for fqn in group["params"]}
+    for fqn in trained:
+        lacks = min(kinds - set(found.state[fqn]), default=None)
+        if lacks is not None:
+            raise FormatError(f"{what}: {fqn!r} has no {lacks}, which others have: DeepSpeed wants it of all")
+        if fqn not in placed:
+            raise FormatError(f"{what}: {fqn!r} has states but no param group: the hint 'param_groups' gives them")
+        if "/" in fqn:
+            raise FormatError(f"{what}: {fqn!r} would be the name of a folder, and cannot be with a '/' in it")
+    for number, group in enumerate(groups):
+        _check_steps(found, number, group["params"])
+
+
+def _check_steps(found: Canonical, number: int, names: list[str]) -> None:
+    steps = {fqn: _step(found, fqn) for fqn in names}
+    other = next((fqn for fqn, step in steps.items() if step != steps[names[0]]), None)
+    if other is not None:
+        raise FormatError(
+            f"DeepSpeed has one number of steps for a param group, but of group {number} {names[0]!r} has taken "
+            f"{steps[names[0]]} and {other!r} {steps[other]}"
+        )
+
+
+def _step(found: Canonical, fqn: str) -> float | None:
+    value = found.state[fqn].get("step")
+    if value is None:
+        return None
+    return float(LazyTensor(value)[...] if isinstance(value, StoredTensor) else value)
+
+
+def _ties(model: Mapping[str, StoredTensor], trained: list[str]) -> dict[str, str]:
+    """Names of tensors that are the very same chunks as another's: that which has states, or the first."""
+    first: dict[int, str] = {}
+    for fqn in (*trained, *model):
+        if model[fqn].chunks != ():
+            first.setdefault(id(model[fqn].chunks), fqn)
+    kept = {fqn: first.get(id(tensor.chunks), fqn) for fqn, tensor in model.items()}
+    return {fqn: name for fqn, name in kept.items() if fqn != name and fqn not in trained}
+
+
+def _cut_dim(fqn: str, hints: Hints) -> int:
+    """The dim that tensor parallelism cuts, as the hint says: DeepSpeed takes a part of it where ranks have less."""
+    for pattern, dim in hints.mapping("tp_dims").items():
+        if fnmatch.fnmatchcase(fqn, str(pattern)):
+            return int(dim or 0)
+    return 0
+
+
+def _client(contents: Contents) -> tuple[dict[str, Any], list[str]]:
+    """Plain objects as nested as they were, and keys of those that have no place."""
+    found: dict[tuple[Any, ...], Any] = {}
+    lost: list[str] = []
+    for key, value in contents.objects.items():
+        path = contents.paths.get(key, (key,))
+        if path[0] in ("optim", "model"):
+            continue
+        inner = path[1:] if str(path[0]).endswith("mp_rank_00_model_states") else path
+        if not inner or inner[0] in RESERVED:
+            lost.append(key)
+        else:
+            found[inner] = value
+    kinds = {
+        path[1:] if path and str(path[0]).endswith("mp_rank_00_model_states") else path: kind
+        for path, kind in contents.containers.items()
+    }
+    above = {path[:i] for path in found for i in range(1, len(path) + 1)}
+    client = unflatten(found, {path: kind for path, kind in kinds.items() if path in above})
+    return dict(client), lost

@@ -1,0 +1,279 @@
+"""The flat pieces of ZeRO, cut back into parameters.
+
+Stages 1 and 2: all parameters of a group in one row,        Stage 3: every parameter cut by itself, and the
+cut evenly into one piece a rank ("-" is padding)            slices in one row
+    rank 0: p0 p0 p0 p1   rank 1: p1 p1 p2 -                     rank 0: p0 p0 p1 p2   rank 1: p0 -- p1 --
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planners.geometry.box import Box
+from planners.geometry.layout import TensorSpec
+from reshard.errors import DamagedCheckpointError
+from reshard.formats.canonical import Value
+from reshard.formats.torch_save.pickles import TensorRef
+from reshard.formats.torch_save.reader import TorchFile, stored_tensor
+from reshard.stored.contents import Record
+from reshard.stored.tensor import StoredTensor
+from reshard.stored.views import assemble, narrow, unflatten
+
+__all__ = ["Rank", "Shapes", "cut_stage3", "cut_stage12", "experts_shifts", "read_rank", "shifted"]
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of the parameters of a group, in order."""
+MASTER = "fp32"
+"""Name under which the fp32 masters go among the states."""
+
+
+@dataclass
+class Rank:
+    """What one rank's file of optimizer states holds: the values of each flat group by name."""
+
+    label: str
+    flats: list[dict[str, Value]] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Settings of the param groups."""
+    partition_counts: list[int] = field(default_factory=list)
+    mappings: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    """Stages 1 and 2, newer versions: start and length of each parameter's part in the piece."""
+    round_robin: bool = False
+    """Stages 1 and 2: parameters were dealt out to the ranks in turn. The shapes of the model are in that order, too,
+    but `mappings` say where the parameters would be without it."""
+    paddings: list[list[int]] = field(default_factory=list)
+    """Stages 1 and 2: elements between a parameter of each group and the next."""
+    stage: int = 0
+
+
+def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
+    """Raises DamagedCheckpointError if the file is not what DeepSpeed writes."""
+    label = file.source.label
+    value = file.value.get("optimizer_state_dict") if isinstance(file.value, dict) else None
+    if not isinstance(value, dict):
+        raise DamagedCheckpointError(f"{label}: it holds no optimizer_state_dict of ZeRO")
+    third = "fp32_flat_groups" in value
+    out = Rank(label, stage=_number(value.get("zero_stage", 3 if third else 1), label))
+    masters = value.get("fp32_flat_groups" if third else "single_partition_of_fp32_groups")
+    base = value.get("optimizer_state_dict" if third else "base_optimizer_state")
+    if not isinstance(masters, (list, tuple)):
+        raise DamagedCheckpointError(
+            f"{label}: it holds no flat fp32 groups, which every stage of ZeRO from 1 on writes"
+        )
+    states = _states(base)
+    out.groups = [dict(group) for group in base.get("param_groups", ())] if isinstance(base, dict) else []
+    for g, master in enumerate(masters):
+        named: dict[str, Any] = {MASTER: master, **states.get(g, {})}
+        out.flats.append({k: _value(f"{stem}.{g}.{k}", v, file, rank) for k, v in named.items()})
+    counts = value.get("partition_count", ())
+    out.partition_counts = (
+        [int(c) for c in counts] if isinstance(counts, (list, tuple)) else [int(counts)] * len(masters)
+    )
+    config = file.value.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    out.round_robin = isinstance(zero, dict) and zero.get("round_robin_gradients") is True
+    out.paddings = [list(map(int, of)) for of in value.get("param_alignment_paddings") or ()]
+    mappings = value.get("param_slice_mappings")
+    if isinstance(mappings, (list, tuple)):
+        out.mappings = [{str(k): _fragment(v, label) for k, v in of.items()} for of in mappings]
+    return out
+
+
+def _states(base: Any) -> dict[int, dict[str, Any]]:
+    """States by group: of a torch optimizer, or the list that elastic checkpoints have."""
+    if isinstance(base, dict):
+        return {int(g): dict(of) for g, of in base.get("state", {}).items()}
+    return {g: dict(of) for g, of in enumerate(base or ()) if isinstance(of, dict)}
+
+
+def _number(stage: Any, label: str) -> int:
+    value = stage.args[0] if isinstance(stage, Record) and stage.args else stage
+    if not isinstance(value, int):
+        raise DamagedCheckpointError(f"{label}: its zero_stage {value!r:.40} is no number")
+    return value
+
+
+def _value(key: str, value: Any, file: TorchFile, rank: int) -> Value:
+    return stored_tensor(key, file, value, rank) if isinstance(value, TensorRef) else file.plain(value)
+
+
+def _fragment(value: Any, label: str) -> tuple[int, int]:
+    fields = value.fields if isinstance(value, Record) else {}
+    try:
+        return int(fields["start"]), int(fields["numel"])
+    except (KeyError, TypeError, ValueError):
+        raise DamagedCheckpointError(
+            f"{label}: a fragment of a parameter without start and numel: {value!r:.80}"
+        ) from None
+
+
+def _is_flat(value: Value, master: Value) -> bool:
+    """Whether a state has an element for each of the masters (but for padding), rather than one for the group."""
+    if not isinstance(value, StoredTensor) or not isinstance(master, StoredTensor):
+        return False
+    return len(value.spec.shape) == 1 and (value.spec.numel >= master.spec.numel)
+
+
+def _check_ranks(ranks: Sequence[Rank], group: int) -> None:
+    counts = {rank.partition_counts[group] for rank in ranks if group < len(rank.partition_counts)}
+    if counts and counts != {len(ranks)}:
+        raise DamagedCheckpointError(
+            f"{ranks[0].label}: group {group} was cut for {max(counts)} data parallel ranks, but there are files of "
+            f"{len(ranks)}: the file of a rank is missing, or does not belong here"
+        )
+
+
+def cut_stage12(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> dict[str, dict[str, Value]]:
+    """States of every parameter, and its fp32 master as the state `MASTER`.
+
+    Raises DamagedCheckpointError if a rank's file is missing, or pieces are too short for the parameters.
+    """
+    out: dict[str, dict[str, Value]] = {}
+    for g, group in enumerate(shapes):
+        if any(g >= len(rank.flats) for rank in ranks):
+            raise DamagedCheckpointError(f"{ranks[0].label}: it has no group {g}, which the model's parameters need")
+        for mine, shift in _sharers(ranks, g, group):
+            _check_ranks(mine, g)
+            mapped = all(g < len(rank.mappings) for rank in mine) and not mine[0].round_robin
+            parts = _mapped_parts(mine, g, group) if mapped else _even_parts(mine, g, group)
+            for fqn, shape in group.items():
+                states, held = mine[0].flats[g], parts[fqn]
+                out[shifted(fqn, shift)] = {
+                    name: _gather(
+                        f"{fqn}.{name}", shape, [(at, mine[r].flats[g].get(name), s, n) for r, s, n, at in held]
+                    )
+                    if _is_flat(value, states[MASTER])
+                    else value
+                    for name, value in states.items()
+                }
+    return out
+
+
+_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)", re.DOTALL)
+
+
+def shifted(fqn: str, by: int) -> str:
+    """The name of an expert's parameter in the whole model, whose experts before those of its rank are `by`."""
+    match = _EXPERT.fullmatch(fqn)
+    return fqn if match is None else f"{match[1]}{int(match[2]) + by}{match[3]}"
+
+
+def experts_shifts(ranks: Sequence[Rank], g: int, group: Shapes) -> list[int]:
+    """How many experts come before those of each expert parallel rank; [0] for a group that all ranks share."""
+    numbers = {int(m[2]) for m in map(_EXPERT.fullmatch, group) if m is not None}
+    count = ranks[0].partition_counts[g] if g < len(ranks[0].partition_counts) else len(ranks)
+    if not numbers or not 0 < count < len(ranks) or len(ranks) % count:
+        return [0]
+    return [e * (max(numbers) + 1) for e in range(len(ranks) // count)]
+
+
+def _sharers(ranks: Sequence[Rank], g: int, group: Shapes) -> list[tuple[Sequence[Rank], int]]:
+    """The ranks that share the parameters of a group: all, or those with the same experts, which are spread over
+    neighbours: with two expert parallel ranks, 0, 2, 4 ... have the first ones."""
+    shifts = experts_shifts(ranks, g, group)
+    return [(ranks[e :: len(shifts)], shift) for e, shift in enumerate(shifts)]
+
+
+_Parts = dict[str, list[tuple[int, int, int, int]]]
+"""By parameter: (rank, start in the rank's piece, length, start in the flattened parameter)."""
+
+
+def _mapped_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
+    """As the files say: each rank holds the next elements of a parameter."""
+    parts: _Parts = {fqn: [] for fqn in group}
+    done = dict.fromkeys(group, 0)
+    for r, rank in enumerate(ranks):
+        for fqn, (start, length) in rank.mappings[g].items():
+            if fqn in parts:
+                parts[fqn].append((r, start, length, done[fqn]))
+                done[fqn] += length
+    for fqn, shape in group.items():
+        if done[fqn] != math.prod(shape):
+            raise DamagedCheckpointError(
+                f"{fqn!r} of shape {list(shape)}: the files of {len(ranks)} ranks hold {done[fqn]} of its "
+                f"{math.prod(shape)} elements; the file of a rank is missing"
+            )
+    return parts
+
+
+def _even_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
+    """All pieces but the last have the length of the first; the parameters follow one another."""
+    first = ranks[0].flats[g][MASTER]
+    piece = first.spec.numel if isinstance(first, StoredTensor) else 0
+    parts: _Parts = {}
+    start = stop = 0
+    paddings = ranks[0].paddings[g] if g < len(ranks[0].paddings) else []
+    for at, (fqn, shape) in enumerate(group.items()):
+        stop = start + math.prod(shape)
+        parts[fqn] = []
+        for r in range(len(ranks)):
+            low, high = max(start, r * piece), min(stop, (r + 1) * piece)
+            if low < high:
+                parts[fqn].append((r, low - r * piece, high - low, low - start))
+        start = stop + (paddings[at] if at < len(paddings) else 0)
+    if stop > piece * len(ranks):
+        raise DamagedCheckpointError(
+            f"{ranks[0].label}: the parameters of group {g} have {stop} elements, but its {len(ranks)} pieces hold "
+            f"{piece * len(ranks)}: the file of a rank is missing"
+        )
+    return parts
+
+
+def _gather(fqn: str, shape: tuple[int, ...], parts: Iterable[tuple[int, Value, int, int]]) -> StoredTensor:
+    """A parameter from parts of flat tensors, each (start in the parameter, flat tensor, start in it, length)."""
+    numel = math.prod(shape)
+    pieces, dtype = [], "float32"
+    for at, flat, start, length in parts:
+        if not isinstance(flat, StoredTensor) or len(flat.spec.shape) != 1:
+            raise DamagedCheckpointError(f"{fqn!r}: a rank has no flat tensor for it, but others have")
+        if start + length > flat.spec.numel or at + length > numel:
+            raise DamagedCheckpointError(
+                f"{fqn!r} of shape {list(shape)}: its elements {at} to {at + length} should be the elements {start} to "
+                f"{start + length} of {flat.fqn!r}, which has {flat.spec.numel}"
+            )
+        dtype = flat.spec.dtype
+        pieces.append((Box((at,), (length,)), narrow(flat, 0, start, start + length)))
+    if not pieces:
+        if numel:
+            raise DamagedCheckpointError(f"{fqn!r} of shape {list(shape)}: no rank holds any part of it")
+        return StoredTensor(TensorSpec(fqn, shape, dtype), ())
+    return unflatten(assemble(fqn, (numel,), pieces), shape, fqn)
+
+
+def cut_stage3(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> dict[str, dict[str, Value]]:
+    """The same for stage 3: sub-groups follow one another as the parameters of all groups do."""
+    _check_ranks(ranks, 0)
+    world = len(ranks)
+    out: dict[str, dict[str, Value]] = {}
+    sizes = [_numel(flat[MASTER]) for flat in ranks[0].flats]
+    sub, at = 0, 0  # sub-group and position in it
+    for group in shapes:
+        for fqn, shape in group.items():
+            numel = math.prod(shape)
+            part = -(-numel // world)
+            while sub < len(sizes) and part and at >= sizes[sub]:
+                sub, at = sub + 1, 0
+            if part and (sub >= len(sizes) or at + part > sizes[sub]):
+                raise DamagedCheckpointError(
+                    f"{ranks[0].label}: {fqn!r} needs {part} elements from {at} on in sub-group {sub}, which is more "
+                    "than the file holds; it was cut short, or belongs to another model"
+                )
+            held = [(r, r * part, min(part, numel - r * part)) for r in range(world) if r * part < numel]
+            states = ranks[0].flats[min(sub, len(sizes) - 1)]
+            out[fqn] = {
+                name: _gather(f"{fqn}.{name}", shape, [(s, ranks[r].flats[sub].get(name), at, n) for r, s, n in held])
+                if _is_flat(value, states[MASTER])
+                else value
+                for name, value in states.items()
+            }
+            at += part
+    return out
+
+
+def _numel(value: Value) -> int:
+    return value.spec.numel if isinstance(value, StoredTensor) else 0

@@ -1,1 +1,0 @@
-"""What training frameworks write: files of other formats, and what tells how they fit together."""

@@ -1,0 +1,307 @@
+"""Normalizes what the ranks of FSDP1 saved by themselves: flat parameters and their optimizer states, cut up again.
+
+    use_orig_params=False: one flat tensor per wrapped module, the same for its states     flat: [p0 p0 p0 | p1 p1 -]
+    use_orig_params=True:  a 1-D piece of each parameter, empty on ranks that hold none    rank 0 ......... rank 1 ..
+
+Neither files nor pieces say shapes, so the hints do: "param_shapes" of the model, or "flat_params" of each flat tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planners.geometry.box import Box
+from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.formats.canonical import Canonical, Hints, NameMap, StoredOptimizer, Value, name_ids
+from reshard.formats.fsdp1.files import Fsdp1Facts
+from reshard.formats.fsdp1.flat_parameters import FLAT, FlatLayout, ask_copies, cut_flat, hinted_params, layout_of
+from reshard.formats.generic import take_optimizer
+from reshard.formats.torch_save.pickles import TensorRef
+from reshard.formats.torch_save.reader import TorchFile, is_sharded_tensor, join_sharded, stored_tensor
+from reshard.stored.contents import Contents
+from reshard.stored.tensor import StoredTensor
+from reshard.stored.views import assemble, unflatten
+
+__all__ = ["normalize_fsdp1"]
+
+
+_MODELS = ("model", "state_dict", "model_state_dict")
+_OPTIMIZERS = ("optim", "optimizer", "optim_state_dict", "optimizer_state_dict")
+
+
+@dataclass
+class _RankStates:
+    """What the files of all ranks hold, rank by rank."""
+
+    files: dict[int, TorchFile]
+    model: list[dict[str, Any]] = field(default_factory=list)
+    optim: list[dict[str, Any]] = field(default_factory=list)
+
+
+def normalize_fsdp1(contents: Contents, hints: Hints, what: str) -> Canonical:
+    """The state under canonical names.
+
+    Raises:
+        NormalizationError: shapes or names that a hint must give; the message says which.
+        DamagedCheckpointError: the pieces of the ranks do not make up what the hint says.
+    """
+    facts = contents.facts
+    assert isinstance(facts, Fsdp1Facts)
+    sections = facts.sections
+    found = [_find(_first_copy(name, files, hints)) for name, files in sections.items()]
+    models = [one for one in found if one.model]
+    flat_names = [name for one in models for name in one.model[0] if name.endswith(FLAT)]
+    model: dict[str, StoredTensor] = {}
+    for one in models:
+        model.update(_model(one, flat_names, hints))
+    saved = [_optimizer(one, flat_names, hints, what) for one in found if one.optim]
+    names = list(model) or [name for optimizer in saved for name in optimizer.state]
+    rename = NameMap(names, hints)
+    result = Canonical()
+    for name, tensor in model.items():
+        result.add_model(rename(name), tensor, name)
+    for optimizer in saved:
+        take_optimizer(result, optimizer, rename)
+    return result
+
+
+def _first_copy(section: str, files: Mapping[int, TorchFile], hints: Hints) -> dict[int, TorchFile]:
+    """The files of the ranks that hold the first copy of the parameters: all, unless a hint says less."""
+    ranks = hints.get("shard_ranks")
+    if ranks is None:
+        return dict(files)
+    if type(ranks) is not int or ranks < 1 or len(files) % ranks:
+        raise NormalizationError(
+            f"the hint 'shard_ranks' must be a divisor of the {len(files)} ranks that saved {section!r}, got {ranks!r}"
+        )
+    return {rank: file for rank, file in files.items() if rank < ranks}
+
+
+def _find(files: dict[int, TorchFile]) -> _RankStates:
+    found = _RankStates(files)
+    for file in files.values():
+        value = file.value if isinstance(file.value, dict) else {}
+        model = next((value[key] for key in _MODELS if isinstance(value.get(key), dict)), None)
+        optim = next((value[key] for key in _OPTIMIZERS if isinstance(value.get(key), dict)), None)
+        if model is None and optim is None:
+            model, optim = (None, value) if "state" in value and "param_groups" in value else (value, None)
+        found.model += [model] if model is not None else []
+        found.optim += [optim] if optim is not None else []
+    return found
+
+
+def _model(found: _RankStates, flat_names: Sequence[str], hints: Hints) -> dict[str, StoredTensor]:
+    """Parameters and buffers of a local state dict."""
+    first, ranks = found.model[0], sorted(found.files)
+    pieces = [name for name, value in first.items() if isinstance(value, TensorRef)]
+    shapes = _shapes(hints)
+    # with use_orig_params, each parameter is there as a piece, beside the flat tensor that it is a view of
+    original = any(len(first[name].size) == 1 and name in shapes for name in pieces)
+    out: dict[str, StoredTensor] = {}
+    for name, value in first.items():
+        values = {rank: found.model[i].get(name) for i, rank in enumerate(ranks)}
+        if is_sharded_tensor(value):
+            whole = join_sharded(name, values, found.files)
+            if not name.endswith(FLAT):
+                out[name] = whole
+            elif not original:
+                out.update(cut_flat(name, whole, flat_names, hints))
+        elif (
+            isinstance(value, TensorRef) and name in shapes and (value.size != shapes[name] or _differs(value, values))
+        ):
+            out[name] = _pieces(name, shapes[name], values, found.files, hints)
+        elif len(value.size) == 1 and (not shapes or _differs(value, values)):
+            _ask_shapes(hints, name)
+        else:
+            out[name] = stored_tensor(name, found.files[ranks[0]], value)
+    return out
+
+
+def _differs(first: TensorRef, values: Mapping[int, Any]) -> bool:
+    return any(isinstance(value, TensorRef) and value.size != first.size for value in values.values())
+
+
+def _shapes(hints: Hints) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, from `param_shapes` and from `flat_params`. Raises NormalizationError if they are none."""
+    try:
+        shapes = {str(name): tuple(int(n) for n in shape) for name, shape in hints.mapping("param_shapes").items()}
+    except (TypeError, ValueError):
+        raise NormalizationError("the hint 'param_shapes' must be {name: shape}") from None
+    for key in hints.mapping("flat_params"):
+        shapes.update(hinted_params(key, hints) or ())
+    return shapes
+
+
+def _ask_shapes(hints: Hints, name: str) -> None:
+    hints.missing(
+        "param_shapes",
+        f"the ranks of FSDP1 saved 1-D pieces of {name!r}, which do not say its shape",
+        "{name: tuple(p.shape) for name, p in model.named_parameters()}",
+    )
+
+
+def _pieces(
+    name: str, shape: tuple[int, ...], values: Mapping[int, Any], files: Mapping[int, TorchFile], hints: Hints
+) -> StoredTensor:
+    """A tensor from the 1-D pieces of all ranks, in order."""
+    at, parts = 0, []
+    for rank, ref in sorted(values.items()):
+        length = math.prod(ref.size) if isinstance(ref, TensorRef) else 0
+        if length and isinstance(ref, TensorRef):
+            if len(ref.size) != 1:
+                raise DamagedCheckpointError(
+                    f"{files[rank].source.label}: {name!r} has shape {list(ref.size)}, not 1-D"
+                )
+            parts.append((Box((at,), (length,)), stored_tensor(f"{name} of rank {rank}", files[rank], ref, rank)))
+            at += length
+    numel = math.prod(shape)
+    if at != numel and at % max(numel, 1) == 0 and at > numel:
+        ask_copies(
+            f"the pieces of {name!r} have {at} elements on all ranks, but its shape {list(shape)} would", numel, hints
+        )
+    if at != numel:
+        raise DamagedCheckpointError(
+            f"{name!r}: the pieces of {len(values)} ranks have {at} elements, but the hint gives the shape "
+            f"{list(shape)} of {math.prod(shape)}: the file of a rank is missing, or the hint is wrong"
+        )
+    return unflatten(assemble(name, (at,), parts), shape, name)
+
+
+def _optimizer(found: _RankStates, flat_names: Sequence[str], hints: Hints, what: str) -> StoredOptimizer:
+    """An optimizer under the names of parameters."""
+    files, ranks = found.files, sorted(found.files)
+    states = {rank: found.optim[i].get("state") or {} for i, rank in enumerate(ranks)}
+    groups = [dict(files[ranks[0]].plain(group)) for group in found.optim[0].get("param_groups", ())]
+    keys = list(dict.fromkeys(key for of in states.values() for key in of))
+    listed = [p for group in groups for p in group.get("params", ())]
+    if any(not isinstance(key, int) for key in keys):
+        state = {str(key): _named(str(key), key, states, files) for key in keys}
+        return StoredOptimizer(state, groups)
+    flats = [_flat_of(i, key, states, files, flat_names, hints, listed) for i, key in enumerate(keys)]
+    if flats and all(layout is not None for layout in flats):
+        return _cut_flats(keys, [layout for layout in flats if layout is not None], states, files, groups)
+    return _by_pieces(keys, states, files, groups, hints, what)
+
+
+def _named(
+    name: str, key: Any, states: Mapping[int, Mapping[Any, Any]], files: Mapping[int, TorchFile]
+) -> dict[str, Value]:
+    """States of one parameter that are ShardedTensors, or the same on every rank."""
+    out: dict[str, Value] = {}
+    first = next(rank for rank in sorted(states) if key in states[rank])
+    for state, value in states[first][key].items():
+        if is_sharded_tensor(value):
+            values = {rank: of.get(key, {}).get(state) for rank, of in states.items()}
+            out[str(state)] = join_sharded(f"{name}.{state}", values, files)
+        elif isinstance(value, TensorRef):
+            out[str(state)] = stored_tensor(f"{name}.{state}", files[first], value, first)
+        else:
+            out[str(state)] = files[first].plain(value)
+    return out
+
+
+def _flat_of(
+    position: int,
+    key: int,
+    states: Mapping[int, Mapping[Any, Any]],
+    files: Mapping[int, TorchFile],
+    flat_names: Sequence[str],
+    hints: Hints,
+    listed: Sequence[Any],
+) -> FlatLayout | None:
+    """What is in the flat parameter of an id; None if ids are those of parameters."""
+    total = _length(key, states)
+    given = hints.mapping("flat_params")
+    if given:
+        return layout_of(None, key, total, 4, len(states), flat_names, hints)
+    # without use_orig_params the optimizer has as many parameters as the model has flat ones
+    if flat_names and len(listed) == len(flat_names) and "param_shapes" in hints and "param_names" not in hints:
+        at = listed.index(key) if key in listed else position
+        return layout_of(flat_names[at], key, total, 4, len(states), flat_names, hints)
+    return None
+
+
+def _length(key: int, states: Mapping[int, Mapping[Any, Any]]) -> int:
+    """Elements of the flat states of an id on all ranks."""
+    total = 0
+    for of in states.values():
+        sizes = [v.size[0] for v in of.get(key, {}).values() if isinstance(v, TensorRef) and len(v.size) == 1]
+        total += max(sizes, default=0)
+    return total
+
+
+def _cut_flats(
+    keys: Sequence[int],
+    layouts: Sequence[FlatLayout],
+    states: Mapping[int, Mapping[Any, Any]],
+    files: Mapping[int, TorchFile],
+    groups: Sequence[Mapping[str, Any]],
+) -> StoredOptimizer:
+    saved = StoredOptimizer()
+    inside: dict[int, list[str]] = {}
+    for key, layout in zip(keys, layouts):
+        inside[key] = list(layout.params)
+        first = next(rank for rank in sorted(states) if key in states[rank])
+        for state, value in states[first][key].items():
+            if isinstance(value, TensorRef) and len(value.size) == 1:
+                whole = _row(f"{key}.{state}", {rank: of.get(key, {}).get(state) for rank, of in states.items()}, files)
+                for name, part in layout.cut(whole).items():
+                    saved.state.setdefault(name, {})[str(state)] = part
+                continue
+            same = stored_tensor(str(state), files[first], value) if isinstance(value, TensorRef) else value
+            for name in layout.params:
+                saved.state.setdefault(name, {})[str(state)] = same
+    for group in groups:
+        names = [name for key in group.get("params", ()) for name in inside.get(key, ())]
+        saved.groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": names})
+    return saved
+
+
+def _row(name: str, values: Mapping[int, Any], files: Mapping[int, TorchFile]) -> StoredTensor:
+    at, parts = 0, []
+    for rank, ref in sorted(values.items()):
+        if not isinstance(ref, TensorRef) or len(ref.size) != 1:
+            raise DamagedCheckpointError(f"{files[rank].source.label}: the state {name!r} should be a 1-D piece")
+        parts.append((Box((at,), ref.size), stored_tensor(name, files[rank], ref, rank)))
+        at += ref.size[0]
+    return assemble(name, (at,), parts)
+
+
+def _by_pieces(
+    keys: Sequence[int],
+    states: Mapping[int, Mapping[Any, Any]],
+    files: Mapping[int, TorchFile],
+    groups: Sequence[Mapping[str, Any]],
+    hints: Hints,
+    what: str,
+) -> StoredOptimizer:
+    """States of parameters themselves, one 1-D piece a rank, by integer id."""
+    by_id = {str(key): {"": key} for key in keys}
+    if "param_names" not in hints and "flat_params" not in hints and not any("param_names" in g for g in groups):
+        hints.missing(
+            "param_names",
+            f"the optimizer of {what} knows its {len(keys)} parameters only by integer ids. If they are flat "
+            "parameters (use_orig_params=False), give instead the hint 'flat_params': {0: [(name, shape), ...], ...}",
+            '["embed.weight", ...], "param_shapes": {name: shape}',
+        )
+    named = name_ids(StoredOptimizer(by_id, [dict(g) for g in groups]), hints, None, what)
+    shapes = _shapes(hints)
+    saved = StoredOptimizer(groups=named.groups)
+    for name, holder in named.state.items():
+        key = holder[""]
+        first = next(rank for rank in sorted(states) if key in states[rank])
+        for state, value in states[first][key].items():
+            if isinstance(value, TensorRef) and len(value.size) == 1:
+                if name not in shapes:
+                    _ask_shapes(hints, name)
+                values = {rank: of.get(key, {}).get(state) for rank, of in states.items()}
+                saved.state.setdefault(name, {})[str(state)] = _pieces(
+                    f"{name}.{state}", shapes[name], values, files, hints
+                )
+            else:
+                same = stored_tensor(str(state), files[first], value) if isinstance(value, TensorRef) else value
+                saved.state.setdefault(name, {})[str(state)] = same
+    return saved

@@ -1,0 +1,302 @@
+"""Normalizes states whose parts are tensors with names: all formats but those that cut parameters up themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from planners.geometry.box import Box
+from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.formats.canonical import (
+    Canonical,
+    Hints,
+    NameMap,
+    StoredOptimizer,
+    check_shapes,
+    common_attribute,
+    name_ids,
+    read_optimizer,
+    renamed_groups,
+)
+from reshard.formats.fsdp1.flat_parameters import FLAT, cut_flat
+from reshard.formats.safetensors import HuggingFaceFacts
+from reshard.formats.sections import StoredLeaf, find_sections
+from reshard.live.tree import KeyPath, key_of
+from reshard.stored.contents import Contents
+from reshard.stored.tensor import StoredTensor
+from reshard.stored.views import assemble, concat, narrow, stack
+
+__all__ = ["ORBAX_OPTIMIZER", "normalize_generic", "normalize_orbax", "take_optimizer"]
+
+
+_ORBAX_MODEL = "params"
+_OPTAX = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}
+"""Moments of optax, and what torch calls them. A `count` beside them is the number of steps."""
+ORBAX_OPTIMIZER = ("opt_state", "opt", "optimizer", "optim")
+
+
+def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
+    """The state under canonical names.
+
+    Raises NormalizationError where a hint is missing, or two tensors would have one name.
+    """
+    sections = find_sections(contents)
+    optimizers = [(model, read_optimizer(tree)) for model, tree in sections.optimizers]
+    by_id = any(saved.by_id for _, saved in optimizers)
+    scopes = range(len(optimizers)) if len(optimizers) > 1 else [None] * len(optimizers)
+    named = [(model, name_ids(saved, hints, scope, what)) for (model, saved), scope in zip(optimizers, scopes)]
+    result = Canonical()
+    renames: dict[str, Callable[[str], str]] = {}
+    for prefix, leaves in (sections.models or {"": []}).items():
+        tensors = _tensors(contents, leaves, hints)
+        names = [name for name, _ in tensors]
+        others = [name for _, saved in named for name in saved.state]
+        rename = NameMap(names or others, hints, _attribute(contents, names), others)
+        renames[prefix] = _renamer(prefix, rename, result)
+        for name, tensor in tensors:
+            result.add_model(renames[prefix](name), tensor, prefix + name)
+    for prefix, saved in named:
+        take_optimizer(result, saved, renames[prefix])
+    result.notes += _half_of_lightning(contents, result, hints)
+    _override_groups(result, hints)
+    if by_id:
+        check_shapes(result, "so the names that were given are in another order than the ids")
+    _split_fused(result, hints)
+    return result
+
+
+def _tensors(contents: Contents, leaves: list[tuple[str, StoredLeaf]], hints: Hints) -> list[tuple[str, StoredTensor]]:
+    """The tensors of a model; flat parameters of FSDP1 are cut into those that are inside."""
+    tensors = [(name, leaf.value()) for name, leaf in leaves]
+    flat_names = [name for name, _ in tensors if name.endswith(FLAT)]
+    if flat_names:
+        parts = {name: cut_flat(name, tensor, flat_names, hints) for name, tensor in tensors if name in flat_names}
+        inside = {param for of in parts.values() for param in of}
+        tensors = [one for name, tensor in tensors for one in parts.get(name, {name: tensor}).items()]
+        # each rank's 1-D piece of an original parameter is a view of the flat one
+        tensors = [(name, tensor) for name, tensor in tensors if _PIECE.sub("", name) not in inside or name in inside]
+    beside = contents.facts_of(HuggingFaceFacts)
+    on_disk = "safetensors" in contents.format or (beside is not None and beside.config)
+    if on_disk and not hints.get("stored_names"):
+        return in_memory(tensors)
+    return tensors
+
+
+_PIECE = re.compile(r"\.rank_\d+$")
+
+
+def _renamer(prefix: str, rename: NameMap, result: Canonical) -> Callable[[str], str]:
+    """Canonical names of one of several models; a name that a hint gave may be one of all models' already."""
+    if not prefix:
+        return rename
+    return lambda name: name if name in result.model else prefix + rename(name)
+
+
+def _attribute(contents: Contents, names: list[str]) -> str:
+    """The attribute of a training module (Lightning's) that all names begin with."""
+    # what Fabric saves is the model itself
+    return common_attribute(names) if "pytorch-lightning_version" in contents.objects else ""
+
+
+def _half_of_lightning(contents: Contents, result: Canonical, hints: Hints) -> list[str]:
+    """What to know of a checkpoint that may have lost its `meta.pt`, by which it is known that names have a prefix."""
+    front = common_attribute(result.model)
+    numbered = any(key.startswith("optimizer_0.state.") for key in contents.tensors)
+    if contents.format != "dcp" or not numbered or not front or "prefix" in hints:
+        return []
+    note = (
+        f"all names begin with {front!r}, and the keys are those of Lightning, but without its meta.pt: if that was "
+        "lost, this is the training module's attribute, and the hint 'prefix' takes it away"
+    )
+    return [note]
+
+
+def take_optimizer(result: Canonical, saved: StoredOptimizer, rename: Any) -> None:
+    """Add an optimizer's states and groups under canonical names."""
+    for name, states in saved.state.items():
+        fqn = rename(name)
+        result.state.setdefault(fqn, {})
+        for key, value in states.items():
+            result.add_state(fqn, key, value)
+    result.groups += renamed_groups(saved.groups, rename)
+    listed = {p for group in result.groups for p in group.get("params", ())}
+    missing = [fqn for fqn in result.state if fqn not in listed]
+    if result.groups and missing:
+        result.notes.append(
+            f"{len(missing)} of {len(result.state)} parameters with states are in no param group, such as "
+            f"{missing[0]!r}: only the lists of one rank were saved. The hint 'param_groups' gives the right ones"
+        )
+
+
+def _override_groups(result: Canonical, hints: Hints) -> None:
+    """Lists of names that the caller gives in the place of those in the file."""
+    given = hints.get("param_groups")
+    if given is None:
+        return
+    if result.groups and len(given) != len(result.groups):
+        raise NormalizationError(
+            f"the hint 'param_groups' lists {len(given)} groups, but the optimizer has {len(result.groups)}"
+        )
+    settings = result.groups or [{} for _ in given]
+    result.groups = [{**group, "params": list(names)} for group, names in zip(settings, given)]
+    result.notes[:] = [note for note in result.notes if "param group" not in note]
+
+
+_FUSED = re.compile(r"(.*)\bwqkv\.(weight|bias)", re.DOTALL)
+
+
+def _split_fused(result: Canonical, hints: Hints) -> None:
+    """Cut states of a fused wqkv like the weights wq, wk, wv that were saved beside it, if the hints say the heads.
+
+    Rows of wqkv, for each key/value head: those of its query heads, then its key's, then its value's.
+    """
+    if "kv_heads" not in hints and "head_dim" not in hints:
+        return
+    for fqn in [name for name in result.state if _FUSED.fullmatch(name) and name not in result.model]:
+        match = _FUSED.fullmatch(fqn)
+        assert match is not None
+        parts = {part: f"{match[1]}{part}.{match[2]}" for part in ("wq", "wk", "wv")}
+        if any(name not in result.model for name in parts.values()):
+            raise NormalizationError(f"cannot split the states of {fqn!r}: the model has no {parts['wq']!r} beside it")
+        rows = {part: result.model[name].spec.shape[0] for part, name in parts.items()}
+        kv = int(hints.get("kv_heads") or rows["wk"] // int(hints.get("head_dim")))
+        if kv < 1 or any(count % kv for count in rows.values()):
+            raise NormalizationError(f"{kv} key/value heads do not divide the rows {rows} of {fqn!r}")
+        states = result.state.pop(fqn)
+        for name, value in states.items():
+            whole = isinstance(value, StoredTensor) and value.spec.shape[:1] == (sum(rows.values()),)
+            for part, target in parts.items():
+                piece = _rows(value, {p: n // kv for p, n in rows.items()}, kv, part) if whole else value
+                result.add_state(target, name, piece)
+        for group in result.groups:
+            if fqn in group.get("params", ()):
+                at = group["params"].index(fqn)
+                group["params"][at : at + 1] = parts.values()
+
+
+def _rows(fused: StoredTensor, per_head: dict[str, int], kv: int, part: str) -> StoredTensor:
+    before = {"wq": 0, "wk": per_head["wq"], "wv": per_head["wq"] + per_head["wk"]}[part]
+    step, size = sum(per_head.values()), per_head[part]
+    rest = fused.spec.shape[1:]
+    pieces = []
+    for head in range(kv):
+        start = head * step + before
+        at = Box((head * size, *(0,) * len(rest)), (size, *rest))
+        pieces.append((at, narrow(fused, 0, start, start + size)))
+    return assemble(fused.fqn, (kv * size, *rest), pieces)
+
+
+def normalize_orbax(contents: Contents, hints: Hints, what: str) -> Canonical:
+    """Orbax: a tree of whole JAX arrays. The model has the dotted names of what lies under `params`; optimizers of
+    optax mirror its tree, so states are the arrays whose path ends in a parameter's path. Moments have torch's names.
+
+    A tree without `params` is all model. Further levels of `params` (Flax wraps one around another) are taken off.
+    """
+    del hints, what
+    result = Canonical()
+    paths = {name: contents.paths.get(name, (name,)) for name in contents.tensors}
+    split = any(path[0] == _ORBAX_MODEL for path in paths.values())
+    by_path: dict[KeyPath, str] = {}
+    for name, path in paths.items():
+        if split and path[0] != _ORBAX_MODEL:
+            continue
+        short = path
+        while split and len(short) > 1 and short[0] == _ORBAX_MODEL:
+            short = short[1:]
+        by_path[short] = key_of(short)
+        result.add_model(key_of(short), contents.tensors[name], name)
+    inside = {name: path for name, path in paths.items() if split and path[0] in ORBAX_OPTIMIZER}
+    counts = {path[:-1]: contents.tensors[name] for name, path in inside.items() if path[-1] == "count"}
+    counted: set[KeyPath] = set()
+    for name, path in inside.items():
+        found = next((i for i in range(1, len(path)) if path[i:] in by_path), None)
+        if found is None:
+            continue
+        at = next(i for i in reversed(range(found)) if isinstance(path[i], str) and path[i] != _ORBAX_MODEL)
+        fqn, state = by_path[path[found:]], str(path[at])
+        result.add_state(fqn, _OPTAX.get(state, state), contents.tensors[name])
+        if state in _OPTAX and path[:at] in counts and "step" not in result.state[fqn]:
+            result.add_state(fqn, "step", counts[path[:at]])
+            counted.add((*path[:at], "count"))
+    for name, path in inside.items():
+        if path not in counted and not any(path[i:] in by_path for i in range(1, len(path))):
+            result.notes.append(f"{name!r} belongs to no parameter: it is left out")
+    return result
+
+
+# Hugging Face files: on disk each expert has its own matrices, in memory they are stacked, gate and
+# up as one.
+#
+# disk:    mlp.experts.<e>.gate_proj.weight [I, H], up_proj [I, H], down_proj [H, I]      (Qwen,
+# DeepSeek, GLM ...)
+#          block_sparse_moe.experts.<e>.w1.weight, w3, w2; block_sparse_moe.gate          (Mixtral and its kin)
+#          feed_forward.experts.<e>.gate_proj.weight, up_proj, down_proj                  (Jamba)
+# memory:  mlp.experts.gate_up_proj [E, 2I, H], mlp.experts.down_proj [E, H, I]; mlp.gate
+# (feed_forward stays)
+#
+# Granite's experts are stacked on disk, too, and only renamed.
+
+
+_EXPERT = re.compile(
+    r"(?P<head>.*layers\.\d+\.)(?P<block>mlp|block_sparse_moe|feed_forward)\.experts\.(?P<expert>\d+)\."
+    r"(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
+)
+_OF_EXPERT = re.compile(r"(.*layers\.\d+\.)(mlp|block_sparse_moe|feed_forward)\.experts\.\d+\..*")
+_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_RENAMED = (
+    (re.compile(r"(\.block_sparse_moe)\.input_linear\.weight"), r"\1.experts.gate_up_proj"),
+    (re.compile(r"(\.block_sparse_moe)\.output_linear\.weight"), r"\1.experts.down_proj"),
+    (re.compile(r"(\.block_sparse_moe)\.router\.layer\.weight"), r"\1.router.weight"),
+    (re.compile(r"\.mlp\.(moe_statics\.e_score_correction_bias)$"), r".mlp.gate.\1"),
+)
+"""Stacked experts of Granite, and the bias of Ernie's router."""
+
+
+def in_memory(tensors: Iterable[tuple[str, StoredTensor]]) -> list[tuple[str, StoredTensor]]:
+    """The tensors under the names, and in the shapes, that a model in memory has.
+
+    Raises DamagedCheckpointError if an expert has not all of its matrices.
+    """
+    given = list(tensors)
+    experts: dict[str, dict[str, dict[int, StoredTensor]]] = {}
+    out: list[tuple[str, StoredTensor]] = []
+    # experts with more than three plain matrices, such as scales of quantized ones, stay as they are
+    odd = {m[1] for name, _ in given if (m := _OF_EXPERT.fullmatch(name)) and not _EXPERT.fullmatch(name)}
+    for name, tensor in given:
+        match = _EXPERT.fullmatch(name)
+        if match is None or match["head"] in odd:
+            out.append((_renamed(name), tensor))
+            continue
+        part = _PARTS.get(match["part"], match["part"])
+        kept = match["block"].replace("block_sparse_moe", "mlp")
+        block = experts.setdefault(f"{match['head']}{kept}.experts", {})
+        block.setdefault(part, {})[int(match["expert"])] = tensor
+    for prefix, parts in experts.items():
+        _check(prefix, parts)
+        count = len(parts["down_proj"])
+        fused = f"{prefix}.gate_up_proj"
+        pairs = [concat([parts["gate_proj"][e], parts["up_proj"][e]], 0, fused) for e in range(count)]
+        out.append((fused, stack(pairs, fused)))
+        down = f"{prefix}.down_proj"
+        out.append((down, stack([parts["down_proj"][e] for e in range(count)], down)))
+    return out
+
+
+def _renamed(name: str) -> str:
+    """What a tensor that is no single expert's is called in memory."""
+    for pattern, becomes in _RENAMED:
+        changed, count = pattern.subn(becomes, name)
+        if count:
+            return changed
+    return name.replace(".block_sparse_moe.", ".mlp.")
+
+
+def _check(prefix: str, parts: dict[str, dict[int, StoredTensor]]) -> None:
+    wanted = set(range(max(max(of) for of in parts.values()) + 1))
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        missing = sorted(wanted - set(parts.get(part, {})))
+        if missing:
+            raise DamagedCheckpointError(
+                f"{prefix}: expert {missing[0]} has no {part}, but other experts have: a file is missing"
+            )

@@ -1,0 +1,180 @@
+"""Normalizes Megatron-core's `torch_dist` checkpoints: stacks, halves, padding, and every sharding of the optimizer.
+
+optimizer.state.exp_avg.<key>                       the shape of the parameter (non-distributed, fully_reshardable)
+                                                    or a grid of flattened cells (fully_sharded_model_space)
+optimizer.distributed.dp_group_idx_0...bucket_idx_0.exp_avg   buckets (dp_reshardable), see `megatron_buckets`
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard.errors import FormatError
+from reshard.formats.canonical import Canonical, Hints, Value, read_optimizer, regroup
+from reshard.formats.megatron.files import MegatronFacts
+from reshard.formats.megatron.names import (
+    canonical_key,
+    cut_vocabulary,
+    expand,
+    is_vocabulary,
+    join_halves,
+    skipped,
+    vocab_size,
+    whole_key,
+)
+from reshard.formats.megatron.optimizer import assign_groups, cut_buckets, find_groups
+from reshard.formats.sections import find_sections, resolve
+from reshard.stored.contents import Contents
+from reshard.stored.tensor import StoredTensor
+from reshard.stored.views import ungrid
+
+__all__ = ["finish", "normalize_megatron"]
+
+
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?P<rest>.+)", re.DOTALL)
+_STATE = re.compile(r"state\.(?P<state>[^.]+)\.(?P<key>.+)", re.DOTALL)
+STATE_NAMES = {"param": "fp32_param", "master_param": "fp32_param"}
+"""What the optimizers call the fp32 masters, and what they are called here."""
+
+
+def normalize_megatron(contents: Contents, hints: Hints, what: str) -> Canonical:
+    """The state under the names of the unsharded model.
+
+    Raises:
+        DamagedCheckpointError: parts of a tensor are missing or do not fit.
+        NormalizationError: buckets whose order of parameters is not known, and no hint says it.
+    """
+    facts = contents.facts
+    assert isinstance(facts, MegatronFacts)
+    args = facts.common.get("args")
+    args = args if isinstance(args, dict) else {}
+    if facts.backend == "fsdp_dtensor":
+        model, state, settings = _from_dtensors(contents)
+    else:
+        model = join_halves(dict(_model(contents)))
+        state = _states(contents, facts.mcore_data or {})
+        for fqn, states in cut_buckets(contents, model, args, hints).items():
+            state.setdefault(fqn, {}).update(states)
+        settings = find_groups(contents, facts.common)
+    if not model and not state:
+        raise FormatError(f"{what}: none of its tensors is a parameter of Megatron's")
+    return finish(model, state, settings, args, hints, step=_common_step(contents))
+
+
+def finish(
+    model: Mapping[str, StoredTensor],
+    state: Mapping[str, Mapping[str, Value]],
+    settings: list[dict[str, Any]],
+    args: Mapping[str, Any],
+    hints: Hints,
+    *,
+    step: Value | None = None,
+) -> Canonical:
+    """The result, with halves joined and padding cut, and parameters in their groups.
+
+    Args:
+        settings: param groups; those without "params" get them by Megatron's rules.
+        step: number of steps, where all parameters share it.
+    """
+    result = Canonical()
+    size, padded = vocab_size(args, hints.get("vocab_size")), args.get("padded_vocab_size")
+    for fqn, tensor in join_halves(model).items():
+        result.add_model(fqn, cut_vocabulary(fqn, tensor, size, padded), tensor.fqn)
+    if size is None and any(map(is_vocabulary, result.model)):
+        result.notes.append("the vocabulary may be padded: its true size is not stored; the hint 'vocab_size' cuts it")
+    names = dict.fromkeys(name for states in state.values() for name in states)
+    for name in names:
+        tensors = {fqn: states[name] for fqn, states in state.items() if isinstance(states.get(name), StoredTensor)}
+        for fqn, value in join_halves(tensors).items():
+            result.add_state(fqn, STATE_NAMES.get(name, name), cut_vocabulary(fqn, value, size, padded))
+        for fqn, states in state.items():
+            if name in states and fqn not in tensors:
+                result.add_state(fqn, STATE_NAMES.get(name, name), states[name])
+    if step is not None:
+        for fqn, states in result.state.items():
+            if "step" not in states:
+                result.add_state(fqn, "step", step)
+    assign_groups(result, settings, args.get("decoupled_lr"))
+    return result
+
+
+def _model(contents: Contents) -> Iterator[tuple[str, StoredTensor]]:
+    for key in contents.tensors:
+        if not skipped(key) and not _OPTIMIZER.fullmatch(key):
+            yield from expand(key, contents.tensors[key])
+
+
+def _states(contents: Contents, original: Mapping[str, Any]) -> dict[str, dict[str, Value]]:
+    """States that have the shape of their parameter, or are grids of its flattened cells: `original` tells."""
+    out: dict[str, dict[str, Value]] = {}
+    for key in contents.tensors:
+        match = _OPTIMIZER.fullmatch(key)
+        inner = _STATE.fullmatch(match["rest"]) if match and not skipped(key) else None
+        if inner is None or inner["state"] == "step":
+            continue
+        tensor = contents.tensors[key]
+        shape = _original_shape(original.get(key))
+        if shape is not None and shape != tensor.spec.shape:
+            tensor = ungrid(tensor, shape, key)
+        name = STATE_NAMES.get(inner["state"], inner["state"])  # masters may be there under several
+        for fqn, one in expand(inner["key"], tensor):
+            out.setdefault(fqn, {})[name] = one
+    return out
+
+
+def _original_shape(data: Any) -> tuple[int, ...] | None:
+    fields = data if isinstance(data, dict) else getattr(data, "fields", {})
+    shape = fields.get("nd_reformulated_orig_global_shape")
+    return None if shape is None else tuple(int(n) for n in shape)
+
+
+def _from_dtensors(
+    contents: Contents,
+) -> tuple[dict[str, StoredTensor], dict[str, dict[str, Value]], list[dict[str, Any]]]:
+    """Megatron-FSDP's states, which are nested as in torch: a model, and an optimizer with states by name."""
+    sections = find_sections(contents)
+    model = {
+        fqn: one
+        for name, leaf in sections.model
+        if not skipped(leaf.key)
+        for fqn, one in expand(name.removeprefix("model."), leaf.value())
+    }
+    state: dict[str, dict[str, Value]] = {}
+    groups: list[dict[str, Any]] = []
+    for _, tree in sections.optimizers:
+        saved = read_optimizer(tree)
+        groups += saved.groups + _groups_by_name(tree.get("param_to_group_meta"))
+        for name, states in saved.state.items():
+            for key, value in states.items():
+                if isinstance(value, StoredTensor) and value.spec.shape:
+                    for fqn, one in expand(name, value):
+                        state.setdefault(fqn, {})[key] = one
+                else:  # both halves of a parameter have the same
+                    state.setdefault(whole_key(canonical_key(name)), {})[key] = value
+    return model, state, groups
+
+
+def _groups_by_name(tree: Any) -> list[dict[str, Any]]:
+    """Groups from the settings that Megatron-FSDP saves of each parameter; halves of one are in its group once."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, settings in resolve(tree).items() if isinstance(tree, dict) else ():
+        if isinstance(settings, dict):
+            found.setdefault(whole_key(canonical_key(name)), settings)
+    return regroup(found)
+
+
+def _common_step(contents: Contents) -> Value | None:
+    """The number of steps that all parameters share."""
+    for key in contents.tensors:
+        match = _OPTIMIZER.fullmatch(key)
+        if match and match["rest"].startswith("state.step") and not contents.tensors[key].spec.shape:
+            return contents.tensors[key]
+    for key in contents.tensors:
+        if key.startswith("common.optimizer.") and key.endswith("state.common_step"):
+            return contents.tensors[key]
+    for key in contents.objects:
+        if key.startswith("common.optimizer.") and key.endswith("state.common_step"):
+            return contents.objects[key]
+    return None

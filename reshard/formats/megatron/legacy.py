@@ -1,0 +1,383 @@
+"""Normalizes Megatron's older checkpoints of one file per model parallel rank: shards are joined by rules for names.
+
+Layers are numbered from 0 in every stage, experts in every expert rank; optimizers know parameters by ids, which count
+through the param groups. All of that is made global here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.formats.canonical import Canonical, Hints, Value, elementwise, find_scope
+from reshard.formats.megatron.canonical import finish
+from reshard.formats.megatron.legacy_files import LegacyFacts, RankFiles, arguments
+from reshard.formats.megatron.names import (
+    canonical_key,
+    is_buffer,
+    is_expert,
+    is_gated,
+    is_vocabulary,
+    join_shards,
+    skipped,
+    tp_dim,
+)
+from reshard.formats.megatron.optimizer import bucket_limit, decays, place_joined, place_params
+from reshard.formats.torch_save.pickles import TensorRef
+from reshard.formats.torch_save.reader import TorchFile, stored_tensor
+from reshard.live.dtypes import dtype_name
+from reshard.stored.contents import Contents
+from reshard.stored.tensor import StoredTensor
+from reshard.stored.views import narrow, unflatten
+
+__all__ = ["normalize_megatron_legacy"]
+
+
+_LAYER = re.compile(r"(?P<head>(?:.*?\.)?layers)\.(?P<layer>\d+)\.(?P<tail>.+)")
+_EXPERT = re.compile(r"(?P<head>.*\.local_experts)\.(?P<expert>\d+)\.(?P<tail>.+)")
+_CHUNK = re.compile(r"model(\d*)")
+
+
+def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Canonical:
+    """The state under the names of the unsharded model.
+
+    Raises:
+        DamagedCheckpointError: shards do not fit together.
+        FormatError: experts that are one matrix, spread over ranks.
+        NormalizationError: a parameter of an unknown name, or ids that cannot be named; the hint is named.
+    """
+    facts = contents.facts
+    assert isinstance(facts, LegacyFacts)
+    ranks = [RankModel(files, _chunks(files.model)) for files in facts.ranks]
+    args = arguments(ranks[0].files.model)
+    naming = _Naming(ranks, hints)
+    parts: dict[str, dict[int, StoredTensor]] = {}
+    states: dict[str, dict[int, dict[str, Value]]] = {}
+    groups: list[dict[str, Any]] = []
+    for rank in ranks:
+        for chunk, tensors in enumerate(rank.chunks):
+            for name, tensor in tensors.items():
+                fqn = naming(rank, chunk, name)
+                parts.setdefault(fqn, {}).setdefault(rank.files.tp, tensor)
+        for name_of, found in read_rank_optimizers(rank, args, hints):
+            _take(naming, rank, name_of, found, states, groups)
+    tied = args.get("untie_embeddings_and_output_weights") is False
+    if tied and len({rank.files.pp for rank in ranks}) > 1:
+        # the last stage has a copy of the embedding, which is the output layer of the whole model, too
+        parts.pop("output_layer.weight", None)
+        states.pop("output_layer.weight", None)
+        for group in groups:
+            group["params"] = [p for p in group["params"] if p != "output_layer.weight"]
+    model, shapes = {}, {name: by_tp[min(by_tp)].spec.shape for name, by_tp in parts.items()}
+    for name, by_tp in parts.items():
+        model[name] = _join(name, by_tp, shapes, hints)
+    state = {name: _join_states(name, by_tp, shapes, hints) for name, by_tp in states.items()}
+    return finish(model, state, groups, args, hints)
+
+
+def _chunks(file: TorchFile) -> list[dict[str, StoredTensor]]:
+    """The model of a file: `model`, or `model0`, `model1` ... where a rank has several chunks."""
+    found = sorted((int(m[1] or 0), key) for key in file.value if (m := _CHUNK.fullmatch(str(key))))
+    if not found:
+        raise DamagedCheckpointError(f"{file.source.label}: it holds no model")
+    return [dict(_tensors(file, file.value[key], "")) for _, key in found]
+
+
+def _tensors(file: TorchFile, value: Any, prefix: str) -> Iterator[tuple[str, StoredTensor]]:
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        name = f"{prefix}{key}"
+        if isinstance(inner, TensorRef):
+            if not skipped(name):
+                yield name, stored_tensor(name, file, inner)
+        else:
+            yield from _tensors(file, inner, name + ".")
+
+
+class _Naming:
+    """Names in the whole model for names in a rank's file."""
+
+    def __init__(self, ranks: Sequence[RankModel], hints: Hints) -> None:
+        self._offsets: dict[tuple[str, int, int], int] = {}
+        """By container of layers, stage and chunk: the number of its layer 0."""
+        self._hints = hints
+        self._spread = any(rank.files.ep for rank in ranks)
+        self._experts = max((self._count_experts(rank) for rank in ranks), default=0)
+        first = {rank.files.pp: rank for rank in reversed(ranks)}
+        done: dict[str, int] = {}
+        for chunk in range(max(len(rank.chunks) for rank in ranks)):
+            for stage in sorted(first):
+                held = _count_layers(first[stage].chunks[chunk]) if chunk < len(first[stage].chunks) else {}
+                for head, count in held.items():
+                    self._offsets[head, stage, chunk] = done.get(head, 0)
+                    done[head] = done.get(head, 0) + count
+
+    @staticmethod
+    def _count_experts(rank: RankModel) -> int:
+        found = [int(m["expert"]) for c in rank.chunks for n in c if (m := _EXPERT.fullmatch(canonical_key(n)))]
+        return max(found, default=-1) + 1
+
+    def __call__(self, rank: RankModel, chunk: int, name: str) -> str:
+        name = canonical_key(name)
+        match = _LAYER.fullmatch(name)
+        if match is not None:
+            layer = int(match["layer"]) + self._offset(rank, chunk, match["head"])
+            name = f"{match['head']}.{layer}.{match['tail']}"
+        match = _EXPERT.fullmatch(name)
+        if match is None and ".experts." in name and self._spread:
+            raise FormatError(
+                f"{rank.files.model.source.label}: {name!r} holds all experts of an expert parallel rank in one, which "
+                "is not supported; let Megatron-core save the checkpoint as torch_dist"
+            )
+        if match is not None:
+            expert = int(match["expert"]) + rank.files.ep * self._experts
+            name = f"{match['head']}.{expert}.{match['tail']}"
+        return name
+
+    def _offset(self, rank: RankModel, chunk: int, head: str) -> int:
+        given = self._hints.mapping("layer_offsets")
+        for scope in (rank.files.folder, rank.files.pp):
+            value = find_scope(given, scope)
+            if value is not None:
+                return int(value)
+        return self._offsets.get((head, rank.files.pp, chunk), 0)
+
+
+def _count_layers(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name in tensors:
+        match = _LAYER.fullmatch(canonical_key(name))
+        if match is not None and not match["head"].startswith("mtp"):
+            counts[match["head"]] = max(counts.get(match["head"], 0), int(match["layer"]) + 1)
+    return counts
+
+
+def _take(
+    naming: _Naming,
+    rank: RankModel,
+    groups_of: Sequence[tuple[dict[str, Any], list[tuple[int, str]]]],
+    found: Mapping[tuple[int, str], Mapping[str, Value]],
+    states: dict[str, dict[int, dict[str, Value]]],
+    groups: list[dict[str, Any]],
+) -> None:
+    """Add what one optimizer of a rank holds; its parameters are given by chunk and name in the file."""
+    for (chunk, name), values in found.items():
+        fqn = naming(rank, chunk, name)
+        states.setdefault(fqn, {}).setdefault(rank.files.tp, dict(values))
+    for settings, members in groups_of:
+        same = next((g for g in groups if {k: v for k, v in g.items() if k != "params"} == settings), None)
+        if same is None:
+            same = {**settings, "params": []}
+            groups.append(same)
+        known = set(same["params"])
+        same["params"] += [fqn for chunk, name in members if (fqn := naming(rank, chunk, name)) not in known]
+
+
+def _join(
+    name: str, by_tp: Mapping[int, StoredTensor], shapes: Mapping[str, tuple[int, ...]], hints: Hints
+) -> StoredTensor:
+    shards = [by_tp[tp] for tp in sorted(by_tp)]
+    return join_shards(name, shards, tp_dim(name, hints, len(shards)), is_gated(name, shapes))
+
+
+def _join_states(
+    name: str, by_tp: Mapping[int, Mapping[str, Value]], shapes: Mapping[str, tuple[int, ...]], hints: Hints
+) -> dict[str, Value]:
+    first = by_tp[min(by_tp)]
+    out: dict[str, Value] = {}
+    for key, value in first.items():
+        shaped = isinstance(value, StoredTensor) and (elementwise(key) or value.spec.shape == shapes.get(name))
+        if not shaped or (isinstance(value, StoredTensor) and not value.spec.shape):
+            out[key] = value
+            continue
+        shards = {tp: values[key] for tp, values in by_tp.items() if key in values}
+        if len(shards) < len(by_tp):
+            raise DamagedCheckpointError(f"the state {key!r} of {name!r} is missing on some tensor parallel ranks")
+        out[key] = _join(name, shards, shapes, hints)
+    return out
+
+
+# The optimizers in one rank's file of Megatron's older checkpoints, with names for their ids or
+# flat buffers.
+#
+# {state: {0: ...}, param_groups: [...]}                                  plain {optimizer: that,
+# fp32_from_fp16_params: [[...] of each group]}         with fp32 masters [that, that]
+# one of dense parameters, one of experts distrib_optim.pt: {0: {(dtype, dtype): {param, exp_avg,
+# exp_avg_sq}}}   flat buffers of the distributed optimizer
+
+
+Param = tuple[int, str]
+"""Chunk of the model, and name in its file."""
+Found = tuple[list[tuple[dict[str, Any], list[Param]]], dict[Param, dict[str, Value]]]
+"""Groups with their members, and the states of each parameter."""
+
+
+@dataclass
+class RankModel:
+    """The parameters and buffers of one rank, by chunk of the model, under the names in its file."""
+
+    files: RankFiles
+    chunks: list[dict[str, StoredTensor]] = field(default_factory=list)
+
+
+def read_rank_optimizers(rank: RankModel, args: Mapping[str, Any], hints: Hints) -> Iterator[Found]:
+    """Every optimizer of a rank. Raises NormalizationError, asking for a hint, if ids cannot be named."""
+    file = rank.files.model
+    saved = file.value.get("optimizer")
+    several = _as_list(saved)
+    params = [(c, name) for c, chunk in enumerate(rank.chunks) for name in chunk if not is_buffer(name)]
+    flats = _as_list(rank.files.optimizer.value) if rank.files.optimizer is not None else []
+    for i in range(max(len(several), len(flats))):
+        mine = params
+        if max(len(several), len(flats)) > 1:
+            mine = [p for p in params if is_expert(canonical_key(p[1])) == (i > 0)]
+        groups, states = _by_id(rank, several[i], mine, hints) if i < len(several) else ([], {})
+        if i < len(flats) and rank.files.optimizer is not None:
+            for param, values in _from_flat(rank, rank.files.optimizer, flats[i], mine, args, hints):
+                states.setdefault(param, {}).update(values)
+        yield groups, states
+
+
+def _as_list(saved: Any) -> list[dict[str, Any]]:
+    if isinstance(saved, (list, tuple)):  # None stands for an optimizer whose states are in another rank's file
+        return [one if isinstance(one, dict) else {} for one in saved]
+    if not isinstance(saved, dict):
+        return []
+    if saved and all(type(k) is int for k in saved) and all(_is_optimizer(v) for v in saved.values()):
+        return [saved[k] for k in sorted(saved)]
+    return [saved]
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, dict) and any(key in value for key in ("param_groups", "optimizer", "state"))
+
+
+def _by_id(rank: RankModel, saved: Mapping[str, Any], params: Sequence[Param], hints: Hints) -> Found:
+    file = rank.files.model
+    inner = saved["optimizer"] if isinstance(saved.get("optimizer"), dict) else saved
+    groups = [dict(file.plain(group)) for group in inner.get("param_groups", ())]
+    named: list[tuple[dict[str, Any], list[Param]]] = []
+    names: dict[int, Param] = {}
+    given = hints.ids(rank.files.folder)
+    by_name = {name: (chunk, name) for chunk, name in params}
+    for group in groups:
+        ids = list(group.get("params", ()))
+        members = _members(rank, group, groups, params)
+        if given is not None:
+            members = [by_name[given[i]] for i in ids if given.get(i) in by_name]
+        if len(members) == len(ids):
+            names.update(zip(ids, members))
+        elif ids:
+            members = []
+        named.append(({k: v for k, v in group.items() if k not in ("params", "step")}, members))
+    states: dict[Param, dict[str, Value]] = {}
+    for i, values in (inner.get("state") or {}).items():
+        found = {str(k): _value(file, f"{i}.{k}", v, rank.files.tp) for k, v in values.items()}
+        if i not in names or not _fits(rank, names[i], found):
+            _ask(rank, i, hints)
+        states[names[i]] = found
+    _add_masters(rank, saved, groups, names, states)
+    for group, (_, members) in zip(groups, named):
+        for member in members if "step" in group else ():
+            states.setdefault(member, {}).setdefault("step", group["step"])
+    return named, states
+
+
+def _members(
+    rank: RankModel, group: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], params: Sequence[Param]
+) -> list[Param]:
+    """The parameters of a group by Megatron's default rules, in the order of registration."""
+    own_rate = any(g.get("is_decoupled_lr") for g in groups)
+    own_experts = any(g.get("is_expert_parallel") for g in groups)
+    out = []
+    for chunk, name in params:
+        ndim = len(rank.chunks[chunk][name].spec.shape)
+        if decays(name, ndim) != bool(group.get("wd_mult", 1.0)):
+            continue
+        if own_rate and bool(group.get("is_decoupled_lr")) != is_vocabulary(name):
+            continue
+        if own_experts and bool(group.get("is_expert_parallel")) != is_expert(canonical_key(name)):
+            continue
+        out.append((chunk, name))
+    return out
+
+
+def _fits(rank: RankModel, param: Param, found: Mapping[str, Value]) -> bool:
+    shape = rank.chunks[param[0]][param[1]].spec.shape
+    return all(v.spec.shape == shape for k, v in found.items() if elementwise(k) and isinstance(v, StoredTensor))
+
+
+def _ask(rank: RankModel, i: Any, hints: Hints) -> None:
+    hints.missing(
+        "param_names",
+        f"{rank.files.model.source.label}: which parameter has id {i} in the optimizer cannot be told by Megatron's "
+        "default rules for param groups",
+        f'{{{rank.files.folder!r}: ["embedding.word_embeddings.weight", ...]}}',
+    )
+
+
+def _value(file: TorchFile, key: str, value: Any, tp: int) -> Value:
+    return stored_tensor(key, file, value, tp) if isinstance(value, TensorRef) else file.plain(value)
+
+
+def _add_masters(
+    rank: RankModel,
+    saved: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[int, Param],
+    states: dict[Param, dict[str, Value]],
+) -> None:
+    """fp32 masters of the parameters of lower precision, in the order of each group."""
+    file = rank.files.model
+    for group, masters in zip(groups, saved.get("fp32_from_fp16_params") or ()):
+        members = [names[i] for i in group.get("params", ()) if i in names]
+        low = [m for m in members if rank.chunks[m[0]][m[1]].spec.dtype in ("bfloat16", "float16")]
+        if len(low) != len(masters):
+            raise DamagedCheckpointError(
+                f"{file.source.label}: a group has {len(low)} parameters of lower precision, but {len(masters)} masters"
+            )
+        for param, ref in zip(low, masters):
+            value = _value(file, f"{param[1]}.fp32_param", ref, rank.files.tp)
+            if not _fits(rank, param, {"fp32_param": value}):
+                raise DamagedCheckpointError(f"{file.source.label}: the master of {param[1]!r} has another shape")
+            states.setdefault(param, {})["fp32_param"] = value
+
+
+def _from_flat(
+    rank: RankModel,
+    file: TorchFile,
+    saved: Mapping[Any, Any],
+    params: Sequence[Param],
+    args: Mapping[str, Any],
+    hints: Hints,
+) -> Iterator[tuple[Param, dict[str, Value]]]:
+    """Parameters of the distributed optimizer, cut out of one flat tensor per chunk and dtype."""
+    chunks = sorted(k for k in saved if type(k) is int)
+    for chunk in chunks:
+        for dtypes, flats in saved[chunk].items():
+            if not isinstance(flats, dict):
+                raise DamagedCheckpointError(f"{file.source.label}: buffer {chunk} {dtypes} holds no flat tensors")
+            dtype = dtype_name(dtypes[0]) if isinstance(dtypes, tuple) else ""
+            tensors = rank.chunks[chunk] if chunk < len(rank.chunks) else {}
+            held = [n for c, n in params if c == chunk and (not dtype or tensors[n].spec.dtype == dtype)]
+            refs = {str(k): v for k, v in flats.items() if isinstance(v, TensorRef) and len(v.size) == 1}
+            total = int(flats.get("numel_unpadded") or min((math.prod(r.size) for r in refs.values()), default=0))
+            sizes = [(name, tensors[name].spec.numel) for name in reversed(held)]
+            slots = place_params(sizes, [total]) or next(place_joined(sizes, total, bucket_limit(args)), None)
+            if slots is None:
+                hints.missing(
+                    "param_order",
+                    f"{file.source.label}: the {len(held)} parameters of the model do not fill a buffer of {total} "
+                    "elements in the order of the file",
+                    '["embedding.word_embeddings.weight", ...]',
+                )
+            for slot in slots:
+                shape = tensors[slot.name].spec.shape
+                values: dict[str, Value] = {}
+                for key, ref in refs.items():
+                    flat = narrow(stored_tensor(f"{chunk}.{key}", file, ref, rank.files.tp), 0, slot.start, slot.stop)
+                    values["fp32_param" if key == "param" else key] = unflatten(flat, shape, f"{slot.name}.{key}")
+                yield (chunk, slot.name), values

@@ -1,0 +1,448 @@
+"""Names of Megatron: what a saved key is in the unsharded model, in which order they come, how they are cut."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planners.geometry.box import Box
+from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.formats.canonical import Hints, find_scope
+from reshard.stored.tensor import StoredTensor
+from reshard.stored.views import assemble, concat, narrow, unstack
+
+__all__ = [
+    "Grid", "canonical_key", "chunk_names", "cut_vocabulary", "expand", "is_buffer", "is_expert",
+    "is_gated", "join_halves", "join_shards", "local_shape", "orders", "skipped", "tp_dim",
+    "vocab_size", "whole_key",
+]  # fmt: skip
+
+
+# decoder.layers.mlp.linear_fc2.weight [L, ...]
+# decoder.layers.<l>.mlp.linear_fc2.weight ...layers.mlp.experts.experts.linear_fc2.weight [L, E,
+# ...]  ...<l>.mlp.experts.local_experts.<e>.linear_fc2.weight
+# ...self_attention.linear_qkv.layer_norm_weight               ...input_layernorm.weight
+# ...mlp.linear_fc1.weight_w, weight_v                         ...mlp.linear_fc1.weight (gate, then
+# up)
+
+
+_STACKED = re.compile(r"(?P<head>(?:.*?\.)?layers)\.(?P<tail>(?!\d+\.).+)")
+_EXPERTS = re.compile(r"(?P<head>.*\bexperts)\.experts\.(?:(?P<number>\d+)\.)?(?P<tail>.+)")
+_GROUPED = re.compile(r"(?P<head>.*\bmlp\.experts)\.(?P<tail>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)")
+_NORMS = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
+    (re.compile(r"self_attention\.linear_q_up_proj\.layer_norm_(weight|bias)$"), r"self_attention.q_layernorm.\1"),
+    (re.compile(r"self_attention\.linear_kv_up_proj\.layer_norm_(weight|bias)$"), r"self_attention.kv_layernorm.\1"),
+)
+_HALF = re.compile(r"(.*\.(?:weight|bias))_([wv])")
+_VOCABULARY = re.compile(r".*(word_embeddings\.weight|output_layer\.(weight|bias))")
+
+
+def skipped(key: str) -> bool:
+    """Whether a key is no parameter or buffer: state of fp8 recipes, of random generators, of the program."""
+    return "_extra_state" in key or key.startswith(
+        ("rng_state", "rerun_state_machine", "common.", "opt_param_scheduler")
+    )
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter is one expert's own, so spread by expert parallelism."""
+    return ".experts.local_experts." in name
+
+
+def canonical_key(key: str) -> str:
+    """The name of a parameter that is no stack: without wrappers, norms where they belong, experts numbered."""
+    while key.startswith("module."):
+        key = key.removeprefix("module.")
+    match = _GROUPED.fullmatch(key)
+    if match:
+        key = f"{match['head']}.local_experts.{match['number']}.{match['tail']}"
+    for pattern, name in _NORMS:
+        key = pattern.sub(name, key)
+    return key
+
+
+def expand(key: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """The parameters that a stored tensor holds, by canonical name. Raises DamagedCheckpointError for a 0-d stack."""
+    while key.startswith("module."):
+        key = key.removeprefix("module.")
+    match = _STACKED.fullmatch(key)
+    if match is not None:
+        names = [f"{match['head']}.{layer}.{match['tail']}" for layer in range(_length(key, tensor))]
+        for name, one in zip(names, unstack(tensor, names)):
+            yield from expand(name, one)
+        return
+    match = _EXPERTS.fullmatch(key)
+    if match is not None and match["number"] is None:
+        front = f"{match['head']}.local_experts"
+        names = [f"{front}.{expert}.{match['tail']}" for expert in range(_length(key, tensor))]
+        for name, one in zip(names, unstack(tensor, names)):
+            yield canonical_key(name), one
+        return
+    if match is not None:
+        key = f"{match['head']}.local_experts.{match['number']}.{match['tail']}"
+    yield canonical_key(key), tensor
+
+
+def _length(key: str, tensor: StoredTensor) -> int:
+    if not tensor.spec.shape:
+        raise DamagedCheckpointError(f"{key!r} should be a stack of layers or experts, but it is a single number")
+    return tensor.spec.shape[0]
+
+
+def join_halves(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors with `weight_w` (gate) and `weight_v` (up) as one. Raises DamagedCheckpointError if one lacks."""
+    out: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        match = _HALF.fullmatch(name)
+        if match is None:
+            out[name] = tensor
+            continue
+        halves = [tensors.get(f"{match[1]}_{half}") for half in "wv"]
+        if halves[0] is None or halves[1] is None:
+            raise DamagedCheckpointError(f"{name!r}: the other half of {match[1]!r} (_w or _v) is missing")
+        out.setdefault(match[1], concat([halves[0], halves[1]], 0, match[1]))
+    return out
+
+
+def whole_key(key: str) -> str:
+    """The name of the parameter of which `key` may be a half."""
+    match = _HALF.fullmatch(key)
+    return key if match is None else match[1]
+
+
+def vocab_size(args: Mapping[str, Any], hint: Any) -> int | None:
+    """Rows of the vocabulary without padding, as the hint or the program's arguments say; None if neither does."""
+    for value in (hint, args.get("vocab_size")):
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def cut_vocabulary(name: str, tensor: StoredTensor, size: int | None, padded: Any) -> StoredTensor:
+    """The tensor without the rows that pad a vocabulary; as it is if it has none."""
+    if size is None or not _VOCABULARY.fullmatch(name) or not tensor.spec.shape:
+        return tensor
+    rows = tensor.spec.shape[0]
+    if rows <= size or (isinstance(padded, int) and rows != padded):
+        return tensor
+    return narrow(tensor, 0, 0, size)
+
+
+def is_vocabulary(name: str) -> bool:
+    """Whether a parameter has a row for each word."""
+    return _VOCABULARY.fullmatch(name) is not None
+
+
+# In which order Megatron's models register their parameters, and which of them a rank of the grid
+# has.
+
+
+_LAYER = re.compile(r"(?P<head>(?:.*?\.)?layers)\.(?P<layer>\d+)\.(?P<tail>.+)")
+_EXPERT = re.compile(r"(?P<head>.*\.local_experts)\.(?P<expert>\d+)\.(?P<tail>.+)")
+_MTP = re.compile(r"(?:.*\.)?mtp\.layers\.(?P<layer>\d+)\.(?:(?P<front>\w*norm|eh_proj|\w*layer)\.)?(?P<tail>.+)")
+"""A layer that predicts a further token; the last stage has them all, and a copy of the embeddings for them."""
+_MTP_PARTS = ("enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer", "final_layernorm")
+_LOCAL = (
+    "input_layernorm",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.linear_q",
+    "self_attention.linear_kv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "self_attention.kv_layernorm",
+    "pre_mlp_layernorm",
+    "mlp.router",
+    "mlp.experts",
+    "mlp.shared_experts",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+"""Modules of a layer made of plain torch, in order."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How the groups of ranks that share one optimizer are counted: tensor parallel ranks fastest, stages slowest."""
+
+    tp: int
+    ep: int
+    pp: int
+    experts: bool | None
+    """Whether it is the grid of the experts' optimizer (True), of the one beside it (False), or of all parameters."""
+    first_layers: int | None = None
+    """Layers of the first stage, where it has another number."""
+    last_layers: int | None = None
+    starts: Mapping[int, int] | None = None
+    """The first layer of each stage, where a hint says it."""
+    grouped: bool | None = None
+    """Whether the experts of a layer are registered as two groups of matrices, and not one after the other."""
+
+    @classmethod
+    def of(cls, args: Mapping[str, Any], *, groups: int, experts: bool | None, hints: Hints) -> Grid:
+        """The grid of a program's arguments; where they do not say, `groups` ranks of tensor parallelism."""
+        tp = int(args.get("tensor_model_parallel_size") or 0)
+        pp = int(args.get("pipeline_model_parallel_size") or 1)
+        ep = int(args.get("expert_model_parallel_size") or 1) if experts else 1
+        if experts:
+            tp = int(args.get("expert_tensor_parallel_size") or tp)
+        first = args.get("decoder_first_pipeline_num_layers", args.get("num_layers_in_first_pipeline_stage"))
+        last = args.get("decoder_last_pipeline_num_layers", args.get("num_layers_in_last_pipeline_stage"))
+        grouped = args.get("moe_grouped_gemm")
+        given = hints.mapping("layer_offsets")
+        starts = {stage: int(n) for stage in range(pp) if (n := find_scope(given, stage)) is not None}
+        return cls(
+            tp or max(groups // (pp * ep), 1), ep, pp, experts, first, last,
+            {0: 0, **starts} if starts else None, grouped if type(grouped) is bool else None,
+        )  # fmt: skip
+
+    @property
+    def size(self) -> int:
+        """How many groups of ranks."""
+        return self.tp * self.ep * self.pp
+
+    def coordinates(self, group: int) -> tuple[int, int, int]:
+        """Tensor parallel rank, expert parallel rank and stage of a group."""
+        return group % self.tp, group // self.tp % self.ep, group // (self.tp * self.ep)
+
+    def layers(self, stage: int, chunk: int, chunks: int, count: int) -> range:
+        """Numbers of the layers that chunk `chunk` (of `chunks` a stage) of a stage has, of `count` in all.
+
+        Raises NormalizationError if they cannot be divided so, and no hint says how they are.
+        """
+        if self.starts is not None:
+            missing = [n for n in range(self.pp) if n not in self.starts]
+            if missing or chunks > 1:
+                raise NormalizationError(
+                    f"the hint 'layer_offsets' must give the first layer of each of {self.pp} stages, and these be "
+                    f"in one piece; they have {chunks}, and stage {missing[0] if missing else 0} is not given"
+                )
+            return range(self.starts[stage], self.starts.get(stage + 1, count))
+        if self.first_layers is not None or self.last_layers is not None:
+            return self._uneven(stage, count)
+        parts = self.pp * chunks
+        if count % parts:
+            raise NormalizationError(
+                f"{count} layers cannot be divided evenly among {self.pp} stages of {chunks} chunks, and the program's "
+                "arguments do not say how they are; the hint 'layer_offsets' does: {stage: number of its first layer}"
+            )
+        each = count // parts
+        start = (chunk * self.pp + stage) * each
+        return range(start, start + each)
+
+    def _uneven(self, stage: int, count: int) -> range:
+        first, last = self.first_layers, self.last_layers
+        middle = self.pp - (first is not None) - (last is not None)
+        rest = count - (first or 0) - (last or 0)
+        each = rest // middle if middle else 0
+        sizes = [*([first] if first is not None else []), *[each] * middle, *([last] if last is not None else [])]
+        if sum(sizes) != count:
+            raise DamagedCheckpointError(f"{count} layers cannot be divided among stages of {sizes} layers")
+        return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
+
+    def __str__(self) -> str:
+        return f"tp {self.tp}, pp {self.pp}" + (f", ep {self.ep}" if self.ep > 1 else "")
+
+
+def chunk_names(
+    keys: Sequence[str], model: Mapping[str, StoredTensor], grid: Grid, stage: int, chunk: int, chunks: int, ep: int
+) -> list[str]:
+    """The parameters of one chunk of the model on one rank, in the order in which they were saved."""
+    decoder = {name: m for name in keys if (m := _LAYER.fullmatch(name)) and not _MTP.fullmatch(name)}
+    numbers = [int(m["layer"]) for m in decoder.values()]
+    held = grid.layers(stage, chunk, chunks, max(numbers) + 1) if numbers else range(0)
+    experts = [int(m["expert"]) for name in keys if (m := _EXPERT.fullmatch(name))]
+    share = (max(experts) + 1) // grid.ep if experts else 0
+    first, last = stage == chunk == 0, stage == grid.pp - 1 and chunk == chunks - 1
+    tied = not any("output_layer.weight" in name for name in keys)
+    layered = sum(_LAYER.fullmatch(name) is not None for name in keys)
+    begin, layers, end = [], [], []
+    for name in keys:
+        if grid.experts is not None and is_expert(name) != grid.experts:
+            continue
+        match, expert = decoder.get(name), _EXPERT.fullmatch(name)
+        if expert is not None and not ep * share <= int(expert["expert"]) < (ep + 1) * share:
+            continue
+        if match is not None:
+            if int(match["layer"]) in held:
+                layers.append(name)
+        elif _is_embedding(name):
+            # a last stage of its own has a copy of embeddings that are the output layer, too
+            if first or (last and len(decoder) < layered):
+                begin.append(name)
+            elif last and tied and name.endswith("word_embeddings.weight"):
+                end.append(name)
+        elif last and not is_buffer(name):
+            end.append(name)
+    layers.sort(key=lambda name: int(decoder[name]["layer"]))
+    if tied:
+        end.sort(key=lambda name: name.endswith("word_embeddings.weight"))
+    return [name for name in (*begin, *layers, *end) if not is_buffer(name)]
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a name is that of a buffer, which no optimizer has."""
+    return name.endswith(("expert_bias", "local_tokens_per_expert", "inv_freq"))
+
+
+def orders(names: Sequence[str], hints: Hints, grouped: bool | None = None) -> Iterator[list[str]]:
+    """Orders of registration to try: the hint's, that of the file, then those of Megatron's two kinds of layers.
+
+    Where `grouped` says how the layers' experts are registered, only orders that agree; stacks in a file do not say it.
+    """
+    given = hints.get("param_order")
+    if given is not None:
+        place = {str(name): i for i, name in enumerate(given)}
+        if all(name in place for name in names):
+            yield sorted(names, key=place.__getitem__)
+        return
+    if grouped is None or not any(map(is_expert, names)):
+        yield list(names)
+    # a last stage has its copy of the embedding as the output layer
+    late = names and not _is_embedding(names[0])
+    for fused in (False, True):
+        for by_expert in (False, True) if grouped is None else (not grouped,):
+            for copy_last in dict.fromkeys((bool(late), False)):
+                yield sorted(names, key=lambda n: _rank(n, fused, by_expert, copy_last))  # used at once
+
+
+def _is_embedding(name: str) -> bool:
+    return "embedding" in name.partition(".")[0]
+
+
+def _rank(name: str, fused: bool, by_expert: bool, copy_last: bool) -> tuple[int, ...]:
+    """Where a parameter stands. With `fused` norms, a norm is a part of the linear layer that follows it.
+
+    Experts are registered one after the other, or (`by_expert` False) all first and then all second matrices.
+    """
+    match, further = _LAYER.fullmatch(name), _MTP.fullmatch(name)
+    if match is None and _is_embedding(name):
+        return (6,) if copy_last else (0,)
+    if match is None:
+        return (5 if "output" in name else 3, name.endswith("bias"))
+    start: tuple[int, ...] = (1, int(match["layer"]))
+    tail = match["tail"]
+    if further is not None:
+        front = further["front"]
+        tail = further["tail"]
+        start = (4, int(further["layer"]), _MTP_PARTS.index(front) if front in _MTP_PARTS else len(_MTP_PARTS))
+    if fused:
+        tail = re.sub(r"^input_layernorm\.", "self_attention.linear_qkv.0", tail)
+        tail = re.sub(r"^pre_mlp_layernorm\.", "mlp.linear_fc1.0", tail) if ".mlp.router" not in name else tail
+    module = next((i for i, start in enumerate(_LOCAL) if tail.startswith(start)), len(_LOCAL))
+    expert = _EXPERT.fullmatch(name)
+    number = int(expert["expert"]) if expert else 0
+    second = "linear_fc2" in tail
+    inner = (number, second) if by_expert else (second, number)
+    norm_first = not (".0weight" in tail or ".0bias" in tail)
+    return (*start, module, *inner, norm_first, tail.endswith("bias"))
+
+
+# How Megatron cuts parameters for tensor parallelism, by their names, and how the shards are joined
+# again.
+#
+# dim 0: linear_qkv, linear_fc1, vocabularies     rank 0   rank 1        dim 1: linear_proj,
+# linear_fc2
+#                                                 rows     rows          dim None: norms, routers, row biases
+# a gated linear_fc1 holds two halves, and each rank its rows of both:   gate_0 up_0 | gate_1 up_1
+
+
+_RULES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
+    (re.compile(pattern), dim)
+    for pattern, dim in (
+        (r".*layer_?norm.*|.*\b[eh]?norm(\d|\b).*|.*_norm\..*", None),
+        (r".*router\..*|.*gate_weight|.*position_embeddings.*|.*tokentype_embeddings.*|.*rotary.*|.*inv_freq", None),
+        (r".*word_embeddings\.weight|.*output_layer\.(weight|bias)", 0),
+        (r".*(linear_qkv|query_key_value|linear_q|linear_kv|linear_q_proj)\.(weight|bias)", 0),
+        (r".*(linear_q_up_proj|linear_kv_up_proj|query|key_value)\.(weight|bias)", 0),
+        (r".*(linear_q_down_proj|linear_kv_down_proj|linear_kv_a_proj.*)\.(weight|bias)", None),
+        (r".*(linear_fc1|dense_h_to_4h)\.(weight|bias)\d*", 0),
+        (r".*(linear_fc2|dense_4h_to_h|linear_proj|dense)\.weight\d*", 1),
+        (r".*(linear_fc2|dense_4h_to_h|linear_proj|dense)\.bias\d*", None),
+        (r".*eh_proj\.(weight|bias)", 0),
+        (r".*softmax_offset|.*mixer\.(A_log|D|dt_bias)", 0),
+        (r".*mixer\.out_proj\.weight", 1),
+        (r".*\.[qkv]_proj\.(weight|bias)|.*\.(gate|up)_proj\.(weight|bias)", 0),
+        (r".*\.(o|down)_proj\.weight", 1),
+        (r".*\.(o|down)_proj\.bias", None),
+        (r".*pooler.*|.*binary_head.*|.*lm_head\.dense.*", None),
+    )
+)
+_FC1 = re.compile(r"(.*)(linear_fc1|dense_h_to_4h)\.(weight|bias)(\d*)")
+_FC2 = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
+
+
+def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
+    """The dim of a parameter that is cut; None if every rank has all of it.
+
+    Raises NormalizationError, asking for the hint "tp_dims", for a name that is not known here, if it matters.
+    """
+    for pattern, dim in hints.mapping("tp_dims").items():
+        if fnmatch.fnmatchcase(name, str(pattern)):
+            if dim is not None and type(dim) is not int:
+                raise NormalizationError(f"the hint 'tp_dims' must give a dim or None, got {dim!r} for {pattern!r}")
+            return dim
+    if tp == 1:
+        return None
+    found = [dim for rule, dim in _RULES if rule.fullmatch(name)]
+    if not found:
+        hints.missing(
+            "tp_dims",
+            f"the files do not say how tensor parallelism over {tp} ranks cuts {name!r}, and its name is not known",
+            f"{{{name!r}: 0}}",
+        )
+    return found[0]
+
+
+def is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a first linear layer of an MLP holds a gate and an up half: it then has two rows for each column of the
+    second one. `shapes` are those of the shards or of the whole parameters alike, by name."""
+    match = _FC1.fullmatch(name)
+    if match is None or name not in shapes:
+        return False
+    second = shapes.get(f"{match[1]}{_FC2[match[2]]}.weight{match[4]}")
+    return second is not None and len(second) == 2 and shapes[name][0] == 2 * second[1]
+
+
+def local_shape(shape: tuple[int, ...], dim: int | None, tp: int, name: str) -> tuple[int, ...]:
+    """Shape of a shard. Raises DamagedCheckpointError if the dim cannot be divided."""
+    if dim is None or tp == 1:
+        return shape
+    if dim >= len(shape) or shape[dim] % tp:
+        raise DamagedCheckpointError(f"{name!r} of shape {list(shape)} cannot be cut along dim {dim} for {tp} ranks")
+    return (*shape[:dim], shape[dim] // tp, *shape[dim + 1 :])
+
+
+def join_shards(name: str, shards: Sequence[StoredTensor], dim: int | None, gated: bool) -> StoredTensor:
+    """The whole parameter. Of replicas the first is taken; gate and up halves are joined each by itself.
+
+    Raises DamagedCheckpointError if the shards have different shapes.
+    """
+    shapes = {shard.spec.shape for shard in shards}
+    if len(shapes) > 1:
+        texts = ", ".join(str(list(shard.spec.shape)) for shard in shards)
+        raise DamagedCheckpointError(
+            f"{name!r}: the shards of the tensor parallel ranks have different shapes: {texts}"
+        )
+    shape = shapes.pop()
+    if dim is None or len(shards) == 1:
+        return shards[0].renamed(name)
+    if dim >= len(shape):
+        raise DamagedCheckpointError(f"{name!r}: shards of shape {list(shape)} cannot be joined along dim {dim}")
+    halves = 2 if gated else 1
+    if shape[dim] % halves:
+        raise DamagedCheckpointError(f"{name!r}: {shape[dim]} rows of a shard are no gate and up half")
+    rows = shape[dim] // halves
+    pieces = []
+    for half in range(halves):
+        for rank, shard in enumerate(shards):
+            at = half * rows * len(shards) + rank * rows
+            region = Box((*(0,) * dim, at, *(0,) * (len(shape) - dim - 1)), (*shape[:dim], rows, *shape[dim + 1 :]))
+            pieces.append((region, narrow(shard, dim, half * rows, (half + 1) * rows)))
+    whole = (*shape[:dim], shape[dim] * len(shards), *shape[dim + 1 :])
+    return assemble(name, whole, pieces)

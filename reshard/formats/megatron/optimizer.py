@@ -1,0 +1,505 @@
+"""Megatron's distributed optimizers: flat buffers cut back into parameters, and param groups."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
+from reshard.formats.canonical import Canonical, Hints, Value
+from reshard.formats.dcp.reader import DcpFacts
+from reshard.formats.megatron.names import (
+    Grid,
+    chunk_names,
+    is_expert,
+    is_gated,
+    is_vocabulary,
+    join_shards,
+    local_shape,
+    orders,
+    tp_dim,
+)
+from reshard.formats.torch_save.pickles import TensorRef
+from reshard.formats.torch_save.reader import TorchFile, stored_tensor
+from reshard.live.dtypes import dtype_name
+from reshard.stored.contents import Contents
+from reshard.stored.tensor import StoredTensor
+from reshard.stored.views import narrow, unflatten
+
+__all__ = [
+    "assign_groups", "bucket_limit", "cut_buckets", "decays", "find_groups", "groups_to_save",
+    "place_joined", "place_params",
+]  # fmt: skip
+
+
+# optimizer.distributed.dp_group_idx_0.param_state/shard_0_1
+#     [{0: {(param dtype, grad dtype): {param: flat, exp_avg: flat, exp_avg_sq: flat, numel_unpadded: n}}}]
+
+
+_GATHERED_KEY = re.compile(
+    r"(?:chained_(?P<chained>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.param_state/shard_0_1"
+)
+BufferKey = tuple[str, int, int, str]
+"""Chained optimizer, group of ranks, number of the buffer and dtype of its parameters."""
+
+
+def gathered_buffers(contents: Contents) -> Iterator[tuple[BufferKey, dict[str, StoredTensor]]]:
+    """The flat tensors of every buffer by state. Nothing but the objects' pickles is read.
+
+    Raises DamagedCheckpointError if an object is not what Megatron writes, FormatError for the form of before 2024.
+    """
+    facts = contents.facts
+    assert isinstance(facts, DcpFacts)
+    for key in contents.objects:
+        match = _GATHERED_KEY.fullmatch(key)
+        if match is None:
+            continue
+        file = facts.object_file(key)
+        value = file.value[0] if isinstance(file.value, (list, tuple)) and len(file.value) == 1 else file.value
+        if not isinstance(value, dict):
+            raise DamagedCheckpointError(f"{file.source.label}: the object {key!r} holds no optimizer states")
+        for number in sorted(n for n in value if type(n) is int):
+            for dtypes, flats in value[number].items():
+                if not isinstance(flats, dict) or not value.get("buckets_coalesced"):
+                    raise FormatError(
+                        f"{file.source.label}: the buckets of {key!r} are saved apart, as Megatron-core did "
+                        "before 0.7; load and save the checkpoint with a newer one"
+                    )
+                dtype = dtype_name(dtypes[0]) if isinstance(dtypes, tuple) else str(dtypes).removeprefix("torch.")
+                yield (
+                    (match["chained"] or "", int(match["group"]), number, dtype),
+                    {str(k): _flat(f"{key}.{k}", file, v) for k, v in flats.items() if isinstance(v, TensorRef)},
+                )
+
+
+def _flat(key: str, file: TorchFile, ref: Any) -> StoredTensor:
+    if len(ref.size) != 1:
+        raise DamagedCheckpointError(f"{file.source.label}: {key!r} has shape {list(ref.size)}, but should be flat")
+    return stored_tensor(key, file, ref)
+
+
+# The buckets of Megatron's distributed optimizer (`dp_reshardable`), cut back into parameters.
+#
+# Each model parallel rank has a flat buffer per chunk of the model and dtype, cut into buckets.
+# Parameters lie in it in reverse order of registration, each from a multiple of 64 elements on; no
+# names are stored:
+#
+#     bucket_idx_0:  | output_layer.weight      | final_layernorm.weight | - | ...linear_fc2.weight  | - |   (-:
+# padding)
+#                    0                        768                      792 832                     1504
+#
+# So the order is rebuilt from the model: its keys in the order in which they were saved, or the
+# order of Megatron's own layers. An order is taken only if every parameter fits and the buckets
+# come out full; the hint "param_order" helps.
+#
+# Older versions (`dp_zero_gather_scatter`) joined the buckets of a buffer, without the padding at
+# their ends, into one flat tensor inside an object; see `gathered_buffers`.
+
+
+_KEY = re.compile(
+    r"(?:chained_(?P<chained>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\."
+    r"dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
+)
+
+
+@dataclass
+class _Buffer:
+    """The buckets of one flat buffer, by state."""
+
+    buckets: dict[int, dict[str, StoredTensor]] = field(default_factory=dict)
+    limit: int | None = None
+    """Elements that filled a bucket, where the buckets of the buffer were joined to one."""
+
+    def lengths(self) -> list[int]:
+        if sorted(self.buckets) != list(range(len(self.buckets))):
+            raise DamagedCheckpointError(f"the buckets {sorted(self.buckets)} of a buffer are not all there")
+        return [next(iter(self.buckets[b].values())).spec.numel for b in sorted(self.buckets)]
+
+    def starts(self, bucket: int) -> set[int]:
+        """Where chunks begin in a bucket."""
+        return {chunk.box.offsets[0] for chunk in next(iter(self.buckets[bucket].values())).chunks}
+
+
+_Buffers = dict[BufferKey, _Buffer]
+
+
+def cut_buckets(
+    contents: Contents, model: Mapping[str, StoredTensor], args: Mapping[str, Any], hints: Hints
+) -> dict[str, dict[str, Value]]:
+    """The states of all parameters in buckets; {} if there are none. `model` is in the order in which it was saved.
+
+    Raises NormalizationError if no known order fits, and DamagedCheckpointError if ranks are missing.
+    """
+    buffers = _buffers(contents, args)
+    if not buffers:
+        return {}
+    keys = list(model)
+    locals_: dict[str, dict[tuple[int, int], dict[str, StoredTensor]]] = {}
+    for chained in sorted({key[0] for key in buffers}):
+        mine = {key: buffer for key, buffer in buffers.items() if key[0] == chained}
+        grid = Grid.of(
+            args, groups=len({key[1] for key in mine}), experts=_is_expert_part(chained, buffers, args), hints=hints
+        )
+        _check_groups(mine, grid)
+        _cut_part(mine, grid, keys, model, hints, locals_)
+    return _join(locals_, model, hints)
+
+
+def _buffers(contents: Contents, args: Mapping[str, Any]) -> _Buffers:
+    out: _Buffers = {}
+    for key in contents.tensors:
+        match = _KEY.fullmatch(key)
+        if match is None:
+            continue
+        at = (match["chained"] or "", int(match["group"]), int(match["buffer"]), match["dtype"])
+        out.setdefault(at, _Buffer()).buckets.setdefault(int(match["bucket"]), {})[match["state"]] = contents.tensors[
+            key
+        ]
+    for place, flats in gathered_buffers(contents):
+        if flats:
+            out[place] = _Buffer({0: flats}, bucket_limit(args))
+    return out
+
+
+def _is_expert_part(chained: str, buffers: _Buffers, args: Mapping[str, Any]) -> bool | None:
+    """Whether an optimizer of several has the experts' parameters; None if there is one for all."""
+    if int(args.get("expert_model_parallel_size") or 1) == 1:
+        return None
+    parts = sorted({key[0] for key in buffers})
+    return None if len(parts) == 1 else chained == parts[-1]
+
+
+def _check_groups(buffers: _Buffers, grid: Grid) -> None:
+    found = {key[1] for key in buffers}
+    missing = sorted(set(range(grid.size)) - found)
+    if missing:
+        raise DamagedCheckpointError(
+            f"the optimizer states of model parallel rank {missing[0]} are missing: there are those of "
+            f"{sorted(found)}, but the model was cut for {grid}"
+        )
+
+
+def _cut_part(
+    buffers: _Buffers,
+    grid: Grid,
+    keys: Sequence[str],
+    model: Mapping[str, StoredTensor],
+    hints: Hints,
+    out: dict[str, dict[tuple[int, int], dict[str, StoredTensor]]],
+) -> None:
+    """Add the local parts of every parameter, by (tensor parallel, expert parallel) rank."""
+    shapes = {name: tensor.spec.shape for name, tensor in model.items()}
+    for group in sorted({key[1] for key in buffers}):
+        tp, ep, pp = grid.coordinates(group)
+        for dtype in sorted({key[3] for key in buffers if key[1] == group}):
+            mine = [buffers[key] for key in sorted(buffers) if key[1] == group and key[3] == dtype]
+            for chunk, buffer in enumerate(mine):
+                names = chunk_names(keys, model, grid, pp, chunk, len(mine), ep)
+                typed = [name for name in names if model[name].spec.dtype == dtype]
+                for slot in _find_slots(buffer, typed, shapes, grid, hints):
+                    local = local_shape(shapes[slot.name], _dim(slot.name, hints, grid), grid.tp, slot.name)
+                    for state, bucket in buffer.buckets[slot.bucket].items():
+                        flat = narrow(bucket, 0, slot.start, slot.stop)
+                        part = unflatten(flat, local, f"{slot.name}.{state}")
+                        out.setdefault(slot.name, {}).setdefault((tp, ep), {})[state] = part
+
+
+def _dim(name: str, hints: Hints, grid: Grid) -> int | None:
+    return tp_dim(name, hints, grid.tp)
+
+
+def _find_slots(
+    buffer: _Buffer, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], grid: Grid, hints: Hints
+) -> list[BufferSlot]:
+    """Where the parameters `names` lie, by the first order in which they fill the buckets exactly."""
+    numels = {n: math.prod(local_shape(shapes[n], _dim(n, hints, grid), grid.tp, n)) for n in names}
+    candidates = list(orders(names, hints, grid.grouped))
+    fitting = _fitting(candidates, numels, buffer)
+    if not fitting and grid.grouped is not None:  # the experts are not what the program was told
+        candidates = list(orders(names, hints))
+        fitting = _fitting(candidates, numels, buffer)
+    if not fitting:
+        hints.missing(
+            "param_order",
+            f"the optimizer states are in buckets of {buffer.lengths()} elements without names, and the {len(names)} "
+            "parameters of the model do not fill them in any order that is known"
+            + (" (if stages have other layers than these, the hint 'layer_offsets' says it)" if grid.pp > 1 else ""),
+            '["embedding.word_embeddings.weight", ...]',
+        )
+    # chunks were cut at the parameters' borders: the order whose parameters begin where chunks do is the right one
+    exact = [s for s in fitting if all(slot.start in buffer.starts(slot.bucket) for slot in s)] or fitting
+    if len(exact) == 1 or "param_order" in hints:
+        return exact[0]
+    first, *others = exact
+    differing = [a.name for other in others for a, b in zip(first, other) if a != b]
+    if grid.grouped is not None or not any(map(is_expert, differing)):  # stacks do not say how experts were registered
+        if all(
+            {(s.bucket, s.start, s.stop) for s in first} == {(s.bucket, s.start, s.stop) for s in o} for o in others
+        ):
+            return first  # parameters of one size: the order of the file decides, which comes first
+        if candidates[0] in candidates[1:] and first == fitting[0] and first in _place(candidates[0], numels, buffer):
+            return first  # the file has its keys in the very order in which one kind of Megatron's layers has them
+    raise NormalizationError(
+        f"two orders of the parameters fill the optimizer's buckets, and differ from {differing[0]!r} on: give the "
+        "right one by the hint 'param_order'"
+    )
+
+
+def _fitting(orders: Sequence[Sequence[str]], numels: Mapping[str, int], buffer: _Buffer) -> list[list[BufferSlot]]:
+    """The different ways in which parameters in any of these orders fill the buffer."""
+    found: list[list[BufferSlot]] = []
+    for order in orders:
+        found += [slots for slots in _place(order, numels, buffer) if slots not in found]
+    return found
+
+
+def _place(order: Sequence[str], numels: Mapping[str, int], buffer: _Buffer) -> list[list[BufferSlot]]:
+    """Every way in which parameters in this order fill the buffer."""
+    params = [(name, numels[name]) for name in reversed(order)]
+    lengths = buffer.lengths()
+    if buffer.limit is not None:
+        return list(place_joined(params, lengths[0], buffer.limit))
+    slots = place_params(params, lengths)
+    return [] if slots is None else [slots]
+
+
+def _join(
+    parts: Mapping[str, Mapping[tuple[int, int], Mapping[str, StoredTensor]]],
+    model: Mapping[str, StoredTensor],
+    hints: Hints,
+) -> dict[str, dict[str, Value]]:
+    """Whole states from the parts of all tensor parallel ranks."""
+    shapes = {name: tensor.spec.shape for name, tensor in model.items()}
+    out: dict[str, dict[str, Value]] = {}
+    for name, by_rank in parts.items():
+        ranks = sorted({tp for tp, _ in by_rank})
+        holder = {tp: by_rank[min(at for at in by_rank if at[0] == tp)] for tp in ranks}
+        dim = tp_dim(name, hints, len(ranks))
+        for state in holder[0]:
+            shards = [holder[tp][state] for tp in ranks]
+            joined = join_shards(f"{name}.{state}", shards, dim, is_gated(name, shapes))
+            out.setdefault(name, {})[state] = joined
+        if out[name] and next(iter(out[name].values())).spec.shape != shapes[name]:
+            raise DamagedCheckpointError(f"{name!r}: the parts of its optimizer states do not make up {shapes[name]}")
+    return out
+
+
+# Where parameters lie in the flat buffers of Megatron's optimizers, given their order and numbers
+# of elements.
+#
+# bucket_idx_0:  | output_layer.weight      | final_layernorm.weight | - | ...linear_fc2.weight  | -
+# |   (-: padding)
+#                0                        768                      792 832                     1504
+
+
+ALIGNMENT = 64
+"""Every parameter begins at a multiple of this many elements."""
+
+
+@dataclass(frozen=True)
+class BufferSlot:
+    """Where a parameter's local part lies: its bucket, and the elements in it."""
+
+    name: str
+    bucket: int
+    start: int
+    stop: int
+
+
+def place_params(params: Sequence[tuple[str, int]], lengths: Sequence[int]) -> list[BufferSlot] | None:
+    """Where parameters of these numbers of elements lie in buckets of these lengths; None if they do not fill them.
+
+    Every parameter begins at a multiple of `ALIGNMENT`, and a bucket ends where its last parameter does.
+
+        >>> place_params([("b", 24), ("a", 100)], [164])
+        [Slot(name='b', bucket=0, start=0, stop=24), Slot(name='a', bucket=0, start=64, stop=164)]
+    """
+    slots: list[BufferSlot] = []
+    bucket, end = 0, 0
+    for name, numel in params:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        if bucket < len(lengths) and start + numel > lengths[bucket]:
+            if not _is_full(end, lengths[bucket]):
+                return None
+            bucket, start = bucket + 1, 0
+        if bucket >= len(lengths) or start + numel > lengths[bucket]:
+            return None
+        end = start + numel
+        slots.append(BufferSlot(name, bucket, start, end))
+    return slots if bucket == len(lengths) - 1 and _is_full(end, lengths[bucket]) else None
+
+
+def _is_full(end: int, length: int) -> bool:
+    """Whether a bucket of `length` may end with a parameter that ends at `end`: there, or after padding."""
+    return end == length or (length % 128 == 0 and 0 < length - end < 128)
+
+
+def place_joined(params: Sequence[tuple[str, int]], total: int, limit: int) -> Iterator[list[BufferSlot]]:
+    """The same for buckets that were joined without the padding at their ends; every way in which they fill `total`.
+
+    A bucket is full when it has `limit` elements (see `bucket_limit`), or there is only one; an embedding that the last
+    stage shares with the first has one to itself there, and comes first.
+
+        >>> list(place_joined([("b", 24), ("a", 100)], 124, 10))
+        [[Slot(name='b', bucket=0, start=0, stop=24), Slot(name='a', bucket=0, start=24, stop=124)]]
+    """
+    found: list[list[BufferSlot]] = []
+    for most, alone in ((total + 1, False), (limit, False), (total + 1, True), (limit, True)):
+        slots: list[BufferSlot] = []
+        begin = end = 0  # of the bucket in the joined buffer, and of what it holds
+        for name, numel in params:
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            end = start + numel
+            slots.append(BufferSlot(name, 0, begin + start, begin + end))
+            if end >= most or (alone and len(slots) == 1):
+                begin, end = begin + end, 0
+        if begin + end == total and slots not in found:
+            found.append(slots)
+            yield slots
+
+
+def bucket_limit(args: Mapping[str, Any]) -> int:
+    """How many elements fill a bucket, by the program's arguments."""
+    data_parallel = int(args.get("data_parallel_size") or 1)
+    return int(args.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * data_parallel))
+
+
+# Param groups of Megatron's optimizers: their settings are stored, their parameters are not, but
+# follow from rules.
+#
+# Biases and one-dimensional parameters have no weight decay (wd_mult 0); experts' own parameters
+# are in groups of their own under expert parallelism; embeddings and the output layer may have
+# their own learning rate (is_decoupled_lr).
+
+
+def decays(name: str, ndim: int) -> bool:
+    """Whether Megatron's default rule gives weight decay to a parameter."""
+    return not (name.endswith(".bias") or ndim == 1)
+
+
+def find_groups(contents: Contents, common: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The settings of all groups, each once; the ranks store the same ones."""
+    groups: list[dict[str, Any]] = []
+    found = list(_search(common.get("optimizer")))
+    for key in contents.objects:
+        if ".optimizer/shard_" in key and "optimizer.distributed." in key:
+            found += _search(contents.objects[key])
+    for group in found:
+        bare = {k: v for k, v in group.items() if k != "params"}
+        if bare not in groups:
+            groups.append(bare)
+    return groups
+
+
+def _search(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == "param_groups" and isinstance(inner, (list, tuple)):
+                yield from (group for group in inner if isinstance(group, dict))
+            else:
+                yield from _search(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _search(inner)
+
+
+def assign_groups(result: Canonical, settings: list[dict[str, Any]], own_rate: Any = None) -> None:
+    """Put the groups into the result, each with the parameters that belong to it, and its `step` into their states.
+
+    Args:
+        own_rate: the learning rate that the program was told for embeddings and the output layer.
+    """
+    known = all("params" in group for group in settings)
+    result.groups = [{**group, "params": list(group.get("params", ()))} for group in settings]
+    if not known:
+        _by_rule(result, own_rate)
+    steps = [group.get("step") for group in result.groups]
+    for group in result.groups:
+        step = group.pop("step", None)
+        for fqn in group["params"] if step is not None else ():
+            if "step" not in result.state.get(fqn, {"step": 0}):
+                result.add_state(fqn, "step", step)
+    if steps and steps[0] is not None and all(step == steps[0] for step in steps):
+        for fqn, states in result.state.items():  # those of no known group, too
+            if "step" not in states:
+                result.add_state(fqn, "step", steps[0])
+
+
+def _has_own_rate(group: Mapping[str, Any], own_rate: Any) -> bool:
+    """Whether a group is that of embeddings and the output layer; newer versions only say that it is no default."""
+    told = own_rate is not None and group.get("default_config") is False and group.get("max_lr") == own_rate
+    return bool(group.get("is_decoupled_lr")) or told
+
+
+def _by_rule(result: Canonical, own_rate: Any) -> None:
+    separate = any(group.get("is_expert_parallel") for group in result.groups)
+    lost = []
+    for fqn, states in result.state.items():
+        shapes = [v.spec.shape for k, v in states.items() if k != "step" and isinstance(v, StoredTensor)]
+        if fqn in result.model:
+            shapes = [result.model[fqn].spec.shape]
+        wanted = decays(fqn, len(shapes[0]) if shapes else 0)
+        fitting = [
+            group
+            for group in result.groups
+            if bool(group.get("wd_mult", 1.0)) == wanted
+            and bool(group.get("is_expert_parallel")) == (separate and is_expert(fqn))
+        ]
+        if len(fitting) > 1 and any(_has_own_rate(group, own_rate) for group in fitting):
+            fitting = [group for group in fitting if _has_own_rate(group, own_rate) == is_vocabulary(fqn)]
+        if len(fitting) == 1:
+            fitting[0]["params"].append(fqn)
+        else:
+            lost.append(fqn)
+    if lost and result.groups:
+        result.notes.append(
+            f"{len(lost)} parameters are in no param group, such as {lost[0]!r}: in which they were is not stored, and "
+            "Megatron's default rules do not tell"
+        )
+
+
+_KINDS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""The settings by which Megatron finds the group that belongs to one of its own."""
+
+
+def groups_to_save(found: Canonical, own_experts: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """The settings of Megatron's groups, and what is to be known of them.
+
+    Groups of other programs are made anew by Megatron's rules: with and without weight decay, and with `own_experts`
+    those of experts by themselves.
+
+    Raises FormatError if parameters that Megatron has in one group have different settings.
+    """
+    made: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}
+    notes: list[str] = []
+    for number, group in enumerate(found.groups):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for kind in dict.fromkeys(_kinds(found, group, own_experts)):
+            if not kind[0] and settings.get("weight_decay") and "wd_mult" not in settings:
+                notes.append(
+                    f"param group {number} has weight decay for biases or one-dimensional parameters; Megatron has none"
+                )
+            first, known = made.setdefault(kind, (number, settings))
+            if known != settings:
+                differs = next(k for k in (*known, *settings) if known.get(k) != settings.get(k))
+                raise FormatError(
+                    f"Megatron has the parameters with {dict(zip(_KINDS, kind))} in one group, but the param groups "
+                    f"{first} and {number} have {differs} {known.get(differs)!r} and {settings.get(differs)!r}: make "
+                    "them alike, or leave the optimizer out by model_only"
+                )
+    return [{**settings, **dict(zip(_KINDS, kind))} for kind, (_, settings) in made.items()], notes
+
+
+def _kinds(found: Canonical, group: Mapping[str, Any], own_experts: bool) -> Iterator[tuple[Any, ...]]:
+    """What Megatron would call the group of each of its parameters."""
+    is_theirs = "wd_mult" in group
+    decided = group.get("wd_mult", 1.0), group.get("lr_mult", 1.0), bool(group.get("is_decoupled_lr"))
+    if is_theirs and not group.get("params"):
+        yield decided[0], decided[1], own_experts and bool(group.get("is_expert_parallel")), decided[2]
+    for fqn in group.get("params", ()):
+        tensor = found.model.get(fqn)
+        decay = decided[0] if is_theirs or tensor is None else float(decays(fqn, len(tensor.spec.shape)))
+        yield decay, decided[1], own_experts and is_expert(fqn), decided[2]

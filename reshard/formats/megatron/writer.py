@@ -1,0 +1,470 @@
+"""Writes Megatron-core's `torch_dist` folders: a canonical state under the keys that Megatron asks for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from planners.geometry.box import Box
+from planners.geometry.layout import TensorSpec
+from reshard.errors import FormatError
+from reshard.formats.canonical import Canonical, Hints
+from reshard.formats.dcp.writer import DcpWriter, object_to_bytes
+from reshard.formats.megatron.files import LATEST
+from reshard.formats.megatron.names import is_expert
+from reshard.formats.megatron.optimizer import groups_to_save
+from reshard.live.tree import unflatten
+from reshard.storage.base import Storage
+from reshard.stored.contents import Contents, Facts
+from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, WrittenFile
+from reshard.stored.tensor import LazyTensor, StoredTensor
+from reshard.stored.views import stack
+
+__all__ = ["MegatronWriter", "megatron_form"]
+
+
+# latest_checkpointed_iteration.txt        names the folder, published last
+# iter_0000002/metadata.json, common.pt    which backend this is; everything that no tensor is
+# iter_0000002/.metadata, __0_*.distcp     a chunk for each layer and expert, as Megatron itself
+# cuts them
+#
+# Where the target's own name is that of such a folder, all files are in it, and nothing names it.
+
+
+_ITERATION = re.compile(r"iter_\d{7,}|release")
+_LAYERS = re.compile(r"(?:.*\.)?layers\.(?!\d)")
+_EXPERTS = re.compile(r".*\bexperts\.experts\.(?!\d)")
+_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+_COMMON = {"common_backend": "torch", "common_backend_version": 1}
+
+
+@dataclass(frozen=True)
+class MegatronState(Facts):
+    """What there is beside tensors."""
+
+    common: Mapping[str, Any] = field(default_factory=dict)
+    """All of `common.pt`."""
+    empty: tuple[str, ...] = ()
+    """Keys of objects that modules ask for and that hold nothing."""
+
+
+class MegatronWriter(DcpWriter):
+    """Files of a limited size, in the folder of one iteration."""
+
+    format = "megatron"
+
+    def __init__(self, contents: Contents, job_id: str, *, target: str, max_shard_bytes: int) -> None:
+        """`target` is the path that the files go to, of which only the last part matters."""
+        facts = contents.facts_of(MegatronState)
+        assert facts is not None
+        self.common = facts.common
+        is_inside = _ITERATION.fullmatch(target.rstrip("/").rpartition("/")[2]) is not None
+        self.folder = "" if is_inside else f"iter_{int(self.common['iteration']):07d}/"
+        first, *others = facts.empty or ("",)
+        aliases = {**contents.aliases, **dict.fromkeys(others, first)}
+        objects = {first: [None]} if first else {}
+        FormatWriter.__init__(self, Contents(
+            contents.format, contents.tensors, objects, aliases, warnings=contents.warnings,
+            left_out=contents.left_out,
+        ), job_id)  # fmt: skip
+        parts = [part for name in self.names for part in _chunks(self.stored(name).spec)]
+        groups = list(_grouped(parts, max_shard_bytes))
+        self.files = tuple(
+            FilePlan(f"{self.folder}__0_{job_id}_{number}.distcp", tuple(group), number)
+            for number, group in enumerate(groups)
+        )
+
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
+        """Publish what describes the files, then the file that names their folder."""
+        storage.publish(f"{self.folder}common.pt", object_to_bytes(dict(self.common)))
+        storage.publish(f"{self.folder}metadata.json", json.dumps({**_BACKEND, **_COMMON}).encode())
+        self.publish(storage, done, None, self.folder)
+        if self.folder:
+            storage.publish(LATEST, str(int(self.common["iteration"])).encode())
+
+    def occupied(self, names: Mapping[str, int]) -> str | None:
+        """The file that is published last."""
+        wanted = LATEST if self.folder else ".metadata"
+        return wanted if wanted in names else None
+
+
+def _chunks(spec: TensorSpec) -> Iterator[FilePart]:
+    """A chunk for each layer and expert of a stack, so that nobody must read more than those it has."""
+    stacked = bool(_LAYERS.match(spec.fqn)) + bool(_EXPERTS.match(spec.fqn))
+    leading, rest = spec.shape[:stacked], spec.shape[stacked:]
+    for at in product(*map(range, leading)):
+        yield FilePart(spec, Box((*at, *(0,) * len(rest)), (*(1,) * len(at), *rest)))
+
+
+def _grouped(parts: list[FilePart], max_bytes: int) -> Iterator[list[FilePart]]:
+    """The parts in order, in groups of at most `max_bytes`; at least one group."""
+    group: list[FilePart] = []
+    room = max_bytes
+    for part in parts:
+        if group and part.nbytes > room:
+            yield group
+            group, room = [], max_bytes
+        group.append(part)
+        room -= part.nbytes
+    yield group
+
+
+# A canonical state as Megatron-core saves it (`torch_dist`, its optimizer fully reshardable): for
+# the format's writer.
+#
+# model              <key>                                       whole layers in stacks, see
+# `stacks` optimizer          optimizer.state.{param, exp_avg, ...}.<key> masters and states in the
+# shape of the parameter common.pt          param groups, one number of steps, and what stood under
+# "common." beside a model before
+#
+# What the three kinds of Megatron's optimizers ask for differs in where the groups are and what
+# masters are called. All of it is written, so that each finds its own: further names of a tensor
+# cost nothing, they are the same bytes.
+
+
+_MASTER = "fp32_param"
+_PARAM = "optimizer.state.param."
+_NARROW = ("bfloat16", "float16")
+"""Dtypes of parameters that have masters."""
+_VERSION = 3.0
+"""What newer programs write as `checkpoint_version`; 0, where there is none, means other orders of rows."""
+
+Widen = Callable[[StoredTensor, str], StoredTensor]
+"""(a tensor, name) -> the same in float32, under that name."""
+
+
+def megatron_form(
+    found: Canonical, contents: Contents, hints: Mapping[str, Any] | None, widen: Widen, what: str
+) -> Contents:
+    """`contents`, which normalizes to `found`, with the keys, stacks and common state of Megatron's format.
+
+    Raises FormatError where it cannot hold the state: layers that are missing, an optimizer without param groups, steps
+    that differ.
+    """
+    if not found.model:
+        raise FormatError(f"{what}: there is no model in it: Megatron's format has an optimizer only beside its model")
+    stacks = Stacks.of({fqn: tensor.spec for fqn, tensor in found.model.items()})
+    ties = _ties(found.model)
+    tensors, aliases = stacks.put({fqn: t for fqn, t in found.model.items() if fqn not in ties})
+    aliases.update((stacks.keys(fqn)[0], stacks.keys(kept)[0]) for fqn, kept in ties.items())
+    beside = {path[1:]: key for key, path in contents.paths.items() if path[:1] == ("common",) and len(path) > 1}
+    common = unflatten(
+        {path: contents.objects[key] for path, key in beside.items() if key in contents.objects},
+        {path[1:]: kind for path, kind in contents.containers.items() if path[:1] == ("common",) and len(path) > 1},
+    )
+    notes: list[str] = []
+    if found.state:
+        own_experts = _own_experts(found, Hints(hints))
+        step = _step(found)
+        groups, notes = groups_to_save(found, own_experts)
+        _check_groups(found, groups, what)
+        more, further = _states(found, stacks, ties, widen)
+        tensors.update(more)
+        aliases.update(further)
+        scaler = common.get("optimizer", {}).get("grad_scaler")
+        common["optimizer"] = _optimizer(groups, step, own_experts, scaler)
+        common.setdefault("iteration", 0 if step is None else int(step))
+    if isinstance(common.get("args"), dict):
+        common["args"] = argparse.Namespace(**common["args"])
+    common.setdefault("checkpoint_version", _VERSION)
+    common.setdefault("iteration", 0)
+    common["content_metadata"] = {
+        "singleton_local_shards": False,
+        "non_homogeneous_layers": stacks.is_numbered,
+        "chained_optim_avoid_prefix": True,
+        "distrib_optim_sharding_type": "fully_reshardable",
+    }
+    used = set(beside.values())
+    left = [key for key in contents.objects if key not in used and not key.startswith(("optim.", "model."))]
+    return Contents(
+        "megatron",
+        tensors,
+        aliases=aliases,
+        facts=MegatronState(common, tuple(extra_state_keys(stacks, found.model))),
+        warnings=(*contents.warnings, *found.notes, *notes),
+        left_out=(*contents.left_out, *contents.per_rank, *left),
+    )
+
+
+def _ties(model: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Names of tensors that are the very same chunks as an earlier one, with the name of that."""
+    first: dict[int, str] = {}
+    ties = {fqn: first.setdefault(id(t.chunks), fqn) for fqn, t in model.items() if t.chunks != ()}
+    return {fqn: kept for fqn, kept in ties.items() if fqn != kept}
+
+
+def _own_experts(found: Canonical, hints: Hints) -> bool:
+    """Whether experts have an optimizer of their own, as under expert parallelism."""
+    wanted = hints.get("expert_optimizer")
+    if wanted is not None:
+        return bool(wanted)
+    theirs = [group for group in found.groups if "is_expert_parallel" in group]
+    return any(g["is_expert_parallel"] for g in theirs) if theirs else any(map(is_expert, found.model))
+
+
+def _step(found: Canonical) -> float | None:
+    """The one number of steps that all parameters have taken; None if none has any."""
+    steps = {fqn: _number(states["step"]) for fqn, states in found.state.items() if "step" in states}
+    if not steps:
+        return None
+    first, step = next(iter(steps.items()))
+    other = next((fqn for fqn, value in steps.items() if value != step), None)
+    if other is not None:
+        raise FormatError(
+            f"Megatron's format has one number of steps for all parameters, but {first!r} has taken {step:g} and "
+            f"{other!r} {steps[other]:g}"
+        )
+    return step
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, StoredTensor):
+        return float(value)
+    return float(LazyTensor(value)[...])
+
+
+def _check_groups(found: Canonical, groups: list[dict[str, Any]], what: str) -> None:
+    if not groups:
+        raise FormatError(
+            f"{what}: the optimizer's states are there, but no param groups, without which Megatron cannot go on: "
+            "convert with model_only, or from a checkpoint that has them"
+        )
+
+
+def _states(
+    found: Canonical, stacks: Stacks, ties: Mapping[str, str], widen: Widen
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """States by key, under all names that some optimizer asks for, and masters of all parameters that have states."""
+    tensors: dict[str, StoredTensor] = {}
+    aliases: dict[str, str] = {}
+    trained = {ties.get(fqn, fqn): states for fqn, states in found.state.items() if states}
+    named: dict[str, dict[str, StoredTensor]] = {}
+    for fqn, states in trained.items():
+        for name, value in states.items():
+            if name != "step" and isinstance(value, StoredTensor):
+                named.setdefault(name, {})[fqn] = value
+    same: dict[str, str] = {}
+    narrow: list[str] = []
+    for fqn in trained:
+        tensor = found.model.get(fqn)
+        if tensor is None:
+            continue
+        if tensor.spec.dtype in _NARROW:
+            narrow.append(fqn)
+            named.setdefault(_MASTER, {}).setdefault(fqn, widen(tensor, f"{_MASTER}.{fqn}"))
+        elif _MASTER not in trained[fqn]:
+            key, *others = stacks.keys(fqn)
+            same.update((f"{_PARAM}{name}", key) for name in (key, *others))
+    for name, of in named.items():
+        more, further = stacks.put(of, _PARAM if name == _MASTER else f"optimizer.state.{name}.")
+        tensors.update(more)
+        aliases.update(further)
+    for key in {key for fqn in narrow for key in stacks.keys(fqn)}:  # what other optimizers call them
+        aliases[f"optimizer.state.{_MASTER}.{key}"] = aliases.get(_PARAM + key, _PARAM + key)
+    return tensors, {**aliases, **same}
+
+
+def _optimizer(groups: list[dict[str, Any]], step: float | None, own_experts: bool, scaler: Any) -> dict[Any, Any]:
+    """What `common.pt` has of the optimizer, or of that of experts, too."""
+
+    def one(of: list[dict[str, Any]]) -> dict[str, Any]:
+        import torch
+
+        state = {} if step is None else {"common_step": torch.tensor(step, device="cpu")}
+        counted = [group if step is None else {**group, "step": int(step)} for group in of]
+        inner = {"state": dict(state), "param_groups": [dict(group) for group in counted]}
+        beside = {} if scaler is None else {"grad_scaler": scaler}
+        return {**inner, **beside, "optimizer": inner, "param_state_sharding_type": "fully_reshardable"}
+
+    if not own_experts:
+        return one(groups)
+    parts = [[g for g in groups if bool(g["is_expert_parallel"]) == experts] for experts in (False, True)]
+    return {number: one(of) for number, of in enumerate(parts)}
+
+
+# Parameters of the unsharded model under the keys that Megatron-core asks for: the inverse of
+# `names.expand`.
+#
+# decoder.layers.<l>.mlp.linear_fc2.weight                 decoder.layers.mlp.linear_fc2.weight [L,
+# ...] ...<l>.mlp.experts.local_experts.<e>.linear_fc2.weight
+# ...layers.mlp.experts.experts.linear_fc2.weight [L, E, ...] ...input_layernorm.weight
+# ...self_attention.linear_qkv.layer_norm_weight
+#
+# Layers that differ are no stack: then their numbers stay in the keys, as Megatron itself has it
+# for such models. Which norms are kept within the projection that follows depends on what the
+# layers are made of. Where that is not known here, the same bytes have both names.
+
+
+_LAYER = re.compile(r"(?P<block>(?:.*?\.)?layers)\.(?P<layer>\d+)\.(?P<tail>.+)")
+_EXPERT = re.compile(r"(?P<front>.*\bexperts)\.local_experts\.(?P<expert>\d+)\.(?P<tail>.+)")
+_NUMBERED = re.compile(r"(?:.*\.)?mtp\.layers")
+"""Layers that are never stacked, as those that predict tokens further on."""
+_NORMS = (
+    ("input_layernorm", "self_attention.linear_qkv", True),
+    ("pre_mlp_layernorm", "mlp.linear_fc1", True),
+    ("self_attention.q_layernorm", "self_attention.linear_q_up_proj", False),
+    ("self_attention.kv_layernorm", "self_attention.linear_kv_up_proj", False),
+)
+"""A norm, the projection that follows, and whether it is saved within that wherever there is one."""
+_STATELESS = re.compile(r".*(embeddings?|router|conv1d|mixer)")
+"""Modules that keep no state beside their parameters."""
+
+
+@dataclass(frozen=True)
+class _ParameterSite:
+    """Where a parameter stands: in which block, layer and expert, and what it is called there."""
+
+    block: str
+    layer: int
+    front: str
+    expert: int
+    tail: str
+
+    @classmethod
+    def of(cls, name: str) -> _ParameterSite:
+        match = _LAYER.fullmatch(name)
+        block, layer, rest = (match["block"], int(match["layer"]), match["tail"]) if match else ("", -1, name)
+        match = _EXPERT.fullmatch(rest)
+        return cls(block, layer, match["front"], int(match["expert"]), match["tail"]) if match else cls(
+            block, layer, "", -1, rest
+        )  # fmt: skip
+
+    @property
+    def inner(self) -> str:
+        """The name within the layer, of an expert without its number."""
+        return f"{self.front}.experts.{self.tail}" if self.front else self.tail
+
+
+@dataclass
+class Stacks:
+    """Which keys a model's parameters have, and what is stacked in them. States have the same keys."""
+
+    layers: dict[str, int] = field(default_factory=dict)
+    """Layers of each block that is a stack."""
+    experts: dict[str, int] = field(default_factory=dict)
+    """How many experts there are, by what stands before them."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Mapping[str, TensorSpec]) -> Stacks:
+        """Raises FormatError for layers or experts that are not all there."""
+        made = cls(shapes={name: spec.shape for name, spec in model.items()})
+        blocks: dict[str, dict[int, dict[str, tuple[tuple[int, ...], str]]]] = {}
+        experts: dict[str, set[int]] = {}
+        for name, spec in model.items():
+            site = _ParameterSite.of(name)
+            if site.expert >= 0:
+                experts.setdefault(_before_experts(site), set()).add(site.expert)
+            if site.layer >= 0:
+                inner = site.inner if site.expert < 0 else f"{site.expert} {site.inner}"
+                blocks.setdefault(site.block, {}).setdefault(site.layer, {})[inner] = (spec.shape, spec.dtype)
+        for block, layers in blocks.items():
+            _check_numbers(block, layers)
+            mixed = any("mixer." in inner for inner in layers[0])
+            if not _NUMBERED.fullmatch(block) and not mixed and all(layer == layers[0] for layer in layers.values()):
+                made.layers[block] = len(layers)
+        for front, numbers in experts.items():
+            _check_numbers(front, numbers)
+            made.experts[front] = len(numbers)
+        return made
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether layers of a block differ, so that their numbers are in the keys."""
+        return any(_ParameterSite.of(name).layer >= 0 and not self._depth(name) for name in self.shapes)
+
+    def _depth(self, name: str) -> int:
+        return self.layers.get(_ParameterSite.of(name).block, 0)
+
+    def keys(self, name: str) -> tuple[str, ...]:
+        """The key that holds a parameter, and further ones by which it may be asked for."""
+        site = _ParameterSite.of(name)
+        front = "" if site.layer < 0 else f"{site.block}." if self._depth(name) else f"{site.block}.{site.layer}."
+        return tuple(front + inner for inner in self._inner_names(site, name.removesuffix(site.tail)))
+
+    def _inner_names(self, site: _ParameterSite, front: str) -> tuple[str, ...]:
+        """What it is called within the layer: a norm may be part of a projection, or stand by itself."""
+        for norm, projection, sure in _NORMS:
+            match = re.fullmatch(rf"(?P<before>(?:.*\.)?){re.escape(norm)}\.(?P<kind>weight|bias)", site.tail)
+            if match is None:
+                continue
+            within = f"{match['before']}{projection}.layer_norm_{match['kind']}"
+            held = f"{front}{match['before']}{projection}.weight" in self.shapes
+            if held and sure:
+                return (within,)
+            if held or norm == "pre_mlp_layernorm":  # before experts each kind of layer has it otherwise
+                return (site.tail, within)
+        return (site.inner,)
+
+    def put(
+        self, tensors: Mapping[str, StoredTensor], front: str = ""
+    ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+        """The tensors by key, each behind `front`, and the further keys of each.
+
+        Raises FormatError if a layer or an expert of a stack lacks what the others have.
+        """
+        members: dict[str, dict[tuple[int, int], StoredTensor]] = {}
+        sizes: dict[str, tuple[int, int]] = {}
+        aliases: dict[str, str] = {}
+        for name, tensor in tensors.items():
+            site, depth = _ParameterSite.of(name), self._depth(name)
+            key, *others = (front + key for key in self.keys(name))
+            members.setdefault(key, {})[site.layer if depth else 0, max(site.expert, 0)] = tensor
+            sizes[key] = depth, self.experts[_before_experts(site)] if site.expert >= 0 else 0
+            aliases.update((other, key) for other in others)
+        return {key: _stacked(key, of, *sizes[key]) for key, of in members.items()}, aliases
+
+
+def _stacked(key: str, members: Mapping[tuple[int, int], StoredTensor], layers: int, experts: int) -> StoredTensor:
+    """The members as one tensor; 0 layers or experts: it is no stack of those."""
+    wanted = [(layer, expert) for layer in range(layers or 1) for expert in range(experts or 1)]
+    lost = next((at for at in wanted if at not in members), None)
+    if lost is not None:
+        where = [f"{what} {n}" for what, n, size in zip(("layer", "expert"), lost, (layers, experts)) if size]
+        raise FormatError(
+            f"{key!r} is one tensor of all layers and experts in Megatron's format, but that of {' and '.join(where)} "
+            f"is missing, while {len(members)} are there: leave all of them out, or the optimizer by model_only"
+        )
+    rows = [[members[layer, expert] for expert in range(experts or 1)] for layer in range(layers or 1)]
+    joined = [stack(row, key) if experts else row[0] for row in rows]
+    return stack(joined, key) if layers else joined[0].renamed(key)
+
+
+def _before_experts(site: _ParameterSite) -> str:
+    return f"{site.block}.{site.layer}.{site.front}"
+
+
+def _check_numbers(what: str, numbers: Iterable[int]) -> None:
+    """Raises FormatError unless these are 0, 1, 2 ..."""
+    found = sorted(numbers)
+    if found != list(range(len(found))):
+        lost = next(n for n in range(len(found) + 1) if n not in found)
+        raise FormatError(f"{what!r}: number {lost} is missing among {found[:8]}: take all of the model, or none of it")
+
+
+def extra_state_keys(stacks: Stacks, names: Iterable[str]) -> list[str]:
+    """Keys under which modules ask for state of fp8 recipes, which they may have or not: there is none here."""
+    found: dict[str, None] = {}
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or _STATELESS.fullmatch(module.rpartition(".")[2]) or name == "output_layer.weight":
+            continue
+        site = _ParameterSite.of(name)
+        places = [stacks.keys(name)[0].rpartition(".")[0]]
+        if "layer_norm_" in stacks.keys(name)[0]:
+            places = []  # the projection has it
+        if site.tail.endswith("self_attention.linear_proj.weight"):
+            places.append(places[0].replace("linear_proj", "core_attention"))
+        of = [
+            (site.layer, stacks.layers.get(site.block, 0)),
+            (site.expert, stacks.experts.get(_before_experts(site), 0)),
+        ]
+        at = [(n, size) for n, size in of if size and n >= 0] or [(0, 1)]
+        shard = f"shard_{'.'.join(str(n) for n, _ in at)}_{'.'.join(str(size) for _, size in at)}"
+        found.update((f"{place}._extra_state/{shard}", None) for place in places)
+    return list(found)

@@ -1,0 +1,105 @@
+"""NeMo's `.nemo` archives, and the folders that they are made of: a model's settings and its weights.
+
+model_config.yaml              the settings
+model_weights.ckpt             a state dict of torch.save
+model_weights/                 or a checkpoint of Megatron-core; `weights/` beside `context/` in NeMo 2
+
+An archive is an uncompressed tar, in which everything is read where it lies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.formats.dcp import reader as dcp
+from reshard.formats.megatron import files as megatron
+from reshard.formats.torch_save.reader import contents_of, read_torch_file
+from reshard.storage.base import Storage
+from reshard.storage.tar import TarStorage
+from reshard.stored.checksums import CRC_OF_RECORDS
+from reshard.stored.contents import Contents, LazyMapping
+from reshard.stored.source import Files
+
+__all__ = ["checksums", "detect", "looks_for", "name", "open"]
+
+
+name = "nemo"
+looks_for = "*.nemo, model_config.yaml beside model_weights/, or context/ beside weights/"
+checksums = CRC_OF_RECORDS
+
+_CONFIG = "model_config.yaml"
+_WEIGHTS = re.compile(r"(?:(?:mp|tp)_rank_\d+(?:_pp_rank_\d+)?/)?model_weights\.ckpt")
+_MAX_CONFIG_BYTES = 1 << 24
+
+
+def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether there are archives at the top, or what one holds."""
+    return any("/" not in n and n.endswith(".nemo") for n in names) or _folder(names) is not None
+
+
+def _folder(names: Mapping[str, int]) -> str | None:
+    """The folder of the weights, where they are a checkpoint of Megatron-core."""
+    if _CONFIG in names and any(n.startswith("model_weights/") for n in names):
+        return "model_weights/"
+    has_context = any(n.startswith("context/") for n in names)
+    return "weights/" if has_context and any(n.startswith("weights/") for n in names) else None
+
+
+def open(files: Files) -> Contents:
+    """The model in the only archive, or in this folder; what its settings say is one text.
+
+    Raises:
+        FormatError: several archives, one that is compressed, or weights in the parts of several ranks.
+        DamagedCheckpointError: an archive is cut short, or what it holds is.
+    """
+    storage, names = files.storage, files.listed
+    archives = sorted(n for n in names if "/" not in n and n.endswith(".nemo"))
+    if not archives:
+        return _open(files)
+    if len(archives) > 1:
+        raise FormatError(
+            f"{storage.url} has {len(archives)} archives: {', '.join(archives[:5])}; open one by its path"
+        )
+    inside = TarStorage(storage, archives[0])
+    return _open(Files(inside, inside.list(), files.checking))
+
+
+def _open(files: Files) -> Contents:
+    storage, names = files.storage, files.listed
+    folder = _folder(names)
+    opened = {n for n in names if n == _CONFIG or (folder and n.startswith(folder))}
+    if folder is None:
+        weights = sorted(filter(_WEIGHTS.fullmatch, names))
+        if not weights:
+            raise DamagedCheckpointError(
+                f"{storage.url}: there is neither model_weights.ckpt nor model_weights/ in it, but "
+                f"{', '.join(sorted(names)[:5]) or 'nothing'}"
+            )
+        if len(weights) > 1:
+            raise FormatError(
+                f"{storage.url}: its weights are in the parts of {len(weights)} model parallel ranks, such as "
+                f"{weights[0]}, and nothing in it says how parameters were cut: let NeMo save it again as one, or as "
+                "a distributed checkpoint"
+            )
+        contents = contents_of(name, {(): read_torch_file(files[weights[0]])})
+        opened.add(weights[0])
+    elif {f"{folder}metadata.json", f"{folder}common.pt"} & set(names):
+        contents = megatron.open_folder(files, folder)
+    else:
+        contents = dcp.open_folder(files, folder)
+    return _with_config(storage, names, contents, sorted(set(names) - opened))
+
+
+def _with_config(storage: Storage, names: Mapping[str, int], contents: Contents, others: list[str]) -> Contents:
+    """The contents, with the text of the settings among the objects, and what was not opened among the warnings."""
+    warnings = (f"not opened: {', '.join(others[:5])}",) if others else ()
+    objects, paths = contents.objects, contents.paths
+    if _CONFIG in names and names[_CONFIG] <= _MAX_CONFIG_BYTES:
+        text = bytes(storage.read(_CONFIG)).decode("utf-8", "replace")
+        makers = {key: partial(objects.__getitem__, key) for key in objects}
+        objects, paths = LazyMapping({**makers, _CONFIG: lambda: text}), {**paths, _CONFIG: (_CONFIG,)}
+    return replace(contents, format=name, objects=objects, paths=paths, warnings=(*contents.warnings, *warnings))

@@ -1,0 +1,218 @@
+"""Checkpoints of Orbax (JAX): arrays of zarr, in files of their own or in one OCDBT store, read through tensorstore.
+
+`_METADATA` is the tree: which path is an array, a scalar, None or an empty container. What a chunk holds is
+compressed, so a chunk is read whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from planners.errors import PlanError
+from planners.geometry.box import Box, Window
+from planners.geometry.layout import TensorSpec, itemsize
+from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.live.tree import KeyPath, key_of
+from reshard.storage.base import Storage
+from reshard.storage.local import LocalStorage
+from reshard.stored.checksums import NO_CHECKSUMS
+from reshard.stored.contents import Contents, LazyMapping, merge
+from reshard.stored.source import Files, Source
+from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
+
+__all__ = ["checksums", "detect", "looks_for", "name", "open"]
+
+
+name = "orbax"
+looks_for = "_METADATA beside manifest.ocdbt or zarr arrays"
+checksums = NO_CHECKSUMS
+
+_TREE = "_METADATA"
+_EMPTY = {"Tuple": "tuple", "List": "list", "Dict": "dict", "NamedTuple": "tuple"}
+_SEQUENCE_KEY = 1
+_JSON_ITEM = re.compile(r"([^/]+)/(?:metadata|metrics)")
+
+
+def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether there is a tree at the top, or in items of a step that Orbax's manager wrote."""
+    return bool(_folders(names))
+
+
+def _folders(names: Mapping[str, int]) -> list[str]:
+    """The folders that have a tree, "" or ending in "/"."""
+    if _TREE in names:
+        return [""]
+    items = sorted(n.removesuffix(_TREE) for n in names if n.endswith(f"/{_TREE}") and n.count("/") == 1)
+    return items if "_CHECKPOINT_METADATA" in names else []
+
+
+def open(files: Files) -> Contents:
+    """The checkpoint. The keys of an item begin with its name where there are several that have arrays.
+
+    Raises FormatError where tensorstore is not installed or the folder is not local; DamagedCheckpointError for a tree
+    that is unreadable.
+    """
+    storage, names = files.storage, files.listed
+    folders = _folders(names)
+    if not isinstance(storage, LocalStorage):
+        raise FormatError(f"{storage.url}: Orbax checkpoints are read from local folders only: copy it to one")
+    parts = [("" if len(folders) == 1 else folder[:-1], _open_item(storage, folder)) for folder in folders]
+    plain = [(file, match[1]) for file in names if (match := _JSON_ITEM.fullmatch(file))] if folders != [""] else []
+    found = {item: _json(storage, file) for file, item in plain if f"{item}/" not in folders}
+    if not found and len(parts) == 1:
+        return parts[0][1]
+    return merge(name, [*parts, ("", Contents(name, {}, found, paths={item: (item,) for item in found}))])
+
+
+def _open_item(storage: LocalStorage, folder: str) -> Contents:
+    """What the tree in one folder says."""
+    tree = _tree(storage, f"{folder}{_TREE}")
+    driver = "zarr3" if tree.get("use_zarr3") else "zarr"
+    stored = bool(tree.get("store_array_data_equal_to_fill_value"))
+    root = _Root(storage, folder, bool(tree.get("use_ocdbt", True)), driver, stored)
+    tensors: dict[str, Callable[[], StoredTensor]] = {}
+    objects: dict[str, Any] = {}
+    paths: dict[str, KeyPath] = {}
+    containers: dict[KeyPath, str] = {}
+    for path, kind in _entries(tree, f"{storage.url}/{folder}{_TREE}"):
+        key = key_of(path)
+        if kind == "None":
+            objects[key] = None
+        elif kind in _EMPTY:
+            containers[path] = _EMPTY[kind]
+            continue
+        else:
+            tensors[key] = partial(_tensor, key, root)
+        paths[key] = path
+    return Contents(name, LazyMapping(tensors), objects, paths=paths, containers=containers)
+
+
+def _json(storage: Storage, file: str) -> Any:
+    """An item that is no tree: settings, metrics, positions of a data loader."""
+    try:
+        return json.loads(storage.read(file))
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{storage.url}/{file} is no JSON: {error}") from None
+
+
+def _tree(storage: Storage, file: str) -> dict[str, Any]:
+    try:
+        tree = json.loads(storage.read(file))
+        if not isinstance(tree["tree_metadata"], dict):
+            raise TypeError("tree_metadata is no object")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{storage.url}/{file} is no tree of an Orbax checkpoint: {error}") from None
+    return dict(tree)
+
+
+def _entries(tree: Mapping[str, Any], where: str) -> Iterator[tuple[KeyPath, str]]:
+    for key, entry in tree["tree_metadata"].items():
+        try:
+            path = tuple(
+                int(part["key"]) if part["key_type"] == _SEQUENCE_KEY else str(part["key"])
+                for part in entry["key_metadata"]
+            )
+            yield path, str(entry["value_metadata"]["value_type"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedCheckpointError(f"{where}: the entry {key} cannot be read: {error!r}") from None
+
+
+@dataclass(frozen=True)
+class _Root:
+    """Where the arrays are."""
+
+    storage: LocalStorage
+    folder: str
+    ocdbt: bool
+    driver: str
+    all_stored: bool
+    """Whether chunks that hold nothing but the fill value are stored, too, so that none may be missing."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.storage.url.rstrip('/')}/{self.folder}"
+
+    def array(self, key: str) -> Any:
+        """The array, opened by tensorstore."""
+        try:
+            import tensorstore
+        except ImportError:
+            raise FormatError(
+                f"{self.label}: Orbax checkpoints need tensorstore: pip install 'reshard[orbax]'"
+            ) from None
+        base = f"file://{self.storage.root / self.folder}"
+        kvstore: Any = (
+            {"driver": "ocdbt", "base": f"{base.rstrip('/')}/", "path": f"{key}/"}
+            if self.ocdbt
+            else f"{base.rstrip('/')}/{key}/"
+        )
+        try:
+            return tensorstore.open({"driver": self.driver, "kvstore": kvstore}, open=True, read=True).result()
+        except (ValueError, OSError, TypeError) as error:
+            raise DamagedCheckpointError(f"{self.label}: the array {key!r} cannot be opened: {error}") from None
+
+
+def _tensor(key: str, root: _Root) -> StoredTensor:
+    array = root.array(key)
+    try:
+        spec = TensorSpec(key, tuple(array.shape), array.dtype.name)
+    except PlanError as error:
+        raise FormatError(f"{root.label}: the array {key!r}: {error}") from None
+    grid = tuple(array.chunk_layout.read_chunk.shape or array.shape)
+    present = {bytes(k).decode() for k in array.kvstore.list().result()} if root.all_stored else None
+    chunks = []
+    for number, box in enumerate(_cells(tuple(array.shape), grid)):
+        source = _ArrayChunk(root, array, box, spec)
+        if present is not None and _chunk_key(root.driver, box, grid) not in present:
+            raise DamagedCheckpointError(f"{source.label} is missing")  # tensorstore would give zeros for it
+        chunks.append(StoredChunk(box, Extent(source, source.window), number))
+    return StoredTensor(spec, tuple(chunks))
+
+
+def _chunk_key(driver: str, box: Box, grid: tuple[int, ...]) -> str:
+    """The key of a chunk within its array, by zarr's rules."""
+    index = [str(offset // max(size, 1)) for offset, size in zip(box.offsets, grid)]
+    if driver == "zarr3":
+        return "/".join(["c", *index])
+    return ".".join(index) or "0"
+
+
+def _cells(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Box]:
+    """The boxes of a regular grid, those at the edge cut short."""
+    if not shape:
+        yield Box((), ())
+        return
+    for start in range(0, shape[0], max(cell[0], 1)):
+        size = min(cell[0], shape[0] - start)
+        for rest in _cells(shape[1:], cell[1:]):
+            yield Box((start, *rest.offsets), (size, *rest.sizes))
+
+
+class _ArrayChunk(Source):
+    """One chunk of an array, decompressed when it is asked for."""
+
+    def __init__(self, root: _Root, array: Any, box: Box, spec: TensorSpec) -> None:
+        self.label = f"{root.label} (array {spec.fqn!r}, {box})"
+        self.window = Window.row_major(0, box.sizes, itemsize(spec.dtype))
+        self._array, self._box = array, box
+
+    @property
+    def nbytes(self) -> int:
+        return self.window.nbytes
+
+    def view(self) -> memoryview:
+        import numpy as np
+
+        try:
+            data = np.ascontiguousarray(self._array[self._box.slices].read().result())
+        except (ValueError, OSError) as error:
+            raise DamagedCheckpointError(f"{self.label} cannot be read: {error}") from None
+        return memoryview(data.reshape(-1).view(np.uint8).tobytes())
+
+    def _fill(self, start: int, buffer: memoryview) -> None:
+        buffer[:] = self.view()[start : start + buffer.nbytes]

@@ -1,1 +1,0 @@
-"""Pickles read without running any code."""

@@ -1,0 +1,1 @@
+"""Folders in which every stage of a pipeline saved its own state."""

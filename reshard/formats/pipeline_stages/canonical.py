@@ -1,0 +1,173 @@
+"""Normalizes pipeline stages that were saved apart: layers and ids that count from 0 in each are numbered through.
+
+stage 0: layers.0, layers.1          stage 1: layers.0, layers.1   ->   layers.2, layers.3
+What several stages have under one name, such as a shared buffer, is taken from the first. Stages are files of their
+own, or have keys of their own in one checkpoint: {"stage_0": {"model": ...}, ...} or {"model": {"stage_0": ...}, ...}.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.formats.canonical import (
+    Canonical,
+    Hints,
+    NameMap,
+    StoredOptimizer,
+    check_shapes,
+    find_scope,
+    name_ids,
+    read_optimizer,
+)
+from reshard.formats.generic import take_optimizer
+from reshard.formats.pipeline_stages.files import StageFacts
+from reshard.formats.sections import find_sections, is_beside
+from reshard.live.tree import KeyPath
+from reshard.stored.contents import Contents, LazyMapping
+from reshard.stored.tensor import StoredTensor
+
+__all__ = ["normalize_stages", "stages_by_key"]
+
+
+_LAYER = re.compile(r"(?P<head>.*?)\b(?P<number>\d+)(?P<tail>\..+)", re.DOTALL)
+
+
+_STAGE = re.compile(r"(?:stage|pp|pipe|pipeline)(?:_?(?:rank|stage))?[_.-]?(\d+)")
+
+
+def stages_by_key(contents: Contents) -> dict[int, Contents] | None:
+    """The stages of a checkpoint in which each has a key of its own, by number; None if there are not several of them,
+    or tensors of a model or optimizer outside.
+
+    Raises DamagedCheckpointError if one between them is missing.
+    """
+    for at in (0, 1):
+        found: dict[int, dict[str, KeyPath]] = {}
+        outside = False
+        for key in (*contents.tensors, *contents.aliases, *contents.objects):
+            path = contents.paths.get(key, (key,))
+            match = _STAGE.fullmatch(str(path[at])) if len(path) > at + 1 else None
+            if match is not None:
+                found.setdefault(int(match[1]), {})[key] = (*path[:at], *path[at + 1 :])
+            outside |= match is None and key in contents.tensors and not is_beside(str(path[0]))
+        if len(found) > 1 and not outside:
+            missing = sorted(set(range(min(found), max(found))) - set(found))
+            if missing:
+                raise DamagedCheckpointError(
+                    f"stage {missing[0]} is missing: there are the stages {', '.join(map(str, sorted(found)))}"
+                )
+            return {number: _part(contents, found[number]) for number in sorted(found)}
+    return None
+
+
+def _part(contents: Contents, paths: Mapping[str, KeyPath]) -> Contents:
+    def of(whole: Mapping[str, Any]) -> LazyMapping[str, Any]:
+        return LazyMapping({key: partial(whole.__getitem__, key) for key in whole if key in paths})
+
+    aliases = {key: target for key, target in contents.aliases.items() if key in paths}
+    return Contents(contents.format, of(contents.tensors), of(contents.objects), aliases, paths)
+
+
+@dataclass
+class _SavedStage:
+    number: int
+    model: dict[str, StoredTensor]
+    optimizers: list[StoredOptimizer]
+
+    def layers(self) -> dict[str, tuple[int, int]]:
+        """Lowest and highest number by container of layers."""
+        found: dict[str, list[int]] = {}
+        for name in self.model:
+            match = _LAYER.fullmatch(name)
+            if match is not None:
+                found.setdefault(match["head"], []).append(int(match["number"]))
+        return {head: (min(numbers), max(numbers)) for head, numbers in found.items()}
+
+
+def normalize_stages(contents: Contents, hints: Hints, what: str) -> Canonical:
+    """The state of the whole model.
+
+    Raises NormalizationError if ids have no names, and DamagedCheckpointError if stages contradict each other.
+    """
+    facts = contents.facts
+    assert isinstance(facts, StageFacts)
+    stages = [_read(number, one, hints) for number, one in facts.stages.items()]
+    offsets = _offsets(stages, hints)
+    result = Canonical()
+    for stage in stages:
+        for name, tensor in stage.model.items():
+            fqn = _globally(name, stage.number, offsets)
+            known = result.model.setdefault(fqn, tensor)
+            if known is not tensor and (known.spec.shape, known.spec.dtype) != (tensor.spec.shape, tensor.spec.dtype):
+                raise DamagedCheckpointError(f"{fqn!r} is in several stages of {what}, with different shapes or dtypes")
+    for stage in stages:
+        for saved in stage.optimizers:
+            named = name_ids(saved, hints, stage.number, what)
+            _take(result, stage, named, saved.by_id, offsets)
+    check_shapes(result, "so the names that were given are in another order than the ids")
+    return result
+
+
+def _read(number: int, contents: Contents, hints: Hints) -> _SavedStage:
+    sections = find_sections(contents)
+    rename = NameMap([name for name, _ in sections.model], hints)
+    model = {rename(name): leaf.value() for name, leaf in sections.model}
+    optimizers = [read_optimizer(tree) for _, tree in sections.optimizers]
+    for saved in optimizers:
+        if not saved.by_id:
+            saved.state = {rename(name): states for name, states in saved.state.items()}
+    return _SavedStage(number, model, optimizers)
+
+
+def _offsets(stages: list[_SavedStage], hints: Hints) -> dict[tuple[int, str], int]:
+    """What to add to the numbers of a stage, by container; 0 where stages count as the whole model does."""
+    given = hints.mapping("layer_offsets")
+    out: dict[tuple[int, str], int] = {}
+    done: dict[str, int] = {}
+    for stage in stages:
+        hinted = find_scope(given, stage.number)
+        for head, (low, high) in stage.layers().items():
+            before = done.get(head, 0)
+            out[stage.number, head] = int(hinted) if hinted is not None else (before if low < before else 0)
+            done[head] = max(before, high + 1 + out[stage.number, head])
+    return out
+
+
+def _globally(name: str, stage: int, offsets: Mapping[tuple[int, str], int]) -> str:
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return name
+    return f"{match['head']}{int(match['number']) + offsets.get((stage, match['head']), 0)}{match['tail']}"
+
+
+def _take(
+    result: Canonical, stage: _SavedStage, saved: StoredOptimizer, by_id: bool, offsets: Mapping[tuple[int, str], int]
+) -> None:
+    """Add a stage's optimizer; names that a hint gave are those of the whole model, or all of the stage's own."""
+    mapped = {name: _globally(name, stage.number, offsets) for name in stage.model}
+    names = list(saved.state)
+    is_global = by_id and all(name in set(mapped.values()) for name in names)
+    if not is_global and any(name not in mapped for name in names):
+        lost = next(name for name in names if name not in mapped)
+        raise NormalizationError(f"stage {stage.number} has no parameter {lost!r}, which its optimizer has a state of")
+    one = Canonical()
+    take_optimizer(one, saved, (lambda name: name) if is_global else (lambda name: mapped.get(name, name)))
+    for fqn, states in one.state.items():
+        for key, value in states.items():
+            result.add_state(fqn, key, value)
+    for group in one.groups:
+        # the stages have the same groups, each with its own parameters
+        same = [known for known in result.groups if _settings(known) == _settings(group)]
+        if same and "params" in group:
+            same[0]["params"] = [*same[0].get("params", ()), *group["params"]]
+        elif not same:
+            result.groups.append(group)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}

@@ -1,0 +1,307 @@
+"""Folders in which every rank saved its own part by `torch.save`: DTensors, or ShardedTensors, know what fits where.
+
+model_world_size_4_rank_0.pt ...      verl and others              the keys of each section get its name in front
+pytorch_model_fsdp_0_rank0.bin ...    accelerate without DCP
+model_0.pt ... and metadata.pkl       torch_checkpointing
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from planners.geometry.box import Box
+from planners.geometry.layout import TensorLayout
+from reshard.errors import DamagedCheckpointError, FormatError, LayoutError
+from reshard.formats.torch_save.pickles import Shardlet, TensorRef, is_dtensor, load_pickle, read_dtensor
+from reshard.formats.torch_save.reader import (
+    TorchFile,
+    flat_leaves,
+    is_sharded_tensor,
+    join_sharded,
+    read_torch_file,
+    sharded_ranks,
+    stored_tensor,
+)
+from reshard.live.tensors import candidate_layouts, matching_shards, several_ways
+from reshard.live.tree import KeyPath, key_of
+from reshard.storage.base import Storage
+from reshard.stored.checksums import CRC_OF_RECORDS
+from reshard.stored.contents import Contents, LazyMapping
+from reshard.stored.source import Files
+from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
+
+__all__ = [
+    "Section", "checksums", "detect", "looks_for", "name", "open", "open_sections", "sections_of",
+]  # fmt: skip
+
+
+name = "rank_files"
+looks_for = "*_world_size_<W>_rank_<R>.pt, *_rank<R>.bin, or metadata.pkl and <item>_<rank>.pt"
+checksums = CRC_OF_RECORDS
+
+_VERL = re.compile(r"(?P<section>.+?)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.(?:pt|pth|bin)")
+_ACCELERATE = re.compile(r"(?P<section>.+?)_rank_?(?P<rank>\d+)\.(?:pt|pth|bin)")
+_CHECKPOINTING = re.compile(r"(?P<section>.+)_(?P<rank>\d+)\.pt")
+_SECTIONS = {"pytorch_model_fsdp": "model", "pytorch_model": "model"}
+_COMPARED_BYTES = 1 << 16
+"""Plain tensors of one key in several ranks' files are compared up to this size, and taken for replicas beyond."""
+
+
+@dataclass
+class Section:
+    """The files of all ranks that make up one state, such as the model's."""
+
+    name: str
+    world_size: int | None = None
+    files: dict[int, str] = field(default_factory=dict)
+
+
+def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether files in the top folder are numbered by rank."""
+    return bool(sections_of(names))
+
+
+def sections_of(names: Mapping[str, int]) -> dict[str, Section]:
+    """The files of the top folder that are numbered by rank, by what stands before the number."""
+    top = [n for n in names if "/" not in n]
+    patterns = [_VERL, _ACCELERATE]
+    if "metadata.pkl" in names:
+        patterns.append(_CHECKPOINTING)
+    sections: dict[str, Section] = {}
+    for file in top:
+        match = next((m for p in patterns if (m := p.fullmatch(file))), None)
+        if match is None:
+            continue
+        groups = match.groupdict()
+        section = sections.setdefault(groups["section"], Section(_section_name(groups["section"], match.re)))
+        section.files[int(groups["rank"])] = file
+        if groups.get("world") is not None:
+            section.world_size = int(groups["world"])
+    return sections
+
+
+def _section_name(text: str, pattern: re.Pattern[str]) -> str:
+    """What stands before the keys of such files: accelerate numbers its models from 0 and the first is just "model"."""
+    if pattern is not _ACCELERATE:
+        return text
+    base, number = re.fullmatch(r"(.*?)(_\d+)?", text, re.DOTALL).groups()  # type: ignore[union-attr]  # fits any
+    return _SECTIONS.get(base, base) + ("" if number in (None, "_0") else number)
+
+
+def open(files: Files) -> Contents:
+    """The checkpoint in the top folder.
+
+    Raises:
+        DamagedCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
+        FormatError: several sections of one name, or DTensors that cannot be understood.
+    """
+    names = files.listed
+    sections = list(sections_of(names).values())
+    kind = name
+    if "metadata.pkl" in names:
+        kind = "torch_checkpointing"
+        _check_items(files, sections)
+    contents = open_sections(kind, files, sections)
+    opened = {file for section in sections for file in section.files.values()} | {"metadata.pkl"}
+    others = [n for n in names if n not in opened and n.endswith((".pt", ".pth", ".bin", ".pkl", ".safetensors"))]
+    warnings = (f"not opened: {', '.join(sorted(others)[:5])}",) if others else ()
+    return replace(contents, warnings=warnings)
+
+
+def _check_items(files: Files, sections: list[Section]) -> None:
+    """Let sections know how many ranks saved them. Raises DamagedCheckpointError if an item of tensors has no files."""
+    source = files["metadata.pkl"]
+    found = load_pickle(source.read(0, source.nbytes), where=source.label)
+    items = found.get("metadata") if isinstance(found, dict) else None
+    world = found.get("world_size") if isinstance(found, dict) else None
+    if not isinstance(items, dict) or type(world) is not int:
+        raise DamagedCheckpointError(f"{source.label}: it says neither what was saved nor by how many ranks")
+    known = {section.name: section for section in sections}
+    for item in map(str, items):
+        if item not in known:
+            raise DamagedCheckpointError(f"{source.label} names {item!r}, but there is no file {item}_0.pt")
+        known[item].world_size = world
+
+
+def open_sections(kind: str, files: Files, sections: list[Section]) -> Contents:
+    """The checkpoint that the files of `sections` make up."""
+    out, storage = _Out(), files.storage
+    for section in sections:
+        _check_ranks(storage, section, range(section.world_size or max(section.files) + 1))
+        ranks = {rank: read_torch_file(files[section.files[rank]]) for rank in sorted(section.files)}
+        _check_ranks(storage, section, _ranks_meant(ranks))
+        _add_section(out, (section.name,), ranks)
+    return Contents(
+        kind, LazyMapping(out.tensors), LazyMapping(out.objects), paths=out.paths, containers=out.containers
+    )
+
+
+def _check_ranks(storage: Storage, section: Section, ranks: Collection[int]) -> None:
+    missing = [rank for rank in ranks if rank not in section.files]
+    if missing:
+        there = section.files[min(section.files)]
+        file = re.sub(r"\d+(?=\.\w+$)", str(missing[0]), there)
+        raise DamagedCheckpointError(
+            f"{storage.url}: the file of rank {missing[0]} of {len(ranks)} is missing: {file}; there is {there}"
+        )
+
+
+def _ranks_meant(files: Mapping[int, TorchFile]) -> list[int]:
+    """The ranks that must have saved, by the first DTensor or ShardedTensor: that of the highest is else not missed."""
+    rank, file = min(files.items())
+    for path, leaf in flat_leaves(file).leaves.items():
+        if is_sharded_tensor(leaf):
+            return sharded_ranks(key_of(path), leaf, file)
+        if is_dtensor(leaf):
+            mesh = read_dtensor(key_of(path), leaf, rank, file.read, file.source.label).layout.mesh
+            return [] if mesh is None else sorted(mesh.ranks.tolist())
+    return []
+
+
+@dataclass
+class _Out:
+    tensors: dict[str, Callable[[], StoredTensor]] = field(default_factory=dict)
+    objects: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    paths: dict[str, KeyPath] = field(default_factory=dict)
+    containers: dict[KeyPath, str] = field(default_factory=dict)
+
+    def claim(self, path: KeyPath) -> str:
+        key = key_of(path)
+        if key in self.paths:
+            raise FormatError(f"two values have the key {key!r}")
+        self.paths[key] = path
+        return key
+
+
+def _add_section(out: _Out, prefix: KeyPath, files: Mapping[int, TorchFile]) -> None:
+    """One section: what all ranks hold under each path, put together."""
+    held: dict[KeyPath, dict[int, Any]] = {}
+    for rank, file in files.items():
+        flat = flat_leaves(file, prefix)
+        out.containers.update(flat.containers)
+        for path, leaf in flat.leaves.items():
+            held.setdefault(path, {})[rank] = leaf
+    for path, leaves in held.items():
+        if any(map(is_sharded_tensor, leaves.values())):
+            key = out.claim(path)
+            out.tensors[key] = partial(join_sharded, key, leaves, files)
+            continue
+        sharded = [rank for rank, leaf in leaves.items() if is_dtensor(leaf)]
+        if sharded and len(sharded) < len(leaves):
+            raise DamagedCheckpointError(f"{key_of(path)!r} is a DTensor in the file of rank {sharded[0]}, not in all")
+        if sharded:
+            key = out.claim(path)
+            out.tensors[key] = partial(_dtensor, key, leaves, files)
+        elif _replicas(leaves, files):
+            _add_leaf(out, path, min(leaves), leaves[min(leaves)], files)
+        else:  # values that differ are all kept, each under its rank
+            for rank, leaf in leaves.items():
+                _add_leaf(out, (*path[:-1], f"{path[-1]}.rank_{rank}"), rank, leaf, files)
+
+
+def _add_leaf(out: _Out, path: KeyPath, rank: int, leaf: Any, files: Mapping[int, TorchFile]) -> None:
+    key = out.claim(path)
+    if isinstance(leaf, TensorRef):
+        out.tensors[key] = partial(stored_tensor, key, files[rank], leaf, rank)
+    else:
+        out.objects[key] = partial(files[rank].plain, leaf)
+
+
+def _replicas(leaves: Mapping[int, Any], files: Mapping[int, TorchFile]) -> bool:
+    """Whether all ranks hold the same value. Large tensors of one shape are taken for replicas without reading them."""
+    ranks = sorted(leaves)
+    first = leaves[ranks[0]]
+    for rank in ranks[1:]:
+        other = leaves[rank]
+        if not isinstance(first, TensorRef) or not isinstance(other, TensorRef):
+            if type(first) is not type(other) or not _equal(files[ranks[0]].plain(first), files[rank].plain(other)):
+                return False
+            continue
+        if (first.size, first.dtype) != (other.size, other.dtype):
+            return False
+        if first.window(0).nbytes > _COMPARED_BYTES:
+            continue
+        a, b = files[ranks[0]].read(first), files[rank].read(other)
+        if not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+            return False
+    return True
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Equality of plain data; what cannot be compared differs."""
+    try:
+        return bool(a == b)
+    except (ValueError, RuntimeError, RecursionError):  # arrays of several elements
+        return False
+
+
+def _dtensor(key: str, leaves: Mapping[int, Any], files: Mapping[int, TorchFile]) -> StoredTensor:
+    """A tensor from its parts in the files of all ranks; of replicas, the one of the lowest rank is taken."""
+    parts = {
+        rank: read_dtensor(key, record, rank, files[rank].read, files[rank].source.label)
+        for rank, record in leaves.items()
+    }
+    specs = {part.layout.spec for part in parts.values()}
+    if len(specs) > 1:
+        raise DamagedCheckpointError(f"tensor {key!r}: the ranks' files disagree about its shape or dtype: {specs}")
+    spec = specs.pop()
+    layouts = _true_layouts(parts, files[min(files)].source.label)
+    chunks: dict[Box, StoredChunk] = {}
+    for rank, part in sorted(parts.items()):
+        label = files[rank].source.label
+        if part.local.dtype != spec.dtype:
+            raise DamagedCheckpointError(f"{label}: {key!r} is {part.local.dtype}, not {spec.dtype}")
+        for held in layouts[rank].parts(rank):
+            if held.sizes != part.local.size:
+                raise DamagedCheckpointError(
+                    f"{label}: the local tensor of {key!r} has shape {list(part.local.size)}, but rank {rank} of "
+                    f"{layouts[rank].form} should hold {list(held.sizes)} of {list(spec.shape)}"
+                )
+            for box, local in held.boxes():
+                chunks.setdefault(box, StoredChunk(box, partial(_cropped, files[rank], part.local, local), rank))
+    layout = layouts[min(layouts)]
+    complete = layout.mesh is not None and set(layout.mesh.ranks.tolist()) == set(parts)
+    same = all(other == layout for other in layouts.values())
+    return StoredTensor(spec, tuple(chunks.values()), layout if complete and same else None)
+
+
+def _cropped(file: TorchFile, ref: TensorRef, local: Box) -> Extent:
+    place = file.place(ref)
+    return place.with_window(place.window.crop(local))
+
+
+def _true_layouts(parts: Mapping[int, Shardlet], where: str) -> dict[int, TensorLayout]:
+    """The layout of every rank's part: what its placements mean, by the shapes of all parts.
+
+    Raises FormatError where torch itself cannot have cut so, or where the shapes do not tell.
+    """
+    alike: dict[TensorLayout, list[int]] = {}
+    for rank, part in parts.items():
+        alike.setdefault(part.layout, []).append(rank)
+    found: dict[int, TensorLayout] = {}
+    for layout, ranks in alike.items():
+        try:
+            true = _true_layout(layout, {rank: parts[rank].local.size for rank in ranks})
+        except LayoutError as error:
+            raise FormatError(f"{where}: tensor {layout.fqn!r} {error}") from None
+        found |= dict.fromkeys(ranks, true)
+    return found
+
+
+def _true_layout(layout: TensorLayout, held: Mapping[int, tuple[int, ...]]) -> TensorLayout:
+    """The layout by which ranks hold parts of these shapes; where none is, as it says."""
+    if layout.mesh is None or layout.placements is None:
+        return layout
+    forms = candidate_layouts(layout.mesh, layout.placements)
+    fit = matching_shards(
+        forms, layout.spec.shape, {rank: size for rank, size in held.items() if rank in forms[-1].mesh}
+    )
+    if len(fit) > 1:
+        raise LayoutError(several_ways(layout.spec.shape, fit, None))
+    return TensorLayout.of(layout.spec, fit[0] if fit else forms[-1])

@@ -1,0 +1,374 @@
+"""Hugging Face safetensors: one file, or several with an index, read and written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from planners.geometry.box import Box
+from planners.geometry.layout import TensorSpec
+from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.live.dtypes import safetensors_code
+from reshard.storage.base import Storage
+from reshard.stored.checksums import NO_CHECKSUMS
+from reshard.stored.contents import Contents, Facts
+from reshard.stored.safetensors import Header, encode_header, read_header
+from reshard.stored.source import Files
+from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, HashingWriter, WrittenFile, grouped
+from reshard.stored.tensor import StoredChunk, StoredTensor
+
+__all__ = [
+    "HuggingFaceFacts", "SafetensorsWriter", "checksums", "detect", "looks_for", "name", "open",
+    "open_files", "tied_names",
+]  # fmt: skip
+
+
+# The index says which file holds which tensor, and is not believed: the files' headers must agree.
+# DCP's shards say the offset of each chunk but no global shapes, which are inferred; a hole shows
+# when a tensor is read or checked.
+
+
+name = "safetensors"
+looks_for = "*.safetensors, *.safetensors.index.json"
+checksums = NO_CHECKSUMS
+
+_NUMBERED = re.compile(r"(.*?)-?(\d+)-of-(\d+)\.safetensors")
+_SHARD = re.compile(r"shard-(\d+)-(.*)-(\d+)-of-(\d+)\.safetensors")
+_INDEX = ".safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class HuggingFaceFacts(Facts):
+    """What stands in the files' headers and beside them."""
+
+    metadata: Mapping[str, str]
+    config: Mapping[str, Any]
+    """The model's config.json, {} if there is none."""
+
+
+def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether the top folder holds safetensors files or an index of some."""
+    return any("/" not in n and n.endswith((".safetensors", _INDEX)) for n in names)
+
+
+def open(files: Files) -> Contents:
+    """The checkpoint in the top folder.
+
+    Raises:
+        DamagedCheckpointError: a file is missing or damaged, or the index contradicts the files.
+        FormatError: several files that nothing says belong together.
+    """
+    storage, names = files.storage, files.listed
+    indexes = sorted(n for n in names if "/" not in n and n.endswith(_INDEX))
+    if len(indexes) > 1:
+        raise FormatError(f"{storage.url} has {len(indexes)} indexes: {', '.join(indexes)}; open one by its path")
+    if indexes and len(names) == 1:
+        files = files.some(storage.list())  # opened by the path of the index: the files lie beside it
+    if indexes:
+        return _open_indexed(files, indexes[0])
+    found = sorted(n for n in names if "/" not in n and n.endswith(".safetensors"))
+    part = len(names) == 1 and bool(_NUMBERED.fullmatch(found[0]))
+    if part and len(storage.list()) > 1:  # opened by the path of one of several files: that one is meant
+        warning = f"{found[0]} is one of several files, and the others were not opened"
+        return replace(open_files(files, found), warnings=(warning,))
+    _check_numbers(storage.url, found)
+    opened = open_files(files, found)
+    return replace(opened, warnings=(*opened.warnings, *_shards_not_there(found)))
+
+
+def _shards_not_there(files: list[str]) -> tuple[str, ...]:
+    """A warning about shards that a writer may have had nothing for, so that it can be known which file is missing."""
+    shards = [match for file in files if (match := _SHARD.fullmatch(file))]
+    have = {(int(m[1]), int(m[3])) for m in shards}
+    writers, parts = sorted({r for r, _ in have}), sorted({p for _, p in have})
+    gone = [(r, p) for r in writers for p in parts if (r, p) not in have]
+    if not gone:
+        return ()
+    rank, part = gone[0]
+    first = f"shard-{rank:05d}-{shards[0][2]}-{part:05d}-of-{shards[0][4]}.safetensors"
+    more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+    return (f"there is no {first}{more}: its writer had nothing for it, or it was lost",)
+
+
+def _open_indexed(files: Files, index: str) -> Contents:
+    storage, names = files.storage, files.listed
+    label = f"{storage.url}/{index}"
+    try:
+        data = json.loads(storage.read(index))
+        weight_map = {str(key): str(file) for key, file in data["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"{label}: no index of safetensors files: {type(error).__name__}: {error}"
+        ) from None
+    folder = index.rpartition("/")[0]
+    named = sorted(set(weight_map.values()))
+    missing = [file for file in named if file not in names]
+    if missing:
+        key = next(k for k, file in weight_map.items() if file == missing[0])
+        raise DamagedCheckpointError(
+            f"{storage.url}: {len(missing)} of {len(named)} files that {index} names are missing: "
+            f"{', '.join(missing[:5])}; {missing[0]} should hold {key!r}"
+        )
+    contents = open_files(files, named)
+    for key, file in weight_map.items():
+        if key not in contents.tensors or contents.tensors[key].chunks[0].owner != file:
+            where = f"{contents.tensors[key].chunks[0].owner} does" if key in contents.tensors else "no file does"
+            raise DamagedCheckpointError(
+                f"{label}: it says that {file} holds {key!r}, but {where}; the index lies{folder}"
+            )
+    extra = [key for key in contents.tensors if key not in weight_map]
+    if extra:
+        raise DamagedCheckpointError(
+            f"{label}: {len(extra)} tensors are in the files but not in the index, such as {extra[0]!r}; the index lies"
+        )
+    return contents
+
+
+def _check_numbers(url: str, files: list[str]) -> None:
+    """Raises unless the names say that the files are one checkpoint, and all of it."""
+    if len(files) < 2:
+        match = _NUMBERED.fullmatch(files[0]) if files else None
+        if match and int(match[3]) > 1 and not _SHARD.fullmatch(files[0]):
+            raise DamagedCheckpointError(
+                f"{url}: {files[0]} is one of {int(match[3])} files, and the others are missing"
+            )
+    shards = [_SHARD.fullmatch(file) for file in files]
+    numbered = [_NUMBERED.fullmatch(file) for file in files]
+    if all(shards) and files:
+        have = {(int(m[1]), int(m[3])) for m in shards if m}
+        ranks, parts = max(r for r, _ in have), max(int(m[4]) for m in shards if m)
+        # a rank that had nothing for a part wrote no file for it, but no rank wrote nothing at all
+        gone = [r for r in range(1, ranks + 1) if not any(have_r == r for have_r, _ in have)]
+        lost = [p for p in range(1, parts + 1) if not any(have_p == p for _, have_p in have)]
+        if gone or lost:
+            what = f"of writer {gone[0]}" if gone else f"of part {lost[0]} of {parts}"
+            raise DamagedCheckpointError(f"{url}: all shards {what} are missing")
+    elif len(files) > 1:
+        kinds = {(m[1], int(m[3])) for m in numbered if m}
+        if len(kinds) != 1 or not all(numbered):
+            raise FormatError(
+                f"{url} has {len(files)} safetensors files and no index that says they belong together: "
+                f"{', '.join(files[:5])}; open one by its path"
+            )
+        total = kinds.pop()[1]
+        have_numbers = {int(m[2]) for m in numbered if m}
+        lost = [i for i in range(1, total + 1) if i not in have_numbers]
+        if lost:
+            raise DamagedCheckpointError(
+                f"{url}: {len(lost)} of {total} files are missing, the first is number {lost[0]}"
+            )
+
+
+def open_files(files: Files, found: list[str]) -> Contents:
+    """All tensors of the safetensors files `found`, whole or in DCP's chunks."""
+    storage, names = files.storage, files.listed
+    headers = {file: read_header(files[file]) for file in found}
+    chunks: dict[str, list[tuple[str, Header, tuple[int, ...]]]] = {}
+    inferred = False
+    for file, header in headers.items():
+        offsets = header.saved_offsets()
+        for key, entry in header.entries.items():
+            rank = len(entry.window.sizes)
+            offset = tuple(offsets.get(key, (0,) * rank))
+            if len(offset) != rank:
+                raise DamagedCheckpointError(
+                    f"{header.source.label}: tensor {key!r} has {rank} dims, its offset {offset}"
+                )
+            chunks.setdefault(key, []).append((file, header, offset))
+            inferred |= key in offsets
+    tensors = {key: _tensor(key, parts) for key, parts in chunks.items()}
+    metadata: dict[str, str] = {}
+    for header in headers.values():
+        metadata.update({k: v for k, v in header.metadata.items() if k != "DCP_SHARDING_INFO"})
+    warnings = ["global shapes are inferred from the chunks: the files do not say them"] if inferred else []
+    small = [key for key, tensor in tensors.items() if not tensor.spec.shape]
+    if small and any(n.startswith("sharded/") and _SHARD.fullmatch(n.rpartition("/")[2]) for n in names):
+        warnings.append(
+            f"torch writes zeros for tensors without dims, such as {small[0]!r}, where it consolidates shards: their "
+            "values are in sharded/"
+        )
+    config = _config(storage, names)
+    aliases = tied_names(tensors, config, metadata)
+    return Contents(name, tensors, aliases=aliases, facts=HuggingFaceFacts(metadata, config), warnings=tuple(warnings))
+
+
+def _tensor(key: str, parts: list[tuple[str, Header, tuple[int, ...]]]) -> StoredTensor:
+    dtypes = sorted({header.entries[key].dtype for _, header, _ in parts})
+    ranks = {len(offset) for _, _, offset in parts}
+    if len(dtypes) > 1 or len(ranks) > 1:
+        raise DamagedCheckpointError(
+            f"tensor {key!r}: its chunks have the dtypes {dtypes} and {sorted(ranks)} dims, in "
+            f"{', '.join(file for file, _, _ in parts)}"
+        )
+    boxes = [Box(offset, header.entries[key].window.sizes) for _, header, offset in parts]
+    if len({box for box in boxes if not box.is_empty}) < sum(not box.is_empty for box in boxes):
+        raise DamagedCheckpointError(
+            f"tensor {key!r} is stored twice, in {' and '.join(file for file, _, _ in parts)}; nothing says which is "
+            "right"
+        )
+    shape = tuple(max(ends) for ends in zip(*(box.stops for box in boxes)))
+    stored = [StoredChunk(box, header.place(key), _owner(file)) for box, (file, header, _) in zip(boxes, parts)]
+    return StoredTensor(TensorSpec(key, shape, dtypes[0]), tuple(stored))
+
+
+def _owner(file: str) -> int | str:
+    match = _SHARD.fullmatch(file.rpartition("/")[2])
+    return int(match[1]) - 1 if match else file
+
+
+def _config(storage: Storage, names: Mapping[str, int]) -> dict[str, Any]:
+    """The model's config.json, {} if there is none that can be read: it is not needed to read tensors."""
+    if "config.json" not in names:
+        return {}
+    try:
+        config = json.loads(storage.read("config.json"))
+    except (ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+# Names that Hugging Face files leave out, because the model ties them to tensors that are stored.
+#
+# lm_head.weight                                  decoders: the embedding, unless the config says
+# that it is not tied cls.predictions.decoder.weight, .bias           BERT and its kin: the
+# embedding of words, and cls.predictions.bias lm_head.decoder.weight, .bias
+# RoBERTa and its kin: the same, and lm_head.bias encoder.embed_tokens.weight, decoder. ...
+# T5, BART and their kin: shared.weight
+#
+# Files of transformers say nothing of this: it follows from the names that are there, and from
+# config.json where there is one. Ours, and those of `safetensors.torch.save_model`, have each name
+# in their metadata, with the one that is stored.
+
+
+_INPUTS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight")
+_SHARED = re.compile(r"(.*\.)?shared\.weight")
+_HEADS_WITH_BIAS = re.compile(r"((?:.*\.)?(?:cls\.predictions|lm_head|predictions))\.bias")
+_WORDS = ("embeddings.word_embeddings.weight",)
+
+
+def tied_names(names: Iterable[str], config: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, str]:
+    """The names that are left out, each with the stored tensor that it is tied to."""
+    known = set(names)
+    told = {a: b for a, b in metadata.items() if a != "format" and a not in known and b in known}
+    return {**_inferred({*known, *told}, config), **told}
+
+
+def _inferred(known: set[str], config: Mapping[str, Any]) -> dict[str, str]:
+    """By the names that there are, and the config."""
+    if not _is_tied(config):
+        return {}
+    found = {**_shared(known), **_heads_with_bias(known)}
+    kinds = [str(kind) for kind in config.get("architectures") or ()]
+    has_head = any(part in kind for kind in kinds for part in ("CausalLM", "LMHead", "ForConditionalGeneration"))
+    if has_head and not any("lm_head" in key for key in (*known, *found)):
+        inputs = [key for key in known if key.endswith(_INPUTS)]
+        found |= {"lm_head.weight": inputs[0]} if len(inputs) == 1 else {}
+    return found
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    """transformers leaves `tie_word_embeddings` out of config.json where it has its default, which is true."""
+    nested = config.get("text_config")
+    default = nested.get("tie_word_embeddings", True) if isinstance(nested, dict) else True
+    return bool(config.get("tie_word_embeddings", default) is True)
+
+
+def _shared(known: set[str]) -> dict[str, str]:
+    """Embeddings of an encoder and a decoder that are one."""
+    out = {}
+    for key in known:
+        match = _SHARED.fullmatch(key)
+        for part in ("encoder.", "decoder.") if match else ():
+            assert match is not None
+            side = f"{match[1] or ''}{part}"
+            name = f"{side}embed_tokens.weight"
+            if name not in known and any(other.startswith(side) for other in known):
+                out[name] = key
+    return out
+
+
+def _heads_with_bias(known: set[str]) -> dict[str, str]:
+    """An output layer that predicts masked words, and has a bias of its own."""
+    words = [key for key in known if key.endswith(_WORDS)]
+    out = {}
+    for key in known:
+        match = _HEADS_WITH_BIAS.fullmatch(key)
+        head = f"{match[1]}.decoder" if match else ""
+        if match and len(words) == 1 and not known & {f"{head}.weight", f"{match[1]}.weight"}:
+            out[f"{head}.weight"] = words[0]
+            if f"{head}.bias" not in known:
+                out[f"{head}.bias"] = key
+    return out
+
+
+# Hugging Face's files: `model.safetensors`, or numbered ones of a limited size with an index.
+
+
+_INDEX_NAME = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_SUFFIXES = (".safetensors", ".safetensors.index.json")
+
+
+class SafetensorsWriter(FormatWriter):
+    """Tensors only. Of tied tensors one is stored; the names of the others stand in the files' metadata."""
+
+    format = "safetensors"
+
+    def __init__(self, contents: Contents, job_id: str, *, max_shard_bytes: int) -> None:
+        """Raises FormatError for a dtype that safetensors does not have."""
+        super().__init__(contents, job_id)
+        specs = [self.stored(name).spec for name in self.names]
+        for spec in specs:
+            safetensors_code(spec.dtype)
+        groups = grouped(specs, max_shard_bytes)
+        count = len(groups)
+        self.files = tuple(
+            FilePlan(
+                _SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors",
+                # large elements first, so that all are aligned
+                tuple(FilePart(spec, Box.full(spec.shape)) for spec in sorted(group, key=lambda s: -s.itemsize)),
+            )
+            for number, group in enumerate(groups, 1)
+        )
+        self.left_out += (*contents.per_rank, *contents.objects)
+
+    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
+        """Stream one file."""
+        name = storage.staged(file.name, self.job_id)
+        storage.delete(name)
+        mine = {part.spec.fqn for part in file.parts}
+        tied = {alias: kept for alias, kept in self.contents.aliases.items() if kept in mine}
+        regions = [self.region(part) for part in file.parts]
+        with storage.create(name) as raw, self.feed(regions) as feed:
+            out = HashingWriter(raw)
+            out.write(encode_header(((part.spec.fqn, part.spec.dtype, part.spec.shape) for part in file.parts), tied))
+            for region in regions:
+                for piece in feed.take(region):
+                    out.write(piece.data)
+                    on_bytes(len(piece.data))
+            done = out.nbytes, out.digest()
+        return self.done(name, *done)
+
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
+        """Give the files their names, and publish the index last."""
+        old = [n for n in storage.list() if "/" not in n and n.endswith(_SUFFIXES)]
+        for name in old:
+            if name not in done:
+                storage.delete(name)
+        for name, written in done.items():
+            storage.unstage(written.name, name)
+        if len(done) > 1:
+            index = {
+                "metadata": {"total_size": self.total_bytes},
+                "weight_map": {part.spec.fqn: file.name for file in self.files for part in file.parts},
+            }
+            storage.publish(_INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=2))
+
+    def occupied(self, names: Mapping[str, int]) -> str | None:
+        """An index or a file of tensors."""
+        return next((n for n in names if "/" not in n and n.endswith(_SUFFIXES)), None)

@@ -1,1 +1,0 @@
-"""Files of Hugging Face safetensors."""

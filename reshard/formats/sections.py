@@ -1,0 +1,257 @@
+"""Which part of a saved state is the model and which are optimizers: by the names that frameworks give to them.
+
+{"model": {fqn: ...}, "optim": {...}}              get_state_dict, and most training scripts
+{fqn: ..., "optimizer": {...}, "train_state": {}}  torchtitan: what has no section is the model
+{"state_dict": {...}, "optimizer_states": [...]}   Lightning
+{fqn: ...}                                         a model alone
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.errors import NormalizationError
+from reshard.live.optimizer_state import is_flat, is_nested
+from reshard.live.tree import IntKey
+from reshard.stored.contents import Contents
+
+__all__ = [
+    "Sections", "StoredLeaf", "Tree", "find_sections", "is_beside", "nest", "resolve", "walk",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLeaf:
+    """A tensor or an object of the checkpoint, by its key; not read yet."""
+
+    contents: Contents
+    key: str
+    is_tensor: bool
+
+    def value(self) -> Any:
+        """The stored tensor, or the object."""
+        if not self.is_tensor:
+            return self.contents.objects[self.key]
+        if self.key in self.contents.tensors:
+            return self.contents.tensors[self.key]
+        return self.contents.tensors[self.contents.aliases[self.key]].renamed(self.key)
+
+
+Tree = dict[Any, Any]
+"""Nested dicts with text keys, and int keys for positions of lists; the leaves are `StoredLeaf`s."""
+
+_OPTIMIZER = re.compile(
+    r"(optim|optims|optimizer|optimizers|opt|opt_state|optim_state|optimizer_state|optimizer_states|optimizer_\d+"
+    r"|optim_state_dict|optimizer_state_dict|optimizer_state_dicts)"
+)
+_MODEL = ("model", "state_dict", "model_state_dict", "module", "model_state", "weights")
+_OTHER = re.compile(
+    r"(lr_)?schedulers?|lr_scheduler.*|scheduler_state_dict|train_state|trainer_state|data_?loaders?|rng.*|random_states.*"
+    r"|extra|extra_state|extra_states|ema.*|custom_checkpoint_\d+|dl_state_dict.*|loops|callbacks|args|config|hyper_parameters|sampler.*|scaler|grad_scaler"
+    r"|epoch|global_step|step|iteration|metrics"
+)
+_FLAT_OPTIMIZER = re.compile(r"(optim|optimizer)\.((state|param_groups)\..+)", re.DOTALL)
+
+
+def nest(contents: Contents) -> Tree:
+    """The tensors, their aliases and the objects of a checkpoint as they were nested."""
+    root: Tree = {}
+    leaves = [(key, True) for key in contents.tensors]
+    leaves += [(key, True) for key in contents.aliases if key not in contents.tensors]
+    leaves += [(key, False) for key in contents.objects]
+    for key, is_tensor in leaves:
+        path = contents.paths.get(key, (key,)) or (key,)
+        parts = [part.value if isinstance(part, IntKey) else part for part in path]
+        # an int key of a dict becomes text, so that only lists have ints
+        parts = [str(p) if isinstance(q, IntKey) else p for p, q in zip(parts, path)]
+        if not _insert(root, parts, StoredLeaf(contents, key, is_tensor)):
+            _insert(root, [key], StoredLeaf(contents, key, is_tensor))
+    return root
+
+
+def _insert(root: Tree, path: list[Any], leaf: StoredLeaf) -> bool:
+    node = root
+    for part in path[:-1]:
+        node = node.setdefault(part, {})
+        if isinstance(node, StoredLeaf):
+            return False
+    if path[-1] in node:
+        return False
+    node[path[-1]] = leaf
+    return True
+
+
+def walk(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], StoredLeaf]]:
+    """Every leaf with its path."""
+    if isinstance(tree, StoredLeaf):
+        yield path, tree
+        return
+    for key, below in tree.items():
+        yield from walk(below, (*path, key))
+
+
+def resolve(tree: Any) -> Any:
+    """The tree with its objects read and its lists as lists; tensors are `StoredTensor`s."""
+    if isinstance(tree, StoredLeaf):
+        return tree.value()
+    if tree and all(type(key) is int for key in tree):
+        return [resolve(tree[key]) for key in sorted(tree)]
+    return {key: resolve(value) for key, value in tree.items()}
+
+
+@dataclass
+class Sections:
+    """The parts of a state that normalization deals with."""
+
+    models: dict[str, list[tuple[str, StoredLeaf]]]
+    """Names as saved, with the leaf of each tensor. By "" if there is one model; of several, by what stands before the
+    names of each to tell them apart, such as "model." and "model_1."."""
+    optimizers: list[tuple[str, Tree]]
+    """Each behind the key of its model."""
+
+    @property
+    def model(self) -> list[tuple[str, StoredLeaf]]:
+        """All tensors of all models."""
+        return [(prefix + name, leaf) for prefix, names in self.models.items() for name, leaf in names]
+
+
+def find_sections(contents: Contents) -> Sections:
+    """The model and the optimizers of a checkpoint."""
+    tree = _unwrap(_split_flat(nest(contents)))
+    if _is_bare_optimizer(tree):
+        return Sections({}, [("", tree)])
+    found = sorted((key for key in tree if _is_optimizer(key, tree[key])), key=_natural)
+    optimizers = [(key, one) for key in found for one in _as_trees(_inside(tree[key]))]
+    models_in = [key for key in tree if isinstance(tree[key], dict) and _has_tensor(tree[key])]
+    first = next((key for key in _MODEL if key in models_in), None)
+    if first is None:
+        numbered = [key for key in models_in if _NUMBER.search(str(key)) and _NUMBER.sub("", str(key)) in _MODEL]
+        if len(numbered) < 2 or len({_NUMBER.sub("", str(key)) for key in numbered}) > 1:
+            rest = {k: v for k, v in tree.items() if not (_is_optimizer(k, v) or _is_other(k, v))}
+            return Sections({"": _names(_only_state(rest))}, [("", one) for _, one in optimizers])
+        first = min(numbered, key=_natural)
+    base = _NUMBER.sub("", first)
+    others = [key for key in models_in if key != first and _NUMBER.sub("", str(key)) == base]
+    if not others:
+        return Sections({"": _names(tree[first])}, [("", one) for _, one in optimizers])
+    models = {f"{key}.": _names(_inside(tree[key])) for key in (first, *sorted(others, key=_natural))}
+    return Sections(models, [(_model_of(key, first, models), one) for key, one in optimizers])
+
+
+_NUMBER = re.compile(r"_\d+$")
+
+
+def _inside(section: Tree) -> Tree:
+    """A section without another name of its own inside, as `model_1` of accelerate holds `model`."""
+    ((key, inner), *rest) = section.items()
+    same = key in _MODEL or _OPTIMIZER.fullmatch(str(key)) is not None
+    return inner if same and not rest and isinstance(inner, dict) else section
+
+
+def _only_state(tree: Tree) -> Tree:
+    """The one state dict in it, whatever it is called, such as `net`: its own keys have dots. Else the tree itself."""
+    with_tensors = [v for v in tree.values() if (v.is_tensor if isinstance(v, StoredLeaf) else _has_tensor(v))]
+    if len(with_tensors) == 1 and isinstance(with_tensors[0], dict) and any("." in str(key) for key in with_tensors[0]):
+        return with_tensors[0]
+    return tree
+
+
+def _model_of(optimizer: str, first: str, models: Mapping[str, Any]) -> str:
+    """The one of several models that has the optimizer's number; optimizers of no such number are the first's."""
+    number = _NUMBER.search(optimizer)
+    mine = f"{_NUMBER.sub('', first)}{number[0] if number else ''}."
+    return mine if mine in models else f"{first}."
+
+
+def _names(model: Tree) -> list[tuple[str, StoredLeaf]]:
+    if model and all(type(key) is int and isinstance(model[key], dict) for key in model):
+        model = _joined(model)
+    return [(".".join(map(str, path)), leaf) for path, leaf in walk(model) if leaf.is_tensor]
+
+
+def _natural(key: Any) -> tuple[Any, ...]:
+    """So that `optimizer_10` comes after `optimizer_2`."""
+    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(key)))
+
+
+def _joined(parts: Tree) -> Tree:
+    """The parts of a pipeline that one process has, as one model. Raises NormalizationError if two share a name."""
+    out: Tree = {}
+    for number, part in parts.items():
+        for key, value in part.items():
+            if key in out:
+                raise NormalizationError(f"part {number} of the model has {key!r}, and so has a part before it")
+            out[key] = value
+    return out
+
+
+def _split_flat(tree: Tree) -> Tree:
+    """Keys such as `optim.state.w.exp_avg` of a flat state become sections; then `model.w` does, too."""
+    flat = {key: m for key in tree if isinstance(tree[key], StoredLeaf) and (m := _FLAT_OPTIMIZER.fullmatch(str(key)))}
+    if not flat:
+        return tree
+    out: Tree = {}
+    rest = {key: value for key, value in tree.items() if key not in flat}
+    tensors = [key for key, value in rest.items() if isinstance(value, StoredLeaf) and value.is_tensor]
+    sectioned = bool(tensors) and all(str(key).startswith("model.") for key in tensors)
+    for key, value in rest.items():
+        if sectioned and key in tensors:
+            out.setdefault("model", {})[str(key).removeprefix("model.")] = value
+        else:
+            out[key] = value
+    for key, match in flat.items():
+        out.setdefault(match[1], {})[match[2]] = tree[key]
+    return out
+
+
+def _unwrap(tree: Tree) -> Tree:
+    """The state inside, where all of it is under one name, such as `{"app": {"model": ..., "optim": ...}}`."""
+    while len(tree) == 1:
+        (key, inner), *_ = tree.items()
+        if not isinstance(inner, dict) or key in _MODEL or _is_optimizer(key, inner):
+            break
+        if not any(name in inner for name in _MODEL) and not any(_is_optimizer(k, v) for k, v in inner.items()):
+            break
+        tree = inner
+    return tree
+
+
+def _is_optimizer(key: Any, value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return _OPTIMIZER.fullmatch(str(key)) is not None or is_nested(value)
+
+
+def is_beside(key: str) -> bool:
+    """Whether a section of this name is neither a model nor an optimizer."""
+    return _OTHER.fullmatch(key) is not None
+
+
+def _is_other(key: Any, value: Any) -> bool:
+    # a parameter of the model may be called like this, too: then it is no section but a tensor at the top
+    if isinstance(value, StoredLeaf):
+        return not value.is_tensor
+    return is_beside(str(key))
+
+
+def _is_bare_optimizer(tree: Tree) -> bool:
+    """Whether the whole state is an optimizer's."""
+    if isinstance(tree.get("state"), dict) and "param_groups" in tree:
+        return True
+    return is_flat(tree)
+
+
+def _has_tensor(tree: Tree) -> bool:
+    return any(leaf.is_tensor for _, leaf in walk(tree))
+
+
+def _as_trees(tree: Tree) -> list[Tree]:
+    """An optimizer, or each of a list of them."""
+    inside = list(tree.values())
+    numbered = bool(tree) and all(type(key) is int or str(key).isdigit() for key in tree)
+    if numbered and all(isinstance(one, Mapping) and ("state" in one or "param_groups" in one) for one in inside):
+        return [tree[key] for key in sorted(tree, key=int)]
+    return [tree]

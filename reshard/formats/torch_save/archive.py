@@ -1,0 +1,366 @@
+"""The zip archives of `torch.save`: where the bytes of tensors are in them, and their checksums."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
+from typing import Any
+
+from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError
+from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle, plain
+from reshard.stored.checksums import RecordChecksums
+from reshard.stored.source import FileSource, Source
+from reshard.stored.tensor import Extent, read_place
+
+__all__ = [
+    "ZIP_MAGIC", "TorchArchive", "archives", "changed_records", "is_archive", "locate_item",
+    "make_place", "read_head",
+]  # fmt: skip
+
+
+# archive/data.pkl     what there is, as a pickle      Records are stored, never compressed. An
+# archive may be a file, archive/byteorder    "little"                        or an item in the
+# middle of one; offsets inside it count from archive/data/0       raw bytes of storage "0"
+# its own start. Local headers do not say sizes, the central central directory    names, sizes,
+# header offsets    directory at the end does.
+
+
+ZIP_MAGIC = b"PK\x03\x04"
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END = struct.Struct("<4sHHHHIIH")
+_END64 = struct.Struct("<4sQHHIIQQQQ")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_DESCRIPTOR = b"PK\x07\x08"
+_DESCRIPTORS = (struct.Struct("<4sIQQ"), struct.Struct("<4sIII"))
+"""What stands behind a record: with sizes of 64 bits or of 32."""
+_HEAD_BYTES = 4096
+"""Enough for the headers and the pickle of an item that is one tensor."""
+
+
+class TorchArchive:
+    """A zip archive of `torch.save` at [start, start + length) of a source."""
+
+    def __init__(self, source: Source, start: int = 0, length: int | None = None) -> None:
+        """Reads the central directory. Raises DamagedCheckpointError if there is none, or it makes no sense."""
+        self.source = source
+        self.start = start
+        self.length = source.nbytes - start if length is None else length
+        self.label = source.label if length is None else f"{source.label}, item at byte {start}"
+        self.sums: dict[str, int] = {}
+        """CRC-32 of each record's data, by name."""
+        self.records = self._directory()
+        """Name of each record without the folder: offset of its header within the archive, and its size."""
+        if "data.pkl" not in self.records:
+            raise FormatError(f"{self.label}: a zip archive without data.pkl, so not one of torch.save")
+        if "byteorder" in self.records and self.read("byteorder") not in (b"little", b""):
+            raise FormatError(f"{self.label}: written on a big-endian machine, which is not supported")
+
+    def _bytes(self, at: int, length: int) -> bytes | memoryview:
+        if not 0 <= at <= at + length <= self.length:
+            raise self._damaged(f"bytes [{at}, {at + length}) lie outside its {self.length} bytes")
+        return self.source.read(self.start + at, length)
+
+    def _damaged(self, what: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"{self.label}: the zip archive is damaged: {what}")
+
+    def _directory(self) -> dict[str, tuple[int, int]]:
+        count, size, at = self._find_directory()
+        data = self._bytes(at, size)
+        records: dict[str, tuple[int, int]] = {}
+        position = 0
+        for _ in range(count):
+            if position + _CENTRAL.size > size:
+                raise self._damaged("its central directory is cut short")
+            entry = _CENTRAL.unpack_from(data, position)
+            name_length, extra_length, comment_length = entry[10:13]
+            name_at = position + _CENTRAL.size
+            extra_at = name_at + name_length
+            position = extra_at + extra_length + comment_length
+            if entry[0] != b"PK\x01\x02" or position > size:
+                raise self._damaged("its central directory makes no sense")
+            if entry[4] != 0:
+                raise FormatError(f"{self.label}: its records are compressed, which torch.save never does")
+            full, header = _zip64_sizes(bytes(data[extra_at : extra_at + extra_length]), entry[9], entry[16])
+            name = bytes(data[name_at:extra_at]).decode("utf-8", "replace")
+            records[name.partition("/")[2]] = (header, full)
+            self.sums[name.partition("/")[2]] = entry[7]
+        return records
+
+    def _find_directory(self) -> tuple[int, int, int]:
+        """How many entries, how many bytes, and where."""
+        tail = min(self.length, 1024)
+        data = bytes(self._bytes(self.length - tail, tail))
+        at = data.rfind(b"PK\x05\x06")
+        if at < 0 or at + _END.size > tail:
+            raise self._damaged("it has no end; the file was cut short, or is no zip archive")
+        _, _, _, _, count, size, offset, _ = _END.unpack_from(data, at)
+        locator = at - _LOCATOR64.size
+        if locator >= 0 and data[locator : locator + 4] == b"PK\x06\x07":
+            _, _, end64, _ = _LOCATOR64.unpack_from(data, locator)
+            fields = _END64.unpack(self._bytes(end64, _END64.size))
+            if fields[0] != b"PK\x06\x06":
+                raise self._damaged("its zip64 end makes no sense")
+            count, size, offset = fields[7:10]
+        return count, size, offset
+
+    def locate(self, name: str) -> tuple[int, int]:
+        """Where the data of a record begins in the source, and its length. Raises DamagedCheckpointError if absent."""
+        if name not in self.records:
+            raise self._damaged(f"it has no record {name!r}")
+        header, size = self.records[name]
+        fields = _LOCAL.unpack(self._bytes(header, _LOCAL.size))
+        if fields[0] != ZIP_MAGIC:
+            raise self._damaged(f"the header of record {name!r} is not where its directory says")
+        at = header + _LOCAL.size + fields[9] + fields[10]
+        if at + size > self.length:
+            raise self._damaged(f"record {name!r} of {size} bytes ends behind the archive")
+        return self.start + at, size
+
+    def read(self, name: str) -> bytes | memoryview:
+        """The bytes of a record. Raises DamagedCheckpointError if they do not have its CRC-32."""
+        at, size = self.locate(name)
+        add_record(self.source, at, size, lambda: self.sums[name])
+        return self.source.read(at, size)
+
+    def value(self, allow: Callable[[str], bool] | None = None) -> Any:
+        """What was saved, with a `TensorRef` for each tensor and a `Record` for each object of an unknown class."""
+        return load_pickle(self.read("data.pkl"), where=self.label, allow=allow)
+
+    def place(self, ref: TensorRef) -> Extent:
+        """Where the elements of a tensor are. Raises DamagedCheckpointError if its storage has another size."""
+        record = f"data/{ref.storage.key}"
+        at, size = self.locate(record)
+        if size != ref.storage.nbytes:
+            raise self._damaged(f"storage {ref.storage.key!r} has {size} bytes, the pickle says {ref.storage.nbytes}")
+        add_record(self.source, at, size, lambda: self.sums[record])
+        return make_place(self.source, ref, at, is_record=True)
+
+    def object(self) -> Any:
+        """What was saved, as plain data; tensors in it are read."""
+        return plain(self.value(), lambda ref: read_place(self.place(ref), ref.dtype))
+
+
+_REPEATED_BYTES, _MOST_REPEATS = 256 << 20, 64
+"""A tensor whose elements lie over one another, as `expand` makes them, may have so many bytes in any case, and so many
+times the bytes of its storage: work is bounded by what is stored."""
+
+
+def add_record(source: Source, start: int, nbytes: int, crc: Callable[[], int | None]) -> None:
+    """Whoever reads of a record of a file compares it with the CRC-32 that was written with it. torch writes 0 where it
+    was told to write none."""
+    if isinstance(source, FileSource):
+        if source.checksums is None:
+            source.checksums = RecordChecksums()
+        if isinstance(source.checksums, RecordChecksums):
+            source.checksums.add(start, start + nbytes, lambda: crc() or None)
+
+
+def written_beside(source: Source, start: int, ref: TensorRef) -> int | None:
+    """The CRC-32 that stands behind a record of a storage; None if there is none."""
+    at = start + ref.storage.nbytes
+    for form in _DESCRIPTORS:
+        if at + form.size <= source.nbytes:
+            mark, crc, *sizes = form.unpack(source.raw(at, form.size))
+            if mark == _DESCRIPTOR and sizes == [ref.storage.nbytes] * 2:
+                return int(crc)
+    return None
+
+
+def make_place(source: Source, ref: TensorRef, storage_at: int, *, is_record: bool = False) -> Extent:
+    """Where a tensor's elements are if its storage begins at byte `storage_at` of `source`, as a record of a zip
+    archive or otherwise.
+
+    Raises FormatError for what is not supported, such as a few bytes that stand for far more elements than they are.
+    """
+    if ref.negative:
+        raise FormatError(f"{source.label}: a tensor with torch's negative bit, which is not supported")
+    window, nbytes = ref.window(storage_at), ref.storage.nbytes
+    if window.nbytes > max(_REPEATED_BYTES, _MOST_REPEATS * nbytes):
+        raise FormatError(
+            f"{source.label}: a tensor of size {list(ref.size)} and strides {list(ref.stride)} repeats a storage of "
+            f"{nbytes} bytes until it has {window.nbytes}: more than {_MOST_REPEATS} times as many are not read. Save "
+            "what it repeats, without expand()"
+        )
+    is_all = is_record and window.offset == storage_at and window.nbytes == nbytes
+    return Extent(source, window, ref.conjugate, storage_at + nbytes if is_all else None)
+
+
+def _zip64_sizes(extra: bytes, size: int, header: int) -> tuple[int, int]:
+    """Size and header offset, from the zip64 field where 32 bits did not do."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            wide = [v for (v,) in struct.iter_unpack("<Q", extra[at + 4 : at + 4 + length // 8 * 8])]
+            if size == 0xFFFFFFFF and wide:
+                size = wide.pop(0)
+                wide = wide[1:]  # the compressed size, which is the same
+            if header == 0xFFFFFFFF and wide:
+                header = wide[0]
+        at += 4 + length
+    return size, header
+
+
+def read_head(source: Source, start: int, length: int) -> bytes:
+    """The first bytes of the item at [start, start + length): what `locate_item` needs."""
+    source.check(start, start + length)
+    return bytes(source.read(start, min(length, _HEAD_BYTES)))
+
+
+def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[Extent, str]:
+    """Where the one tensor is that an archive at [start, start + length) holds, and its dtype.
+
+    Its head is enough, as a rule: the pickle comes first, the headers say where records begin.
+
+    Raises DamagedCheckpointError or FormatError if the archive is not that of one plain tensor.
+    """
+    found = _scan_head(head)
+    if found is None:
+        archive = TorchArchive(source, start, length)
+        ref = archive.value()
+        if not isinstance(ref, TensorRef):
+            raise FormatError(f"{archive.label}: wanted one plain tensor, found {_describe(ref)}")
+        return archive.place(ref), ref.dtype
+    pickled, data_at, key = found
+    ref = _parse(pickled, f"{source.label}, item at byte {start}")
+    if ref.storage.key != key:
+        raise DamagedCheckpointError(f"{source.label}, item at byte {start}: no storage {ref.storage.key!r}")
+    _check_storage(ref.storage, source, start, length, data_at)
+    add_record(source, start + data_at, ref.storage.nbytes, partial(written_beside, source, start + data_at, ref))
+    return make_place(source, ref, start + data_at, is_record=True), ref.dtype
+
+
+def _check_storage(storage: StorageRef, source: Source, start: int, length: int, data_at: int) -> None:
+    # behind the storage come its descriptor, more records and the directory, so at least 100 bytes
+    if data_at + storage.nbytes + 100 > length:
+        raise DamagedCheckpointError(
+            f"{source.label}, item at byte {start}: its storage of {storage.nbytes} bytes does not fit into the "
+            f"{length} bytes of the item"
+        )
+
+
+def _scan_head(head: bytes) -> tuple[bytes, int, str] | None:
+    """The pickle, where the data of the first storage begins and its key; None if the head does not show all that."""
+    if len(head) < _LOCAL.size or head[:4] != ZIP_MAGIC:
+        return None
+    fields = _LOCAL.unpack_from(head)
+    name = head[_LOCAL.size : _LOCAL.size + fields[9]]
+    folder, _, file = name.partition(b"/")
+    pickle_at = _LOCAL.size + fields[9] + fields[10]
+    if file != b"data.pkl" or fields[3] != 0:
+        return None
+    order = head.find(folder + b"/byteorder", pickle_at)
+    if order >= _LOCAL.size:
+        header = _LOCAL.unpack_from(head, order - _LOCAL.size)
+        at = order + header[9] + header[10]
+        if header[0] == ZIP_MAGIC and head[at : at + 6] != b"little":
+            return None  # the full reader says what is wrong
+    wanted = folder + b"/data/0"
+    at = head.find(wanted, pickle_at)
+    if at < _LOCAL.size:
+        return None
+    header = _LOCAL.unpack_from(head, at - _LOCAL.size)
+    if header[0] != ZIP_MAGIC or header[9] != len(wanted) or header[3] != 0:
+        return None
+    return head[pickle_at : at - _LOCAL.size], at + header[9] + header[10], "0"
+
+
+@lru_cache(maxsize=4096)  # shards of one shape have the same pickle, byte by byte
+def _parse_cached(pickled: bytes) -> Any:
+    return load_pickle(pickled, where="the item")
+
+
+def _parse(pickled: bytes, where: str) -> TensorRef:
+    # cut at the end of the pickle, so that what follows it does not make equal pickles differ
+    stop = pickled.find(b".PK\x07\x08")
+    ref = _parse_cached(pickled[: stop + 1]) if stop >= 0 else load_pickle(pickled, where=where)
+    if not isinstance(ref, TensorRef):
+        raise FormatError(f"{where}: wanted one plain tensor, found {_describe(ref)}")
+    return ref
+
+
+def _describe(value: Any) -> str:
+    return f"a {getattr(value, 'path', type(value).__name__)}"
+
+
+# The checksums that `torch.save` writes and nobody reads: a CRC-32 of every record of its zip
+# archives.
+#
+# A `.distcp` file is one archive after another. Each ends with its directory, whose end says how
+# large it is and where it begins counting; so archives are found from the end of a file towards its
+# front, with no other metadata:
+#
+#     [archive of item 0 | directory] [archive of item 1 | directory] [archive of item 2 | directory]
+#     <------------------------------ <------------------------------ <------------------------------ end of file
+
+
+_WINDOW_BYTES = 16 << 20
+
+
+def is_archive(source: FileSource) -> bool:
+    """Whether a file begins as a zip archive."""
+    return bytes(source.read(0, min(4, source.nbytes))) == ZIP_MAGIC
+
+
+def changed_records(files: Iterable[FileSource]) -> Iterator[str]:
+    """A text for each record of the archives in `files` whose bytes have another CRC-32 than was written with them.
+
+    Files that do not begin as zip archives are passed over.
+    """
+    for source in filter(is_archive, files):
+        found = archives(source)
+        first = found[0][0] if found else source.nbytes
+        if first:
+            yield f"{source.label}: bytes [0, {first}) do not end as a zip archive does: they were changed"
+        for start, length in found:
+            try:
+                archive = TorchArchive(source, start, length)
+                for name, expected in archive.sums.items():
+                    at, size = archive.locate(name)
+                    if _crc(source, at, size) != expected:
+                        yield (
+                            f"{source.label}: bytes [{at}, {at + size}), record {name!r} of a zip archive, do not have "
+                            "the CRC-32 that was written with them: they were changed (or torch was told to write "
+                            "none, by torch.serialization.set_crc32_options)"
+                        )
+            except CheckpointError as error:
+                yield str(error)
+
+
+def archives(source: FileSource) -> list[tuple[int, int]]:
+    """(start, length) of the archives at the end of a file, the first one first."""
+    found: list[tuple[int, int]] = []
+    stop = source.nbytes
+    while (start := _start(source, stop)) is not None:
+        found.append((start, stop - start))
+        stop = start
+    return found[::-1]
+
+
+def _start(source: FileSource, stop: int) -> int | None:
+    """Where the archive that ends at `stop` begins; None if none ends there."""
+    if stop < _END.size:
+        return None
+    end = _END.unpack(source.read(stop - _END.size, _END.size))
+    if end[0] != b"PK\x05\x06" or end[7]:
+        return None
+    size, offset, behind = end[5], end[6], _END.size
+    locator_at = stop - _END.size - _LOCATOR64.size
+    if locator_at >= _END64.size:
+        locator = _LOCATOR64.unpack(source.read(locator_at, _LOCATOR64.size))
+        wide = _END64.unpack(source.read(locator_at - _END64.size, _END64.size))
+        if locator[0] == b"PK\x06\x07" and wide[0] == b"PK\x06\x06":
+            size, offset = wide[8:10]
+            behind += _LOCATOR64.size + _END64.size
+    start = stop - behind - size - offset
+    return start if start >= 0 and bytes(source.read(start, 4)) == ZIP_MAGIC else None
+
+
+def _crc(source: FileSource, at: int, size: int) -> int:
+    crc = 0
+    for start in range(at, at + size, _WINDOW_BYTES):
+        crc = zlib.crc32(source.raw(start, min(_WINDOW_BYTES, at + size - start)), crc)
+    return crc

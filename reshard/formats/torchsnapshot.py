@@ -1,0 +1,307 @@
+"""Snapshots of torchsnapshot: one manifest of all ranks, and files of raw elements or of `torch.save`.
+
+.snapshot_metadata             {"world_size": 2, "manifest": {"0/model/weight": {...}, "1/model/weight": ...}}
+replicated/model/weight_0      what all ranks have the same is stored once
+sharded/model/weight_0_0       boxes of sharded tensors
+0/progress/steps               what is rank 0's own
+batched/<id>                   small tensors one behind the other
+
+The manifest is JSON, or YAML where an early version wrote it. What several ranks have under one name and nobody
+declared to be replicated is each rank's own (`Contents.per_rank`).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from urllib.parse import unquote
+
+from planners.errors import PlanError
+from planners.geometry.box import Box, Window
+from planners.geometry.layout import ITEM_SIZES, TensorSpec, itemsize
+from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError
+from reshard.formats.torch_save.archive import locate_item, read_head
+from reshard.formats.torch_save.reader import read_torch_file
+from reshard.live.tree import IntKey, KeyPath, key_of
+from reshard.storage.base import Storage
+from reshard.stored.checksums import NO_CHECKSUMS
+from reshard.stored.contents import Contents, LazyMapping
+from reshard.stored.source import Files, FileSource
+from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
+
+__all__ = ["checksums", "detect", "looks_for", "name", "open"]
+
+
+name = "torchsnapshot"
+looks_for = ".snapshot_metadata"
+checksums = NO_CHECKSUMS
+
+_MANIFEST = ".snapshot_metadata"
+_CONTAINERS = {"dict", "OrderedDict", "list"}
+_TENSORS = {"Tensor", "ChunkedTensor"}
+_SHARDED = {"ShardedTensor", "DTensor"}
+_Entry = Mapping[str, Any]
+
+
+def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether there is a manifest of torchsnapshot's, which comes last."""
+    return _MANIFEST in names
+
+
+def open(files: Files) -> Contents:
+    """The snapshot in this folder.
+
+    Raises:
+        DamagedCheckpointError: the manifest is unreadable, or a file that it names is missing or too short.
+        FormatError: the manifest is YAML, and PyYAML is not there to read it.
+    """
+    storage, names = files.storage, files.listed
+    label = f"{storage.url.rstrip('/')}/{_MANIFEST}"
+    manifest = _manifest(bytes(storage.read(_MANIFEST)), label)
+    found = _Snapshot(files, names, label)
+    by_path: dict[str, dict[int, _Entry]] = {}
+    try:
+        for path, entry in manifest["manifest"].items():
+            rank, _, logical = path.partition("/")
+            by_path.setdefault(logical, {})[int(rank)] = entry
+        for logical, entries in by_path.items():
+            found.add(_key_path(logical, by_path), entries)
+    except CheckpointError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError, struct.error, PlanError) as error:
+        raise DamagedCheckpointError(
+            f"{label}: the manifest makes no sense: {type(error).__name__}: {error}; wanted what torchsnapshot writes"
+        ) from None
+    return Contents(
+        name, found.tensors, LazyMapping(found.objects), paths=found.paths, containers=found.containers,
+        per_rank=found.per_rank, left_out=tuple(found.quantized), warnings=found.warnings(),
+    )  # fmt: skip
+
+
+def _manifest(data: bytes, label: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        value = _yaml(data, label)
+    if not isinstance(value, dict) or not isinstance(value.get("manifest"), dict):
+        raise DamagedCheckpointError(f"{label}: no manifest of torchsnapshot, which says what each rank saved")
+    return value
+
+
+def _yaml(data: bytes, label: str) -> Any:
+    """What early versions wrote. Only plain values are built."""
+    try:
+        import yaml
+    except ImportError:
+        raise FormatError(f"{label}: the manifest is no JSON; to read it as YAML, pip install pyyaml") from None
+    try:
+        return yaml.load(data, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{label}: neither JSON nor YAML: {str(error)[:200]}") from None
+
+
+def _key_path(logical: str, by_path: Mapping[str, Mapping[int, _Entry]]) -> KeyPath:
+    """The path in the nest that was saved: the containers above say what each part of it is."""
+    parts = logical.split("/")
+    path: list[str | int | IntKey] = []
+    for at, part in enumerate(parts):
+        above = by_path.get("/".join(parts[:at])) or {}
+        container = next((entry for entry in above.values() if entry["type"] in _CONTAINERS), None)
+        if container is None:  # the name of what was saved, in which nothing is quoted
+            path.append(part)
+        elif container["type"] == "list":
+            path.append(int(part))
+        else:
+            text = unquote(part)
+            is_number = text not in container["keys"] and text.lstrip("-").isdigit()
+            path.append(IntKey(int(text)) if is_number else text)
+    return tuple(path)
+
+
+@dataclass
+class _Snapshot:
+    """What the entries of the manifest come to."""
+
+    files: Files
+    names: Mapping[str, int]
+    label: str
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    objects: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    per_rank: dict[str, Mapping[int, Any]] = field(default_factory=dict)
+    paths: dict[str, KeyPath] = field(default_factory=dict)
+    containers: dict[KeyPath, str] = field(default_factory=dict)
+    quantized: list[str] = field(default_factory=list)
+    inferred: list[str] = field(default_factory=list)
+
+    def add(self, path: KeyPath, entries: Mapping[int, _Entry]) -> None:
+        """What the ranks have at one place of the nest."""
+        kinds = {entry["type"] for entry in entries.values()}
+        key, rank = key_of(path), min(entries)
+        first = entries[rank]
+        if kinds <= _CONTAINERS:
+            # what is below tells of others
+            if not first.get("keys"):
+                self.containers[path] = "list" if first["type"] == "list" else "dict"
+            return
+        if key in self.paths:
+            raise FormatError(f"{self.label}: two values have the key {key!r}")
+        self.paths[key] = path
+        if any(map(_is_quantized, entries.values())):
+            self.quantized.append(key)
+        elif kinds & _SHARDED:
+            self.tensors[key] = self._sharded(key, entries)
+        elif len(entries) > 1 and not first.get("replicated") and not _is_one_value(entries):
+            makers = {of: self._maker(key, entry, of) for of, entry in entries.items()}
+            self.per_rank[key] = LazyMapping(makers)
+        elif first["type"] in _TENSORS:
+            self.tensors[key] = self._tensor(key, first, rank)
+        else:
+            self.objects[key] = self._maker(key, first, rank)
+
+    def _maker(self, key: str, entry: _Entry, rank: int) -> Callable[[], Any]:
+        """A function that gives the value of one rank's entry."""
+        if entry["type"] in _TENSORS:
+            tensor = self._tensor(key, entry, rank)
+            return lambda: tensor
+        if entry["type"] == "object":
+            self._range(key, entry)
+            return partial(self._object, key, entry)
+        value = _primitive(entry["type"], entry["serialized_value"])
+        return lambda: value
+
+    def _object(self, key: str, entry: _Entry) -> Any:
+        if entry["serializer"] != "torch_save":
+            raise FormatError(f"{self.label}: the object {key!r} is serialized by {entry['serializer']!r}: unknown")
+        file = read_torch_file(self.files[entry["location"]])
+        return file.plain(file.value)
+
+    def _tensor(self, key: str, entry: _Entry, rank: int) -> StoredTensor:
+        """A tensor that is stored whole, or in pieces that its entry lists."""
+        shape = _ints(entry["shape"])
+        pieces = entry["chunks"] if entry["type"] == "ChunkedTensor" else [_whole(shape, entry)]
+        chunks = [self._chunk(key, piece, rank) for piece in pieces]
+        return StoredTensor(TensorSpec(key, shape, _dtype(entry)), tuple(chunks))
+
+    def _sharded(self, key: str, entries: Mapping[int, _Entry]) -> StoredTensor:
+        """A tensor from the shards that all ranks list; of replicas the first one is taken."""
+        chunks: dict[Box, StoredChunk] = {}
+        dtypes = set()
+        for rank, entry in sorted(entries.items()):
+            for shard in entry["shards"]:
+                chunk = self._chunk(key, shard, rank)
+                chunks.setdefault(chunk.box, chunk)
+                dtypes.add(_dtype(shard["tensor"]))
+        if len(dtypes) != 1 or len({box.ndim for box in chunks}) != 1:
+            raise DamagedCheckpointError(
+                f"{self.label}: the shards of {key!r} have the dtypes {sorted(dtypes)} and the boxes {list(chunks)[:4]}"
+            )
+        self.inferred.append(key)
+        shape = tuple(max(stops) for stops in zip(*(box.stops for box in chunks)))
+        return StoredTensor(TensorSpec(key, shape, dtypes.pop()), tuple(chunks.values()))
+
+    def _chunk(self, key: str, piece: _Entry, rank: int) -> StoredChunk:
+        """A box of a tensor, and where its elements are."""
+        box, entry = Box(_ints(piece["offsets"]), _ints(piece["sizes"])), piece["tensor"]
+        dtype = _dtype(entry)
+        if _ints(entry["shape"]) != box.sizes:
+            raise DamagedCheckpointError(f"{self.label}: {key!r}: a piece of shape {entry['shape']} at {box}")
+        start, stop = self._range(key, entry)
+        source = self.files[entry["location"]]
+        if entry["serializer"] == "torch_save":
+            return StoredChunk(box, partial(_locate, source, start, stop, key, dtype), rank)
+        if entry["serializer"] != "buffer_protocol":
+            raise FormatError(f"{self.label}: {key!r} is serialized by {entry['serializer']!r}, which is not known")
+        window = Window.row_major(start, box.sizes, itemsize(dtype))
+        if window.nbytes != stop - start:
+            raise DamagedCheckpointError(
+                f"{source.label}: {key!r} of shape {list(box.sizes)} and dtype {dtype} needs {window.nbytes} bytes, "
+                f"and has {stop - start} at [{start}, {stop})"
+            )
+        return StoredChunk(box, Extent(source, window), rank)
+
+    def _range(self, key: str, entry: _Entry) -> tuple[int, int]:
+        """The bytes of its file that an entry means. Raises DamagedCheckpointError if they are not there."""
+        file = entry["location"]
+        if file not in self.names:
+            raise DamagedCheckpointError(f"{self.label}: the file {file} is missing, which should hold {key!r}")
+        start, stop = _ints(entry.get("byte_range") or (0, self.names[file]))
+        if not start <= stop <= self.names[file]:
+            raise DamagedCheckpointError(
+                f"{self.files[file].label}: {key!r} should be at bytes [{start}, {stop}), but the file has "
+                f"{self.names[file]}: it was cut short, or the manifest lies"
+            )
+        return start, stop
+
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader should know."""
+        told = []
+        if self.inferred:
+            told.append(
+                f"global shapes of sharded tensors, such as {self.inferred[0]!r}, are inferred from the shards: the "
+                "manifest does not say them"
+            )
+        if self.per_rank:
+            told.append(
+                f"{len(self.per_rank)} values, such as {next(iter(self.per_rank))!r}, are each rank's own: several "
+                "ranks saved them and did not declare them replicated. Load them into a reshard.PerRank"
+            )
+        if self.quantized:
+            told.append(f"{len(self.quantized)} quantized tensors, such as {self.quantized[0]!r}, are not read")
+        return tuple(told)
+
+
+def _whole(shape: tuple[int, ...], entry: _Entry) -> dict[str, Any]:
+    return {"offsets": (0,) * len(shape), "sizes": shape, "tensor": entry}
+
+
+def _locate(source: FileSource, start: int, stop: int, key: str, dtype: str) -> Extent:
+    place, found = locate_item(source, start, stop - start, read_head(source, start, stop - start))
+    if found != dtype:
+        raise DamagedCheckpointError(f"{source.label}: {key!r} should be {dtype}, and the file holds {found}")
+    return place
+
+
+def _is_quantized(entry: _Entry) -> bool:
+    inner = (piece["tensor"] for piece in (*entry.get("shards", ()), *entry.get("chunks", ())))
+    return any(str(one.get("dtype", "")).startswith(("torch.q", "q")) for one in (entry, *inner))
+
+
+def _is_one_value(entries: Mapping[int, _Entry]) -> bool:
+    """Whether all ranks have the same plain value: those stand in the manifest itself."""
+    values = {(entry["type"], entry.get("serialized_value")) for entry in entries.values()}
+    return len(values) == 1 and None not in values.pop()
+
+
+def _dtype(entry: _Entry) -> str:
+    dtype = str(entry["dtype"]).removeprefix("torch.")
+    if dtype not in ITEM_SIZES:
+        raise ValueError(f"{entry['dtype']!r} is no dtype")
+    return dtype
+
+
+def _ints(values: Iterable[Any]) -> tuple[int, ...]:
+    result = tuple(values)
+    if any(type(v) is not int or v < 0 for v in result):
+        raise ValueError(f"{result} should be integers >= 0")
+    return result
+
+
+def _primitive(kind: str, text: Any) -> Any:
+    """A value that stands in the manifest."""
+    if type(text) is not str:
+        raise TypeError(f"{text!r:.40} is no serialized value")
+    if kind == "str":
+        return text
+    if kind == "int":
+        return int(text)
+    if kind == "bool":
+        return {"True": True, "False": False}[text]
+    if kind in ("bytes", "float"):
+        data = base64.b64decode(text, validate=True)
+        return data if kind == "bytes" else struct.unpack("<d", data)[0]
+    raise ValueError(f"{kind!r} is no kind of entry")

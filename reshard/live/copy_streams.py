@@ -1,0 +1,520 @@
+"""Copies between the host and devices: by pinned memory, and on streams beside the caller's."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from reshard.live.dtypes import as_array, item_dtype, row_major_bytes
+from reshard.live.garbage import gc_paused
+
+__all__ = [
+    "CopyStream", "CopyStreams", "HostMemory", "Uploads", "batches", "device_module", "fetch",
+    "has_copy_streams", "of_caller", "pinned", "row_major_pieces", "to_host", "wait_for",
+]  # fmt: skip
+
+
+# Of any accelerator that torch knows: all is asked of the device module of a tensor's own device
+# (`torch.cuda`, `torch.xpu`, ...). Devices whose module has no streams are waited for once, and
+# then copied to and from as memory is.
+
+
+_log = logging.getLogger("reshard")
+
+
+class StreamEvent(Protocol):
+    """What a lane has done up to some point."""
+
+    def synchronize(self) -> None:
+        """The host waits until it is done."""
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    """New memory of the host, as bytes, that devices copy from and to while the host goes on.
+
+    Where the system gives no such memory it is common memory: copies are right, and slower, and a warning is logged.
+    """
+    try:
+        return _pin(nbytes)
+    except RuntimeError as error:
+        _log.warning("no pinned memory of %d bytes, so copies to and from devices are slow: %s", nbytes, error)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _pin(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def device_module(device: torch.device) -> Any:
+    """torch's module of such devices, or None: the CPU, and devices that other libraries know how to wait for."""
+    try:
+        return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    except RuntimeError:  # such as "xla" has none
+        return None
+
+
+def has_copy_streams(device: torch.device) -> bool:
+    """Whether what is asked of the device is asked of streams."""
+    return hasattr(device_module(device), "Stream")
+
+
+def wait_for(device: torch.device) -> None:
+    """Until a device has done all that it was asked by anybody. It need not be the current one."""
+    module = device_module(device)
+    if hasattr(module, "Stream"):
+        module.synchronize(device)
+    elif module is not None:
+        module.synchronize()
+
+
+_unused: defaultdict[torch.device, list[Any]] = defaultdict(list)
+"""Streams of lanes that are no more. Allocators keep freed memory for the stream that it was made on: with a new stream
+for each lane, as much as a lane ever took would stay with each of them."""
+
+
+class CopyStream:
+    """A stream of a device beside the caller's: what is asked of it comes after all that the caller's was asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        """On the thread, and where the stream is current, that the lane is to come after."""
+        self._module: Any = device_module(device)
+        try:
+            self._stream = _unused[device].pop()
+        except IndexError:
+            self._stream = self._module.Stream(device)
+        weakref.finalize(self, _unused[device].append, self._stream).atexit = False
+        self._device = device
+        self.follow()
+
+    def follow(self) -> None:
+        """What is asked from here on comes after what the calling thread's stream was asked until now."""
+        self._stream.wait_event(self._module.current_stream(self._device).record_event())
+
+    def lead(self) -> None:
+        """What the calling thread's stream is asked from here on comes after what this lane was asked until now."""
+        self._module.current_stream(self._device).wait_event(self._stream.record_event())
+
+    def use(self) -> AbstractContextManager[Any]:
+        """Within, on this thread, all that is asked of the device is asked of this lane."""
+        context: AbstractContextManager[Any] = self._module.stream(self._stream)
+        return context
+
+    def mark(self) -> StreamEvent:
+        """What was asked until now."""
+        event: StreamEvent = self._stream.record_event()
+        return event
+
+    def wait(self) -> None:
+        """Until all that was asked is done."""
+        self._stream.synchronize()
+
+
+class CopyStreams:
+    """A lane for each device that has streams, all from the moment that they are made.
+
+    Before other threads touch tensors: a thread starts on the default stream, and where the caller is on another one,
+    neither waits for the other. A save would read values that are still being computed, a load would write what a
+    kernel under way overwrites. So devices without lanes are waited for here.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self._lanes: dict[torch.device, CopyStream] = {}
+        for device in dict.fromkeys(devices):
+            if has_copy_streams(device):
+                self._lanes[device] = CopyStream(device)
+            else:
+                wait_for(device)
+
+    def __getitem__(self, device: torch.device) -> CopyStream | None:
+        """None for a device without streams."""
+        return self._lanes.get(device)
+
+    def follow(self, device: torch.device) -> CopyStream:
+        """The lane of a device with streams, after what the calling thread's stream was asked until now."""
+        lane = self._lanes.get(device)
+        if lane is None:
+            lane = self._lanes[device] = CopyStream(device)
+        else:
+            lane.follow()
+        return lane
+
+    def use(self, device: torch.device) -> AbstractContextManager[Any]:
+        """As `CopyStream.use`; nothing where there is no lane."""
+        lane = self._lanes.get(device)
+        return nullcontext() if lane is None else lane.use()
+
+    @contextmanager
+    def use_all(self) -> Iterator[None]:
+        """As `use` of each device that has a lane."""
+        with ExitStack() as stack:
+            for lane in self._lanes.values():
+                stack.enter_context(lane.use())
+            yield
+
+    def wait(self) -> None:
+        """Until all that was asked of any of them is done."""
+        for lane in self._lanes.values():
+            lane.wait()
+
+
+def of_caller() -> CopyStreams:
+    """A lane after the caller's stream of the current device, if this process has used one: for threads that meet
+    tensors only later. On other devices they must `wait_for` all that was asked."""
+    kind = torch.accelerator.current_accelerator()
+    module = torch.cpu if kind is None else torch.get_device_module(kind)
+    if kind is None or not has_copy_streams(kind) or not module.is_initialized():
+        return CopyStreams()
+    return CopyStreams([torch.device(kind.type, module.current_device())])
+
+
+# To devices: what the host reads goes into a ring of pinned memory, and on while the next piece is
+# read.
+#
+# read 0 -> slot 0 ... copy to the device ... strided kernel read 1 -> slot 1      ... copy to the
+# device ... strided kernel read 2 ....................... waits until slot 0 has arrived, -> slot 0
+
+
+Array = npt.NDArray[Any]
+
+
+@dataclass
+class _UploadSlot:
+    memory: torch.Tensor | None = None
+    arrived: StreamEvent | None = None
+
+
+class Uploads:
+    """A ring of `slots` pieces of pinned memory, made when they are first needed. Any thread may put; a context: when
+    it is left, everything has arrived, and the memory is free.
+
+    Args:
+        slots: at least one for each thread that puts, so that none waits for another.
+        slot_bytes: the largest piece.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._free: queue.Queue[_UploadSlot] = queue.Queue()
+        for _ in range(slots):
+            self._free.put(_UploadSlot())
+        self._devices: set[torch.device] = set()
+        self._lanes = CopyStreams()
+
+    def __enter__(self) -> Uploads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lanes.wait()
+        self._free = queue.Queue()
+
+    def take_in(self, device: torch.device) -> bool:
+        """Whether pieces for this device go this way. Before `begin`."""
+        self._devices.add(device)
+        return has_copy_streams(device)
+
+    def begin(self) -> None:
+        """On the caller's thread: what is put from here on comes after what the caller's streams were asked."""
+        self._lanes = CopyStreams(self._devices)
+
+    @contextmanager
+    def in_order(self, device: torch.device) -> Iterator[None]:
+        """Within, what is put comes after what the caller's stream was asked, and before what it is asked next. On a
+        device that is met now, and not before `begin`."""
+        lane = self._lanes.follow(device)
+        yield
+        lane.lead()
+
+    def put(
+        self, target: torch.Tensor, saved: torch.dtype, sizes: Sequence[int], read: Callable[[Array], None]
+    ) -> None:
+        """Have `read` fill an array of `sizes`, whose elements of dtype `saved` then go into `target`.
+
+        They cross as they are, in one run. What is strided, of another dtype or lazily conjugated on the other side is
+        put in its place there.
+        """
+        lane = self._lanes[target.device]
+        assert lane is not None, f"{target.device} was not taken in"
+        slot = self._free.get()
+        try:
+            if slot.arrived is not None:
+                slot.arrived.synchronize()
+            slot.arrived = None
+            if slot.memory is None:
+                slot.memory = pinned(self.slot_bytes)
+            whole = slot.memory[: target.numel() * saved.itemsize]
+            read(np.ndarray(sizes, item_dtype(saved.itemsize), whole.numpy()))
+            slot.arrived = _send(whole.view(saved).view(list(sizes)), target, lane)
+        finally:
+            self._free.put(slot)
+
+
+def _send(elements: torch.Tensor, target: torch.Tensor, lane: CopyStream) -> StreamEvent:
+    as_is = target.dtype == elements.dtype and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+    with torch.no_grad(), lane.use():
+        if as_is:
+            target.copy_(elements, non_blocking=True)
+        else:
+            target.copy_(torch.empty_like(elements, device=target.device).copy_(elements, non_blocking=True))
+        return lane.mark()
+
+
+# From devices: elements one behind another in pinned memory, one piece of it being filled while
+# another is written.
+#
+# lane   slot 0 filled ......... slot 1 filled ......... slot 0 filled host                  slot 0
+# written ......... slot 1 written
+
+
+T = TypeVar("T")
+
+BLOCK_BYTES = 1 << 30
+"""Of pinned memory that is kept from save to save."""
+_SMALL_BYTES, _TOGETHER_BYTES = 16 << 10, 256 << 10
+_JOINED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
+STAGE_BYTES = 64 << 20
+"""Of pinned memory through which what is for the caller comes to the host."""
+
+
+def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: CopyStreams, stage_bytes: int) -> Iterator[memoryview]:
+    """The elements of all tensors, each in row-major order, one tensor behind another; a piece holds until the next one
+    is asked for.
+
+    With at most `stage_bytes` of copies where they do not lie so in the memory of the CPU. Larger elements come before
+    smaller ones, so that all are aligned.
+    """
+    on_lanes = sum(tensor.nbytes for tensor in tensors if lanes[tensor.device] is not None)
+    ring = _Ring(max(min(stage_bytes // 2, on_lanes), 16))
+    for some in batches(tensors, lambda tensor: tensor.nbytes, _TOGETHER_BYTES, _small_kind):
+        if len(some) > 1 and _small_kind(some[0]) is not None:
+            yield from ring.flush()
+            yield row_major_bytes(as_array(_joined(some)))
+            continue
+        for tensor in some:
+            lane = lanes[tensor.device]
+            if lane is None:
+                yield from ring.flush()
+                yield from _of_host(tensor, stage_bytes // 2)  # one is written while the next one is made
+                continue
+            for piece in _in_pieces(tensor, ring.slot_bytes):
+                yield from ring.add(piece, lane)
+    yield from ring.flush()
+
+
+@gc_paused()
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One behind another, in memory of its own."""
+    return torch.cat([tensor.detach().view(-1) for tensor in tensors])
+
+
+def _small_kind(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype of what lies on the host as it is to be written and is so small that the call would cost more than the
+    copy; None for others. Of these dtypes torch joins all."""
+    small = tensor.device.type == "cpu" and 0 < tensor.nbytes <= _SMALL_BYTES and tensor.dtype in _JOINED
+    plain = small and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.dtype if plain and type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+
+
+def _of_host(tensor: torch.Tensor, stage_bytes: int) -> Iterator[memoryview]:
+    plain = not tensor.is_conj() and not tensor.is_neg()
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and plain and tensor.numel():
+        yield row_major_bytes(as_array(tensor))
+        return
+    for piece in _in_pieces(tensor, stage_bytes):
+        there = piece if piece.device.type == "cpu" else piece.contiguous()  # put in order where it is
+        yield row_major_bytes(as_array(there.cpu()))
+
+
+def _in_pieces(tensor: torch.Tensor, limit_bytes: int) -> Iterator[torch.Tensor]:
+    """The tensor cut into rows, and rows of rows, of at most so many bytes or one element."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes:
+        return
+    if tensor.ndim == 0 or nbytes <= limit_bytes or max(tensor.shape) == 1:
+        yield tensor
+        return
+    rows = limit_bytes * tensor.shape[0] // nbytes
+    for start in range(0, tensor.shape[0], max(rows, 1)):
+        if rows:
+            yield tensor[start : start + rows]
+        else:  # one row alone is too large
+            yield from _in_pieces(tensor[start], limit_bytes)
+
+
+@dataclass
+class _DownloadSlot:
+    memory: torch.Tensor
+    used: int = 0
+    lane: CopyStream | None = None
+    filled: StreamEvent | None = None
+
+
+class _Ring:
+    """Two pieces of pinned memory, made when they are first needed."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._free: list[_DownloadSlot] = []
+        self._filling: _DownloadSlot | None = None
+        self._under_way: deque[_DownloadSlot] = deque()
+
+    def add(self, piece: torch.Tensor, lane: CopyStream) -> Iterator[memoryview]:
+        """Ask for a piece; gives what has come before it and must be taken to make room."""
+        slot = self._filling
+        if slot is not None and (slot.lane is not lane or slot.used + piece.nbytes > self.slot_bytes):
+            self._close(slot)
+        if self._filling is None:
+            if len(self._under_way) == 2:
+                yield from self._take()
+            self._filling = self._empty_slot()
+            self._filling.lane = lane
+        slot = self._filling
+        _ask(piece, slot.memory[slot.used : slot.used + piece.nbytes], lane)
+        slot.used += piece.nbytes
+
+    def flush(self) -> Iterator[memoryview]:
+        """Everything that was asked for."""
+        if self._filling is not None:
+            self._close(self._filling)
+        while self._under_way:
+            yield from self._take()
+
+    def _empty_slot(self) -> _DownloadSlot:
+        if self._free:
+            return self._free.pop()
+        return _DownloadSlot(pinned(self.slot_bytes))
+
+    def _close(self, slot: _DownloadSlot) -> None:
+        assert slot.lane is not None
+        slot.filled = slot.lane.mark()
+        self._under_way.append(slot)
+        self._filling = None
+
+    def _take(self) -> Iterator[memoryview]:
+        slot = self._under_way.popleft()
+        assert slot.filled is not None
+        slot.filled.synchronize()
+        yield slot.memory[: slot.used].numpy().data
+        slot.used = 0
+        self._free.append(slot)
+
+
+def _ask(elements: torch.Tensor, room: torch.Tensor, lane: CopyStream) -> None:
+    """Elements in row-major order into bytes of the host: strided ones are put in order on the device."""
+    with torch.no_grad(), lane.use():
+        plain = elements.resolve_conj().resolve_neg().contiguous()
+        room.view(plain.dtype).view(plain.shape).copy_(plain, non_blocking=True)
+
+
+class HostMemory:
+    """Memory for whole saves, kept for the next ones: as much as ever was in use at a time, and no more.
+
+    In blocks, since torch rounds pinned ones up to a power of two: beside tensors that are larger than one, little is
+    lost.
+    """
+
+    def __init__(self, make: Callable[[int], torch.Tensor] = pinned) -> None:
+        """`make` gives new memory of so many bytes."""
+        self._make = make
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, sizes: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Room for each of so many bytes, one behind another within blocks; and the blocks, to be given back."""
+        rooms: list[torch.Tensor] = []
+        blocks: list[torch.Tensor] = []
+        for together in batches(sizes, int, BLOCK_BYTES):
+            block, at = self._block(sum(together)), 0
+            for size in together:
+                rooms.append(block[at : at + size])
+                at += size
+            blocks.append(block)
+        return rooms, blocks
+
+    def _block(self, nbytes: int) -> torch.Tensor:
+        """The smallest that fits, or new memory in the place of some that does not."""
+        with self._lock:
+            fits = [i for i, memory in enumerate(self._free) if memory.numel() >= nbytes]
+            if fits:
+                return self._free.pop(min(fits, key=lambda i: self._free[i].numel()))
+            if self._free:
+                self._free.pop()
+        return self._make(nbytes)
+
+    def give(self, blocks: Iterable[torch.Tensor]) -> None:
+        """Back, when nobody uses them any more."""
+        with self._lock:
+            self._free.extend(blocks)
+
+
+def batches(
+    items: Iterable[T], nbytes: Callable[[T], int], limit_bytes: int, kind: Callable[[T], object] = lambda _: None
+) -> Iterator[list[T]]:
+    """Items in order, as many of one `kind` together as `limit_bytes` holds; what is larger is alone."""
+    batch: list[T] = []
+    total, kind_of_batch = 0, None
+    for item in items:
+        size, own = nbytes(item), kind(item)
+        if batch and (total + size > limit_bytes or own != kind_of_batch):
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+        kind_of_batch = own
+    if batch:
+        yield batch
+
+
+def fetch(tensors: Iterable[torch.Tensor], lanes: CopyStreams, rooms: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors on devices with lanes, each in its room on the host. They are there when the lanes are: wait
+    for those. Larger elements come before smaller ones, so that all are aligned."""
+    found = []
+    for tensor, room in zip(tensors, rooms, strict=True):
+        lane, at = lanes[tensor.device], 0
+        assert lane is not None
+        # what is strided takes as much of the device as it is put in order at once
+        for piece in [tensor] if tensor.is_contiguous() else _in_pieces(tensor, STAGE_BYTES):
+            _ask(piece, room[at : at + piece.nbytes], lane)
+            at += piece.nbytes
+        found.append(room.view(tensor.dtype).view(tensor.shape))
+    return found
+
+
+def to_host(tensors: Sequence[torch.Tensor], stage_bytes: int = STAGE_BYTES) -> list[torch.Tensor]:
+    """Each on the host, in common memory: a copy of what lies on a device, and itself what lies here already.
+
+    One piece of pinned memory is filled by the device while another is emptied here; then they change places, for all
+    tensors together. Strided tensors, lazily conjugated ones and subclasses are copied by torch.
+    """
+    lanes = CopyStreams(tensor.device for tensor in tensors)
+    numbers = [i for i, tensor in enumerate(tensors) if lanes[tensor.device] is not None and _is_plain(tensor)]
+    numbers.sort(key=lambda i: -tensors[i].itemsize)
+    sent = set(numbers)
+    out = [
+        torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if i in sent else tensor.cpu()
+        for i, tensor in enumerate(tensors)
+    ]
+    rooms = deque(row_major_bytes(as_array(out[i])) for i in numbers)
+    for piece in row_major_pieces([tensors[i] for i in numbers], lanes, stage_bytes):
+        while piece:
+            taken = min(len(piece), len(rooms[0]))
+            rooms[0][:taken] = piece[:taken]
+            piece, rooms[0] = piece[taken:], rooms[0][taken:]
+            if not rooms[0]:
+                rooms.popleft()
+    return out
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    lazily = tensor.is_conj() or tensor.is_neg()
+    return type(tensor) is torch.Tensor and tensor.is_contiguous() and tensor.numel() > 0 and not lazily

@@ -1,0 +1,125 @@
+"""What elements are: the one dtype table, and CPU tensors as numpy arrays of raw elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from planners.geometry.layout import ITEM_SIZES
+from reshard.errors import FormatError
+
+__all__ = [
+    "SAFETENSORS_CODES", "as_array", "dtype_from_code", "dtype_from_name", "dtype_name",
+    "item_dtype", "raw_elements", "row_major_bytes", "safetensors_code",
+]  # fmt: skip
+
+
+_BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
+_BY_DTYPE: dict[torch.dtype, str] = {dtype: name for name, dtype in _BY_NAME.items()}
+
+SAFETENSORS_CODES: dict[str, str] = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",  # the header counts half-byte values: the last dim is twice torch's
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+"""dtype names by the code that stands in a safetensors header."""
+
+_CODE_BY_NAME = {name: code for code, name in SAFETENSORS_CODES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`"bfloat16"` of `torch.bfloat16`. Inverse of `dtype_from_name`. Raises FormatError for quantized and other
+    dtypes whose elements are not plain numbers."""
+    try:
+        return _BY_DTYPE[dtype]
+    except KeyError:
+        raise FormatError(f"{dtype} is not supported: its elements are no plain numbers of 1 to 16 bytes") from None
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """`torch.bfloat16` of `"bfloat16"`. Inverse of `dtype_name`.
+
+    Raises:
+        FormatError: for a name that is unknown, or that this version of torch does not have.
+    """
+    try:
+        return _BY_NAME[name]
+    except (KeyError, TypeError):
+        why = f"torch {torch.__version__} has no such dtype" if name in ITEM_SIZES else "no such dtype is known"
+        raise FormatError(f"unknown dtype {name!r}: {why}") from None
+
+
+def dtype_from_code(code: str) -> str:
+    """dtype name of a safetensors code: `"bfloat16"` of `"BF16"`. Inverse of `safetensors_code`. Raises FormatError."""
+    try:
+        return SAFETENSORS_CODES[code]
+    except (KeyError, TypeError):
+        raise FormatError(f"unknown safetensors dtype {code!r}: known are {', '.join(SAFETENSORS_CODES)}") from None
+
+
+def safetensors_code(name: str) -> str:
+    """Safetensors code of a dtype name: `"BF16"` of `"bfloat16"`. Inverse of `dtype_from_code`. Raises FormatError."""
+    try:
+        return _CODE_BY_NAME[name]
+    except (KeyError, TypeError):
+        raise FormatError(f"safetensors cannot hold the dtype {name!r}") from None
+
+
+# CPU tensors as numpy arrays of raw elements, in which only the bytes matter.
+
+
+Array = npt.NDArray[Any]
+
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def item_dtype(itemsize: int) -> np.dtype[Any]:
+    """A numpy dtype for elements of this many bytes, of which only the bytes matter."""
+    return np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype(f"V{itemsize}")
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """A CPU tensor of any dtype and strides as an array of `item_dtype`, sharing memory.
+
+    A lazily conjugated or negated tensor is resolved, and then shares none.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    itemsize = tensor.element_size()
+    if itemsize == 16:
+        return tensor.numpy().view(item_dtype(16))
+    return tensor.view(_INTS[itemsize]).numpy().view(item_dtype(itemsize))
+
+
+def row_major_bytes(array: Array) -> memoryview:
+    """The elements in row-major order; a copy only where they do not lie so already."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def raw_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as integers of their size, sharing memory on any device: what `copy_` does to them changes no bit.
+
+    Elements of 16 bytes, and lazily conjugated or negated ones, stay as they are: copying resolves the latter.
+    """
+    if tensor.element_size() not in _INTS or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    return tensor.view(_INTS[tensor.element_size()])

@@ -1,0 +1,544 @@
+"""The arithmetic of fingerprints: a number for each place, and every word multiplied by its own."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import operator
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from planners.geometry.mesh import distinct
+
+__all__ = [
+    "BLOCK", "LANES", "LIMBS", "LIMB_BITS", "PRIME", "PUBLIC", "Axis", "Kernel", "Key", "Sums",
+    "Term", "add_sums", "fold", "fold_each", "kernel", "known", "multiply", "terms", "tiles",
+    "to_limbs",
+]  # fmt: skip
+
+
+# Sums over this field do not depend on their order, which is what lets every rank add up its own
+# part. The numbers come from SHAKE-256, so they can be had for any index at once, and whoever does
+# not know the key cannot tell them from dice.
+
+
+PRIME = 2**48 - 59
+"""The largest prime below 2^48."""
+LANES = 2
+"""How many sums are kept, each with numbers of its own."""
+BLOCK = 2048
+"""How many indices share one outer number."""
+LIMB_BITS = 12
+LIMBS = 4
+"""A residue in (-PRIME/2, PRIME/2) is written in four digits of 12 bits, each in [-2048, 2048]."""
+
+Residues = npt.NDArray[np.int64]
+"""Elements of the field, 0 <= x < PRIME; the first dim is the lane."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """The key of a family of fingerprints; only fingerprints of the same key can be compared.
+
+    >>> Key().name, Key(b"our secret").name
+    ('', 'b9218aa1')
+    """
+
+    secret: bytes = b""
+    """Any bytes; none for the public key that everybody shares."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.secret, bytes):
+            raise TypeError(f"a fingerprint key is made of bytes, got {type(self.secret).__name__}")
+
+    @property
+    def name(self) -> str:
+        """What a fingerprint says of its key: nothing for the public one, else 8 hex digits that betray nothing."""
+        return hashlib.shake_256(_prefix(self.secret, b"name")).hexdigest(4) if self.secret else ""
+
+    def inner(self, dim: int) -> Residues:
+        """The numbers of the BLOCK places within a block of `dim`, (LANES, BLOCK). Read only."""
+        return _table(self.secret, b"inner", dim, 0)
+
+    def outer(self, dim: int, blocks: npt.NDArray[np.int64]) -> Residues:
+        """The numbers of these blocks of `dim`, (LANES, len(blocks))."""
+        pages = blocks // BLOCK
+        numbers = np.empty((LANES, blocks.size), np.int64)
+        for page in distinct(pages):
+            chosen = pages == page
+            numbers[:, chosen] = _table(self.secret, b"outer", dim, int(page))[:, blocks[chosen] % BLOCK]
+        return numbers
+
+    def at(self, dim: int, index: npt.NDArray[np.int64]) -> Residues:
+        """The numbers of these indices of `dim`, inner times outer, (LANES, len(index))."""
+        return multiply(self.inner(dim)[:, index % BLOCK], self.outer(dim, index // BLOCK))
+
+
+PUBLIC = Key()
+"""The key that everybody shares: finds accidents. Whoever may tamper with data must not know the key."""
+
+
+def multiply(a: Residues, b: Residues) -> Residues:
+    """Products in the field, element by element, with broadcasting.
+
+    The quotient by PRIME is guessed in float64, which errs by less than 1 because both factors are below 2^48;
+    what the guess leaves over is exact, since it is small and int64 arithmetic is exact modulo 2^64.
+    """
+    quotient = np.floor(a.astype(np.float64) * b.astype(np.float64) / PRIME).astype(np.int64)
+    rest: Residues = a * b - quotient * PRIME
+    rest += np.where(rest < 0, PRIME, 0)
+    rest -= np.where(rest >= PRIME, PRIME, 0)
+    return rest
+
+
+def products(vectors: Sequence[Residues]) -> Residues:
+    """The product of every choice of one number per vector, row-major: (LANES, product of the lengths)."""
+    result = np.ones((LANES, 1), np.int64)
+    for vector in vectors:
+        result = multiply(result[:, :, None], vector[:, None, :]).reshape(LANES, -1)
+    return result
+
+
+def to_limbs(numbers: Residues) -> npt.NDArray[np.float64]:
+    """The digits of each number, least first: (LANES * LIMBS, n), digit l of lane k in row k * LIMBS + l.
+
+    Sum over l of digit l times 2^(12 l) is the number, or the number minus PRIME.
+    """
+    rest = np.where(numbers > PRIME // 2, numbers - PRIME, numbers)
+    digits = np.empty((LANES, LIMBS, numbers.shape[1]), np.float64)
+    half = 1 << (LIMB_BITS - 1)
+    for place in range(LIMBS - 1):
+        digit = ((rest + half) & ((1 << LIMB_BITS) - 1)) - half
+        digits[:, place] = digit
+        rest = (rest - digit) >> LIMB_BITS
+    digits[:, LIMBS - 1] = rest
+    return digits.reshape(LANES * LIMBS, -1)
+
+
+def _prefix(secret: bytes, use: bytes) -> bytes:
+    return b"reshard fingerprint 1 " + use + len(secret).to_bytes(8, "little") + secret
+
+
+@lru_cache(maxsize=256)
+def _table(secret: bytes, use: bytes, dim: int, page: int) -> Residues:
+    """(LANES, BLOCK) numbers, read only: 16 bytes of the stream for each place, 8 for each lane, modulo PRIME."""
+    seed = _prefix(secret, use) + dim.to_bytes(4, "little") + page.to_bytes(8, "little")
+    stream = hashlib.shake_256(seed).digest(BLOCK * LANES * 8)
+    table = (np.frombuffer(stream, "<u8") % np.uint64(PRIME)).astype(np.int64).reshape(BLOCK, LANES).T.copy()
+    table.flags.writeable = False
+    return table
+
+
+# An array of words as matrices of rows and columns, and which numbers belong to their places.
+
+
+Tile = tuple[tuple[int, int], ...]
+"""A range of each axis."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of an array of words, and which numbers belong to its places.
+
+    `part` says what `intervals` count: "index" the indices of `dim`, "outer" its blocks, "inner" places in a block.
+    """
+
+    dim: int
+    intervals: tuple[tuple[int, int], ...]
+    part: Literal["index", "outer", "inner"] = "index"
+
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Local position of the first index of each interval, and behind them the size."""
+        return np.concatenate(([0], np.cumsum([stop - start for start, stop in self.intervals], dtype=np.int64)))
+
+    @property
+    def size(self) -> int:
+        """How many places."""
+        return int(self.starts[-1])
+
+    def numbers(self, key: Key, start: int, stop: int) -> Residues:
+        """The numbers of the local positions `[start, stop)`, (LANES, stop - start)."""
+        position = np.arange(start, stop)
+        which = np.searchsorted(self.starts, position, side="right") - 1
+        index = position - self.starts[which] + np.array([first for first, _ in self.intervals])[which]
+        if self.part == "inner":
+            return key.inner(self.dim)[:, index]
+        return key.outer(self.dim, index) if self.part == "outer" else key.at(self.dim, index)
+
+    def segments(self) -> list[tuple[int, int, tuple[Axis, ...]]]:
+        """The axis in pieces `(start, stop, axes)`: whole blocks become two axes, what lies between stays one."""
+        if self.part != "index":
+            return [(0, self.size, (self,))]
+        found: list[tuple[int, int, tuple[Axis, ...]]] = []
+        done = 0
+
+        def rest(stop: int) -> None:
+            if stop > done:
+                found.append((done, stop, (self.cut(done, stop),)))
+
+        for (start, stop), local in zip(self.intervals, self.starts.tolist()):
+            first, last = -(-start // BLOCK), stop // BLOCK
+            if last > first:
+                begin = local + first * BLOCK - start
+                rest(begin)
+                done = begin + (last - first) * BLOCK
+                blocks = Axis(self.dim, ((first, last),), "outer"), Axis(self.dim, ((0, BLOCK),), "inner")
+                found.append((begin, done, blocks))
+        rest(self.size)
+        return found
+
+    def cut(self, start: int, stop: int) -> Axis:
+        """The local positions `[start, stop)` as an axis of their own."""
+        kept = []
+        for (first, last), local in zip(self.intervals, self.starts.tolist()):
+            a, b = max(first, first + start - local), min(last, first + stop - local)
+            if a < b:
+                kept.append((a, b))
+        return Axis(self.dim, tuple(kept), self.part)
+
+
+class Matrix(NamedTuple):
+    """One tile of rows and columns: its words, and whose numbers they are multiplied by."""
+
+    words: torch.Tensor
+    """With as many dims as there are axes, those of the rows first."""
+    row_axes: tuple[Axis, ...]
+    rows: Tile
+    column_axes: tuple[Axis, ...]
+    columns: Tile
+
+
+MAX_COLUMNS = 2048
+"""Of a matrix, whose sums stay exact for so many."""
+_MAX_ROWS = 1 << 14
+_NARROW = 256  # fewer columns than this do not keep the matrix product busy
+_THIN = 32
+_MIN_ROWS = 16  # fewer rows than this do not pay for more columns
+
+
+def matrices(words: torch.Tensor, axes: Sequence[Axis]) -> Iterator[Matrix]:
+    """A tensor whose dims are `axes` as matrices, of rows that are as long as pays."""
+    sizes = tuple(words.shape)
+    if 0 in sizes:
+        return
+    first, width = _whole_axes(sizes, MAX_COLUMNS)
+    if first and width < _NARROW and _pays_to_widen(sizes, first, width):
+        # take in some of the next axis, or its places within a block
+        segments = axes[first - 1].segments()
+        if len(segments) > 1 or len(segments[0][2]) > 1:
+            for start, stop, replaced in segments:
+                part_axes = (*axes[: first - 1], *replaced, *axes[first:])
+                part = words.narrow(first - 1, start, stop - start).view([axis.size for axis in part_axes])
+                yield from matrices(part, part_axes)
+            return
+        if first == len(sizes) or math.prod(sizes[: first - 1]) >= _MIN_ROWS:
+            first -= 1
+    for columns in tiles(sizes[first:], MAX_COLUMNS):
+        for rows in tiles(sizes[:first], _MAX_ROWS):
+            yield Matrix(cut(words, rows + columns), tuple(axes[:first]), rows, tuple(axes[first:]), columns)
+
+
+def _pays_to_widen(sizes: Sequence[int], first: int, width: int) -> bool:
+    """Whether columns of more axes take no more numbers than a number for each row does. Of very few columns the sums
+    of rows would be as much work as the words."""
+    return width < _THIN or math.prod(sizes[:first]) > width * min(sizes[first - 1], BLOCK)
+
+
+def _whole_axes(sizes: Sequence[int], limit: int) -> tuple[int, int]:
+    """(first, n): the axes from `first` on hold n <= `limit` places together, and one more would be too many."""
+    product = 1
+    for first in range(len(sizes), 0, -1):
+        if product * sizes[first - 1] > limit:
+            return first, product
+        product *= sizes[first - 1]
+    return 0, product
+
+
+def tiles(sizes: Sequence[int], limit: int) -> Iterator[Tile]:
+    """Cut axes into tiles of at most `limit` places, each one run of the row-major order, in that order."""
+    first, product = _whole_axes(sizes, limit)
+    whole = [(0, size) for size in sizes[first:]]
+    if not first:
+        yield tuple(whole)
+        return
+    step = limit // product
+    cut = [(start, min(start + step, sizes[first - 1])) for start in range(0, sizes[first - 1], step)]
+    for leading in itertools.product(*(range(size) for size in sizes[: first - 1])):
+        for piece in cut:
+            yield (*((i, i + 1) for i in leading), piece, *whole)
+
+
+def cut(words: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The words of a tile. Nothing is copied."""
+    return words[tuple(slice(start, stop) for start, stop in tile)]
+
+
+# Multiply every word by the numbers of its place, and add it all up: two matrix products and a
+# little exact glue, or on the host, where it is installed, a compiled loop.
+#
+# A tensor of 32-bit words has one axis per dim, and each axis has a vector of secret numbers. The
+# sum is
+#
+#     sum over r, c of   rows[r] * word[r, c] * columns[c]      modulo PRIME
+#
+# where c runs over some of the last axes taken together, and r over the others. The inner sums are
+# one float64 matrix product per digit of `columns`, and float64 is exact here: |word| <= 2^31,
+# |digit| <= 2^11 and at most 2^11 columns keep every partial sum within 2^53, whatever the order in
+# which the library adds. So is the outer one: the sums are cut in halves of 27 bits, and 2^26 *
+# 2^11 * 2^16 rows = 2^53.
+
+
+Sums = tuple[int, ...]
+"""One element of the field per lane."""
+
+
+class Term(NamedTuple):
+    """The sum over one tile, being computed where the words are: digits that `known` puts together."""
+
+    digits: torch.Tensor
+    uses: tuple[torch.Tensor, ...]
+    """Memory that may be given up when the digits are known, since another stream than this one may have made it."""
+
+
+_HALF_BITS = 27
+_CPU_WORDS = 1 << 18  # 2 MiB as float64: of fewer the calls would take a part of the time
+_ONE_THREAD = 1 << 18  # multiplications: for no more than these OpenBLAS asks no other threads, which would spin
+_DEVICE_WORDS = 1 << 24
+
+
+def add_sums(*sums: Sums) -> Sums:
+    """The sums of disjoint parts, in any order."""
+    return tuple(sum(lane) % PRIME for lane in zip((0,) * LANES, *sums))
+
+
+def fold(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Sums:
+    """The sum of word times numbers over an int32 tensor whose dims are `axes`; at least one dim, any strides.
+
+    Extra memory: one chunk as float64 (2 MiB on the CPU, 128 MiB on other devices; less with the compiled loop) and up
+    to 64 MiB of digits, kept for the next tensor of the same geometry.
+    """
+    if words.device.type == "cpu" and (loop := kernel()) is not None:
+        return add_sums(*(sums for matrix in matrices(words, axes) for sums in fold_matrix(loop, matrix, key)))
+    return add_sums(*(_join(term.digits.tolist()) for term in terms(words, axes, key)))
+
+
+def fold_each(rows: torch.Tensor, axes: Sequence[Axis], key: Key) -> list[Sums]:
+    """`fold` of each of many small tensors that lie alike; int32 on the CPU, (tensors, words in row-major order).
+
+    All axes are columns here, so that one product sums up all of them: for small ones the calls are what takes time.
+    """
+    total = np.zeros((LANES, len(rows)), np.int64)
+    start, loop = 0, kernel()
+    for tile in tiles([axis.size for axis in axes], MAX_COLUMNS):
+        stop = start + math.prod(end - begin for begin, end in tile)
+        if loop is not None:
+            total += loop.fold_rows(rows[:, start:stop].numpy(), table(key, tuple(axes), tile))
+        else:
+            limbs = _limbs(key, tuple(axes), tile, rows.device)
+            digits = (rows[:, start:stop].to(torch.float64) @ limbs.t()).numpy().astype(np.int64)
+            worth = np.array([1 << LIMB_BITS * place for place in range(LIMBS)])
+            total += multiply(digits.T.reshape(LANES, LIMBS, -1) % PRIME, worth[:, None]).sum(axis=1)
+        total %= PRIME
+        start = stop
+    return list(zip(*total.tolist()))
+
+
+def known(found: Sequence[Term]) -> list[Sums]:
+    """Each sum, as soon as all of them are computed: they come to the host together."""
+    rows = torch.stack([term.digits for term in found]).tolist() if found else []
+    return [_join(row) for row in rows]
+
+
+def terms(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Iterator[Term]:
+    """What `fold` adds up. On a device each is asked for, and not waited for."""
+    for matrix in matrices(words, axes):
+        column_limbs = _limbs(key, matrix.column_axes, matrix.columns, words.device)
+        row_limbs = _limbs(key, matrix.row_axes, matrix.rows, words.device)
+        digits = _contract(matrix.words, len(matrix.rows), row_limbs, column_limbs)
+        yield Term(digits, (row_limbs, column_limbs))
+
+
+@lru_cache(maxsize=64)
+def _limbs(key: Key, axes: tuple[Axis, ...], tile: Tile, device: torch.device) -> torch.Tensor:
+    """The digits of the products of the axes' numbers over a tile, (LANES * LIMBS, places of the tile), float64."""
+    numbers = products([axis.numbers(key, *span) for axis, span in zip(axes, tile)])
+    return torch.from_numpy(to_limbs(numbers)).to(device)
+
+
+def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_limbs: torch.Tensor) -> torch.Tensor:
+    """The digits of the sum over one tile: axes before `first` are its rows, the others its columns."""
+    rows, columns = row_limbs.shape[1], column_limbs.shape[1]
+    sums = torch.empty(rows, LANES * LIMBS, dtype=torch.float64, device=words.device)
+    chunk, height = _chunk(rows, columns, words.device)
+    done = 0
+    for tile in tiles(words.shape[:first], height):
+        size = math.prod(stop - start for start, stop in tile)
+        values = chunk[: size * columns]
+        piece = cut(words, tile)
+        values.view(piece.shape).copy_(piece)
+        _multiply(values.view(size, columns), column_limbs, sums[done : done + size])
+        done += size
+    high = torch.round(sums * 2.0**-_HALF_BITS)
+    low = sums - high * 2.0**_HALF_BITS
+    parts = torch.stack((row_limbs @ low, row_limbs @ high))
+    return parts.flatten().to(torch.int64)
+
+
+def _multiply(values: torch.Tensor, limbs: torch.Tensor, out: torch.Tensor) -> None:
+    """values @ limbs.t() into `out`: so thin a product numpy's BLAS does faster, torch's with the threads it has."""
+    if values.device.type != "cpu" or torch.get_num_threads() > 1:
+        out[...] = values @ limbs.t()
+        return
+    left, right, made = values.numpy(), limbs.numpy().T, out.numpy()
+    step = max(1, _ONE_THREAD // limbs.numel())
+    for start in range(0, len(left), step):
+        np.matmul(left[start : start + step], right, out=made[start : start + step])
+
+
+def _chunk(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Memory for some rows of words, and how many those are: fewer where the device is nearly full."""
+    height = max(1, (_CPU_WORDS if device.type == "cpu" else _DEVICE_WORDS) // columns)
+    while True:
+        try:
+            return torch.empty(min(height, rows) * columns, dtype=torch.float64, device=device), height
+        except torch.OutOfMemoryError:
+            if height * columns <= _CPU_WORDS:
+                raise
+            height = min(height, rows) // 4 or 1
+
+
+def _join(parts: list[int]) -> Sums:
+    """Put digits together again, of all sums[half][lane][row digit][lane][column digit] those of one lane each."""
+    return tuple(sum(map(operator.mul, of_lane(parts), _WORTH)) % PRIME for of_lane in _OF_LANE)
+
+
+_PLACES = [(half, i, j) for half in range(2) for i in range(LIMBS) for j in range(LIMBS)]
+_WORTH = [1 << (_HALF_BITS * half + LIMB_BITS * (i + j)) for half, i, j in _PLACES]
+_ROWS = LANES * LIMBS
+_OF_LANE = [
+    operator.itemgetter(*(_ROWS * (_ROWS * half + LIMBS * k + i) + LIMBS * k + j for half, i, j in _PLACES))
+    for k in range(LANES)
+]
+
+
+# The inner loop in C, where `reshard-kernels` is installed: the same sums as numpy's, in integers.
+#
+# It is looked for once. One of another version is left out, and so is all of it with
+# `RESHARD_KERNELS=0` in the environment. Before its first use it shows that its sums are right
+# where words and numbers are as large as they can be.
+
+
+_INTERFACE = 1
+_COPY_WORDS = 1 << 17  # 512 KiB, which stay in a cache
+_THREAD_WORDS = 1 << 20
+"""Of fewer, another thread would take longer to start."""
+
+
+class Kernel(Protocol):
+    """What of `reshard_kernels` is called."""
+
+    def table(self, numbers: Residues, /) -> npt.NDArray[np.int32]:
+        """Columns' numbers, as the other two want them."""
+
+    def fold(self, words: npt.NDArray[np.int32], columns: npt.NDArray[np.int32], rows: Residues, /) -> tuple[int, int]:
+        """The sum over words (rows, columns), each row one run of memory."""
+
+    def fold_rows(self, words: npt.NDArray[np.int32], columns: npt.NDArray[np.int32], /) -> Residues:
+        """The sum of each row by itself, (LANES, rows)."""
+
+
+@lru_cache(maxsize=1)
+def kernel() -> Kernel | None:
+    """The compiled loops, or None where numpy has to do."""
+    if os.environ.get("RESHARD_KERNELS") == "0":
+        return None
+    try:
+        import reshard_kernels as found
+    except (ImportError, OSError):  # OSError: its library is for another machine
+        return None
+    if getattr(found, "INTERFACE", None) != _INTERFACE:
+        return None
+    loop = cast(Kernel, found)
+    if not is_right(loop):
+        warnings.warn("reshard_kernels computes wrong sums here and is left out", RuntimeWarning, stacklevel=2)
+        return None
+    return loop
+
+
+def fold_matrix(kernel: Kernel, matrix: Matrix, key: Key) -> list[tuple[int, int]]:
+    """Sums that add up to that over the words: where they lie, on torch's threads, if each row is a run of memory;
+    else of copies."""
+    columns = table(key, matrix.column_axes, matrix.columns)
+    numbers = _row_numbers(key, matrix.row_axes, matrix.rows)
+    height, words = numbers.shape[1], matrix.words
+    width = words.numel() // height
+    try:
+        rows = words.view(height, width)
+    except RuntimeError:  # no one step leads from row to row, or from column to column
+        return _fold_copies(kernel, words, width, columns, numbers)
+    if width > 1 and rows.stride(1) != 1:
+        return _fold_copies(kernel, words, width, columns, numbers)
+    data = rows.numpy()
+    threads = min(height, torch.get_num_threads(), words.numel() // _THREAD_WORDS)
+    if threads <= 1:
+        return [kernel.fold(data, columns, numbers)]
+    spans = list(itertools.pairwise(height * i // threads for i in range(threads + 1)))
+    with ThreadPoolExecutor(threads, thread_name_prefix="reshard-fingerprint") as pool:
+        return list(pool.map(lambda span: kernel.fold(data[slice(*span)], columns, numbers[:, slice(*span)]), spans))
+
+
+def _fold_copies(
+    kernel: Kernel, words: torch.Tensor, width: int, columns: npt.NDArray[np.int32], numbers: Residues
+) -> list[tuple[int, int]]:
+    """Some rows at a time, in one buffer."""
+    leading = next(d for d in range(words.ndim + 1) if math.prod(words.shape[d:]) == width)
+    step = max(1, _COPY_WORDS // width)
+    room = torch.empty(min(step, numbers.shape[1]) * width, dtype=torch.int32, device="cpu")
+    found, done = [], 0
+    for tile in tiles(words.shape[:leading], step):
+        piece = cut(words, tile)
+        values = room[: piece.numel()]
+        values.view(piece.shape).copy_(piece)
+        rows = values.view(-1, width).numpy()
+        found.append(kernel.fold(rows, columns, numbers[:, done : done + len(rows)]))
+        done += len(rows)
+    return found
+
+
+@lru_cache(maxsize=64)
+def table(key: Key, axes: tuple[Axis, ...], tile: Tile) -> npt.NDArray[np.int32]:
+    """The products of the axes' numbers over a tile of columns, as the kernel wants them. There must be one."""
+    loop = kernel()
+    assert loop is not None
+    return loop.table(products([axis.numbers(key, *span) for axis, span in zip(axes, tile)]))
+
+
+@lru_cache(maxsize=64)
+def _row_numbers(key: Key, axes: tuple[Axis, ...], tile: Tile) -> Residues:
+    return np.ascontiguousarray(products([axis.numbers(key, *span) for axis, span in zip(axes, tile)]))
+
+
+def is_right(kernel: Kernel) -> bool:
+    """Whether its sums are those of Python's integers, for the largest words and numbers and for some between."""
+    width = 1037  # two strips and what is left of a third
+    ramp = np.arange(width)
+    words = np.stack([0 * ramp - 2**31, ramp - 2**31, 2**31 - 1 - 3 * ramp, ramp * 4052037 - 2**31, 5 - ramp])
+    largest = 2**47 + 2**23  # as both of its digits are
+    columns = np.stack([0 * ramp + largest, (ramp * 271828182845 + PRIME // 2) % PRIME])
+    rows = np.array([[PRIME - 1, 0, 1, PRIME // 2, largest], [3, PRIME - 2, largest + 1, 2**24, 5]])
+    inner = [[sum(map(operator.mul, row, lane)) for row in words.tolist()] for lane in columns.tolist()]
+    sums = tuple(sum(map(operator.mul, *pair)) % PRIME for pair in zip(rows.tolist(), inner, strict=True))
+    data, digits = words.astype(np.int32), kernel.table(columns)
+    each = kernel.fold_rows(data, digits).tolist()
+    return kernel.fold(data, digits, rows) == sums and each == [[value % PRIME for value in lane] for lane in inner]

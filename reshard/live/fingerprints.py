@@ -1,0 +1,666 @@
+"""Fingerprints: what one part of a tensor adds, and how the parts of many ranks become the whole."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from planners.geometry.box import Box
+from planners.geometry.layout import Part
+from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks
+from reshard.live.dtypes import dtype_from_name, dtype_name
+from reshard.live.fingerprint_sums import (
+    LANES,
+    PRIME,
+    PUBLIC,
+    Axis,
+    Key,
+    Sums,
+    Term,
+    add_sums,
+    fold,
+    fold_each,
+    known,
+    terms,
+    tiles,
+)
+
+__all__ = [
+    "Fingerprinter", "Holding", "Partial", "add_holdings", "add_tallies", "comparable", "conclude",
+    "pack_holdings", "pack_tally", "partial", "partials", "unpack_tally",
+]  # fmt: skip
+
+
+_VERSION = "rf1"
+_LANE_BYTES = 6
+_COUNT_BYTES = 8
+_WORD_BYTES = 4
+_SMALL_BYTES = 64 << 10
+_BATCH_WORDS = 1 << 16
+"""Of small tensors that are summed up together: as float64 they stay in the cache."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The sum over some elements of a tensor. Adding those of disjoint parts, in any order, gives the whole tensor's.
+
+    >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
+    >>> partial(a, Box((0,), (2,)), (3,)) + partial(b, Box((2,), (1,)), (3,)) == partial(torch.tensor([1.0, 2.0, 3.0]))
+    True
+    """
+
+    sums: Sums = (0,) * LANES
+    """One number of the field per lane."""
+    count: int = 0
+    """How many elements were added."""
+
+    def __post_init__(self) -> None:
+        if len(self.sums) != LANES or not all(0 <= lane < PRIME for lane in self.sums) or self.count < 0:
+            raise FormatError(f"no partial fingerprint: sums {self.sums} of {self.count} elements")
+
+    def __add__(self, other: Partial) -> Partial:
+        return Partial(add_sums(self.sums, other.sums), self.count + other.count)
+
+    @classmethod
+    def total(cls, partials: Iterable[Partial]) -> Partial:
+        """Their sum; of none, the partial of no elements."""
+        partials = list(partials)
+        return cls(add_sums(*(p.sums for p in partials)), sum(p.count for p in partials))
+
+    def to_bytes(self) -> bytes:
+        """20 bytes that another rank can read. Inverse of `from_bytes`."""
+        return b"".join(s.to_bytes(_LANE_BYTES, "little") for s in self.sums) + self.count.to_bytes(
+            _COUNT_BYTES, "little"
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Partial:
+        """Inverse of `to_bytes`. Raises FormatError."""
+        if len(data) != LANES * _LANE_BYTES + _COUNT_BYTES:
+            raise FormatError(f"a partial fingerprint has {LANES * _LANE_BYTES + _COUNT_BYTES} bytes, got {len(data)}")
+        lanes = [data[i * _LANE_BYTES : (i + 1) * _LANE_BYTES] for i in range(LANES)]
+        return cls(
+            tuple(int.from_bytes(lane, "little") for lane in lanes),
+            int.from_bytes(data[LANES * _LANE_BYTES :], "little"),
+        )
+
+    def digest(self, dtype: torch.dtype | str, shape: Sequence[int], *, key: Key = PUBLIC) -> str:
+        """The fingerprint, such as `"rf1:bfloat16[4096,1024]:0123456789ab0123456789ab"`.
+
+        Raises:
+            LayoutError: the parts hold more or fewer elements than a tensor of this shape: one is missing, or one of
+                several replicas was counted twice.
+        """
+        name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+        numel = math.prod(shape)
+        if self.count != numel:
+            raise LayoutError(
+                f"the parts of a fingerprint hold {self.count} elements, but shape {tuple(shape)} has {numel}: "
+                f"{'a part is missing' if self.count < numel else 'a part was counted twice'}"
+            )
+        head = f"{_VERSION}.{key.name}" if key.name else _VERSION
+        return f"{head}:{name}[{','.join(map(str, shape))}]:{''.join(f'{lane:012x}' for lane in self.sums)}"
+
+
+def partial(
+    tensor: torch.Tensor, positions: Positions = None, shape: Sequence[int] | None = None, *, key: Key = PUBLIC
+) -> Partial:
+    """What a local tensor adds to the fingerprint of the global tensor of `shape`.
+
+    Without positions the tensor is the whole. Each replica's part must be added once only. Any device, any strides;
+    extra memory is at most 50 MiB on the CPU and 200 MiB on other devices, however large the tensor.
+
+    Raises:
+        LayoutError: positions that do not fit the shapes.
+        FormatError: a tensor that is not dense, has no data, or whose elements are no plain numbers.
+    """
+    return partials([(tensor, positions, shape)], key=key)[0]
+
+
+def partials(
+    parts: Iterable[tuple[torch.Tensor, Positions, Sequence[int] | None]], *, key: Key = PUBLIC
+) -> list[Partial]:
+    """`partial` of each (tensor, positions, shape). Devices are asked for all of them, and then waited for once; small
+    tensors of the host that lie alike are summed up together."""
+    given = list(parts)
+    together: dict[tuple[object, ...], list[int]] = {}
+    for i, (tensor, positions, shape) in enumerate(given):
+        if (kind := _small_kind(tensor, positions, shape)) is not None:
+            together.setdefault(kind, []).append(i)
+    out: list[Partial | None] = [None] * len(given)
+    with torch.no_grad():
+        for alike in together.values():
+            if len(alike) > 1:
+                for i, found in zip(alike, _small_partials([given[i] for i in alike], key), strict=True):
+                    out[i] = found
+        begun = {i: _Begun.of(*given[i], key) for i, done in enumerate(out) if done is None}
+        under_way: dict[torch.device, list[Term]] = {}
+        for term in (term for each in begun.values() for term in each.terms):
+            under_way.setdefault(term.digits.device, []).append(term)
+        ended = {device: iter(known(asked)) for device, asked in under_way.items()}
+    return [begun[i].end(ended) if done is None else done for i, done in enumerate(out)]
+
+
+def _small_kind(tensor: torch.Tensor, positions: Positions, shape: Sequence[int] | None) -> tuple[object, ...] | None:
+    """What small tensors have in common that can be seen as whole words, and are summed up alike; None for others."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+        return None
+    if tensor.device.type != "cpu" or not 0 < tensor.nbytes <= _SMALL_BYTES or not tensor.is_contiguous():
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        return None
+    itemsize = tensor.itemsize
+    ends = (0, tensor.shape[-1] if tensor.ndim else 1, tensor.storage_offset())
+    if isinstance(positions, Box) and positions.sizes == tensor.shape and positions.sizes:
+        ends = (positions.offsets[-1], positions.stops[-1], tensor.storage_offset())
+    elif positions is not None and not (isinstance(positions, Box) and positions.sizes == tensor.shape):
+        return None
+    if any(end * itemsize % _WORD_BYTES for end in ends):
+        return None
+    return tensor.dtype, tensor.shape, positions, shape if shape is None else tuple(shape)
+
+
+def _small_partials(
+    alike: Sequence[tuple[torch.Tensor, Positions, Sequence[int] | None]], key: Key
+) -> Iterator[Partial]:
+    """Of tensors of one small kind. Raises as `partial` does."""
+    tensor, positions, shape = alike[0]
+    _refuse(tensor)
+    ((piece, part),) = local_parts(tensor, positions, tuple(tensor.shape) if shape is None else tuple(shape))
+    ((words, axes),) = words_of(piece, part)
+    step = max(1, _BATCH_WORDS // words.numel())
+    for start in range(0, len(alike), step):
+        # one element may have any stride, and the tensor is contiguous all the same
+        rows = [one.detach().as_strided((one.numel(),), (1,)).view(torch.int32) for one, _, _ in alike[start:][:step]]
+        for sums in fold_each(torch.stack(rows), axes, key):
+            yield Partial(sums, tensor.numel())
+
+
+class _Begun(NamedTuple):
+    """One fingerprint under way: what is known of it, and what a device has been asked."""
+
+    sums: Sums
+    terms: list[Term]
+    numel: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, positions: Positions, shape: Sequence[int] | None, key: Key) -> _Begun:
+        """Raises as `partial` does."""
+        shape = tuple(tensor.shape) if shape is None else tuple(shape)
+        _refuse(tensor)
+        pieces = local_parts(tensor, positions, shape)
+        words = (found for piece, part in pieces for found in words_of(piece, part))
+        numel = sum(piece.numel() for piece, _ in pieces)
+        if tensor.device.type == "cpu" or not float64_is_exact(tensor.device):
+            return cls(add_sums(*(fold(piece, axes, key) for piece, axes in words)), [], numel)
+        return cls(add_sums(), [term for piece, axes in words for term in terms(piece, axes, key)], numel)
+
+    def end(self, ended: Mapping[torch.device, Iterator[Sums]]) -> Partial:
+        """`ended`: the sums of all terms, in the order in which they were begun."""
+        return Partial(add_sums(self.sums, *(next(ended[term.digits.device]) for term in self.terms)), self.numel)
+
+
+def _refuse(tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise FormatError(
+            f"a {kind} tensor of shape {tuple(tensor.shape)} has no plain elements to take a fingerprint of"
+        )
+    dtype_name(tensor.dtype)
+
+
+def comparable(a: str, b: str) -> bool:
+    """Whether two fingerprints are of the same version and key, so that they are equal where the tensors are."""
+    return a.split(":", 1)[0] == b.split(":", 1)[0]
+
+
+class Fingerprinter:
+    """The fingerprint of one tensor that comes in boxes, in any order, each once: for readers of large files."""
+
+    def __init__(self, dtype: torch.dtype | str, shape: Sequence[int], *, key: Key = PUBLIC) -> None:
+        self.dtype = dtype_from_name(dtype) if isinstance(dtype, str) else dtype
+        self.shape = tuple(shape)
+        self.key = key
+        self.partial = Partial()
+
+    def add(self, tensor: torch.Tensor, positions: Positions = None) -> None:
+        """Add what lies at these positions. Raises as `partial` does, and LayoutError for another dtype."""
+        if tensor.dtype != self.dtype:
+            raise LayoutError(f"a part of dtype {tensor.dtype} does not belong to a tensor of dtype {self.dtype}")
+        self.partial += partial(tensor, positions, self.shape, key=self.key)
+
+    def add_bytes(self, data: bytes | bytearray | memoryview, box: Box) -> None:
+        """Add a box whose elements lie row-major in `data`. Raises LayoutError if their lengths differ."""
+        if memoryview(data).nbytes != box.numel * self.dtype.itemsize:
+            raise LayoutError(
+                f"{box} holds {box.numel} elements of {self.dtype.itemsize} bytes, got {memoryview(data).nbytes} bytes"
+            )
+        if not box.is_empty:
+            raw = np.frombuffer(data, np.uint8)
+            raw = raw if raw.flags.writeable else raw.copy()  # torch has no read-only tensors
+            self.add(torch.from_numpy(raw).view(self.dtype).view(box.sizes), box)
+
+    def digest(self) -> str:
+        """The fingerprint. Raises LayoutError if elements are missing or were added twice."""
+        return self.partial.digest(self.dtype, self.shape, key=self.key)
+
+
+# Tensors as 32-bit words, whatever their dtype: the bits of the last dim in rows, cut every four
+# bytes.
+#
+# A word has one place in the global tensor, so parts that cut through a word fill their missing
+# bytes with zeros: the signed value of a word is the sum of what its bytes are worth, so that the
+# parts add up to the whole word.
+
+
+Positions = Box | Part | Sequence[Box] | Sequence[Sequence[tuple[int, int]]] | None
+"""Where a local tensor lies: nowhere special (it is whole), a box, boxes in local order, or per dim its intervals."""
+
+_COPY_WORDS = 1 << 20
+_BITS = {1: torch.uint8, 2: torch.int16}
+
+
+def local_parts(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]) -> list[tuple[torch.Tensor, Part]]:
+    """The local tensor as pieces that are products of global intervals, dim by dim. Nothing is copied.
+
+    Boxes must either tile the local tensor as a product does (as `TensorLayout.boxes` gives them), or be the row-major
+    pieces of a 1-D local tensor (a flat range).
+
+    Raises:
+        LayoutError: positions that do not fit the local or the global shape, or that hold an element twice.
+    """
+    if positions is None or isinstance(positions, Part):
+        part = positions or Part.of_box(Box.full(shape))
+    elif not isinstance(positions, Box) and shape and not positions and not tensor.numel():
+        return []  # a rank without any part
+    else:
+        boxes = _boxes(positions)
+        if boxes and not tensor.numel() and all(box.is_empty for box in boxes):
+            return []
+        product = _product(boxes, tuple(tensor.shape)) if boxes else _intervals(positions)
+        if product is None:
+            return _flat(tensor, boxes, shape)
+        part = product
+    if part.flat_start is not None:
+        tensor = tensor.reshape(-1)[part.flat_start : part.flat_start + part.numel].view(part.sizes)
+        part = Part(part.dims)
+    _check(tensor, part, shape)
+    return [(tensor, part)]
+
+
+def _boxes(positions: object) -> list[Box]:
+    """The boxes, if that is what they are, else none."""
+    if isinstance(positions, Box):
+        return [positions]
+    return [p for p in positions if isinstance(p, Box)] if isinstance(positions, Sequence) else []
+
+
+def _intervals(positions: object) -> Part:
+    """A part from its intervals per dim."""
+    try:
+        return Part(tuple(tuple((int(a), int(b)) for a, b in dim) for dim in positions))  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise LayoutError(
+            f"positions are a Box, boxes, a Part, or for each dim its intervals (start, stop), got {positions!r}"
+        ) from None
+
+
+def _product(boxes: Sequence[Box], local: tuple[int, ...]) -> Part | None:
+    """The product of intervals whose boxes in row-major order these are, if it has the local shape."""
+    if len({box.ndim for box in boxes}) != 1:
+        raise LayoutError(f"boxes of one tensor must have the same dims, got {list(boxes[:8])}")
+    if len(boxes) == 1:
+        return Part.of_box(boxes[0]) if boxes[0].sizes == local else None
+    dims = []
+    for d in range(boxes[0].ndim):
+        dims.append(tuple(dict.fromkeys((box.offsets[d], box.stops[d]) for box in boxes)))
+    part = Part(tuple(dims))
+    if part.sizes != local or math.prod(map(len, dims)) != len(boxes):
+        return None
+    return part if [box for box, _ in part.boxes()] == list(boxes) else None
+
+
+def _flat(tensor: torch.Tensor, boxes: Sequence[Box], shape: Sequence[int]) -> list[tuple[torch.Tensor, Part]]:
+    total = sum(box.numel for box in boxes)
+    if tensor.ndim != 1 or tensor.numel() != total:
+        raise LayoutError(
+            f"a local tensor of shape {tuple(tensor.shape)} is neither the product nor the row-major flattening of the "
+            f"{len(boxes)} boxes {list(boxes[:4])} ... with {total} elements; add up one partial per box instead"
+        )
+    found, start = [], 0
+    for box in boxes:
+        part = Part.of_box(box)
+        piece = tensor[start : start + box.numel].view(box.sizes)
+        _check(piece, part, shape)
+        found.append((piece, part))
+        start += box.numel
+    return found
+
+
+def _check(tensor: torch.Tensor, part: Part, shape: Sequence[int]) -> None:
+    if part.sizes != tuple(tensor.shape) or len(part.dims) != len(shape):
+        raise LayoutError(
+            f"a local tensor of shape {tuple(tensor.shape)} does not fit its positions, which have the sizes "
+            f"{part.sizes} within the global shape {tuple(shape)}"
+        )
+    for d, (intervals, size) in enumerate(zip(part.dims, shape)):
+        reached = 0
+        for start, stop in sorted(i for i in intervals if i[0] != i[1]):
+            if not reached <= start < stop <= size:
+                raise LayoutError(
+                    f"the intervals {intervals[:8]} of dim {d} must be disjoint and lie within 0 to {size}, "
+                    f"but [{start}, {stop}) does not"
+                )
+            reached = stop
+
+
+def words_of(tensor: torch.Tensor, part: Part) -> Iterator[tuple[torch.Tensor, tuple[Axis, ...]]]:
+    """int32 tensors that hold the bits of the local tensor, with the axes that place them; seen in place if possible,
+    else as copies of at most 4 MiB in one buffer, each valid until the next one is asked for."""
+    if sys.byteorder != "little":
+        raise LayoutError("fingerprints are defined on little-endian words, and this machine is big-endian")
+    if not tensor.numel():
+        return
+    tensor = tensor.detach()
+    dims = [_joined(intervals) for intervals in part.dims]
+    if not tensor.ndim:
+        tensor, dims = tensor.reshape(1), [((0, 1),)]
+    per_word = max(1, _WORD_BYTES // tensor.itemsize)
+    axes = [Axis(d, intervals) for d, intervals in enumerate(dims)]
+    device = tensor.device if float64_is_exact(tensor.device) else torch.device("cpu")
+    if (
+        device == tensor.device
+        and _viewable(tensor, per_word)
+        and all(a % per_word == b % per_word == 0 for a, b in dims[-1])
+    ):
+        words, placed = tensor.view(torch.int32), (*axes[:-1], _word_axis(axes[-1], tensor.itemsize))
+        # the sum does not mind the order of its axes, but memory likes to be read in its own
+        order = sorted(range(words.ndim), key=words.stride, reverse=True)
+        yield words.permute(order), tuple(placed[d] for d in order)
+        return
+    words_per_element = max(1, tensor.itemsize // _WORD_BYTES)  # at most: an element cut off from its word takes one
+    limit = max(1, _COPY_WORDS // words_per_element)
+    room = torch.empty(min(limit, tensor.numel()) * words_per_element, dtype=torch.int32, device=device)
+    for tile in tiles(tensor.shape, limit):
+        piece = tensor[tuple(slice(*span) for span in tile)].resolve_conj().resolve_neg()
+        piece_axes = [axis.cut(*span) for axis, span in zip(axes, tile)]
+        placed = (*piece_axes[:-1], _word_axis(piece_axes[-1], tensor.itemsize))
+        words = room[: math.prod(axis.size for axis in placed)].view([axis.size for axis in placed])
+        _copy(piece, words, piece_axes[-1], per_word)
+        yield words, placed
+
+
+def _joined(intervals: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Without empty intervals, and with those that touch made one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in intervals:
+        if start == stop:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _viewable(tensor: torch.Tensor, per_word: int) -> bool:
+    """Whether torch can see the memory as int32 where it lies."""
+    if tensor.is_conj() or tensor.is_neg():
+        return False  # the memory holds something else than the values
+    if tensor.itemsize == _WORD_BYTES:
+        return True
+    steps = (tensor.storage_offset(), *tensor.stride()[:-1])
+    return tensor.stride(-1) == 1 and all(step % per_word == 0 for step in steps)
+
+
+def _word_axis(axis: Axis, itemsize: int) -> Axis:
+    """The words that hold these indices of the last dim, whole words for each interval."""
+    size = _WORD_BYTES
+    return Axis(axis.dim, tuple((a * itemsize // size, -(-b * itemsize // size)) for a, b in axis.intervals))
+
+
+def _copy(piece: torch.Tensor, words: torch.Tensor, axis: Axis, per_word: int) -> None:
+    """Copy the bits of a piece into `words`, with zeros where an interval of its last dim begins or ends in a word."""
+    if per_word == 1:
+        words.view(piece.dtype).view(piece.shape).copy_(piece)
+        return
+    bits = piece.view(_BITS[piece.itemsize])
+    target = words.zero_().view(bits.dtype)
+    place = local = 0
+    for a, b in axis.intervals:
+        begin = place + a % per_word
+        target[..., begin : begin + b - a] = bits[..., local : local + b - a]
+        local += b - a
+        place += (-(-b // per_word) - a // per_word) * per_word
+
+
+def float64_is_exact(device: torch.device) -> bool:
+    """Whether this device's float64 matrix product is exact for the largest numbers that occur, found by trying once;
+    on the CPU, numpy's too.
+
+    Devices without float64, or with an emulation of it, answer no; their tensors are copied to the CPU in pieces. So
+    do those whose product is refused where algorithms have to be deterministic, as CUDA's without a setting of its own.
+    """
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return _tried(device, strict)
+
+
+@lru_cache(maxsize=64)
+def _tried(device: torch.device, strict: bool) -> bool:
+    size = 2048
+    ramp = torch.arange(size, dtype=torch.int64, device="cpu")  # not the user's default device
+    words = torch.stack([0 * ramp - 2**31, ramp - 2**31, 2**31 - 1 - ramp * 3]).to(torch.int32)
+    digits = torch.stack([0 * ramp - 2048, ramp % 4095 - 2047, 2048 - ramp * 7 % 4096])
+    want = [[sum(d * w for d, w in zip(ds, ws)) for ws in words.tolist()] for ds in digits.tolist()]
+    try:
+        on_device = words.to(device).to(torch.float64)
+        found = (digits.to(device).to(torch.float64) @ on_device.t()).tolist()
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the device
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+    if device.type == "cpu" and (digits.numpy().astype(float) @ words.numpy().astype(float).T).tolist() != want:
+        return False
+    return found == want
+
+
+# What ranks hold of tensors, each part summed up, and how that is put together, by any number of
+# ranks at a time.
+#
+# Ranks that hold the same elements must have the same sums, which then count once. Where it is
+# known how many hold them, their part is added to the tensor's total as soon as all were heard, and
+# forgotten; at the latest when all ranks were. So what is put together for many ranks is no larger
+# than for few.
+
+
+_Runs = list[tuple[int, int]]
+"""Ranks, in rows from a first to one past a last."""
+
+
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank holds of one tensor: one product of intervals."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    place: bytes
+    """8 bytes that are equal for ranks that hold the same elements; empty for none."""
+    sums: bytes
+    """`Partial.to_bytes()` of them."""
+    holders: int = 0
+    """How many ranks hold them, this one included; 0 if it is not known."""
+
+
+class _SummedTensor(msgspec.Struct, array_like=True):
+    """What some ranks hold of one tensor."""
+
+    rank: int
+    """The first of them."""
+    dtype: str
+    shape: tuple[int, ...]
+    total: bytes
+    """Of elements of which all holders were heard."""
+    places: dict[bytes, tuple[int, dict[bytes, _Runs]]]
+    """Of all others: how many holders there are, and by their sums, which were heard."""
+    other: tuple[int, str, tuple[int, ...]] | None = None
+    """A rank that says another dtype or shape."""
+
+    def add(self, more: _SummedTensor) -> None:
+        """What further ranks hold of it."""
+        self.total = (Partial.from_bytes(self.total) + Partial.from_bytes(more.total)).to_bytes()
+        if (more.dtype, more.shape) != (self.dtype, self.shape):
+            self.other = self.other or (more.rank, more.dtype, more.shape)
+        self.other = self.other or more.other
+        for place, (holders, versions) in more.places.items():
+            known = self.places.setdefault(place, (holders, {}))[1]
+            for sums, runs in versions.items():
+                known[sums] = _joined_runs(known.get(sums, []), runs)
+
+    def settle(self, *, is_all: bool) -> None:
+        """Add up, and forget, what no further rank can hold; nothing where replicas differ."""
+        done = {}
+        for place, (holders, versions) in self.places.items():
+            if len(versions) == 1:
+                ((sums, runs),) = versions.items()
+                if is_all or sum(stop - start for start, stop in runs) == holders:
+                    done[place] = Partial.from_bytes(sums)
+        self.total = Partial.total([Partial.from_bytes(self.total), *done.values()]).to_bytes()
+        self.places = {place: row for place, row in self.places.items() if place not in done}
+
+
+class _Told(msgspec.Struct, array_like=True):
+    ranks: int
+    """How many were heard."""
+    tensors: dict[str, _SummedTensor]
+
+
+def pack_holdings(held: Iterable[Holding], rank: int) -> bytes:
+    """What one rank holds, for `add_holdings`."""
+    tensors: dict[str, _SummedTensor] = {}
+    for one in held:
+        none = Partial().to_bytes()
+        mine = _SummedTensor(
+            rank, one.dtype, one.shape, none, {one.place: (one.holders, {one.sums: [(rank, rank + 1)]})}
+        )
+        if one.fqn in tensors:
+            tensors[one.fqn].add(mine)
+        else:
+            tensors[one.fqn] = mine
+    return msgspec.msgpack.encode(_Told(1, tensors))
+
+
+def add_holdings(packed: Sequence[bytes], world_size: int) -> bytes:
+    """What several ranks, or several lots of them, hold together. `world_size`: how many ranks there are in all."""
+    first, *rest = (msgspec.msgpack.decode(one, type=_Told) for one in packed)
+    for told in rest:
+        first.ranks += told.ranks
+        for fqn, tensor in told.tensors.items():
+            if fqn in first.tensors:
+                first.tensors[fqn].add(tensor)
+            else:
+                first.tensors[fqn] = tensor
+    for tensor in first.tensors.values():
+        tensor.settle(is_all=first.ranks == world_size)
+    return msgspec.msgpack.encode(first)
+
+
+def conclude(packed: bytes, *, key: Key = PUBLIC) -> dict[str, str]:
+    """The fingerprints that the holdings of all ranks make up, in the order of first mention.
+
+    Raises:
+        ReplicaDriftError: ranks that hold the same elements have different sums.
+        LayoutError: dtypes or shapes differ, or parts are missing or overlap.
+    """
+    tensors = msgspec.msgpack.decode(packed, type=_Told).tensors
+    for fqn, tensor in tensors.items():
+        if tensor.other is not None:
+            rank, dtype, shape = tensor.other
+            raise LayoutError(
+                f"tensor {fqn!r} is {tensor.dtype}{list(tensor.shape)} on rank {tensor.rank}, "
+                f"but {dtype}{list(shape)} on rank {rank}"
+            )
+    drifted = [
+        f"{fqn}: " + " differ from ".join(format_ranks(_ranks(runs)) for runs in versions.values())
+        for fqn, tensor in tensors.items()
+        for _, versions in tensor.places.values()
+    ]
+    if drifted:
+        raise ReplicaDriftError(
+            f"{len(drifted)} replicated parts of tensors do not have the same bits on all ranks that hold them: "
+            + "; ".join(drifted[:8])
+            + (" ..." if len(drifted) > 8 else "")
+        )
+    found = {}
+    for fqn, tensor in tensors.items():
+        try:
+            found[fqn] = Partial.from_bytes(tensor.total).digest(tensor.dtype, tensor.shape, key=key)
+        except LayoutError as error:
+            raise LayoutError(f"tensor {fqn!r}: {error}") from None
+    return found
+
+
+def _joined_runs(some: _Runs, more: _Runs) -> _Runs:
+    out: _Runs = []
+    for start, stop in sorted([*some, *more]):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(stop, out[-1][1])
+        else:
+            out.append((start, stop))
+    return out
+
+
+def _ranks(runs: _Runs) -> list[int]:
+    return [rank for start, stop in runs for rank in range(start, stop)]
+
+
+# Tallies: parts of the fingerprints of many tensors, by number, packed so that those of many ranks
+# add up quickly.
+
+
+_ROW = np.dtype([("number", "<u4"), ("sums", "<u8", LANES), ("count", "<u8")])
+
+
+def pack_tally(parts: Mapping[int, Partial]) -> bytes:
+    """The parts, by the number of their tensor: 28 bytes each."""
+    rows = np.zeros(len(parts), _ROW)
+    for row, (number, part) in zip(rows, sorted(parts.items())):
+        row["number"], row["sums"], row["count"] = number, part.sums, part.count
+    return rows.tobytes()
+
+
+def unpack_tally(packed: bytes) -> dict[int, Partial]:
+    """Inverse of `pack_tally`."""
+    rows = _rows(packed)
+    columns = rows["number"].tolist(), rows["sums"].tolist(), rows["count"].tolist()
+    return {number: Partial(tuple(sums), count) for number, sums, count in zip(*columns)}
+
+
+def add_tallies(packed: Sequence[bytes]) -> bytes:
+    """Their sum, packed."""
+    parts = [_rows(one) for one in packed]
+    ordered = np.sort(np.concatenate([part["number"] for part in parts]))
+    is_new = np.ones(len(ordered), dtype=bool)
+    is_new[1:] = ordered[1:] != ordered[:-1]
+    numbers = ordered[is_new]  # as np.unique, which imports numpy.ma
+    total = np.zeros(len(numbers), _ROW)
+    total["number"] = numbers
+    for part in parts:
+        at = np.searchsorted(numbers, part["number"])
+        total["sums"][at] = (total["sums"][at] + part["sums"]) % PRIME
+        total["count"][at] += part["count"]
+    return total.tobytes()
+
+
+def _rows(packed: bytes) -> npt.NDArray[np.void]:
+    if len(packed) % _ROW.itemsize:
+        raise FormatError(f"a tally has {_ROW.itemsize} bytes for each tensor, got {len(packed)}")
+    return np.frombuffer(packed, _ROW)

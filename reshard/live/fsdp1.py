@@ -1,0 +1,294 @@
+"""FSDP1's flat parameters: which original parameters are in them, where, and how each is cut. A border module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planners.geometry.box import flat_boxes
+from reshard.errors import NormalizationError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["FlatCut", "FlatPiece", "cut_of", "flat_pieces", "group_of", "is_flat", "remade_like"]
+
+
+# reads FSDP1's private names.
+#
+# Each FSDP1 unit lays its original parameters one behind another in one flat tensor, padded so that
+# every rank of the unit's group holds an equal range of it:
+#
+#     unsharded   | a a a a a a . . | b b b b | pad |        . is padding for alignment (use_orig_params=True only)
+#     rank 0      | a a a a a
+#     rank 1                a . . b   and so on
+#
+# So a rank holds one range, perhaps empty, of the row-major flattening of each parameter; see
+# `FlatCut`.
+
+
+@dataclass(frozen=True)
+class FlatPiece:
+    """One original parameter inside a flat parameter."""
+
+    flat: torch.Tensor
+    """The unit's flat parameter."""
+    parameter: torch.Tensor
+    """What the optimizer has: the original parameter with use_orig_params=True, else `flat`."""
+    shape: tuple[int, ...]
+    """Of the original parameter."""
+    start: int
+    """Where the parameter begins in the unsharded flat parameter, in elements."""
+    shard_numel: int
+    """Elements of the flat parameter that each rank holds, with padding."""
+    group: Any
+    """Process group of the unit; every rank of it holds one range."""
+    sharded: bool
+    """False with NO_SHARD: every rank holds the whole."""
+    mesh: Any = None
+    """FSDP's device mesh, if it was given one."""
+    is_dtensor: bool = False
+    """Whether the original parameter was a DTensor before, as under tensor parallelism; `shape` is then its local
+    one."""
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Equal for two names of one shared parameter only."""
+        return id(self.flat), self.start
+
+    @property
+    def numel(self) -> int:
+        """Elements of the original parameter."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank holds some of its elements."""
+        low, high = self.range_of(dist.get_rank(self.group))
+        return low < high
+
+    def range_of(self, position: int) -> tuple[int, int]:
+        """The range of the parameter's flattening that the group's member at `position` holds."""
+        if not self.sharded:
+            return 0, self.numel
+        low = min(max(position * self.shard_numel - self.start, 0), self.numel)
+        return low, min(max((position + 1) * self.shard_numel - self.start, 0), self.numel)
+
+    def local_slice(self) -> slice:
+        """Where this rank's range lies in its shard of the flat parameter."""
+        position = dist.get_rank(self.group)
+        low, high = self.range_of(position)
+        at = self.start + low - (position * self.shard_numel if self.sharded else 0)
+        return slice(at, at + high - low) if high > low else slice(0, 0)
+
+    def value(self) -> torch.Tensor:
+        """The parameter as a sharded tensor that shares memory with the flat one."""
+        # before the first forward pass the parameter itself is the shard
+        shard: torch.Tensor = getattr(self.flat, "_local_shard", self.flat.data) if self.sharded else self.flat.data
+        return self.tensor(shard[self.local_slice()])
+
+    def tensor(self, local: torch.Tensor) -> torch.Tensor:
+        """A tensor of the parameter's shape from this rank's range of its flattening, whose memory it shares; nothing
+        is sent."""
+        if self.is_dtensor:
+            raise NormalizationError(
+                f"FSDP1 has flattened the local part, of shape {self.shape}, of a parameter that tensor parallelism "
+                "has cut before: its state cannot be taken apart here. Use fully_shard (FSDP2) over tensor parallelism"
+            )
+        if not self.sharded or not self.numel:
+            return local.detach().view(self.shape)
+        return self.cut().tensor(local.detach())
+
+    def cut(self) -> FlatCut:
+        """Which ranges of the parameter's flattening the ranks of the unit's group hold."""
+        ranges = tuple(self.range_of(position) for position in range(dist.get_world_size(self.group)))
+        return FlatCut(self.shape, ranges, self.group, self.mesh)
+
+
+def flat_pieces(unit: nn.Module) -> dict[int, list[tuple[str, FlatPiece]]]:
+    """Of one FSDP1 unit, by id of a module below it: the names of the module's own parameters that lie in the unit's
+    flat parameter, shared ones too. Empty for a unit without parameters of its own."""
+    found: dict[int, list[tuple[str, FlatPiece]]] = {}
+    handle = unit.__dict__.get("_handle")
+    if handle is not None:
+        _add_unit(handle, unit.__dict__.get("_device_mesh"), found)
+    return found
+
+
+def is_flat(parameter: torch.Tensor) -> bool:
+    """Whether the parameter is a flat one."""
+    return bool(getattr(parameter, "_is_flat_param", False))
+
+
+def group_of(tensor: Any) -> Any:
+    """Process group of a ShardedTensor."""
+    return tensor._process_group
+
+
+def _add_unit(handle: Any, mesh: Any, found: dict[int, list[tuple[str, FlatPiece]]]) -> None:
+    flat, at, index = handle.flat_param, 0, 0
+    pieces: dict[tuple[int, str], FlatPiece] = {}
+    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask):
+        if not is_padding:
+            info, own = flat._param_infos[index], flat._params
+            parameter = flat if own is None else own[index]
+            piece = FlatPiece(
+                flat=flat,
+                parameter=parameter,
+                shape=tuple(flat._shapes[index]),
+                start=at,
+                shard_numel=flat._sharded_size.numel(),
+                group=handle.process_group,
+                sharded=bool(handle.uses_sharded_strategy),
+                mesh=mesh,
+                is_dtensor=flat._param_extensions[index] is not None,
+            )
+            pieces[id(info.module), info.param_name] = piece
+            found.setdefault(id(info.module), []).append((info.param_name, piece))
+            index += 1
+        at += numel
+    for info in flat._shared_param_infos:
+        first = pieces[id(info.prim_module), info.prim_param_name]
+        found.setdefault(id(info.module), []).append((info.param_name, first))
+
+
+# How FSDP1's flat parameters cut an original parameter, and the sharded tensor that says so. A
+# border module.
+#
+# Each rank holds a range of the parameter's row-major flattening, which may begin and end within
+# rows:
+#
+#     4 x 3 on two ranks, as it lies     rank 0: 0 1 2 / 3 4      rank 1: 5 / 6 7 8 / 9 10 11
+#     as torch.chunk cuts                rank 0: 0 1 2 / 3 4 5    rank 1: 6 7 8 / 9 10 11
+#
+# torch's own state dicts of FSDP1 have the second, always, and what reads them relies on it: it
+# takes the first shard of a rank for its chunk of rows, without a look at where the shard says it
+# is. So whatever lies as chunks is given as torch gives it, and whatever does not is a
+# `CutAcrossRows`, which lets nobody take its shards for chunks.
+
+
+@dataclass(frozen=True)
+class FlatCut:
+    """The ranges of a tensor's flattening that the ranks of a process group hold, one behind another."""
+
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+    """By position in the group: first element, and the one after the last; equal where there is none."""
+    group: Any
+    mesh: Any = None
+    """FSDP's device mesh, of which the group is an axis; None if it has none."""
+
+    @property
+    def is_chunks(self) -> bool:
+        """Whether every rank holds the rows that `torch.chunk` along dim 0 would give it, along the last axis of the
+        mesh, which is where torch's state dicts have them, also where FSDP shards along another."""
+        return self.ranges == self.chunks().ranges and (self.mesh is None or self.axis() == self.mesh.ndim - 1)
+
+    def axis(self) -> int:
+        """The axis of the mesh that the group is."""
+        ranks = sorted(dist.get_process_group_ranks(self.group))
+        axes = range(self.mesh.ndim - 1, -1, -1)
+        return next(axis for axis in axes if sorted(dist.get_process_group_ranks(self.mesh.get_group(axis))) == ranks)
+
+    def chunks(self) -> FlatCut:
+        """The same tensor on the same ranks, as `torch.chunk` along dim 0 cuts it."""
+        rows, per_row = self.shape[0], prod(self.shape[1:])
+        step = -(-rows // len(self.ranges)) * per_row
+        ends = [min(i * step, rows * per_row) for i in range(len(self.ranges) + 1)]
+        return FlatCut(self.shape, tuple(pairwise(ends)), self.group, self.mesh)
+
+    def here(self) -> int:
+        """Elements that this rank holds."""
+        low, high = self.ranges[dist.get_rank(self.group)]
+        return high - low
+
+    def tensor(self, local: torch.Tensor) -> torch.Tensor:
+        """The sharded tensor of which `local`, 1-D, is what this rank holds, and whose memory it shares; nothing is
+        sent, since every rank can tell what the others hold. A DTensor or ShardedTensor if it lies in chunks."""
+        return self.chunk(local) if self.is_chunks else _across_rows(self, local)
+
+    def chunk(self, local: torch.Tensor) -> torch.Tensor:
+        """The tensor that torch's state dicts have, of a chunk of rows; collective where FSDP shards along another axis
+        of its mesh than the last."""
+        mesh = self.mesh
+        if mesh is None or mesh.device_type != local.device.type:  # DTensor would move it to the mesh's device
+            return _sharded_tensor(self, local)
+        axis, last = self.axis(), mesh.ndim - 1
+        made = _chunk_dtensor(self.shape, local, mesh, axis)
+        return made if axis == last else made.redistribute(placements=_along(last, mesh.ndim))
+
+
+def cut_of(tensor: Any) -> tuple[FlatCut, torch.Tensor] | None:
+    """How a `CutAcrossRows` is cut, and this rank's range of it; None for any other tensor."""
+    cut = getattr(type(tensor), "_is_cut_across_rows", False)
+    return (tensor.flat_cut, tensor.flat_local) if cut else None
+
+
+def remade_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Unfilled memory for a tensor of another dtype that lies as `tensor` does, sharded or not."""
+    found = cut_of(tensor)
+    if found is None:
+        return torch.empty_like(tensor, dtype=dtype)
+    cut, local = found
+    return cut.tensor(torch.empty_like(local, dtype=dtype))
+
+
+def _along(axis: int, ndim: int) -> list[Any]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [Shard(0) if each == axis else Replicate() for each in range(ndim)]
+
+
+def _chunk_dtensor(shape: tuple[int, ...], flat: torch.Tensor, mesh: Any, axis: int) -> DTensor:
+    from torch.distributed.tensor import DTensor
+
+    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    local = flat.view(flat.numel() // stride[0], *shape[1:])
+    placements = _along(axis, mesh.ndim)
+    # newer torch takes the offset in memory over, and then fails to deepcopy the DTensor: it is made without one
+    outline = local if not local.storage_offset() else local.new_empty([1] * local.dim()).expand(local.shape)
+    made = DTensor.from_local(outline, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    made._local_tensor = local
+    return made
+
+
+def _across_rows(cut: FlatCut, local: torch.Tensor) -> torch.Tensor:
+    from reshard.live.fsdp1_across_rows import CutAcrossRows  # ShardedTensor is deprecated upstream
+
+    return CutAcrossRows.of(cut, local, _sharded_tensor(cut, local))
+
+
+def _sharded_tensor(cut: FlatCut, local: torch.Tensor) -> torch.Tensor:
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor  # type: ignore[attr-defined]
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+
+    here, shards, metadata = dist.get_rank(cut.group), [], []
+    for position, rank in enumerate(dist.get_process_group_ranks(cut.group)):
+        at = 0
+        for box in flat_boxes(cut.shape, *cut.ranges[position]):
+            placement = f"rank:{rank}/{_device_of(rank, local) if position != here else local.device}"
+            one = ShardMetadata(list(box.offsets), list(box.sizes), placement=placement)
+            metadata.append(one)
+            if position == here:
+                shards.append(Shard(local[at : at + box.numel].view(box.sizes), one))
+                at += box.numel
+    properties = TensorProperties(dtype=local.dtype, requires_grad=False)
+    whole = ShardedTensorMetadata(metadata, torch.Size(cut.shape), properties)
+    made: torch.Tensor = ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, sharded_tensor_metadata=whole, process_group=cut.group
+    )
+    return made
+
+
+def _device_of(rank: int, local: torch.Tensor) -> str:
+    """Where another rank has its part: on the device that FSDP takes it to have."""
+    kind = local.device.type
+    count = 0 if kind in ("cpu", "meta") else torch.get_device_module(kind).device_count()
+    return f"{kind}:{rank % count}" if count else kind

@@ -1,0 +1,134 @@
+"""A ShardedTensor that is not cut between rows, as FSDP1's flat parameters lie: nobody can take it for one that is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
+
+from reshard.errors import LayoutError
+
+__all__ = ["CutAcrossRows"]
+
+
+_Local = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _NoChunks(list[Any]):
+    """As long as no list of one chunk is; its items cannot be had. torch's planners look at the length alone."""
+
+    def __init__(self, tensor: CutAcrossRows) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def __len__(self) -> int:
+        return max(2, len(self._tensor._local_shards))
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        self._refuse()
+
+    def __iter__(self) -> NoReturn:
+        self._refuse()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        cut = self._tensor.flat_cut
+        low, high = cut.ranges[torch.distributed.get_rank(cut.group)]
+        raise LayoutError(
+            f"a parameter of shape {cut.shape} is cut across its rows by FSDP1's flat parameters: this rank holds its "
+            f"elements {low} to {high}, and no chunk of rows, which is what ShardedTensors of FSDP1 are taken for. Get "
+            "the state dict by reshard.dcp.state_dict, which sends every rank its chunk; or set it by "
+            "reshard.set_state_dict, which reads it as it lies"
+        )
+
+
+class CutAcrossRows(ShardedTensor):
+    """This rank's range of a tensor's flattening, which begins or ends within rows on some rank.
+
+    Its metadata say what every rank holds, and torch's planners, which read them, save and load it right: it speaks
+    their protocol (`__create_write_items__` and the others). Everything else that reads ShardedTensors of FSDP1, such
+    as torch's own setters and gathering, takes the first shard of each rank for its chunk of rows: it gets an error.
+
+    Attributes:
+        flat_cut: how it is cut, a `FlatCut`.
+        flat_local: this rank's range, 1-D; the shards are views of it.
+    """
+
+    _is_cut_across_rows = True
+    flat_cut: Any
+    flat_local: torch.Tensor
+
+    @classmethod
+    def of(cls, cut: Any, local: torch.Tensor, sharded: Any) -> torch.Tensor:
+        """The ShardedTensor `sharded`, made of `local`, as one of these."""
+        sharded.__class__ = cls
+        sharded.flat_cut, sharded.flat_local = cut, local
+        made: torch.Tensor = sharded
+        return made
+
+    def local_shards(self) -> Any:
+        """A list that nobody can take a shard from: what asks for one takes it for a chunk of rows."""
+        return _NoChunks(self)
+
+    def _remade(self, change: _Local) -> torch.Tensor:
+        made: torch.Tensor = self.flat_cut.tensor(change(self.flat_local))
+        return made
+
+    def detach(self) -> torch.Tensor:
+        """The same memory."""
+        return self._remade(torch.Tensor.detach)
+
+    def clone(self, **kwargs: Any) -> torch.Tensor:
+        """A copy."""
+        return self._remade(torch.Tensor.clone)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Any:
+        """On the CPU; itself if it is there."""
+        return self if self.flat_local.device.type == "cpu" else self._remade(torch.Tensor.cpu)
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Any:
+        """On an accelerator."""
+        return self._remade(lambda local: local.cuda(*args, **kwargs))
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Of another dtype, or on another device; itself if nothing changes."""
+        local = self.flat_local.to(*args, **kwargs)
+        return self if local is self.flat_local else self._remade(lambda _: local)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self._remade(lambda local: copy.deepcopy(local, memo))
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
+        """What torch's planners save of it."""
+        from torch.distributed.checkpoint import planner
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+
+        properties, size = TensorProperties(dtype=self.flat_local.dtype), torch.Size(self.flat_cut.shape)
+        return [
+            planner.WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk, properties, size),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """What torch's planners load into it."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        sizes = [(shard.metadata.shard_offsets, shard.metadata.shard_sizes) for shard in self._local_shards]
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(size)) for offsets, size in sizes]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """The memory of one of these."""
+        for shard in self._local_shards:
+            if tuple(shard.metadata.shard_offsets) == tuple(index.offset or ()):
+                found: torch.Tensor = shard.tensor
+                return found
+        raise LayoutError(f"{index.fqn!r} has no shard at {index.offset} on this rank")

@@ -1,0 +1,347 @@
+"""State that an optimizer does not have yet: places for it are made by what a checkpoint says that there is.
+
+A fresh optimizer has no state, and nothing is stepped to make some, so its state dict has no place to load into. What
+it has is the parameters: where the checkpoint has state of theirs, that lies where they lie. State that was saved as
+one tensor under several keys gets one place for all of them.
+
+    LazyOptimizerState({}, {"w": parameter})  ->  within `materialize`, {"w": {"exp_avg": tensor like w, "step": None}}
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from reshard.errors import NormalizationError
+from reshard.live.dtypes import dtype_from_name
+from reshard.live.fsdp1 import remade_like
+from reshard.live.tensors import device_of, dtype_of, global_shape, is_dtensor, is_sharded, is_tensor
+from reshard.live.tree import KeyPath, flatten, key_of, unflatten
+
+__all__ = [
+    "LazyOptimizerState", "Saved", "fill", "flatten_optimizer", "is_flat", "is_flat_key",
+    "is_nested", "lost_state", "materialize", "split_flat_key",
+]  # fmt: skip
+
+
+class LazyOptimizerState(dict[Any, Any]):
+    """The state of an optimizer by parameter, still empty; or a whole optimizer state dict of the flat form.
+
+    A dict like any other; copies of it are plain dicts, and so are pickles, ordered ones, which torch.load trusts.
+
+    Attributes:
+        parameters: name -> the parameter, or something on the meta device of its shape.
+        is_complete: whether it has its places already: then a load adds none, and only ties those that are there.
+    """
+
+    def __init__(self, state: Mapping[Any, Any], parameters: Mapping[str, Any]) -> None:
+        super().__init__(state)
+        self.parameters = parameters
+        self.is_complete = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
+
+    def __copy__(self) -> dict[Any, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+
+class Saved(NamedTuple):
+    """What a checkpoint has under one key."""
+
+    key: str
+    path: KeyPath
+    shape: tuple[int, ...] | None
+    """None for what is no tensor."""
+    dtype: str = ""
+    first: str = ""
+    """The key of the tensor that this is a further name of."""
+    value: Any = None
+    """Of what is no tensor, if it is to be there before the load."""
+
+
+@contextmanager
+def materialize(
+    state_dict: Any,
+    saved: Iterable[Saved],
+    *,
+    containers: Mapping[KeyPath, str] | None = None,
+    names: Mapping[str, str] | None = None,
+    keep: bool = True,
+) -> Iterator[None]:
+    """Within, whatever is `LazyOptimizerState` in a nest has a place for everything that was saved for it.
+
+    Args:
+        containers: kinds of those that are tuples or empty, see `reshard.live.tree.Flat`.
+        names: key of the nest -> key in the checkpoint, where they differ.
+        keep: the places stay, unless an error ends it.
+    """
+    waiting = list(_waiting(state_dict, ()))
+    before = [(one, dict(one)) for _, one in waiting]
+    try:
+        if waiting:
+            rows = list(saved)
+            live = _live_tensors(state_dict, names or {}) if any(row.first for row in rows) else {}
+            for path, one in waiting:
+                fill(one, path, rows, containers or {}, live=live)
+        yield
+    except BaseException:
+        _put_back(before)
+        raise
+    if not keep:
+        _put_back(before)
+
+
+def fill(
+    one: LazyOptimizerState,
+    above: KeyPath,
+    rows: Iterable[Saved],
+    containers: Mapping[KeyPath, str],
+    *,
+    live: Mapping[str, Any] | None = None,
+    groups: bool = False,
+) -> None:
+    """Make the places of what was saved below the path `above`; those that are there and fit stay.
+
+    Args:
+        rows, containers: of the checkpoint.
+        live: tensors by their key in the checkpoint, of which state may be a further name, such as parameters.
+        groups: also of the groups' fields in the flat form.
+    """
+    there = flatten(dict(one), is_leaf=is_tensor)
+    made = _StateMemory(live or {})
+    leaves: dict[KeyPath, Any] = {}
+    for row in rows:
+        rest = row.path[len(above) :]
+        if not _same_path(row.path[: len(above)], above) or (one.is_complete and rest not in there.leaves):
+            continue
+        owner = _owner(rest, one.parameters, groups)
+        if owner is not None:
+            leaves[rest] = made.place(row, one.parameters[owner], there.leaves.get(rest))
+            none = f"state.{owner}"
+            if rest != (none,) and (none,) in there.containers:  # it said that there was no state
+                del there.containers[none,], one[none]
+    kinds = {
+        path[len(above) :]: kind
+        for path, kind in (() if one.is_complete else containers.items())
+        if path[: len(above)] == above and _owner(path[len(above) :], one.parameters, groups) is not None
+    }
+    one.update(unflatten(there.leaves | leaves, there.containers | kinds))
+
+
+def _owner(rest: KeyPath, parameters: Mapping[str, Any], groups: bool) -> str | None:
+    """The parameter whose state is at a path: below its name, or at and below a key of the flat form."""
+    first = str(rest[0]) if rest else ""
+    if len(rest) >= 2 and first in parameters:
+        return first
+    if is_flat_key(first) and (groups or first.startswith("state.")):
+        name = first.partition(".")[2]
+        says_none = first.startswith("state.") and name in parameters
+        return name if says_none else owner_of(name, parameters)
+    return None
+
+
+class _StateMemory:
+    """Memory for state, one for all keys under which one tensor was saved."""
+
+    def __init__(self, live: Mapping[str, Any]) -> None:
+        self._live, self._made = live, dict[str, Any]()
+
+    def place(self, row: Saved, parameter: Any, there: Any) -> Any:
+        """For a tensor, unfilled memory, placed like its parameter where the shapes are the same."""
+        if row.shape is None:
+            return row.value if there is None else there
+        dtype, first = dtype_from_name(row.dtype), row.first or row.key
+        like = parameter if row.shape == global_shape(parameter) else None
+        for known in (self._live.get(first), self._made.get(first)):
+            if _fits(known, row.shape, dtype) and _lies_like(known, like):
+                return self._made.setdefault(first, known)
+        known = there if _fits(there, row.shape, dtype) else _place_like(parameter, row.shape, dtype)
+        self._made.setdefault(first, known)
+        return known
+
+
+def _fits(known: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    return (
+        is_tensor(known)
+        and global_shape(known) == shape
+        and dtype_of(known) == dtype
+        and device_of(known).type != "meta"
+    )
+
+
+def _lies_like(known: Any, like: Any) -> bool:
+    """Whether a tensor lies where a parameter does; whole, where there is none to lie like."""
+    if not (is_sharded(known) or is_sharded(like)):
+        return like is None or like.device.type == "meta" or bool(known.device == like.device)
+    both = is_dtensor(known) and is_dtensor(like)
+    return both and (known.device_mesh, known.placements) == (like.device_mesh, like.placements)
+
+
+def _live_tensors(state_dict: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    leaves = flatten(state_dict, is_leaf=is_tensor).leaves
+    found = {key_of(path): value for path, value in leaves.items() if isinstance(value, torch.Tensor)}
+    return {names.get(key, key): value.detach() for key, value in found.items() if not is_lazy(value)}
+
+
+def _put_back(before: Iterable[tuple[LazyOptimizerState, dict[Any, Any]]]) -> None:
+    for one, was in before:
+        one.clear()
+        one.update(was)
+
+
+def lost_state(state_dict: Any, saved: Iterable[Saved]) -> list[str]:
+    """Keys of optimizers' states that are empty, and not in the checkpoint: a load would silently leave them so."""
+    empty = list(_empty_states(state_dict, ()))
+    rows = list(saved) if empty else []
+    return [
+        key_of(path)
+        for path, names in empty
+        if any(_same_path(row.path[: len(path)], path) and {*map(str, row.path[len(path) :])} & names for row in rows)
+    ]
+
+
+def _place_like(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Unfilled memory for a tensor of a parameter's state: placed like it where the shapes are the same."""
+    if shape != global_shape(parameter) or (type(parameter) is torch.Tensor and parameter.device.type == "meta"):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return remade_like(parameter, dtype)
+
+
+def _waiting(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], LazyOptimizerState]]:
+    if isinstance(value, LazyOptimizerState):
+        yield path, value
+        return
+    for key, item in _items(value):
+        yield from _waiting(item, (*path, key))
+
+
+def _empty_states(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], set[str]]]:
+    """Where optimizers have parameters and no state, and which parameters."""
+    if isinstance(value, Mapping) and isinstance(value.get("param_groups"), list) and value.get("state") == {}:
+        groups = [group for group in value["param_groups"] if isinstance(group, Mapping)]
+        yield (*path, "state"), {str(name) for group in groups for name in group.get("params", ())}
+    for key, item in _items(value):
+        yield from _empty_states(item, (*path, key))
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if type(value) in (list, tuple) else ()
+
+
+def _same_path(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return tuple(map(str, a)) == tuple(map(str, b))
+
+
+# The forms in which the state of an optimizer is saved: told apart by their keys, and the flat one
+# written and read.
+#
+#     nested  {"state": {"w": {"exp_avg": ...}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+#     by ids  {"state": {0: {"exp_avg": ...}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+#     flat    {"state.w.exp_avg": ..., "param_groups.w.lr": 0.1}
+#
+# Groups may be a list, or a dict by position, as which a checkpoint has its lists.
+
+
+_FRONTS = ("state.", "param_groups.")
+
+
+def is_nested(tree: Mapping[Any, Any]) -> bool:
+    """Whether this is one optimizer, by names or by ids: a dict of states, and groups that list parameters."""
+    groups = tree.get("param_groups")
+    if isinstance(groups, Mapping):
+        groups = list(groups.values())
+    return (
+        isinstance(tree.get("state"), Mapping)
+        and isinstance(groups, (list, tuple))
+        and all(isinstance(group, Mapping) and "params" in group for group in groups)
+    )
+
+
+def is_flat_key(key: Any) -> bool:
+    """Whether the key is one of the flat form."""
+    return isinstance(key, str) and key.startswith(_FRONTS)
+
+
+def is_flat(keys: Iterable[Any]) -> bool:
+    """Whether these are all keys of an optimizer's flat form."""
+    given = list(keys)
+    return bool(given) and all(map(is_flat_key, given))
+
+
+def owner_of(name: str, known: Container[str]) -> str | None:
+    """The parameter whose name, and a dot, `name` begins with; the longest of `known` if there are several."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in known:
+            return name
+    return None
+
+
+class FlatKey(NamedTuple):
+    """A key of the flat form, taken apart."""
+
+    section: str
+    """"state" or "param_groups"."""
+    owner: str
+    """Name of the parameter."""
+    path: tuple[str, ...]
+    """Where in the parameter's state, or which field of its group."""
+
+
+def split_flat_key(key: str, known: Container[str] = ()) -> FlatKey:
+    """The parts of a key. The parameter's name and its state's may both have dots, so `known` names decide; of an
+    unknown parameter the last segment is the state's name.
+
+    Raises NormalizationError for a key that is none of the flat form.
+    """
+    section, _, rest = key.partition(".")
+    if not is_flat_key(key) or "." not in rest:
+        raise NormalizationError(
+            f"{key!r} is no key of a flat optimizer state dict: they read state.<fqn>.<name> or "
+            "param_groups.<fqn>.<field>"
+        )
+    owner = owner_of(rest, known)
+    if owner is None:
+        owner = rest.rpartition(".")[0]
+        return FlatKey(section, owner, (rest[len(owner) + 1 :],))
+    return FlatKey(section, owner, tuple(rest[len(owner) + 1 :].split(".")))
+
+
+def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat form of a nested one. Every parameter carries the fields of its group, so that dicts of pipeline stages
+    have no key in common. Empty groups leave no trace, and keys of nested state become text."""
+    flat: dict[str, Any] = {}
+    for name, values in state_dict["state"].items():
+        prefix = f"state.{name}."
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, dict):
+                _flatten_optimizer_into(flat, f"{prefix}{key}", value)
+            else:
+                flat[f"{prefix}{key}"] = value
+    for group in state_dict["param_groups"]:
+        fields = [(f".{field}", value) for field, value in group.items() if field != "params"]
+        for name in group["params"]:
+            front = f"param_groups.{name}"
+            for tail, value in fields:
+                flat[front + tail] = value
+    return flat
+
+
+def _flatten_optimizer_into(flat: dict[str, Any], prefix: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        flat[prefix] = value
+        return
+    for key, item in value.items():
+        _flatten_optimizer_into(flat, f"{prefix}.{key}", item)

@@ -1,0 +1,210 @@
+"""Plain objects as JSON data, and back.
+
+JSON has text keys, one kind of sequence and finite floats only, so everything else is written as an object with the
+single key "$type": a dict that has such a key itself is written as pairs.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.errors import FormatError
+from reshard.live.dtypes import dtype_from_name, dtype_name
+from reshard.live.tree import MAX_DEPTH, CustomValue, typed
+
+__all__ = ["check_text", "decode_plain", "encode_plain"]
+
+
+_LONG_INT_BITS = 4096
+
+
+def encode_plain(value: Any, *, tensor_bytes: int = 0) -> Any:
+    """Plain Python data as JSON data, losslessly: None, bool, int, float (also nan, inf, -0.0), complex, text, bytes,
+    io.BytesIO, list, tuple, set, frozenset, deque, range, dict (any plain keys), torch.Size, torch.dtype, numpy numbers
+    and arrays. Members of enums, and values of classes that extend a number, text, list or tuple, as `CustomValue`.
+
+    Inverse of `decode_plain`.
+
+    Args:
+        tensor_bytes: plain tensors of together at most so many bytes are taken for plain data, too.
+
+    Raises FormatError, naming the type, for anything else: only plain data is ever stored; or for a nest of more than
+    100 levels, so that whatever is stored can be read by any program.
+    """
+    return _encode(value, set(), _Tensors(tensor_bytes, tensor_bytes))
+
+
+@dataclass
+class _Tensors:
+    """How many bytes of tensors may be among plain data, and may yet come."""
+
+    limit_bytes: int
+    left_bytes: int
+
+    def encode(self, tensor: torch.Tensor) -> dict[str, Any]:
+        if not self.limit_bytes:
+            raise FormatError(
+                "a Tensor is where only plain data can be: in a set, or in a dict whose keys are neither text nor "
+                "ints; put it into a dict with text keys"
+            )
+        if hasattr(tensor, "__tensor_flatten__") or tensor.layout != torch.strided or tensor.device.type == "meta":
+            raise FormatError(f"a {type(tensor).__name__} on {tensor.device} is no plain tensor")
+        self.left_bytes -= tensor.numel() * tensor.element_size()
+        if self.left_bytes < 0:
+            raise FormatError(
+                f"a tensor of shape {list(tensor.shape)} is too large to go among plain data ({self.limit_bytes} bytes "
+                "in all); give it a key and a PerRank of its own"
+            )
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        return {"$tensor": [dtype_name(tensor.dtype), list(tensor.shape), base64.b64encode(data).decode()]}
+
+
+def _decode_tensor(dtype: str, shape: list[int], data: str) -> torch.Tensor:
+    kind, raw = dtype_from_name(dtype), base64.b64decode(data, validate=True)
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"{shape} is no shape")
+    if len(raw) != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"{len(raw)} bytes are no tensor of shape {shape} and dtype {dtype}")
+    if not raw:
+        return torch.empty(shape, dtype=kind, device="cpu")
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(kind).reshape(shape)
+
+
+def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
+    if value is None or type(value) is bool:
+        return value
+    if type(value) is int:  # JSON's are decimal, and Python reads no more than 4,300 digits
+        return value if value.bit_length() <= _LONG_INT_BITS else {"$int": hex(value)}
+    if type(value) is str:
+        return check_text(value)
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    simple = _encode_simple(value)
+    if simple is not None:
+        return simple
+    if id(value) in above:
+        raise FormatError("an object that contains itself cannot be stored as plain data")
+    if len(above) >= MAX_DEPTH:
+        raise FormatError(f"it is nested more than {MAX_DEPTH} levels deep")
+    above = above | {id(value)}
+    own = None if type(value) in (dict, list, tuple) else typed(value)
+    if own is not None:
+        return {"$typed": [check_text(own.name), _encode(own.value, above, tensors)]}
+    if type(value) is list:
+        return [_encode(v, above, tensors) for v in value]
+    if type(value) is tuple:
+        return {"$tuple": [_encode(v, above, tensors) for v in value]}
+    if type(value) in (set, frozenset):
+        return {f"${type(value).__name__}": sorted((_encode(v, above, tensors) for v in value), key=repr)}
+    if type(value) is deque:
+        return {"$deque": [[_encode(v, above, tensors) for v in value], value.maxlen]}
+    if isinstance(value, CustomValue):  # of a checkpoint
+        return {"$typed": [value.name, _encode(value.value, above, tensors)]}
+    if isinstance(value, Mapping):
+        if all(type(k) is str for k in value) and not any(k.startswith("$") for k in value):
+            return {check_text(k): _encode(v, above, tensors) for k, v in value.items()}
+        return {"$dict": [[_encode(k, above, tensors), _encode(v, above, tensors)] for k, v in value.items()]}
+    if isinstance(value, torch.Tensor):
+        return tensors.encode(value)
+    fix = (
+        "give its state_dict() instead, and what is loaded to its load_state_dict()"
+        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
+        else "turn it into numbers, text, lists and dicts first"
+    )
+    raise FormatError(
+        f"an object of type {type(value).__module__}.{type(value).__qualname__} is no plain data and cannot be stored; "
+        f"{fix}"
+    )
+
+
+def check_text(text: str) -> str:
+    """The text itself. Raises FormatError if it cannot be stored, such as a file's name that is no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise FormatError(f"the text {text[:80]!r} is not valid Unicode and cannot be stored") from None
+    return text
+
+
+def _encode_simple(value: Any) -> dict[str, Any] | None:
+    if type(value) is complex:
+        return {"$complex": [encode_plain(value.real), encode_plain(value.imag)]}
+    if type(value) in (bytes, bytearray):
+        return {f"${type(value).__name__}": base64.b64encode(value).decode()}
+    if type(value) is io.BytesIO:  # what older modules give as their extra state
+        return {"$bytesio": base64.b64encode(value.getvalue()).decode()}
+    if isinstance(value, torch.Size):
+        return {"$size": list(value)}
+    if type(value) is range:
+        return {"$range": [encode_plain(n) for n in (value.start, value.stop, value.step)]}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": dtype_name(value)}
+    if (isinstance(value, np.generic) or type(value) is np.ndarray) and value.dtype.kind in "biufc":
+        tag, shape = ("$array", [list(value.shape)]) if isinstance(value, np.ndarray) else ("$number", [])
+        return {tag: [value.dtype.str, base64.b64encode(value.tobytes()).decode(), *shape]}
+    return None
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$float": float,
+    "$int": lambda v: int(v, 16),
+    "$range": lambda v: range(*map(_decode, v)),
+    "$deque": lambda v: deque(map(_decode, v[0]), v[1]),
+    "$typed": lambda v: CustomValue(check_text(str(v[0])), _decode(v[1])),
+    "$complex": lambda v: complex(_decode(v[0]), _decode(v[1])),
+    "$bytes": lambda v: base64.b64decode(v, validate=True),
+    "$bytearray": lambda v: bytearray(base64.b64decode(v, validate=True)),
+    "$bytesio": lambda v: io.BytesIO(base64.b64decode(v, validate=True)),
+    "$size": torch.Size,
+    "$dtype": dtype_from_name,
+    "$number": lambda v: np.frombuffer(base64.b64decode(v[1], validate=True), _plain_dtype(v[0]))[0],
+    "$array": lambda v: np.frombuffer(bytearray(base64.b64decode(v[1], validate=True)), _plain_dtype(v[0])).reshape(
+        v[2]
+    ),
+    "$tensor": lambda v: _decode_tensor(*v),
+    "$tuple": lambda v: tuple(map(_decode, v)),
+    "$set": lambda v: set(map(_decode, v)),
+    "$frozenset": lambda v: frozenset(map(_decode, v)),
+    "$dict": lambda v: {_decode(k): _decode(x) for k, x in v},
+}
+
+
+def _plain_dtype(text: str) -> np.dtype[Any]:
+    dtype = np.dtype(str(text))
+    if dtype.kind not in "biufc":
+        raise FormatError(f"{text!r} is no dtype of a plain number")
+    return dtype
+
+
+def decode_plain(data: Any) -> Any:
+    """Inverse of `encode_plain`. Raises FormatError for data that it did not write."""
+    try:
+        return _decode(data)
+    except RecursionError:
+        raise FormatError("plain data is nested too deeply to be read") from None
+
+
+def _decode(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_decode(v) for v in data]
+    if not isinstance(data, dict):
+        return data
+    tag = next(iter(data), "")
+    if not isinstance(tag, str) or not tag.startswith("$"):
+        return {k: _decode(v) for k, v in data.items()}
+    if tag not in _DECODERS or len(data) != 1:
+        raise FormatError(f"{tag!r} marks no kind of plain data that is known here")
+    try:
+        return _DECODERS[tag](data[tag])
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        raise FormatError(f"the data under {tag!r} cannot be read: {error}") from error

@@ -1,0 +1,440 @@
+"""A state dict taken apart, each tensor asked once for what it is; and values put into it in place."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from planners.geometry.layout import Form, TensorLayout, TensorSpec
+from reshard.errors import FormatError, KeyMismatchError, LayoutError
+from reshard.live.tensors import (
+    class_kinds,
+    device_of,
+    dtensor_like,
+    dtype_of,
+    expanded,
+    form_of,
+    forms_of,
+    holder,
+    identity_of,
+    is_ambiguous,
+    is_dtensor,
+    is_sharded,
+    is_tensor,
+    local_tensors,
+    spec_of,
+)
+from reshard.live.tree import Flat, IntKey, KeyPath, flatten, key_of, rebuilt
+
+__all__ = ["LiveState", "LiveTensor", "PerRank", "Targets", "is_long", "take_apart"]
+
+
+_LONG = 1000
+"""Numbers in a sequence."""
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """A tensor of a state dict, asked once: made where the state is taken apart, and handed on from there."""
+
+    key: str
+    value: Any
+    """A Tensor, DTensor or ShardedTensor."""
+
+    @cached_property
+    def spec(self) -> TensorSpec:
+        """See `spec_of`, which may raise LayoutError."""
+        return spec_of(self.key, self.value)
+
+    @cached_property
+    def form(self) -> Form:
+        """See `form_of`, which may raise LayoutError."""
+        forms = self.forms
+        return forms[0] if len(forms) == 1 else form_of(self.value, self.key)
+
+    @cached_property
+    def forms(self) -> tuple[Form, ...]:
+        """See `forms_of`, which may raise LayoutError."""
+        return forms_of(self.value, self.key)
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """See `is_ambiguous`."""
+        return is_ambiguous(self.value)
+
+    def settle(self, layout: TensorLayout, rank: int) -> None:
+        """Have `form` be the one that all ranks found together: of those that are possible for this rank, the one by
+        which `rank` holds what it holds in `layout`."""
+        held = [box for part in layout.parts(rank) for box, _ in part.boxes()]
+        for form in self.forms:
+            if held == [box for part in form.parts(self.spec.shape, rank) for box, _ in part.boxes()]:
+                self.__dict__["form"] = form
+
+    @cached_property
+    def local(self) -> tuple[torch.Tensor, ...]:
+        """See `local_tensors`."""
+        return local_tensors(self.value)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Type of its elements."""
+        return dtype_of(self.value)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """See `device_of`."""
+        return device_of(self.value)
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """See `is_sharded`."""
+        return is_sharded(self.value)
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether it has no memory yet."""
+        return self.device.type == "meta"
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is sharded and this rank holds no element: then nothing here tells what it is tied to."""
+        return self.is_sharded and not any(local.numel() for local in self.local)
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """A state dict taken apart. What it holds is the caller's, and not copied."""
+
+    root: Any
+    """The state dict itself."""
+    tensors: dict[str, LiveTensor]
+    """By dotted key, tied ones included."""
+    per_rank: dict[str, PerRank]
+    objects: dict[str, Any]
+    """Everything else."""
+    paths: dict[str, KeyPath]
+    """Of all of these."""
+    containers: dict[KeyPath, str]
+    """Tuples, empty containers, and classes of mappings and tensors, see `reshard.live.tree.Flat`."""
+    tied: dict[str, str]
+    """Keys whose tensor is the very same memory as that of an earlier key."""
+
+
+def is_single(value: Any) -> bool:
+    """Whether a value is one thing under its key, however it is made inside: a tensor or a `PerRank`."""
+    return is_tensor(value) or isinstance(value, PerRank)
+
+
+def is_long(path: KeyPath, value: Any) -> bool:
+    """Whether a sequence of numbers is one value, such as the order of a sampler: a key for each costs too much."""
+    kind = type(value)
+    return kind in (list, tuple) and len(value) >= _LONG and all(type(item) in (int, float) for item in value)
+
+
+def take_apart(
+    state: Any,
+    *,
+    whole_at: Callable[[KeyPath, Any], bool] | None = None,
+    select: Collection[str] | None = None,
+) -> LiveState:
+    """Take a nest apart.
+
+    Args:
+        whole_at: containers that are one value, by path and container.
+        select: globs: only what has a key that one of them fits, with the containers around it.
+
+    Raises KeyMismatchError for keys that collide; LayoutError for a tensor that is no plain array in memory.
+    """
+    flat = flatten(state, is_leaf=is_single, whole_at=whole_at)
+    flat = replace(flat, leaves=expanded(flat.leaves), containers=flat.containers | class_kinds(flat.leaves))
+    if select is not None:
+        flat = _selected(flat, select)
+    out = LiveState(state, {}, {}, {}, {key_of(path): path for path in flat.leaves}, flat.containers, {})
+    firsts: dict[tuple[Any, ...], str] = {}
+    for key, value in zip(out.paths, flat.leaves.values(), strict=True):
+        if isinstance(value, PerRank):
+            out.per_rank[key] = value
+        elif is_tensor(value):
+            tensor = out.tensors[key] = LiveTensor(key, value)
+            tensor.spec  # noqa: B018  # refuses what is no plain array
+            identity = identity_of(value)
+            first = firsts.setdefault(identity, key) if identity is not None else key
+            if first != key:
+                out.tied[key] = first
+        else:
+            out.objects[key] = value
+    return out
+
+
+def _selected(flat: Flat, select: Collection[str]) -> Flat:
+    """What the globs fit, with the containers around it."""
+    fits = {path: any(fnmatch.fnmatchcase(key_of(path), glob) for glob in select) for path in flat.leaves}
+    inner = {path[:i] for path in flat.leaves for i in range(len(path))}
+    kept = {path[:i] for path, fit in fits.items() if fit for i in range(len(path))}
+    containers = {
+        path: kind
+        for path, kind in flat.containers.items()
+        if path in kept or (path not in inner and any(fnmatch.fnmatchcase(key_of(path), glob) for glob in select))
+    }
+    return replace(flat, leaves={path: leaf for path, leaf in flat.leaves.items() if fits[path]}, containers=containers)
+
+
+# `PerRank`: a value that is each rank's own, kept for each rank, with a stated rule for when their
+# number changes.
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """Declares that `value` (a random state, a data loader's position) differs from rank to rank.
+
+    Saving keeps every rank's value. Loading gives each rank its own back if as many ranks load as saved. If not,
+    `on_change` of the loading side decides.
+    """
+
+    value: Any = None
+    """A tensor; or plain data, with tensors among it of up to a MiB together. When loading, what is there before."""
+    on_change: str | Callable[[dict[int, Any], int, int], Any] = "error"
+    """`"error"`; `"keep"`: a rank beyond the saved ones keeps the value it has, others get theirs; `"drop"`: every rank
+    keeps the value it has; or a function of (values by saved rank, this rank, world size) that gives the new value."""
+
+    def __post_init__(self) -> None:
+        if self.on_change not in ("error", "keep", "drop") and not callable(self.on_change):
+            raise KeyMismatchError(f"on_change must be 'error', 'keep', 'drop' or a function, got {self.on_change!r}")
+
+    def choose(self, key: str, saved: Mapping[int, Any], rank: int, world_size: int, saved_world_size: int = 0) -> Any:
+        """The value of `rank` of `world_size` out of the saved ones, by rank.
+
+        Args:
+            saved: values by the rank that saved them, each of which may be read only when it is asked for.
+            saved_world_size: how many ranks saved, of which some may have had no such value; 0 if that is not known.
+
+        Raises KeyMismatchError where the numbers differ and nothing says what to do.
+        """
+        if rank in saved and world_size in (len(saved), saved_world_size):
+            return saved[rank]
+        if callable(self.on_change):
+            return self.on_change(dict(saved), rank, world_size)
+        if self.on_change == "keep":
+            return saved.get(rank, self.value)
+        if self.on_change == "drop":
+            return self.value
+        of = f" of {saved_world_size}" if saved_world_size > len(saved) else ""
+        raise KeyMismatchError(
+            f"{key!r} was saved per rank by {len(saved)}{of} ranks, but {world_size} ranks load, of which this is rank "
+            f"{rank}: say what to do with PerRank(value, on_change='keep' or 'drop' or a function)"
+        )
+
+
+# A live state dict taken apart, so that values can be put into it in place.
+
+
+_EXTRA_STATE = "_extra_state"
+"""The key under which torch puts what `Module.get_extra_state` gives."""
+
+
+@dataclass(frozen=True)
+class Targets(LiveState):
+    """What a load may fill. `objects` has the single values beside tensors; other values are parts of `units`."""
+
+    units: dict[str, KeyPath] = field(default_factory=dict)
+    """Containers without any tensor, which are replaced whole: their contents may have changed since."""
+    replaced: dict[str, torch.dtype] = field(default_factory=dict)
+    """Tensors that are to be replaced by ones of another dtype."""
+    resized: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of these, the extra state of modules that was saved with another shape: it takes that."""
+    _made: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    _new: dict[str, Any] = field(default_factory=dict)
+    """What takes the places of tensors of which `_made` has the new memory."""
+
+    @classmethod
+    def of(
+        cls, state: dict[str, Any], *, saved: Mapping[str, Any] | None = None, entry_by_entry: bool = False
+    ) -> Targets:
+        """Take `state` apart; nothing is changed. Raises FormatError if it is no dict or list.
+
+        Args:
+            saved: objects of the checkpoint by key. A list, tuple or dict of plain values whose very key is among them
+                was saved as one, and is one; so is a list or tuple with tensors, if one of as many items was saved.
+            entry_by_entry: no dict is replaced whole: each of its entries is matched for itself.
+        """
+        if not isinstance(state, MutableMapping | list):
+            raise FormatError(f"what is loaded into must be a dict (or a list), got {_in_words(state)}")
+        live = take_apart(state, whole_at=_saved_whole(saved or {}))
+        full: set[KeyPath] = {()}  # containers that are not replaced whole: those that hold a tensor somewhere
+        for key, path in live.paths.items():
+            if key not in live.objects:
+                full.update(path[:i] for i in range(len(path)))
+            elif entry_by_entry:  # and dicts, and what holds a dict
+                full.update(path[:i] for i in range(_depth_of_dicts(path)))
+        if entry_by_entry:
+            empty = [path for path, kind in live.containers.items() if kind.partition(":")[0] == "dict"]
+            full.update(path[:i] for path in empty for i in range(len(path) + 1))
+        above = {key: _outermost(live.paths[key][:-1], full) for key in live.objects}
+        objects = {key: value for key, value in live.objects.items() if above[key] is None}
+        containers = [path for path, kind in live.containers.items() if not kind.startswith("tensor:")]
+        units = {key_of(p): p for p in (*above.values(), *(_outermost(p, full) for p in containers)) if p}
+        paths = {key: path for key, path in live.paths.items() if above.get(key) is None} | units
+        return cls(state, live.tensors, live.per_rank, objects, paths, live.containers, live.tied, units)
+
+    def live(self, key: str, levels: int = 0) -> Any:
+        """What is under `key` now, or so many levels above that."""
+        here: Any = self.root
+        path = self.paths[key]
+        for part in path[: len(path) - levels]:
+            here = _inside(here, part)
+        return here
+
+    def writable(self, key: str) -> tuple[torch.Tensor, ...]:
+        """The local tensors to write into: the live ones, or new ones for meta tensors and changed dtypes, which
+        `put_new` puts in their places."""
+        tensor = self.tensors[key]
+        dtype = self.replaced.get(key)
+        if not tensor.is_meta and dtype is None:
+            return local_tensors(tensor.value)  # asked again: it may have been given other memory
+        if key not in self._made:
+            device = torch.device("cpu") if tensor.is_meta else tensor.device
+            fresh = tuple(
+                torch.empty(self.resized.get(key, local.shape), dtype=dtype or local.dtype, device=device)
+                for local in tensor.local
+            )
+            self._replace(key, fresh)
+        return self._made[key]
+
+    def _replace(self, key: str, fresh: tuple[torch.Tensor, ...]) -> None:
+        """Make what takes the place of a tensor, and of those that are tied to it and not replaced for themselves."""
+        tied = self.tied_in_place
+        first = tied.get(key, key)
+        made: dict[int, Any] = {}
+        for other in (first, *(k for k, its in tied.items() if its == first)) if tied else (key,):
+            tensor = self.tensors[other].value
+            if id(tensor) not in made:
+                made[id(tensor)] = _like(tensor, fresh, other)
+            self._made[other] = fresh
+            self._new[other] = made[id(tensor)]
+
+    def put_new(self) -> None:
+        """Put new tensors in their places: only when they are filled, since until then their memory holds anything."""
+        self.assign(self._new)
+        self._new.clear()
+
+    def is_opaque(self, key: str) -> bool:
+        """Whether a tensor is of the extra state of a module, whose shape is nobody's business but the module's."""
+        parts = [str(part) for part in self.paths[key]]
+        return not self.tensors[key].is_sharded and any(part.rpartition(".")[2] == _EXTRA_STATE for part in parts)
+
+    @property
+    def tied_in_place(self) -> dict[str, str]:
+        """`tied` without those that are replaced by tensors of their own."""
+        return {key: first for key, first in self.tied.items() if not {key, first} & set(self.replaced)}
+
+    def check_places(self, keys: Iterable[str]) -> None:
+        """Raises FormatError if a value that is to be replaced is in something that cannot be changed.
+
+        Values of `keys`, and tensors on the meta device or of another dtype.
+        """
+        fresh = [key for key, tensor in self.tensors.items() if tensor.is_meta]
+        for key in (*keys, *fresh, *self.replaced):
+            here: Any = self.root
+            for part in self.paths[key][:-1]:
+                if isinstance(here, Mapping) and not isinstance(here, MutableMapping):
+                    break
+                here = _inside(here, part)
+            if isinstance(here, Mapping) and not isinstance(here, MutableMapping):
+                raise FormatError(
+                    f"the value under {key!r} cannot be replaced: a {type(here).__name__} cannot be changed"
+                )
+
+    def tell_autograd(self, keys: Iterable[str]) -> None:
+        """Say that live tensors were written to, past torch: a graph that needs their old values must not be run."""
+        for key in keys:
+            tensor = self.tensors[key]
+            outer = (tensor.value,) if is_dtensor(tensor.value) else ()
+            for one in (*outer, *tensor.local):
+                if not one.is_inference():
+                    increment_version(one)
+
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """Put values in the places of their keys."""
+        for key, value in values.items():
+            _put(self.root, self.paths[key], value)
+
+
+def _outermost(path: KeyPath, full: Collection[KeyPath]) -> KeyPath | None:
+    """The outermost container on `path`, itself included, that is replaced whole."""
+    return next((path[:i] for i in range(1, len(path) + 1) if path[:i] not in full), None)
+
+
+def _saved_whole(saved: Mapping[str, Any]) -> Callable[[KeyPath, Any], bool]:
+    """Whether the container at a path was saved as one object, and can be replaced by it."""
+
+    def whole(path: KeyPath, value: Any) -> bool:
+        key = key_of(path)
+        if not path or key not in saved:
+            return False
+        if not any(map(is_single, flatten(value, is_leaf=is_single).leaves.values())):
+            return True
+        found = saved[key]
+        return not isinstance(value, Mapping) and type(found) in (list, tuple) and len(found) == len(value)
+
+    return whole
+
+
+def _depth_of_dicts(path: KeyPath) -> int:
+    """How many containers on the way to `path`, from the top, are dicts or lead to one."""
+    return max((i + 1 for i, part in enumerate(path) if type(part) is not int), default=0)
+
+
+def _in_words(value: Any) -> str:
+    """What was given in place of a state, and what was meant."""
+    kind = type(value).__name__
+    if isinstance(value, (str, os.PathLike)):
+        return f"{kind}: it is reshard.load(state, path) that reads checkpoints"
+    return kind
+
+
+def _like(tensor: Any, fresh: tuple[torch.Tensor, ...], key: str) -> Any:
+    """`fresh` as the same kind of tensor as `tensor`."""
+    if is_dtensor(tensor):
+        if not fresh:
+            return tensor
+        return dtensor_like(fresh[0], tensor)
+    if isinstance(tensor, torch.nn.Parameter) and fresh[0].dtype.is_floating_point:
+        return torch.nn.Parameter(fresh[0], requires_grad=tensor.requires_grad)
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError(
+            f"{key!r} is a {type(tensor).__name__}, which cannot be replaced: give it memory and its dtype"
+        )
+    return fresh[0]
+
+
+def _put(root: Any, path: KeyPath, value: Any) -> None:
+    """Replace what is at `path`. Tuples on the way are made anew in their own containers."""
+    chain = [root]
+    for part in path[:-1]:
+        chain.append(_inside(chain[-1], part))
+    for container, part in zip(reversed(chain), reversed(path)):
+        if isinstance(container, torch.Tensor):  # a subclass, of which this is an inner tensor
+            setattr(holder(container), str(part), holder(value))
+            return
+        if not isinstance(container, tuple):
+            container[_index(part)] = value
+            return
+        items = list(container)
+        items[_index(part)] = value
+        value = rebuilt(container, items)
+
+
+def _inside(here: Any, part: str | int | IntKey) -> Any:
+    """What a container, or a tensor that is made of others, has at one part of a path."""
+    return getattr(holder(here), str(part)) if isinstance(here, torch.Tensor) else here[_index(part)]
+
+
+def _index(part: str | int | IntKey) -> Any:
+    return part.value if isinstance(part, IntKey) else part

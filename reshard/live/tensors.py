@@ -1,0 +1,674 @@
+"""What a Tensor, DTensor or ShardedTensor is: its layout, its local tensors, what its placements mean. A border."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+
+from planners.geometry.box import Box
+from planners.geometry.layout import BoxesForm, Form, ProductForm, Shape, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
+from reshard.errors import FormatError, KeyMismatchError, LayoutError
+from reshard.live.dtypes import dtype_name
+from reshard.live.tree import KeyPath, class_name, flatten, key_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import (
+        _StridedShard,  # torch has no public name for what FSDP2 over TP uses
+    )
+    from typing_extensions import TypeIs
+
+__all__ = [
+    "agreed_form", "candidate_layouts", "class_kinds", "device_of", "dtensor_like", "dtype_of",
+    "expanded", "form_by_all", "form_of", "forms_of", "global_shape", "holder", "identity_of",
+    "is_ambiguous", "is_dtensor", "is_pending", "is_sharded", "is_sharded_tensor",
+    "is_strided_shard", "is_tensor", "layout_of", "lines_of", "local_tensors", "matching_shards",
+    "mesh_line", "raw_bytes", "several_ways", "spec_of", "tensor_class", "warn_if_untried",
+    "with_local",
+]  # fmt: skip
+
+
+# Only this module (with the other border modules) knows torch's private names for them.
+
+
+NEWEST_TRIED = (2, 15)
+"""The newest release of torch with which all tests were run."""
+
+
+def warn_if_untried(version: str) -> None:
+    """Warn of a torch newer than was tried: a release may change what this module reads. It is used all the same."""
+    major, minor = map(int, version.split(".")[:2])
+    if (major, minor) > NEWEST_TRIED:
+        tried = ".".join(map(str, NEWEST_TRIED))
+        warnings.warn(
+            f"reshard was tried with torch 2.6 to {tried}, and this is {version}: it goes on, but if layouts or state "
+            "dicts look wrong, report it with this version, or take one that was tried",
+            stacklevel=2,
+        )
+
+
+warn_if_untried(torch.__version__)
+
+
+def is_tensor(value: object) -> bool:
+    """Whether `value` is something with a layout: a Tensor (DTensor included) or a ShardedTensor."""
+    return isinstance(value, torch.Tensor) or is_sharded_tensor(value)
+
+
+def global_shape(tensor: Any) -> tuple[int, ...]:
+    """Shape of the whole tensor."""
+    # every attribute of a ShardedTensor that a plain tensor has too warns of its age; its metadata does not
+    return tuple(tensor.metadata().size) if is_sharded_tensor(tensor) else tuple(tensor.shape)
+
+
+def dtype_of(tensor: Any) -> torch.dtype:
+    """Type of its elements."""
+    dtype: torch.dtype = tensor.metadata().tensor_properties.dtype if is_sharded_tensor(tensor) else tensor.dtype
+    return dtype
+
+
+def device_of(tensor: Any) -> torch.device:
+    """Where this rank's elements are; "cpu" for a ShardedTensor of which it has none."""
+    if is_sharded_tensor(tensor):
+        return next((shard.tensor.device for shard in tensor._local_shards), torch.device("cpu"))
+    device: torch.device = tensor.device
+    return device
+
+
+def spec_of(fqn: str, tensor: Any) -> TensorSpec:
+    """Name, global shape and dtype. Raises LayoutError for a tensor whose elements are no plain array in memory."""
+    if is_lazy(tensor):
+        raise LayoutError(
+            f"tensor {fqn!r} is a parameter of a lazy module that has no shape yet: run the module once, then try again"
+        )
+    if not is_sharded_tensor(tensor) and (tensor.layout is not torch.strided or tensor.is_nested):
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").strip("_")
+        raise LayoutError(
+            f"tensor {fqn!r} is {kind}: only dense tensors can be saved, loaded and planned; use .to_dense(), or its "
+            "indices and values as tensors of their own"
+        )
+    if isinstance(tensor, torch.masked.MaskedTensor):
+        raise LayoutError(
+            f"tensor {fqn!r} is a MaskedTensor, of which only some elements have a value: give .get_data() and "
+            ".get_mask() as tensors of their own"
+        )
+    try:
+        return TensorSpec(fqn, global_shape(tensor), dtype_name(dtype_of(tensor)))
+    except FormatError as error:
+        raise FormatError(f"tensor {fqn!r}: {error}") from None
+
+
+def identity_of(tensor: Any) -> tuple[Any, ...] | None:
+    """Equal for tied tensors: the same memory seen alike, also memory that is yet to be made. None where nothing can
+    be said, as by a rank that holds no element."""
+    if is_lazy(tensor):
+        return None
+    placed: Any = ()
+    if is_dtensor(tensor):
+        parts, placed = [tensor._local_tensor], tensor.placements
+    elif is_sharded_tensor(tensor):
+        shards = tensor._local_shards
+        parts, placed = [one.tensor for one in shards], tuple(tuple(one.metadata.shard_offsets) for one in shards)
+    else:
+        parts = [tensor]
+    memory = [_memory_of(part) for part in parts]
+    if not any(memory) or None in memory:
+        return None
+    return *memory, global_shape(tensor), placed
+
+
+def _memory_of(local: torch.Tensor) -> tuple[Any, ...] | None:
+    """Where a local tensor is, and how it is seen there; () without elements, None where that cannot be said."""
+    if local.is_nested:
+        return None
+    if local.numel() == 0:
+        return ()
+    at: tuple[Any, ...]
+    try:
+        if local.device.type == "meta":
+            at = local.untyped_storage()._cdata, local.storage_offset()
+        else:
+            at = (local.data_ptr(),)
+    except RuntimeError:  # tensor subclasses may have no memory of their own
+        return None
+    return *at, local.dtype, tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
+
+
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
+    """The planners' mesh of a device mesh; axes without a name are called `axis0`, `axis1`, ..."""
+    ranks = _mesh_ranks(device_mesh)
+    names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(ranks.ndim))
+    return Mesh(list(zip(names, ranks.shape)), ranks.reshape(-1).tolist())
+
+
+def _mesh_ranks(device_mesh: DeviceMesh) -> torch.Tensor:
+    """Ranks by coordinate; also without a process group, where `.mesh` of a submesh asks for this process's rank."""
+    layout, ranks = getattr(device_mesh, "_layout", None), getattr(device_mesh, "_rank_map", None)
+    if layout is not None and ranks is not None and not dist.is_initialized():
+        whole: torch.Tensor = layout.remap_to_tensor(ranks)
+        return whole[0]
+    mesh: torch.Tensor = device_mesh.mesh
+    return mesh
+
+
+def lines_of(device_mesh: DeviceMesh, here: int) -> list[tuple[list[int], list[int]]]:
+    """For each axis: the ranks along it through `here`, in the order of the mesh and in that of their process group."""
+    grid = _mesh_ranks(device_mesh)
+    lines = [mesh_line(grid, here, axis) for axis in range(grid.ndim)] if (grid == here).any() else []
+    return [(line, _in_group_order(device_mesh, axis, line)) for axis, line in enumerate(lines)]
+
+
+def mesh_line(grid: torch.Tensor, rank: int, axis: int) -> list[int]:
+    """The ranks along an axis of a mesh through `rank`, in its order."""
+    at = (grid == rank).nonzero()[0].tolist()
+    line: list[int] = grid[(*at[:axis], slice(None), *at[axis + 1 :])].tolist()
+    return line
+
+
+def _in_group_order(device_mesh: DeviceMesh, axis: int, line: list[int]) -> list[int]:
+    """Process groups ascend, unless `new_group(..., sort_ranks=False)` made them. So do those that cannot be asked: a
+    mesh may have none, or outlive them; their names may be those of others by then."""
+    try:
+        ranks = dist.get_process_group_ranks(device_mesh.get_group(axis))
+    except (RuntimeError, LookupError, ValueError, AssertionError, TypeError):  # the last is what torch 2.6 says
+        return sorted(line)
+    return ranks if sorted(ranks) == sorted(line) else sorted(line)
+
+
+def form_of(tensor: Any, fqn: str = "") -> Form:
+    """How `tensor` is placed. A plain tensor is whole on every rank of the job, or on the one rank without a job.
+
+    Raises LayoutError for a DTensor with pending reductions (`Partial`), a placement that is not known here, or one
+    that may be cut in several ways between which its local tensor does not decide.
+    """
+    forms = forms_of(tensor, fqn)
+    if len(forms) == 1:
+        return forms[0]
+    here, shape = _rank(), global_shape(tensor)
+    if len({form.parts(shape, here) for form in forms}) > 1:
+        raise LayoutError(f"tensor {fqn!r} {several_ways(shape, forms, here)}")
+    return forms[0]
+
+
+def forms_of(tensor: Any, fqn: str = "") -> tuple[Form, ...]:
+    """All ways in which `tensor` may be placed, by what this rank holds of it; the likeliest first. Mostly one: they
+    are several where a strided shard is cut unevenly. Then all ranks together can tell, see `agreed_form`.
+
+    Raises LayoutError as `form_of` does, but for the last reason.
+    """
+    if is_dtensor(tensor):
+        return _dtensor_forms(tensor, fqn)
+    if is_sharded_tensor(tensor):
+        return (_sharded_tensor_form(tensor, fqn),)
+    return (_whole_everywhere(dist.get_world_size() if dist.is_initialized() else 1),)
+
+
+@lru_cache(maxsize=8)
+def _whole_everywhere(world_size: int) -> ProductForm:
+    return ProductForm.make(Mesh({"world": world_size}), (Replicate(),))
+
+
+def form_by_all(tensor: Any) -> Form:
+    """How `tensor` is placed, as all ranks that hold it find together: collective over them, unless no rank can doubt.
+
+    Raises LayoutError as `form_of` does, on all ranks where they find several ways to be possible.
+    """
+    forms = forms_of(tensor)
+    ways = matching_shards(_dtensor_readings(tensor), tuple(tensor.shape), {}) if is_dtensor(tensor) else forms
+    if len(ways) == 1 or tensor.device_mesh.get_coordinate() is None:
+        return forms[0]
+    kinds = dist.get_backend_config(tensor.device_mesh.get_group(0))
+    here = tensor._local_tensor.device  # or, where its groups send from there alone, what its mesh is made of
+    here = here if f"{here.type}:" in kinds else tensor.device_mesh.device_type
+    possible = torch.tensor([way in forms for way in ways], dtype=torch.int32, device=here)
+    for axis in range(tensor.device_mesh.ndim):
+        dist.all_reduce(possible, dist.ReduceOp.MIN, group=tensor.device_mesh.get_group(axis))
+    form = agreed_form(tuple(tensor.shape), [[way for way, fits in zip(ways, possible.tolist()) if fits]])
+    if form is None:
+        raise LayoutError(f"the ranks hold local tensors that are no one layout of shape {tuple(tensor.shape)}")
+    return form
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else -1
+
+
+def _dtensor_readings(tensor: DTensor, fqn: str = "") -> tuple[ProductForm, ...]:
+    mesh = tensor.device_mesh
+    groups = tuple(getattr(mesh, "_dim_group_names", ()))
+    try:
+        return _readings(mesh, _rank(), groups, tuple(tensor.placements), tensor.ndim)
+    except LayoutError as error:
+        raise LayoutError(f"tensor {fqn!r} {error}") from None
+
+
+def is_ambiguous(tensor: Any) -> bool:
+    """Whether the placements of a tensor can mean several forms, among which only what all ranks hold decides. The same
+    on all ranks of its mesh."""
+    if not is_dtensor(tensor) or not any(is_strided_shard(p) for p in tensor.placements):
+        return False
+    return len(matching_shards(_dtensor_readings(tensor), tuple(tensor.shape), {})) > 1
+
+
+def _dtensor_forms(tensor: DTensor, fqn: str) -> tuple[ProductForm, ...]:
+    here, shape, local = _rank(), tuple(tensor.shape), tuple(tensor._local_tensor.shape)
+    if not (found := _forms_held(_dtensor_readings(tensor, fqn), shape, here, local)):
+        forms = _dtensor_readings(tensor, fqn)
+        (due,) = forms[-1].parts(shape, here)
+        raise LayoutError(
+            f"tensor {fqn!r}: the local tensor of rank {here} has shape {local}, but shape {shape} placed as "
+            f"{forms[-1]} gives {due.sizes}; a DTensor made of uneven local tensors must follow torch.chunk, in the "
+            "order of its process groups"
+        )
+    return found
+
+
+@lru_cache(maxsize=4096)  # of a state with many tensors, few differ in this
+def _forms_held(
+    forms: tuple[ProductForm, ...], shape: tuple[int, ...], here: int, local: tuple[int, ...]
+) -> tuple[ProductForm, ...]:
+    """Metadata do not tell how a tensor was cut. What this rank really holds, of shape `local`, does."""
+    return matching_shards(forms, shape, {here: local} if here in forms[-1].mesh else {})
+
+
+@lru_cache(maxsize=1024)
+def _readings(
+    device_mesh: DeviceMesh, here: int, groups: tuple[str, ...], placements: tuple[object, ...], ndim: int
+) -> tuple[ProductForm, ...]:
+    """What the placements may mean, the likeliest first.
+
+    The same slice of a mesh has other ranks for another process, yet compares equal: `here` tells them apart, as the
+    names of its groups tell meshes that differ in nothing but the order of the ranks in these.
+    """
+    kept = set()
+    for axis, (line, group) in enumerate(lines_of(device_mesh, here)):
+        if group == line != sorted(line):
+            kept.add(axis)
+        elif group != sorted(line):
+            raise LayoutError(
+                f"is on a mesh with the ranks {line} along axis {axis}, but its group has them as {group}"
+            )
+    return candidate_layouts(mesh_of(device_mesh), tuple(_placement(p, ndim) for p in placements), frozenset(kept))
+
+
+def _placement(placement: Any, ndim: int) -> Placement:
+    if is_strided_shard(placement):  # before Shard, of which it is a kind in some torch versions
+        strided: _StridedShard = placement
+        return StridedShard(strided.dim % max(ndim, 1), int(strided.split_factor))
+    if is_pending(placement):
+        raise LayoutError(f"has a pending reduction ({placement}): redistribute it to Replicate() or Shard first")
+    if type(placement).__name__ == "Shard":
+        return Shard(placement.dim % max(ndim, 1))
+    if type(placement).__name__ == "Replicate":
+        return Replicate()
+    raise LayoutError(f"has the placement {placement}, which is not known here: redistribute it first")
+
+
+def _sharded_tensor_form(tensor: Any, fqn: str) -> Form:
+    boxes: dict[int, list[Box]] = {}
+    for shard in tensor.metadata().shards_metadata:
+        if shard.placement is None or shard.placement.rank() is None:
+            raise LayoutError(f"tensor {fqn!r}: a shard of this ShardedTensor does not say on which rank it is")
+        boxes.setdefault(int(shard.placement.rank()), []).append(Box(shard.shard_offsets, shard.shard_sizes))
+    return BoxesForm.make(boxes)
+
+
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """The same DTensor over another local tensor of equal sizes, which stays where it is: `from_local` would move it to
+    the device of the mesh."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def local_tensors(tensor: Any) -> tuple[torch.Tensor, ...]:
+    """The local tensors of this rank, detached and sharing memory, one for each part of the layout; () where none.
+
+    For a DTensor or plain tensor that is one tensor; for a ShardedTensor, one for each local shard, in the order
+    of its metadata.
+    """
+    if is_dtensor(tensor):
+        if tensor.device_mesh.get_coordinate() is None:
+            return ()
+        return (tensor._local_tensor.detach(),)
+    if is_sharded_tensor(tensor):
+        here = dist.get_rank() if dist.is_initialized() else 0
+        order = [
+            tuple(shard.shard_offsets)
+            for shard in tensor.metadata().shards_metadata
+            if int(shard.placement.rank()) == here
+        ]
+        held = {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in tensor._local_shards}
+        return tuple(held[offsets] for offsets in order if offsets in held)
+    return (tensor.detach(),)
+
+
+def layout_of(state: Any, fqn: str = "") -> Any:
+    """The layout of a state dict (`StateLayout`, by dotted key) or of one tensor (`TensorLayout`, named `fqn`).
+
+    Of a state dict, everything that is no tensor is passed over. Plain tensors count as whole on every rank.
+    """
+    if is_tensor(state):
+        return TensorLayout.of(spec_of(fqn, state), form_of(state, fqn))
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    flat = flatten(state, is_leaf=is_tensor)
+    layouts = {key_of(path): value for path, value in flat.leaves.items() if is_tensor(value)}
+    tensors = {key: TensorLayout.of(spec_of(key, value), form_of(value, key)) for key, value in layouts.items()}
+    return StateLayout(tensors, max([world, *(layout.world_size for layout in tensors.values())]))
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, sharing memory on any device.
+
+    A dim of size 1 may have any stride and be contiguous all the same, but torch refuses to see it as bytes then.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+# Which of torch's distributed tensors a value is, by the names of its classes: none is imported to
+# find that out.
+#
+# `torch.distributed.tensor` takes longer to import than a small checkpoint takes to save, and where
+# no DTensor was made nobody needs it. A DTensor can only exist where its class does, and then the
+# class says so itself, whichever path it was imported by, before this package or after it, and
+# whatever another thread imports meanwhile. Where one is made after another, its class is there,
+# and to import it is to look into a table.
+
+
+_KNOWN = 1024
+"""Classes that are remembered; programs that make classes as they go have them forgotten."""
+
+
+class _Named(dict[type, bool]):
+    """Whether a class is one of torch.distributed's with such a name, or derived from one. Each is looked at once."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = frozenset(names)
+
+    def __missing__(self, cls: type) -> bool:
+        if len(self) >= _KNOWN:
+            self.clear()
+        # its module differs from release to release, but not the package
+        found = any(c.__name__ in self.names and c.__module__.startswith("torch.distributed.") for c in cls.__mro__)
+        self[cls] = found
+        return found
+
+
+_DTENSORS = _Named("DTensor")
+_SHARDED_TENSORS = _Named("ShardedTensor")
+_SHARDED = _Named("DTensor", "ShardedTensor")
+_STRIDED_SHARDS = _Named("_StridedShard")
+_PENDING = _Named("Partial")
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Whether `value` is a DTensor."""
+    return _DTENSORS[type(value)]
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether `value` is a ShardedTensor."""
+    return _SHARDED_TENSORS[type(value)]
+
+
+def is_sharded(value: object) -> bool:
+    """Whether `value` may hold only a part of its tensor: a DTensor or ShardedTensor."""
+    return _SHARDED[type(value)]
+
+
+def is_strided_shard(placement: object) -> bool:
+    """Whether a placement of a DTensor is what FSDP2 over tensor parallelism uses, for which torch has no public name;
+    a kind of `Shard` in some of its releases."""
+    return _STRIDED_SHARDS[type(placement)]
+
+
+def is_pending(placement: object) -> bool:
+    """Whether a placement of a DTensor is a reduction that was not done yet, a `Partial`."""
+    return _PENDING[type(placement)]
+
+
+def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
+    """A DTensor of this local tensor, of the shape of `model`, on its mesh and placed as it is there."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
+    )
+
+
+# What DTensor's placements on a mesh can mean: which elements each rank holds. The metadata alone
+# do not tell.
+#
+# torch cuts and gathers along an axis in the order of that axis's process groups, and these mostly
+# ascend, whatever the mesh says: on `DeviceMesh("cpu", [1, 0])`, FSDP2, `distribute_tensor` and
+# `full_tensor` give rank 0 the first rows. And FSDP2 over tensor parallelism cuts the inner axes
+# first, which placements read from left to right do not say:
+#
+#     7 rows, (_S(0, 2), S(0)) on (dp=3, tp=2)     rank (dp, tp)    0,0   0,1   1,0   1,1   2,0   2,1
+#     as FSDP2 cuts: tp, then dp                                    0 1   4     2 3   5     -     6
+#     as `distribute_tensor` cuts: dp, then tp                      0 1   4     2 3   5     6     -
+#
+# Where rows divide evenly all ways of cutting come to the same; where they do not, only what ranks
+# hold can tell.
+
+
+@lru_cache(maxsize=1024)
+def candidate_layouts(
+    mesh: Mesh, placements: tuple[Placement, ...], kept: frozenset[int] = frozenset()
+) -> tuple[ProductForm, ...]:
+    """What tensors of these placements may be, the likeliest first, each once: as FSDP2 cuts what tensor parallelism
+    (by `distribute_tensor`) has left, as all cuts are made that a strided shard leaves for later, and as the placements
+    say. The shapes of local tensors tell which it is, see `matching_shards`.
+
+    Args:
+        kept: axes whose process groups have their ranks in the order of the mesh. Those of all others ascend.
+
+    Raises LayoutError, without the tensor's name, where the groups would leave elements to no rank.
+    """
+    grouped = _mesh_in_group_order(mesh, placements, kept)
+    if grouped is None:
+        raise LayoutError(
+            "is cut along several axes of a mesh on which the ranks do not ascend: torch cuts in the order of each "
+            "axis's process group, which gives some elements to two ranks and others to none. Make the mesh of ranks "
+            f"that ascend along every axis; it is {mesh}"
+        )
+    literal = ProductForm.make(grouped, placements)
+    outermost = [
+        next(axis for axis, p in enumerate(placements) if isinstance(p, StridedShard) and p.dim == dim)
+        for dim in {p.dim for p in placements if isinstance(p, StridedShard)}
+    ]
+    every = [axis for axis, placement in enumerate(placements) if isinstance(placement, StridedShard)]
+    return tuple(dict.fromkeys((_cut_later(literal, outermost), _cut_later(literal, every), literal)))
+
+
+def matching_shards(
+    forms: Sequence[ProductForm], shape: tuple[int, ...], held: Mapping[int, Shape]
+) -> tuple[ProductForm, ...]:
+    """Those of `forms` by which the local tensors of some ranks (rank -> shape) have these shapes, in order; of several
+    that give every rank the same elements, the last, which says it as the placements do."""
+    found: list[ProductForm] = []
+    for form in forms:
+        if all(_local_shape(form, shape, rank) == sizes for rank, sizes in held.items()):
+            alike = next((i for i, other in enumerate(found) if same_parts(form, other, shape)), len(found))
+            found[alike : alike + 1] = [form]
+    return tuple(found)
+
+
+def agreed_form(shape: Shape, said: Iterable[Collection[Form]]) -> Form | None:
+    """The one form out of what each rank says that a tensor may be; None where no form is possible on all ranks.
+
+    Raises LayoutError, without the tensor's name, where several are that differ in some element.
+    """
+    parties = list(said)
+    found = [form for form in parties[0] if all(form in other for other in parties[1:])]
+    if len(found) > 1:
+        raise LayoutError(several_ways(shape, found, None))
+    return found[0] if found else None
+
+
+def several_ways(shape: Shape, forms: Sequence[Form], rank: int | None) -> str:
+    """Why nobody can say how a tensor of this shape is cut: all these forms fit what `rank` holds, or all ranks."""
+    who = "all ranks hold" if rank is None else f"rank {rank} holds, and it cannot tell by itself which it is"
+    return (
+        f"of shape {shape} may be cut in {len(forms)} ways that fit what {who}: {'; '.join(map(str, forms))}. FSDP2 "
+        "cuts what tensor parallelism has left, `distribute_tensor` cuts from left to right, and for uneven pieces "
+        "that differs. Pad the dim to a multiple of the ranks that cut it, or redistribute to plain shards first"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _local_shape(form: ProductForm, shape: Shape, rank: int) -> Shape:
+    return form.parts(shape, rank)[0].sizes
+
+
+@lru_cache(maxsize=4096)
+def same_parts(a: ProductForm, b: ProductForm, shape: tuple[int, ...]) -> bool:
+    """Whether both give every rank the same elements in the same order."""
+    return a == b or all(a.parts(shape, rank) == b.parts(shape, rank) for rank in a.ranks())
+
+
+def _mesh_in_group_order(mesh: Mesh, placements: Sequence[Placement], kept: Collection[int]) -> Mesh | None:
+    """The mesh with each rank at its place in its process groups, along the axes that cut. None where two ranks would
+    be at one place, as on `[[0, 3], [2, 1]]`."""
+    grid = mesh.ranks.reshape(mesh.shape)
+    cut = [a for a, placement in enumerate(placements) if not isinstance(placement, Replicate) and a not in kept]
+    if all((np.diff(grid, axis=axis) > 0).all() for axis in cut):
+        return mesh
+    places = list(np.indices(grid.shape))
+    for axis in cut:
+        places[axis] = grid.argsort(axis=axis).argsort(axis=axis)
+    out = np.full_like(grid, -1)
+    out[tuple(places)] = grid
+    return None if (out < 0).any() else Mesh(mesh.axes, out.reshape(-1).tolist())
+
+
+def _cut_later(form: ProductForm, axes: Collection[int]) -> ProductForm:
+    """The same cuts, but those of the strided shards on `axes` made after as many later cuts as their split factors
+    stand for: inner axes first, on a mesh with its axes in that order.
+
+    `(_S(0, 2), S(0))` on (dp, tp=2) becomes `(S(0), S(0))` on (tp=2, dp). A strided shard whose split factor is no such
+    product means what it says, and stays.
+    """
+    mesh, placements = form.mesh, form.placements
+    order: list[int] = []  # the axes, in the order in which they cut
+    out = list(placements)
+    for axis in reversed(range(mesh.ndim)):
+        placement, at = placements[axis], 0
+        if axis in axes and isinstance(placement, StridedShard):
+            pieces = 1
+            for place, other in enumerate(order):
+                cut = placements[other]
+                if not isinstance(cut, Replicate) and cut.dim == placement.dim:
+                    pieces *= mesh.shape[other]
+                    if pieces == placement.split_factor:
+                        at, out[axis] = place + 1, Shard(placement.dim)
+                        break
+        order.insert(at, axis)
+    if order == list(range(mesh.ndim)):
+        return form
+    return ProductForm.make(mesh.submesh(*(mesh.names[a] for a in order)), tuple(out[a] for a in order))
+
+
+# Tensor subclasses that are made of plain tensors, such as quantized weights: saved and filled as
+# these.
+#
+#     {"w": Quantized(data, scale)}    ->    w.data, w.scale
+#
+# What the class says beside its tensors is code, and stays with the target: a load fills the inner
+# tensors of a target of the same kind in place.
+
+
+_PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
+
+
+def holder(value: torch.Tensor) -> torch.Tensor:
+    """The tensor whose attributes the inner tensors are: of a DTensor, its local tensor."""
+    return value._local_tensor if is_dtensor(value) else value
+
+
+def inner_names(value: object) -> list[str]:
+    """The attributes with the tensors that a tensor, or a DTensor's local one, is made of; none of a plain one."""
+    local = holder(value) if isinstance(value, torch.Tensor) else value
+    if not isinstance(local, torch.Tensor) or type(local) is torch.Tensor:
+        return []
+    names: list[str] = local.__tensor_flatten__()[0] if hasattr(local, "__tensor_flatten__") else []
+    return list(names)
+
+
+def tensor_class(value: object) -> str:
+    """The class of a tensor, or of a DTensor's local one, if it says more than its elements; "" for plain ones."""
+    local = holder(value) if isinstance(value, torch.Tensor) else value
+    cls = type(local)
+    if not isinstance(local, torch.Tensor) or cls in _PLAIN:
+        return ""
+    return "" if cls.__module__.startswith("torch.") and not inner_names(local) else class_name(local)
+
+
+def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
+    """ "tensor:app.Quantized" by path, for tensors of classes of their own, and for such that these are made of."""
+    out: dict[KeyPath, str] = {}
+    for path, value in leaves.items():
+        if not isinstance(value, torch.Tensor) or type(value) in _PLAIN or type(holder(value)) in _PLAIN:
+            continue
+        value = _settled(value)
+        if name := tensor_class(value):
+            out[path] = f"tensor:{name}"
+            out |= class_kinds({(*path, part): getattr(holder(value), part) for part in inner_names(value)})
+    return out
+
+
+def _settled(value: Any) -> Any:
+    """The value itself, but for the result of a collective that may be under way: that, plain, when it has arrived."""
+    if not isinstance(value, torch.Tensor) or type(holder(value)).__name__ != "AsyncCollectiveTensor":
+        return value
+    arrived: torch.Tensor = holder(value).trigger_wait()  # type: ignore[attr-defined]
+    if not is_dtensor(value):
+        return arrived
+    return dtensor_like(arrived, value)
+
+
+def _inner(value: torch.Tensor, name: str, path: KeyPath) -> torch.Tensor:
+    """An inner tensor; of a DTensor, cut as that is, which only an inner tensor of the same shape is known to be."""
+    local = holder(value)
+    part: torch.Tensor = getattr(local, name)
+    if not is_dtensor(value):
+        return part
+    if part.shape != local.shape:
+        raise LayoutError(
+            f"{key_of(path)!r} is a {type(local).__name__} inside a DTensor: its part {name!r} has shape "
+            f"{list(part.shape)}, the local tensor {list(local.shape)}, so nothing says how the part is cut. Give its "
+            "parts as DTensors of their own, or plain values (dequantized)"
+        )
+    return dtensor_like(part.detach(), value)
+
+
+def expanded(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
+    """`leaves`, with the inner tensors in the place of a tensor that is made of them, at its path and their attribute.
+
+    Raises KeyMismatchError if something else has such a key; LayoutError for a part of a DTensor's local tensor that
+    has another shape than that.
+    """
+    leaves = {path: _settled(value) for path, value in leaves.items()}
+    made_of = {path: names for path, value in leaves.items() if (names := inner_names(value))}
+    if not made_of:
+        return leaves
+    keys: set[str] = set()
+    out: dict[KeyPath, Any] = {}
+    for path, value in leaves.items():
+        inner = {(*path, name): _inner(value, name, path) for name in made_of.get(path, ())}
+        for place, part in (expanded(inner) if inner else {path: value}).items():
+            if key_of(place) in keys:
+                raise KeyMismatchError(f"the key {key_of(place)!r} is a part of a tensor, and something else as well")
+            keys.add(key_of(place))
+            out[place] = part
+    return out

@@ -1,0 +1,483 @@
+"""Nested containers as flat leaves with typed key paths, and back, in the types of the live values."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import torch
+
+from reshard.errors import FormatError, KeyMismatchError
+
+__all__ = [
+    "MAX_DEPTH", "CustomValue", "Flat", "IntKey", "KeyPath", "class_name", "flatten", "key_of",
+    "mapping_kind", "needs_class", "other_key_of", "path_from_json", "path_to_json", "rebuilt",
+    "restore_types", "typed", "unflatten", "unresolved_class",
+]  # fmt: skip
+
+
+# A path says how a leaf is reached: text for a string key of a dict, `IntKey` for an int key, a
+# plain int for a position in a list or tuple. That, and which containers are tuples or empty, is
+# all it takes to build the same nest again:
+#
+#     {"a.b": [x, {5: y}]}   ->   ("a.b", 0): x,  ("a.b", 1, IntKey(5)): y
+
+
+_MAX_INT_KEY = 1 << 256
+MAX_DEPTH = 100
+"""Levels of a nest that are taken apart: what is written can then be read with room on the stack, in any program."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntKey:
+    """An int that is a key of a dict, as opposed to a position in a sequence."""
+
+    value: int
+    apart: bool = field(default=False, compare=False)
+    """Whether the dict has the same as text, too: the number is written in brackets then."""
+
+    def __str__(self) -> str:
+        return f"[{self.value}]" if self.apart else str(self.value)
+
+
+KeyPath = tuple[str | int | IntKey, ...]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A nest taken apart. `unflatten(flat.leaves, flat.containers)` builds it again."""
+
+    leaves: dict[KeyPath, Any]
+    """Every value that is no container, by path, in order."""
+    containers: dict[KeyPath, str] = field(default_factory=dict)
+    """"dict" and "list" for the empty ones, which no leaf would tell of; for every other sequence, what
+    `reshard.live.tree.sequence_kind` says of it, and for mappings without tensors, if they are no plain
+    dicts, what `mapping_kind` does. Of tensors that are of a class of their own, "tensor:app.Quantized"."""
+
+
+def key_of(path: KeyPath) -> str:
+    """The dotted key of a path, as torch.distributed.checkpoint writes it: `"a.b.0"`. Two paths can share one."""
+    return ".".join(map(str, path))
+
+
+def other_key_of(path: KeyPath) -> str:
+    """The dotted key that a path has where its ints have the same text beside them, or, where they have, without."""
+    return key_of(tuple(IntKey(part.value, not part.apart) if isinstance(part, IntKey) else part for part in path))
+
+
+def flatten(
+    tree: Any,
+    *,
+    is_leaf: Callable[[Any], bool] | None = None,
+    whole_at: Callable[[KeyPath, Any], bool] | None = None,
+) -> Flat:
+    """Take dicts (with text or ints as keys), lists, tuples and deques apart; all else is a leaf, also other dicts.
+
+    Args:
+        is_leaf: what else is not taken apart.
+        whole_at: the same for a container, by its path as well.
+
+    Raises:
+        KeyMismatchError: a container that contains itself or is nested too deeply, or two values or containers whose
+            dotted keys are the same.
+    """
+    flat = Flat({})
+    _flatten(
+        tree, (), flat, _Walk(is_leaf or (lambda value: False), whole_at or (lambda path, value: False), {}, set())
+    )
+    return flat
+
+
+def _show(path: KeyPath) -> str:
+    return "".join(f"[{p.value if isinstance(p, IntKey) else p!r}]" for p in path)
+
+
+class _Walk(NamedTuple):
+    """Where the taking apart ends, besides at what is no container, and what it has come across."""
+
+    is_leaf: Callable[[Any], bool]
+    whole_at: Callable[[KeyPath, Any], bool]
+    seen: dict[str, KeyPath]
+    """The path of each dotted key, of leaves and containers."""
+    above: set[int]
+
+    def see(self, path: KeyPath) -> None:
+        """Raises KeyMismatchError for a key that something else has, too."""
+        other = self.seen.setdefault(key_of(path), path) if path else path
+        if other != path:
+            raise KeyMismatchError(
+                f"two values of the state have the same key {key_of(path)!r}: {_show(other)} and {_show(path)}; "
+                "rename one of them"
+            )
+
+
+def _flatten(value: Any, path: KeyPath, flat: Flat, walk: _Walk) -> bool:
+    """Whether there is nothing below that `walk.is_leaf` stops at."""
+    walk.see(path)
+    is_single = walk.is_leaf(value)
+    items = None if is_single else _items(value)
+    if items is None or walk.whole_at(path, value):
+        flat.leaves[path] = value
+        return not is_single
+    kind, pairs = items
+    if id(value) in walk.above:
+        raise KeyMismatchError(f"the container at {_show(path) or 'the top'} contains itself")
+    if len(path) >= MAX_DEPTH:
+        raise KeyMismatchError(f"the state is nested too deeply, more than {MAX_DEPTH} levels: {_show(path)[:200]}...")
+    if kind not in ("dict", "list") or (not pairs and (path or kind == "list")):
+        flat.containers[path] = kind
+    walk.above.add(id(value))
+    is_plain = True
+    for key, item in pairs:
+        is_plain &= _flatten(item, (*path, key), flat, walk)
+    is_odd = kind == "dict" and not (type(value) is dict and _KEYS.issuperset(map(type, value)))
+    if is_odd and is_plain and path and (own := mapping_kind(value)) != "dict":
+        flat.containers[path] = own
+    walk.above.discard(id(value))
+    return is_plain
+
+
+_KEYS = {str, int}
+
+
+def _items(value: Any) -> tuple[str, list[tuple[str | int | IntKey, Any]]] | None:
+    """Kind and items of a container; None for a leaf."""
+    if isinstance(value, Mapping):
+        parts = _parts_of(value)
+        return None if parts is None else ("dict", list(zip(parts, value.values(), strict=True)))
+    kind = sequence_kind(value)
+    return None if kind is None else (kind, list(enumerate(value)))
+
+
+def _parts_of(keys: Iterable[Any]) -> list[str | IntKey] | None:
+    """A dict's keys as parts of paths; None if one cannot be."""
+    parts = [_part_of(key) for key in keys]
+    if any(part is None for part in parts):
+        return None
+    if any(type(part) is IntKey for part in parts):
+        texts = {part for part in parts if type(part) is str}
+        parts = [IntKey(p.value, True) if isinstance(p, IntKey) and str(p) in texts else p for p in parts]
+    return parts  # type: ignore[return-value]  # none is None
+
+
+def _part_of(key: Any) -> str | IntKey | None:
+    """A dict's key in a path; None for one that can only be saved with the dict as one value. One of a class of its own
+    counts as the text or number that it is equal to."""
+    if type(key) is str:
+        return key
+    if isinstance(key, str):
+        plain = str.__str__(key)
+        return plain if plain == key and hash(plain) == hash(key) else None
+    if isinstance(key, int) and not isinstance(key, bool) and -_MAX_INT_KEY <= key <= _MAX_INT_KEY:
+        return IntKey(int.__int__(key))
+    return None
+
+
+def unflatten(leaves: Mapping[KeyPath, Any], containers: Mapping[KeyPath, str] | None = None) -> Any:
+    """The nest that `flatten` took apart. A sequence of which only some positions are given becomes shorter, in order.
+
+    Raises KeyMismatchError if one path leads through another's leaf.
+    """
+    kinds = containers or {}
+    if () in leaves:
+        if len(leaves) > 1:
+            raise KeyMismatchError("the top of a nest cannot be a value and a container at once")
+        return leaves[()]
+    root: dict[Any, Any] = {}
+    for path, value in leaves.items():
+        parent = _descend(root, path[:-1])
+        if path[-1] in parent:
+            raise KeyMismatchError(f"{_show(path)} is a value and a container at once, or is given twice")
+        parent[path[-1]] = _Leaf(value)
+    for path, kind in kinds.items():
+        if not kind.startswith("tensor:"):
+            _descend(root, path)
+    try:
+        return _build(root, (), kinds)
+    except RecursionError:
+        raise KeyMismatchError("the state is nested too deeply to be built again") from None
+
+
+class _Leaf:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _descend(root: dict[Any, Any], path: KeyPath) -> dict[Any, Any]:
+    """The container at `path`, made on the way down."""
+    node = root
+    for i, part in enumerate(path):
+        node = node.setdefault(part, {})
+        if isinstance(node, _Leaf):
+            raise KeyMismatchError(f"{_show(path[: i + 1])} is a value and a container at once")
+    return node
+
+
+def _build(node: Any, path: KeyPath, kinds: Mapping[KeyPath, str]) -> Any:
+    if isinstance(node, _Leaf):
+        return node.value
+    kind = kinds.get(path, "list" if node and all(type(k) is int for k in node) else "dict")
+    if kind.partition(":")[0] in ("dict", "tensor"):
+        return {k.value if isinstance(k, IntKey) else k: _build(v, (*path, k), kinds) for k, v in node.items()}
+    return make_sequence(kind, [_build(node[k], (*path, k), kinds) for k in sorted(node)])
+
+
+_INTS = {"int", "apart"}
+
+
+def path_to_json(path: KeyPath) -> list[Any]:
+    """A path as JSON data: text, ints, and `{"int": 5}` or `{"apart": 5}` for int keys. Inverse of `path_from_json`."""
+    return [{"apart" if part.apart else "int": part.value} if isinstance(part, IntKey) else part for part in path]
+
+
+def path_from_json(data: Sequence[Any]) -> KeyPath:
+    """Inverse of `path_to_json`. Raises FormatError for anything else."""
+    parts: list[str | int | IntKey] = []
+    for part in data:
+        if isinstance(part, str) or type(part) is int:
+            parts.append(part)
+        elif isinstance(part, dict) and [type(number) for number in part.values()] == [int] and part.keys() <= _INTS:
+            parts += [IntKey(number, apart=kind == "apart") for kind, number in part.items()]
+        else:
+            raise FormatError(f"{part!r} is no part of a key path: text, an int, or {{'int': n}}")
+    return tuple(parts)
+
+
+# Values of classes that plain data have no word for, and what comes back in the type of the live
+# value it replaces.
+#
+# A checkpoint holds plain data only, and nothing in it says what to construct. Of a named tuple, a
+# member of an enum or an int of a class of its own it has the class's name; the live value has the
+# class itself:
+#
+#     live {"at": Point(0, 0), "where": device("cpu")}    saved {"at": Typed("app.Point", (3, 4)), "where": "cpu"}
+
+
+_SEQUENCES = (list, tuple, deque)
+_ATOMS = {int, float, str, bool, type(None), complex, bytes}
+_PLAIN_OF: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    str: str.__str__,
+    bytes: bytes.__bytes__,
+    bytearray: bytearray.copy,
+    tuple: lambda value: tuple(tuple.__iter__(value)),
+    list: lambda value: list(list.__iter__(value)),
+}
+"""Plain types, and how a value of a class that extends one becomes plain, past what that class overrides."""
+
+
+@dataclass(frozen=True)
+class CustomValue:
+    """A value of a class that only a live value can bring: what is saved of it."""
+
+    name: str
+    """Module and class."""
+    value: Any
+    """The plain value; of a member of an enum, its name and value."""
+
+
+def typed(value: Any) -> CustomValue | None:
+    """What can be saved of a value whose class extends a plain type or Enum; None for any other value.
+
+    Raises FormatError, naming the class, for a value with attributes of its own, which would be lost.
+    """
+    if isinstance(value, Enum):
+        return CustomValue(_name(type(value)), (value.name, value.value))
+    base = _base(type(value))
+    if base is None or base is type(value):
+        return None
+    if object.__getstate__(value):
+        raise FormatError(
+            f"an object of type {_name(type(value))} has attributes of its own, which cannot be stored; turn it into "
+            "numbers, text, lists and dicts first"
+        )
+    return CustomValue(_name(type(value)), _PLAIN_OF[base](value))
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def class_name(value: Any) -> str:
+    """The class of a value as reports name it: without a module where it is a builtin."""
+    return _name(type(value)).removeprefix("builtins.")
+
+
+def _base(cls: type) -> type | None:
+    """The plain type that a class is or extends; torch.Size is a value of its own."""
+    return None if cls is torch.Size else next((base for base in _PLAIN_OF if issubclass(cls, base)), None)
+
+
+def sequence_kind(value: Any) -> str | None:
+    """What kind of sequence is taken apart: "list", "tuple", "deque" or, with a largest length, "deque:8"; of a class
+    that extends one, "tuple:app.P". None for what is none, or has attributes besides its items."""
+    cls = type(value)
+    if cls is tuple or cls is list:
+        return cls.__name__
+    if cls is deque:
+        return "deque" if value.maxlen is None else f"deque:{value.maxlen}"
+    base = _base(cls)
+    if (base is not tuple and base is not list) or object.__getstate__(value):
+        return None
+    return f"{base.__name__}:{_name(cls)}"
+
+
+def mapping_kind(value: Mapping[Any, Any]) -> str:
+    """ "dict"; or, with what a plain dict does not tell, "dict:collections.OrderedDict", and "dict:dict[app.Mode]" for
+    keys of a class that is saved as text or numbers. Mappings of this library are dicts to everyone."""
+    cls = type(value)
+    keys = set(map(type, value)) - {str, int}
+    if not keys and (cls is dict or cls.__module__.startswith("reshard.")):
+        return "dict"
+    return f"dict:{class_name(value)}" + (f"[{','.join(sorted(map(_name, keys)))}]" if keys else "")
+
+
+def make_sequence(kind: str, items: Iterable[Any]) -> Any:
+    """A sequence of a kind that `sequence_kind` tells. Raises FormatError for any other."""
+    base, _, rest = kind.partition(":")
+    if base == "deque" and (not rest or rest.isdecimal()):
+        return deque(items, int(rest) if rest else None)
+    if base not in ("list", "tuple"):
+        raise FormatError(f"{kind!r} is no kind of container that is known here")
+    plain = list(items) if base == "list" else tuple(items)
+    return CustomValue(rest, plain) if rest else plain
+
+
+def rebuilt(live: tuple[Any, ...], items: Iterable[Any]) -> Any:
+    """A tuple of the type of `live` with other items."""
+    return tuple(items) if type(live) is tuple else _make(type(live), tuple(items))
+
+
+def restore_types(value: Any, live: Any) -> Any:
+    """`value`, or the same in the type of `live` where it is plain data for that type; the inside of containers, too.
+    Neither is changed. What stays `CustomValue` needs a class that is nowhere in `live` (see `unresolved_class`)."""
+    if unresolved_class(value) is not None:
+        classes: dict[str, type] = {}
+        _collect(live, classes)
+        value = _resolved(value, classes)
+    return _alike(value, live)
+
+
+def unresolved_class(value: Any) -> str | None:
+    """The class of the first value of a nest that is still `CustomValue`."""
+    if isinstance(value, CustomValue):
+        return value.name
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict):
+        parts = (*value, *value.values())
+    elif isinstance(value, (list, tuple, set, frozenset, deque)) and not set(map(type, value)) <= _ATOMS:
+        parts = value
+    return next((found for part in parts if (found := unresolved_class(part)) is not None), None)
+
+
+def needs_class(name: str) -> str:
+    """What to say of a value of a class that no live value brings."""
+    return (
+        f"saved as a {name}, which is made only where the target has one: put one there, or leave the key out of what "
+        "is loaded"
+    )
+
+
+def _collect(live: Any, out: dict[str, type]) -> None:
+    """The classes of a live nest that a saved value may ask for, by name."""
+    if isinstance(live, Enum) or _base(type(live)) not in (None, type(live)):
+        out.setdefault(_name(type(live)), type(live))
+    if isinstance(live, argparse.Namespace | types.SimpleNamespace):
+        live = vars(live)
+    if isinstance(live, Mapping):
+        live = (*live, *live.values())
+    if isinstance(live, (list, tuple, set, frozenset, deque)) and not set(map(type, live)) <= _ATOMS:
+        for part in live:
+            _collect(part, out)
+
+
+def _resolved(value: Any, classes: Mapping[str, type]) -> Any:
+    """The nest with what is `CustomValue` made, as far as the classes go."""
+    if isinstance(value, CustomValue):
+        plain = _resolved(value.value, classes)
+        cls = classes.get(value.name)
+        made = None if cls is None else _make(cls, plain)
+        return CustomValue(value.name, plain) if made is None else made
+    if isinstance(value, dict):
+        return {_resolved(key, classes): _resolved(item, classes) for key, item in value.items()}
+    if isinstance(value, deque):
+        return deque((_resolved(item, classes) for item in value), value.maxlen)
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(_resolved(item, classes) for item in value)
+    return value
+
+
+def _make(cls: type, plain: Any) -> Any:
+    """A value of a class out of the plain one, past its `__init__`; None if the class makes something else of it."""
+    try:
+        if issubclass(cls, Enum):
+            member = cls(plain[1])
+            return member if member.name == plain[0] else None
+        new: Any = tuple.__new__ if hasattr(cls, "_fields") else cls.__new__
+        made = new(cls, plain)
+        if isinstance(made, list):
+            made[:] = plain
+    except (TypeError, ValueError, LookupError):
+        return None
+    base = _base(cls)
+    return made if type(made) is cls and base is not None and _same(_PLAIN_OF[base](made), plain) else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two plain values are the same; of sequences, whether their items are the very same objects."""
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(x is y for x, y in zip(a, b))
+    return bool(a == b) or (a != a and b != b)
+
+
+def _alike(value: Any, live: Any) -> Any:
+    """`value` in the type of `live`, where that is one of those that plain data stand for."""
+    if isinstance(value, bytes) and isinstance(live, io.BytesIO):
+        return io.BytesIO(value)
+    if isinstance(value, str) and isinstance(live, torch.device | PurePath):
+        return type(live)(value)
+    if isinstance(value, dict) and isinstance(live, argparse.Namespace | types.SimpleNamespace):
+        return type(live)(**_alike(value, vars(live)))
+    if isinstance(value, dict) and isinstance(live, Mapping):
+        own = {key: key for key in live if type(key) not in (str, int, bool)}  # keys of other classes may be equal
+        items = {own.get(k, k): _alike(item, live[k]) if k in live else item for k, item in value.items()}
+        return items if type(live) is dict else _mapping(items, live)
+    if isinstance(value, _SEQUENCES) and isinstance(live, _SEQUENCES) and len(value) == len(live):
+        return _with_items(value, [_alike(a, b) for a, b in zip(value, live)])
+    return value
+
+
+def _with_items(value: Sequence[Any], items: list[Any]) -> Any:
+    """The same kind of sequence with other items."""
+    if isinstance(value, deque):
+        return deque(items, value.maxlen)
+    if type(value) is list or type(value) is tuple:
+        return type(value)(items)
+    made = _make(type(value), tuple(items) if isinstance(value, tuple) else items)
+    return value if made is None else made
+
+
+def _mapping(items: dict[Any, Any], live: Mapping[Any, Any]) -> Any:
+    """A mapping of the type of `live`, with all that is its own besides the items: a default, a method that a scheduler
+    calls after a load."""
+    if isinstance(live, types.MappingProxyType):
+        return types.MappingProxyType(items)
+    try:
+        out: Any = copy.copy(live)
+        out.clear()
+        out.update(items)
+    except (TypeError, AttributeError, ValueError, NotImplementedError):
+        return CustomValue(_name(type(live)), items)
+    return out if dict(out) == items else CustomValue(_name(type(live)), items)

@@ -1,0 +1,749 @@
+"""Ready mappings between Hugging Face, torchtitan, Megatron, vLLM and SGLang, for Llama, Mistral, Qwen, Phi-3, Gemma
+and mixtures of experts: Qwen, Mixtral, DeepSeek-V2 and V3, gpt-oss.
+
+    mapping = ready("config.json", "torchtitan", "huggingface")
+    reshard.convert(checkpoint, "out", format="safetensors", model_only=True, mapping=mapping)
+
+They are for canonical names and whole tensors, as `Checkpoint.normalized` and `convert(..., normalized=True)` have
+them: of Megatron's files, layers are unstacked and padding is cut off before. Optimizer states go along.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping as Dict
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from planners.geometry.views import View
+from reshard.errors import NormalizationError
+from reshard.mapping.mapping import Mapping, between
+from reshard.mapping.rules import Concat, Drop, Offset, Rename, Resize, Rope, Rule, Split, Stack, Transpose, Unstack
+
+__all__ = ["FAMILIES", "NAMINGS", "Decoder", "in_memory_to_disk", "ready"]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder-only transformer."""
+
+    family: str
+    """The `model_type`, such as "llama"."""
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab_size: int
+    layers: int = 0
+    """How many, those that predict further tokens left out; 0 where it is not known."""
+    next_layers: int = 0
+    """Layers behind the others that predict further tokens: multi-token prediction."""
+    dense_layers: tuple[int, ...] = ()
+    """Numbers of the layers of a mixture of experts that have none."""
+    expert_size: int = 0
+    """Rows of an expert's gate."""
+    latent_rows: tuple[int, int] = (0, 0)
+    """Rows of the first projections of latent attention: of queries, 0 if these have none; of keys and values."""
+
+    def __post_init__(self) -> None:
+        """Raises NormalizationError for numbers that cannot be."""
+        if min(self.heads, self.kv_heads, self.head_size, self.vocab_size) < 1 or self.heads % self.kv_heads:
+            raise NormalizationError(f"{self.kv_heads} key/value heads cannot serve {self.heads} query heads: {self}")
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether feed-forward layers are mixtures of experts."""
+        return self.family in ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention goes through latent vectors."""
+        return self.family in ("deepseek_v2", "deepseek_v3")
+
+    @property
+    def is_sandwiched(self) -> bool:
+        """Whether there are norms behind attention and feed-forward, too."""
+        return self.family in ("gemma2", "gemma3_text")
+
+    @property
+    def is_zero_centered(self) -> bool:
+        """Whether weights of norms are differences from 1."""
+        return self.family in ("gemma", "gemma2", "gemma3_text")
+
+    @classmethod
+    def of(cls, config: Decoder | Dict[str, Any] | str | os.PathLike[str]) -> Decoder:
+        """From a `config.json`: its path, the folder it is in, or what it holds.
+
+        Raises NormalizationError for an entry that is missing.
+        """
+        if isinstance(config, Decoder):
+            return config
+        if not isinstance(config, Dict):
+            path = Path(config)
+            path = path / "config.json" if path.is_dir() else path
+            try:
+                config = json.loads(path.read_text())
+            except (OSError, ValueError) as error:
+                raise NormalizationError(f"{path} is no config.json of a model: {error}") from None
+            assert isinstance(config, Dict)
+        config = {**config, **config.get("text_config", {})}  # models that also see keep the decoder's apart
+        missing = [k for k in ("model_type", "num_attention_heads", "vocab_size") if config.get(k) is None]
+        if missing:
+            raise NormalizationError(f"the model's config says nothing of {', '.join(missing)}")
+        heads = int(config["num_attention_heads"])
+        size = config.get("head_dim") or int(config.get("hidden_size", heads)) // heads
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        layers = int(config.get("num_hidden_layers") or 0)
+        return cls(
+            str(config["model_type"]),
+            heads,
+            kv_heads,
+            int(size),
+            int(config["vocab_size"]),
+            layers,
+            int(config.get("num_nextn_predict_layers") or 0),
+            tuple(layer for layer in range(layers) if not _has_experts(config, layer)),
+            int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 0),
+            (
+                int(config.get("q_lora_rank") or 0),
+                int(config.get("kv_lora_rank") or 0) + int(config.get("qk_rope_head_dim") or 0),
+            ),
+        )
+
+
+def _has_experts(config: Dict[str, Any], layer: int) -> bool:
+    """Whether a layer of a mixture of experts is one: DeepSeek counts from 0 behind the dense ones, Qwen from 1."""
+    if layer < int(config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
+        return False
+    steps = int(config.get("moe_layer_freq") or 1), int(config.get("decoder_sparse_step") or 1)
+    return layer % steps[0] == 0 and (layer + 1) % steps[1] == 0
+
+
+# Attention and feed-forward layers that Llama, Mistral, Qwen2, Qwen3 and their kin have in common.
+
+
+HF = "model.layers.{i}."
+TITAN = "layers.{i}."
+MEGATRON = "decoder.layers.{i}."
+
+
+def outer_to_titan(generation: str) -> list[Rule]:
+    """Everything outside the layers; `lm_head` was called `output` up to torchtitan 0.2."""
+    return [
+        Rename("model.embed_tokens.weight", "tok_embeddings.weight"),
+        Rename("model.norm.weight", "norm.weight"),
+        Rename("lm_head.weight", "lm_head.weight" if generation == "0.3" else "output.weight"),
+        Rename(f"{HF}input_layernorm.weight", f"{TITAN}attention_norm.weight"),
+        Rename(f"{HF}post_attention_layernorm.weight", f"{TITAN}ffn_norm.weight"),
+    ]
+
+
+def attention_to_titan(model: Decoder, generation: str, *, rotate_pairs: bool) -> list[Rule]:
+    """Attention and the dense feed-forward layer. `rotate_pairs`: the model rotates neighbours, as torchtitan's
+    Llama does, and not halves of a head, so rows of queries and keys change places."""
+    inner = f"{TITAN}attention." + ("qkv_linear." if generation == "0.3" else "")
+
+    def rotary(source: str, target: str) -> Rule:
+        return Rope(source, target, model.head_size, "pairs") if rotate_pairs else Rename(source, target)
+
+    return [
+        rotary(f"{HF}self_attn.q_proj.{{kind}}", f"{inner}wq.{{kind}}"),
+        rotary(f"{HF}self_attn.k_proj.{{kind}}", f"{inner}wk.{{kind}}"),
+        Rename(f"{HF}self_attn.v_proj.{{kind}}", f"{inner}wv.{{kind}}"),
+        Rename(f"{HF}self_attn.o_proj.{{kind}}", f"{TITAN}attention.wo.{{kind}}"),
+        Rename(f"{HF}self_attn.q_norm.weight", f"{TITAN}attention.q_norm.weight"),
+        Rename(f"{HF}self_attn.k_norm.weight", f"{TITAN}attention.k_norm.weight"),
+        *feed_forward_to_titan("mlp", "feed_forward"),
+    ]
+
+
+def feed_forward_to_titan(source: str, target: str) -> list[Rule]:
+    """gate, down and up are w1, w2 and w3."""
+    parts = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    return [Rename(f"{HF}{source}.{a}.{{kind}}", f"{TITAN}{target}.{b}.{{kind}}") for a, b in parts.items()]
+
+
+def outer_to_megatron(model: Decoder, *, transformer_engine: bool, padded_vocab: int | None) -> list[Rule]:
+    """Everything outside attention and feed-forward. `padded_vocab`: rows of the vocabulary with its padding.
+
+    TransformerEngine keeps a norm within the projection that follows it, unless that is a router or latent attention.
+    """
+    names = {"model.embed_tokens.weight": "embedding.word_embeddings.weight", "lm_head.weight": "output_layer.weight"}
+    vocab: list[Rule] = [
+        Rename(a, b) if padded_vocab is None else Resize(a, b, model.vocab_size, padded_vocab) for a, b in names.items()
+    ]
+    before, between, dense = "input_layernorm.weight", "pre_mlp_layernorm.weight", "pre_mlp_layernorm.weight"
+    if transformer_engine:
+        before = before if model.is_latent else "self_attention.linear_qkv.layer_norm_weight"
+        dense = "mlp.linear_fc1.layer_norm_weight"
+        between = between if model.has_experts else dense
+    after = "post_attention_layernorm.weight"
+    last = []
+    if model.is_sandwiched:
+        last = [
+            Rename(f"{HF}{after}", f"{MEGATRON}self_attention.linear_proj.post_layernorm.weight"),
+            Rename(f"{HF}post_feedforward_layernorm.weight", f"{MEGATRON}mlp.linear_fc2.post_layernorm.weight"),
+        ]
+        after = "pre_feedforward_layernorm.weight"
+    layers = [str(layer) for layer in model.dense_layers] if dense != between else []
+    return [
+        *vocab,
+        Rename("model.norm.weight", "decoder.final_layernorm.weight"),
+        Rename(f"{HF}input_layernorm.weight", f"{MEGATRON}{before}"),
+        *(Rename(HF.format(i=i) + after, MEGATRON.format(i=i) + dense) for i in layers),
+        Rename(f"{HF}{after}", f"{MEGATRON}{between}"),
+        *last,
+    ]
+
+
+def attention_to_megatron(model: Decoder) -> list[Rule]:
+    """Queries, keys and values become one, query group by query group; gate and up become one."""
+    qkv = [f"{HF}self_attn.{x}_proj.{{kind}}" for x in "qkv"]
+    fused = f"{MEGATRON}self_attention.linear_qkv.{{kind}}"
+    return [
+        Concat(qkv, fused, parts=(model.heads // model.kv_heads, 1, 1), groups=model.kv_heads),
+        Rename(f"{HF}self_attn.o_proj.{{kind}}", f"{MEGATRON}self_attention.linear_proj.{{kind}}"),
+        Rename(f"{HF}self_attn.q_norm.weight", f"{MEGATRON}self_attention.q_layernorm.weight"),
+        Rename(f"{HF}self_attn.k_norm.weight", f"{MEGATRON}self_attention.k_layernorm.weight"),
+        *feed_forward_to_megatron("mlp", "mlp"),
+    ]
+
+
+def feed_forward_to_megatron(source: str, target: str) -> list[Rule]:
+    """fc1 is gate and up, fc2 is down."""
+    pair = [f"{HF}{source}.gate_proj.{{kind}}", f"{HF}{source}.up_proj.{{kind}}"]
+    return [
+        Concat(pair, f"{MEGATRON}{target}.linear_fc1.{{kind}}", parts=(1, 1)),
+        Rename(f"{HF}{source}.down_proj.{{kind}}", f"{MEGATRON}{target}.linear_fc2.{{kind}}"),
+    ]
+
+
+def phi3_to_plain(model: Decoder) -> Mapping:
+    """From Phi-3's fused projections, queries before keys before values, to those that all other families have."""
+    qkv = [f"{HF}self_attn.{x}_proj.{{kind}}" for x in "qkv"]
+    pair = [f"{HF}mlp.{x}_proj.{{kind}}" for x in ("gate", "up")]
+    return Mapping(
+        [
+            Split(f"{HF}self_attn.qkv_proj.{{kind}}", qkv, (model.heads, model.kv_heads, model.kv_heads)),
+            Split(f"{HF}mlp.gate_up_proj.{{kind}}", pair, (1, 1)),
+        ]
+    )
+
+
+def centred_otherwise(rules: Iterable[Rule], by: float, exact: bool) -> list[Rule]:
+    """The same rules, with `by` added to every norm's weight."""
+    return [
+        Offset(rule.sources[0].text, rule.targets[0].text, by, exact)
+        if isinstance(rule, Rename) and rule.sources[0].text.endswith("norm.weight")
+        else rule
+        for rule in rules
+    ]
+
+
+# Mixtures of experts: one matrix an expert on Hugging Face's disks, stacks in torchtitan, pairs in
+# Megatron.
+
+
+_PARTS = {"gate_proj": "w1_EFD", "down_proj": "w2_EDF", "up_proj": "w3_EFD"}
+
+
+def experts_to_titan(generation: str, fill: float | None = None) -> list[Rule]:
+    """Experts side by side; router, its bias, and the experts that all tokens share."""
+    block = titan_block(generation)
+    stacks: list[Rule] = [
+        Stack(f"{HF}mlp.experts.{{e}}.{a}.weight", block + titan_name(b, generation), over="e", fill=fill)
+        for a, b in _PARTS.items()
+    ]
+    return [
+        *stacks,
+        Rename(f"{HF}mlp.gate.weight", f"{TITAN}moe.router.gate.weight"),
+        Rename(f"{HF}mlp.gate.e_score_correction_bias", f"{TITAN}moe.{titan_name('expert_bias_E', generation)}"),
+        *feed_forward_to_titan("mlp.shared_experts", "moe.shared_experts"),
+    ]
+
+
+def titan_block(generation: str) -> str:
+    """Where torchtitan has its experts."""
+    return f"{TITAN}moe.routed_experts.inner_experts." if generation == "0.3" else f"{TITAN}moe.experts."
+
+
+def titan_name(name: str, generation: str) -> str:
+    """torchtitan 0.3 ends names by letters for their dims."""
+    return name if generation == "0.3" else name.rpartition("_")[0]
+
+
+def experts_to_megatron(model: Decoder, *, transformer_engine: bool) -> list[Rule]:
+    """gate and up of each expert as one; grouped by TransformerEngine, the expert's number ends the name."""
+    rules: list[Rule] = []
+    for kind in ("weight", "bias") if model.family == "gpt_oss" else ("weight",):
+        block = f"{MEGATRON}mlp.experts."
+        names = [f"{block}local_experts.{{e}}.linear_fc{n}.{kind}" for n in (1, 2)]
+        if transformer_engine:
+            names = [f"{block}linear_fc{n}.{kind}{{e}}" for n in (1, 2)]
+        pair = [f"{HF}mlp.experts.{{e}}.{part}_proj.{kind}" for part in ("gate", "up")]
+        rules += [Concat(pair, names[0], parts=(1, 1)), Rename(f"{HF}mlp.experts.{{e}}.down_proj.{kind}", names[1])]
+    shared = "mlp.shared_expert" if model.family == "qwen2_moe" else "mlp.shared_experts"
+    return [
+        *rules,
+        Rename(f"{HF}mlp.gate.weight", f"{MEGATRON}mlp.router.weight"),
+        Rename(f"{HF}mlp.gate.bias", f"{MEGATRON}mlp.router.bias"),
+        Rename(f"{HF}mlp.gate.e_score_correction_bias", f"{MEGATRON}mlp.router.expert_bias"),
+        *feed_forward_to_megatron(shared, "mlp.shared_experts"),
+        Rename(f"{HF}{shared}_gate.weight", f"{MEGATRON}mlp.shared_experts.gate_weight"),
+    ]
+
+
+def in_memory_to_disk(fill: float | None = None) -> Mapping:
+    """From what a model of transformers 5 has in memory, stacks of experts, to its files."""
+    block = f"{HF}mlp.experts."
+    pair = [f"{block}{{e}}.gate_proj.weight", f"{block}{{e}}.up_proj.weight"]
+    return Mapping(
+        [
+            Unstack(f"{block}gate_up_proj", f"{block}{{e}}.gate_up_proj.weight", over="e", fill=fill),
+            Unstack(f"{block}down_proj", f"{block}{{e}}.down_proj.weight", over="e", fill=fill),
+        ]
+    ) | Mapping([Split(f"{block}{{e}}.gate_up_proj.weight", pair, parts=(1, 1))])
+
+
+def mixtral_to_plain() -> Mapping:
+    """From Mixtral's own names on disk to those that all later families use."""
+    block = f"{HF}block_sparse_moe."
+    parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    experts = [
+        Rename(f"{block}experts.{{e}}.{a}.weight", f"{HF}mlp.experts.{{e}}.{b}.weight") for a, b in parts.items()
+    ]
+    return Mapping([*experts, Rename(f"{block}gate.weight", f"{HF}mlp.gate.weight")])
+
+
+# DeepSeek-V2 and V3: multi-head latent attention, names only; and the layers that predict further
+# tokens.
+
+
+_TITAN = {
+    "kv_a_proj_with_mqa": "wkv_a",
+    "kv_a_layernorm": "kv_norm",
+    "kv_b_proj": "wkv_b",
+    "q_proj": "wq",
+    "q_a_proj": "wq_a",
+    "q_a_layernorm": "q_norm",
+    "q_b_proj": "wq_b",
+    "o_proj": "wo",
+}
+_MEGATRON = {
+    "kv_a_proj_with_mqa": "linear_kv_down_proj.weight",
+    "kv_b_proj": "linear_kv_up_proj.weight",
+    "q_proj": "linear_q_proj.weight",
+    "q_a_proj": "linear_q_down_proj.weight",
+    "q_b_proj": "linear_q_up_proj.weight",
+    "o_proj": "linear_proj.weight",
+}
+
+
+def latent_to_titan() -> list[Rule]:
+    """Attention of DeepSeek to torchtitan."""
+    return [Rename(f"{HF}self_attn.{a}.weight", f"{TITAN}attention.{b}.weight") for a, b in _TITAN.items()]
+
+
+def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
+    """Attention of DeepSeek to Megatron; TransformerEngine keeps the norms within the projections that follow them."""
+    norms = {"kv_a_layernorm": "kv_layernorm.weight", "q_a_layernorm": "q_layernorm.weight"}
+    if transformer_engine:
+        norms = {
+            "kv_a_layernorm": "linear_kv_up_proj.layer_norm_weight",
+            "q_a_layernorm": "linear_q_up_proj.layer_norm_weight",
+        }
+    names = {**_MEGATRON, **norms}
+    return [Rename(f"{HF}self_attn.{a}.weight", f"{MEGATRON}self_attention.{b}") for a, b in names.items()]
+
+
+def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -> list[Rule]:
+    """Layers that predict further tokens: on disk they are numbered on, in Megatron they are apart.
+
+    `rules` are those of the other layers, `inner` is what Megatron calls the transformer layer within. On disk such a
+    layer repeats the embedding and the output layer: these copies keep their names, since Megatron has none.
+    """
+    out: list[Rule] = []
+    for number in range(model.next_layers):
+        source, target = HF.format(i=model.layers + number), f"mtp.layers.{number}."
+        norms = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "final_layernorm"}
+        out += [Rename(f"{source}{a}.weight", f"{target}{b}.weight") for a, b in norms.items()]
+
+        def change(text: str, source: str = source, target: str = target) -> str:
+            return text.replace(HF, source).replace(MEGATRON, f"{target}{inner}.")
+
+        out += [rule.renamed(change) for rule in rules if all(HF in p.text for p in rule.sources)]
+    return out
+
+
+# gpt-oss: experts stacked on disk, with biases; gate and up alternate, and matrices stand the other
+# way round.
+#
+# Hugging Face    gate_up_proj [E, hidden, 2 * size]: columns gate, up, gate, up ... torchtitan
+# mlp1_weight [E, 2 * size, hidden]: the same, transposed Megatron        linear_fc1 of each expert
+# [2 * size, hidden]: all of the gate, then all of the up half
+
+
+_BLOCK = f"{HF}mlp.experts."
+
+
+def gpt_oss_to_plain(model: Decoder, fill: float | None = None) -> Mapping:
+    """From its own names to those of other mixtures of experts: one matrix an expert, gate and up apart.
+
+    Raises NormalizationError where the rows of an expert are not known.
+    """
+    if model.expert_size < 1:
+        raise NormalizationError(f"gate and up of gpt-oss alternate: expert_size is needed to tell them apart: {model}")
+    stacks: list[Rule] = []
+    halves: list[Rule] = []
+    for name in ("gate_up_proj", "down_proj"):
+        stacks.append(Unstack(f"{_BLOCK}{name}", f"{_BLOCK}{{e}}.{name}.weight", over="e", fill=fill))
+        stacks.append(Unstack(f"{_BLOCK}{name}_bias", f"{_BLOCK}{{e}}.{name}.bias", over="e", fill=fill))
+    for kind in ("weight", "bias"):
+        pair = [f"{_BLOCK}{{e}}.{part}_proj.{kind}" for part in ("gate", "up")]
+        halves.append(Split(f"{_BLOCK}{{e}}.gate_up_proj.{kind}", pair, (1, 1), groups=model.expert_size))
+    turned = [
+        Transpose(f"{_BLOCK}{{e}}.{name}.weight", f"{_BLOCK}{{e}}.{name}.weight")
+        for name in ("gate_up_proj", "down_proj")
+    ]
+    router = Rename(f"{HF}mlp.router.{{kind}}", f"{HF}mlp.gate.{{kind}}")
+    return Mapping([*stacks, router]) | Mapping(turned) | Mapping(halves)
+
+
+def gpt_oss_to_titan(generation: str) -> list[Rule]:
+    """What it has beside attention, out of its own names."""
+    block = titan_block(generation)
+    names = {"gate_up_proj": ("mlp1", "EGD", "EG"), "down_proj": ("mlp2", "EDF", "ED")}
+    rules: list[Rule] = [
+        Rename(f"{HF}self_attn.sinks", f"{TITAN}attention.sinks"),
+        Rename(f"{HF}mlp.router.{{kind}}", f"{TITAN}moe.router.gate.{{kind}}"),
+    ]
+    for name, (target, weight, bias) in names.items():
+        rules.append(Transpose(f"{_BLOCK}{name}", block + titan_name(f"{target}_weight_{weight}", generation)))
+        rules.append(Rename(f"{_BLOCK}{name}_bias", block + titan_name(f"{target}_bias_{bias}", generation)))
+    return rules
+
+
+def gpt_oss_to_megatron() -> list[Rule]:
+    """What other mixtures of experts do not have."""
+    return [Rename(f"{HF}self_attn.sinks", f"{MEGATRON}self_attention.core_attention.softmax_offset")]
+
+
+# vLLM and SGLang: queries, keys and values as one, gate and up as one, experts side by side.
+#
+# vLLM        self_attn.qkv_proj, mlp.gate_up_proj, mlp.experts.routed_experts.w13_weight [E, 2 *
+# size, hidden], w2_weight SGLang      the same, but mlp.experts.w13_weight, as in vLLM up to the
+# middle of 2026
+#
+# These are the tensors that an engine has loaded into, of the whole model, before it repacks any
+# for a kernel. What an engine is given to load has Hugging Face's names.
+
+
+ENGINES = {"vllm": "fused_qkv_a_proj", "sglang": "fused_qkv_a_proj_with_mqa"}
+"""What each calls the first projections of latent attention."""
+
+
+def to_engine(model: Decoder, engine: str, *, routed_experts: bool, fill: float | None) -> Mapping:
+    """From the names that most have on disk. `routed_experts`: vLLM's experts are in a module of that name."""
+    fused = _latent(model, engine) if model.is_latent else _attention(model)
+    shared = "mlp.shared_expert" if model.family == "qwen2_moe" else "mlp.shared_experts"
+    made = Mapping([*fused, *_gate_up("mlp"), *_gate_up(shared)])
+    if not model.has_experts:
+        return made
+    inner = "mlp" if model.family != "mixtral" else "block_sparse_moe"
+    block = f"{HF}{inner}.experts." + ("routed_experts." if engine == "vllm" and routed_experts else "")
+    names = [
+        Rename(f"{HF}mlp.experts.gate_up_proj", f"{block}w13_weight"),
+        Rename(f"{HF}mlp.experts.down_proj", f"{block}w2_weight"),
+    ]
+    if model.family == "mixtral":
+        names.append(Rename(f"{HF}mlp.gate.weight", f"{HF}{inner}.gate.weight"))
+    return made | in_memory_to_disk(fill).inverse() | Mapping(names)
+
+
+def _attention(model: Decoder) -> list[Rule]:
+    """Head by head: all queries, then all keys, then all values."""
+    qkv = [f"{HF}self_attn.{x}_proj.{{kind}}" for x in "qkv"]
+    return [Concat(qkv, f"{HF}self_attn.qkv_proj.{{kind}}", (model.heads, model.kv_heads, model.kv_heads))]
+
+
+def _latent(model: Decoder, engine: str) -> list[Rule]:
+    """The two that are computed first, unless queries have no latent vector."""
+    if not model.latent_rows[0]:
+        return []
+    first = [f"{HF}self_attn.{x}.weight" for x in ("q_a_proj", "kv_a_proj_with_mqa")]
+    return [Concat(first, f"{HF}self_attn.{ENGINES[engine]}.weight", model.latent_rows)]
+
+
+def _gate_up(block: str) -> list[Rule]:
+    pair = [f"{HF}{block}.{x}_proj.{{kind}}" for x in ("gate", "up")]
+    return [Concat(pair, f"{HF}{block}.gate_up_proj.{{kind}}", (1, 1))]
+
+
+# Transformer Engine's `TransformerLayer`, with norms inside the projections that follow them, in
+# place of Llama's own.
+#
+#     self_attention.layernorm_qkv.{layer_norm_weight, query_weight, key_weight, value_weight}    self_attention.proj
+#     layernorm_mlp.{layer_norm_weight, fc1_weight (gate, then up), fc2_weight}
+#
+# What is outside the layers keeps Hugging Face's names. With `fuse_qkv_params` queries, keys and
+# values are one `weight`, by query groups or one behind another, as `qkv_weight_interleaved` says:
+# such a file is read, and written with three.
+
+
+TRANSFORMER_ENGINE = ("llama", "mistral", "qwen2")
+"""The families whose layers it has."""
+_QKV = f"{HF}self_attention.layernorm_qkv."
+_MLP = f"{HF}layernorm_mlp."
+_KINDS = ("weight", "bias")
+
+
+def to_transformer_engine() -> list[Rule]:
+    """From the names that most have on disk."""
+    parts = {"q": "query", "k": "key", "v": "value"}
+    return [
+        Rename(f"{HF}input_layernorm.weight", f"{_QKV}layer_norm_weight"),
+        *(Rename(f"{HF}self_attn.{a}_proj.{kind}", f"{_QKV}{b}_{kind}") for a, b in parts.items() for kind in _KINDS),
+        *(Rename(f"{HF}self_attn.o_proj.{kind}", f"{HF}self_attention.proj.{kind}") for kind in _KINDS),
+        Rename(f"{HF}post_attention_layernorm.weight", f"{_MLP}layer_norm_weight"),
+        *(Concat([f"{HF}mlp.{x}_proj.{k}" for x in ("gate", "up")], f"{_MLP}fc1_{k}", (1, 1)) for k in _KINDS),
+        *(Rename(f"{HF}mlp.down_proj.{kind}", f"{_MLP}fc2_{kind}") for kind in _KINDS),
+    ]
+
+
+def as_not_fused(model: Decoder, interleaved: bool | None = None) -> Mapping:
+    """Fused projections in three, and without the states of fp8 recipes, which are no parameters."""
+    if interleaved is None and model.kv_heads == 1:
+        interleaved = False  # one query group lies alike in both
+    cut = _UntoldSplit if interleaved is None else Split
+    parts, groups = (model.heads // model.kv_heads, 1, 1), model.kv_heads if interleaved else 1
+    split: list[Rule] = [
+        cut(f"{_QKV}{kind}", [f"{_QKV}{x}_{kind}" for x in ("query", "key", "value")], parts, groups) for kind in _KINDS
+    ]
+    inner = (
+        "self_attention.layernorm_qkv.",
+        "self_attention.proj.",
+        "self_attention.core_attention.",
+        "layernorm_mlp.",
+    )
+    return Mapping([*split, *(Drop(f"{HF}{name}_extra_state") for name in inner)])
+
+
+class _UntoldSplit(Split):
+    """A fused projection of which nobody has said how it lies: both ways have one name and one shape."""
+
+    def build(self, views: Sequence[View]) -> list[View]:
+        raise NormalizationError(
+            "queries, keys and values in one lie by query groups, or one behind another, which no file says: give "
+            "ready(..., qkv_interleaved=True) where the layers had qkv_weight_interleaved=True, as by default, or "
+            "ready(..., qkv_interleaved=False); on the command line --naming qkv_interleaved=true or =false"
+        )
+
+
+# Names of llama.cpp, as GGUF files have them, for dense models: `blk.0.attn_q.weight`.
+#
+# Llama's and Mistral's rotate neighbours there, so rows of their queries and keys change places;
+# others rotate halves of a head as Hugging Face's do. `rope_freqs.weight` is computed from the
+# settings, and no parameter of the model.
+
+
+LLAMA_CPP = ("llama", "mistral", "qwen2", "qwen3")
+"""The families whose names these are."""
+_LLAMA_CPP_BLOCK = "blk.{i}."
+
+
+def to_llama_cpp(model: Decoder) -> list[Rule]:
+    """From the names that most have on disk."""
+
+    def rotary(source: str, target: str) -> Rule:
+        pairs = model.family in ("llama", "mistral")
+        return Rope(source, target, model.head_size, "pairs") if pairs else Rename(source, target)
+
+    parts = {
+        "self_attn.v_proj.{kind}": "attn_v.{kind}",
+        "self_attn.o_proj.{kind}": "attn_output.{kind}",
+        "self_attn.q_norm.weight": "attn_q_norm.weight",
+        "self_attn.k_norm.weight": "attn_k_norm.weight",
+        "input_layernorm.weight": "attn_norm.weight",
+        "post_attention_layernorm.weight": "ffn_norm.weight",
+        **{f"mlp.{part}_proj.{{kind}}": f"ffn_{part}.{{kind}}" for part in ("gate", "up", "down")},
+    }
+    return [
+        Rename("model.embed_tokens.weight", "token_embd.weight"),
+        Rename("model.norm.weight", "output_norm.weight"),
+        Rename("lm_head.weight", "output.weight"),
+        rotary(f"{HF}self_attn.q_proj.{{kind}}", f"{_LLAMA_CPP_BLOCK}attn_q.{{kind}}"),
+        rotary(f"{HF}self_attn.k_proj.{{kind}}", f"{_LLAMA_CPP_BLOCK}attn_k.{{kind}}"),
+        *(Rename(HF + source, _LLAMA_CPP_BLOCK + target) for source, target in parts.items()),
+    ]
+
+
+# Which ready mappings there are: from every naming of every family to every other, put together of
+# its parts.
+
+
+NAMINGS = ("huggingface", "transformers", "plain", "torchtitan", "megatron", *ENGINES, "gguf", "transformer_engine")
+_ONLY_IN = {"gguf": LLAMA_CPP, "transformer_engine": TRANSFORMER_ENGINE}
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"),
+    *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"),
+)
+_NOT_IN_TITAN = ("phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe")
+_NOT_IN_ENGINES = ("phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss")
+
+
+def ready(
+    config: Any,
+    source: str,
+    target: str,
+    *,
+    titan: str = "0.3",
+    transformer_engine: bool = False,
+    padded_vocab: int | None = None,
+    zero_centered: bool | None = None,
+    exact: bool = True,
+    mtp: str = "mtp_model_layer",
+    routed_experts: bool = True,
+    qkv_interleaved: bool | None = None,
+    fill: float | None = None,
+) -> Mapping:
+    """The mapping from one naming to another.
+
+    Args:
+        config: the model's Hugging Face `config.json`: path, folder or content; or a `Decoder`.
+        source, target: "huggingface" (as on disk), "transformers" (as a model of transformers 5 has it in memory),
+            "plain" (one matrix for each of gate, up, queries, keys, values and expert, as Llama and Qwen have them on
+            disk), "torchtitan", "megatron", "vllm" or "sglang" (as these have it in memory, whole), or "gguf"
+            (llama.cpp's names), or "transformer_engine" (Hugging Face's outside, its `TransformerLayer` inside).
+            `normalized` brings Hugging Face's files to the names in memory, unless its hint `stored_names` is True.
+        titan: whose names: "0.3", or "0.2" for all older ones.
+        transformer_engine: Megatron's names where its layers are those of TransformerEngine.
+        padded_vocab: rows of Megatron's padded vocabulary, where it is not cut off.
+        zero_centered: whether Megatron's norms are (`--apply-layernorm-1p`); by default as the family's own are.
+        exact: refuse norms that would lose digits when 1 is added or subtracted; see `Offset`.
+        mtp: what Megatron calls the layer within one of multi-token prediction; before 0.16 "transformer_layer".
+        routed_experts: whether vLLM has its experts in a module of that name, as since the middle of 2026.
+        qkv_interleaved: how queries, keys and values that are one tensor lie in layers of "transformer_engine", which
+            was their `qkv_weight_interleaved`. By default a file that has such tensors is refused when it is read.
+        fill: stands for states of experts that have none, where experts are stacked; see `Stack`.
+
+    Raises NormalizationError for a family or naming that is not known, or a family that torchtitan does not have, or
+    that there is no mapping of to an engine.
+    """
+    model = Decoder.of(config)
+    _check(model, source, target, titan)
+    if qkv_interleaved not in (None, True, False):
+        raise NormalizationError(f"qkv_interleaved is True or False, not {qkv_interleaved!r}")
+    if source == target:
+        return Mapping()
+    plain = _plain(model, fill)
+    moved: dict[str, Callable[[], Mapping]] = {
+        "huggingface": lambda: Mapping(),
+        "plain": lambda: plain,
+        "transformers": lambda: _in_memory(model, plain, fill),
+        "torchtitan": lambda: _titan(model, titan, plain, fill),
+        "megatron": lambda: plain | _megatron(model, transformer_engine, padded_vocab, zero_centered, exact, mtp),
+        "gguf": lambda: Mapping(to_llama_cpp(model)),
+        "transformer_engine": lambda: Mapping(to_transformer_engine()),
+        **{name: partial(_engine, model, name, plain, routed_experts, fill) for name in ENGINES},
+    }
+    mapping = between(moved[source](), moved[target]())
+    if source == "transformer_engine":
+        return as_not_fused(model, qkv_interleaved) | mapping
+    return _FIRST[source](model) | mapping if source in _FIRST else mapping
+
+
+def _check(model: Decoder, source: str, target: str, titan: str) -> None:
+    """Raises NormalizationError for a family or naming that is not known, or that does not have the other."""
+    if model.family not in FAMILIES:
+        raise NormalizationError(f"there is no ready mapping for {model.family!r}: known are {', '.join(FAMILIES)}")
+    for naming in (source, target):
+        if naming not in NAMINGS:
+            raise NormalizationError(f"unknown naming {naming!r}: known are {', '.join(NAMINGS)}")
+        if naming == "torchtitan" and model.family in _NOT_IN_TITAN:
+            raise NormalizationError(f"torchtitan has no model of the family {model.family!r}")
+        if naming in ENGINES and model.family in _NOT_IN_ENGINES:
+            raise NormalizationError(f"there is no ready mapping of {model.family!r} to {naming}")
+        if model.family not in _ONLY_IN.get(naming, FAMILIES):
+            raise NormalizationError(f"there is no ready mapping of {model.family!r} to {naming}")
+    if titan not in ("0.2", "0.3"):
+        raise NormalizationError(f"torchtitan's names are known as of '0.2' and '0.3', not {titan!r}")
+
+
+def _plain(model: Decoder, fill: float | None) -> Mapping:
+    """From a family's names on disk to those that most have."""
+    if model.family == "gpt_oss":
+        return gpt_oss_to_plain(model, fill)
+    if model.family == "phi3":
+        return phi3_to_plain(model)
+    return mixtral_to_plain() if model.family == "mixtral" else Mapping()
+
+
+def _in_memory(model: Decoder, plain: Mapping, fill: float | None) -> Mapping:
+    is_stacked = model.has_experts and model.family != "gpt_oss"
+    return plain | in_memory_to_disk(fill).inverse() if is_stacked else Mapping()
+
+
+def _engine(model: Decoder, engine: str, plain: Mapping, routed_experts: bool, fill: float | None) -> Mapping:
+    return plain | to_engine(model, engine, routed_experts=routed_experts, fill=fill)
+
+
+def _titan(model: Decoder, generation: str, plain: Mapping, fill: float | None) -> Mapping:
+    if model.is_latent:
+        attention = [*latent_to_titan(), *feed_forward_to_titan("mlp", "feed_forward")]
+    else:
+        pairs = model.family in ("llama", "mistral", "mixtral")
+        attention = attention_to_titan(model, generation, rotate_pairs=pairs)
+    if model.family == "gpt_oss":  # as it is on disk
+        return Mapping([*outer_to_titan(generation), *attention, *gpt_oss_to_titan(generation)])
+    experts = experts_to_titan(generation, fill) if model.has_experts else []
+    return plain | Mapping([*outer_to_titan(generation), *attention, *experts])
+
+
+def _titan_as_plain(model: Decoder) -> Mapping:
+    """torchtitan splits a fused projection when it saves the model, but not when it saves the optimizer."""
+    parts = [f"{TITAN}attention.qkv_linear.w{x}.{{kind}}" for x in "qkv"]
+    fused = f"{TITAN}attention.qkv_linear.wqkv.{{kind}}"
+    rules: list[Rule] = [Split(fused, parts, (model.heads // model.kv_heads, 1, 1), groups=model.kv_heads)]
+    if model.has_experts and not model.is_latent:
+        # a buffer for balancing that these families' files do not have
+        rules += [Drop(f"{TITAN}moe.expert_bias_E"), Drop(f"{TITAN}moe.expert_bias")]
+    return Mapping(rules)
+
+
+def _gguf_as_plain(model: Decoder) -> Mapping:
+    """A table that follows from the settings is no parameter."""
+    return Mapping([Drop("rope_freqs.weight")])
+
+
+_FIRST: dict[str, Callable[[Decoder], Mapping]] = {
+    "torchtitan": _titan_as_plain,
+    "gguf": _gguf_as_plain,
+}
+"""What is done first with the files of a naming, and cannot be undone."""
+
+
+def _megatron(
+    model: Decoder,
+    transformer_engine: bool,
+    padded_vocab: int | None,
+    zero_centered: bool | None,
+    exact: bool,
+    mtp: str,
+) -> Mapping:
+    if model.is_latent:
+        attention = latent_to_megatron(transformer_engine=transformer_engine)
+        attention += feed_forward_to_megatron("mlp", "mlp")
+    else:
+        attention = attention_to_megatron(model)
+    experts = experts_to_megatron(model, transformer_engine=transformer_engine) if model.has_experts else []
+    if model.family == "gpt_oss":
+        experts += gpt_oss_to_megatron()
+    outer = outer_to_megatron(model, transformer_engine=transformer_engine, padded_vocab=padded_vocab)
+    rules = [*outer, *attention, *experts]
+    rules = [*next_layers_to_megatron(model, rules, mtp), *rules]
+    if zero_centered is not None and zero_centered != model.is_zero_centered:
+        rules = centred_otherwise(rules, -1.0 if zero_centered else 1.0, exact)
+    return Mapping(rules)

@@ -1,0 +1,316 @@
+"""Tensors that a mapping makes: windows of the sources' own bytes, or computed while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+
+import torch
+
+from planners.geometry.box import Box, Dims, Window
+from planners.geometry.layout import TensorSpec, flat_boxes
+from planners.geometry.views import Fill, Patch, View, ViewGeometry
+from reshard.errors import NormalizationError
+from reshard.live.dtypes import dtype_from_name
+from reshard.live.tensors import raw_bytes
+from reshard.stored.source import BytesSource, Source
+from reshard.stored.tensor import Extent, LazyTensor, StoredChunk, StoredTensor
+
+__all__ = ["assembled", "cast", "constant", "dequantized", "is_floating", "mxfp4", "offset"]
+
+
+# Rows that a view takes at even distances, such as those of a rotary permutation, are one chunk
+# with a longer stride:
+#
+#     target rows 0 1 2 3  <-  source rows 0 2 4 6        one window, stride 2 rows
+
+
+@dataclass(frozen=True)
+class _Strip:
+    """A box of the target, and a source box that is taken with steps."""
+
+    target: Box
+    tensor: int
+    start: tuple[int, ...]
+    counts: tuple[int, ...]
+    steps: tuple[int, ...]
+    dims: Dims
+
+
+def assembled(view: View, sources: Sequence[StoredTensor], fqn: str) -> StoredTensor:
+    """The tensor that `view` makes of its sources, which are given by their number: view source "2" is `sources[2]`."""
+    given = [sources[int(spec.fqn)] for spec in view.sources]
+    chunks: list[StoredChunk] = []
+    for strip in _strips(view.geometry):
+        chunks += _chunks(strip, given[strip.tensor])
+    spec = TensorSpec(fqn, view.shape, view.spec.dtype)
+    chunks += [_constant(fill, spec) for fill in view.fills if not fill.target.is_empty]
+    return StoredTensor(spec, tuple(chunks))
+
+
+def constant(spec: TensorSpec, value: float) -> StoredTensor:
+    """A tensor of one number."""
+    return StoredTensor(spec, (_constant(Fill(Box.full(spec.shape), value), spec),))
+
+
+@lru_cache(maxsize=4096)
+def _strips(geometry: ViewGeometry) -> tuple[_Strip, ...]:
+    """The patches, with those put together that continue each other at an even distance."""
+    found = [_strip(patch) for patch in geometry.patches]
+    ndim = found[0].target.ndim if found else 0
+    for d in range(ndim):
+        found.sort(key=lambda s: (s.target.offsets[:d], s.target.offsets[d + 1 :], s.target.offsets[d]))
+        out: list[_Strip] = []
+        for strip in found:
+            joined = _joined(out[-1], strip, d) if out else None
+            if joined is None:
+                out.append(strip)
+            else:
+                out[-1] = joined
+        found = out
+    return tuple(found)
+
+
+def _strip(patch: Patch) -> _Strip:
+    ones = (1,) * patch.source.ndim
+    return _Strip(patch.target, patch.tensor, patch.source.offsets, patch.source.sizes, ones, patch.dims)
+
+
+def _joined(left: _Strip, right: _Strip, d: int) -> _Strip | None:
+    """`left` with `right`, of one row along dim `d`, behind it; None if it does not continue it evenly."""
+    e = left.dims[d]
+    if e is None or (left.tensor, left.dims) != (right.tensor, right.dims) or right.counts[e] != 1:
+        return None
+    if left.target.stops[d] != right.target.offsets[d]:
+        return None
+    for i in range(left.target.ndim):
+        alike = (left.target.offsets[i], left.target.sizes[i]) == (right.target.offsets[i], right.target.sizes[i])
+        if i != d and not alike:
+            return None
+    for i in range(len(left.start)):
+        alike = (left.start[i], left.counts[i], left.steps[i]) == (right.start[i], right.counts[i], right.steps[i])
+        if i != e and not alike:
+            return None
+    n = left.counts[e]
+    step = right.start[e] - left.start[e] if n == 1 else left.steps[e]
+    if step < 1 or right.start[e] != left.start[e] + n * step:
+        return None
+    sizes = (*left.target.sizes[:d], n + 1, *left.target.sizes[d + 1 :])
+    return replace(
+        left,
+        target=Box.of(left.target.offsets, sizes),
+        counts=(*left.counts[:e], n + 1, *left.counts[e + 1 :]),
+        steps=(*left.steps[:e], step, *left.steps[e + 1 :]),
+    )
+
+
+def _chunks(strip: _Strip, source: StoredTensor) -> Iterator[StoredChunk]:
+    """The stored chunks of the source that have elements of the strip, cut and placed in the target."""
+    span = tuple((n - 1) * step + 1 if n else 0 for n, step in zip(strip.counts, strip.steps))
+    hull = Box.of(strip.start, span)
+    if hull.is_empty:
+        return
+    for chunk, _ in source.meeting(hull):
+        ranges = []  # of the strip's own indexes, those that the chunk has
+        for start, n, step, low, high in zip(
+            strip.start, strip.counts, strip.steps, chunk.box.offsets, chunk.box.stops, strict=True
+        ):
+            ranges.append((max(0, -(-(low - start) // step)), min(n, -(-(high - start) // step))))
+        if all(first < stop for first, stop in ranges):
+            yield _cut(strip, chunk, ranges)
+
+
+def _cut(strip: _Strip, chunk: StoredChunk, ranges: Sequence[tuple[int, int]]) -> StoredChunk:
+    first = [start + a * step for start, step, (a, _) in zip(strip.start, strip.steps, ranges)]
+    sizes = tuple(b - a for a, b in ranges)
+    offsets = [at - low for at, low in zip(first, chunk.box.offsets)]
+    target = Box.of(
+        tuple(o if d is None else o + ranges[d][0] for o, d in zip(strip.target.offsets, strip.dims)),
+        tuple(1 if d is None else sizes[d] for d in strip.dims),
+    )
+
+    def change(window: Window) -> Window:
+        at = window.offset + sum(o * s for o, s in zip(offsets, window.strides))
+        strides = tuple(s * step for s, step in zip(window.strides, strip.steps))
+        return Window(at, sizes, strides, window.itemsize).rearrange(strip.dims)
+
+    return chunk.derived(target, change)
+
+
+def _constant(fill: Fill, spec: TensorSpec) -> StoredChunk:
+    """One element in memory that every element of the box points to."""
+    raw = torch.full((1,), fill.value, dtype=torch.float64, device="cpu").to(dtype_from_name(spec.dtype))
+    data = bytes(raw.view(torch.uint8).tolist())
+    window = Window(0, fill.target.sizes, (0,) * len(spec.shape), spec.itemsize)
+    return StoredChunk(fill.target, Extent(BytesSource(data, f"the constant {fill.value}"), window), "constant")
+
+
+# Tensors that are computed while they are read: casts, and block-quantized weights dequantized.
+# Nothing is held.
+#
+# A computed tensor is a source whose bytes do not exist: whoever reads a range of them gets the
+# elements of that range computed from what is stored, in pieces of bounded size.
+
+
+_PIECE_BYTES = 8 << 20
+_GAP_BYTES = 64 << 10
+
+
+class _Computed(Source):
+    """The row-major bytes of a tensor that `compute` gives box by box."""
+
+    max_gap_bytes = _GAP_BYTES
+
+    def __init__(self, spec: TensorSpec, compute: Callable[[Box], torch.Tensor], label: str) -> None:
+        self.spec, self.label = spec, label
+        self._compute = compute
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.nbytes
+
+    def view(self) -> None:
+        return None
+
+    def _fill(self, start: int, buffer: memoryview) -> None:
+        size = self.spec.itemsize
+        first, last = start // size, -(-(start + buffer.nbytes) // size)
+        step = max(1, _PIECE_BYTES // size)
+        at = start
+        for begin in range(first, last, step):
+            for box in flat_boxes(self.spec.shape, begin, min(begin + step, last)):
+                values = raw_bytes(self._compute(box).contiguous())
+                skip = max(0, start - begin * size) if at == start else 0  # the range may begin within an element
+                take = min(values.numel() - skip, start + buffer.nbytes - at)
+                buffer[at - start : at - start + take] = values.numpy().data[skip : skip + take]
+                at += take
+
+
+def computed(spec: TensorSpec, compute: Callable[[Box], torch.Tensor], label: str) -> StoredTensor:
+    """A tensor of which `compute` gives any box, as a tensor of the spec's dtype and the box's sizes."""
+    place = Extent(_Computed(spec, compute, label), Window.row_major(0, spec.shape, spec.itemsize))
+    return StoredTensor(spec, (StoredChunk(Box.full(spec.shape), place),))
+
+
+def is_floating(dtype: str) -> bool:
+    """Whether elements are floating-point numbers."""
+    return dtype_from_name(dtype).is_floating_point
+
+
+def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTensor:
+    """The tensor converted as torch converts; itself where it has the dtype already."""
+    name = stored.fqn if fqn is None else fqn
+    if stored.spec.dtype == dtype:
+        return stored if name == stored.fqn else stored.renamed(name)
+    lazy, to = LazyTensor(stored), dtype_from_name(dtype)
+
+    def compute(box: Box) -> torch.Tensor:
+        return lazy[box.slices if box.ndim else ...].to(to)
+
+    return computed(TensorSpec(name, stored.spec.shape, dtype), compute, f"{stored.fqn} as {dtype}")
+
+
+def offset(stored: StoredTensor, fqn: str, *, by: float, exact: bool) -> StoredTensor:
+    """The tensor plus `by`, in its own dtype; with `exact`, all of it is read to see whether it could come back.
+
+    Raises NormalizationError for integers, and if an element plus `by`, rounded, minus `by`, rounded, is another one.
+    """
+    if not is_floating(stored.spec.dtype):
+        raise NormalizationError(f"{stored.fqn!r} of {stored.spec.dtype} cannot get an offset of {by}")
+    lazy = LazyTensor(stored)
+
+    def compute(box: Box) -> torch.Tensor:
+        return _plus(lazy[box.slices if box.ndim else ...], by)
+
+    if exact:
+        _check_exact(stored, by)
+    return computed(TensorSpec(fqn, stored.spec.shape, stored.spec.dtype), compute, f"{stored.fqn} plus {by}")
+
+
+def _plus(values: torch.Tensor, by: float) -> torch.Tensor:
+    return (values.to(torch.float64) + by).to(values.dtype)
+
+
+def _check_exact(stored: StoredTensor, by: float) -> None:
+    lazy, numel = LazyTensor(stored), stored.spec.numel
+    step = max(1, _PIECE_BYTES // stored.spec.itemsize)
+    boxes = (flat_boxes(stored.spec.shape, at, min(at + step, numel)) for at in range(0, numel, step))
+    for box in chain.from_iterable(boxes):
+        values = lazy[box.slices if box.ndim else ...]
+        back = _plus(_plus(values, by), -by).to(torch.float64)
+        wrong = (back != values.to(torch.float64)) & ~(back.isnan() & values.isnan())
+        if bool(wrong.any()):
+            at = tuple(int(i) for i in wrong.nonzero()[0])
+            where = [o + i for o, i in zip(box.offsets, at)]
+            raise NormalizationError(
+                f"{stored.fqn!r} plus {by} would lose digits in {stored.spec.dtype}: element {where} is "
+                f"{float(values[at])!r}, and would come back as {float(back[at])!r}; cast it to a wider dtype before, "
+                "or let it be rounded: exact=False, on the command line --naming exact=false"
+            )
+
+
+def dequantized(
+    weight: StoredTensor, scale: StoredTensor, fqn: str, *, block: tuple[int, ...], dtype: str
+) -> StoredTensor:
+    """`weight * scale`, each number of `scale` being that of a block of `block` elements; computed in float32.
+
+    Raises NormalizationError if the scales are not one for each block.
+    """
+    shape = weight.spec.shape
+    wanted = tuple(-(-n // b) for n, b in zip(shape, block))
+    if len(block) != len(shape) or scale.spec.shape != wanted:
+        raise NormalizationError(
+            f"{weight.fqn!r} of shape {list(shape)} in blocks of {list(block)} needs scales of shape {list(wanted)}, "
+            f"but {scale.fqn!r} has {list(scale.spec.shape)}"
+        )
+    values, scales, to = LazyTensor(weight), LazyTensor(scale), dtype_from_name(dtype)
+
+    def compute(box: Box) -> torch.Tensor:
+        low = [o // b for o, b in zip(box.offsets, block)]
+        high = [-(-stop // b) for stop, b in zip(box.stops, block)]
+        factors = scales[tuple(map(slice, low, high))].to(torch.float32)
+        for d, (offset, size, b) in enumerate(zip(box.offsets, box.sizes, block)):
+            index = torch.arange(offset, offset + size, device="cpu") // b - offset // b
+            factors = factors.index_select(d, index)
+        return (values[box.slices].to(torch.float32) * factors).to(to)
+
+    return computed(TensorSpec(fqn, shape, dtype), compute, f"{weight.fqn} dequantized")
+
+
+_FP4 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], device="cpu"
+)
+"""What four bits stand for: a sign, two bits of exponent, one of mantissa."""
+
+
+def mxfp4(blocks: StoredTensor, scales: StoredTensor, fqn: str, *, dtype: str) -> StoredTensor:
+    """Numbers of four bits, two in a byte, the lower half first, times a power of two for each block.
+
+        blocks uint8 [..., rows, groups, bytes], scales uint8 [..., rows, groups]  ->  [..., groups * bytes * 2, rows]
+
+    Raises NormalizationError for other dtypes, or scales that are not one for each block.
+    """
+    shape = blocks.spec.shape
+    is_right = (blocks.spec.dtype, scales.spec.dtype) == ("uint8", "uint8") and len(shape) >= 3
+    if not is_right or scales.spec.shape != shape[:-1]:
+        raise NormalizationError(
+            f"{blocks.fqn!r}, {blocks.spec.dtype} {list(shape)}, needs scales of uint8 {list(shape[:-1])}, but "
+            f"{scales.fqn!r} is {scales.spec.dtype} {list(scales.spec.shape)}"
+        )
+    rows, groups, width = shape[-3], shape[-2], shape[-1] * 2
+    values, exponents, to = LazyTensor(blocks), LazyTensor(scales), dtype_from_name(dtype)
+
+    def compute(box: Box) -> torch.Tensor:
+        *outer, column, row = box.slices
+        first, stop = column.start // width, -(-column.stop // width)
+        part = (*outer, row, slice(first, stop))
+        packed = values[part].long()
+        numbers = torch.stack([_FP4[packed & 15], _FP4[packed >> 4]], dim=-1).flatten(-2)
+        exponent = exponents[part].int().unsqueeze(-1) - 127
+        whole = torch.ldexp(numbers, exponent).flatten(-2)
+        return whole[..., column.start - first * width : column.stop - first * width].transpose(-1, -2).to(to)
+
+    spec = TensorSpec(fqn, (*shape[:-3], groups * width, rows), dtype)
+    return computed(spec, compute, f"{blocks.fqn} dequantized")

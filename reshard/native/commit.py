@@ -1,0 +1,442 @@
+"""Makes a save count: a folder for each generation, the manifest published last, leftovers removed."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET
+
+from planners.plans.codec import to_json
+from planners.plans.save import SavePlan
+from reshard.errors import CheckpointError, CheckpointNotFoundError, ReshardError, StorageError
+from reshard.live.fingerprints import Partial
+from reshard.live.garbage import gc_paused
+from reshard.native.manifest import (
+    FEW_FILES,
+    HF_INDEX,
+    MANIFEST,
+    FileRecord,
+    LinkedRecord,
+    Manifest,
+    PartsRecord,
+    TableRecord,
+    encode_manifest,
+    encode_table,
+    is_generation,
+    read_save_id,
+    refuse_newer,
+)
+from reshard.native.reader import NativeFacts, detect
+from reshard.ranks import liveness
+from reshard.ranks.global_state import GlobalState
+from reshard.storage.base import Storage, is_temporary
+from reshard.stored.contents import has_dcp
+
+__all__ = [
+    "CLAIM", "Generation", "Written", "begin", "check_claimed", "claim", "counts", "ended",
+    "folder_of", "generations_in", "index_problem", "is_alive", "new_save_id", "published",
+    "refuse_foreign", "release", "remove", "remove_dead", "remove_empty", "save_id_of",
+]  # fmt: skip
+
+
+_log = logging.getLogger("reshard")
+
+
+class Written(msgspec.Struct, frozen=True):
+    """What one rank has done for a generation."""
+
+    record: FileRecord | None = None
+    """Of its data file, if it has one."""
+    parts: PartsRecord | None = None
+    """Of its table of parts, if files of earlier saves have some of its elements."""
+    linked: tuple[LinkedRecord, ...] = ()
+    """Those files, and how much of each is this rank's."""
+    ranks: tuple[int, ...] = ()
+    """Whose arrays its data file has, if several ranks wrote it; those others have no record of it."""
+
+    @property
+    def files(self) -> list[FileRecord | PartsRecord]:
+        """All that must be there."""
+        return [one for one in (self.record, self.parts, *self.linked) if one is not None]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One save: what it holds, who writes what, and where to."""
+
+    storage: Storage
+    save_id: str
+    started_unix_s: float
+    census: GlobalState
+    plan: SavePlan
+    subset: tuple[str, ...] | None
+
+    @property
+    def folder(self) -> str:
+        """Of this generation, within the checkpoint's."""
+        return folder_of(self.save_id)
+
+    @gc_paused()
+    def publish(self, written: Mapping[int, Written], parts: Sequence[Mapping[str, Partial]] = ()) -> None:
+        """Make the generation count. For the first rank, when all ranks have written.
+
+        Args:
+            written: by each rank.
+            parts: of the fingerprints of all tensors, by name.
+
+        Raises StorageError if a file is not there with its whole length.
+        """
+        seen = self.storage.list(f"{self.folder}/")
+        for rank, one in written.items():
+            for record in one.files:
+                if seen.get(record.name) != record.nbytes:
+                    raise StorageError(
+                        f"rank {rank} wrote {record.name} ({record.nbytes} bytes), but the first rank does not see it "
+                        f"in {self.storage.url}: the folder must be the same, shared one for all ranks"
+                    )
+        table = self._table(written)
+        manifest = self.manifest(written, parts, table)
+        self.storage.publish(MANIFEST, encode_manifest(manifest))
+        names = {int(rank): record.name for rank, record in manifest.files.items()}
+        publish_index(self.storage, self.save_id, self.plan, None if manifest.tables else names)
+
+    def tidy(self) -> None:
+        """Remove the claim, and what older saves have left.
+
+        A failure is logged and no more: the checkpoint counts already, and the next save tries again.
+        """
+        try:
+            release(self.storage, self.save_id)
+            remove_dead(self.storage)
+        except ReshardError as error:
+            _log.warning("%s is saved, but what is no longer needed could not be removed: %s", self.storage.url, error)
+
+    def _table(self, written: Mapping[int, Written]) -> TableRecord | None:
+        """Of many data files a table, which is stored."""
+        records = {rank: one.record for rank, one in sorted(written.items()) if one.record is not None}
+        if len(records) <= FEW_FILES:
+            return None
+        table, data = encode_table(f"{self.folder}/files", records)
+        self.storage.publish(table.name, data)
+        return table
+
+    def manifest(
+        self,
+        written: Mapping[int, Written],
+        parts: Sequence[Mapping[str, Partial]] = (),
+        table: TableRecord | None = None,
+    ) -> Manifest:
+        """What makes the generation count; arguments are those of `publish`.
+
+        Args:
+            table: of the data files, which are listed in the manifest without one.
+        """
+        records = {rank: one.record for rank, one in sorted(written.items()) if one.record is not None}
+        files = {} if table is not None else records
+        census = self.census
+        tables = {str(rank): one.parts for rank, one in sorted(written.items()) if one.parts is not None}
+        linked = _together(written.values())
+        layout = {key: value for key, value in to_json(census.layout).items() if key not in ("reshard", "version")}
+        # what older readers do not know: the class of a mapping or of a tensor
+        classes = [kind for _, kind in census.containers if kind.startswith(("dict:", "tensor:"))]
+        return Manifest(
+            version=_version(linked, has_more=bool(tables or table is not None or classes)),
+            save_id=self.save_id,
+            created_unix_s=self.started_unix_s,
+            divide_above_bytes=self.plan.divide_above_bytes,
+            files={str(r): record for rank, record in files.items() for r in written[rank].ranks or (rank,)},
+            layout=layout,
+            paths={key: path for key, path in census.paths.items() if path != [key]},
+            containers=census.containers,
+            objects=census.objects,
+            per_rank={key: {str(r): row for r, row in rows.items()} for key, rows in census.per_rank.items()},
+            aliases=census.aliases,
+            fingerprints=self.fingerprints(parts),
+            subset=None if self.subset is None else list(self.subset),
+            parts=tables or UNSET,
+            linked=linked or UNSET,
+            table=UNSET if table is None else table,
+        )
+
+    def fingerprints(self, parts: Sequence[Mapping[str, Partial]]) -> dict[str, str]:
+        """Of every tensor, out of parts by name; {} if nobody took any; of no elements there is no part."""
+        specs = self.census.layout.specs
+        totals = dict.fromkeys(specs, Partial()) if parts else {}
+        for some in parts:
+            for fqn, part in some.items():
+                totals[fqn] = totals[fqn] + part
+        return {fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()}
+
+
+def _version(linked: Sequence[LinkedRecord], *, has_more: bool) -> int:
+    """The oldest version that says everything."""
+    if any(record.block_bytes is not UNSET for record in linked):
+        return 3
+    return 2 if has_more else 1
+
+
+def _together(written: Iterable[Written]) -> list[LinkedRecord]:
+    """The files of earlier saves, each with what all ranks have of it."""
+    found: dict[str, LinkedRecord] = {}
+    for one in written:
+        for record in one.linked:
+            before = found.get(record.name)
+            live = record.live_bytes + (before.live_bytes if before is not None else 0)
+            found[record.name] = msgspec.structs.replace(record, live_bytes=live)
+    return list(found.values())
+
+
+# Generations: every save writes into a folder of its own, and only the manifest says which one
+# counts.
+#
+#     manifest.json  ─────────►  data-0192f3c1a8-5d2e.../      the checkpoint
+#                                data-0192f3c199-77ab.../      of a save that was killed, or is still running
+#
+# A folder that no manifest names belongs to a save that is running or dead: its claim tells.
+
+
+_CLAIMING_S = 60.0
+"""So long a save is taken to be about to make its claim."""
+CLAIM = "claim.json"
+"""The file in the folder of a save that says who writes there."""
+_VISIBLE_S = 2.0
+"""So long a network file system may take to show on one machine what was written on another."""
+
+
+def new_save_id() -> str:
+    """A name that sorts by time and that no other save has."""
+    return f"{int(time.time() * 1000):012x}-{secrets.token_hex(6)}"
+
+
+def save_id_of(job_id: str) -> str:
+    """The save id for a job that knows itself by 24 digits."""
+    return f"{job_id[:12]}-{job_id[12:24]}"
+
+
+_begun: list[float] = [0.0]
+
+
+def begin() -> float:
+    """When a save begins, in seconds since 1970: later than all others of this process, though clocks are set back."""
+    _begun[0] = max(time.time(), _begun[0] + 1e-6)
+    return _begun[0]
+
+
+def folder_of(save_id: str) -> str:
+    """The generation's folder, within the checkpoint's."""
+    return f"data-{save_id}"
+
+
+def refuse_foreign(storage: Storage) -> None:
+    """Make sure that a save here would neither replace somebody else's files nor be lost among them.
+
+    Raises StorageError if the folder holds an index or manifest that we did not write, or a DCP checkpoint, beside
+    which ours could not be told apart; FormatError for a checkpoint of a newer version.
+    """
+    names = storage.list()
+    ours = detect(storage, names)
+    if ours and MANIFEST in names:
+        _refuse_newer(storage)
+    foreign = [name for name in (MANIFEST, HF_INDEX) if name in names and not ours]
+    foreign += [".metadata"] if has_dcp(names) else []
+    if foreign:
+        raise StorageError(
+            f"{storage.url} holds {foreign[0]}, which is of something else than our checkpoints: nothing was saved. "
+            "Save into a folder of its own"
+        )
+
+
+def _refuse_newer(storage: Storage) -> None:
+    refuse_newer(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
+
+
+def claim(storage: Storage, save_id: str) -> None:
+    """Say that this process is writing the generation, until `ended`."""
+    liveness.take_lease(storage, f"{folder_of(save_id)}/{CLAIM}", save_id)
+
+
+def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
+    """Make sure that what the first rank claims is what this rank writes to, before it writes anything.
+
+    Raises StorageError if the claim of the rank `claimer` cannot be seen from here.
+    """
+    until = time.monotonic() + _VISIBLE_S
+    while True:
+        try:
+            storage.size(f"{folder_of(save_id)}/{CLAIM}")
+        except FileNotFoundError:
+            if time.monotonic() > until:
+                raise StorageError(
+                    f"what rank {claimer} wrote is not to be seen in {storage.url} from {socket.gethostname()}: the "
+                    "folder must be the same, shared one for all ranks, not one of each machine"
+                ) from None
+            time.sleep(0.1)
+        else:
+            return
+
+
+def ended(save_id: str) -> None:
+    """Say that this process writes the generation no more, even if its claim could not be removed."""
+    liveness.release_lease(save_id)
+
+
+def release(storage: Storage, save_id: str) -> None:
+    """Say that the generation is published, or given up: from now on it stays only while a manifest names it."""
+    storage.delete(f"{folder_of(save_id)}/{CLAIM}")
+
+
+def published(storage: Storage) -> str | None:
+    """The save id that counts, or None."""
+    try:
+        return read_save_id(storage)
+    except CheckpointNotFoundError:
+        return None
+
+
+def counts(storage: Storage, save_id: str) -> bool:
+    """Whether the manifest names this generation; one that cannot be read, or is of a newer version, does not."""
+    try:
+        return published(storage) == save_id
+    except CheckpointError:
+        return False
+
+
+def remove_dead(storage: Storage) -> list[str]:
+    """Remove generations that neither count nor are being written. Returns their save ids.
+
+    A save publishes its manifest before it releases its claim. So where a claim is gone, the manifest that is read
+    *after* seeing that names this generation, or one that came later.
+    """
+    by_id = generations_in(storage)
+    remove_empty(storage)
+    removed, running = [], False
+    for save_id, names in by_id.items():
+        if is_alive(storage, save_id, names):
+            running = True
+        elif published(storage) != save_id:
+            remove(storage, save_id, names)
+            removed.append(save_id)
+    if not running:  # of several saves it is not known whose an unfinished manifest is: the last to end cleans up
+        for published_name in (MANIFEST, HF_INDEX):
+            for name in storage.list(f"{published_name}."):
+                if is_temporary(name):
+                    storage.delete(name)
+    return removed
+
+
+def generations_in(storage: Storage) -> dict[str, list[str]]:
+    """Save id -> names of the files of its generation; what else is called so is somebody's own."""
+    by_id: dict[str, list[str]] = {}
+    for name in storage.list("data-"):
+        folder, slash, _ = name.partition("/")
+        if slash and is_generation(folder):
+            by_id.setdefault(folder.removeprefix("data-"), []).append(name)
+    return by_id
+
+
+def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
+    """Remove generations that hold nothing: folders of saves that were killed before they made their claim.
+
+    A save that is just making its claim makes its folder again.
+
+    Args:
+        others: folders that may go, too, if they are empty.
+    """
+    for folder in storage.empty_folders():
+        if is_generation(folder) or folder in others:
+            storage.delete(f"{folder}/{CLAIM}")
+
+
+def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:
+    """Remove a generation, its claim last, so that a removal cut short is taken up again."""
+    folder = folder_of(save_id)
+    names = list(storage.list(f"{folder}/")) if names is None else names
+    for name in sorted(names, key=lambda name: name.endswith(f"/{CLAIM}")):
+        storage.delete(name)
+
+
+def is_alive(storage: Storage, save_id: str, names: list[str]) -> bool:
+    """Whether somebody may still be writing the generation, whose files are `names`."""
+    name = f"{folder_of(save_id)}/{CLAIM}"
+    if name not in names:  # a claim is made before anything else and removed last
+        return all(map(is_temporary, names)) and time.time() - _began(save_id) < _CLAIMING_S
+    return liveness.may_be_alive(liveness.read_lease(storage, name), save_id)
+
+
+def _began(save_id: str) -> float:
+    """Seconds since 1970 when the save began; 0 if that is no save id."""
+    try:
+        return int(save_id.partition("-")[0], 16) / 1000
+    except ValueError:
+        return 0.0
+
+
+# The index beside a native checkpoint of one file of whole tensors, for Hugging Face tools: they
+# read no manifest.
+#
+# {"metadata": {"total_size": 96}, "weight_map": {"w": "data-<save id>/00000.safetensors"}}
+
+
+class _Index(msgspec.Struct, forbid_unknown_fields=True):
+    weight_map: dict[str, str]
+    metadata: dict[str, int] = {}
+
+
+def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping[int, str] | None) -> None:
+    """Where one rank has written every tensor whole, say so; else remove the index of an older save.
+
+    Of two saves that race, only the one whose manifest counts leaves an index. If the other's came later nevertheless,
+    there is none in the end, which is better than one of files that are gone.
+
+    Args:
+        save_id: of the save, whose manifest is published already.
+        files: the name of each rank's data file; None where they do not hold all.
+    """
+    weight_map = None if files is None else _weight_map(plan, files)
+    if weight_map is None:
+        storage.delete(HF_INDEX)
+    elif counts(storage, save_id):
+        storage.publish(HF_INDEX, msgspec.json.encode(_Index(weight_map, {"total_size": plan.total_bytes})))
+        if not counts(storage, save_id):
+            storage.delete(HF_INDEX)
+
+
+def index_problem(native: NativeFacts) -> str | None:
+    """What would lead Hugging Face tools to other tensors than the manifest names; None if there is no index."""
+    if HF_INDEX not in native.storage.list(HF_INDEX):
+        return None
+    where = f"{native.storage.url.rstrip('/')}/{HF_INDEX}"
+    files = {int(rank): record.name for rank, record in native.manifest.files.items()}
+    expected = None if native.manifest.tables else _weight_map(native.plan, files)
+    if expected is None:
+        return f"{where}: no index belongs here, since the tensors are not whole in one file; remove it"
+    try:
+        index = msgspec.json.decode(native.storage.read(HF_INDEX), type=_Index)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return f"{where}: it is no index: {error}"
+    found, metadata = index.weight_map, {"total_size": native.plan.total_bytes}
+    wrong = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+    if not wrong and index.metadata != metadata:
+        return f"{where}: its metadata is {index.metadata}, but by the manifest it is {metadata}: it was changed"
+    if not wrong:
+        return None
+    says, is_in = (f"in {of[wrong[0]]}" if wrong[0] in of else "nowhere" for of in (found, expected))
+    return (
+        f"{where}: it says that {wrong[0]!r} is {says}, but by the manifest it is {is_in} ({len(wrong)} names differ): "
+        "Hugging Face tools would read other tensors; remove it, or save again"
+    )
+
+
+def _weight_map(plan: SavePlan, files: Mapping[int, str]) -> dict[str, str] | None:
+    """The file of every tensor; None unless there is one file, of whole tensors."""
+    specs = plan.layout.specs
+    items = (item for rank in range(plan.world_size) for item in plan.items(rank))
+    if len(set(files.values())) != 1 or any(item.box.sizes != specs[item.fqn].shape for item in items):
+        return None
+    return dict.fromkeys(specs, next(iter(files.values())))

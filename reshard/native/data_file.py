@@ -1,0 +1,587 @@
+"""Writes data files, of one rank or of several together: safetensors, streamed, with checksums and digests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from planners.geometry.box import Box
+from planners.geometry.layout import TensorSpec
+from reshard.errors import DamagedCheckpointError, FormatError, StorageError
+from reshard.live.copy_streams import CopyStreams, row_major_pieces
+from reshard.live.fingerprints import Partial, partials
+from reshard.native.manifest import BLOCK_BYTES, FileRecord, entry_key
+from reshard.storage.base import PlacedWriter, Storage
+from reshard.stored.safetensors import MAX_HEADER_BYTES, encode_header, encode_rows, framed
+
+__all__ = [
+    "STAGE_BYTES", "BlockDigests", "BlockSums", "BlockTable", "CommonFile", "Digests", "Entry",
+    "FileGroup", "blocks_of", "digest128", "probe_of", "read_blocks", "sum_up", "write_common_file",
+    "write_file",
+]  # fmt: skip
+
+
+STAGE_BYTES = 32 << 20
+"""Default memory for elements that do not lie in row-major order, or not on the CPU, on their way to the file."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One array of a data file."""
+
+    spec: TensorSpec
+    """Of the whole tensor."""
+    box: Box
+    """The region of it that the array holds, in global coordinates."""
+    tensor: torch.Tensor
+    """The elements, of the box's sizes; on any device, with any strides."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return entry_key(self.spec.fqn, self.box, self.spec.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.box.numel * self.spec.itemsize
+
+
+def write_file(
+    storage: Storage,
+    name: str,
+    entries: Sequence[Entry],
+    *,
+    lanes: CopyStreams | None = None,
+    stage_bytes: int = STAGE_BYTES,
+    digests: bool = False,
+    on_bytes: Callable[[int], None] | None = None,
+) -> FileRecord:
+    """Write `entries` as one safetensors file, and its block checksums beside it. Both are durable on return.
+
+    Large elements come first, so that every array is aligned to its item size.
+
+    Args:
+        lanes: by which entries on devices come to the host; those of other devices are copied one after another.
+        stage_bytes: for elements that do not lie in row-major order, or not on the CPU, on their way to the file.
+        digests: leave digests of the blocks of every array, too, for later saves.
+
+    Raises FormatError if two entries have one key; StorageError if the storage fails.
+    """
+    ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
+    header = encode_header((entry.key, entry.spec.dtype, entry.box.sizes) for entry in ordered)
+    with storage.create(name) as out:
+        blocks = [blocks_of(entry.box, entry.spec.itemsize) for entry in ordered] if digests else []
+        passing = BlockDigests([len(header), *_lengths(ordered, blocks)], out)
+        sums = BlockSums(passing if digests else out)
+        sums.write(memoryview(header))
+        for piece in row_major_pieces([entry.tensor for entry in ordered], lanes or CopyStreams(), stage_bytes):
+            sums.write(piece)
+            if on_bytes is not None:
+                on_bytes(len(piece))
+        checksums = sums.finish()
+    with storage.create(f"{name}.sums") as out:
+        out.write(checksums)
+    *starts, end = accumulate((entry.nbytes for entry in ordered), initial=len(header))
+    record = FileRecord(name, end, len(header), digest128(checksums))
+    if digests:
+        write_blocks(storage, name, record.sums, starts, [len(found) for found in blocks], passing.finish()[1:])
+    return record
+
+
+def _lengths(entries: Sequence[Entry], blocks: Sequence[Sequence[Box]]) -> Iterator[int]:
+    for entry, found in zip(entries, blocks):
+        for block in found:
+            yield block.numel * entry.spec.itemsize
+
+
+def sum_up(entries: Sequence[Entry], lanes: CopyStreams | None = None) -> dict[str, Partial]:
+    """What `entries` add to the fingerprints of their tensors, by name: computed where they are, on these lanes."""
+    out: dict[str, Partial] = {}
+    lanes = lanes or CopyStreams()
+    for device in dict.fromkeys(entry.tensor.device for entry in entries):
+        here = [entry for entry in entries if entry.tensor.device == device]
+        with lanes.use(device):
+            found = partials((entry.tensor, entry.box, entry.spec.shape) for entry in here)
+        for entry, one in zip(here, found, strict=True):
+            out[entry.spec.fqn] = out[entry.spec.fqn] + one if entry.spec.fqn in out else one
+    return out
+
+
+def digest128(data: bytes) -> str:
+    """XXH3-128, in hex."""
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+class BlockSums:
+    """Passes bytes on to a writer and hashes them block by block."""
+
+    def __init__(self, out: Sink) -> None:
+        self._out = out
+        self._state = xxhash.xxh3_64()
+        self._room = BLOCK_BYTES
+        self._digests: list[int] = []
+
+    def write(self, data: memoryview) -> None:
+        """Block by block, so that what is written is still at hand from being hashed."""
+        at = 0
+        while at < len(data):
+            piece = data[at : at + self._room]
+            if len(piece) == BLOCK_BYTES:
+                self._digests.append(xxhash.xxh3_64_intdigest(piece))
+            else:
+                self._state.update(piece)
+                self._room -= len(piece)
+                if not self._room:
+                    self._close_block()
+            self._out.write(piece)
+            at += len(piece)
+
+    def _close_block(self) -> None:
+        self._digests.append(self._state.intdigest())
+        self._state.reset()
+        self._room = BLOCK_BYTES
+
+    def finish(self) -> bytes:
+        """The digests of all blocks, the last one perhaps short, as little-endian 64-bit numbers."""
+        if self._room != BLOCK_BYTES:
+            self._close_block()
+        return np.array(self._digests, dtype="<u8").tobytes()
+
+
+# Writes one data file of several ranks of a machine: each puts its own arrays where they belong.
+#
+#     header: rows of rank 0 | of rank 1    8-byte elements of rank 0 | of rank 1    4-byte elements of rank 0 | of
+# rank 1
+#
+# Larger elements come first, whoever has them, so that every array is aligned to its item size.
+# Ranks tell one another how many bytes they have of each item size, and then how long their rows
+# are: so each knows where its own belong. A block whose bytes several of them wrote is hashed by
+# the first one, which reads it back and compares each rank's bytes with the digest that this rank
+# took of them before it wrote them.
+
+
+@dataclass(frozen=True)
+class FileGroup:
+    """The ranks that write one file, all of one machine."""
+
+    ranks: tuple[int, ...]
+    """Ascending; the file has the name of the first."""
+    place: int
+    """Of this one among them."""
+    tell: Callable[[bytes], list[bytes]]
+    """Collective: what each of them says, in their order."""
+
+
+@dataclass(frozen=True)
+class CommonFile:
+    """What was written."""
+
+    record: FileRecord
+    ranks: tuple[int, ...]
+    """Those that have arrays in it."""
+
+
+class _Range(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of a file that one rank wrote."""
+
+    start: int
+    stop: int
+    digest: int
+    """XXH3-64, taken before they were written."""
+
+
+class _Wrote(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells of what it wrote."""
+
+    edges: list[_Range]
+    """Of blocks that are not all its own."""
+    sums: list[_Range]
+    """Of the file of sums: those of blocks that are."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the file is like, and what of it is this rank's."""
+
+    nbytes: int
+    header_bytes: int
+    ranks: tuple[int, ...]
+    """Those that have arrays in it."""
+    header: list[tuple[int, bytes]]
+    """This rank's part of the header, by position."""
+    runs: list[tuple[int, int]]
+    """Where its elements go: first byte and length of each run, in the order in which they come."""
+
+
+def places(held: Sequence[dict[int, int]]) -> list[dict[int, int]]:
+    """Where the bytes of each rank begin, counted from the end of the header, by item size; `held` says how many each
+    has."""
+    out: list[dict[int, int]] = [{} for _ in held]
+    at = 0
+    for size in sorted({size for row in held for size in row}, reverse=True):
+        for row, starts in zip(held, out):
+            starts[size] = at
+            at += row.get(size, 0)
+    return out
+
+
+def write_common_file(
+    storage: Storage,
+    name: str,
+    entries: Sequence[Entry],
+    crew: FileGroup,
+    *,
+    lanes: CopyStreams | None = None,
+    stage_bytes: int = STAGE_BYTES,
+    on_bytes: Callable[[int], None] | None = None,
+) -> CommonFile | None:
+    """Write this rank's `entries` into the safetensors file that the ranks of `crew` write together, and what it knows
+    of the checksums beside it. Collective among them, also for a rank that has no entries.
+
+    Returns what there is then on the first rank of them, when all have written and all is durable; None on the others,
+    and where nobody had any.
+
+    Raises FormatError if two arrays of this rank have one key, or the header would be larger than other tools read;
+    StorageError if the storage fails, or bytes are not what some rank wrote.
+    """
+    ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
+    shape = _agreed(name, ordered, crew)
+    wrote = _Wrote([], [])
+    if shape.header or shape.runs:
+        pieces = row_major_pieces([entry.tensor for entry in ordered], lanes or CopyStreams(), stage_bytes)
+        wrote = _write(storage, name, shape, pieces, on_bytes)
+    told = [msgspec.msgpack.decode(row, type=_Wrote) for row in crew.tell(msgspec.msgpack.encode(wrote))]
+    if crew.place or not shape.ranks:
+        return None
+    sums = _closed(storage, name, shape.nbytes, dict(zip(crew.ranks, told, strict=True)))
+    return CommonFile(FileRecord(name, shape.nbytes, shape.header_bytes, digest128(sums)), shape.ranks)
+
+
+def _agreed(name: str, ordered: Sequence[Entry], crew: FileGroup) -> _Shape:
+    by_size = {size: list(some) for size, some in groupby(ordered, key=lambda entry: entry.spec.itemsize)}
+    mine = {size: sum(entry.nbytes for entry in some) for size, some in by_size.items()}
+    held = [msgspec.msgpack.decode(row, type=dict[int, int]) for row in crew.tell(msgspec.msgpack.encode(mine))]
+    starts = places(held)[crew.place]
+    rows = b"".join(
+        encode_rows(((entry.key, entry.spec.dtype, entry.box.sizes) for entry in some), starts[size])
+        for size, some in by_size.items()
+    )
+    rows_bytes = [int.from_bytes(row, "little") for row in crew.tell(len(rows).to_bytes(8, "little"))]
+    head, tail = framed(sum(rows_bytes))
+    header_bytes = len(head) + sum(rows_bytes) + len(tail)
+    if header_bytes > MAX_HEADER_BYTES:
+        raise FormatError(
+            f"the header of {name} would have {header_bytes} bytes, and other tools read no more than "
+            f"{MAX_HEADER_BYTES}: choose a smaller ranks_per_file"
+        )
+    header = [(len(head) + sum(rows_bytes[: crew.place]), rows)] if rows else []
+    if crew.place == 0 and any(held):
+        header = [(0, head), *header, (header_bytes - len(tail), tail)]
+    return _Shape(
+        nbytes=header_bytes + sum(sum(row.values()) for row in held),
+        header_bytes=header_bytes,
+        ranks=tuple(rank for rank, row in zip(crew.ranks, held, strict=True) if row),
+        header=header,
+        runs=[(header_bytes + starts[size], nbytes) for size, nbytes in mine.items() if nbytes],
+    )
+
+
+def _write(
+    storage: Storage,
+    name: str,
+    shape: _Shape,
+    pieces: Iterable[memoryview],
+    on_bytes: Callable[[int], None] | None,
+) -> _Wrote:
+    with storage.create_together(name, shape.nbytes) as out:
+        sums = _Sums(out, shape.nbytes)
+        for at, data in shape.header:
+            sums.put(at, memoryview(data))
+        runs, at, left = iter(shape.runs), 0, 0
+        for piece in pieces:
+            done = 0
+            while done < len(piece):
+                if not left:
+                    at, left = next(runs)
+                some = piece[done : done + left]
+                sums.put(at, some)
+                at, left, done = at + len(some), left - len(some), done + len(some)
+            if on_bytes is not None:
+                on_bytes(len(piece))
+        sums.close()
+    if not sums.blocks:
+        return _Wrote(sums.edges, [])
+    ranges = []
+    with storage.create_together(f"{name}.sums", _sums_bytes(shape.nbytes)) as out:
+        for first, digests in _consecutive(sums.blocks):
+            packed = np.array(digests, dtype="<u8").tobytes()
+            out.at = 8 * first
+            out.write(packed)
+            ranges.append(_Range(8 * first, 8 * first + len(packed), xxhash.xxh3_64_intdigest(packed)))
+    return _Wrote(sums.edges, ranges)
+
+
+class _Sums:
+    """Passes bytes on to their places in a file, and takes a digest of what passes of each block."""
+
+    def __init__(self, out: PlacedWriter, nbytes: int) -> None:
+        self._out, self._nbytes = out, nbytes
+        self._state = xxhash.xxh3_64()
+        self._start = self._stop = 0
+        self.blocks: dict[int, int] = {}
+        """By number: digests of blocks that passed whole."""
+        self.edges: list[_Range] = []
+
+    def put(self, at: int, data: memoryview) -> None:
+        """Write the bytes from position `at` on."""
+        if at != self._stop:
+            self.close()
+            self._start = self._out.at = at
+        done = 0
+        while done < len(data):
+            end = min(((at + done) // BLOCK_BYTES + 1) * BLOCK_BYTES, self._nbytes)
+            piece = data[done : done + end - at - done]
+            self._state.update(piece)
+            self._out.write(piece)
+            done += len(piece)
+            self._stop = at + done
+            if self._stop == end:
+                self.close()
+
+    def close(self) -> None:
+        """What came since the last block ended is all that passes in a row."""
+        if self._start == self._stop:
+            return
+        digest = self._state.intdigest()
+        if self._start % BLOCK_BYTES == 0 and self._stop in (self._nbytes, self._start + BLOCK_BYTES):
+            self.blocks[self._start // BLOCK_BYTES] = digest
+        else:
+            self.edges.append(_Range(self._start, self._stop, digest))
+        self._state.reset()
+        self._start = self._stop
+
+
+def _consecutive(blocks: dict[int, int]) -> Iterator[tuple[int, list[int]]]:
+    """Runs of blocks that follow one another: the first one's number, and the digests."""
+    for _, run in groupby(enumerate(sorted(blocks)), key=lambda row: row[1] - row[0]):
+        numbers = [number for _, number in run]
+        yield numbers[0], [blocks[number] for number in numbers]
+
+
+def _sums_bytes(nbytes: int) -> int:
+    return 8 * -(-nbytes // BLOCK_BYTES)
+
+
+def _closed(storage: Storage, name: str, nbytes: int, wrote: dict[int, _Wrote]) -> bytes:
+    """Add the sums of blocks that several ranks wrote to, and return those of all blocks, as they can be read there."""
+    divided: dict[int, list[tuple[_Range, int]]] = {}
+    for rank, one in wrote.items():
+        for edge in one.edges:
+            divided.setdefault(edge.start // BLOCK_BYTES, []).append((edge, rank))
+    with storage.create_together(f"{name}.sums", _sums_bytes(nbytes)) as out:
+        for block, edges in divided.items():
+            data = memoryview(storage.read(name, block * BLOCK_BYTES, min(BLOCK_BYTES, nbytes - block * BLOCK_BYTES)))
+            at = block * BLOCK_BYTES
+            for edge, rank in sorted(edges, key=lambda row: row[0].start):
+                _check(storage, name, rank, edge, data[edge.start - block * BLOCK_BYTES :], at)
+                at = edge.stop
+            assert at == block * BLOCK_BYTES + len(data)  # the places of all ranks make up the file
+            out.at = 8 * block
+            out.write(xxhash.xxh3_64_intdigest(data).to_bytes(8, "little"))
+    sums = storage.read(f"{name}.sums")
+    for rank, one in wrote.items():
+        for some in one.sums:
+            _check(storage, f"{name}.sums", rank, some, memoryview(sums)[some.start :], some.start)
+    return sums
+
+
+def _check(storage: Storage, name: str, rank: int, wrote: _Range, found: memoryview, at: int) -> None:
+    assert at == wrote.start
+    if xxhash.xxh3_64_intdigest(found[: wrote.stop - wrote.start]) != wrote.digest:
+        raise StorageError(
+            f"{storage.url}: bytes [{wrote.start}, {wrote.stop}) of {name} are not what rank {rank} has just written"
+        )
+
+
+# Blocks: a digest of each MiB of the arrays of a data file, by which a later save sees what it need
+# not write again.
+#
+#     array of the file        00003.safetensors.blocks
+#     +-----------+
+#     |  block 0  |  rows of   probe, digest of block 0
+#     |-----------|  1 MiB     probe, digest of block 1
+#     |  block 1  |            ...
+#     +-----------+
+#
+# Blocks are boxes of the array, not bytes of the file, so that whoever holds all elements of one
+# can compute its digest, however the tensor is cut by then. A probe is a digest of the first few
+# bytes: where these differ, no more need be read.
+
+
+DIGEST_BLOCK_BYTES = 1 << 20
+"""At most so many bytes, or one element, are a block."""
+PROBE_BYTES = 256
+_VERSION = 2
+_RECORD = np.dtype([("probe", "<u8"), ("digest", "V16")])
+
+Digests = npt.NDArray[np.void]
+"""A record (probe, digest) for each block."""
+
+
+def blocks_of(box: Box, itemsize: int) -> list[Box]:
+    """The blocks of an array of these elements, in row-major order: some rows, or rows of rows, of at most 1 MiB.
+
+    A function of the box and the item size alone. Where it changes, files of blocks need another name.
+    """
+    return [] if box.is_empty else list(_cut(box.offsets, box.sizes, 0, itemsize))
+
+
+def _cut(offsets: tuple[int, ...], sizes: tuple[int, ...], dim: int, itemsize: int) -> Iterator[Box]:
+    """Of a box whose dims before `dim` are cut down to one index already."""
+    inner = itemsize
+    for size in sizes[dim + 1 :]:
+        inner *= size
+    if dim == len(sizes) or sizes[dim] * inner <= DIGEST_BLOCK_BYTES:
+        yield Box.of(offsets, sizes)
+        return
+    rows = max(DIGEST_BLOCK_BYTES // inner, 1)
+    for at in range(0, sizes[dim], rows):
+        first = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+        some = (*sizes[:dim], min(rows, sizes[dim] - at), *sizes[dim + 1 :])
+        if inner > DIGEST_BLOCK_BYTES:
+            yield from _cut(first, some, dim + 1, itemsize)
+        else:
+            yield Box.of(first, some)
+
+
+def probe_of(head: bytes | memoryview) -> int:
+    """The probe of a block that begins with these bytes."""
+    return xxhash.xxh3_64_intdigest(head[:PROBE_BYTES])
+
+
+class Sink(Protocol):
+    """What takes the bytes of a file, front to end."""
+
+    def write(self, data: memoryview) -> None:
+        """Append."""
+
+
+class BlockDigests:
+    """Takes the digests of what passes on its way to a writer, or of what goes nowhere."""
+
+    def __init__(self, lengths: Iterable[int], out: Sink | None = None) -> None:
+        """`lengths` are those of the blocks that will pass, in bytes, none of them 0."""
+        self._lengths = iter(lengths)
+        self._out = out
+        self._state = xxhash.xxh3_128()
+        self._head = b""
+        self._length = self._left = next(self._lengths, 0)
+        self._found: list[tuple[int, bytes]] = []
+
+    def write(self, data: memoryview) -> None:
+        """Block by block."""
+        if self._out is not None:
+            self._out.write(data)
+        at = 0
+        while at < len(data):
+            piece = data[at : at + self._left]
+            at += len(piece)
+            if len(piece) == self._length:
+                self._close(probe_of(piece), xxhash.xxh3_128_digest(piece))
+                continue
+            self._head += bytes(piece[: PROBE_BYTES - len(self._head)])
+            self._state.update(piece)
+            self._left -= len(piece)
+            if not self._left:
+                self._close(probe_of(self._head), self._state.digest())
+                self._state.reset()
+                self._head = b""
+
+    def _close(self, probe: int, digest: bytes) -> None:
+        self._found.append((probe, digest))
+        self._length = self._left = next(self._lengths, 0)
+
+    def finish(self) -> Digests:
+        """Of all blocks."""
+        return np.array(self._found, dtype=_RECORD)
+
+
+class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of blocks. The first ones had other fields, of which the digest covered a part: these are not believed."""
+
+    version: int
+    body: bytes
+    digest: bytes
+    """XXH3-128 of the body, which is all that the file says."""
+
+
+class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    block_bytes: int
+    sums: str
+    """Of the data file, as its manifest has it: these digests are of no other bytes."""
+    starts: list[int]
+    counts: list[int]
+    records: bytes
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which becomes an error of the parser, for what no save writes."""
+        if self.block_bytes != DIGEST_BLOCK_BYTES:
+            raise ValueError(f"its blocks have up to {self.block_bytes} bytes, not {DIGEST_BLOCK_BYTES}")
+        if len(self.starts) != len(self.counts) or min([*self.starts, *self.counts], default=0) < 0:
+            raise ValueError("its arrays make no sense")
+        if sum(self.counts) * _RECORD.itemsize != len(self.records):
+            raise ValueError(f"it has {len(self.records)} bytes of digests for {sum(self.counts)} blocks")
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """The digests of a data file."""
+
+    records: Digests
+    first: dict[int, tuple[int, int]]
+    """By the first byte of an array in the file: the number of its first block, and how many it has."""
+
+    def of_array(self, start: int, blocks: Sequence[Box]) -> Digests | None:
+        """The digests of an array that has these blocks; None if there are none of it."""
+        at, count = self.first.get(start, (0, 0))
+        return self.records[at : at + count] if count == len(blocks) else None
+
+
+def write_blocks(
+    storage: Storage, name: str, sums: str, starts: Sequence[int], counts: Sequence[int], digests: Digests
+) -> None:
+    """Store the digests of the arrays that begin at `starts` in the data file `name`, beside it. `sums` is what the
+    manifest says of its checksums."""
+    body = msgspec.msgpack.encode(_Body(DIGEST_BLOCK_BYTES, sums, list(starts), list(counts), digests.tobytes()))
+    with storage.create(f"{name}.blocks") as out:
+        out.write(msgspec.msgpack.encode(_Sealed(_VERSION, body, xxhash.xxh3_128_digest(body))))
+
+
+def read_blocks(storage: Storage, name: str, sums: str) -> BlockTable:
+    """The digests of the data file `name`, of which the manifest says `sums`.
+
+    Raises CheckpointNotFoundError if nobody took them; DamagedCheckpointError if they are not to be believed: they were
+    changed, are of other bytes, or are such as the first releases wrote.
+    """
+    data = storage.read(f"{name}.blocks")
+    try:
+        sealed = msgspec.msgpack.decode(data, type=_Sealed)
+        if (sealed.version, sealed.digest) != (_VERSION, xxhash.xxh3_128_digest(sealed.body)):
+            raise ValueError("its digest is another one")
+        found = msgspec.msgpack.decode(sealed.body, type=_Body)
+        if found.sums != sums:
+            raise ValueError("it is of another file")
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # text that is no UTF-8 is a ValueError
+        raise DamagedCheckpointError(f"{storage.url}: {name}.blocks cannot be relied on: {error}") from None
+    ends = accumulate(found.counts, initial=0)
+    first = {start: (at, count) for start, at, count in zip(found.starts, ends, found.counts, strict=False)}
+    return BlockTable(np.frombuffer(found.records, dtype=_RECORD), first)

@@ -1,0 +1,412 @@
+"""The library's own format: safetensors data files and one JSON manifest, published last.
+
+    manifest.json                              what is here: specs, layouts, files, objects
+    data-<save id>/00000.safetensors           what rank 0 wrote
+    data-<save id>/00000.safetensors.sums      a checksum for each MiB of it
+
+Version 2 has, beside these, files of earlier saves that still hold some of the elements, or a table of many files.
+
+Which rank wrote which region is not listed: it follows from the layouts by the same deterministic save plan that the
+ranks wrote by. `docs/format.md` is the specification.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from msgspec import UNSET, UnsetType
+
+from planners.geometry.box import Box
+from reshard.errors import DamagedCheckpointError, NewerVersionError
+from reshard.native.release import __version__
+from reshard.storage.base import Storage
+
+__all__ = [
+    "BLOCK_BYTES", "FEW_FILES", "HF_INDEX", "MANIFEST", "VERSION", "FileRecord", "FileRecords",
+    "LinkedRecord", "Manifest", "PartsRecord", "TableRecord", "encode_manifest", "encode_table",
+    "entry_key", "has_digest", "is_generation", "read_manifest", "refuse_newer",
+]  # fmt: skip
+
+
+MANIFEST = "manifest.json"
+HF_INDEX = "model.safetensors.index.json"
+"""Beside the manifest, where one rank holds every tensor whole: for Hugging Face tools."""
+VERSION = 3
+"""The newest that is known. Written is the oldest that says everything."""
+BLOCK_BYTES = 64 << 10
+"""Bytes of a data file that one checksum covers."""
+_MAX_HEADER_BYTES = 1 << 30
+_MAX_RANKS = 1 << 20
+_MAX_ELEMENTS = 1 << 56
+"""Their bytes, and those of some thousand replicas of them, can still be counted in 63 bits."""
+_AXIS_SIZE = re.compile(r"=\s*(\d{1,30})")
+
+
+class PartsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a manifest says of a table of parts: see `reshard.native.reader`."""
+
+    name: str
+    nbytes: int
+    digest: str
+    """XXH3-128 of the file, in hex."""
+
+
+def entry_key(fqn: str, box: Box, shape: Sequence[int]) -> str:
+    """The name of a region of a tensor within a data file: the tensor's own where it is whole."""
+    if box.sizes == tuple(shape):
+        return fqn
+    return f"{fqn}#{','.join(f'{o}:{o + s}' for o, s in zip(box.offsets, box.sizes))}"
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All of a checkpoint but its tensors' bytes. See `docs/format.md` for what each field means."""
+
+    reshard: str = "checkpoint"
+    version: int = 1
+    save_id: str
+    created_unix_s: float
+    writer: str = f"reshard {__version__}"
+    block_bytes: int = BLOCK_BYTES
+    divide_above_bytes: int
+    files: dict[str, FileRecord]
+    """By the rank that has arrays in it, as text."""
+    layout: dict[str, Any]
+    paths: dict[str, list[Any]] = {}
+    containers: list[tuple[list[Any], str]] = []
+    objects: dict[str, Any] = {}
+    per_rank: dict[str, dict[str, dict[str, Any]]] = {}
+    """By key and rank: `{"tensor": name}` or `{"object": data}`."""
+    aliases: dict[str, str] = {}
+    fingerprints: dict[str, str] = {}
+    subset: list[str] | None = None
+    """The globs that chose what was saved, where that was not everything."""
+    parts: dict[str, PartsRecord] | UnsetType = UNSET
+    """By rank: what it did not write, since an earlier save has it. Of version 2, as is the next."""
+    linked: list[LinkedRecord] | UnsetType = UNSET
+    """Data files of earlier saves, which are in this folder, too."""
+    table: TableRecord | UnsetType = UNSET
+    """Of version 2, too: where there are many files, a table has them, and `files` is empty."""
+
+    @property
+    def tables(self) -> dict[str, PartsRecord]:
+        """`parts`, {} where every rank has written all that is its."""
+        return {} if self.parts is UNSET else self.parts
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which becomes an error of the parser, for what no save writes."""
+        if self.reshard != "checkpoint":
+            raise ValueError(f"it is a {self.reshard!r}, not a checkpoint")
+        if self.block_bytes < 1:
+            raise ValueError(f"block_bytes must be >= 1, got {self.block_bytes}")
+        rows = [(rank, row) for by_rank in self.per_rank.values() for rank, row in by_rank.items()]
+        for rank in (*self.files, *self.tables, *(rank for rank, _ in rows)):
+            if not (rank.isascii() and rank.isdigit() and len(rank) < 10):
+                raise ValueError(f"{rank!r} is no rank")
+        for rank, row in rows:
+            if set(row) not in ({"tensor"}, {"object"}) or not isinstance(row.get("tensor", ""), str):
+                raise ValueError(f"the value of rank {rank} is neither a tensor nor an object: {str(row)[:80]}")
+        _check_save_id(self.save_id)
+        linked = () if self.linked is UNSET else self.linked
+        table = () if self.table is UNSET else (self.table,)
+        for record in (*self.files.values(), *linked, *self.tables.values(), *table):
+            if not _FILE.fullmatch(record.name):
+                raise ValueError(f"{record.name!r} is no name of a file of a save: data-<save id>/<file>")
+        # what is damaged must not take all memory before it is found out
+        forms = self.layout.get("forms")
+        meshes = [f.get("mesh") for f in forms if isinstance(f, dict)] if isinstance(forms, list) else []
+        sizes = [math.prod(map(int, _AXIS_SIZE.findall(mesh))) for mesh in meshes if isinstance(mesh, str)]
+        world = self.layout.get("world_size")
+        if max([*sizes, world if isinstance(world, int) else 0]) > _MAX_RANKS:
+            raise ValueError(f"its layout has more than {_MAX_RANKS} ranks")
+        tensors = self.layout.get("tensors")
+        for row in tensors.values() if isinstance(tensors, dict) else ():
+            shape = row[1] if isinstance(row, list) and len(row) > 1 and isinstance(row[1], list) else []
+            if math.prod(max(size, 1) for size in shape if isinstance(size, int)) > _MAX_ELEMENTS:
+                raise ValueError(f"a tensor of shape {str(shape)[:80]} has more than {_MAX_ELEMENTS} elements")
+
+
+GENERATION = re.compile(r"data-[0-9a-f]{12}-[0-9a-f]{12}/")
+"""Files of a save, see `reshard.native.commit`."""
+
+
+_SAVE_ID = re.compile(r"[0-9a-f]{12}-[0-9a-f]{12}")
+_FILE = re.compile(GENERATION.pattern + r"(?:from-[0-9a-f]{12}-[0-9a-f]{12}/)?\w[\w.-]*", re.ASCII)
+"""The first checkpoints of version 2 have a folder for each earlier save."""
+
+
+def _check_save_id(save_id: str) -> None:
+    if not _SAVE_ID.fullmatch(save_id):
+        raise ValueError(f"{save_id!r:.80} is no save id: 12 hex digits, '-', 12 hex digits")
+
+
+def is_generation(folder: str) -> bool:
+    """Whether a folder, by its name, belongs to a save."""
+    return GENERATION.fullmatch(f"{folder.rpartition('/')[2]}/") is not None
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+class _SaveId(msgspec.Struct):
+    save_id: str
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which becomes an error of the parser."""
+        _check_save_id(self.save_id)
+
+
+_DIGEST = b',"digest":"%b"}'
+_DIGEST_BYTES = len(_DIGEST % bytes(32))
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Its text, whose last field is a digest of all before it."""
+    body = msgspec.json.encode(manifest)[:-1]
+    return body + _DIGEST % xxhash.xxh3_128_hexdigest(body).encode()
+
+
+def _undigested(data: bytes, where: str) -> bytes:
+    """The text without its digest, which must fit; one without a digest, as older versions wrote it, as it is.
+
+    Raises DamagedCheckpointError. What is so damaged that it does not look like a digest is an unknown field later on.
+    """
+    if not _is_digested(data):
+        return data
+    body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    if tail != _DIGEST % xxhash.xxh3_128_hexdigest(body).encode():
+        raise DamagedCheckpointError(
+            f"{where} was changed since it was written: its digest is another one. Restore the file, or load another "
+            'checkpoint; if it was edited on purpose, remove the field "digest"'
+        )
+    return body + b"}"
+
+
+def has_digest(storage: Storage) -> bool:
+    """Whether the manifest has a digest of itself, which those of older versions lack."""
+    return _is_digested(storage.read(MANIFEST))
+
+
+def _is_digested(data: bytes) -> bool:
+    return data[-_DIGEST_BYTES:].startswith(_DIGEST[:11])
+
+
+def read_manifest(storage: Storage) -> Manifest:
+    """The manifest in `storage`.
+
+    Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version; DamagedCheckpointError for
+    one that was changed, or is no manifest.
+    """
+    found: Manifest = _taken_apart(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
+    return found
+
+
+def read_save_id(storage: Storage) -> str:
+    """Of the manifest in `storage`, with the errors of `read_manifest`. What its digest says to be as it was written
+    is not taken apart for it: there may be a million tensors."""
+    data = storage.read(MANIFEST)
+    where = f"{storage.url.rstrip('/')}/{MANIFEST}"
+    found: str = _taken_apart(data, where, _SaveId if _is_digested(data) else Manifest).save_id
+    return found
+
+
+def _taken_apart(data: bytes, where: str, kind: Any = Manifest) -> Any:
+    try:
+        _check_version(data, where)
+        return msgspec.json.decode(_undigested(data, where), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DamagedCheckpointError(f"{where} is no whole manifest: {error}") from None
+    except RecursionError:
+        raise DamagedCheckpointError(f"{where} is nested too deeply to be a manifest") from None
+
+
+def _check_version(data: bytes, where: str) -> None:
+    version = msgspec.json.decode(data, type=_Version).version
+    if version > VERSION:
+        raise NewerVersionError(f"{where} is of version {version}; this library knows up to {VERSION}: upgrade it")
+
+
+def refuse_newer(data: bytes, where: str) -> None:
+    """Raises FormatError for a manifest of a newer version, which must not be replaced by what knows less than it."""
+    try:
+        _check_version(data, where)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return  # a damaged one may be replaced
+
+
+# The data files of a checkpoint: few are listed in the manifest, many in a table beside it, of
+# which one reads a page.
+#
+#     manifest.json             which ranks' files there are, and a digest of each page
+#     data-<save id>/files      256 rows | 256 rows | ...    a row is lengths of a file and of its header, and a digest
+#
+# So who opens the checkpoint of 16,384 ranks reads of the table what it needs: one page for one
+# file.
+
+
+FEW_FILES = 256
+"""So many are listed in the manifest itself."""
+_PAGE_ROWS = 256
+_ROW = np.dtype([("nbytes", "<u8"), ("header_bytes", "<u8"), ("sums", "V16")])
+_PAGE_BYTES = _PAGE_ROWS * _ROW.itemsize
+_HEX = 16
+"""Digits of a page's digest."""
+
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a manifest says of a data file."""
+
+    name: str
+    """Relative to the checkpoint's folder."""
+    nbytes: int
+    header_bytes: int
+    """Length of the safetensors header, its 8 length bytes included."""
+    sums: str
+    """XXH3-128 of the sums file, in hex; that file has the name of the data file with `.sums` behind."""
+
+    def block_bytes_or(self, others: int) -> int:
+        """Bytes that one of its checksums covers, where the manifest says `others` of all files."""
+        return others
+
+
+class LinkedRecord(FileRecord, frozen=True, forbid_unknown_fields=True):
+    """What a manifest says of an earlier save's data file."""
+
+    live_bytes: int
+    """How many of its bytes are elements of this checkpoint."""
+    block_bytes: int | UnsetType = UNSET
+    """Where its checksums cover other blocks than those of the files beside it: of version 3."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for blocks without bytes."""
+        if self.block_bytes is not UNSET and self.block_bytes < 1:
+            raise ValueError(f"block_bytes must be >= 1, got {self.block_bytes}")
+
+    def block_bytes_or(self, others: int) -> int:
+        return others if self.block_bytes is UNSET else self.block_bytes
+
+
+class TableRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a manifest says of a table of data files."""
+
+    name: str
+    ranks: list[tuple[int, int, int]]
+    """By whose number the files are called: runs (first, step, how many), ascending."""
+    pages: str
+    """XXH3-64 of each page, in hex, one behind another."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for ranks that do not ascend, or without a digest for each of their pages."""
+        last = -1
+        for first, step, count in self.ranks:
+            if first <= last or step < 1 or not 1 <= count <= 1 << 20:
+                raise ValueError(f"the ranks of its table do not ascend: {first}, and {count} by {step} from there")
+            last = first + step * (count - 1)
+        if len(self.pages) != _HEX * -(-self.rows // _PAGE_ROWS):
+            raise ValueError("its table of files lacks digests of pages")
+
+    @property
+    def rows(self) -> int:
+        """How many files there are."""
+        return sum(count for _, _, count in self.ranks)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the table."""
+        return self.rows * _ROW.itemsize
+
+
+def encode_table(name: str, records: Mapping[int, FileRecord]) -> tuple[TableRecord, bytes]:
+    """The table of the files that are called by these ranks, ascending, and what the manifest says of it."""
+    rows = [(record.nbytes, record.header_bytes, bytes.fromhex(record.sums)) for record in records.values()]
+    data = np.array(rows, dtype=_ROW).tobytes()
+    pages = (data[at : at + _PAGE_BYTES] for at in range(0, len(data), _PAGE_BYTES))
+    return TableRecord(name, _runs(list(records)), "".join(map(xxhash.xxh3_64_hexdigest, pages))), data
+
+
+def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    runs: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        if runs:
+            first, step, count = runs[-1]
+            if count == 1 or rank == first + step * count:
+                runs[-1] = (first, rank - first if count == 1 else step, count + 1)
+                continue
+        runs.append((rank, 1, 1))
+    return runs
+
+
+class FileRecords(Mapping[str, FileRecord]):
+    """All data files of a checkpoint by name: those that its ranks wrote, in their order, and those of earlier saves.
+
+    Reads of the table what is asked for, once. Raises DamagedCheckpointError for a page that was changed.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        listed: Mapping[int, FileRecord],
+        linked: Iterable[LinkedRecord] = (),
+        table: TableRecord | None = None,
+    ) -> None:
+        """`listed` are by the rank that has arrays in them."""
+        self._storage, self._listed, self._table = storage, listed, table
+        self._known = {record.name: record for record in (*listed.values(), *linked)}
+        self._pages: dict[int, npt.NDArray[np.void]] = {}
+        runs = () if table is None else table.ranks
+        self._ranks = [rank for first, step, count in runs for rank in range(first, first + step * count, step)]
+        self._folder = "" if table is None else table.name.rpartition("/")[0]
+
+    def _name(self, row: int) -> str:
+        return f"{self._folder}/{self._ranks[row]:05d}.safetensors"
+
+    def _row_of(self, name: object) -> int | None:
+        stem = str(name).rpartition("/")[2].partition(".")[0]
+        row = bisect_right(self._ranks, int(stem)) - 1 if stem.isdecimal() else -1
+        return row if row >= 0 and self._name(row) == name else None
+
+    def of_rank(self, rank: int) -> FileRecord | None:
+        """The file that has the arrays of a rank, if any has: one that several ranks wrote is called by the first."""
+        if self._table is None:
+            return self._listed.get(rank)
+        row = bisect_right(self._ranks, rank) - 1
+        return self._at(row) if row >= 0 else None
+
+    def __getitem__(self, name: str) -> FileRecord:
+        row = self._row_of(name)
+        return self._known[name] if row is None else self._at(row)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known or self._row_of(name) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        yield from map(self._name, range(len(self._ranks)))
+        yield from self._known
+
+    def __len__(self) -> int:
+        return len(self._ranks) + len(self._known)
+
+    def _at(self, row: int) -> FileRecord:
+        page, at = divmod(row, _PAGE_ROWS)
+        if page not in self._pages:
+            self._pages[page] = self._read(page)
+        found = self._pages[page][at]
+        sums = found["sums"].tobytes().hex()
+        return FileRecord(self._name(row), int(found["nbytes"]), int(found["header_bytes"]), sums)
+
+    def _read(self, page: int) -> npt.NDArray[np.void]:
+        assert self._table is not None
+        start = page * _PAGE_BYTES
+        data = self._storage.read(self._table.name, start, min(_PAGE_BYTES, self._table.nbytes - start))
+        if xxhash.xxh3_64_hexdigest(data) != self._table.pages[page * _HEX : (page + 1) * _HEX]:
+            where = f"bytes [{start}, {start + len(data)}) of {self._table.name}"
+            raise DamagedCheckpointError(f"{self._storage.url}: {where} were changed since they were written")
+        return np.frombuffer(data, dtype=_ROW)

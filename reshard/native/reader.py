@@ -1,0 +1,478 @@
+"""Reads the library's own format: which file holds which region follows from the layouts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+import xxhash
+from msgspec import UNSET
+
+from planners.errors import PlanError
+from planners.geometry.box import Box, Window
+from planners.geometry.layout import StateLayout, itemsize
+from planners.plans.codec import from_json
+from planners.plans.save import SavePlan, plan_writes
+from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, FormatError
+from reshard.live.plain_data import decode_plain
+from reshard.live.tree import key_of, path_from_json
+from reshard.native.manifest import (
+    GENERATION,
+    MANIFEST,
+    FileRecord,
+    FileRecords,
+    Manifest,
+    PartsRecord,
+    entry_key,
+    read_manifest,
+)
+from reshard.storage.base import Storage
+from reshard.stored.checksums import EVERY_BLOCK, BlockChecksums
+from reshard.stored.contents import Contents, Facts, LazyMapping
+from reshard.stored.safetensors import Offsets, read_offsets
+from reshard.stored.source import Files, FileSource
+from reshard.stored.tensor import Extent, LazyChunks, StoredChunk, StoredTensor
+
+__all__ = [
+    "ALL", "ArrayPart", "NativeFacts", "Share", "checksums", "compare_ranges", "detect",
+    "is_replaced", "look_for_files", "looks_for", "name", "open", "read_parts", "write_parts",
+]  # fmt: skip
+
+
+name = "native"
+looks_for = "manifest.json"
+checksums = EVERY_BLOCK
+
+
+T = TypeVar("T")
+
+
+class Share(NamedTuple):
+    """One of several parts of equal size."""
+
+    number: int
+    of: int
+
+    def among(self, things: Collection[T]) -> Iterator[T]:
+        """Those of this part, which are next to one another."""
+        start, stop = (len(things) * number // self.of for number in (self.number, self.number + 1))
+        return islice(things, start, stop)
+
+
+ALL = Share(0, 1)
+
+
+@dataclass(frozen=True)
+class NativeFacts(Facts):
+    """What a load needs of a checkpoint of ours beyond its contents."""
+
+    storage: Storage
+    manifest: Manifest
+    plan: SavePlan
+    files: FileRecords
+    """All data files, by name."""
+    sums: Callable[[str], bytes]
+    """The block checksums of a file of this name, read and checked when first asked for."""
+    source: Callable[[str], FileSource]
+    """The data file of this name."""
+    bring: Callable[[Iterable[int]], None]
+    """Read the headers of the files of these ranks, and their checksums if they are to be compared, many at a time:
+    they need not be waited for one by one when they are asked for."""
+    parts_near: Callable[[str, Box], Iterator[ArrayPart]]
+    """Where the elements of a tensor are that share one with a box, each with its file and array."""
+
+
+def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether there is a manifest of ours, or data that we wrote beside a damaged one or none."""
+    if any(GENERATION.match(name) for name in names):
+        return True
+    if MANIFEST not in names:
+        return False
+    head = storage.read(MANIFEST, 0, min(names[MANIFEST], 64))
+    return head.lstrip().startswith(b'{"reshard"') and b'"checkpoint"' in head
+
+
+def is_replaced(native: NativeFacts) -> bool:
+    """Whether a later save has taken the checkpoint's place since it was opened, or it was removed."""
+    try:
+        return read_manifest(native.storage).save_id != native.manifest.save_id
+    except CheckpointNotFoundError:
+        return True
+    except CheckpointError:
+        return False
+
+
+def open(files: Files) -> Contents:
+    """The checkpoint, out of its manifest alone: see `look_for_files`.
+
+    Raises CheckpointNotFoundError if no save was ever finished here, DamagedCheckpointError for a manifest of nonsense.
+    """
+    storage, names = files.storage, files.listed
+    if MANIFEST not in names:
+        raise CheckpointNotFoundError(
+            f"there is no {MANIFEST} in {storage.url}: a save was killed before it was whole, or is still running"
+        )
+    manifest = read_manifest(storage)
+    try:
+        layout = from_json({"reshard": "state_layout", "version": 1, **manifest.layout})
+        plan = plan_writes(layout, divide_above_bytes=manifest.divide_above_bytes)
+        paths = {key: path_from_json(path) for key, path in manifest.paths.items()}
+        objects = {key: decode_plain(data) for key, data in manifest.objects.items()}
+    except (PlanError, FormatError) as error:
+        raise DamagedCheckpointError(f"{storage.url}/{MANIFEST} contradicts itself: {error}") from error
+    if other := [key for key, path in paths.items() if key_of(path) != key]:
+        raise DamagedCheckpointError(
+            f"{storage.url}/{MANIFEST} contradicts itself: {other[0]!r} is said to be at {key_of(paths[other[0]])!r}"
+        )
+    data_files = _DataFiles(files, manifest)
+    hidden = {row["tensor"] for rows in manifest.per_rank.values() for row in rows.values() if "tensor" in row}
+    if absent := [*(hidden - set(layout)), *(name for name in manifest.aliases.values() if name not in layout)]:
+        raise DamagedCheckpointError(
+            f"{storage.url}/{MANIFEST} contradicts itself: it speaks of {absent[0]!r}, which it does not describe"
+        )
+    return Contents(
+        format=name,
+        tensors=LazyMapping(
+            {fqn: partial(_tensor, fqn, layout, plan, data_files) for fqn in layout if fqn not in hidden}
+        ),
+        objects=objects,
+        aliases=manifest.aliases,
+        paths=paths,
+        containers={path_from_json(path): kind for path, kind in manifest.containers},
+        facts=NativeFacts(
+            storage,
+            manifest,
+            plan,
+            data_files.records,
+            data_files.sums,
+            data_files.source,
+            data_files.bring,
+            partial(_parts_near, layout, plan, data_files),
+        ),
+        per_rank=LazyMapping(
+            {key: partial(_per_rank, rows, layout, plan, data_files) for key, rows in manifest.per_rank.items()}
+        ),
+        fingerprints=manifest.fingerprints or None,
+        subset=None if manifest.subset is None else tuple(manifest.subset),
+    )
+
+
+def look_for_files(native: NativeFacts, names: Mapping[str, int], share: Share = ALL) -> None:
+    """See that data files and their checksums are there, and as long as the manifest says.
+
+    Args:
+        names: sizes of what was listed, by name; where only the top was, it has folders, with a slash behind.
+
+    Raises DamagedCheckpointError, naming the file.
+    """
+    storage = native.storage
+    size_of: Callable[[str], int | None] = names.get
+    if any(name.endswith("/") for name in names):
+        size_of = storage.list().get if share == ALL else partial(_size, storage)
+    for file, nbytes in _lengths(native, share):
+        if (found := size_of(file)) != nbytes:
+            raise _of_wrong_length(storage, file, nbytes, found)
+        check_inside(storage, file)
+
+
+def _lengths(native: NativeFacts, share: Share) -> Iterator[tuple[str, int]]:
+    """Names and sizes of a share of the files beside the manifest: of neighbours, whose rows are neighbours, too."""
+    manifest = native.manifest
+    if manifest.table is not UNSET and share.number == 0:
+        yield manifest.table.name, manifest.table.nbytes
+    for name in share.among(native.files):
+        record = native.files[name]
+        yield record.name, record.nbytes
+        yield f"{record.name}.sums", 8 * -(-record.nbytes // record.block_bytes_or(manifest.block_bytes))
+    for table in share.among(manifest.tables.values()):
+        yield table.name, table.nbytes
+
+
+def _size(storage: Storage, name: str) -> int | None:
+    try:
+        return storage.size(name)
+    except CheckpointNotFoundError:
+        return None
+
+
+def check_inside(storage: Storage, file: str) -> None:
+    """Raises DamagedCheckpointError for a link out of the checkpoint's folder, to what is of something else."""
+    if storage.leads_out(file):
+        raise DamagedCheckpointError(
+            f"{storage.url}: {file} is a link out of the checkpoint's folder, which is not followed: a checkpoint is "
+            "whole by itself. Copy it with what its links lead to (cp -rL), and open the copy"
+        )
+
+
+def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None) -> DamagedCheckpointError:
+    but = "it is missing" if found is None else f"it has {found} bytes"
+    return DamagedCheckpointError(f"{storage.url}: {file} must have {nbytes} bytes, but {but}")
+
+
+def _per_rank(rows: Mapping[str, Any], layout: StateLayout, plan: SavePlan, files: _DataFiles) -> dict[int, Any]:
+    """rank -> StoredTensor or plain object."""
+    out: dict[int, Any] = {}
+    for rank, row in rows.items():
+        if "tensor" in row:
+            out[int(rank)] = _tensor(row["tensor"], layout, plan, files)
+        else:
+            out[int(rank)] = decode_plain(row.get("object"))
+    return out
+
+
+class Once(Generic[T]):
+    """What a function gives for a name, made once, whichever of many threads asks first; an error is not kept."""
+
+    def __init__(self, make: Callable[[str], T]) -> None:
+        self._make = make
+        self._made: dict[str, T] = {}
+        self._locks: dict[str, threading.Lock] = {}
+
+    def __call__(self, name: str) -> T:
+        if name not in self._made:
+            with self._locks.setdefault(name, threading.Lock()):
+                if name not in self._made:
+                    self._made[name] = self._make(name)
+        return self._made[name]
+
+
+class _DataFiles:
+    """The data files of a checkpoint, their headers, checksums and tables of parts, each read when first needed."""
+
+    def __init__(self, sources: Files, manifest: Manifest) -> None:
+        storage = sources.storage
+        self.records = FileRecords(
+            storage,
+            {int(rank): record for rank, record in manifest.files.items()},
+            () if manifest.linked is UNSET else manifest.linked,
+            None if manifest.table is UNSET else manifest.table,
+        )
+        self.sums = Once(partial(_sums, storage, self.records))
+        self._storage, self._checking = storage, sources.checking
+        # of no method of this: a circle would keep files mapped until garbage is collected
+        self.source = Once(partial(_source, sources, self.records, self.sums, manifest.block_bytes))
+        self._tables = LazyMapping({int(r): partial(read_parts, storage, t) for r, t in manifest.tables.items()})
+        self.has_tables = bool(manifest.tables)
+        self._headers = Once(partial(_header, self.source, self.records))
+
+    def parts(self, rank: int, key: str, box: Box) -> Sequence[ArrayPart]:
+        """What makes up an array that the rank holds: itself, in the rank's own file, in most cases."""
+        found = self._tables[rank].get(key) if rank in self._tables else None
+        return found or (ArrayPart(box, box),)
+
+    def find(self, rank: int, key: str) -> tuple[FileSource, int, int]:
+        """(file, first byte, one past the last byte) of an array."""
+        record = self.records.of_rank(rank)
+        if record is None:
+            raise DamagedCheckpointError(f"the manifest names no file of rank {rank}, which must hold {key!r}")
+        source = self.source(record.name)
+        entry = self._headers(record.name).get(key)
+        if entry is None or entry.data_offsets is None:
+            raise DamagedCheckpointError(f"{source.label} must hold {key!r}, but its header does not name it")
+        start, stop = (record.header_bytes + offset for offset in entry.data_offsets)
+        return (source, *self._within(source, record, key, start, stop))
+
+    def bring(self, ranks: Iterable[int]) -> None:
+        """See `NativeFacts.bring`."""
+        names = {record.name for record in map(self.records.of_rank, ranks) if record is not None}
+        kinds: list[Callable[[str], object]] = [self._headers, *([self.sums] if self._checking.enabled else [])]
+        with ThreadPoolExecutor(self._storage.requests, thread_name_prefix="reshard-read") as pool:
+            for done in [pool.submit(read, name) for name in sorted(names) for read in kinds]:
+                done.result()
+
+    def find_linked(self, part: ArrayPart, size: int) -> FileSource:
+        """The file of an earlier save that holds the part."""
+        record = self.records.get(part.file)
+        if record is None:
+            raise DamagedCheckpointError(f"the manifest does not name {part.file}, which must hold {part.box}")
+        source = self.source(record.name)
+        self._within(source, record, str(part.box), part.start, part.start + part.array.numel * size)
+        return source
+
+    def _within(self, source: FileSource, record: FileRecord, what: str, start: int, stop: int) -> tuple[int, int]:
+        if not record.header_bytes <= start <= stop <= record.nbytes:
+            raise DamagedCheckpointError(f"{source.label}: {what!r} lies outside the file, at bytes [{start}, {stop})")
+        return start, stop
+
+
+def _source(
+    sources: Files, records: FileRecords, sums: Callable[[str], bytes], block_bytes: int, file: str
+) -> FileSource:
+    """A data file, which is checked by its sums whoever reads of it."""
+    record, source = records[file], sources[file]
+    source.checksums = BlockChecksums(record.nbytes, record.block_bytes_or(block_bytes), partial(sums, file))
+    return source
+
+
+def _header(source_of: Callable[[str], FileSource], records: FileRecords, file: str) -> dict[str, Offsets]:
+    record, source = records[file], source_of(file)
+    if (found := source.nbytes) != record.nbytes:  # another rank may have been the one to look for it
+        raise _of_wrong_length(source.storage, file, record.nbytes, found)
+    check_inside(source.storage, file)
+    return read_offsets(source, record.header_bytes)
+
+
+def _sums(storage: Storage, records: FileRecords, file: str) -> bytes:
+    record = records[file]
+    data = storage.read(f"{record.name}.sums")
+    if xxhash.xxh3_128_hexdigest(data) != record.sums:
+        raise DamagedCheckpointError(f"{storage.url}: {record.name}.sums was changed since it was written")
+    return data
+
+
+def _tensor(fqn: str, layout: StateLayout, plan: SavePlan, files: _DataFiles) -> StoredTensor:
+    tensor = layout[fqn]
+    size = itemsize(tensor.spec.dtype)
+    shape = tensor.spec.shape
+    made: dict[Box, StoredChunk] = {}
+
+    def chunks_at(rank: int, box: Box) -> Iterator[StoredChunk]:
+        for part in files.parts(rank, entry_key(fqn, box, shape), box):
+            if part.box not in made:
+                place: Callable[[], Extent] = partial(_locate, files, rank, fqn, part, shape, size)
+                made[part.box] = StoredChunk(part.box, place, rank)
+            yield made[part.box]
+
+    def every() -> Iterator[StoredChunk]:
+        for _, chunk in tensor.chunks():
+            for rank, box in plan.writers(fqn, chunk):
+                if chunk.contains(box):
+                    yield from chunks_at(rank, box)
+
+    def near(box: Box) -> Iterator[StoredChunk]:
+        for rank, found in plan.writers_near(fqn, box):
+            yield from chunks_at(rank, found)
+
+    # what was taken from an earlier save may be cut otherwise
+    return StoredTensor(tensor.spec, LazyChunks(every, near, None if files.has_tables else tensor.geometry_key), tensor)
+
+
+def _locate(files: _DataFiles, rank: int, fqn: str, part: ArrayPart, shape: tuple[int, ...], size: int) -> Extent:
+    if part.file:
+        window = Window.row_major(part.start, part.array.sizes, size)
+        return Extent(files.find_linked(part, size), window.crop(part.box.relative_to(part.array)))
+    key, box = entry_key(fqn, part.box, shape), part.box
+    source, start, stop = files.find(rank, key)
+    if stop - start != box.numel * size:
+        raise DamagedCheckpointError(
+            f"{source.label}: {key!r} has {stop - start} bytes, but {box} of {size}-byte elements is {box.numel * size}"
+        )
+    return Extent(source, Window.row_major(start, box.sizes, size))
+
+
+def _parts_near(layout: StateLayout, plan: SavePlan, files: _DataFiles, fqn: str, box: Box) -> Iterator[ArrayPart]:
+    shape = layout[fqn].spec.shape
+    for rank, found in plan.writers_near(fqn, box):
+        for part in files.parts(rank, entry_key(fqn, found, shape), found):
+            if part.box & box is None:
+                continue
+            if part.file:
+                yield part
+                continue
+            source, start, _ = files.find(rank, entry_key(fqn, part.box, shape))
+            yield ArrayPart(part.box, part.box, source.name, start)
+
+
+# Parts: where those arrays of a rank are that it did not write whole, as a file of an earlier save
+# has some of them.
+#
+#     what rank 3 holds of "w"         00003.parts
+#     +-----------+
+#     |  rows 0:4 |  unchanged         from-<save id>-00003.safetensors, an array that begins at byte 512
+#     |-----------|
+#     |  rows 4:6 |  changed           its own file, under "w#4:6,0:8"
+#     +-----------+
+#
+# The file of the earlier save is in this checkpoint's folder by a second name: a link. So nothing
+# refers to another folder, and whatever becomes of the earlier checkpoint, this one stays whole.
+
+
+class ArrayPart(NamedTuple):
+    """Where some elements of a tensor are."""
+
+    box: Box
+    """Of the tensor, in global coordinates."""
+    array: Box
+    """The region that an array of a file holds, of which the box is a part."""
+    file: str = ""
+    """Relative to the checkpoint's folder; empty for the rank's own, in which the box is an array by itself."""
+    start: int = 0
+    """The first byte of the array in that file."""
+
+
+class _Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    box: tuple[tuple[int, ...], tuple[int, ...]]
+    """Offsets and sizes."""
+    file: int = -1
+    start: int = 0
+    array: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """None if it is the box."""
+
+
+class _PartTable(msgspec.Struct, forbid_unknown_fields=True):
+    files: list[str]
+    arrays: dict[str, list[_Row]]
+
+
+def write_parts(storage: Storage, name: str, arrays: Mapping[str, Sequence[ArrayPart]]) -> PartsRecord:
+    """Store a rank's table: by the key that an array would have in its file, the parts that make it up."""
+    files = dict.fromkeys(part.file for parts in arrays.values() for part in parts if part.file)
+    numbers = {"": -1, **{file: i for i, file in enumerate(files)}}
+    table = _PartTable(list(files), {key: [_row(part, numbers) for part in parts] for key, parts in arrays.items()})
+    data = msgspec.msgpack.encode(table)
+    with storage.create(name) as out:
+        out.write(data)
+    return PartsRecord(name, len(data), xxhash.xxh3_128_hexdigest(data))
+
+
+def read_parts(storage: Storage, record: PartsRecord) -> dict[str, list[ArrayPart]]:
+    """What `write_parts` stored. Raises DamagedCheckpointError."""
+    data = storage.read(record.name)
+    if xxhash.xxh3_128_hexdigest(data) != record.digest:
+        raise DamagedCheckpointError(f"{storage.url}: {record.name} was changed since it was written")
+    try:
+        table = msgspec.msgpack.decode(data, type=_PartTable)
+        return {key: [_part(row, table.files) for row in rows] for key, rows in table.arrays.items()}
+    except (msgspec.MsgspecError, PlanError, ValueError, IndexError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{storage.url}: {record.name} makes no sense: {error}") from None
+
+
+def _row(part: ArrayPart, numbers: Mapping[str, int]) -> _Row:
+    array = None if part.array == part.box else (part.array.offsets, part.array.sizes)
+    return _Row((part.box.offsets, part.box.sizes), numbers[part.file], part.start, array)
+
+
+def _part(row: _Row, files: Sequence[str]) -> ArrayPart:
+    box = Box(*row.box)
+    if row.file < 0:
+        return ArrayPart(box, box)
+    return ArrayPart(box, box if row.array is None else Box(*row.array), files[row.file], row.start)
+
+
+# Compares byte ranges of data files with their checksums, whatever was read or compared of them
+# before.
+
+
+def compare_ranges(facts: NativeFacts, spans: Mapping[FileSource, Sequence[tuple[int, int]]]) -> int:
+    """Compare all blocks that share bytes with these ranges of data files; returns how many bytes those blocks have.
+
+    Raises DamagedCheckpointError that names the first file and byte range whose checksum differs.
+    """
+    compared = 0
+    for source, ranges in spans.items():
+        record = facts.files.get(source.name)
+        if record is None:
+            continue
+        fresh = FileSource(source.storage, source.name)
+        block_bytes = record.block_bytes_or(facts.manifest.block_bytes)
+        sums = fresh.checksums = BlockChecksums(record.nbytes, block_bytes, partial(facts.sums, record.name))
+        blocks = dict.fromkeys(block for start, stop in ranges for block in sums.pending(start, stop))
+        fresh.compare_blocks(blocks)
+        compared += sum(stop - start for start, stop in blocks)
+    return compared

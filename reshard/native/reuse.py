@@ -1,0 +1,348 @@
+"""What a save need not write: the elements that a file of an earlier checkpoint has already, by digest of their block.
+
+A file that still has some of them gets a second name in the new checkpoint's folder, and its parts are listed. So each
+checkpoint is whole by itself: it refers to files, never to another checkpoint, and removing one harms no other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import numpy as np
+import torch
+import xxhash
+from msgspec import UNSET
+
+from planners.errors import PlanError
+from planners.geometry.box import Box
+from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from reshard.live.copy_streams import CopyStreams, row_major_pieces
+from reshard.native.commit import folder_of
+from reshard.native.data_file import (
+    PROBE_BYTES,
+    BlockDigests,
+    BlockTable,
+    Digests,
+    Entry,
+    blocks_of,
+    probe_of,
+    read_blocks,
+)
+from reshard.native.manifest import BLOCK_BYTES, LinkedRecord
+from reshard.native.reader import ArrayPart, NativeFacts
+from reshard.storage.base import Storage
+from reshard.stored.contents import LazyMapping
+
+__all__ = ["Base", "Reused", "reuse"]
+
+
+LEAST_LIVE = 0.25
+"""A file of which less would be in use is let go, and what it had is written again: so the files of a checkpoint take
+at most about four times the bytes of its elements, whatever came before."""
+
+_log = logging.getLogger("reshard")
+
+
+@dataclass(frozen=True)
+class Base:
+    """An earlier checkpoint, in a storage that the new one is in, too. Whatever is wrong with it is noted and then
+    passed over: a save may do without a base."""
+
+    storage: Storage
+    there: str
+    """Folder of the earlier one within it: empty, or ends with "/"."""
+    here: str
+    """Folder of the new one, likewise."""
+    facts: NativeFacts
+    passed_over: dict[str, None] = field(default_factory=dict)
+    """What of it could not be relied on, and why: each once, in the order in which it was found."""
+
+    @cached_property
+    def has_digests(self) -> bool:
+        """Whether there are digests of all its files. All names are listed: for one rank."""
+        names = self.facts.storage.list(f"{folder_of(self.facts.manifest.save_id)}/")
+        return all(f"{name}.blocks" in names for name in self.facts.files)
+
+    @cached_property
+    def _tables(self) -> LazyMapping[str, BlockTable | None]:
+        return LazyMapping({name: partial(self._read_table, name) for name in self.facts.files})
+
+    @cached_property
+    def _sound(self) -> LazyMapping[str, bool]:
+        return LazyMapping({name: partial(self._look_at, name) for name in self.facts.files})
+
+    def table(self, file: str) -> BlockTable | None:
+        """The digests of a file of the earlier checkpoint."""
+        return self._tables.get(file)
+
+    def is_sound(self, file: str) -> bool:
+        """Whether all but the data of a file is what the manifest says: its length, its checksums and its header, which
+        says where the arrays are. What is reused has all of these from here on."""
+        return self._sound.get(file, False)
+
+    def _read_table(self, file: str) -> BlockTable | None:
+        try:
+            return read_blocks(self.facts.storage, file, self.facts.files[file].sums)
+        except CheckpointNotFoundError:  # nobody took them
+            return None
+        except (CheckpointError, StorageError) as error:
+            self.pass_over(error)
+            return None
+
+    def _look_at(self, file: str) -> bool:
+        try:
+            record, size = self.facts.files[file], self.facts.manifest.block_bytes
+            if (found := self.facts.storage.size(file)) != record.nbytes:
+                raise DamagedCheckpointError(f"{file} must have {record.nbytes} bytes, but it has {found}")
+            covered = min(-(-record.header_bytes // size) * size, record.nbytes)
+            head = memoryview(self.facts.storage.read(file, 0, covered))
+            sums = np.frombuffer(self.facts.sums(file), dtype="<u8")
+            if len(sums) != -(-record.nbytes // size) or any(
+                xxhash.xxh3_64_intdigest(head[at : at + size]) != sums[at // size] for at in range(0, covered, size)
+            ):
+                raise DamagedCheckpointError(f"bytes [0, {covered}) of {file} were changed since they were written")
+        except (CheckpointError, StorageError) as error:
+            self.pass_over(error)
+            return False
+        return True
+
+    def pass_over(self, error: object) -> None:
+        """Note and log what cannot be relied on; what of it would have been reused is written."""
+        if str(error) not in self.passed_over:
+            _log.warning("what the base of the save has there is written again: %s", error)
+            self.passed_over[str(error)] = None
+
+    def live_share(self, file: str) -> float:
+        """How much of a file's bytes are elements of the earlier checkpoint."""
+        record = self.facts.files[file]
+        return record.live_bytes / max(record.nbytes, 1) if isinstance(record, LinkedRecord) else 1.0
+
+    def parts_near(self, entry: Entry) -> list[tuple[ArrayPart, Box]]:
+        """Where the earlier checkpoint has the entry's elements, and which of them; [] where it does not have all."""
+        layout = self.facts.plan.layout
+        fqn = entry.spec.fqn
+        if fqn not in layout or layout[fqn].spec != entry.spec:
+            return []
+        try:
+            found = [(part, part.box & entry.box) for part in self.facts.parts_near(fqn, entry.box)]
+        except (CheckpointError, StorageError, PlanError) as error:  # it was removed since it was opened, or is damaged
+            self.pass_over(error)
+            return []
+        near = [(part, inside) for part, inside in found if inside is not None]
+        whole = sum(inside.numel for _, inside in near) == entry.box.numel
+        return near if whole and all(self._fits(part, entry.spec.itemsize) for part, _ in near) else []
+
+    def _fits(self, part: ArrayPart, itemsize: int) -> bool:
+        """Whether its array lies within its file, and it within the array."""
+        record = self.facts.files.get(part.file)
+        if record is None or part.start < record.header_bytes or not part.array.contains(part.box):
+            return False
+        return part.start + part.array.numel * itemsize <= record.nbytes
+
+    def link(self, file: str, folder: str) -> str | None:
+        """Give a file and what is beside it second names in a generation's folder; None if that cannot be."""
+        generation, _, last = file.rpartition("/")
+        name = f"{folder}/{'' if last.startswith('from-') else generation.replace('data-', 'from-') + '-'}{last}"
+        suffixes = ("", ".sums", *((".blocks",) if self.table(file) is not None else ()))
+        try:
+            if all(
+                self.storage.link(f"{self.there}{file}{suffix}", f"{self.here}{name}{suffix}") for suffix in suffixes
+            ):
+                return name
+            self.pass_over(f"{self.storage.url} has no links")
+        except (CheckpointError, StorageError) as error:  # it was removed since it was opened
+            self.pass_over(error)
+        for suffix in suffixes:
+            self.storage.delete(f"{self.here}{name}{suffix}")
+        return None
+
+
+@dataclass(frozen=True)
+class Reused:
+    """What is left to write of some entries, and where the rest is."""
+
+    entries: tuple[Entry, ...]
+    arrays: dict[str, list[ArrayPart]]
+    """By the key of an entry: the parts that make it up, where not all of it is written."""
+    linked: tuple[LinkedRecord, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of elements that are not written."""
+        return sum(record.live_bytes for record in self.linked)
+
+
+@dataclass
+class _Found:
+    """Of one entry: which parts of the earlier files hold it unchanged, and what else there is of it."""
+
+    entry: Entry
+    kept: list[ArrayPart]
+    rest: list[Box]
+
+
+def reuse(
+    entries: Sequence[Entry], base: Base, folder: str, *, same: Collection[str], lanes: CopyStreams, stage_bytes: int
+) -> Reused:
+    """Compare `entries` with what an earlier checkpoint has of them, and link what is to be kept. What of that cannot
+    be relied on is not kept, see `Base`. Its data are not read: they are taken to be what was written.
+
+    Args:
+        folder: of the new generation, within the new checkpoint's.
+        same: tensors that are known to be what they were, by their fingerprints.
+        lanes: by which entries on devices come to the host.
+        stage_bytes: for elements that do not lie in row-major order, or not on the CPU.
+    """
+    possible: dict[str, int] = {}
+    found = [_looked_up(entry, base, possible, same, lanes, stage_bytes) for entry in entries]
+    live: dict[str, int] = {}
+    for one in found:
+        for part in one.kept:
+            live[part.file] = live.get(part.file, 0) + part.box.numel * one.entry.spec.itemsize
+    names = {
+        file: base.link(file, folder)
+        for file, nbytes in live.items()
+        if nbytes * base.live_share(file) >= LEAST_LIVE * possible[file]
+    }
+    return _divided(found, base, {file: name for file, name in names.items() if name is not None}, live)
+
+
+def _looked_up(
+    entry: Entry, base: Base, possible: dict[str, int], same: Collection[str], lanes: CopyStreams, stage_bytes: int
+) -> _Found:
+    """What the earlier checkpoint has of an entry. Adds to `possible` how many bytes each file could have."""
+    one = _Found(entry, [], [])
+    for part, inside in base.parts_near(entry):
+        possible[part.file] = possible.get(part.file, 0) + inside.numel * entry.spec.itemsize
+        if not base.is_sound(part.file):
+            one.rest.append(inside)
+        elif entry.spec.fqn in same:
+            one.kept.append(part._replace(box=inside))
+        else:
+            _compare(one, part, inside, base.table(part.file), lanes, stage_bytes)
+    return one
+
+
+def _divided(found: Sequence[_Found], base: Base, names: dict[str, str], live: dict[str, int]) -> Reused:
+    """What to write, now that it is known which files are kept, by second name."""
+    entries: list[Entry] = []
+    arrays: dict[str, list[ArrayPart]] = {}
+    for one in found:
+        kept = [part for part in one.kept if part.file in names]
+        if not kept:
+            entries.append(one.entry)
+            continue
+        rest = _merged([*one.rest, *(part.box for part in one.kept if part.file not in names)])
+        arrays[one.entry.key] = [
+            *(part._replace(file=names[part.file]) for part in kept),
+            *(ArrayPart(box, box) for box in rest),
+        ]
+        entries += [_part_of(one.entry, box) for box in rest]
+    records = base.facts.files
+    linked = []
+    for file, name in names.items():
+        old = records[file]
+        block_bytes = old.block_bytes_or(base.facts.manifest.block_bytes)
+        other = UNSET if block_bytes == BLOCK_BYTES else block_bytes
+        linked.append(LinkedRecord(name, old.nbytes, old.header_bytes, old.sums, live[file], other))
+    return Reused(tuple(entries), arrays, tuple(linked))
+
+
+def _compare(
+    one: _Found, part: ArrayPart, inside: Box, table: BlockTable | None, lanes: CopyStreams, stage_bytes: int
+) -> None:
+    """Add to `one` which blocks of the part that lie `inside` are what they were."""
+    entry = one.entry
+    blocks = blocks_of(part.array, entry.spec.itemsize)
+    digests = table.of_array(part.start, blocks) if table is not None else None
+    if digests is None:
+        one.rest.append(inside)
+        return
+    whole, wanted = [], []
+    for block, record in zip(blocks, digests, strict=True):
+        cell = block & inside
+        if cell == block:
+            whole.append(cell)
+            wanted.append(record)
+        elif cell is not None:
+            one.rest.append(cell)
+    good = _are_equal([_part_of(entry, block) for block in whole], wanted, lanes, stage_bytes)
+    one.kept += [part._replace(box=box) for box in _merged([b for b, yes in zip(whole, good, strict=True) if yes])]
+    one.rest += [block for block, yes in zip(whole, good, strict=True) if not yes]
+
+
+def _are_equal(blocks: Sequence[Entry], wanted: Sequence[np.void], lanes: CopyStreams, stage_bytes: int) -> list[bool]:
+    if not blocks or lanes[blocks[0].tensor.device] is None:
+        return [_is_equal(block, record, lanes, stage_bytes) for block, record in zip(blocks, wanted, strict=True)]
+    # from a device come the heads of all, and then the whole of those that may be equal: what differs crosses once, to
+    # be written
+    heads = _digests([_head(b.tensor, PROBE_BYTES // b.spec.itemsize) for b in blocks], lanes, stage_bytes)
+    good = [bool(head["probe"] == record["probe"]) for head, record in zip(heads, wanted, strict=True)]
+    hopeful = [i for i, may_be in enumerate(good) if may_be]
+    found = _digests([[blocks[i].tensor] for i in hopeful], lanes, stage_bytes)
+    for i, digest in zip(hopeful, found, strict=True):
+        good[i] = digest.tobytes() == wanted[i].tobytes()
+    return good
+
+
+def _digests(blocks: Sequence[Sequence[torch.Tensor]], lanes: CopyStreams, stage_bytes: int) -> Digests:
+    """Of some elements each, one tensor behind another."""
+    passing = BlockDigests([sum(tensor.nbytes for tensor in block) for block in blocks])
+    for piece in row_major_pieces([tensor for block in blocks for tensor in block], lanes, stage_bytes):
+        passing.write(piece)
+    return passing.finish()
+
+
+def _head(block: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """So many elements, the first in row-major order, or all."""
+    if block.numel() <= count:
+        return [block]
+    rows, rest = divmod(count, block[0].numel())
+    return [*([block[:rows]] if rows else []), *(_head(block[rows], rest) if rest else [])]
+
+
+def _is_equal(block: Entry, record: np.void, lanes: CopyStreams, stage_bytes: int) -> bool:
+    pieces = row_major_pieces([block.tensor], lanes, stage_bytes)
+    head = next(pieces)
+    if len(head) >= min(PROBE_BYTES, block.nbytes) and probe_of(head) != record["probe"]:
+        return False
+    passing = BlockDigests([block.nbytes])
+    passing.write(head)
+    for piece in pieces:
+        passing.write(piece)
+    return bool(passing.finish()[0] == record)
+
+
+def _part_of(entry: Entry, box: Box) -> Entry:
+    if box == entry.box:
+        return entry
+    return Entry(entry.spec, box, entry.tensor[box.relative_to(entry.box).slices])
+
+
+def _merged(boxes: Sequence[Box]) -> list[Box]:
+    """Neighbours in row-major order that are a box together as one: rows of rows, then rows."""
+    out = list(boxes)
+    while True:
+        before, out = out, []
+        for box in before:
+            joined = _joined(out[-1], box) if out else None
+            if joined is None:
+                out.append(box)
+            else:
+                out[-1] = joined
+        if len(out) == len(before):
+            return out
+
+
+def _joined(a: Box, b: Box) -> Box | None:
+    """`a` and `b` as one box, if `b` comes right after `a` in one dim and is alike in all others."""
+    differ = [d for d in range(a.ndim) if a.offsets[d] != b.offsets[d] or a.sizes[d] != b.sizes[d]]
+    if len(differ) != 1:
+        return None
+    (d,) = differ
+    if a.offsets[d] + a.sizes[d] != b.offsets[d]:
+        return None
+    return Box.of(a.offsets, (*a.sizes[:d], a.sizes[d] + b.sizes[d], *a.sizes[d + 1 :]))

@@ -1,0 +1,156 @@
+"""The library's own format, as if the ranks of a layout had saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from planners.geometry.layout import StateLayout, TensorLayout
+from planners.geometry.mesh import Mesh, Replicate
+from reshard.errors import FormatError
+from reshard.live.fingerprints import Partial
+from reshard.live.plain_data import encode_plain
+from reshard.live.tree import path_to_json
+from reshard.native import commit
+from reshard.native.commit import Generation, Written
+from reshard.native.data_file import BlockSums, digest128
+from reshard.native.manifest import MANIFEST, FileRecord, entry_key
+from reshard.ranks.global_state import OWN_TENSOR_BYTES, GlobalState, per_rank_name
+from reshard.storage.base import Storage
+from reshard.stored.contents import Contents
+from reshard.stored.safetensors import encode_header
+from reshard.stored.streaming import (
+    FilePart,
+    FilePlan,
+    FormatWriter,
+    HashingWriter,
+    WrittenFile,
+    fingerprint_parts,
+    spread,
+)
+from reshard.stored.tensor import StoredTensor
+
+__all__ = ["NativeWriter"]
+
+
+class NativeWriter(FormatWriter):
+    """Whole tensors in files of limited size, or the files that the ranks of `onto` would have written."""
+
+    format = "native"
+
+    takes_fingerprints = True
+
+    def __init__(self, contents: Contents, job_id: str, *, onto: StateLayout | None, max_shard_bytes: int) -> None:
+        super().__init__(contents, job_id)
+        self._table, self._own = self._values_of_ranks()
+        self.plan = spread(
+            [self.stored(name).spec for name in (*self.names, *self._own)], _with(onto, self._own), max_shard_bytes
+        )
+        self.save_id = commit.save_id_of(job_id)
+        folder = commit.folder_of(self.save_id)
+        files = []
+        for rank in range(self.plan.world_size):
+            specs = self.plan.layout.specs
+            parts = [FilePart(specs[item.fqn], item.box) for item in self.plan.items(rank)]
+            if parts:
+                parts.sort(key=lambda part: -part.spec.itemsize)
+                files.append(FilePlan(f"{folder}/{rank:05d}.safetensors", tuple(parts), rank))
+        self.files = tuple(files)
+        self.objects = {key: self._encoded(key, value) for key, value in contents.objects.items()}
+
+    def _values_of_ranks(self) -> tuple[dict[str, dict[int, Any]], dict[str, StoredTensor]]:
+        """The manifest's table of values that are each rank's own, and the tensors among these, by hidden names."""
+        table: dict[str, dict[int, Any]] = {}
+        tensors: dict[str, StoredTensor] = {}
+        for key, values in self.contents.per_rank.items():
+            for rank, value in values.items():
+                if isinstance(value, StoredTensor):
+                    name = per_rank_name(key, rank)
+                    tensors[name] = value.renamed(name)
+                    row = {"tensor": name}
+                else:
+                    row = {"object": self._encoded(key, value, tensor_bytes=OWN_TENSOR_BYTES)}
+                table.setdefault(key, {})[rank] = row
+        return table, tensors
+
+    def _encoded(self, key: str, value: Any, tensor_bytes: int = 0) -> Any:
+        """Plain data for the manifest; what is none is refused."""
+        try:
+            return encode_plain(value, tensor_bytes=tensor_bytes)
+        except FormatError as error:
+            self.refused[key] = str(error)
+            return None
+
+    def stored(self, name: str) -> StoredTensor:
+        """The stored tensor of a name or alias, or one rank's own."""
+        return self._own[name] if name in self._own else super().stored(name)
+
+    @contextmanager
+    def claimed(self, storage: Storage) -> Iterator[None]:
+        """The generation has a claim."""
+        commit.claim(storage, self.save_id)
+        try:
+            yield
+        finally:
+            commit.ended(self.save_id)
+
+    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
+        """Stream one rank's file and its checksums."""
+        storage.delete(file.name)
+        storage.delete(f"{file.name}.sums")
+        header = encode_header(
+            (entry_key(part.spec.fqn, part.box, part.spec.shape), part.spec.dtype, part.box.sizes)
+            for part in file.parts
+        )
+        regions = [self.region(part) for part in file.parts]
+        with storage.create(file.name) as raw, self.feed(regions) as feed:
+            out = HashingWriter(raw)
+            sums = BlockSums(out)
+            sums.write(memoryview(header))
+            for region in regions:
+                for piece in feed.take(region):
+                    sums.write(piece.data)
+                    on_bytes(len(piece.data))
+            digests = sums.finish()
+            done = out.nbytes, out.digest()
+        storage.publish(f"{file.name}.sums", digests)
+        return self.done(file.name, *done, {"header_bytes": len(header), "sums": digest128(digests)})
+
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
+        """Publish the manifest."""
+        contents = self.contents
+        census = GlobalState(
+            layout=self.plan.layout,
+            objects=self.objects,
+            per_rank=self._table,
+            paths={key: path_to_json(path) for key, path in contents.paths.items()},
+            containers=[(path_to_json(path), kind) for path, kind in contents.containers.items()],
+            aliases=dict(contents.aliases),
+        )
+        rank_of = {file.name: file.rank for file in self.files}
+        written = {
+            rank_of[name]: Written(FileRecord(name, row.nbytes, row.facts["header_bytes"], row.facts["sums"]))
+            for name, row in done.items()
+        }
+        parts: list[dict[str, Partial]] = [{}]  # tensors without elements have a fingerprint, but no file
+        parts += map(fingerprint_parts, done.values())
+        generation = Generation(storage, self.save_id, commit.begin(), census, self.plan, None)
+        generation.publish(written, parts)
+        generation.tidy()
+
+    def occupied(self, names: Mapping[str, int]) -> str | None:
+        """A manifest."""
+        return MANIFEST if MANIFEST in names else None
+
+
+def _with(onto: StateLayout | None, own: Mapping[str, StoredTensor]) -> StateLayout | None:
+    """The layout with each rank's own tensors, written by it if it is there, and by the first otherwise."""
+    if onto is None or not own:
+        return onto
+    more = {}
+    for name, tensor in own.items():
+        rank = int(name.rpartition("@rank")[2])
+        mesh = Mesh({"rank": 1}, ranks=[rank if rank < onto.world_size else 0])
+        more[name] = TensorLayout(tensor.spec, mesh, [Replicate()])
+    return StateLayout({**onto, **more}, onto.world_size)

@@ -1,0 +1,265 @@
+"""One layout, and one nest, out of what each rank says of its own: no coordinator, all ranks put the same together.
+
+Ranks may hold other keys of a dict, as pipeline stages do. But a list of plain values is one value: were lists of
+different lengths put together key by key, a rank would get back what it never had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from planners.geometry.json import form_from_json, form_to_json
+from planners.geometry.layout import BoxesForm, FlatForm, Form, ProductForm, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.mesh import Mesh, Replicate
+from reshard.errors import KeyMismatchError, LayoutError, format_ranks
+from reshard.live.state import LiveTensor
+from reshard.live.tensors import agreed_form
+from reshard.live.tree import KeyPath, key_of, path_from_json
+
+__all__ = [
+    "Described", "check_nests", "describe", "join_aliases", "join_layouts", "resolve_layouts",
+]  # fmt: skip
+
+
+class _DescribedTensor(msgspec.Struct, frozen=True, array_like=True):
+    dtype: str
+    shape: list[int]
+    forms: list[int]
+    """Where among the forms those stand that the tensor may have, by what the rank holds of it: mostly one. None for a
+    plain tensor, whole on each rank that has it."""
+
+
+class Described(msgspec.Struct, frozen=True):
+    """The tensors of one rank without their values. Equal on ranks that hold the same kind of thing."""
+
+    tensors: dict[str, _DescribedTensor]
+    forms: list[dict[str, Any]]
+
+
+def describe(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayout] | None = None) -> Described:
+    """What this rank has to say about its tensors, by key.
+
+    Args:
+        layouts: how plain local tensors lie in their global tensors; where not given, the tensors say it themselves.
+
+    Raises LayoutError for a placement that is not known, or a layout of another dtype.
+    """
+    forms: dict[Form, int] = {}
+    found = {}
+    for key, tensor in tensors.items():
+        given = layouts.get(key) if layouts else None
+        if given is not None and given.spec.dtype != tensor.spec.dtype:
+            raise LayoutError(f"tensor {key!r} is {tensor.spec.dtype}, but its layout says {given.spec.dtype}")
+        spec = tensor.spec if given is None else given.spec
+        possible = (given.form,) if given is not None else tensor.forms if tensor.is_sharded else ()
+        found[key] = _DescribedTensor(
+            spec.dtype, list(spec.shape), [forms.setdefault(form, len(forms)) for form in possible]
+        )
+    return Described(found, [form_to_json(form) for form in forms])
+
+
+def join_layouts(parties: Iterable[tuple[Described, Sequence[int]]], *, skip: Iterable[str] = ()) -> StateLayout:
+    """The layout of what all ranks hold together, out of each distinct description and the ranks that gave it.
+
+    Raises LayoutError where ranks disagree about a tensor's shape, dtype or placement.
+    """
+    found: dict[str, list[_Row]] = {}
+    everyone: list[int] = []
+    for described, ranks in parties:
+        everyone += ranks
+        forms = [form_from_json(form) for form in described.forms]
+        for key, tensor in described.tensors.items():
+            possible = tuple(forms[number] for number in tensor.forms)
+            found.setdefault(key, []).append((TensorSpec(key, tensor.shape, tensor.dtype), possible, ranks))
+    left_out, job = set(skip), _Participants(everyone)
+    tensors = {key: _join(key, rows, job) for key, rows in found.items() if key not in left_out}
+    return StateLayout(tensors, job.everyone[-1] + 1)
+
+
+def resolve_layouts(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayout], rank: int) -> None:
+    """What all ranks found of tensors that one rank alone cannot place: from now on, each says this itself."""
+    for key, tensor in tensors.items():
+        if tensor.is_ambiguous and key in layouts:
+            tensor.settle(layouts[key], rank)
+
+
+def join_aliases(
+    parties: Iterable[tuple[Iterable[str], Mapping[str, str], Iterable[str]]],
+) -> dict[str, str]:
+    """Keys that all ranks which can tell say are tied to the same other key, which itself is tied to none.
+
+    Each party says: its keys, which of them are the memory of which earlier key, and of which it holds no element.
+    """
+    claims: dict[str, set[str | None]] = {}
+    for keys, aliases, empty in parties:
+        unsure = set(empty)
+        for key in keys:
+            first = aliases.get(key)
+            if first is not None or key not in unsure:
+                claims.setdefault(key, set()).add(first)
+    tied = {key: next(iter(firsts)) for key, firsts in claims.items() if len(firsts) == 1}
+    return {key: first for key, first in tied.items() if first is not None and tied.get(first) is None}
+
+
+_Row = tuple[TensorSpec, tuple[Form, ...], Sequence[int]]
+"""A tensor as some ranks describe it: the forms that it may have, none if it is plain."""
+
+
+class _Participants:
+    """Who takes part, and whether all ranks of a form do: asked once for each form, since many tensors have the same,
+    and it may name thousands of ranks."""
+
+    def __init__(self, everyone: Iterable[int]) -> None:
+        self.everyone = sorted(everyone)
+        self._members = frozenset(self.everyone)
+        self._meshes: dict[tuple[int, ...], int] = {}
+        self._known: dict[int, tuple[Form, int, bool]] = {}
+        self._copies: dict[tuple[int, ...], ProductForm] = {}
+
+    def mesh_of(self, form: Form) -> int:
+        """A number, the same for forms over the same ranks."""
+        return self._of(form)[1]
+
+    def has_all_of(self, form: Form) -> bool:
+        """Whether all ranks of a form take part."""
+        return self._of(form)[2]
+
+    def copies(self, rows: list[_Row]) -> ProductForm:
+        """A copy on each rank of the rows."""
+        key = tuple(id(ranks) for _, _, ranks in rows)
+        if key not in self._copies:
+            holders = sorted(rank for _, _, ranks in rows for rank in ranks)
+            self._copies[key] = ProductForm.make(Mesh({"world": len(holders)}, holders), (Replicate(),))
+        return self._copies[key]
+
+    def _of(self, form: Form) -> tuple[Form, int, bool]:
+        if id(form) not in self._known:
+            ranks = tuple(form.ranks())
+            mesh = self._meshes.setdefault(ranks, len(self._meshes))
+            self._known[id(form)] = form, mesh, self._members.issuperset(ranks)
+        return self._known[id(form)]
+
+
+def _join(key: str, rows: list[_Row], job: _Participants) -> TensorLayout:
+    """The one layout that all ranks' descriptions of a tensor amount to."""
+    spec = rows[0][0]
+    for other, _, ranks in rows[1:]:
+        if other != spec:
+            raise LayoutError(
+                f"tensor {key!r} has shape {spec.shape} and dtype {spec.dtype} on {format_ranks(rows[0][2])}, but "
+                f"{other.shape} and {other.dtype} on {format_ranks(ranks)}"
+            )
+    if all(not possible for _, possible, _ in rows):
+        return TensorLayout.of(spec, job.copies(rows))
+    if any(not possible for _, possible, _ in rows):
+        raise LayoutError(f"tensor {key!r} is sharded on some ranks and plain on others")
+    # ranks of one mesh have one form among them; other meshes may have copies
+    by_mesh: dict[int, list[tuple[Form, ...]]] = {}
+    for _, possible, _ in rows:
+        by_mesh.setdefault(job.mesh_of(possible[0]), []).append(possible)
+    try:
+        agreed = [agreed_form(spec.shape, said) for said in by_mesh.values()]
+    except LayoutError as error:
+        raise LayoutError(f"tensor {key!r} {error}") from None
+    if None in agreed:
+        agreed = list(dict.fromkeys(possible[0] for _, possible, _ in rows))
+    sharded = [form for form in agreed if form is not None]
+    form = sharded[0] if len(sharded) == 1 else _stack(key, sharded)
+    return TensorLayout.of(spec, _only(form, spec, job))
+
+
+def _stack(key: str, forms: list[Form]) -> Form:
+    """Forms on disjoint meshes of one kind (TP groups of a job that replicates over the rest) as one, with replicas."""
+    first = forms[0]
+    products = [form for form in forms if isinstance(form, ProductForm)]
+    alike = len(products) == len(forms) and isinstance(first, ProductForm)
+    if alike and all(f.mesh.axes == products[0].mesh.axes and f.placements == products[0].placements for f in products):
+        ranks = [
+            int(rank) for form in sorted(products, key=lambda f: f.mesh.ranks.tolist()) for rank in form.mesh.ranks
+        ]
+        if len(set(ranks)) == len(ranks):
+            name = "replica" if "replica" not in products[0].mesh.names else "replica_of_mesh"
+            mesh = Mesh([(name, len(products)), *products[0].mesh.axes], ranks)
+            return ProductForm.make(mesh, (Replicate(), *products[0].placements))
+    shown = "; ".join(map(str, forms[:4]))
+    raise LayoutError(f"tensor {key!r} is placed differently on different ranks: {shown}")
+
+
+def _only(form: Form, spec: TensorSpec, job: _Participants) -> Form:
+    """The form without ranks that do not take part. Raises LayoutError if only they hold some element."""
+    everyone = job.everyone
+    if isinstance(form, ProductForm) and job.has_all_of(form):
+        return form
+    if not isinstance(form, ProductForm) and form.world_size <= len(everyone) == max(everyone) + 1:
+        return form
+    if isinstance(form, FlatForm):  # its local tensors are flat, which boxes would not say
+        return FlatForm.make({r: (start, stop) for r, start, stop in form.ranges if r in everyone}, max(everyone) + 1)
+    if isinstance(form, BoxesForm):  # empty ones included: each is a local tensor
+        return BoxesForm.make({rank: boxes for rank, boxes in form.boxes if rank in everyone}, max(everyone) + 1)
+    layout = TensorLayout.of(spec, form)
+    return BoxesForm.make(
+        {rank: layout.boxes(rank) for rank in everyone if rank < layout.world_size}, max(everyone) + 1
+    )
+
+
+class _NestPlace(NamedTuple):
+    kind: str
+    """"dict", "list", "tuple" or "value"."""
+    items: int | None
+    """Of a list or tuple of plain values."""
+
+    def __str__(self) -> str:
+        return f"a {self.kind}" if self.items is None else f"a {self.kind} of {self.items}"
+
+
+def check_nests(
+    nests: Iterable[tuple[Mapping[str, list[Any]], Iterable[tuple[list[Any], str]], Collection[str]]],
+) -> None:
+    """Raises KeyMismatchError for a place that is one thing on some ranks and another on others.
+
+    Args:
+        nests: of each distinct one: the path of every key, tuples and empty containers by path, and the keys of what is
+            no plain value.
+    """
+    known: dict[KeyPath, _NestPlace] = {}
+    for paths, containers, others in nests:
+        for path, place in _places(paths, containers, others).items():
+            if (first := known.setdefault(path, place)) == place:
+                continue
+            if first.kind == place.kind and None in (first.items, place.items):
+                continue  # tensors on one side: ranks may have some of a list of them
+            raise KeyMismatchError(
+                f"{key_of(path)!r} is {first} on some ranks and {place} on others. Wrap what is each rank's own in "
+                "reshard.PerRank(value), or give it a key per rank"
+            )
+
+
+def _places(
+    paths: Mapping[str, list[Any]], containers: Iterable[tuple[list[Any], str]], others: Collection[str]
+) -> dict[KeyPath, _NestPlace]:
+    kinds: dict[KeyPath, str] = {}
+    items: dict[KeyPath, int] = {}
+    mixed: set[KeyPath] = set()
+    for key, data in paths.items():
+        path = path_from_json(data)
+        kinds[path], is_other = "value", key in others
+        for i in reversed(range(len(path))):
+            above, part = path[:i], path[i]
+            if type(part) is int:
+                items[above] = max(items.get(above, 0), part + 1)
+            if above in kinds and (above in mixed or not is_other):
+                break  # this one and those above it are known
+            kinds[above] = "list" if type(part) is int else "dict"
+            if is_other:
+                mixed.add(above)
+    for data, kind in containers:
+        path = path_from_json(data)
+        if kind.startswith("tensor:"):
+            continue
+        kinds[path] = kind = "dict" if kind.startswith("dict:") else kind
+        if kind != "dict":
+            items.setdefault(path, 0)
+    return {path: _NestPlace(kind, None if path in mixed else items.get(path)) for path, kind in kinds.items()}

@@ -1,0 +1,447 @@
+"""What a whole job holds, agreed among its ranks; and whether those that hold the same have the same values."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from planners.geometry.layout import Form, ProductForm, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.mesh import Mesh, Replicate
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_ranks
+from reshard.live.dtypes import as_array, row_major_bytes
+from reshard.live.fingerprints import partials
+from reshard.live.plain_data import check_text, encode_plain
+from reshard.live.state import LiveState, LiveTensor
+from reshard.live.tensors import is_sharded, is_tensor, spec_of
+from reshard.live.tree import key_of, path_to_json
+from reshard.ranks.distinct_values import digest_of
+from reshard.ranks.global_layout import Described, check_nests, describe, join_aliases, join_layouts, resolve_layouts
+from reshard.ranks.group import Group
+
+__all__ = [
+    "OWN_TENSOR_BYTES", "DigestTable", "GlobalState", "LocalState", "agree_on_values",
+    "check_globs", "encoded", "global_state_of", "join", "joined_objects", "lies_on_device",
+    "per_rank_name", "raise_on_mismatch", "take_global_state", "value_table", "with_objects",
+]  # fmt: skip
+
+
+# Each rank describes what it was given. Where all descriptions are equal, as under FSDP, one digest
+# per rank is all that travels; where they differ, as between pipeline stages, each distinct one
+# travels once. Every rank then puts the same descriptions together in the same way.
+
+
+OWN_TENSOR_BYTES = 1 << 20
+"""Of tensors within one rank's own value, such as random states: these go into the manifest."""
+
+
+def check_globs(select: Iterable[str], census: GlobalState) -> None:
+    """Raises KeyMismatchError for a glob that fits no key of any rank."""
+    keys = [*census.layout, *census.objects, *census.per_rank, *census.aliases]
+    for glob in select:
+        if not any(fnmatch.fnmatchcase(key, glob) for key in keys):
+            raise KeyMismatchError(f"select names {glob!r}, which fits no key of any rank: nothing was saved")
+
+
+class _Description(msgspec.Struct, frozen=True):
+    """A rank's holdings without their values. Equal on ranks that hold the same kind of thing."""
+
+    tensors: Described
+    objects: list[str]
+    per_rank: list[str]
+    paths: dict[str, list[Any]]
+    containers: list[tuple[list[Any], str]]
+    aliases: dict[str, str]
+    empty: list[str]
+    """Sharded tensors of which this rank holds no element, so that it cannot tell whether they are tied."""
+    on_device: bool
+    """Whether any tensor is elsewhere than in the memory of the CPU."""
+
+
+@dataclass(frozen=True)
+class GlobalState:
+    """What all ranks hold together. Equal on every rank, but for what only the first one needs."""
+
+    layout: StateLayout
+    objects: dict[str, Any]
+    per_rank: dict[str, dict[int, Any]]
+    """key -> rank -> `{"tensor": name in the layout}` or, on the first rank only, `{"object": JSON data}`."""
+    paths: dict[str, list[Any]]
+    containers: list[tuple[list[Any], str]]
+    aliases: dict[str, str]
+    on_device: bool = False
+    """Whether a tensor of any rank lies on a device."""
+    told: bytes = b""
+    """A digest of what each rank has said of its holdings: where it is the same, so is all of this but for values."""
+
+
+@dataclass(frozen=True)
+class LocalState:
+    """What one rank has to say of its state."""
+
+    state: LiveState
+    objects: dict[str, Any]
+    """Those that all ranks have alike, as JSON data."""
+    said: bytes
+    """A description without values. Equal on ranks that hold the same kind of thing."""
+
+    @classmethod
+    def of(cls, state: LiveState) -> LocalState:
+        """Raises FormatError for an object that is no plain data, naming its key."""
+        for path in (*state.paths.values(), *state.containers):
+            check_text(key_of(path))
+        objects = {key: _encoded(key, value) for key, value in state.objects.items()}
+        return cls(state, objects, msgspec.json.encode(_describe(state)))
+
+
+def take_global_state(state: LiveState, group: Group, *, check_replicas: bool = True) -> GlobalState:
+    """Collective: the census of what the ranks of `group` hold.
+
+    Raises, alike on every rank:
+        LayoutError: ranks disagree about a tensor's shape, dtype or placement.
+        KeyMismatchError: a plain tensor or object differs between ranks under one key (unless `check_replicas` is
+            off, which trusts the lowest rank).
+    Raises FormatError for an object that is no plain data, naming its key.
+    """
+    holdings = LocalState.of(state)
+    census = global_state_of(holdings, group, group.parties(holdings.said))
+    return with_objects(census, holdings, group, check_replicas=check_replicas)
+
+
+def global_state_of(holdings: LocalState, group: Group, answers: Mapping[bytes, Sequence[int]]) -> GlobalState:
+    """The census, without objects, out of what all ranks have said; collective where any has values of its own. Whether
+    values are equal is not known yet: see `with_objects`. Raises LayoutError as `take_global_state` does."""
+    state = holdings.state
+    parties = [(msgspec.json.decode(data, type=_Description), ranks) for data, ranks in answers.items()]
+    own = _own_values(state, group) if any(said.per_rank for said, _ in parties) else ({}, {})
+    census = _merge(parties, *own)
+    resolve_layouts(state.tensors, census.layout, group.ranks[group.rank])
+    on_device = any(said.on_device for said, _ in parties)
+    return replace(census, on_device=on_device, told=_digest_of(answers))
+
+
+def with_objects(census: GlobalState, holdings: LocalState, group: Group, *, check_replicas: bool) -> GlobalState:
+    """Collective: the census with the objects of all ranks, once it is sure that no key has two values. Raises
+    KeyMismatchError as `take_global_state` does."""
+    merged = agree_on_values(
+        holdings.state.tensors,
+        holdings.objects,
+        group,
+        census.layout,
+        check_replicas=check_replicas,
+        on_device=census.on_device,
+    )
+    return replace(census, objects=merged)
+
+
+def _digest_of(answers: Mapping[bytes, Sequence[int]]) -> bytes:
+    """Of what was said, and by whom, among ranks that are known."""
+    who = [(hashlib.sha256(data).digest(), list(ranks) if len(answers) > 1 else []) for data, ranks in answers.items()]
+    return digest_of(msgspec.msgpack.encode(who))
+
+
+def _encoded(key: str, value: Any, tensor_bytes: int = 0) -> Any:
+    try:
+        return encode_plain(value, tensor_bytes=tensor_bytes)
+    except FormatError as error:
+        raise FormatError(f"the value under {key!r} cannot be saved: {error}") from None
+
+
+def _describe(state: LiveState) -> _Description:
+    return _Description(
+        tensors=describe(state.tensors),
+        objects=list(state.objects),
+        per_rank=list(state.per_rank),
+        paths={key: path_to_json(path) for key, path in state.paths.items()},
+        containers=[(path_to_json(path), kind) for path, kind in state.containers.items()],
+        aliases=dict(state.tied),
+        empty=[key for key, tensor in state.tensors.items() if tensor.is_elsewhere],
+        on_device=lies_on_device(state.tensors.values()),
+    )
+
+
+def lies_on_device(tensors: Iterable[LiveTensor]) -> bool:
+    """Whether any tensor is elsewhere than in the memory of the CPU."""
+    return any(local.device.type not in ("cpu", "meta") for tensor in tensors for local in tensor.local)
+
+
+def agree_on_values(
+    tensors: Mapping[str, LiveTensor],
+    objects: dict[str, Any],
+    group: Group,
+    layout: Mapping[str, TensorLayout],
+    *,
+    check_replicas: bool,
+    on_device: bool = False,
+) -> dict[str, Any]:
+    """Collective: all objects of all ranks, as JSON data, once it is sure that no key has two values.
+
+    `layout`: of what all ranks hold; `on_device`: whether a tensor of any rank lies on a device: see `DigestTable`.
+
+    Raises KeyMismatchError, alike on every rank, for a tensor or object that differs between ranks under one key
+    (unless `check_replicas` is off, which trusts the lowest rank).
+    """
+    if group.world_size == 1:
+        return objects
+    table, digests = value_table(tensors, objects, group, layout, check_replicas=check_replicas, on_device=on_device)
+    return objects if agree_on_table(table, digests, group) else joined_objects(objects, group)
+
+
+def value_table(
+    tensors: Mapping[str, LiveTensor],
+    objects: Mapping[str, Any],
+    group: Group,
+    layout: Mapping[str, TensorLayout],
+    *,
+    check_replicas: bool,
+    on_device: bool = False,
+) -> tuple[DigestTable, dict[str, bytes]]:
+    """What this rank has to compare with others, and digests of its objects; arguments as for `agree_on_values`."""
+    table = DigestTable(on_device)
+    digests = {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()}
+    if check_replicas:
+        for key, digest in digests.items():
+            table.add_object(key, digest)
+        table.add_tensors(tensors, layout, group.ranks[group.rank], group.world_size)
+    return table, digests
+
+
+def joined_objects(objects: Mapping[str, Any], group: Group) -> dict[str, Any]:
+    """Collective: the objects of all ranks; of those that several have, what the lowest one has."""
+    merged: dict[str, Any] = {}
+    for data in group.parties(msgspec.json.encode(objects)):
+        for key, value in msgspec.json.decode(data).items():
+            merged.setdefault(key, value)
+    return merged
+
+
+def per_rank_name(key: str, rank: int) -> str:
+    """The name in the layout of a tensor that is one rank's own."""
+    return f"{key}@rank{rank}"
+
+
+def _own_values(state: LiveState, group: Group) -> tuple[dict[str, dict[int, Any]], dict[str, TensorLayout]]:
+    """All values that are each rank's own: a table of them, and the layouts of those that are tensors."""
+    specs: dict[str, Any] = {}
+    mine: dict[str, Any] = {}
+    for key, value in ((key, wrapper.value) for key, wrapper in state.per_rank.items()):
+        if is_sharded(value):
+            raise LayoutError(f"{key!r} is declared PerRank, but is sharded: a DTensor is nobody's own")
+        if is_tensor(value):
+            spec = spec_of(key, value)
+            specs[key] = [list(spec.shape), spec.dtype]
+        else:
+            mine[key] = _encoded(key, value, OWN_TENSOR_BYTES)
+    table: dict[str, dict[int, Any]] = {}
+    layouts: dict[str, TensorLayout] = {}
+    # every rank puts the layout together, but only the first one writes down objects, which may be large
+    for data, ranks in group.parties(msgspec.json.encode((specs, list(mine)))).items():
+        theirs, keys = msgspec.json.decode(data, type=tuple[dict[str, Any], list[str]])
+        for key in (*theirs, *keys):
+            table.setdefault(key, {})
+        for key, spec in theirs.items():
+            for rank in ranks:
+                name = per_rank_name(key, rank)
+                form = ProductForm.make(Mesh({"rank": 1}, [rank]), (Replicate(),))
+                layouts[name] = TensorLayout.of(TensorSpec(name, *spec), form)
+                table[key][rank] = {"tensor": name}
+    for rank, data in zip(group.ranks, group.gather(msgspec.json.encode(mine)) or ()):
+        for key, value in msgspec.json.decode(data).items():
+            table[key][rank] = {"object": value}
+    return {key: dict(sorted(rows.items())) for key, rows in table.items()}, layouts
+
+
+def _merge(
+    parties: Sequence[tuple[_Description, Sequence[int]]],
+    per_rank: dict[str, dict[int, Any]],
+    own: dict[str, TensorLayout],
+) -> GlobalState:
+    paths: dict[str, list[Any]] = {}
+    containers: dict[str, tuple[list[Any], str]] = {}
+    for said, _ in parties:
+        for key, path in said.paths.items():
+            if paths.setdefault(key, path) != path:
+                raise KeyMismatchError(f"the key {key!r} stands for different places of the state on different ranks")
+        for path, kind in said.containers:
+            containers.setdefault(str(path), (path, kind))
+    if len(parties) > 1:
+        check_nests((d.paths, d.containers, {*d.tensors.tensors, *d.per_rank}) for d, _ in parties)
+    aliases = join_aliases((d.tensors.tensors, d.aliases, d.empty) for d, _ in parties)
+    tensors = dict(join_layouts(((d.tensors, ranks) for d, ranks in parties), skip=aliases))
+    if clash := [name for name in own if name in tensors]:
+        raise KeyMismatchError(f"the key {clash[0]!r} is what a value of one rank would be called: rename it")
+    tensors.update(own)
+    objects = {key for said, _ in parties for key in said.objects}
+    clash = [key for key in tensors if key in objects or key in per_rank] + [key for key in objects if key in per_rank]
+    if clash:
+        raise KeyMismatchError(f"the key {clash[0]!r} is a tensor on some ranks and something else on others")
+    world_size = max(rank for _, ranks in parties for rank in ranks) + 1
+    return GlobalState(StateLayout(tensors, world_size), {}, per_rank, paths, list(containers.values()), aliases)
+
+
+# Whether ranks that hold the same have the same values, at a cost that does not grow with the
+# ranks.
+#
+# What a layout says to be held by the same ranks is summed up in one digest, so a rank tells a few
+# of them, mostly one for what all hold and one for its shards. A digest travels up until all of its
+# holders have been heard, and is then forgotten. Only where some differ do ranks tell their tables
+# of keys, of these alone.
+
+
+_ANYBODY = 0
+"""Holders of which it is not known how many there are: their digest travels all the way."""
+
+
+class _Heard(msgspec.Struct, frozen=True, array_like=True):
+    """What some ranks have told."""
+
+    digests: dict[bytes, tuple[bytes, int, int]]
+    """By a digest of who the holders are: one of what they hold (empty if they differ), how many were heard, and how
+    many there are."""
+    objects: bytes
+    """A digest of all objects; empty if ranks have others, or other values."""
+
+
+@dataclass
+class DigestTable:
+    """What this rank compares with others: a digest for each key, by who holds the key."""
+
+    on_device: bool = False
+    """Whether a tensor of any rank lies on a device: then all compare fingerprints, which devices compute where the
+    elements are, in the place of hashes of the bytes."""
+    rows: dict[bytes, dict[str, bytes]] = field(default_factory=dict)
+    counts: dict[bytes, int] = field(default_factory=dict)
+    """Of holders; `_ANYBODY` if it is not known."""
+    _known: dict[int, tuple[ProductForm, bytes, int]] = field(default_factory=dict)
+    """By the identity of a form, of which a state has few, and which may name many ranks: who holds the same there."""
+
+    def add_object(self, key: str, digest: bytes) -> None:
+        """A value that anybody may have under that key."""
+        holders = xxhash.xxh3_64_digest(key.encode())
+        self.rows.setdefault(holders, {})[key] = digest
+        self.counts[holders] = _ANYBODY
+
+    def add_tensors(
+        self, tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayout], rank: int, world_size: int
+    ) -> None:
+        """The parts of tensors that other ranks may hold, too.
+
+        `layouts`: of what all ranks hold, where it is known; `world_size`: how many ranks there are.
+        """
+        copies = {key: _replicas(tensor, rank, world_size) for key, tensor in tensors.items()}
+        digests = _digests({name: t for of in copies.values() for name, t in of.items()}, on_device=self.on_device)
+        for key, of in copies.items():
+            layout = layouts.get(key)
+            for name in of:
+                self._add(name, digests[name], None if layout is None else layout.form, rank)
+
+    def _add(self, name: str, digest: bytes, form: Form | None, rank: int) -> None:
+        if not (isinstance(form, ProductForm) and rank in form.mesh):
+            self.add_object(name, digest)
+            return
+        if id(form) not in self._known:
+            self._known[id(form)] = form, *_holders(form, rank)
+        _, holders, count = self._known[id(form)]
+        self.rows.setdefault(holders, {})[name] = digest
+        self.counts[holders] = count
+
+    def heard(self, objects: bytes) -> _Heard:
+        """What this rank tells."""
+        sums = {
+            holders: (xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(of.items()))), 1, self.counts[holders])
+            for holders, of in self.rows.items()
+            if self.counts[holders] != 1
+        }
+        return _Heard(sums, objects)
+
+
+def agree_on_table(table: DigestTable, objects: Mapping[str, Any], group: Group) -> bool:
+    """Collective: whether all ranks have the same objects.
+
+    Raises KeyMismatchError, alike on every rank, where a key of the table has two values.
+    """
+    return raise_on_mismatch(table, group.merge(encoded(table, objects), join, "whether ranks hold the same"), group)
+
+
+def encoded(table: DigestTable, objects: Mapping[str, Any]) -> bytes:
+    """What this rank tells of its table, and of objects or their digests, to be combined by `join` for
+    `raise_on_mismatch`."""
+    digest = xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(objects.items())))
+    return msgspec.msgpack.encode(table.heard(digest))
+
+
+def raise_on_mismatch(table: DigestTable, joined: bytes, group: Group) -> bool:
+    """`agree_on_table`, where it is known already what all ranks told. Collective only where some hold others."""
+    heard = msgspec.msgpack.decode(joined, type=_Heard)
+    differ = [holders for holders, (digest, *_) in heard.digests.items() if not digest]
+    if differ:
+        _refuse({key: digest for holders in differ for key, digest in table.rows.get(holders, {}).items()}, group)
+    return bool(heard.objects)
+
+
+def join(parts: list[bytes]) -> bytes:
+    """What several told, in one; again for `join`."""
+    heard_of = [msgspec.msgpack.decode(part, type=_Heard) for part in parts]
+    digests: dict[bytes, tuple[bytes, int, int]] = {}
+    for one in heard_of:
+        for holders, (digest, heard, count) in one.digests.items():
+            first, before, _ = digests.get(holders, (digest, 0, count))
+            digests[holders] = digest if digest == first else b"", before + heard, count
+    whole = {holders: row for holders, row in digests.items() if not row[0] or row[1] != row[2]}
+    objects = {one.objects for one in heard_of}
+    return msgspec.msgpack.encode(_Heard(whole, objects.pop() if len(objects) == 1 else b""))
+
+
+def _refuse(mine: Mapping[str, bytes], group: Group) -> None:
+    """Raises KeyMismatchError, alike on every rank, with the keys that really differ."""
+    values: dict[str, dict[bytes, list[int]]] = {}
+    for data, ranks in group.parties(msgspec.msgpack.encode(mine)).items():
+        for key, digest in msgspec.msgpack.decode(data, type=dict[str, bytes]).items():
+            values.setdefault(key, {}).setdefault(digest, []).extend(ranks)
+    differing = {key.partition("\0")[0]: list(by.values()) for key, by in values.items() if len(by) > 1}
+    if differing:
+        shown = "; ".join(
+            f"{key!r} ({' / '.join(format_ranks(r) for r in by)})" for key, by in list(differing.items())[:20]
+        )
+        raise KeyMismatchError(
+            f"{len(differing)} values differ between ranks under one key: {shown}. Wrap what is each rank's own in "
+            "reshard.PerRank(value), or give it a key per rank"
+        )
+
+
+def _holders(form: ProductForm, rank: int) -> tuple[bytes, int]:
+    """A digest of which ranks hold what this rank holds, and how many they are."""
+    copied = [isinstance(placement, Replicate) for placement in form.placements]
+    place = [None if is_copied else at for is_copied, at in zip(copied, form.mesh.coordinate(rank))]
+    count = math.prod(size for size, is_copied in zip(form.mesh.shape, copied) if is_copied)
+    return xxhash.xxh3_64_digest(f"{form.mesh} {copied} {place}".encode()), count
+
+
+def _replicas(tensor: LiveTensor, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """The local tensors that other ranks may hold, too, each under a name that says which elements it is."""
+    if tensor.is_meta:
+        return {}
+    if not tensor.is_sharded:
+        return {tensor.key: tensor.value}
+    form = tensor.form
+    if not isinstance(form, ProductForm):
+        return {}
+    copied = any(isinstance(placement, Replicate) for placement in form.placements)
+    if not copied and form.mesh.size == world_size:
+        return {}  # nobody else holds any of it
+    parts = form.parts(tensor.spec.shape, rank)
+    return {f"{tensor.key}\0{part.dims}": t for t, part in zip(tensor.local, parts) if t.numel()}
+
+
+def _digests(tensors: Mapping[str, torch.Tensor], *, on_device: bool) -> dict[str, bytes]:
+    if on_device:
+        found = partials((t, None, None) for t in tensors.values())
+        return {name: one.to_bytes() for name, one in zip(tensors, found, strict=True)}
+    return {name: xxhash.xxh3_128_digest(row_major_bytes(as_array(t))) for name, t in tensors.items()}

@@ -1,0 +1,506 @@
+"""The control plane: a few collective verbs over small bytes, in which the first error of any rank reaches all ranks.
+
+    group = Group(process_group)
+    with group.together("plan", deadline_s=60):
+        group.agree(digest, "the layout")
+        ...                                     # a rank that raises here ends the phase on every rank
+
+Nothing here touches a tensor, a device or a collective of the backend: ranks talk through the store that the process
+group was made with, so a group that has only NCCL serves as well as gloo, and a background thread may talk while the
+training loop runs its own collectives. With no process group at all everything works for a single rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import traceback
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from reshard.errors import LayoutError, ReshardError, format_ranks
+from reshard.ranks.distinct_values import FAN, DistinctValues, digest_of
+
+if TYPE_CHECKING:  # imported where there is more than one rank
+    from reshard.ranks.rounds import Rounds
+
+__all__ = [
+    "DEADLINE_S", "Group", "device_of_kind", "either", "pack_flags", "sending_device",
+    "sending_kinds", "unpack_flags",
+]  # fmt: skip
+
+
+DEADLINE_S = 1800.0
+"""How long a verb may take where the caller says nothing."""
+
+_MESSAGE_CHARS = 20_000
+"""Of a traceback that is sent to the other ranks; its end says most."""
+
+_VALUE_CHARS = 200
+"""Of an option's value, in a message."""
+
+
+class _GroupPhase(NamedTuple):
+    name: str
+    deadline: float  # on the monotonic clock
+    allowed_s: float
+
+
+class Group:
+    """The ranks that do one thing together, a save or a load: made anew for each, by all ranks in the same order.
+
+    The verbs are collective: all ranks call the same ones in the same order, one at a time. Making a group is not:
+    it waits for nobody. Once a phase has failed, every later verb raises that same failure.
+
+    Args:
+        process_group: default: the default group if torch.distributed is initialised, else this process alone.
+        deadline_s: how long a verb or a phase may take, in seconds, where `together` does not say otherwise.
+
+    Attributes:
+        rank: this process's place in the group, from 0.
+        world_size: number of ranks in the group.
+        ranks: the ranks in the default group of these processes, in group order; messages name these.
+
+    Raises:
+        ReshardError: this process is no member of the process group, the group has no store that answers, or this is
+            one process of a job that has not been initialised: all of them would act at once, each for itself.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, deadline_s: float = DEADLINE_S) -> None:
+        wrong = no_deadline(deadline_s)
+        self._deadline_s = deadline_s if wrong is None else DEADLINE_S
+        self._phases: list[_GroupPhase] = []
+        self._common: BaseException | None = None
+        self._rounds: Rounds | None = None
+        self.rank = 0
+        self.ranks: Sequence[int] = (0,)
+        if dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD if process_group is None else process_group
+            self.rank = dist.get_rank(group)
+            if group is None or self.rank < 0:
+                raise ReshardError(
+                    f"rank {dist.get_rank()} is no member of this process group; call only on its members, "
+                    "or leave process_group out to use the default group"
+                )
+            self.ranks = tuple(dist.get_process_group_ranks(group))
+            if len(self.ranks) > 1:
+                from reshard.ranks.rounds import Rounds
+                from reshard.ranks.store import store_of
+
+                shared = store_of(group)
+                line = shared.lend()
+                self._rounds = Rounds(line, self.rank, self.ranks, shared.ring, shared.litter)
+                weakref.finalize(self._rounds, shared.give_back, line)
+        elif process_group is not None:
+            raise ReshardError("a process group was given, but torch.distributed is not initialised (any more)")
+        else:
+            refuse_unjoined()
+        self.world_size = len(self.ranks)
+        if wrong is not None:
+            with self.together("the call"):  # the other ranks wait for this one
+                raise wrong
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None, *, alone: bool, deadline_s: float) -> Group:
+        """The ranks of a group, or this process `alone`. Raises ReshardError for both at once."""
+        if not alone:
+            return cls(process_group, deadline_s=deadline_s)
+        if process_group is not None:
+            wrong = ReshardError("alone=True means this process by itself: leave process_group out")
+            if not (dist.is_available() and dist.is_initialized()):
+                raise wrong
+            with cls(process_group, deadline_s=deadline_s).together("the call"):  # the others wait for this one
+                raise wrong
+        return cls.alone(deadline_s=deadline_s)
+
+    @classmethod
+    def alone(cls, *, deadline_s: float = DEADLINE_S) -> Group:
+        """This process by itself, also where torch.distributed is initialised: it asks and waits for nobody."""
+        if (wrong := no_deadline(deadline_s)) is not None:
+            raise wrong
+        group = object.__new__(cls)
+        group._deadline_s, group._phases, group._common, group._rounds = deadline_s, [], None, None
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        group.rank, group.ranks, group.world_size = 0, (rank,), 1
+        return group
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self._round("a barrier", b"", _nothing)
+
+    def merge(self, data: bytes, combine: Callable[[list[bytes]], bytes], what: str) -> bytes:
+        """Everybody's data, combined to one answer for all.
+
+        Args:
+            combine: makes one of several, which are in the order of the ranks; called on what ranks gave, and again on
+                what it made. What comes out had better not grow with the ranks: every rank gets it.
+            what: what is put together, for the message about ranks that do different things.
+        """
+        return self._round(what, bytes(data), combine)
+
+    def merge_and_count(
+        self, data: bytes, combine: Callable[[list[bytes]], bytes], what: str, name: str
+    ) -> tuple[bytes, int]:
+        """`merge`, and how many ranks give the same name as this one, such as that of their machine: see `among`."""
+        if self._rounds is None:
+            return combine([bytes(data)]), 1
+        box = _box_of(name)
+        merged = self._round(what, bytes(data), combine, parcels={box: b""})
+        return merged, len(self._rounds.collect(box, range(self.world_size)))
+
+    def any(self, flag: bool, what: str) -> bool:
+        """Whether it is so on any rank."""
+        return bool(self.merge(b"1" if flag else b"", lambda parts: max(parts), what))
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Everybody's data, in rank order, for what every rank needs of every other. Equal data travels once."""
+        if self._rounds is None:
+            return [bytes(data)]
+        return DistinctValues.decode(self._round("an exchange", DistinctValues.of(data), DistinctValues.join)).answers()
+
+    def gather(self, data: bytes, root: int = 0) -> list[bytes] | None:
+        """Everybody's data, in rank order, for the rank `root` (its place in the group); None for the others."""
+        found = self.gather_and_sum(data, b"", _nothing, root)
+        return None if found is None else found[0]
+
+    def gather_and_sum(
+        self, data: bytes, summed: bytes, add: Callable[[list[bytes]], bytes], root: int = 0
+    ) -> tuple[list[bytes], bytes] | None:
+        """`gather`, and what everybody has of what adds up, added on the way: for the root, too.
+
+        Args:
+            add: makes one of several, which are in the order of the ranks; called on what it made, too.
+        """
+        self._check_root(root, "gather on")
+        if self._rounds is None:
+            return [bytes(data)], add([bytes(summed)])
+        parcels = {f"gather/{self.rank // FAN}": bytes(data)}
+        total = self._round(f"a gathering on rank {root}", bytes(summed), add, parcels=parcels, only=root)
+        if self.rank != root:
+            return None
+        found: dict[int, bytes] = {}
+        for first in range(0, self.world_size, FAN):
+            places = range(first, min(first + FAN, self.world_size))
+            found |= self._rounds.collect(f"gather/{first // FAN}", places, owner=True)
+        return [found[place] for place in range(self.world_size)], total
+
+    def scatter(self, data: Sequence[bytes] | None, root: int = 0, *, common: bytes = b"") -> tuple[bytes, bytes]:
+        """What the rank `root` has for this one, and what it has for all; the others give None."""
+        self._check_root(root, "scatter from")
+        if self.rank == root and (data is None or len(data) != self.world_size):
+            raise ReshardError(f"rank {root} is to give each of {self.world_size} ranks its data")
+        if self._rounds is None:
+            return bytes(data[0]) if data else b"", common
+        is_root = self.rank == root
+        parcels = {f"for/{place}": bytes(one) for place, one in enumerate(data or ())} if is_root else {}
+        label = f"a scattering from rank {root}"
+        known = self._round(label, common if is_root else b"", b"".join, parcels=parcels)
+        return self._rounds.collect(f"for/{self.rank}", [root], owner=True)[root], known
+
+    def among(self, name: str, data: bytes) -> dict[int, bytes]:
+        """The data of the ranks that give the same name as this one, such as that of their machine, by place in the
+        group and in its order. They are few: 1,024 at most give one name."""
+        if self._rounds is None:
+            return {0: bytes(data)}
+        box = _box_of(name)
+        self._round("an exchange among some", b"", _nothing, parcels={box: bytes(data)})
+        return self._rounds.collect(box, range(self.world_size))
+
+    def parties(self, data: bytes, known: bytes = b"") -> dict[bytes, Sequence[int]]:
+        """What the ranks have to say: each distinct answer, and the ranks that gave it, in the order of the ranks.
+
+        A digest of each travels first, unless the pool of all `digest_of` is `known`; if all are equal nothing else
+        does, and if not, each distinct answer once.
+        """
+        if self._rounds is None:
+            return {bytes(data): self.ranks}
+        digest = digest_of(data)
+        pool = DistinctValues.decode(
+            known or self._round("an exchange of digests", DistinctValues.of(digest), DistinctValues.join)
+        )
+        if len(pool.distinct) == 1:
+            return {bytes(data): self.ranks}
+        digests = pool.answers()
+        firsts = {found: digests.index(found) for found in dict.fromkeys(digests)}
+        mine = [bytes(data)] if firsts[digest] == self.rank else []
+        packed = self.merge(msgspec.msgpack.encode(mine), _concatenated, "an exchange of what differs")
+        answers = dict(zip(firsts, msgspec.msgpack.decode(packed, type=list[bytes]), strict=True))
+        out: dict[bytes, list[int]] = {}
+        for rank, found in zip(self.ranks, digests, strict=True):
+            out.setdefault(answers[found], []).append(rank)
+        return dict(out)
+
+    def share(self, data: bytes | None, root: int = 0) -> bytes:
+        """What the rank `root` (its place in the group) has; the others give None."""
+        self._check_root(root, "share from")
+        if self.rank == root and data is None:
+            raise ReshardError(f"rank {root} is to share its data, but gave None")
+        mine = bytes(data) if data is not None and self.rank == root else b""
+        return self._round(f"a share from rank {root}", mine, b"".join)
+
+    def _check_root(self, root: int, what: str) -> None:
+        if not 0 <= root < self.world_size:
+            raise ReshardError(f"there is no rank {root} to {what} in a group of {self.world_size}")
+
+    def agree(self, digest: bytes, what: str, *, error: type[ReshardError] = LayoutError, fix: str = "") -> None:
+        """Make sure that all ranks have the same bytes.
+
+        Args:
+            digest: the bytes, best a short digest.
+            what: what it is a digest of, for the message: "the layout of the state dict".
+            error: raised, alike on all ranks, where they differ; it names which ranks do. The group stays usable.
+            fix: a sentence for the end of the message.
+        """
+
+        def judge(parts: list[bytes]) -> bytes:
+            joined = DistinctValues.join(parts)
+            if (pool := DistinctValues.decode(joined)).count < self.world_size:
+                return joined
+            return pool.differences(self.ranks).encode()  # all were heard: what each rank needs of it is a sentence
+
+        if verdict := self._round(f"agreement on {what}", DistinctValues.of(digest), judge).decode():
+            self.refuse(error(f"the ranks differ in {what}: {verdict}{'. ' + fix if fix else ''}"))
+
+    def same_options(self, verb: str, options: Mapping[str, object]) -> None:
+        """Make sure that all ranks were called alike.
+
+        Args:
+            verb: what they were called, for the message: "save".
+            options: values by name, of which `repr` tells all that matters.
+
+        Raises LayoutError, alike on all ranks: each option that differs, its values, and the ranks that gave them.
+        """
+        answers = self.parties(msgspec.msgpack.encode({name: repr(value) for name, value in options.items()}))
+        if len(answers) == 1:
+            return
+        given: dict[str, dict[str, list[int]]] = {}
+        for data, ranks in answers.items():
+            for name, value in msgspec.msgpack.decode(data, type=dict[str, str]).items():
+                given.setdefault(name, {}).setdefault(value, []).extend(ranks)
+        lines = [
+            f"{name}: " + ", ".join(f"{value[:_VALUE_CHARS]} on {format_ranks(ranks)}" for value, ranks in by.items())
+            for name, by in given.items()
+            if len(by) > 1
+        ]
+        self.refuse(LayoutError(f"the ranks call {verb} with different options, give all the same: {'; '.join(lines)}"))
+
+    def refuse(self, error: ReshardError) -> NoReturn:
+        """Raise an error that every rank raises just so, out of what all of them know. The group stays usable."""
+        self._common = error
+        raise error
+
+    def raised_alike(self, error: BaseException) -> bool:
+        """Whether every rank has raised this error just so: see `refuse`."""
+        return error is self._common
+
+    @property
+    def deadline(self) -> float:
+        """When the phase that is under way must be over, on the monotonic clock; never, outside of phases."""
+        return self._phases[-1].deadline if self._phases else float("inf")
+
+    @property
+    def failed(self) -> bool:
+        """Whether a phase has failed: then every verb raises its failure, and only a new group can go on."""
+        return self._rounds is not None and self._rounds.failure is not None
+
+    def check(self) -> None:
+        """Raise if another rank has failed meanwhile. For the inside of long work: cheap, any thread, no collective."""
+        if self._rounds is not None:
+            self._rounds.look()
+            if self._rounds.failure is not None:
+                self._rounds.failure.raise_()
+
+    @contextmanager
+    def together(self, name: str, *, deadline_s: float | None = None, meet: bool = True) -> Iterator[None]:
+        """A phase that ends alike on all ranks: all leave it when all are done, or all leave it with an error.
+
+        The rank that fails raises its own error at once. The others raise a `RankFailedError` with its rank, message
+        and traceback as soon as they reach a verb, a `check` or the end of the phase; so they do, within a second or
+        two, if a rank on the same machine as another died. A rank that does not get there in time, hanging or dead far
+        away, makes a `DeadlineError` on all others that names it.
+
+        Args:
+            name: for messages: "write".
+            deadline_s: how long the whole phase may take, counted from when this rank entered it, in seconds; a phase
+                inside another has no longer than that one has left.
+            meet: False lets a rank leave as soon as it is done: the caller makes sure otherwise that all ranks are.
+        """
+        allowed_s = self._deadline_s if deadline_s is None else deadline_s
+        phase = _GroupPhase(name, time.monotonic() + allowed_s, allowed_s)
+        if self._phases and self._phases[-1].deadline < phase.deadline:
+            phase = _GroupPhase(name, *self._phases[-1][1:])
+        self._phases.append(phase)
+        try:
+            yield
+            if meet:
+                self._round(f"the end of '{name}'", b"", _nothing, in_phase=False)
+                if self._rounds is not None and len(self._phases) == 1:
+                    self._rounds.seen()
+        except BaseException as error:
+            self._report(error, phase)
+            raise
+        finally:
+            self._phases.pop()
+
+    def _report(self, error: BaseException, phase: _GroupPhase) -> None:
+        """Tell the other ranks, unless they know or fail just so themselves; tell the user who failed first."""
+        rounds = self._rounds
+        if rounds is None or rounds.failure is not None or error is self._common:
+            return
+        from reshard.ranks.store import Failure
+
+        rank = self.ranks[self.rank]
+        trace = "".join(traceback.format_exception(error))[-_MESSAGE_CHARS:]
+        headline = f"rank {rank} failed in '{phase.name}': {type(error).__name__}: {error}"
+        mine = Failure(
+            "error", rank, f"{headline[:_MESSAGE_CHARS]}\n--- traceback of rank {rank} ---\n{trace.rstrip()}"
+        )
+        try:
+            first = rounds.fail(mine)
+        except ReshardError as lost:
+            error.add_note(f"the other ranks could not be told: {lost}")
+            return
+        if first != mine:
+            error.add_note(f"before that, {first.message}")
+
+    def _round(
+        self,
+        label: str,
+        data: bytes,
+        combine: Callable[[list[bytes]], bytes],
+        *,
+        in_phase: bool = True,
+        parcels: Mapping[str, bytes] | None = None,
+        only: int | None = None,
+    ) -> bytes:
+        if self._rounds is None:
+            return combine([data])
+        if self._phases:
+            name, deadline, allowed_s = self._phases[-1]
+            label += f" in '{name}'" if in_phase else ""
+        else:
+            deadline, allowed_s = time.monotonic() + self._deadline_s, self._deadline_s
+        return self._rounds.take(label, data, combine, deadline, allowed_s, parcels, only)
+
+
+def _nothing(all_data: list[bytes]) -> bytes:
+    return b""
+
+
+def _box_of(name: str) -> str:
+    return f"among/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
+def _concatenated(parts: list[bytes]) -> bytes:
+    return msgspec.msgpack.encode([row for part in parts for row in msgspec.msgpack.decode(part, type=list[bytes])])
+
+
+# Flags that all ranks have, a bit each and compressed: what is so on any of them, whichever that
+# is.
+#
+# heard = group.merge(pack_flags(mine), either, "names in use") unpack_flags(heard, len(mine))
+
+
+def pack_flags(flags: Sequence[bool]) -> bytes:
+    """For `either`."""
+    return zlib.compress(np.packbits(np.array(flags, dtype=bool)).tobytes())
+
+
+def either(parts: Iterable[bytes]) -> bytes:
+    """What is set in any of them, which have equally many flags."""
+    first, *others = dict.fromkeys(parts)
+    if not others:
+        return first
+    bits = np.frombuffer(zlib.decompress(first), np.uint8)
+    for other in others:
+        bits = bits | np.frombuffer(zlib.decompress(other), np.uint8)
+    return zlib.compress(bits.tobytes())
+
+
+def unpack_flags(data: bytes, count: int) -> list[bool]:
+    """Inverse of `pack_flags`."""
+    bits = np.frombuffer(zlib.decompress(data), np.uint8)
+    return np.unpackbits(bits, count=count).astype(bool).tolist()
+
+
+# Calls of which a group can be sure that they are wrong, before it hears of any other rank.
+
+
+def no_deadline(deadline_s: object) -> ReshardError | None:
+    """What to raise for a deadline that is none."""
+    if isinstance(deadline_s, int | float) and deadline_s > 0:
+        return None
+    return ReshardError(f"a deadline must be a positive number of seconds, not {deadline_s!r}")
+
+
+def refuse_unjoined() -> None:
+    """Raises ReshardError where the environment, as of torchrun, says that there are more processes than this one."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if size.isdecimal() and int(size) > 1:
+        raise ReshardError(
+            f"this is one of {size} processes (WORLD_SIZE={size} in the environment), but torch.distributed is not "
+            "initialised, so each would act for itself, over what the others do: call "
+            "torch.distributed.init_process_group() first. If this process is to act by itself, say so with alone=True "
+            "(no_dist=True in reshard.dcp), or unset WORLD_SIZE"
+        )
+
+
+# Where a process group sends from.
+
+
+_FROM_HOST = ("gloo", "mpi")
+"""Backends that send from memory of the CPU only, whatever they are registered for."""
+
+
+def sending_kinds(process_group: dist.ProcessGroup | None) -> list[str]:
+    """The kinds of device that the backends of a group send from, on this machine: "cpu", "cuda", "xpu" and so on."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ["cpu"]
+    backends = _backends(process_group)
+    kinds = [kind for kind, backend in backends.items() if kind == "cpu" or backend not in _FROM_HOST]
+    return [kind for kind in kinds if kind == "cpu" or _is_here(kind)]
+
+
+def _backends(process_group: dist.ProcessGroup | None) -> dict[str, str]:
+    """By kind of device."""
+    config = dist.get_backend_config(process_group)
+    return dict(row.split(":") for row in config.split(",")) if ":" in config else {"cpu": config}
+
+
+def _is_here(kind: str) -> bool:
+    """A backend may be registered for devices that this machine has none of."""
+    try:
+        return bool(torch.get_device_module(kind).is_available())
+    except (RuntimeError, AttributeError):
+        return False
+
+
+def device_of_kind(kind: str, tensors: Iterable[torch.Tensor] = ()) -> torch.device:
+    """The one of this process: where most of its tensors of that kind lie, whatever device is the current one; without
+    any, the current one. It has a number, as tensors say theirs, and what is compared with them must."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    held: Counter[torch.device] = Counter()
+    for tensor in tensors:
+        if tensor.device.type == kind:
+            held[tensor.device] += tensor.nbytes
+    if held:
+        return held.most_common(1)[0][0]
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def sending_device(device: torch.device, process_group: dist.ProcessGroup | None) -> torch.device:
+    """Where elements on `device` are taken by the collectives of a group: there, or on one that its backends know, as
+    those of the CPU have to be where there is only NCCL."""
+    kinds = sending_kinds(process_group)
+    return device if device.type in _backends(process_group) or not kinds else device_of_kind(kinds[0])

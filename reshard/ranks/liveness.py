@@ -1,0 +1,189 @@
+"""Which processes are still there, and which of them is writing what."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from reshard.errors import CheckpointNotFoundError
+from reshard.storage.base import Storage
+
+__all__ = [
+    "Gone", "PeerWatch", "WriterLease", "is_gone", "machine", "may_be_alive", "read_lease",
+    "release_lease", "start_of", "take_lease",
+]  # fmt: skip
+
+
+# The ranks of one machine stand in a ring, in the order in which they came, and each watches one
+# other:
+#
+#     came 1st ◄── 2nd ◄── 3rd ◄── ... ◄── last
+#         └────────────────────────────────►
+#
+# So when several die, somebody who lives watches one of them. A process is told from a later one of
+# the same number by its start time. Machines are told apart by boot and by process namespace, so
+# that nobody looks for a process where it could not be seen; where the system tells neither, nobody
+# is watched and the deadline has to do.
+
+
+class Gone(NamedTuple):
+    """A process that is no more: its rank's place in the group, and where and what it was."""
+
+    place: int
+    where: str
+
+
+class PeerWatch:
+    """This process's part in the ring of its machine.
+
+    Args:
+        store: shared by the ranks of a group; each rank makes one `PeerWatch` on it.
+        place: this rank's place in the group.
+    """
+
+    def __init__(self, store: Any, place: int) -> None:
+        self._machine = machine()
+        self._watched: tuple[int, int, str] | None = None
+        self._is_final = False
+        if self._machine:
+            self._index = store.add(f"machines/{self._machine}", 1) - 1
+            pid = os.getpid()
+            store.set(self._key(self._index), f"{place} {pid} {start_of(pid)}")
+
+    def look(self, store: Any, *, all_came: bool) -> Gone | None:
+        """The watched process, if it is gone. A look at the local system; the store is asked whom to watch.
+
+        `all_came`: every rank of the group has made its `PeerWatch`. Before, the first to come has another one to
+        watch at each look; it must look once after, whenever that is, to have the last.
+        """
+        if not self._machine:
+            return None
+        if self._watched is None or not self._is_final:
+            self._watched = self._find(store)
+            self._is_final = self._watched is not None and (all_came or self._index > 0)
+        if self._watched is None:
+            return None
+        place, pid, start = self._watched
+        return None if start_of(pid) == start else Gone(place, f"process {pid} on {socket.gethostname()}")
+
+    def _find(self, store: Any) -> tuple[int, int, str] | None:
+        # the first to come watches the last, who may be another one when it looks again
+        index = self._index - 1 if self._index else store.add(f"machines/{self._machine}", 0) - 1
+        if index <= 0 and self._index == 0:
+            return None
+        found = store.peek(self._key(index))
+        if found is None:
+            return None
+        place, pid, start = found.decode().split(" ")
+        return int(place), int(pid), start
+
+    def _key(self, index: int) -> str:
+        return f"machines/{self._machine}/{index}"
+
+
+def machine() -> str:
+    """The same text for two processes only if each sees the other in /proc; "" where that cannot be known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+    return f"{boot} {namespace}" if start_of(os.getpid()) else ""
+
+
+def is_gone(pid: int, start: str) -> bool:
+    """Whether the process of this machine that started then is no more."""
+    now = start_of(pid)
+    if now:
+        return now != start
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # where /proc hides what is of other users, as its option hidepid does
+        return False
+    except (ProcessLookupError, OverflowError):
+        pass
+    return True  # or dead and not yet buried
+
+
+def start_of(pid: int) -> str:
+    """When the process started, in the kernel's ticks; "" if there is none, or it is dead and not yet buried."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    # the second field is the program's name in parentheses, which may hold spaces and parentheses itself
+    fields = stat.rpartition(")")[2].split()
+    return "" if fields[0] in "ZXx" else fields[19]
+
+
+# Claims: small files that say which process is writing something, so that others know whether it
+# may still be.
+#
+# A process of this machine that no longer exists is dead. One that cannot be seen from here, on
+# another machine, in another container or before the machine was started anew, is given a day.
+
+
+_FOREIGN_AGE_S = 86_400.0
+"""After so long a process that cannot be seen from here is taken for dead."""
+
+_running: set[str] = set()
+"""What this process is writing."""
+
+
+class WriterLease(msgspec.Struct, frozen=True):
+    """Who writes."""
+
+    host: str
+    pid: int
+    process_start: str
+    """Start time of the process in the kernel's ticks: a later process may have the same number."""
+    unix_s: float
+    machine: str = ""
+    """Where the number means this process: containers of one host may have the same name, and numbers of their own."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    def is_seen(self) -> bool:
+        """Whether it can be known from here if the process exists."""
+        return bool(self.machine) and self.machine == machine()
+
+    def is_running(self, work: str) -> bool:
+        """Whether the process is seen from here to exist and, if it is this one, to be at that work."""
+        if not self.is_seen() or (self.pid == os.getpid() and work not in _running):
+            return False
+        return not is_gone(self.pid, self.process_start)
+
+
+def take_lease(storage: Storage, name: str, work: str) -> None:
+    """Publish under `name` that this process does that work, until `release_lease`. `work` is a text that nobody else
+    has."""
+    _running.add(work)
+    pid = os.getpid()
+    mine = WriterLease(socket.gethostname(), pid, start_of(pid), time.time(), machine())
+    storage.publish(name, msgspec.json.encode(mine))
+
+
+def release_lease(work: str) -> None:
+    """Say that this process does the work no more, even if its claim could not be removed."""
+    _running.discard(work)
+
+
+def read_lease(storage: Storage, name: str) -> WriterLease | None:
+    """The claim of that name; None if there is none that can be read."""
+    try:
+        return msgspec.json.decode(storage.read(name), type=WriterLease)
+    except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def may_be_alive(found: WriterLease | None, work: str) -> bool:
+    """Whether somebody may still do the work."""
+    if found is None:
+        return False
+    return found.is_running(work) if found.is_seen() else time.time() - found.unix_s < _FOREIGN_AGE_S

@@ -1,0 +1,217 @@
+"""Progress of long work: events that anybody can hook, a bar where somebody looks on, one quiet line where nobody does.
+
+with Progress(show=group.rank == 0) as progress, progress.phase("read", total_bytes=n) as step:
+    step.advance(len(chunk))            # from any thread
+
+with listening(lambda event: gauge.set(event.done_bytes)): ...
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self
+
+from planners.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+__all__ = ["Event", "Listener", "Phase", "Progress", "format_bytes", "listening"]
+
+
+_log = logging.getLogger("reshard")
+
+_EVENT_GAP_S = 0.1
+"""At most so often a phase says that it went on."""
+_BAR_AFTER_S = 0.5
+"""What is over sooner shows no bar."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a phase of a save, a load or a conversion has to say.
+
+    Attributes:
+        kind: "started", "advanced" (now and then), and at the end "finished" or "failed".
+        phase: its name: "read".
+        done_bytes: how much is done, in bytes.
+        total_bytes: how much there is to do, in bytes; None where nobody knows.
+        seconds: since the phase started.
+    """
+
+    kind: Literal["started", "advanced", "finished", "failed"]
+    phase: str
+    done_bytes: int
+    total_bytes: int | None
+    seconds: float
+
+    def __str__(self) -> str:
+        if self.kind == "started":
+            return f"{self.phase}: started"
+        amount = format_bytes(self.done_bytes)
+        if self.total_bytes is not None and self.total_bytes != self.done_bytes:
+            amount += f" of {format_bytes(self.total_bytes)}"
+        rate = f", {format_bytes(self.done_bytes / self.seconds)}/s" if self.done_bytes and self.seconds else ""
+        end = "" if self.kind == "finished" else f" ({self.kind})"
+        if not self.done_bytes and not self.total_bytes:
+            return f"{self.phase}: {self.seconds:.2f} s{end}"
+        return f"{self.phase}: {amount} in {self.seconds:.2f} s{rate}{end}"
+
+
+Listener = Callable[[Event], None]
+
+_listeners: list[Listener] = []
+_listeners_lock = threading.Lock()
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Have `listener` called with every event of this process, in the thread where it happens, until the block ends.
+
+    It should be quick. One that raises is logged with its traceback; the work goes on.
+    """
+    with _listeners_lock:
+        _listeners.append(listener)
+    try:
+        yield
+    finally:
+        with _listeners_lock:
+            _listeners.remove(listener)
+
+
+class Progress:
+    """The progress of one piece of work, with as many phases as it likes, also at the same time.
+
+    Args:
+        show: whether this process shows a bar or writes log lines; with many ranks one of them is enough.
+        bars: whether it shows bars where somebody looks on; if not, it only logs.
+        listener: gets this work's events, beside the listeners of the whole process.
+    """
+
+    def __init__(self, *, show: bool = True, bars: bool = True, listener: Listener | None = None) -> None:
+        self._own = [listener] if listener else []
+        self._display: _Bars | _Lines | None = None
+        if show:
+            watched = bars and sys.stderr is not None and sys.stderr.isatty()
+            self._display = _Bars() if watched else _Lines()
+
+    @contextmanager
+    def phase(self, name: str, total_bytes: int | None = None) -> Iterator[Phase]:
+        """A phase, from its start to its end or failure."""
+        phase = Phase(self, name, total_bytes)
+        phase._tell("started")
+        try:
+            yield phase
+        except BaseException:
+            phase._tell("failed")
+            raise
+        phase._tell("finished")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._display is not None:
+            self._display.close()
+
+    def _send(self, phase: Phase, event: Event) -> None:
+        if self._display is not None:
+            self._display.show(phase, event)
+        with _listeners_lock:
+            everybody = self._own + _listeners
+        for listener in everybody:
+            try:
+                listener(event)
+            except Exception:  # a broken gauge must not cost a checkpoint
+                _log.exception("a progress listener failed on %s", event)
+
+
+class Phase:
+    """One phase; `advance` it from any thread."""
+
+    def __init__(self, progress: Progress, name: str, total_bytes: int | None) -> None:
+        self.name = name
+        self.total_bytes = total_bytes
+        self.done_bytes = 0
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._start = time.monotonic()
+        self._next_event = self._start + _EVENT_GAP_S
+
+    def advance(self, nbytes: int) -> None:
+        """So many more bytes are done."""
+        now = time.monotonic()
+        with self._lock:
+            self.done_bytes += nbytes
+            due = now >= self._next_event
+            if due:
+                self._next_event = now + _EVENT_GAP_S
+        if due:
+            self._tell("advanced")
+
+    def _tell(self, kind: Literal["started", "advanced", "finished", "failed"]) -> None:
+        seconds = time.monotonic() - self._start
+        self._progress._send(self, Event(kind, self.name, self.done_bytes, self.total_bytes, seconds))
+
+
+class _Lines:
+    """One log line when a phase is over, at level INFO: silent unless logging was told to show it."""
+
+    def show(self, phase: Phase, event: Event) -> None:
+        if event.kind in ("finished", "failed"):
+            _log.info("%s", event)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Bars:
+    """Bars on the terminal, which go away when all is done, for phases that take long enough to be seen."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bars: RichProgress | None = None
+        self._tasks: dict[Phase, TaskID] = {}
+
+    def show(self, phase: Phase, event: Event) -> None:
+        with self._lock:
+            task = self._tasks.get(phase)
+            if event.kind in ("finished", "failed"):
+                if task is not None and self._bars is not None:
+                    self._bars.remove_task(self._tasks.pop(phase))
+                return
+            if task is None:
+                if event.seconds < _BAR_AFTER_S:
+                    return
+                task = self._tasks[phase] = self._open().add_task(phase.name, total=phase.total_bytes)
+            self._open().update(task, completed=event.done_bytes)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._bars is not None:
+                self._bars.stop()
+            self._bars = None
+            self._tasks.clear()
+
+    def _open(self) -> RichProgress:
+        if self._bars is None:
+            from rich.console import Console  # slow to import, and mostly not needed
+            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import Progress as RichProgress
+
+            columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bars = RichProgress(
+                TextColumn("{task.description}"), *columns, console=Console(stderr=True), transient=True
+            )
+            self._bars.start()
+        return self._bars

@@ -1,0 +1,408 @@
+"""Numbered rounds over a key-value store: every rank posts, the last to arrive closes the round, all read its outcome.
+
+A round is a tree of logs, each of which a limited number of ranks append to. Who is the last to append to a log
+combines what is in it, and appends that to the log above; who does so at the top writes the outcome. So no rank reads
+more than a few logs, however many ranks there are. The outcome is written once, by whoever is first: the rank that
+arrived last (success), a rank that failed, or one whose deadline passed. All ranks read the same end, and one key is
+all they wait for.
+
+    rank 0   post ──────────── wait ─┐
+    rank 1        post ─────── wait ─┼─► outcome of round n: done, or the first failure
+    rank 2               post, close ┘
+
+What one rank has to say to another, or to those of its machine, goes into a box beside the logs, which only they read.
+
+Sessions (one for each `Rounds`) are numbered by a counter per rank in the store itself. A rank that missed a session,
+since it failed before it got there, finds that the others gave up waiting for it, and goes on to the next number.
+Every rank deletes what it wrote, or closed, when all ranks have met again; what is left at the end of a session, when
+they have met in a later one, and none of them is in the former any more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from reshard.errors import RankFailedError, format_ranks
+from reshard.ranks.distinct_values import FAN
+from reshard.ranks.liveness import Gone, PeerWatch
+from reshard.ranks.store import (
+    PART_BYTES,
+    Failure,
+    LogEntry,
+    Outcome,
+    RoundOutcome,
+    StaleKeys,
+    StoreClient,
+    decode_outcome,
+)
+
+__all__ = ["Combine", "Rounds"]
+
+
+_BOX_RANKS = 1024
+"""More do not put into one box."""
+_INLINE_BYTES = 32 << 10
+"""A larger payload gets keys of its own, so that logs stay small."""
+_WATCH_GAP_S = 0.5
+"""How often a rank looks whether the one that it watches is alive."""
+_LAST_CALL_S = 1.0
+"""Even a rank that is itself past the deadline looks this long for an outcome."""
+_VERDICT_S = 2.0
+"""So long the others leave it to one of them to say who missed the deadline."""
+_HERE_S = 2.0
+"""A rank that has waited so long says so, for whoever will ask which of them hangs."""
+_SEEN_S = 2.0
+"""How long the first rank, which mostly hosts the store, stays so that the others can read how it all ended."""
+_MAX_LOOK_GAP_S = 4.0
+
+Combine = Callable[[list[bytes]], bytes]
+"""Makes one answer of several, which are in rank order. Called on answers of ranks, and again on what it made."""
+
+
+class Rounds:
+    """One session of rounds among the ranks of a group. Every rank makes its sessions in the same order.
+
+    Args:
+        line: to a store that is shared by exactly these ranks, and used for nothing else.
+        rank: this process's place in `ranks`.
+        ranks: their ranks in the default group, for messages.
+        ring: tells of a rank on this machine that died.
+        litter: of this rank's sessions over this store.
+    """
+
+    def __init__(
+        self,
+        line: StoreClient,
+        rank: int,
+        ranks: Sequence[int],
+        ring: PeerWatch | None = None,
+        litter: StaleKeys | None = None,
+    ) -> None:
+        self.failure: Failure | None = None
+        self._line = line
+        self._ring = ring
+        self._next_watch = self._next_look = 0.0
+        self._lock = threading.Lock()
+        self._rank = rank
+        self._ranks = ranks
+        self._round = 0
+        # with many ranks each asks less often: some thousand questions a second in all
+        self._look_gap_s = min(_MAX_LOOK_GAP_S, 0.1 + len(ranks) * 250e-6)
+        self._old_litter = StaleKeys() if litter is None else litter
+        self._litter: list[str] = []
+        self._missed = ""  # how a session ended to which this rank came too late
+        while True:
+            self._session = line.add(f"sessions/{rank}", 1)
+            outcome = self._read()
+            if not isinstance(outcome, Failure) or self._ranks[rank] not in outcome.missing:
+                break
+            self._missed = f". Before, the others had given this rank up: {outcome.message}"
+        self._old_litter.enter(self._session)
+        weakref.finalize(self, self._old_litter.leave, self._session, self._litter)
+
+    def take(
+        self,
+        label: str,
+        data: bytes,
+        combine: Combine,
+        deadline: float,
+        allowed_s: float,
+        parcels: Mapping[str, bytes] | None = None,
+        only: int | None = None,
+    ) -> bytes:
+        """Post `data`, wait for all others, and return what `combine` made of everybody's data.
+
+        Args:
+            label: what this rank is doing; all ranks must say the same.
+            combine: runs on the last to arrive of up to `FAN` ranks, and on the last of these, and so on.
+            deadline: on the monotonic clock, in seconds.
+            allowed_s: the time that the deadline allowed, for the message.
+            parcels: box -> what those who `collect` it afterwards will find.
+            only: the place of the one rank that gets what was made; the others get nothing. Default: all do.
+
+        Raises:
+            RankFailedError, DeadlineError, ReshardError: the session's failure, the same on all ranks.
+        """
+        with self._lock, self._noting_loss():
+            if self.failure is not None:
+                self.failure.raise_()
+            before = self._take_litter()
+            self._send(parcels or {})
+            outcome = self._climb(label, data, combine, only) or self._wait(label, deadline, allowed_s)
+            if isinstance(outcome, Failure):
+                for box in parcels or ():  # nobody will collect them
+                    self._litter += self._line.keys_of(self._key(f"box/{box}"), [self._rank])
+                self._litter += before
+                self._end(outcome)
+                outcome.raise_()
+            whole = self._line.fetch(outcome.head) if only in (None, self._rank) else b""
+            self._round += 1
+            self._line.delete((*before, *self._old_litter.take(outcome.oldest)))
+            return whole
+
+    def _send(self, parcels: Mapping[str, bytes]) -> None:
+        limit = min(_INLINE_BYTES, PART_BYTES // min(len(self._ranks), _BOX_RANKS))
+        for box, parcel in parcels.items():
+            head = self._put(f"parcel/{box}/{self._rank}", parcel, limit)
+            self._line.append(self._key(f"box/{box}"), self._rank, head)
+
+    def collect(self, box: str, places: Sequence[int], *, owner: bool | None = None) -> dict[int, bytes]:
+        """What was put into a box in the round just taken, by place, in order.
+
+        Args:
+            places: who may have put something there.
+            owner: whether this rank removes the box; default: if it is the first of those who put something there.
+        """
+        with self._lock, self._noting_loss():
+            log = f"{self._session}/{self._round - 1}/box/{box}"
+            heads = self._line.entries(log, places)
+            if owner or (owner is None and next(iter(heads), None) == self._rank):
+                self._litter += self._line.keys_of(log, heads)
+            return {place: self._line.fetch(head) for place, head in heads.items()}
+
+    def look(self) -> None:
+        """Learn of a failure of another rank, if there is one; asks the store only now and then. From any thread."""
+        now = time.monotonic()
+        if self.failure is not None or now < self._next_look:
+            return
+        self._next_look = now + self._look_gap_s
+        # a thread that is in a round will learn of it there, and must not have its keys read while they are deleted
+        if self._lock.acquire(blocking=False):
+            try:
+                with self._noting_loss():
+                    # nobody can have closed with success what this rank has not posted: an outcome is a failure
+                    outcome = self._read() or self._watch("its next step")
+                    if isinstance(outcome, Failure):
+                        self._end(outcome)
+            finally:
+                self._lock.release()
+
+    def fail(self, failure: Failure) -> Failure:
+        """End the session; returns the failure that all ranks see, which is another one if that came first."""
+        with self._lock:
+            if self.failure is None:
+                with self._noting_loss():
+                    outcome = self._settle(failure)
+                    while not isinstance(outcome, Failure):  # we were interrupted in a round that was closed meanwhile
+                        self._round += 1
+                        outcome = self._settle(failure)
+                    self._end(outcome)
+            assert self.failure is not None
+            return self.failure
+
+    def seen(self) -> None:
+        """Say that this rank knows the outcome of the latest round. The first rank waits for the others, briefly.
+
+        It often hosts the store, and with its process the outcome would be gone before the others have read it.
+        """
+        known = self.failure
+        try:
+            self._acknowledge(self._round - (known is None))
+        except RankFailedError:  # the store is gone, but we know already how it ended
+            self.failure = known
+
+    def _end(self, outcome: Failure) -> None:
+        self.failure = outcome
+        self.seen()
+
+    def _acknowledge(self, n: int) -> None:
+        """Round n was the last one; the first rank removes its keys when all know. Who missed the end of a session must
+        find its outcome there."""
+        count, everybody = f"{self._session}/{n}/seen", f"{self._session}/{n}/everybody"
+        failed, missing = self.failure is not None, set(self.failure.missing if self.failure is not None else ())
+        expected = len(self._ranks) - 1 - len(missing - {self._ranks[0]})
+        own = self._take_litter()
+        if self._rank:
+            tree = tuple(f"{self._session}/{n}/{name}" for name in ("outcome", "count/", "log/"))
+            self._old_litter.leave(self._session, own if failed else [key for key in own if not key.startswith(tree)])
+            if self._line.add(count, 1) >= expected:
+                self._line.set(everybody, b"1")
+            return
+        if expected:
+            for _ in self._line.awaited(everybody, time.monotonic() + _SEEN_S, _SEEN_S):
+                pass
+        keys = dict.fromkeys([*own, count, everybody, *self._tree_keys(n)])
+        if failed and n:
+            keys |= dict.fromkeys(self._tree_keys(n - 1))
+        if not missing and (not expected or self._line.peek(everybody) is not None):
+            self._line.delete(keys)
+            keys = {}
+        self._old_litter.leave(self._session, keys)
+
+    def _tree_keys(self, n: int) -> Iterator[str]:
+        """Under which keys the logs and the outcome of a round may be."""
+        yield f"{self._session}/{n}/outcome"
+        for level, sizes in enumerate(_levels(len(self._ranks))):
+            for group, size in enumerate(sizes):
+                yield f"{self._session}/{n}/count/{level}/{group}"
+                yield from self._line.keys_of(f"{self._session}/{n}/log/{level}/{group}", range(size))
+
+    def _take_litter(self) -> list[str]:
+        keys = self._litter[:]
+        self._litter.clear()
+        return keys
+
+    def _climb(self, label: str, data: bytes, combine: Combine, only: int | None) -> Outcome | None:
+        """Post, and as long as this rank is the last to come to a log, combine what is in it and post that above."""
+        place, oldest = self._rank, self._old_litter.oldest()
+        for level, sizes in enumerate(_levels(len(self._ranks))):
+            group, slot = divmod(place, FAN)
+            log, count = self._key(f"log/{level}/{group}"), self._key(f"count/{level}/{group}")
+            head = self._put(f"data/{level}/{place}", data, _INLINE_BYTES)
+            self._line.append(log, slot, msgspec.msgpack.encode(LogEntry(label, head, oldest)))
+            if self._line.add(count, 1) < sizes[group]:
+                return None
+            entries = self._entries(level, group, sizes[group])
+            self._litter += [count, *self._line.keys_of(log, entries)]
+            if len({entry.label for entry in entries.values()}) > 1:
+                return self._settle(self._diverged(entries, FAN**level, group))
+            data = combine([self._line.fetch(entry.head) for entry in entries.values()])
+            place, oldest = group, min(entry.oldest for entry in entries.values())
+        self._litter.append(self._key("outcome"))
+        return self._settle(RoundOutcome(self._put("whole", data, PART_BYTES if only is None else 0), oldest))
+
+    def _entries(self, level: int, group: int, size: int) -> dict[int, LogEntry]:
+        """Of a log, by slot."""
+        found = self._line.entries(self._key(f"log/{level}/{group}"), range(size))
+        return {slot: msgspec.msgpack.decode(entry, type=LogEntry) for slot, entry in found.items()}
+
+    def _wait(self, label: str, deadline: float, allowed_s: float) -> Outcome:
+        if self._ring is not None:
+            self._ring.look(self._line, all_came=self._round > 0)  # while the store is there to be asked
+        begun, is_known = time.monotonic(), False
+        until = max(deadline, begun + _LAST_CALL_S)
+        for _ in self._line.awaited(self._key("outcome"), until, _WATCH_GAP_S):
+            if (gone := self._watch(label)) is not None:
+                return gone
+            if not is_known and time.monotonic() - begun >= min(_HERE_S, allowed_s / 2):
+                is_known = self._say_here()
+        if self._line.arrived is None and not is_known:
+            self._say_here()
+        arrived = self._line.arrived
+        return self._read() or self._overdue(label, allowed_s) if arrived is None else decode_outcome(arrived)
+
+    def _say_here(self) -> bool:
+        """That this rank has posted and waits. Who has posted and does not say so hangs, or died, before it waited:
+        maybe as the one that is to close a log, for which nothing else tells who it is."""
+        group, slot = divmod(self._rank, FAN)
+        log = self._key(f"here/{group}")
+        self._line.append(log, slot, b"")
+        self._litter += self._line.keys_of(log, [slot])
+        return True
+
+    def _silent(self) -> list[int]:
+        """The ranks that do not say that they wait, though they have had the time to."""
+        until = time.monotonic() + _HERE_S + 2 * _WATCH_GAP_S
+        for _ in self._line.awaited(self._key("outcome"), until, _WATCH_GAP_S):
+            pass
+        sizes = enumerate(_levels(len(self._ranks))[0])
+        heard = {
+            g * FAN + slot for g, size in sizes for slot in self._line.entries(self._key(f"here/{g}"), range(size))
+        }
+        return [rank for place, rank in enumerate(self._ranks) if place not in heard]
+
+    def _watch(self, label: str) -> Outcome | None:
+        """If the watched rank died before there was an outcome, the end of the session: even one that has posted may
+        have died as the one that was to close a log."""
+        now = time.monotonic()
+        if self._ring is None or now < self._next_watch:
+            return None
+        self._next_watch = now + _WATCH_GAP_S
+        gone: Gone | None = self._ring.look(self._line, all_came=self._round > 0)
+        if gone is None:
+            return None
+        rank = self._ranks[gone.place]
+        why = (
+            f"it exited or was killed before it reached {label}, or there. Look at its log, and the system's for memory"
+        )
+        return self._settle(Failure("error", rank, f"rank {rank} ({gone.where}) is gone: {why}", [rank]))
+
+    def _diverged(self, entries: Mapping[int, LogEntry], span: int, group: int) -> Failure:
+        """`span`: of how many ranks each entry is."""
+        said: dict[str, list[int]] = {}
+        for slot, entry in entries.items():
+            first = (group * FAN + slot) * span
+            said.setdefault(entry.label, []).extend(self._ranks[first : first + span])
+        words = "; ".join(f"{label}: {format_ranks(ranks)}" for label, ranks in said.items())
+        return Failure("diverged", -1, f"the ranks do different things at the same time: {words}")
+
+    def _overdue(self, label: str, allowed_s: float) -> Outcome:
+        """The time is over: one rank looks who is missing, for all."""
+        if self._line.add(self._key("overdue"), 1) > 1:
+            until = time.monotonic() + _VERDICT_S + _HERE_S
+            for _ in self._line.awaited(self._key("outcome"), until, _VERDICT_S):
+                pass
+            if (outcome := self._read()) is not None:
+                return outcome
+        self._litter.append(self._key("overdue"))
+        arrived = {
+            self._ranks[group * FAN + slot]
+            for group, size in enumerate(_levels(len(self._ranks))[0])
+            for slot in self._entries(0, group, size)
+        }
+        missing = [rank for rank in self._ranks if rank not in arrived]
+        where = f"{label} within {allowed_s:g} s"
+        if not missing:
+            silent = self._silent()
+            if (outcome := self._read()) is not None:  # who was slow has closed the round
+                return outcome
+            why = (
+                f"all ranks reached {where}, but {format_ranks(silent)} did not go on to wait for the others: look at "
+            )
+            why += "what hangs there, or whether it died"
+            return self._settle(Failure("deadline", silent[0] if silent else -1, why, silent))
+        return self._settle(
+            Failure(
+                "deadline",
+                missing[0],
+                f"{format_ranks(missing)} did not reach {where}; "
+                f"there waited: {format_ranks(arrived)}. Look at what the missing hang in, or whether they died"
+                f"{self._missed}",
+                missing,
+            )
+        )
+
+    # --- the store ---
+
+    def _key(self, name: str) -> str:
+        return f"{self._session}/{self._round}/{name}"
+
+    def _read(self) -> Outcome | None:
+        packed = self._line.peek(self._key("outcome"))
+        return None if packed is None else decode_outcome(packed)
+
+    def _settle(self, outcome: Outcome) -> Outcome:
+        """Write the outcome of this round unless there is one; the one that stands."""
+        return decode_outcome(self._line.settle(self._key("outcome"), msgspec.msgpack.encode(outcome)))
+
+    def _put(self, name: str, data: bytes, limit: int) -> bytes:
+        head, keys = self._line.put(self._key(name), data, limit)
+        self._litter += keys
+        return head
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """That the store is gone is how the session ended, for this rank."""
+        try:
+            yield
+        except RankFailedError as error:
+            if self.failure is None:
+                self.failure = Failure("error", error.rank, str(error))
+            raise
+
+
+def _levels(count: int) -> list[list[int]]:
+    """How many append to each log, from the level of the ranks up to that of the one at the top."""
+    levels = []
+    while True:
+        full, rest = divmod(count, FAN)
+        levels.append([FAN] * full + [rest] * bool(rest))
+        if len(levels[-1]) == 1:
+            return levels
+        count = len(levels[-1])

@@ -1,0 +1,664 @@
+"""Optimizer state by canonical names: taken, planned and checked, and put back."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from reshard.errors import KeyMismatchError, NormalizationError
+from reshard.live.optimizer_state import is_nested
+from reshard.live.tensors import dtype_of, global_shape, identity_of, is_dtensor, is_sharded, tensor_class
+from reshard.live.wrappers import copy_all, has_torchs_setstate, loads_itself
+from reshard.state_dict.model import (
+    Spans,
+    all_apart,
+    apart,
+    copy_containers,
+    like,
+    overlapping,
+    same_value,
+    spans_of,
+    write_all,
+)
+from reshard.state_dict.names import HOW_TO_SAVE, LiveModel, where
+from reshard.state_dict.optimizer_parameters import (
+    LiveOptimizers,
+    OptimizedParameter,
+    filled_names,
+    joined_pieces,
+    split_state,
+)
+from reshard.state_dict.options import OptimizerReport, StateDictOptions
+from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
+
+__all__ = ["apply_optimizers", "plan_optimizers", "read_optimizers"]
+
+
+def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
+    """`{"state": {name: {state name: value}}, "param_groups": [{field: value, "params": [names]}]}`, the groups of all
+    optimizers one after another. Parameters without state are in a group and not in `state`.
+
+    The containers are new, the tensors are the live ones.
+    """
+    state: dict[Any, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for k, optimizer in enumerate(live.optimizers):
+        saved = optimizer.state_dict()
+        if not is_nested(saved):
+            cls, found = type(optimizer), ", ".join(map(repr, list(saved)[:8]))
+            raise NormalizationError(
+                f"the state dict of optimizer {k} ({cls.__module__}.{cls.__qualname__}){where()} has {found}, and not "
+                "'state' and 'param_groups' as torch's have. Give the optimizer that is inside, if it holds the "
+                f"model's own parameters; of DeepSpeed's, {HOW_TO_SAVE}"
+            )
+        # ids are positions, unless several parameters share one
+        plain = {} if live.live.pieces_of else {one.id: one.names[0] for one in live.parameters[k]}
+        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        named = {key: _names(key, live, k) for key in keys if type(key) is not int or key not in plain}
+        for key, values in saved["state"].items():
+            known = plain.get(key) if type(key) is int else None
+            if known is not None and known not in state:
+                if values:
+                    state[known] = copy_containers(values)
+            elif values:
+                for i, (name, one) in enumerate(named.get(key) or _names(key, live, k)):
+                    if name in state:
+                        raise NormalizationError(f"two optimizers have state under the key {name!r}{where()}")
+                    if one is not None and one.piece is not None:
+                        state[name] = split_state(one.piece, one.parameter, values, copy=i > 0)
+                    else:
+                        state[name] = copy_containers(values)
+        for group in saved["param_groups"]:
+            fields = {
+                field: copy_containers(value)
+                for field, value in group.items()
+                if field not in ("params", "param_names")
+            }
+            groups.append({**fields, "params": _listed(group["params"], plain, named)})
+    return {"state": state, "param_groups": groups}
+
+
+def _listed(
+    keys: list[Any], plain: Mapping[int, str], named: Mapping[Any, list[tuple[Any, OptimizedParameter | None]]]
+) -> list[Any]:
+    if not named:
+        return [plain[key] for key in keys]
+    return [name for key in keys for name in ([plain[key]] if key not in named else [one for one, _ in named[key]])]
+
+
+def _names(key: Any, live: LiveOptimizers, k: int) -> list[tuple[Any, OptimizedParameter | None]]:
+    """The canonical names of a key of an optimizer's own state dict; keys of no parameter stay as they are."""
+    if isinstance(key, int) and not isinstance(key, bool):
+        ones = live.by_id[k].get(key)
+        if ones is None:
+            raise NormalizationError(
+                f"optimizer {k} has state under the id {key}{where()}, but only {len(live.by_id[k])} parameters"
+            )
+        return [(one.name, one) for one in ones]
+    # an optimizer that writes names itself may write those of the wrapped modules
+    name = live.live.by_live.get(key, key) if isinstance(key, str) and key not in live.by_name else key
+    return [(name, None)]
+
+
+# What setting optimizer state will do, found out and checked before anything is touched.
+
+
+State = Mapping[Any, Any]
+Entry = tuple[OptimizedParameter, State | None]
+_NO_FIELDS: Mapping[str, Any] = {}
+
+
+class OptimizerWrites(NamedTuple):
+    """All that setting optimizer state will do, checked before anything is touched."""
+
+    state: list[Entry]
+    """Every parameter of the optimizers; None where it shall have no state."""
+    other: list[tuple[int, Any, Any]]
+    """(optimizer, key, state) under keys that are no parameter."""
+    groups: list[GroupWrite]
+    report: OptimizerReport
+    places: Places
+    """Of which parameters the state is written where it lies."""
+
+
+def plan_optimizers(
+    live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions, *, outlines: bool = False
+) -> OptimizerWrites:
+    """Match `given` with the live parameters; touches nothing. `outlines`: its tensors are on the meta device for now,
+    so that only names and shapes can be checked.
+
+    Raises KeyMismatchError for parameters that the dict says nothing about, names that the model does not have and
+    state that an optimizer has no use for (all three only if strict), and for state that is incomplete or of a wrong
+    shape; NormalizationError for groups that contradict each other.
+    """
+    saved = read_saved(given, live)
+    match = _OptimizerMatch(live, saved)
+    places = Places() if outlines else places_of(live, match.state)
+    # what has places has their shapes
+    others = len(places.rows) < len(match.state)
+    shapes = _misshapen(match.state, {id(one) for one, _, _ in places.rows}) if others else []
+    faults = [*match.faults, *shapes, *_apart(match.state, live)]
+    if faults or (options.strict and (match.missing or match.lost or match.strangers or match.foreign)):
+        raise KeyMismatchError(_message(live, match, faults, options.strict))
+    groups = [] if outlines else plan_groups(live, saved)
+    report = OptimizerReport(
+        missing=(*match.missing, *match.lost),
+        cold=tuple(match.cold),
+        unexpected=tuple(match.unexpected),
+        outside=tuple(one.name for one in live.outside),
+        foreign=tuple(f"{one.name}.{key}" for one, key in match.foreign),
+        filled=tuple(filled_names(match.state)) if live.live.pieces_of else (),
+        kept_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.kept),
+        added_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.added),
+    )
+    state = [] if outlines else joined_pieces(match.state) if live.live.pieces_of else match.state
+    return OptimizerWrites(state, match.other, groups, report, places)
+
+
+class _OptimizerMatch:
+    """Finds the saved state of each live parameter, and keeps account."""
+
+    def __init__(self, live: LiveOptimizers, saved: SavedOptimizer) -> None:
+        self.live = live
+        self.saved = saved
+        self.state: list[Entry] = []
+        self.missing: list[str] = []
+        self.lost: list[str] = []
+        self.cold: list[str] = []
+        self.foreign: list[tuple[OptimizedParameter, Any]] = []
+        self.faults: list[str] = []
+        for k, own in enumerate(live.parameters):
+            kind = StateKind(live.optimizers[k])
+            usual: Any = None  # fields, group and keys of one before it that fits, whatever its parameter
+            for one in own:
+                name = one.names[0]
+                values = saved.state.get(name)
+                if values is None:
+                    values = self._under_another_name(one, kind)
+                if values is not None:
+                    fields = saved.fields.get(name, _NO_FIELDS)
+                    if usual is None or fields is not usual[0] or one.group != usual[1] or list(values) != usual[2]:
+                        misfit = kind.check(values, one, fields)
+                        usual = (fields, one.group, kind.fitting) if kind.fitting else None
+                        values = values if misfit is None else self._useful(one, values, misfit, kind)
+                self.state.append((one, values))
+        self.other = [
+            (k, key, saved.state[key])
+            for k, optimizer in enumerate(live.optimizers)
+            for key in _other_keys(optimizer)
+            if key in saved.state
+        ]
+        known = {key for _, key, _ in self.other}
+        strange = [name for names in (saved.state, saved.fields) for name in names if name not in live.by_name]
+        self.unexpected = [name for name in dict.fromkeys(strange) if name not in known]
+        self.strangers = [name for name in self.unexpected if name not in live.live.by_name]
+
+    def _under_another_name(self, one: OptimizedParameter, kind: StateKind) -> State | None:
+        found = next((name for name in one.names if name in self.saved.state), None)
+        if found is not None:
+            return self.saved.state[found]
+        listed = any(name in self.saved.fields for name in one.names)
+        if listed and self._has_lost_state(one, kind):
+            self.lost.append(one.name)
+        elif one.parameter.requires_grad or listed:
+            (self.cold if listed else self.missing).append(one.name)
+        return None
+
+    def _has_lost_state(self, one: OptimizedParameter, kind: StateKind) -> bool:
+        """Whether a flat dict was made with state of this parameter, and lacks it now."""
+        told = self.saved.stateless
+        if told is None or not self.saved.state or not (kind.keeps_state and one.parameter.requires_grad):
+            return False
+        return told.isdisjoint(one.names) and (one.piece is None or one.piece.is_here)
+
+    def _useful(self, one: OptimizedParameter, values: State, misfit: Misfit, kind: StateKind) -> State | None:
+        """The state without what the optimizer has no use for."""
+        self.faults += [f"{one.name}: its state lacks {key!r}, which {kind.name} needs" for key in misfit.lacking]
+        self.foreign += [(one, key) for key in misfit.foreign]
+        return {key: value for key, value in values.items() if key not in misfit.foreign} or None
+
+
+def _other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Keys of its state that are no parameter: some optimizers keep state of the whole there."""
+    keys: list[Any] = list(optimizer.state)
+    return [key for key in keys if not isinstance(key, torch.Tensor)]
+
+
+def _misshapen(state: list[Entry], fitting: Container[int]) -> list[str]:
+    """State tensors that should have the shape of their parameter and do not; of no parameter whose id is `fitting`.
+
+    No schema says which state has that shape; a name counts as such if most parameters' tensors of that name have it.
+    """
+    misfits: dict[Any, list[str]] = {}
+    for one, values in state:
+        if values is None or id(one) in fitting:
+            continue
+        parameter = one.parameter
+        plain = one.piece is None and type(parameter) in (torch.Tensor, torch.nn.Parameter)
+        for key, value in values.items():
+            if plain and type(value) is torch.Tensor and (not value.dim() or value.is_same_size(parameter)):
+                continue  # nearly always
+            if not isinstance(value, torch.Tensor):
+                continue
+            shape = global_shape(value)
+            if shape and shape != one.shape:
+                misfits.setdefault(key, []).append(
+                    f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {shape}, "
+                    f"which fits no layout of the parameter's shape {tuple(one.shape)}"
+                )
+    fits = {
+        key: sum(isinstance(v, torch.Tensor) and global_shape(v) == one.shape for one, v in _entries(state, key))
+        for key in misfits
+    }
+    return [line for key, lines in misfits.items() if fits[key] > len(lines) for line in lines]
+
+
+def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
+    """Dicts in the place of tensors of a class, such as the parts of a quantized one, which no step could use."""
+    dicts = [
+        (one, key)
+        for one, values in state
+        if values and dict in map(type, values.values())
+        for key, value in values.items()
+        if type(value) is dict
+    ]
+    made: dict[tuple[int, Any], str] = {}
+    for k, optimizer in enumerate(live.optimizers if dicts else ()):
+        for own in optimizer.state.values():
+            if isinstance(own, dict):
+                made |= {(k, key): name for key, value in own.items() if (name := tensor_class(value))}
+    return [
+        f"{one.name}: its {key!r} is a dict, where optimizer {one.optimizer} has a {made[one.optimizer, key]}: load "
+        "into the state dict of the optimizer as it is, whose tensors are filled in place"
+        for one, key in dicts
+        if (one.optimizer, key) in made
+    ]
+
+
+def _entries(state: list[Entry], key: Any) -> list[tuple[OptimizedParameter, Any]]:
+    return [(one, values[key]) for one, values in state if values and key in values]
+
+
+def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], strict: bool) -> str:
+    lines = [f"the optimizer state dict does not fit the optimizers{where()}:"]
+    if strict:
+        lines += [f"  Missing key: {name} (optimizer {live.by_name[name].optimizer})" for name in match.missing]
+        told = "an empty dict under 'state.<fqn>' would say that there was none"
+        lines += [f"  Missing optimizer state: {name}; {told}" for name in match.lost]
+        lines += [f"  Unexpected key: {name}, the model has no parameter of this name" for name in match.strangers]
+        for one, key in match.foreign:
+            kind = type(live.optimizers[one.optimizer]).__name__
+            lines.append(f"  Unexpected key: state {key!r} of {one.name}, for which {kind} has no use")
+    lines += [f"  misfit: {fault}" for fault in faults]
+    if strict and (match.missing or match.lost or match.strangers or match.foreign):
+        lines.append("pass StateDictOptions(strict=False) to set what fits and have the rest reported")
+    return "\n".join(lines)
+
+
+# Putting optimizer state back: what was planned is written, whatever the optimizer holds at the
+# moment.
+
+
+Fields = Mapping[str, Any]
+
+
+def apply_optimizers(
+    live: LiveOptimizers, writes: OptimizerWrites, model_state: Mapping[str, Any] | None = None
+) -> OptimizerReport:
+    """Do what was planned. State keeps the dtype that it was saved with, and what shared memory when it was given does
+    so again, with the model's tensors too, unless the optimizer already has places of their own for it.
+
+    Args:
+        model_state: what the model was set to in the same call, so that state that is tied to it can be told.
+    """
+    groups: list[list[Mapping[str, Any]]] = [[] for _ in live.optimizers]
+    for group_write in writes.groups:
+        groups[group_write.optimizer].append(group_write.fields)
+    special = [loads_itself(optimizer) for optimizer in live.optimizers]
+    # an optimizer that loads itself is given a dict of its own, the state of the others is written directly
+    given: list[dict[Any, Any]] = [{} for _ in live.optimizers]
+    merged = [
+        [{**group, **fields} for group, fields in zip(optimizer.param_groups, own)]
+        for optimizer, own in zip(live.optimizers, groups)
+    ]
+    places = Places() if _moves_a_step(writes.places, merged) else writes.places
+    copies = _Copies(places)
+    incomplete = len(places.rows) < len(writes.state)
+    kept = {id(one) for one, _, _ in places.rows} if incomplete else set()
+    for one, values in writes.state if incomplete else ():
+        k = one.optimizer
+        if id(one) in kept:
+            continue
+        if not special[k]:
+            copies.add(live.optimizers[k].state, one, values, merged[k][one.group])
+        elif values is not None:
+            given[k][one.id] = copies.made(one, values)
+    others = [(k, key, copy.deepcopy(values)) for k, key, values in writes.other]
+    copies.finish(live.live, model_state or {})
+    for k, key, values in others:
+        (given[k] if special[k] else live.optimizers[k].state)[key] = values
+    for k, optimizer in enumerate(live.optimizers):
+        if special[k]:
+            optimizer.load_state_dict(_own_dict(live, k, given[k], groups[k]))
+            continue
+        for group, fields in zip(optimizer.param_groups, groups[k]):
+            for field, value in fields.items():
+                if isinstance(group.get(field), torch.Tensor) and isinstance(value, torch.Tensor):
+                    group[field].copy_(value)
+                else:
+                    group[field] = value
+        # where optimizer classes bring old state to their present form, as on every load; torch's own have nothing to
+        # do there with state that kept its form
+        if incomplete or not has_torchs_setstate(optimizer):
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+    return replace(writes.report, untied=(*copies.untied, *copies.ties.lost(live, writes)))
+
+
+def _moves_a_step(places: Places, fields: list[list[dict[str, Any]]]) -> bool:
+    """Whether a step that is held has to go to its parameter's device."""
+    moving = [[_keeps_step_on_device(group) for group in own] for own in fields]
+    return any(map(any, moving)) and any(
+        moving[one.optimizer][one.group] and "step" in held and held["step"].device != one.parameter.device
+        for one, held, _ in places.rows
+    )
+
+
+def _keeps_step_on_device(fields: Fields) -> bool:
+    return bool(fields.get("fused") or fields.get("capturable"))
+
+
+def _model_tensors(live: LiveModel, given: Mapping[str, Any]) -> list[ModelTensor]:
+    """The model's tensors that state may be tied to, with what they were set to."""
+    slots = [slot for slot in live.by_name.values() if slot.value is not None and slot.piece is None]
+    return [ModelTensor(slot.name, slot.value, given.get(slot.name)) for slot in slots]
+
+
+class _Copies:
+    """Writes the state of parameters: first all that has no place yet is made, then the places there are are filled;
+    what can simply be copied is copied in one call."""
+
+    def __init__(self, places: Places) -> None:
+        self.targets: list[Any] = list(places.targets)
+        """What the optimizers hold now and keep, to be written into."""
+        self.values: list[Any] = list(places.values)
+        self.later: list[tuple[OptimizedParameter, dict[Any, Any], Any, Any, Any, Fields]] = []
+        """Each further entry: whose it is, its dict, key, value, what it holds now, and the fields of its group."""
+        self.untied: list[str] = []
+        self.ties = GivenTies([], [])
+        self._places = places
+        self._found: list[tuple[OptimizedParameter, dict[Any, Any], Any]] = []
+        """Of each target that was found for an entry of `later`: whose it is, its dict and its key."""
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def add(self, state: Any, one: OptimizedParameter, values: Mapping[Any, Any] | None, fields: Fields) -> None:
+        """Give the parameter the state `values`, or none; `fields` are those of its group."""
+        if values is None:
+            state.pop(one.parameter, None)
+            return
+        old = state.get(one.parameter) or {}
+        # a dict of the same keys is written in place
+        new = old if old.keys() == values.keys() else dict.fromkeys(values)
+        self.later += [(one, new, key, value, old.get(key), fields) for key, value in values.items()]
+        state[one.parameter] = new
+
+    def made(self, one: OptimizedParameter, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        """A dict that will have `values` made anew, once all is known."""
+        new: dict[Any, Any] = dict.fromkeys(values)
+        self.later += [(one, new, key, value, None, {}) for key, value in values.items()]
+        return new
+
+    def finish(self, live: LiveModel, model_state: Mapping[str, Any]) -> None:
+        """Make and write everything."""
+        given = [tensor for entry in self.later for tensor in tensors_in(entry[3])]
+        held = [tensor for entry in self.later for tensor in tensors_in(entry[4])]
+        set_to = {id(value): value for value in model_state.values() if isinstance(value, torch.Tensor)}
+        others = [*given, *held, *set_to.values(), *live.tensors()]
+        shares_nothing = all_apart(others, self._places.spans)  # nearly always
+        model = [] if shares_nothing else _model_tensors(live, model_state)
+        if not shares_nothing:
+            self.ties = GivenTies([*self.values, *given], model)
+        for one, holder, key, value, old, fields in self.later:
+            holder[key] = self._restored(value, old, one, holder, key, fields)
+        if not shares_nothing:
+            self._give_apart([each.live for each in model])
+            self.values = apart(self.targets, self.values)
+        if not self.later:
+            copy_all(self.targets, self.values)
+            return
+        pairs = list(zip(self.targets, self.values))
+        plain = list(filter(all_plain, pairs))
+        copy_all([target for target, _ in plain], [value for _, value in plain])
+        write_all((value, target) for target, value in itertools.filterfalse(all_plain, pairs))
+
+    def _give_apart(self, model: list[torch.Tensor]) -> None:
+        """Memory of their own for values that would be written where another value, or the model's, is to be."""
+        moved: set[int] = set()
+        pool = [*self.targets, *model]
+        places = [(one, old, key) for one, old, values in self._places.rows for key in values] + self._found
+        for cluster in overlapping(pool):
+            known = [(pool[i], pool[i].detach()) for i in cluster if i >= len(self.targets)]
+            for i in (i for i in cluster if i < len(self.targets)):
+                target, value = self.targets[i], self.values[i]
+                where = identity_of(target)
+                if all(identity_of(memory) == where and same_value(value, other) for memory, other in known):
+                    known.append((target, value))
+                    continue
+                one, holder, key = places[i]
+                holder[key] = like(value, target) if is_sharded(value) else value.detach().clone()
+                moved.add(i)
+                self.untied.append(f"{one.name}.{key}")
+        kept = [i for i in range(len(self.targets)) if i not in moved] if moved else None
+        if kept is not None:
+            self.targets, self.values = [self.targets[i] for i in kept], [self.values[i] for i in kept]
+
+    def _restored(
+        self, value: Any, old: Any, one: OptimizedParameter, holder: dict[Any, Any], key: Any, fields: Mapping[str, Any]
+    ) -> Any:
+        """One entry of a parameter's state, made anew or, where `old` has its very form, `old`, to be written into."""
+        parameter = one.parameter
+        if isinstance(value, torch.Tensor):
+            on_device = key == "step" and _keeps_step_on_device(fields)
+            if (
+                type(old) is type(value)
+                and old.dtype == value.dtype
+                and old.shape == value.shape
+                and (not on_device or old.device == parameter.device)
+            ):
+                self.targets.append(old)
+                self.values.append(value)
+                self._found.append((one, holder, key))
+                return old
+            lies = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else parameter.device
+            same = (self.ties.same(value), key == "step", on_device, parameter.dim() > 0, lies)
+            if same not in self._made:
+                tied = self.ties.model_tensor(value)
+                self._made[same] = tied if tied is not None else _made_anew(value, parameter, key, on_device)
+            return self._made[same]
+        if isinstance(value, dict):
+            known = old if isinstance(old, dict) else {}
+            out: dict[Any, Any] = {}
+            for k, item in value.items():
+                out[k] = self._restored(item, known.get(k), one, out, k, fields)
+            return out
+        if type(value) is list or type(value) is tuple:
+            return type(value)(self._restored(item, None, one, {}, None, fields) for item in value)
+        return value if isinstance(value, (bool, int, float, str, type(None))) else copy.deepcopy(value)
+
+
+def _made_anew(value: torch.Tensor, parameter: torch.Tensor, key: Any, on_device: bool) -> torch.Tensor:
+    if on_device:
+        return value.detach().to(parameter.device, torch.float32, copy=True)
+    if not global_shape(value) and (key == "step" or parameter.dim() > 0):
+        return value.detach().clone()
+    return like(value, parameter)
+
+
+def _own_dict(live: LiveOptimizers, k: int, state: dict[Any, Any], groups: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the optimizer's own `load_state_dict` takes: integer ids, in the order of its groups."""
+    optimizer, packed, ids = live.optimizers[k], [], itertools.count()
+    for group, fields in zip(optimizer.param_groups, groups):
+        kept = {field: value for field, value in group.items() if field != "params"}
+        packed.append({**kept, **fields, "params": [next(ids) for _ in group["params"]]})
+    return {"state": state, "param_groups": packed}
+
+
+# Where optimizers hold state already that has the very form of what is given, so that it can simply
+# be written there: on every load into a running optimizer that is all of it, and there is much of
+# it.
+
+
+class Places(NamedTuple):
+    """Parameters whose state is written where it lies."""
+
+    rows: Sequence[tuple[OptimizedParameter, dict[Any, Any], State]] = ()
+    """Each with the state that it has, and what is given for it, under the same keys."""
+    targets: Sequence[torch.Tensor] = ()
+    """All that they have, one after another. Plain tensors."""
+    values: Sequence[torch.Tensor] = ()
+    """Of each target, a plain tensor of its shape and dtype."""
+    spans: Spans = Spans()
+    """Where all these tensors lie."""
+
+
+_ROWS = 32
+"""Parameters that are asked about together."""
+
+
+def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, State | None]]) -> Places:
+    """The places of all state under the same keys; of none, if one of them has another form than what is given."""
+    # not by the parameters themselves, whose hash is a function of Python
+    held = [
+        {} if loads_itself(optimizer) else dict(zip(map(id, optimizer.state), optimizer.state.values()))
+        for optimizer in live.optimizers
+    ]
+    rows: list[tuple[OptimizedParameter, dict[Any, Any], State]] = []
+    targets: list[torch.Tensor] = []
+    given: list[torch.Tensor] = []
+    starts: list[int] = []
+    sizes: list[int] = []
+    # tensors are asked everything while they are in the processor's cache: to fetch them all from memory again for each
+    # question takes longer than the answers
+    for first in range(0, len(state), _ROWS):
+        here: list[Any] = []
+        wanted: list[Any] = []
+        for one, values in state[first : first + _ROWS]:
+            old = held[one.optimizer].get(id(one.parameter)) if values and one.piece is None else None
+            if old is None or values is None or old.keys() != values.keys():
+                continue
+            rows.append((one, old, values))
+            here += map(old.__getitem__, values)
+            wanted += values.values()
+        lying = spans_of([*here, *wanted], alike=2) if _alike(here, wanted) else None
+        if lying is None:
+            return Places()
+        starts += lying.starts
+        sizes += lying.sizes
+        targets += here
+        given += wanted
+    return Places(rows, targets, given, Spans(starts, sizes))
+
+
+def _alike(targets: Sequence[Any], values: Sequence[Any]) -> bool:
+    """Whether all are plain tensors, and each value has the dtype and the shape of its target."""
+    return (
+        all_plain(targets)
+        and all_plain(values)
+        and list(map(_DTYPE, targets)) == list(map(_DTYPE, values))
+        and all(map(torch.Tensor.is_same_size, targets, values))
+    )
+
+
+_DTYPE = attrgetter("dtype")
+
+
+def all_plain(tensors: Iterable[Any]) -> bool:
+    """Whether these are tensors of torch's own class, and neither parameters nor sharded."""
+    return set(map(type, tensors)) <= {torch.Tensor}
+
+
+# State that shares memory: with other state, as one step count for all, or with the model, as a
+# master copy that is the parameter. Which of the given tensors do, and which of those that were
+# given so are so no more.
+
+
+class ModelTensor(NamedTuple):
+    """A parameter or buffer of the model."""
+
+    name: str
+    live: Any
+    given: Any
+    """What it was set to; None if to nothing."""
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors inside containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+class GivenTies:
+    """Which tensors of the given state share memory with one another, or with what the model is or was set to."""
+
+    def __init__(self, given: Sequence[torch.Tensor], model: Sequence[ModelTensor]) -> None:
+        self._first: dict[int, int] = {}
+        """By id of a given tensor, the id of the first that is the very same memory."""
+        self._model: dict[int, ModelTensor] = {}
+        """By that id, the model's tensor that is the same memory."""
+        self._cluster: dict[int, int] = {}
+        """By id of a given tensor that shares memory, which others it hangs together with."""
+        ours = [each for each in model if isinstance(each.given, torch.Tensor)]
+        pool = [*given, *(each.given for each in ours), *(each.live for each in model)]
+        of_model = [*ours, *model]
+        for number, cluster in enumerate(overlapping(pool) if given else ()):
+            seen: dict[Any, int] = {}
+            for i in cluster:
+                first = seen.setdefault(identity_of(pool[i]), id(pool[i]))
+                if i < len(given):
+                    self._first[id(pool[i])] = first
+                    self._cluster[id(pool[i])] = number
+                else:
+                    self._model.setdefault(first, of_model[i - len(given)])
+
+    def same(self, value: torch.Tensor) -> int:
+        """Equal for given tensors that are the same memory seen alike."""
+        return self._first.get(id(value), id(value))
+
+    def model_tensor(self, value: torch.Tensor) -> torch.Tensor | None:
+        """The model's own tensor, where the given one is the same memory as it or as what it was set to."""
+        if not self._model:
+            return None
+        found = self._model.get(self.same(value))
+        if found is None or found.live.is_meta or dtype_of(found.live) != dtype_of(value):
+            return None
+        live: torch.Tensor = found.live.detach()
+        return live if type(live) is type(value) and global_shape(live) == global_shape(value) else None
+
+    def lost(self, live: LiveOptimizers, writes: OptimizerWrites) -> list[str]:
+        """Entries that shared memory when they were given and do not now, as "<parameter>.<key>"."""
+        if not self._cluster:
+            return []
+        now: dict[int, list[tuple[str, int, Any]]] = {}
+        for one, values in writes.state:
+            state = live.optimizers[one.optimizer].state.get(one.parameter, {})
+            for key, value in (values or {}).items():
+                for given, here in zip(tensors_in(value), tensors_in(state.get(key))):
+                    if id(given) in self._cluster:
+                        entry = (f"{one.name}.{key}", self.same(given), here)
+                        now.setdefault(self._cluster[id(given)], []).append(entry)
+        out: list[str] = []
+        for entries in now.values():
+            tied = self._model.get(entries[0][1])
+            first = tied.live if tied is not None else entries[0][2]
+            for name, same, here in entries:
+                if same != entries[0][1] or identity_of(here) != identity_of(first):
+                    out.append(name)
+        return list(dict.fromkeys(out))

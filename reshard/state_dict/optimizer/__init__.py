@@ -1,1 +1,0 @@
-"""Optimizer state: taken from live optimizers, in one form, and put back."""

@@ -1,0 +1,465 @@
+"""An optimizer state dict in one form, whichever way it was given; its groups, and what optimizers keep."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from reshard.errors import NormalizationError
+from reshard.live.optimizer_state import split_flat_key
+from reshard.live.wrappers import loads_itself
+from reshard.state_dict.model import same_value
+from reshard.state_dict.names import where
+from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
+
+__all__ = ["GroupWrite", "Misfit", "SavedOptimizer", "StateKind", "plan_groups", "read_saved"]
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """A given optimizer state dict, by parameter name."""
+
+    state: Mapping[Any, Mapping[str, Any]]
+    """State of each parameter that has any."""
+    fields: Mapping[str, Mapping[str, Any]]
+    """Group fields of each parameter that is in a group; parameters of one group share one object."""
+    empty: Sequence[Mapping[str, Any]]
+    """Fields of the groups without parameters, in order."""
+    stateless: frozenset[str] | None = None
+    """Of the flat form, the parameters that it says have no state: any other without state has lost it, if there is
+    state at all. None in the other forms, where a parameter that is in a group has the state that is there."""
+
+
+def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
+    """Understand a nested dict, a flat one, or an optimizer's own dict of integer ids (for a single optimizer).
+
+    Raises NormalizationError for anything else.
+    """
+    if not isinstance(given, Mapping):
+        raise NormalizationError(f"an optimizer state dict must be a mapping, got {type(given).__name__}")
+    if "param_groups" not in given and "state" not in given:
+        return _read_flat(given, live)
+    state, groups = given.get("state", {}), given.get("param_groups", [])
+    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
+        raise NormalizationError("an optimizer state dict must hold a dict 'state' and a list 'param_groups'")
+    by_id = any(isinstance(key, int) for group in groups for key in group["params"])
+    names: dict[Any, str] = _names_of_ids(groups, live) if by_id else {}
+    fields: dict[str, Mapping[str, Any]] = {}
+    empty: list[Mapping[str, Any]] = []
+    for group in groups:
+        own = {field: value for field, value in group.items() if field not in ("params", "param_names")}
+        if not group["params"]:
+            empty.append(own)
+        for key in group["params"]:
+            name = names.get(key, key)
+            if name in fields:
+                raise NormalizationError(f"parameter {name!r} is in two groups of the given optimizer state dict")
+            fields[name] = own
+    return SavedOptimizer({names.get(key, key): values for key, values in state.items() if values}, fields, empty)
+
+
+def _names_of_ids(groups: Sequence[Mapping[str, Any]], live: LiveOptimizers) -> dict[Any, str]:
+    if len(live.optimizers) != 1:
+        raise NormalizationError(
+            f"the optimizer state dict names parameters by integer ids, which say nothing about {len(live.optimizers)} "
+            "optimizers: give each its own dict, or one by parameter names"
+        )
+    ids = [key for group in groups for key in group["params"]]
+    own = live.by_id[0]
+    if len(ids) != len(own):
+        raise NormalizationError(
+            f"the optimizer state dict lists {len(ids)} parameter ids, but the optimizer has {len(own)} parameters: "
+            "ids fit only the optimizer that they come from, see reshard.normalize(state_dict, order=[names])"
+        )
+    return {key: own[number][0].name for number, key in enumerate(ids)}
+
+
+def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
+    flat = _FlatReader(live)
+    flat.read(list(given), list(given.values()))
+    for name in flat.singly[id(flat.state)]:
+        values = flat.state[name]
+        if not any(isinstance(value, dict) for value in values.values()):
+            continue
+        one = live.by_name.get(name)
+        now = live.optimizers[one.optimizer].state.get(one.parameter, {}) if one is not None else {}
+        flat.state[name] = {key: _typed_keys(item, now.get(key)) for key, item in values.items()}
+    return SavedOptimizer(flat.state, flat.fields, [], frozenset(flat.stateless))
+
+
+class _FlatReader:
+    """Reads the flat form: key by key, but a parameter with the keys that the one before it had, all at once."""
+
+    def __init__(self, live: LiveOptimizers) -> None:
+        self.state: dict[str, dict[Any, Any]] = {}
+        self.fields: dict[str, dict[Any, Any]] = {}
+        self.stateless: set[str] = set()
+        self.singly: dict[int, set[str]] = {id(self.state): set(), id(self.fields): set()}
+        """Of both, the parameters of which keys were read one by one; the others have no nested state, and parameters
+        of one group share their fields."""
+        self._known = live.live.by_name | live.by_name
+        self._places: dict[str, dict[Any, Any]] = {}
+        """The dict that a key's front leads to, where the front is a known name."""
+        self._front: str | None = None
+        """Of the key that was read last by itself."""
+        self._tails: dict[str, list[str]] = {}
+        """By section, the last parts of the keys of one parameter that were read one by one, in their order."""
+        self._latest: tuple[list[str], Sequence[Any], dict[Any, Any]] = ([], [], {})
+        """Tails and values of fields that were read at once, and the dict of them."""
+
+    def read(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        """Take all keys apart."""
+        at, last = 0, None
+        while at < len(keys):
+            front, _, tail = keys[at].rpartition(".")
+            count = self._row(front, keys, values, at) if front != last else 0
+            if not count:
+                self._one(keys[at], front, tail, values[at])
+            at, last = at + (count or 1), front
+
+    def _row(self, front: str, keys: Sequence[str], values: Sequence[Any], at: int) -> int:
+        """Read all keys of a parameter, if they are those that one before it had; how many, or 0."""
+        section, _, name = front.partition(".")
+        goal, tails = self._goal(section), self._tails.get(section)
+        if not tails or name in goal or name not in self._known:
+            return 0
+        end, dotted = at + len(tails), f"{front}."
+        own = values[at:end]
+        if keys[at:end] != [dotted + tail for tail in tails] or not _LEAVES.issuperset(map(type, own)):
+            return 0
+        if goal is self.state:
+            goal[name] = dict(zip(tails, own))
+            return len(tails)
+        known, before, fields = self._latest
+        if known is not tails or not (all(map(is_, before, own)) or all(map(_is_alike, before, own))):
+            fields = dict(zip(tails, own))
+            self._latest = tails, own, fields
+        goal[name] = fields
+        return len(tails)
+
+    def _one(self, key: str, front: str, tail: str, value: Any) -> None:
+        """Read one key."""
+        if type(value) is dict and not value and key.removeprefix("state.") in self._known:
+            self.stateless.add(key.removeprefix("state."))
+            return
+        if front != self._front:
+            self._front, self._tails[front.partition(".")[0]] = front, []
+        self._tails[front.partition(".")[0]].append(tail)
+        place = self._places.get(front)
+        if place is not None:
+            place[tail] = value
+            return
+        section, name, path = split_flat_key(key, self._known)
+        goal = self._goal(section)
+        if name not in self.singly[id(goal)]:
+            self.singly[id(goal)].add(name)
+            goal[name] = dict(goal.get(name, {}))
+        inner = goal[name]
+        if len(path) == 1:
+            self._places[front] = inner
+        if section == "param_groups":
+            inner[".".join(path)] = value
+            return
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[path[-1]] = value
+
+    def _goal(self, section: str) -> dict[str, dict[Any, Any]]:
+        return self.fields if section == "param_groups" else self.state
+
+
+_LEAVES = frozenset([torch.Tensor, bool, int, float, str, tuple, type(None)])
+"""Types of values that are no dicts: of nearly all."""
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and type(a) in (bool, int, float, str) and a == b)
+
+
+def _typed_keys(value: Any, live: Any) -> Any:
+    """Undo what flattening did to integer keys of nested state: keys are typed as in the live state, and where there
+    is none, a dict whose keys are all digits had integers."""
+    if not isinstance(value, dict):
+        return value
+    if isinstance(live, dict):
+        keys = {str(key): key for key in live}
+    elif all(key.isdigit() for key in value):
+        keys = {key: int(key) for key in value}
+    else:
+        keys = {}
+    known = live if isinstance(live, dict) else {}
+    return {keys.get(key, key): _typed_keys(item, known.get(keys.get(key, key))) for key, item in value.items()}
+
+
+# The fields that live parameter groups will have, out of those that were saved.
+#
+# Groups are matched by the names of their parameters, never by their number, so that groups may be
+# split, merged or reordered, and pipeline stages may each have their own.
+
+
+@dataclass(frozen=True)
+class GroupWrite:
+    """The fields that a live group will have."""
+
+    optimizer: int
+    group: int
+    fields: Mapping[str, Any]
+    kept: tuple[str, ...]
+    """Fields that the saved group lacks."""
+    added: tuple[str, ...]
+    """Fields that the live group lacked."""
+
+
+def plan_groups(live: LiveOptimizers, saved: SavedOptimizer) -> list[GroupWrite]:
+    """The fields of every live group; touches nothing.
+
+    Raises NormalizationError if parameters of one live group were saved with different values of a field.
+    """
+    empties = [
+        (k, g)
+        for k, one in enumerate(live.optimizers)
+        for g, group in enumerate(one.param_groups)
+        if not group["params"]
+    ]
+    # groups without parameters have no name to be matched by; as many as before are taken to be the same ones
+    matched = dict(zip(empties, saved.empty)) if len(empties) == len(saved.empty) else {}
+    writes = []
+    for k, optimizer in enumerate(live.optimizers):
+        members: list[list[OptimizedParameter]] = [[] for _ in optimizer.param_groups]
+        for one in live.parameters[k]:
+            members[one.group].append(one)
+        for g, group in enumerate(optimizer.param_groups):
+            given = _common(members[g], saved) if members[g] else matched.get((k, g))
+            if given is None:
+                given = {}
+            writes.append(_group_write(k, g, group, given))
+    return writes
+
+
+def _group_write(k: int, g: int, group: Mapping[str, Any], given: Mapping[str, Any]) -> GroupWrite:
+    own = [field for field in group if field not in ("params", "param_names")]
+    fields = {}
+    for field, value in given.items():
+        try:
+            fields[field] = _as_live(group[field], value) if field in group else copy.deepcopy(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise NormalizationError(
+                f"field {field!r} of group {g} of optimizer {k}{where()} is {group[field]!r}, "
+                f"and cannot become {value!r}"
+            ) from error
+    kept = tuple(field for field in own if field not in given)
+    return GroupWrite(k, g, fields, kept, tuple(field for field in given if field not in group))
+
+
+def _common(members: Sequence[OptimizedParameter], saved: SavedOptimizer) -> Mapping[str, Any] | None:
+    """The fields that all parameters of a group were saved with; None where none was saved."""
+    first: tuple[str, Mapping[str, Any]] | None = None
+    comparable = False
+    for one in members:
+        name = one.name
+        fields = saved.fields.get(name)
+        if fields is None:
+            name = next((alias for alias in one.names if alias in saved.fields), "")
+            if not name:
+                continue
+            fields = saved.fields[name]
+        if first is None:
+            first = name, fields
+            comparable = not any(isinstance(value, torch.Tensor) for value in fields.values())
+        elif fields is not first[1] and not (comparable and fields == first[1]):
+            _agree(first, (name, fields), one)
+    return None if first is None else first[1]
+
+
+def _agree(a: tuple[str, Mapping[str, Any]], b: tuple[str, Mapping[str, Any]], one: OptimizedParameter) -> None:
+    for field in a[1].keys() | b[1].keys():
+        x, y = a[1].get(field, _ABSENT), b[1].get(field, _ABSENT)
+        if x is not y and not same_value(x, y):
+            raise NormalizationError(
+                f"{a[0]!r} and {b[0]!r} are in one group of optimizer {one.optimizer}{where()}, but were saved with "
+                f"different values of {field!r}: {x} and {y}. Give them two groups, or make the values equal"
+            )
+
+
+def _as_live(live: Any, value: Any) -> Any:
+    """`value` as the type that the live field has, where that is a matter of form only."""
+    if isinstance(value, torch.Tensor):
+        if isinstance(live, torch.Tensor):
+            return value.detach().to(live).reshape(live.shape).clone()
+        return value.item() if isinstance(live, (bool, int, float)) else value.detach().clone()
+    if isinstance(live, torch.Tensor):
+        return torch.full_like(live, value)
+    if isinstance(live, (int, float)) and isinstance(value, str):
+        raise TypeError("text is no number")
+    if isinstance(live, (list, tuple)) and isinstance(value, (int, float, str)):
+        raise TypeError("one value is no list of values")
+    if isinstance(live, float) and isinstance(value, (list, tuple)):
+        raise TypeError("a list of values is no number")
+    if isinstance(live, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(live, (list, tuple)) and isinstance(value, (list, tuple)):
+        items = [_as_live(live[i], item) if i < len(live) else copy.deepcopy(item) for i, item in enumerate(value)]
+        return items if isinstance(live, list) else tuple(items)
+    return copy.deepcopy(value)
+
+
+_ABSENT = object()
+
+
+# Which state an optimizer keeps of a parameter: what it cannot go on without, and what it has any
+# use for.
+#
+# Of torch's own optimizers both are known. Of others nobody can say what they need; what they have
+# a use for is told by the state that they hold already, if they hold any.
+
+
+class _Schema(NamedTuple):
+    """The state that an optimizer of torch keeps of each parameter."""
+
+    always: tuple[str, ...] = ()
+    under: Mapping[str, str] = {}
+    """Group field -> the key that it adds where it is set."""
+    at_will: tuple[str, ...] = ()
+    """Keys that may be there, and that the optimizer makes anew where they are not."""
+
+
+_LBFGS = ("d", "t", "old_dirs", "old_stps", "ro", "H_diag", "prev_flat_grad", "prev_loss")
+"""What LBFGS has from its first iteration on."""
+
+_SCHEMAS = {
+    "Adadelta": _Schema(("step", "square_avg", "acc_delta")),
+    "Adafactor": _Schema(("step",), at_will=("row_var", "col_var", "variance")),
+    "Adagrad": _Schema(("step", "sum")),
+    "Adam": _Schema(("step", "exp_avg", "exp_avg_sq"), {"amsgrad": "max_exp_avg_sq"}),
+    "AdamW": _Schema(("step", "exp_avg", "exp_avg_sq"), {"amsgrad": "max_exp_avg_sq"}),
+    "Adamax": _Schema(("step", "exp_avg", "exp_inf")),
+    "ASGD": _Schema(("step", "eta", "mu", "ax")),
+    "LBFGS": _Schema(("func_evals", "n_iter"), at_will=(*_LBFGS, "al")),
+    "Muon": _Schema(("momentum_buffer",)),
+    "NAdam": _Schema(("step", "mu_product", "exp_avg", "exp_avg_sq")),
+    "RAdam": _Schema(("step", "exp_avg", "exp_avg_sq")),
+    "RMSprop": _Schema(("step", "square_avg"), {"momentum": "momentum_buffer", "centered": "grad_avg"}),
+    "Rprop": _Schema(("step", "prev", "step_size")),
+    "SGD": _Schema(at_will=("momentum_buffer",)),
+    "SparseAdam": _Schema(("step", "exp_avg", "exp_avg_sq")),
+}
+
+
+class Misfit(NamedTuple):
+    """What is wrong with the keys of one parameter's saved state."""
+
+    lacking: tuple[str, ...]
+    """Keys without which the optimizer's next step would fail, or begin anew."""
+    foreign: tuple[Any, ...]
+    """Keys that the optimizer has no use for."""
+
+
+_FITS = Misfit((), ())
+
+
+class StateKind:
+    """The kind of state that one live optimizer keeps.
+
+    Attributes:
+        name: class of the optimizer.
+        fitting: keys that fit in every parameter of the group and with the fields that were checked last; or None.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.name = type(optimizer).__name__
+        self._optimizer = optimizer
+        self._base = _torch_class(optimizer)
+        self._schema = _SCHEMAS.get(self._base)
+        self._asked = tuple(self._schema.under) if self._schema is not None else ()
+        self._fields: Mapping[str, Any] | None = None
+        self._group = 0
+        self._are_set: tuple[bool, ...] = ()
+        """Of the fields that were asked for last."""
+        self.fitting: list[Any] | None = None
+        self._checked: dict[Any, Misfit] = {}
+
+    def check(self, values: Mapping[Any, Any], one: OptimizedParameter, fields: Mapping[str, Any]) -> Misfit | None:
+        """What is wrong with the keys of `values`, saved for the parameter in a group that had `fields`; or None."""
+        # a model has many parameters, one after another in few groups, and few kinds of state
+        known = fields is self._fields and one.group == self._group
+        if self._optimizer_has_a_say or (known and list(values) == self.fitting):
+            return None
+        if not known:
+            self._fields, self._group, self.fitting = fields, one.group, None
+            self._are_set = self._settings(fields, one.group)
+        is_matrix = self._base == "Adafactor" and one.parameter.dim() > 1
+        kind = (self._are_set, is_matrix, *values)
+        found = self._checked.get(kind)
+        if found is None or self._base == "LBFGS":
+            needed = self._needed(values, is_matrix, self._are_set)
+            lacking = tuple(name for name in needed if name not in values)
+            foreign = tuple(key for key in values if self._has_no_use_for(str(key)))
+            found = self._checked[kind] = Misfit(lacking, foreign) if lacking or foreign else _FITS
+        if found is _FITS and self._base not in ("Adafactor", "LBFGS"):  # whose state depends on more
+            self.fitting = list(values)
+        return None if found is _FITS else found
+
+    def _settings(self, fields: Mapping[str, Any], group: int) -> tuple[bool, ...]:
+        """Which of the fields that add to the state will be set: as they were saved, else as they are."""
+        live = self._optimizer.param_groups[group]
+        return tuple(_is_set(fields[name] if name in fields else live.get(name)) for name in self._asked)
+
+    @functools.cached_property
+    def keeps_state(self) -> bool:
+        """Whether it is known to have state of every parameter that it has stepped."""
+        has_state_of_all = self._schema is not None and bool(self._schema.always) and self._base != "LBFGS"
+        return has_state_of_all and not self._optimizer_has_a_say
+
+    @functools.cached_property
+    def _optimizer_has_a_say(self) -> bool:
+        return loads_itself(self._optimizer)
+
+    def _has_no_use_for(self, key: str) -> bool:
+        """Whether the optimizer neither knows the key nor holds state under it; not where that cannot be told."""
+        schema = self._schema
+        if schema is not None and (key in schema.always or key in schema.under.values() or key in schema.at_will):
+            return False
+        return key not in self._held and (schema is not None or bool(self._held))
+
+    @functools.cached_property
+    def _held(self) -> Collection[str]:
+        """Keys under which the optimizer has state of any parameter."""
+        state: Mapping[Any, Any] = self._optimizer.state  # under other keys some keep state of the whole
+        owned = (own for of, own in state.items() if isinstance(of, torch.Tensor) and isinstance(own, dict))
+        return {str(key) for own in owned for key in own}
+
+    def _needed(self, values: Mapping[Any, Any], is_matrix: bool, are_set: Sequence[bool]) -> list[str]:
+        if self._schema is None:
+            return []
+        needed = list(self._schema.always)
+        needed += [key for key, is_set in zip(self._schema.under.values(), are_set) if is_set]
+        if self._base == "Adafactor":
+            needed += ["row_var", "col_var"] if is_matrix else ["variance"]
+        if self._base == "LBFGS" and values.get("n_iter", 1):
+            needed += _LBFGS
+        return needed
+
+
+def _torch_class(optimizer: Optimizer) -> str:
+    """Name of the class in torch.optim whose state the optimizer's is; "" if it steps in a way of its own."""
+    cls = type(optimizer)
+    if not all(_is_torchs(getattr(cls, method, None)) for method in ("step", "_init_group", "__setstate__")):
+        return ""
+    return next((c.__name__ for c in cls.__mro__ if _is_torchs(c)), "")
+
+
+def _is_torchs(thing: Any) -> bool:
+    return thing is None or f"{thing.__module__}.".startswith("torch.optim.")
+
+
+def _is_set(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.is_meta and bool(value.any())
+    return bool(value)

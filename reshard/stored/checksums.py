@@ -1,0 +1,435 @@
+"""Checksums that were saved beside a file's bytes, and what was compared with them.
+
+    file      | block 0 | block 1 | block 2 | block 3 |     a read of some bytes checks every block that it touches,
+    a read          [--------------]                        reading the rest of the first and the last one, too
+    checked   [-----------------------------]
+
+Every reader of elements goes through a `Source` that has the `Checksums` of its bytes. It gets checked bytes or an
+error, unless checking is off, or would cost more than `CheckLimit` allows: then the bytes are counted as unchecked.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from planners.geometry.box import ByteRuns, Window
+
+__all__ = [
+    "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS",
+    "BlockChecksums", "Checking", "Checksums", "RecordChecksums", "add_touched", "combined",
+    "may_check", "touched_ranges",
+]  # fmt: skip
+
+
+MAX_CHECK_MULTIPLE = 2.0
+"""To check what is asked for, at most so many times its bytes are read."""
+FREE_CHECK_BYTES = 16 << 20
+"""So many bytes may be read to check, however few are asked for."""
+
+EVERY_BLOCK = ""
+CRC_OF_RECORDS = "unchecked: whether its files belong together"
+NO_CHECKSUMS = "unchecked: the format has no checksums"
+"""What the checksums of a format leave open, for reports. A CRC-32 stands beside each record of a zip archive, and says
+nothing of the file."""
+
+Range = tuple[int, int]
+"""First byte, and one past the last."""
+Counts = npt.NDArray[np.int64]
+
+_NEAR_BYTES = 64 << 10
+"""Runs of bytes with smaller gaps are looked up together."""
+
+
+def may_check(cost_bytes: int, wanted_bytes: int) -> bool:
+    """Whether `cost_bytes` may be read in order to check `wanted_bytes`."""
+    return cost_bytes <= max(MAX_CHECK_MULTIPLE * wanted_bytes, FREE_CHECK_BYTES)
+
+
+@dataclass
+class Checking:
+    """How the bytes of one checkpoint are checked, and how many were: shared by all of its files."""
+
+    enabled: bool = True
+    """Off, nothing is compared, and all that is read counts as unchecked."""
+    bytes_compared: int = 0
+    """Bytes that were compared with checksums, headers and the rests of blocks included; each once."""
+    bytes_checked: int = 0
+    """Bytes of elements that were asked for and are covered by checksums that were compared."""
+    bytes_unchecked: int = 0
+    """Bytes of elements that were asked for and are not."""
+    leaves_open: str = EVERY_BLOCK
+    """What the checksums of the format do not say."""
+    _unfinished: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, *, compared: int = 0, checked: int = 0, unchecked: int = 0) -> None:
+        """Count; on any thread."""
+        with self._lock:
+            self.bytes_compared += compared
+            self.bytes_checked += checked
+            self.bytes_unchecked += unchecked
+
+    def remember(self, source: Any) -> None:
+        """A `FileSource` of which something was read and not compared so far."""
+        self._unfinished[id(source)] = source
+
+    def finish(self) -> None:
+        """Compare all that was read so far and not compared, whatever it costs. Raises DamagedCheckpointError."""
+        while self._unfinished:
+            _, source = self._unfinished.popitem()
+            source.finish_comparing()
+
+    def words(self, unchecked: int, total: int) -> str:
+        """What was left unchecked of a reading of `total` bytes of elements; empty where nothing was."""
+        if not self.enabled:
+            return "unchecked: check=False"
+        if self.leaves_open == NO_CHECKSUMS or not unchecked:
+            return self.leaves_open
+        share = 100 * unchecked / max(total, unchecked)
+        text = f"{max(1, round(share))} % unchecked"
+        return f"{text}, {self.leaves_open}" if self.leaves_open else text
+
+
+class Checksums(ABC):
+    """The checksums of the blocks of one file, and which blocks were found to be right."""
+
+    can_pass = False
+    """Whether blocks can be compared in pieces that pass by: see `note`."""
+
+    @abstractmethod
+    def pending(self, start: int, stop: int) -> list[Range]:
+        """The blocks that share bytes with [start, stop) and were not compared yet, in order."""
+
+    @abstractmethod
+    def has(self, start: int, stop: int) -> bool:
+        """Whether all of these bytes lie in blocks that have checksums."""
+
+    @abstractmethod
+    def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
+        """Compare a block, whose bytes are given in pieces; it is not pending any more if it is right."""
+
+    @abstractmethod
+    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[list[Range], Counts, int]:
+        """The blocks that some reads touch, how many bytes of each are wanted, and how many lie in no block at all.
+
+        Args:
+            ranges: what is read without gaps, in order and disjoint.
+            windows: what is read with gaps; none shares bytes with `ranges` or another.
+        """
+
+    @abstractmethod
+    def owe(self, ranges: Iterable[Range], nbytes: int) -> None:
+        """`nbytes` bytes of elements within some ranges were read, and their blocks not compared so far."""
+
+    @abstractmethod
+    def owed(self) -> list[Range]:
+        """The blocks that were read of and not compared so far."""
+
+    @abstractmethod
+    def settle(self) -> int:
+        """How many bytes of elements were owed of blocks that are right by now; they are not owed any more."""
+
+    def note(self, start: int, data: memoryview) -> Range | None:
+        """Bytes of a block that is too large to be read at once pass by. Returns the block if all of it has passed by
+        now and it is wrong; it is not pending any more if it is right."""
+        return None
+
+
+class BlockChecksums(Checksums):
+    """XXH3-64 of every `block_bytes` bytes of a file."""
+
+    def __init__(self, nbytes: int, block_bytes: int, load: Callable[[], bytes]) -> None:
+        """`load` brings the digests, 8 bytes each, when they are first wanted."""
+        self.nbytes, self.block_bytes, self._load = nbytes, block_bytes, load
+        self._digests: npt.NDArray[np.uint64] | None = None
+        self._seen = bytearray(-(-nbytes // block_bytes))
+        """1 for each block that is right."""
+        self._owed_blocks: set[Range] = set()
+        self._owed_bytes = 0
+
+    def pending(self, start: int, stop: int) -> list[Range]:
+        size, stop = self.block_bytes, min(stop, self.nbytes)
+        first, last = start // size, -(-stop // size)
+        if self._seen.find(0, first, last) < 0:
+            return []
+        return [(i * size, min((i + 1) * size, self.nbytes)) for i in range(first, last) if not self._seen[i]]
+
+    def has(self, start: int, stop: int) -> bool:
+        return stop <= self.nbytes
+
+    def owe(self, ranges: Iterable[Range], nbytes: int) -> None:
+        self._owed_blocks.update(block for start, stop in ranges for block in self.pending(start, stop))
+        self._owed_bytes += nbytes
+
+    def owed(self) -> list[Range]:
+        return sorted(block for block in self._owed_blocks if not self._seen[block[0] // self.block_bytes])
+
+    def settle(self) -> int:
+        if self.owed():
+            return 0
+        settled, self._owed_bytes = self._owed_bytes, 0
+        self._owed_blocks.clear()
+        return settled
+
+    def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
+        if self._digests is None:
+            self._digests = np.frombuffer(self._load(), dtype="<u8")
+        first, *others = data
+        if others:
+            state = xxhash.xxh3_64(first)
+            for piece in others:
+                state.update(piece)
+            digest = state.intdigest()
+        else:
+            digest = xxhash.xxh3_64_intdigest(first)
+        number = block[0] // self.block_bytes
+        if digest != int(self._digests[number]):
+            return False
+        self._seen[number] = 1
+        return True
+
+    def around(self, start: int, stop: int) -> Range:
+        """The bytes of all blocks that share some with [start, stop)."""
+        size = self.block_bytes
+        return start // size * size, min(-(-stop // size) * size, self.nbytes)
+
+    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[list[Range], Counts, int]:
+        size, count = self.block_bytes, len(self._seen)
+        wanted = np.zeros(count + 1, np.int64)
+        if ranges:
+            bounds = np.array(ranges, np.int64)
+            first, last = bounds[:, 0] // size, (bounds[:, 1] - 1) // size
+            np.add.at(wanted, first, -(bounds[:, 0] - first * size))
+            np.add.at(wanted, last, bounds[:, 1] - (last + 1) * size)
+            steps = np.zeros(count + 1, np.int64)
+            np.add.at(steps, first, size)
+            np.add.at(steps, last + 1, -size)
+            wanted += np.cumsum(steps)
+        for window in windows:
+            add_touched(wanted[:count], size, window, self.nbytes, 1)
+        touched = np.flatnonzero(wanted[:count])
+        blocks = [(i * size, min((i + 1) * size, self.nbytes)) for i in touched.tolist()]
+        return blocks, wanted[touched], 0
+
+
+@dataclass(slots=True)
+class _Record:
+    stop: int
+    look_up: Callable[[], int | None]
+    is_right: bool = False
+    passed: list[tuple[int, int, int]] = field(default_factory=list)
+    """(start, stop, CRC) of what has passed by."""
+    owed_bytes: int = 0
+    found: tuple[int | None] | None = None
+    """What was looked up."""
+
+    def crc(self) -> int | None:
+        """What was written with it; None where none was."""
+        if self.found is None:
+            self.found = (self.look_up(),)
+        return self.found[0]
+
+
+class RecordChecksums(Checksums):
+    """CRC-32 of records of a file, which become known while it is looked into."""
+
+    can_pass = True
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._records: dict[int, _Record] = {}
+        self._lock = threading.Lock()
+
+    def add(self, start: int, stop: int, crc: Callable[[], int | None]) -> None:
+        """A record at [start, stop); `crc` looks up what was written with it."""
+        if start < stop and start not in self._records:
+            with self._lock:
+                if start not in self._records:
+                    self._records[start] = _Record(stop, crc)
+                    self._starts.insert(bisect_left(self._starts, start), start)
+
+    def _near(self, start: int, stop: int) -> list[int]:
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        near = self._starts[first : bisect_left(self._starts, stop)]
+        return [at for at in near if self._records[at].stop > start]
+
+    def pending(self, start: int, stop: int) -> list[Range]:
+        records = ((at, self._records[at]) for at in self._near(start, stop))
+        return [(at, one.stop) for at, one in records if not one.is_right and one.crc() is not None]
+
+    def has(self, start: int, stop: int) -> bool:
+        for at in self._near(start, stop):
+            record = self._records[at]
+            if at <= start and stop <= record.stop:
+                return record.is_right or record.crc() is not None
+        return False
+
+    def owe(self, ranges: Iterable[Range], nbytes: int) -> None:
+        for start, stop in ranges:
+            for at in self._near(start, stop):
+                record = self._records[at]
+                if record.crc() is not None:
+                    with self._lock:
+                        record.owed_bytes += nbytes
+                    return  # elements lie in one record
+
+    def owed(self) -> list[Range]:
+        return [(at, one.stop) for at, one in self._records.items() if one.owed_bytes and not one.is_right]
+
+    def settle(self) -> int:
+        settled = 0
+        with self._lock:
+            for record in self._records.values():
+                if record.is_right:
+                    settled += record.owed_bytes
+                    record.owed_bytes = 0
+        return settled
+
+    def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
+        crc = 0
+        for piece in data:
+            crc = zlib.crc32(piece, crc)
+        record = self._records[block[0]]
+        record.is_right = crc == record.crc()
+        return record.is_right
+
+    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[list[Range], Counts, int]:
+        counts: dict[Range, int] = {}
+        outside = 0
+        runs = [(start, stop, stop - start) for start, stop in ranges]
+        runs += [(window.offset, window.stop, window.nbytes) for window in windows]
+        for start, stop, nbytes in runs:
+            left = nbytes
+            for at in self._near(start, stop):
+                record = self._records[at]
+                if record.crc() is not None:
+                    common = min(left, min(stop, record.stop) - max(start, at))
+                    counts[at, record.stop] = counts.get((at, record.stop), 0) + common
+                    left -= common
+            outside += left
+        blocks = sorted(counts)
+        return blocks, np.array([counts[block] for block in blocks], np.int64), outside
+
+    def note(self, start: int, data: memoryview) -> Range | None:
+        stop = start + len(data)
+        for at in self._near(start, stop):
+            record = self._records[at]
+            if record.is_right or at > start or stop > record.stop or record.crc() is None:
+                continue
+            crc = zlib.crc32(data)
+            with self._lock:
+                _put(record.passed, start, stop, crc)
+                if record.passed[0][:2] != (at, record.stop):
+                    return None
+                ((_, _, found),) = record.passed
+                record.passed.clear()
+            record.is_right = found == record.crc()
+            return None if record.is_right else (at, record.stop)
+        return None
+
+
+def _put(passed: list[tuple[int, int, int]], start: int, stop: int, crc: int) -> None:
+    """Add a run of bytes and its CRC to others, which are in order, disjoint and apart; not if it overlaps one."""
+    i = bisect_left(passed, (start,))
+    if (i and passed[i - 1][1] > start) or (i < len(passed) and passed[i][0] < stop):
+        return
+    if i < len(passed) and passed[i][0] == stop:
+        _, end, after = passed.pop(i)
+        crc, stop = combined(crc, after, end - stop), end
+    if i and passed[i - 1][1] == start:
+        begin, _, before = passed.pop(i - 1)
+        passed.insert(i - 1, (begin, stop, combined(before, crc, stop - start)))
+    else:
+        passed.insert(i, (start, stop, crc))
+
+
+def touched_ranges(window: Window) -> list[Range]:
+    """The bytes that a window touches, as ranges; small gaps are filled."""
+    runs = window.runs()
+    if runs.count <= 1:
+        return [(window.offset, window.stop)] if runs.count else []
+    length, far = runs.run_bytes, sorted(zip(runs.strides, runs.counts))
+    while far and far[0][0] - length <= _NEAR_BYTES:
+        stride, count = far.pop(0)
+        length += (count - 1) * stride
+    strides, counts = tuple(s for s, _ in reversed(far)), tuple(n for _, n in reversed(far))
+    return [(start, start + size) for start, size in ByteRuns(runs.offset, length, counts, strides)]
+
+
+def add_touched(counts: Counts, size: int, window: Window, nbytes: int, grain_bytes: int) -> None:
+    """Add what reading `window` of a file of `nbytes` touches to the counts of its blocks of `size` bytes.
+
+    Runs with gaps smaller than the grain touch everything between them; those with larger ones each touch whole grains.
+    """
+    runs = window.runs()
+    if not runs.count:
+        return
+    reach = runs.run_bytes
+    levels: list[tuple[int, int, int, int]] = []  # stride, count, and what each of its items reaches over and touches
+    start = runs.offset // grain_bytes * grain_bytes
+    lead, touched = runs.offset - start, 0
+    for stride, count in sorted(zip(runs.strides, runs.counts)):
+        if levels or stride - reach >= grain_bytes:
+            if not levels:
+                reach = touched = -(-(lead + reach) // grain_bytes) * grain_bytes
+            levels.append((stride, count, reach, touched))
+            touched *= count
+        reach += (count - 1) * stride
+    if not levels:
+        reach = -(-(lead + reach) // grain_bytes) * grain_bytes
+    stop = min(start + reach, nbytes)
+    first, last = start // size, (stop - 1) // size
+    at = np.clip(np.arange(first, last + 2) * size, start, stop) - start
+    below = np.zeros(len(at), np.int64)  # what is touched before each of these positions
+    for stride, count, inner, each in reversed(levels):
+        items = np.minimum(at // stride, count - 1)
+        below += items * each
+        at = np.minimum(at - items * stride, inner)
+    counts[first : last + 1] += np.diff(below + at)
+
+
+_POLYNOMIAL = 0xEDB88320
+"""x^32 + x^26 + ... + 1 without x^32, the coefficient of x^0 in the highest bit, as in all numbers here."""
+_ONE = 1 << 31
+_BYTE = _ONE >> 8
+
+
+def _product(a: int, b: int) -> int:
+    """Of two polynomials, modulo the one of CRC-32."""
+    found = 0
+    for power in range(32):
+        if a & _ONE >> power:
+            found ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return found
+
+
+@lru_cache(maxsize=4096)  # chunks of a checkpoint have few lengths
+def _shift(nbytes: int) -> int:
+    """x to the power of so many bytes' bits."""
+    found, square = _ONE, _BYTE
+    while nbytes:
+        if nbytes & 1:
+            found = _product(found, square)
+        square = _product(square, square)
+        nbytes >>= 1
+    return found
+
+
+def combined(first: int, second: int, second_nbytes: int) -> int:
+    """CRC-32 of two runs of bytes in a row, whose CRCs are known; 0 is that of no bytes.
+
+    A CRC is the rest of a polynomial over GF(2), so that of two runs follows from those of the two and a length.
+    """
+    return _product(first, _shift(second_nbytes)) ^ second

@@ -1,0 +1,275 @@
+"""What every format gives: named stored tensors, plain objects, and what it knows beyond these."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+
+from reshard.errors import FormatError
+from reshard.storage.base import Storage
+from reshard.stored.checksums import Checking
+from reshard.stored.source import Files, FileSource
+from reshard.stored.tensor import StoredTensor
+
+__all__ = [
+    "DATA_FILE", "RANK_METADATA", "Contents", "Facts", "Format", "LazyMapping", "Record", "has_dcp",
+    "make_record_type", "merge", "unknown_class",
+]  # fmt: skip
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+F = TypeVar("F", bound="Facts")
+
+
+class LazyMapping(Mapping[K, V], Generic[K, V]):
+    """A mapping whose keys are known and whose values are made, once, when asked for."""
+
+    def __init__(self, makers: Mapping[K, Callable[[], V]]) -> None:
+        self._makers = makers
+        self._made: dict[K, V] = {}
+
+    def __getitem__(self, name: K) -> V:
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a format knows beyond `Contents`. Each that knows something has a class of its own."""
+
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong with the checkpoint beside its tensors, such as a file of a rank that is missing."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint as its format tells it, under the keys as stored."""
+
+    format: str
+    """Name of the format, such as `"dcp"`."""
+    tensors: Mapping[str, StoredTensor]
+    """May make a tensor only when asked for it."""
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    """Everything that is no tensor, as plain data; may read an object only when asked for it."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of stored tensors: tied weights that are stored once."""
+    paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The path of each key in the nested state that was saved, where it is not just the key, see `state.tree`."""
+    facts: Facts | None = None
+    """What this format knows beyond that, see `facts_of`."""
+    fingerprints: Mapping[str, str] | None = None
+    """Digests of the tensors' values, where they were saved."""
+    warnings: tuple[str, ...] = ()
+    """What a reader should know: files that were ignored, objects that could not be represented."""
+    containers: Mapping[tuple[Any, ...], str] = field(default_factory=dict)
+    """Kinds of containers on those paths that are tuples or empty, or of a class (see `reshard.live.tree.Flat`)."""
+    subset: tuple[str, ...] | None = None
+    """The globs that chose what was saved, where a checkpoint is declared to be a part of something."""
+    files: tuple[FileSource, ...] = ()
+    """The files that were looked at, if it was opened from a folder."""
+    checking: Checking = field(default_factory=Checking, compare=False)
+    """How the bytes of its files are checked, and how many were."""
+    per_rank: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    """Values that are each rank's own, by key and rank: a `StoredTensor` or plain data."""
+    left_out: tuple[str, ...] = ()
+    """Keys of what was opened that have no place here, such as each rank's own values among canonical names."""
+
+    def facts_of(self, kind: type[F]) -> F | None:
+        """What the format knows, if that is of this kind."""
+        return self.facts if isinstance(self.facts, kind) else None
+
+    def find(self, name: str) -> StoredTensor | None:
+        """The tensor of a name, or of one that is tied to it; None if there is none."""
+        if name in self.tensors:
+            return self.tensors[name]
+        kept = self.aliases.get(name, "")
+        return self.tensors[kept].renamed(name) if kept in self.tensors else None
+
+
+class Format(Protocol):
+    """What the reader of a format offers: a module of `reshard.formats`."""
+
+    name: str
+    looks_for: str  # the files that mark it, for the message when nothing fits
+    checksums: str  # what they leave open: `EVERY_BLOCK`, `CRC_OF_RECORDS` or `NO_CHECKSUMS`
+
+    def detect(self, storage: Storage, names: Mapping[str, int]) -> bool:
+        """Whether the files `names` (name to size in bytes) look like this format: cheap, mostly by names."""
+
+    def open(self, files: Files) -> Contents:
+        """What the files hold: names, shapes and where the bytes are, but no bytes of tensors.
+
+        Raises FormatError or DamagedCheckpointError, naming the file.
+        """
+
+
+def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Facts | None = None) -> Contents:
+    """The contents of all parts, each under its section ("" for keys as they are).
+
+    Raises FormatError if two parts have the same key.
+    """
+    tensors: dict[str, Callable[[], StoredTensor]] = {}
+    objects: dict[str, Callable[[], Any]] = {}
+    aliases: dict[str, str] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    containers: dict[tuple[Any, ...], str] = {}
+    warnings: list[str] = []
+    for section, part in parts:
+        front = (section,) if section else ()
+        dotted = section + "." if section else ""
+        for key in (*part.tensors, *part.objects):
+            full = dotted + key
+            if full in tensors or full in objects:
+                raise FormatError(f"two parts of the checkpoint have the key {full!r}")
+            paths[full] = (*front, *part.paths.get(key, (key,)))
+            if key in part.tensors:
+                tensors[full] = partial(_tensor, part, key, full)
+            else:
+                objects[full] = partial(part.objects.__getitem__, key)
+        for key, target in part.aliases.items():
+            aliases[dotted + key] = dotted + target
+            paths[dotted + key] = (*front, *part.paths.get(key, (key,)))
+        containers.update({(*front, *path): kind for path, kind in part.containers.items()})
+        warnings += part.warnings
+    return Contents(
+        name, LazyMapping(tensors), LazyMapping(objects), aliases, paths, facts,
+        warnings=tuple(warnings), containers=containers,
+    )  # fmt: skip
+
+
+def _tensor(part: Contents, key: str, full: str) -> StoredTensor:
+    return part.tensors[key].renamed(full)
+
+
+# What a pickle's objects of unknown classes become when nothing is run: records of what the pickle
+# says of them.
+
+
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
+
+
+class _FrozenType(type):
+    """The class of records' classes: a pickle cannot set anything on them."""
+
+    def __setattr__(cls, name: str, value: Any) -> NoReturn:
+        raise TypeError("the class of a record cannot be changed")
+
+    def __delattr__(cls, name: str) -> NoReturn:
+        raise TypeError("the class of a record cannot be changed")
+
+
+class Record(metaclass=_FrozenType):
+    """An object of a class that is not known here, as the pickle describes it. It has no behaviour.
+
+    Attributes:
+        args: what its class or function was called with.
+        kwargs: the same by keyword.
+        state: what its `__setstate__` would have got; usually a dict of its attributes.
+        entries: items set on it, if it is a kind of dict.
+        elements: items appended to it, if it is a kind of list or set.
+    """
+
+    __slots__ = ("args", "elements", "entries", "kwargs", "state")
+
+    path = "object"
+    """Dotted name of the class or function."""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    state: Any
+    entries: Sequence[tuple[Any, Any]]
+    elements: Sequence[Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Record:
+        self = object.__new__(cls)
+        self.args = args
+        # metadata of a checkpoint has several records for each tensor, and hardly any has more than its state
+        self.kwargs = kwargs or _NO_KEYWORDS
+        self.state = None
+        self.entries = ()
+        self.elements = ()
+        return self
+
+    @property
+    def name(self) -> str:
+        """The last part of `path`: the class without its module."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The attributes that the object had, as far as its state tells."""
+        parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
+        return {k: v for part in parts if isinstance(part, dict) for k, v in part.items() if isinstance(k, str)}
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._grown("entries").append((key, value))
+
+    def append(self, item: Any) -> None:
+        """An element of a kind of list."""
+        self._grown("elements").append(item)
+
+    def extend(self, items: Any) -> None:
+        """Elements of a kind of list."""
+        self._grown("elements").extend(items)
+
+    def add(self, item: Any) -> None:
+        """An element of a kind of set."""
+        self._grown("elements").append(item)
+
+    def _grown(self, which: str) -> list[Any]:
+        """The list of that name, made when the first thing goes into it."""
+        if not getattr(self, which):
+            setattr(self, which, [])
+        return cast("list[Any]", getattr(self, which))
+
+    def __repr__(self) -> str:
+        return f"<{self.path}, not known here: args {self.args!r:.60}, state {self.state!r:.60}>"
+
+
+def make_record_type(module: str, name: str) -> type[Record]:
+    """A class of records that stands for `module.name`."""
+    members = {"__slots__": (), "path": f"{module}.{name}"}
+    return cast("type[Record]", _FrozenType(name.rpartition(".")[2] or "object", (Record,), members))
+
+
+def unknown_class(value: Any) -> str | None:
+    """The class of the first record in a nest of values, which only its own code could make into what it was."""
+    if isinstance(value, Record) or (isinstance(value, type) and issubclass(value, Record)):
+        return value.path
+    if isinstance(value, dict):
+        value = (*value, *value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return next((found for part in value if (found := unknown_class(part)) is not None), None)
+    return None
+
+
+# How torch.distributed.checkpoint names its files: to tell that there are some, their reader need
+# not be imported.
+
+
+RANK_METADATA = re.compile(r"__\d+\.metadata")
+DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+"""Of a rank, whose number is the group."""
+
+
+def has_dcp(names: Iterable[str]) -> bool:
+    """Whether one of the files, in the top folder, is of a DCP checkpoint, be it one that never became whole."""
+    return any(name == ".metadata" or RANK_METADATA.fullmatch(name) or DATA_FILE.fullmatch(name) for name in names)

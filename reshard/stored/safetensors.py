@@ -1,0 +1,231 @@
+"""The header of a safetensors file, which says where each tensor lies: reading with all checks or few, and writing.
+
+8 bytes: length N      N bytes: JSON {name: {dtype, shape, data_offsets}, "__metadata__": {text: text}}      data
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from planners.geometry.box import Window
+from planners.geometry.layout import itemsize
+from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.live.dtypes import SAFETENSORS_CODES, dtype_from_code
+from reshard.live.garbage import gc_paused
+from reshard.stored.source import Source
+from reshard.stored.tensor import Extent
+
+__all__ = [
+    "Header", "HeaderEntry", "Offsets", "encode_header", "encode_rows", "framed",
+    "looks_like_header", "read_header", "read_offsets",
+]  # fmt: skip
+
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library refuses to go beyond."""
+_MAX_OWN_HEADER_BYTES = 1 << 30
+"""Of our own files, whose manifest says how long their headers are."""
+_ALIGNMENT = 64
+_CODES = {name: code for code, name in SAFETENSORS_CODES.items() if name != "float4_e2m1fn_x2"}
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """One tensor of a file: row-major, at `window` of the file."""
+
+    dtype: str
+    window: Window
+
+
+@dataclass(frozen=True)
+class Header:
+    """All tensors of a file in the order of their data, and the file's own metadata."""
+
+    source: Source
+    entries: Mapping[str, HeaderEntry]
+    metadata: Mapping[str, str]
+
+    def place(self, name: str) -> Extent:
+        """Where a tensor of this file is. Raises KeyError."""
+        return Extent(self.source, self.entries[name].window)
+
+    def saved_offsets(self) -> dict[str, list[int]]:
+        """Offset of each chunk in a file that DCP's writer for Hugging Face wrote, {} if the file says none.
+
+        Raises DamagedCheckpointError.
+        """
+        text = self.metadata.get("DCP_SHARDING_INFO")
+        if text is None:
+            return {}
+        where = f"{self.source.label}: DCP_SHARDING_INFO in its header"
+        try:
+            info = {str(key): [int(o) for o in value["saved_offsets"]] for key, value in json.loads(text).items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise DamagedCheckpointError(f"{where} makes no sense") from None
+        if any(offset < 0 for offsets in info.values() for offset in offsets):
+            raise DamagedCheckpointError(f"{where} has a negative offset")
+        return info
+
+
+def looks_like_header(head: bytes, nbytes: int) -> bool:
+    """Whether the first 9 bytes of a file of `nbytes` could begin a safetensors file."""
+    return len(head) >= 9 and 2 <= int.from_bytes(head[:8], "little") <= nbytes - 8 and head[8:9] == b"{"
+
+
+def read_header(source: Source) -> Header:
+    """Read and check the header of a whole file.
+
+    Raises:
+        DamagedCheckpointError: the file is cut short, the header is no JSON, or tensors overlap, leave holes or do not
+            have the bytes that their shape needs.
+        FormatError: a dtype that is not known.
+    """
+    if source.nbytes < 8:
+        raise DamagedCheckpointError(
+            f"{source.label}: a safetensors file has at least 8 bytes, this has {source.nbytes}"
+        )
+    length = int.from_bytes(bytes(source.read(0, 8)), "little")
+    if length > min(MAX_HEADER_BYTES, source.nbytes - 8):
+        raise DamagedCheckpointError(
+            f"{source.label}: its header should have {length} bytes, but the file has {source.nbytes} in all; it was "
+            "cut short, or is no safetensors file"
+        )
+    try:
+        header = json.loads(bytes(source.read(8, length)), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{source.label}: its header is no JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise DamagedCheckpointError(f"{source.label}: its header is no JSON object")
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise DamagedCheckpointError(f"{source.label}: __metadata__ in its header must map text to text")
+    found = [(name, *_entry(source, name, fields, 8 + length)) for name, fields in header.items()]
+    found.sort(key=lambda item: (item[2], item[3]))
+    _check_tiling(source, found, 8 + length)
+    return Header(source, {name: entry for name, entry, _, _ in found}, metadata)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("it has the same key twice")
+    return result
+
+
+def _entry(source: Source, name: str, fields: Any, data_at: int) -> tuple[HeaderEntry, int, int]:
+    """The entry, and the first and last byte position that the header gives it."""
+    try:
+        code, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
+        numbers = [*shape, start, stop]
+        sane = isinstance(code, str) and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+    except (TypeError, KeyError, ValueError):
+        sane = False
+    if not sane:
+        raise DamagedCheckpointError(
+            f"{source.label}: the header's entry for tensor {name!r} makes no sense: {fields!r:.200}"
+        )
+    try:
+        dtype = dtype_from_code(code)
+    except FormatError as error:
+        raise FormatError(f"{source.label}: tensor {name!r}: {error}") from None
+    sizes = _sizes_in_memory(code, shape)
+    wanted = math.prod(sizes) * itemsize(dtype)
+    if stop - start != wanted:
+        raise DamagedCheckpointError(
+            f"{source.label}: tensor {name!r} of shape {shape} and dtype {code} needs {wanted} bytes, the header gives "
+            f"it {stop - start} at [{start}, {stop})"
+        )
+    return HeaderEntry(dtype, Window.row_major(data_at + start, sizes, itemsize(dtype))), start, stop
+
+
+def _sizes_in_memory(code: str, shape: list[int]) -> list[int]:
+    """The header counts the values of 4-bit tensors, torch counts pairs of them."""
+    if code == "F4" and shape:
+        return [*shape[:-1], shape[-1] // 2]
+    return shape
+
+
+def _check_tiling(source: Source, found: list[tuple[str, HeaderEntry, int, int]], data_at: int) -> None:
+    at = 0
+    for name, _, start, stop in found:
+        if start != at:
+            what = "overlaps the one before" if start < at else f"leaves a hole of {start - at} bytes"
+            raise DamagedCheckpointError(
+                f"{source.label}: tensor {name!r} at [{start}, {stop}) {what}; the header lies"
+            )
+        at = stop
+    if data_at + at != source.nbytes:
+        raise DamagedCheckpointError(
+            f"{source.label}: its tensors need {data_at + at} bytes, but the file has {source.nbytes}; it was cut "
+            "short or appended to"
+        )
+
+
+class Offsets(msgspec.Struct):
+    """Where the data of a tensor begin and end, counted from the end of the header; None in the entry of metadata."""
+
+    data_offsets: tuple[int, int] | None = None
+
+
+def read_offsets(source: Source, header_bytes: int) -> dict[str, Offsets]:
+    """The entries of a header whose length is known, and whose tensors are told elsewhere: nothing else is looked at.
+
+    Raises DamagedCheckpointError if the header is no such one.
+    """
+    if not 8 <= header_bytes <= min(source.nbytes, _MAX_OWN_HEADER_BYTES):
+        raise DamagedCheckpointError(f"{source.label}: a header of {header_bytes} bytes does not fit the file")
+    data = bytes(source.read(0, header_bytes))
+    if int.from_bytes(data[:8], "little") != header_bytes - 8:
+        raise DamagedCheckpointError(f"{source.label}: its header does not have the length that the manifest says")
+    try:
+        return msgspec.json.decode(data[8:], type=dict[str, Offsets])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{source.label}: its header is damaged: {error}") from None
+
+
+def encode_header(arrays: Iterable[tuple[str, str, Sequence[int]]], note: Mapping[str, str] | None = None) -> bytes:
+    """The length and header of a file whose arrays (name, dtype, sizes) follow one another; `note` is metadata.
+
+    Raises FormatError if two arrays have one name.
+    """
+    rows = encode_rows(arrays, 0)
+    head, tail = framed(len(rows), note)
+    return head + rows + tail
+
+
+@gc_paused()
+def encode_rows(arrays: Iterable[tuple[str, str, Sequence[int]]], start: int) -> bytes:
+    """The rows of a header for some arrays, the first of which begins at `start`, counted from the end of the header.
+
+    Raises FormatError if two arrays have one name.
+    """
+    table: dict[str, object] = {}
+    at = start
+    for key, dtype, sizes in arrays:
+        if key == "__metadata__":
+            raise FormatError(
+                'no tensor can be called "__metadata__": safetensors keeps that name for itself; rename it'
+            )
+        if key in table:
+            raise FormatError(f"two arrays of one file would be called {key!r}: rename one of the tensors")
+        stop = at + math.prod(sizes) * itemsize(dtype)
+        code, shape = _CODES.get(dtype), list(sizes)
+        if code is None:  # safetensors has no code for it: bytes, in a last dim of their own
+            code, shape = "U8", [*shape, itemsize(dtype)]
+        table[key] = {"dtype": code, "shape": shape, "data_offsets": [at, stop]}
+        at = stop
+    return b"," + msgspec.json.encode(table)[1:-1] if table else b""
+
+
+def framed(rows_bytes: int, note: Mapping[str, str] | None = None) -> tuple[bytes, bytes]:
+    """What stands before and behind rows of so many bytes, to make a header of them; `note` is metadata."""
+    head = msgspec.json.encode({"__metadata__": {"format": "pt", **(note or {})}})[:-1]
+    nbytes = len(head) + rows_bytes + 1
+    padding = -(8 + nbytes) % _ALIGNMENT
+    return (nbytes + padding).to_bytes(8, "little") + head, b"}" + b" " * padding

@@ -1,0 +1,457 @@
+"""Where bytes come from: a file of a storage, a compressed item of a file, or memory. Equal sources compare equal."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from types import MappingProxyType
+
+from planners.geometry.box import Window
+from reshard.errors import DamagedCheckpointError
+from reshard.storage.base import Storage
+from reshard.stored.checksums import Checking, Checksums, may_check, touched_ranges
+
+__all__ = [
+    "DIRECT_BYTES", "BytesSource", "DecodedSource", "FileSource", "Files", "Source",
+    "raise_changed",
+]  # fmt: skip
+
+
+DIRECT_BYTES = 1 << 20
+"""Runs of at least this many bytes are read by calls to the storage, even where there is a zero-copy view: one call to
+the kernel is faster than a page fault for every few pages of a fresh mapping."""
+
+
+_FINISH_BYTES = 16 << 20
+_MADV_POPULATE_READ = 22
+"""Linux 5.14: the page tables are filled at once, and not page by page as they are touched."""
+
+
+class Source(ABC):
+    """A run of bytes that windows count in."""
+
+    label: str
+    """Its name, for messages."""
+    max_gap_bytes: int = 0
+    """Reading up to this many bytes that nobody asked for is cheaper than one more request."""
+    direct_bytes: int = DIRECT_BYTES
+    """Runs of at least so many bytes are better read by a call than copied from the view."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """How many bytes there are."""
+
+    @abstractmethod
+    def view(self) -> memoryview | None:
+        """All bytes, read-only and without a copy, where that costs nothing; else None."""
+
+    @abstractmethod
+    def _fill(self, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `start`; the range is there."""
+
+    def compare(self, window: Window) -> None:  # noqa: B027  # most have none
+        """Compare all bytes that a window touches with their checksums, where there are any: see `FileSource`.
+
+        What is decoded or computed is made of bytes that were compared.
+        """
+
+    def check(self, start: int, stop: int) -> None:
+        """Raises DamagedCheckpointError unless bytes [start, stop) exist."""
+        if not 0 <= start <= stop <= self.nbytes:
+            raise DamagedCheckpointError(
+                f"{self.label}: wanted bytes [{start}, {stop}), but it has {self.nbytes} bytes; it was cut short, or "
+                "what points into it is wrong"
+            )
+
+    def read_into(self, start: int, buffer: memoryview, *, passing: bool = False) -> None:
+        """Fill the writable `buffer` with the bytes from `start`, compared with their checksums where there are any.
+
+        `passing`: what surrounds them is read before or after, so that a large block is compared piece by piece.
+
+        Raises DamagedCheckpointError if they end early or were changed.
+        """
+        self.check(start, start + buffer.nbytes)
+        if buffer.nbytes:
+            self._fill(start, buffer)
+
+    def read(self, start: int, length: int, *, elements: bool = False) -> bytes | memoryview:
+        """`length` bytes from `start`, a view where there is one, compared with their checksums where there are any.
+
+        `elements`: they are those of tensors, and count as such.
+
+        Raises DamagedCheckpointError if they end early or were changed.
+        """
+        return self.raw(start, length)
+
+    def fill(self, start: int, buffer: memoryview) -> None:
+        """`read_into` without comparing anything: for who has done so."""
+        self.check(start, start + buffer.nbytes)
+        if buffer.nbytes:
+            self._fill(start, buffer)
+
+    def raw(self, start: int, length: int) -> bytes | memoryview:
+        """`read` without comparing anything: for who has done so, or will."""
+        self.check(start, start + length)
+        view = self.view()
+        if view is not None:
+            return view[start : start + length]
+        buffer = memoryview(bytearray(length))
+        if length:
+            self._fill(start, buffer)
+        return buffer.toreadonly()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.label!r})"
+
+
+class FileSource(Source):
+    """An object of a storage. Mapped into memory at first use where the storage can.
+
+    Whoever reads of it, by `read`, `read_into` or, where there is a view, after `compare`, gets bytes that have the
+    checksums that were saved, or an error; what has none, or would cost more than `may_check` allows, counts as
+    unchecked in `checking`.
+
+    `listed` is its size, if that is known already, where the storage has no view of it: a request less.
+    """
+
+    def __init__(
+        self, storage: Storage, name: str, listed: int | None = None, checking: Checking | None = None
+    ) -> None:
+        self.storage = storage
+        self.name = name
+        self.checking = Checking() if checking is None else checking
+        self.checksums: Checksums | None = None
+        """Of its blocks, where the format has any: whoever knows them puts them here."""
+        self.label = f"{storage.url.rstrip('/')}/{name}"
+        self.max_gap_bytes = storage.max_gap_bytes
+        self._view: memoryview | None = None
+        self._nbytes: int | None = None
+        self._listed = listed
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        if self._nbytes is None:
+            self.view()
+            assert self._nbytes is not None
+        return self._nbytes
+
+    def view(self) -> memoryview | None:
+        if self._nbytes is None:
+            with self._lock:
+                if self._nbytes is None:
+                    self._view = self.storage.mapped(self.name)
+                    if self._view is not None:
+                        self._nbytes = len(self._view)
+                    else:
+                        self._nbytes = self.storage.size(self.name) if self._listed is None else self._listed
+        return self._view
+
+    def compare(self, window: Window) -> None:
+        """Compare all blocks that a window touches with their checksums.
+
+        Raises DamagedCheckpointError that names the first block that was changed, and how many were.
+        """
+        ranges, wanted = touched_ranges(window), window.nbytes
+        sums = self.checksums
+        if sums is None or not self.checking.enabled:
+            self.checking.add(unchecked=wanted)
+            return
+        blocks = list(dict.fromkeys(block for start, stop in ranges for block in sums.pending(start, stop)))
+        if not may_check(sum(stop - start for start, stop in blocks), wanted):
+            self._owe(sums, ranges, wanted)
+            return
+        self.compare_blocks(blocks)
+        has_all = all(sums.has(start, stop) for start, stop in ranges)
+        self.checking.add(**{"checked" if has_all else "unchecked": wanted})
+
+    def compare_blocks(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Read blocks and compare them with their checksums. Raises DamagedCheckpointError."""
+        self._judge([(block, [self.raw(block[0], block[1] - block[0])]) for block in blocks])
+
+    def _judge(self, blocks: Iterable[tuple[tuple[int, int], Iterable[bytes | memoryview]]]) -> None:
+        """Raises DamagedCheckpointError unless each block, whose bytes are given in pieces, is right."""
+        assert self.checksums is not None
+        bad, compared = [], 0
+        for block, pieces in blocks:
+            compared += block[1] - block[0]
+            if not self.checksums.is_right(block, pieces):
+                bad.append(block)
+        self.checking.add(compared=compared)
+        raise_changed((self.label, start, stop) for start, stop in bad)
+
+    def compare_data(self, start: int, data: memoryview) -> int:
+        """Compare the blocks that lie wholly within `data`, the bytes from `start`; returns how many bytes these have.
+
+        Raises DamagedCheckpointError.
+        """
+        if self.checksums is None or not self.checking.enabled:
+            return 0
+        stop = start + len(data)
+        blocks = [(a, b) for a, b in self.checksums.pending(start, stop) if start <= a and b <= stop]
+        self._judge((block, [data[block[0] - start : block[1] - start]]) for block in blocks)
+        return sum(b - a for a, b in blocks)
+
+    def read_into(self, start: int, buffer: memoryview, *, passing: bool = False) -> None:
+        stop = start + buffer.nbytes
+        self.check(start, stop)
+        blocks = self._blocks_to_compare(start, stop)
+        if passing and blocks and self.checksums is not None and self.checksums.can_pass:
+            blocks = None if blocks[0][0] < start or blocks[-1][1] > stop else blocks
+        if blocks and self.view() is None and (blocks[0][0] < start or blocks[-1][1] > stop):
+            buffer[:] = self.read(start, buffer.nbytes, elements=True)  # one request, for the whole blocks
+            return
+        if buffer.nbytes:
+            self._fill(start, buffer)
+        self._compare_read(start, buffer, blocks, buffer.nbytes)
+
+    def read(self, start: int, length: int, *, elements: bool = False) -> bytes | memoryview:
+        stop, wanted = start + length, length if elements else 0
+        self.check(start, stop)
+        blocks = self._blocks_to_compare(start, stop)
+        if self.view() is not None or not blocks:
+            data = self.raw(start, length)
+            self._compare_read(start, memoryview(data), blocks, wanted)
+            return data
+        first, last = min(start, blocks[0][0]), max(stop, blocks[-1][1])
+        whole = memoryview(self.raw(first, last - first))
+        self._compare_read(first, whole, blocks, wanted)
+        return whole[start - first : stop - first]
+
+    def _blocks_to_compare(self, start: int, stop: int) -> list[tuple[int, int]] | None:
+        """The blocks to compare where bytes [start, stop) are read; None if they are to go unchecked."""
+        if self.checksums is None or not self.checking.enabled:
+            return None
+        blocks = self.checksums.pending(start, stop)
+        return blocks if may_check(sum(b - a for a, b in blocks), stop - start) else None
+
+    def _compare_read(self, start: int, data: memoryview, blocks: list[tuple[int, int]] | None, wanted: int) -> None:
+        """Compare blocks of which `data`, the bytes from `start`, has at least a part; the rest of each is read.
+
+        `wanted`: how many bytes of elements were asked for.
+        """
+        stop, sums = start + len(data), self.checksums
+        if sums is None or not self.checking.enabled:
+            self.checking.add(unchecked=wanted)
+            return
+        if blocks is None:
+            if wanted:
+                self._owe(sums, [(start, stop)], wanted)
+                wrong = sums.note(start, data)
+                raise_changed([] if wrong is None else [(self.label, *wrong)])
+                self._settle(sums)
+            return
+        rows = []
+        for block in blocks:
+            pieces: list[bytes | memoryview] = [data[max(block[0] - start, 0) : block[1] - start]]
+            if block[0] < start:
+                pieces.insert(0, self.raw(block[0], start - block[0]))
+            if block[1] > stop:
+                pieces.append(self.raw(stop, block[1] - stop))
+            rows.append((block, pieces))
+        self._judge(rows)
+        self.checking.add(**{"checked" if sums.has(start, stop) else "unchecked": wanted})
+
+    def _owe(self, sums: Checksums, ranges: Iterable[tuple[int, int]], nbytes: int) -> None:
+        """Bytes of elements go on unchecked; `Checking.finish` may make up for it."""
+        self.checking.add(unchecked=nbytes)
+        sums.owe(ranges, nbytes)
+        self.checking.remember(self)
+
+    def _settle(self, sums: Checksums) -> None:
+        settled = sums.settle()
+        self.checking.add(checked=settled, unchecked=-settled)
+
+    def finish_comparing(self) -> None:
+        """Compare what was read of so far, and not compared. Raises DamagedCheckpointError."""
+        sums = self.checksums
+        if sums is None or not self.checking.enabled:
+            return
+
+        def pieces(start: int, stop: int) -> Iterator[bytes | memoryview]:
+            for at in range(start, stop, _FINISH_BYTES):
+                yield self.raw(at, min(_FINISH_BYTES, stop - at))
+                self.release()
+
+        self._judge((block, pieces(*block)) for block in sums.owed())
+        self._settle(sums)
+
+    def prefer_view(self) -> None:
+        """Copy from the view from now on, where there is one: its pages were touched, and are at hand."""
+        self.direct_bytes = sys.maxsize
+
+    def _fill(self, start: int, buffer: memoryview) -> None:
+        view = self.view()
+        if view is not None and buffer.nbytes < self.direct_bytes:
+            buffer[:] = view[start : start + buffer.nbytes]
+        else:
+            self.storage.read_into(self.name, start, buffer)
+
+    def read_directly(self, start: int, buffer: memoryview) -> None:
+        """Like `read_into`, by calls to the storage even where there is a view: the pages stay unmapped."""
+        self.check(start, start + buffer.nbytes)
+        if buffer.nbytes:
+            self.storage.read_into(self.name, start, buffer)
+
+    def release(self) -> None:
+        """Give the mapped pages that were read back: they count as this process's memory until then."""
+        self._give_back(0, self.nbytes)  # what is needed again comes from the page cache
+
+    def mapped(self, start: int, length: int) -> memoryview | None:
+        """Bytes of the file, brought into memory at once and without a copy, or None where it cannot be so."""
+        self.check(start, start + length)
+        view = self.view()
+        if view is None or not isinstance(view.obj, mmap.mmap):
+            return None
+        try:  # a page that cannot be read is an error here, but would end the process if it were touched
+            self._advise(_MADV_POPULATE_READ, start, length)
+        except OSError:
+            return None
+        return view[start : start + length]
+
+    def unmap(self, start: int, length: int) -> None:
+        """Give these bytes back: the pages that lie wholly within them."""
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._give_back(first, start + length - first)
+
+    def _give_back(self, start: int, length: int) -> None:
+        with suppress(OSError):  # then the pages stay until the system wants them back itself
+            self._advise(mmap.MADV_DONTNEED, start, length)
+
+    def _advise(self, what: int, start: int, length: int) -> None:
+        mapped = self._view.obj if self._view is not None else None
+        if isinstance(mapped, mmap.mmap) and length > 0:
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped.madvise(what, first, start + length - first)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FileSource) and self.storage is other.storage and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash((id(self.storage), self.name))
+
+
+class Files:
+    """The files of one checkpoint: one `FileSource` a name, so that each is mapped once, and is checked in one way.
+
+    `listed`: sizes by name, as far as they are known: the files to look at, relative to `storage`; there may be others.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        listed: Mapping[str, int] = MappingProxyType({}),
+        checking: Checking | None = None,
+    ) -> None:
+        self.storage = storage
+        self.listed = listed
+        self.checking = Checking() if checking is None else checking
+        self._sources: dict[str, FileSource] = {}
+
+    def __getitem__(self, name: str) -> FileSource:
+        source = self._sources.get(name)
+        if source is None:
+            made = FileSource(self.storage, name, self.listed.get(name), self.checking)
+            source = self._sources.setdefault(name, made)
+        return source
+
+    def some(self, names: Mapping[str, int]) -> Files:
+        """The same files, of which only these are to be looked at."""
+        found = Files(self.storage, names, self.checking)
+        found._sources = self._sources
+        return found
+
+
+def raise_changed(bad: Iterable[tuple[str, int, int]]) -> None:
+    """Raises DamagedCheckpointError for blocks (file, start, stop) that have other checksums than were saved."""
+    bad = list(bad)
+    if bad:
+        label, start, stop = bad[0]
+        more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
+        raise DamagedCheckpointError(
+            f"{label}: bytes [{start}, {stop}) were changed since they were written{more}: restore the file, or load "
+            "another checkpoint (check=False reads it as it is)"
+        )
+
+
+class BytesSource(Source):
+    """Bytes in memory: constants, padding, what was decoded."""
+
+    def __init__(self, data: bytes | memoryview, label: str = "memory") -> None:
+        self.data = data
+        self.label = label
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def view(self) -> memoryview:
+        return memoryview(self.data)
+
+    def _fill(self, start: int, buffer: memoryview) -> None:
+        buffer[:] = self.data[start : start + buffer.nbytes]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BytesSource) and self.data == other.data
+
+    def __hash__(self) -> int:
+        return hash((BytesSource, len(self.data), bytes(self.data[:64])))
+
+
+class DecodedSource(Source):
+    """Bytes that exist only decoded, such as a compressed item of a file.
+
+    Decoding is all or nothing, so the last decoded item is kept, and only that one: memory stays within one item
+    for each `DecodedSource.Slot` that a checkpoint shares among its items.
+    """
+
+    direct_bytes = sys.maxsize
+
+    class Slot:
+        """Holds the bytes of the source that was decoded last."""
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+            self.owner: DecodedSource | None = None
+            self.data = b""
+
+    def __init__(
+        self, file: FileSource, start: int, length: int, codec: str, decode: Callable[[bytes], bytes], slot: Slot
+    ) -> None:
+        """`decode` turns the `length` bytes at `start` of `file` into the bytes that windows count in."""
+        self.file, self.start, self.length, self.codec = file, start, length, codec
+        self.label = f"{file.label} (bytes [{start}, {start + length}), {codec})"
+        self._decode = decode
+        self._slot = slot
+
+    def decoded(self) -> bytes:
+        """All bytes, decoded. Raises DamagedCheckpointError if they cannot be."""
+        with self._slot.lock:
+            if self._slot.owner is not self:
+                self._slot.data = self._decode(bytes(self.file.read(self.start, self.length, elements=True)))
+                self._slot.owner = self
+            return self._slot.data
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.decoded())
+
+    def view(self) -> memoryview:
+        return memoryview(self.decoded())
+
+    def _fill(self, start: int, buffer: memoryview) -> None:
+        buffer[:] = self.decoded()[start : start + buffer.nbytes]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DecodedSource) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[FileSource, int, int, str]:
+        return self.file, self.start, self.length, self.codec

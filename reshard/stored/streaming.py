@@ -1,0 +1,437 @@
+"""Regions of stored tensors as a stream of bytes; and what the writers of all formats share."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType, TracebackType
+from typing import Any, Self, cast
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from planners.geometry.box import Box, Window
+from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
+from planners.geometry.mesh import Mesh, Replicate
+from planners.plans.save import SavePlan, plan_writes
+from reshard.errors import DamagedCheckpointError, ReshardError
+from reshard.live.dtypes import dtype_from_name, item_dtype
+from reshard.live.fingerprints import Partial, comparable, partial
+from reshard.storage.base import Storage, Writer
+from reshard.stored.contents import Contents
+from reshard.stored.source import FileSource
+from reshard.stored.tensor import StoredTensor, check_cover, copy_place
+
+__all__ = [
+    "Feed", "FilePart", "FilePlan", "FormatWriter", "HashingWriter", "Region", "WrittenFile",
+    "fingerprint_parts", "grouped", "spread", "stream", "windows",
+]  # fmt: skip
+
+
+#     with stream(regions) as feed:
+#         for region in regions:
+#             for piece in feed.take(region):
+#                 out.write(piece.data)
+#
+# Memory is `DEPTH` pieces of at most `PIECE_BYTES`, however large the tensors are. Pieces of files
+# of this machine are smaller, so that they are still in the processor's cache when they are hashed
+# and written. They are copied and not mapped: that takes about as long, but goes on beside the
+# writing of the piece before.
+
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+PIECE_BYTES = 16 << 20
+"""The most that is read at once."""
+NEAR_PIECE_BYTES = 2 << 20
+"""The same, of a file that is mapped: then a read is a short call, and no request."""
+DEPTH = 3
+"""Pieces in memory: one that is written, and those that are read meanwhile."""
+_RELEASE_BYTES = 64 << 20
+"""After so many bytes the mapped pages of the files are given back."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of a stored tensor, in the tensor's coordinates."""
+
+    stored: StoredTensor
+    box: Box
+
+    @classmethod
+    def whole(cls, stored: StoredTensor) -> Region:
+        """The whole tensor."""
+        return cls(stored, Box.full(stored.spec.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.box.numel * self.stored.itemsize
+
+
+@dataclass(frozen=True)
+class StreamedRows:
+    """Some rows of a region; valid until the next piece is taken."""
+
+    box: Box
+    """In the coordinates of the whole tensor."""
+    data: memoryview
+    """The elements, row-major."""
+    dtype: str
+
+    def tensor(self) -> torch.Tensor:
+        """The elements as a tensor that shares the piece's memory."""
+        raw = torch.frombuffer(self.data, dtype=torch.uint8)
+        return raw.view(dtype_from_name(self.dtype)).view(self.box.sizes)
+
+
+def windows(shape: Sequence[int], itemsize: int, max_bytes: int = PIECE_BYTES) -> Iterator[Box]:
+    """Boxes of at most about `max_bytes` that make up `shape`, row-major; none where there is no element."""
+    if 0 in shape:
+        return
+    lead, inner = 0, math.prod(shape) * itemsize
+    while lead < len(shape) and inner > max_bytes:
+        inner //= shape[lead]
+        lead += 1
+    if not lead:
+        yield Box.full(shape)
+        return
+    step = max(1, max_bytes // max(inner, 1))
+    outer, cut, rest = tuple(shape[: lead - 1]), shape[lead - 1], tuple(shape[lead:])
+    for prefix in np.ndindex(*outer):
+        for start in range(0, cut, step):
+            size = min(step, cut - start)
+            yield Box.of((*prefix, start, *(0,) * len(rest)), (*(1,) * len(prefix), size, *rest))
+
+
+class Feed:
+    """The pieces of some regions, in order."""
+
+    def __init__(self, regions: Iterable[Region], seen: Callable[[Region, StreamedRows], None] | None = None) -> None:
+        self._seen = seen
+        self._tasks = self._all_windows(regions)
+        self._buffers: deque[Array] = deque(np.empty(0, np.uint8) for _ in range(DEPTH))
+        self._pending: deque[tuple[Box, str, Array, Future[memoryview]]] = deque()
+        self._pool = ThreadPoolExecutor(DEPTH - 1, thread_name_prefix="reshard-stream")
+        self._sources: set[FileSource] = set()
+        self._read_bytes = 0
+        self._last: Array | None = None
+
+    @staticmethod
+    def _all_windows(regions: Iterable[Region]) -> Iterator[tuple[_RegionReader, Box]]:
+        for region in regions:
+            reader = _RegionReader(region)
+            for box in windows(region.box.sizes, region.stored.itemsize, _piece_bytes(region)):
+                yield reader, box.shift(region.box.offsets)
+
+    def take(self, region: Region) -> Iterator[StreamedRows]:
+        """The pieces of `region`, which must be the next one. Raises what reading raises."""
+        for _ in windows(region.box.sizes, region.stored.itemsize, _piece_bytes(region)):
+            piece = self._next()
+            if self._seen is not None:
+                self._seen(region, piece)
+            yield piece
+
+    def _next(self) -> StreamedRows:
+        if self._last is not None:
+            self._buffers.append(self._last)
+            self._last = None
+        while self._buffers and self._submit():
+            pass
+        if not self._pending:
+            raise ReshardError("more pieces were taken of a stream than its regions have")
+        box, dtype, buffer, future = self._pending.popleft()
+        data = future.result()
+        self._last = buffer
+        return StreamedRows(box, data, dtype)
+
+    def _submit(self) -> bool:
+        task = next(self._tasks, None)
+        if task is None:
+            return False
+        reader, box = task
+        nbytes = box.numel * reader.stored.itemsize
+        buffer = self._buffers.popleft()
+        if len(buffer) < nbytes:
+            buffer = np.empty(max(nbytes, min(2 * len(buffer), PIECE_BYTES)), np.uint8)
+        loading = self._pool.submit(self._load, reader, box, buffer[:nbytes])
+        self._pending.append((box, reader.stored.spec.dtype, buffer, loading))
+        return True
+
+    def _load(self, reader: _RegionReader, box: Box, buffer: Array) -> memoryview:
+        """The bytes of a box; on a thread of the pool."""
+        self._sources.update(reader.read(box, buffer.view(item_dtype(reader.stored.itemsize)).reshape(box.sizes)))
+        self._read_bytes += buffer.nbytes
+        if self._read_bytes >= _RELEASE_BYTES:
+            self._read_bytes = 0
+            sources, self._sources = self._sources, set()
+            for source in sources:
+                source.release()
+        return memoryview(cast("Any", buffer))  # numpy's types know buffers from 3.12 on
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        for source in self._sources:
+            source.release()
+
+
+def stream(regions: Iterable[Region], seen: Callable[[Region, StreamedRows], None] | None = None) -> Feed:
+    """The feed of these regions; `seen` is called with each piece that is taken, before it is."""
+    return Feed(regions, seen)
+
+
+def _piece_bytes(region: Region) -> int:
+    """How much of a region is read at once. Asks where the first of its chunks is, which has to be known anyway."""
+    chunk = next((chunk for chunk, _ in region.stored.meeting(region.box)), None)
+    near = chunk is not None and isinstance(chunk.source, FileSource) and chunk.source.view() is not None
+    return NEAR_PIECE_BYTES if near else PIECE_BYTES
+
+
+class _RegionReader:
+    """Reads boxes of one region."""
+
+    def __init__(self, region: Region) -> None:
+        self.stored = region.stored
+        self._region = region
+        self._checked = False
+
+    def _check(self) -> None:
+        if not self._checked:  # twice, if two threads come at once: no harm
+            check_cover(self.stored, self._region.box)
+            self._checked = True
+
+    def read(self, box: Box, out: Array) -> set[FileSource]:
+        """Fill `out`, an array of the box's sizes; returns the files that were read."""
+        self._check()
+        sources: set[FileSource] = set()
+        for chunk, common in self.stored.meeting(box):
+            place = chunk.place
+            window = place.window.crop(common.relative_to(chunk.box))
+            for part in _narrow(window):
+                inner: Any = (*part.shift(common.relative_to(box).offsets).slices, ...)  # no dims: still an array
+                near = window.crop(part)
+                copy_place(place.with_window(near), out[inner], passing=True)
+                if isinstance(place.source, FileSource):
+                    sources.add(place.source)
+                    if part.sizes != window.sizes:
+                        place.source.unmap(near.offset, near.stop - near.offset)
+        return sources
+
+
+def _narrow(window: Window) -> Iterator[Box]:
+    """The window in parts that lie close together: of a mapped file, all pages between count as memory when touched."""
+    span = window.stop - window.offset
+    dims = [d for d, n in enumerate(window.sizes) if n > 1]
+    if span <= PIECE_BYTES or window.is_contiguous or not dims:
+        yield Box.full(window.sizes)
+        return
+    far = max(dims, key=lambda d: window.strides[d])
+    step = max(1, PIECE_BYTES // max(window.strides[far], 1))
+    for start in range(0, window.sizes[far], step):
+        size = min(step, window.sizes[far] - start)
+        offsets = tuple(start if d == far else 0 for d in range(len(window.sizes)))
+        yield Box.of(offsets, tuple(size if d == far else n for d, n in enumerate(window.sizes)))
+
+
+# What the writers of all formats share: a plan of files, each streamed from stored tensors,
+# published at the end.
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A box of a tensor that a file holds."""
+
+    spec: TensorSpec
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.box.numel * self.spec.itemsize
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file of the target and what it holds, in order."""
+
+    name: str
+    parts: tuple[FilePart, ...]
+    rank: int = 0
+    """As if this rank had written it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in it."""
+        return sum(part.nbytes for part in self.parts)
+
+
+class WrittenFile(msgspec.Struct, frozen=True):
+    """A file that is written, whole and durable."""
+
+    name: str
+    """The name under which it is written; it may be renamed when all are done."""
+    nbytes: int
+    digest: str
+    """XXH3-128 of the whole file, in hex."""
+    facts: dict[str, Any] = {}
+    """What `finish` needs to know of it."""
+
+
+class FormatWriter(ABC):
+    """Writes one state in one format: a plan of files, each of which can be written independently of the others.
+
+    writer = SafetensorsWriter(contents, job_id, max_shard_bytes=...)
+    done = {file.name: writer.write(storage, file, on_bytes) for file in writer.files}
+    writer.finish(storage, done)           # publishes: before that, there is no checkpoint
+    """
+
+    format: str
+    files: tuple[FilePlan, ...]
+    left_out: tuple[str, ...]
+    """Keys that the format cannot hold, or that have no canonical name."""
+    refused: dict[str, str]
+    """Objects that cannot be written, by key, and why: they must be left out on purpose."""
+
+    def __init__(self, contents: Contents, job_id: str) -> None:
+        """`job_id`, in hex, is in the names of files that are not to be taken for those of another job."""
+        self.contents = contents
+        self.job_id = job_id
+        self.left_out = contents.left_out
+        self.refused = {}
+        self._prints: dict[str, Partial] = {}
+
+    def claimed(self, storage: Storage) -> AbstractContextManager[None]:
+        """While files are written: what others must see to know that these are somebody's."""
+        return nullcontext()
+
+    @abstractmethod
+    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
+        """Write one file, durably, from a stream of bounded memory."""
+
+    @abstractmethod
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
+        """Publish: from now on the target is a checkpoint. `done` is by the file's name in the plan."""
+
+    @abstractmethod
+    def occupied(self, names: Mapping[str, int]) -> str | None:
+        """The file that shows that there is a checkpoint already, or None."""
+
+    def region(self, part: FilePart) -> Region:
+        """Where a part's elements come from."""
+        return Region(self.stored(part.spec.fqn), part.box)
+
+    @property
+    def takes_fingerprints(self) -> bool:
+        """Whether what is written is summed up: where the source has fingerprints, they must be the same."""
+        return bool(self.contents.fingerprints)
+
+    def feed(self, regions: Sequence[Region]) -> Feed:
+        """The elements of regions, on their way into a file."""
+        self._prints = {}
+        return stream(regions, self._sum_up if self.takes_fingerprints else None)
+
+    def _sum_up(self, region: Region, piece: StreamedRows) -> None:
+        spec = region.stored.spec
+        found = partial(piece.tensor(), piece.box, spec.shape)
+        self._prints[spec.fqn] = self._prints[spec.fqn] + found if spec.fqn in self._prints else found
+
+    def done(self, name: str, nbytes: int, digest: str, facts: Mapping[str, Any] = MappingProxyType({})) -> WrittenFile:
+        """A file that was written from `feed`, with what its elements add to fingerprints."""
+        prints = {fqn: part.to_bytes().hex() for fqn, part in self._prints.items()}
+        return WrittenFile(name, nbytes, digest, {**facts, "prints": prints} if prints else dict(facts))
+
+    def compare_fingerprints(self, done: Mapping[str, WrittenFile]) -> None:
+        """Raises DamagedCheckpointError unless what was written has the fingerprints that the source was saved with."""
+        totals: dict[str, Partial] = {}
+        for row in done.values():
+            for fqn, part in fingerprint_parts(row).items():
+                totals[fqn] = totals[fqn] + part if fqn in totals else part
+        saved = self.contents.fingerprints or {}
+        for fqn in self.names:
+            spec, expected = self.stored(fqn).spec, saved.get(fqn)
+            if expected is None:
+                continue
+            found = totals.get(fqn, Partial()).digest(spec.dtype, spec.shape)
+            if comparable(expected, found) and expected != found:
+                raise DamagedCheckpointError(
+                    f"tensor {fqn!r}: what was written has the fingerprint {found}, but the source was saved with "
+                    f"{expected}: its bytes or its manifest were changed. Nothing was published"
+                )
+
+    def stored(self, name: str) -> StoredTensor:
+        """The stored tensor of one of `names`."""
+        return self.contents.tensors[name]
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors that are stored, tied ones once."""
+        return [name for name in self.contents.tensors if name not in self.contents.aliases]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors in all files."""
+        return sum(file.nbytes for file in self.files)
+
+
+def fingerprint_parts(done: WrittenFile) -> dict[str, Partial]:
+    """What a file adds to the fingerprints of tensors, by name."""
+    return {fqn: Partial.from_bytes(bytes.fromhex(data)) for fqn, data in done.facts.get("prints", {}).items()}
+
+
+class HashingWriter:
+    """Passes bytes on to a writer, and takes the digest of all of them."""
+
+    def __init__(self, out: Writer) -> None:
+        self._out = out
+        self._state = xxhash.xxh3_128()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes were written so far."""
+        return self._out.nbytes
+
+    def write(self, data: Any) -> None:
+        """Append."""
+        self._out.write(data)
+        self._state.update(data)
+
+    def digest(self) -> str:
+        """Of all bytes so far, in hex."""
+        return str(self._state.hexdigest())
+
+
+def grouped(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+    """The tensors in order, in groups of at most `max_bytes`; one that is larger has a group of its own."""
+    groups: list[list[TensorSpec]] = [[]]
+    room = max_bytes
+    for spec in specs:
+        if groups[-1] and spec.nbytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(spec)
+        room -= spec.nbytes
+    return groups
+
+
+def spread(specs: Sequence[TensorSpec], onto: StateLayout | None, max_bytes: int) -> SavePlan:
+    """Who writes what: the ranks of `onto`; without it, one rank for each group of whole tensors of `max_bytes`."""
+    if onto is not None:
+        return plan_writes(onto)
+    layouts = {}
+    for rank, group in enumerate(grouped(specs, max_bytes)):
+        mesh = Mesh({"file": 1}, ranks=[rank])
+        layouts.update({spec.fqn: TensorLayout(spec, mesh, [Replicate()]) for spec in group})
+    return plan_writes(StateLayout({spec.fqn: layouts[spec.fqn] for spec in specs}))

@@ -1,0 +1,563 @@
+"""A stored tensor: boxes of it, and for each the extent of bytes that holds it; indexed, read and copied."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, cast, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from planners.geometry.box import Box, Window
+from planners.geometry.layout import TensorLayout, TensorSpec, itemsize
+from planners.geometry.overlap import Sweep, tiling_fault
+from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.live.dtypes import dtype_from_name, item_dtype
+from reshard.stored.source import Source
+
+__all__ = [
+    "MAX_BUFFER_BYTES", "Extent", "LazyChunks", "LazyTensor", "StoredChunk", "StoredTensor",
+    "check_cover", "copy_place", "copy_view", "empty", "read_place", "whole",
+]  # fmt: skip
+
+
+#         tensor (6 x 4)            chunk 0: Box[0:3, 0:4]  ->  window of a.distcp, row-major
+#         +---------+               chunk 1: Box[3:6, 0:4]  ->  window of b.distcp, transposed
+#         | chunk 0 |
+#         +---------+               Slices, transpositions, slices of stacks and pieces of flat buffers are
+#         | chunk 1 |               windows again, so every rearrangement of a checkpoint stays lazy and exact.
+#         +---------+
+#
+# Where a chunk's bytes are may take a small read to find out (DCP stores each chunk as an archive
+# of its own), so a chunk is *located* when its bytes are first asked for, not when the checkpoint
+# is opened.
+
+
+_MANY_CHUNKS = 8
+"""With more of them, those that meet a box are searched for in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where the bytes of a chunk are: a window in the bytes of a source."""
+
+    source: Source
+    window: Window
+    conjugate: bool = False
+    """Whether the value is the complex conjugate of what is stored (torch stores `x.conj()` as x and a flag);
+    `copy_place` sees to it."""
+    descriptor_at: int | None = None
+    """Where a zip archive's descriptor of a record stands, if the window has as many bytes as the record, whose first
+    ones are its first: with strides of a row-major array it is the record."""
+
+    def with_window(self, window: Window) -> Extent:
+        """Another window of the same source."""
+        return Extent(self.source, window, self.conjugate)
+
+
+class StoredChunk:
+    """A box of a tensor, in the tensor's global coordinates, and where its elements are stored.
+
+    `source` and `window` are found on first use; `window.sizes == box.sizes` always.
+    """
+
+    __slots__ = ("_locate", "_place", "box", "owner")
+
+    def __init__(self, box: Box, place: Extent | Callable[[], Extent], owner: int | str = 0) -> None:
+        """`place` is the place itself, or a function that finds it; `owner` is the writer's rank or a chunk id.
+
+        Raises DamagedCheckpointError, then or on first use, if the place does not have the box's sizes.
+        """
+        self.box = box
+        self.owner = owner
+        self._place: Extent | None = None
+        self._locate: Callable[[], Extent] | None = None
+        if isinstance(place, Extent):
+            self._place = self._checked(place)
+        else:
+            self._locate = place
+
+    def _checked(self, place: Extent) -> Extent:
+        if place.window.sizes != self.box.sizes:
+            raise DamagedCheckpointError(
+                f"{place.source.label}: the stored payload has shape {list(place.window.sizes)}, but the checkpoint's "
+                f"metadata says {list(self.box.sizes)} for {self.box}; the metadata and the data contradict each other"
+            )
+        return place
+
+    @property
+    def place(self) -> Extent:
+        """Where the bytes are. Raises DamagedCheckpointError if the file does not hold what the metadata says."""
+        if self._place is None:
+            assert self._locate is not None
+            self._place = self._checked(self._locate())
+        return self._place
+
+    @property
+    def is_located(self) -> bool:
+        """Whether `place` is known already, so that asking for it reads nothing."""
+        return self._place is not None
+
+    @property
+    def source(self) -> Source:
+        """What the window's offsets count in."""
+        return self.place.source
+
+    @property
+    def window(self) -> Window:
+        """Where the elements lie in the source, in the order of the box."""
+        return self.place.window
+
+    def derived(self, box: Box, change: Callable[[Window], Window]) -> StoredChunk:
+        """A chunk at `box` whose window is `change` of this one's; stays unlocated if this one is."""
+        return StoredChunk(box, lambda: (p := self.place).with_window(change(p.window)), self.owner)
+
+    def crop(self, region: Box) -> StoredChunk:
+        """The part inside `region`, which lies within the box, in the same global coordinates."""
+        inner = region.relative_to(self.box)
+        return self if region == self.box else self.derived(region, lambda w: w.crop(inner))
+
+    def shift(self, by: Sequence[int]) -> StoredChunk:
+        """The same elements, `by` further on in each dim."""
+        return self.derived(self.box.shift(by), lambda w: w)
+
+    def permute(self, dims: Sequence[int]) -> StoredChunk:
+        """The same elements of the tensor transposed so that its old dim `dims[i]` is the new dim i."""
+        box = Box([self.box.offsets[d] for d in dims], [self.box.sizes[d] for d in dims])
+        return self.derived(box, lambda w: w.permute(dims))
+
+    def __repr__(self) -> str:
+        return f"StoredChunk({self.box}, {self._place or 'not yet located'}, owner={self.owner!r})"
+
+
+class LazyChunks(Sequence[StoredChunk]):
+    """Chunks that follow from a rule: a few are found without listing all, and all are listed only when asked for.
+
+    The rule answers for chunks within the tensor that do not overlap.
+    """
+
+    def __init__(
+        self,
+        every: Callable[[], Iterable[StoredChunk]],
+        near: Callable[[Box], Iterable[StoredChunk]],
+        geometry: Hashable = None,
+    ) -> None:
+        """`every` lists all chunks; `near` finds at least those that share an element with a box. Where there is a
+        `geometry`, all tensors with an equal one are cut into the same boxes."""
+        self._every = every
+        self.near = near
+        self.geometry = geometry
+
+    @cached_property
+    def _all(self) -> tuple[StoredChunk, ...]:
+        return tuple(self._every())
+
+    @overload
+    def __getitem__(self, index: int) -> StoredChunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[StoredChunk]: ...
+    def __getitem__(self, index: int | slice) -> StoredChunk | Sequence[StoredChunk]:
+        return self._all[index]
+
+    def __iter__(self) -> Iterator[StoredChunk]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint: what it is, and the chunks that hold it."""
+
+    spec: TensorSpec
+    chunks: Sequence[StoredChunk]
+    layout: TensorLayout | None = None
+    """The saved mesh and placements, where the format knows them."""
+
+    def __post_init__(self) -> None:
+        """Raises DamagedCheckpointError for a chunk that lies outside the tensor."""
+        if isinstance(self.chunks, LazyChunks):
+            return
+        whole = Box.full(self.spec.shape)
+        for chunk in self.chunks:
+            if chunk.box.ndim != whole.ndim or not _within(chunk.box, whole):
+                raise DamagedCheckpointError(
+                    f"tensor {self.spec.fqn!r}: a stored chunk at {chunk.box} lies outside the shape "
+                    f"{list(self.spec.shape)} that the metadata gives"
+                )
+
+    @property
+    def fqn(self) -> str:
+        """The name under which it is stored."""
+        return self.spec.fqn
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return itemsize(self.spec.dtype)
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The chunks' boxes, in the chunks' order."""
+        return tuple(chunk.box for chunk in self.chunks)
+
+    def meeting(self, box: Box) -> Iterator[tuple[StoredChunk, Box]]:
+        """The chunks that share elements with `box`, which is in global coordinates, and what they share."""
+        if isinstance(self.chunks, LazyChunks):
+            near: Iterable[StoredChunk] = self.chunks.near(box)
+        elif len(self.chunks) <= _MANY_CHUNKS:
+            near = self.chunks
+        else:
+            near = (self.chunks[int(i)] for i, _, _ in self._sweep.meeting(box))
+        for chunk in near:
+            common = chunk.box & box
+            if common is not None:
+                yield chunk, common
+
+    @cached_property
+    def _sweep(self) -> Sweep:
+        return Sweep(enumerate(self.boxes))
+
+    def renamed(self, fqn: str) -> StoredTensor:
+        """The same tensor under another name."""
+        spec = TensorSpec(fqn, self.spec.shape, self.spec.dtype)
+        layout = None if self.layout is None else TensorLayout.of(spec, self.layout.form)
+        return StoredTensor(spec, self.chunks, layout)
+
+
+def _within(box: Box, whole: Box) -> bool:
+    """Whether an empty box, too, starts and ends inside `whole`."""
+    return all(stop <= size for stop, size in zip(box.stops, whole.sizes))
+
+
+def check_cover(tensor: StoredTensor, region: Box | None = None) -> None:
+    """Raises DamagedCheckpointError unless the chunks hold every element of `region` (default: all) exactly once."""
+    wanted = Box.full(tensor.spec.shape) if region is None else region
+    if region is None:  # a stored tensor has no chunk outside itself
+        inside = [(chunk, chunk.box) for chunk in tensor.chunks if not chunk.box.is_empty]
+    else:
+        inside = list(tensor.meeting(wanted))
+    boxes = [box for _, box in inside]
+    fault = tiling_fault([wanted], boxes)
+    if fault is None:
+        return
+    element = Box.of(fault.element, (1,) * wanted.ndim)
+    if fault.count > 1:
+        (first, a), (second, b) = [row for row in inside if row[1].contains(element)][:2]
+        raise DamagedCheckpointError(
+            f"tensor {tensor.fqn!r}: elements {a & b} are stored twice, in {_name(first)} and in {_name(second)}; the "
+            "checkpoint does not say which is right"
+        )
+    raise DamagedCheckpointError(
+        f"tensor {tensor.fqn!r} of shape {list(tensor.spec.shape)}: elements {_hole(wanted, boxes, element)} are in no "
+        f"file of the checkpoint ({len(tensor.chunks)} chunks are); a file or the part of a rank is missing"
+    )
+
+
+def _hole(region: Box, boxes: Sequence[Box], element: Box) -> Box:
+    """A part of `region` around `element` that no box covers."""
+    left = region
+    for box in boxes:
+        left = next((piece for piece in left - box if piece.contains(element)), left)
+    return left
+
+
+def _name(chunk: StoredChunk) -> str:
+    where = f" ({chunk.source.label})" if chunk.is_located else ""
+    return f"the chunk {chunk.box} of writer {chunk.owner}{where}"
+
+
+# A stored tensor that is indexed like a torch tensor: what is asked for is read, and nothing else.
+
+
+Range = tuple[int, int, int]
+"""Start, step and count of the indexes wanted of a dim."""
+
+
+class LazyTensor:
+    """A tensor of a checkpoint. Indexing reads the elements asked for, and no other chunk of it.
+
+    `t[...]` is the whole tensor; ints, slices with positive steps and Ellipsis work as on a torch tensor.
+    """
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self.stored = stored
+
+    @property
+    def name(self) -> str:
+        """The key it has in the checkpoint."""
+        return self.stored.fqn
+
+    @property
+    def shape(self) -> torch.Size:
+        """Global shape."""
+        return torch.Size(self.stored.spec.shape)
+
+    @property
+    def ndim(self) -> int:
+        """How many dims."""
+        return len(self.stored.spec.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type, as stored."""
+        return dtype_from_name(self.stored.spec.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.stored.spec.nbytes
+
+    def numel(self) -> int:
+        """How many elements."""
+        return self.stored.spec.numel
+
+    def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError(f"len() of the 0-d tensor {self.name!r}")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Reads one slice along dim 0 at a time."""
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """A new contiguous CPU tensor.
+
+        Raises:
+            IndexError: an index out of bounds, or too many.
+            TypeError: anything but ints, slices and Ellipsis; a step < 1 is a ValueError.
+            DamagedCheckpointError: elements that no file holds, or two hold, or bytes that are not there.
+        """
+        ranges, kept = _normalize(index, self.shape, self.name)
+        return _read_ranges(self.stored, ranges).reshape([n for (_, _, n), keep in zip(ranges, kept) if keep])
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self.name!r}, {list(self.shape)}, {self.stored.spec.dtype})"
+
+
+def whole(value: Any) -> Any:
+    """Lazy tensors read, in dicts, lists and tuples of the same kinds."""
+    if isinstance(value, dict):
+        return {name: whole(inner) for name, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(whole, value))
+    return value[...] if isinstance(value, LazyTensor) else value
+
+
+def _normalize(index: Any, shape: torch.Size, name: str) -> tuple[list[Range], list[bool]]:
+    """A range for each dim, and whether the dim stays (an int takes it away)."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    dots = [i for i, item in enumerate(items) if item is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError(f"tensor {name!r}: an index can have only one Ellipsis, got {index!r}")
+    if len(items) - len(dots) > len(shape):
+        raise IndexError(f"tensor {name!r} has {len(shape)} dims, but {len(items) - len(dots)} were indexed")
+    at = dots[0] if dots else len(items)
+    items[at : at + 1] = [slice(None)] * (len(shape) - len(items) + len(dots))
+    ranges: list[Range] = []
+    kept: list[bool] = []
+    for d, (item, size) in enumerate(zip(items, shape)):
+        if isinstance(item, slice):
+            if item.step is not None and operator.index(item.step) < 1:
+                raise ValueError(f"tensor {name!r}: the step of a slice must be >= 1, got {item.step} for dim {d}")
+            start, stop, step = item.indices(size)
+            ranges.append((start, step, len(range(start, stop, step))))
+            kept.append(True)
+            continue
+        if isinstance(item, bool) or not hasattr(item, "__index__") or isinstance(item, torch.Tensor | np.ndarray):
+            raise TypeError(f"tensor {name!r}: index it by ints, slices and Ellipsis, not by {type(item).__name__}")
+        i = operator.index(item)
+        if not -size <= i < size:
+            raise IndexError(f"tensor {name!r}: index {i} is out of bounds for dim {d} of size {size}")
+        ranges.append((i % size, 1, 1))
+        kept.append(False)
+    return ranges, kept
+
+
+def _read_ranges(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
+    """The elements at the cross product of `ranges`."""
+    counts = [n for _, _, n in ranges]
+    if 0 in counts:
+        return empty(counts, stored.spec.dtype)[0]
+    region = Box.of(tuple(start for start, _, _ in ranges), tuple((n - 1) * step + 1 for _, step, n in ranges))
+    check_cover(stored, region)
+    parts: list[tuple[Extent, Any]] = []
+    for chunk, _ in stored.meeting(region):
+        bounds = [_inside(r, o, s) for r, o, s in zip(ranges, chunk.box.offsets, chunk.box.sizes)]
+        if any(first >= stop for first, stop in bounds):
+            continue  # a stepped slice may jump over a whole chunk
+        window = chunk.window
+        origins = [start + first * step for (start, step, _), (first, _) in zip(ranges, bounds)]
+        part = Window(
+            window.offset + sum((i - o) * s for i, o, s in zip(origins, chunk.box.offsets, window.strides)),
+            tuple(stop - first for first, stop in bounds),
+            tuple(s * step for s, (_, step, _) in zip(window.strides, ranges)),
+            window.itemsize,
+        )
+        index: Any = (*(slice(first, stop) for first, stop in bounds), ...)
+        parts.append((chunk.place.with_window(part), index))
+        chunk.source.check(part.offset, part.stop)
+    # only now, when all that is wanted is known to be there, is it worth its memory
+    result, out = empty(counts, stored.spec.dtype)
+    for place, index in parts:
+        copy_place(place, out[index])
+    return result
+
+
+def _inside(wanted: Range, offset: int, size: int) -> tuple[int, int]:
+    """Which of the wanted indexes, counted from 0, lie in [offset, offset + size)."""
+    start, step, n = wanted
+    return max(-(-(offset - start) // step), 0), min(-(-(offset + size - start) // step), n)
+
+
+# Copies the elements of a window into an array, reading little more than those elements.
+
+
+Array = npt.NDArray[Any]
+
+MAX_BUFFER_BYTES = 16 << 20
+"""The largest piece of a file that is read at once where the storage has no zero-copy view."""
+
+
+def empty(shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, Array]:
+    """A new contiguous tensor with undefined elements, and the same memory as an array that `copy_place` can fill.
+
+    Raises CheckpointError if there is no memory for it.
+    """
+    torch_dtype = dtype_from_name(dtype)
+    try:
+        out = np.empty(shape, item_dtype(torch_dtype.itemsize))
+    except (MemoryError, ValueError) as error:
+        nbytes = math.prod(shape) * torch_dtype.itemsize
+        raise CheckpointError(f"no memory for {nbytes} bytes of shape {list(shape)}: read it in slices") from error
+    return torch.from_numpy(out.reshape(-1).view(np.uint8)).view(torch_dtype).view(list(shape)), out
+
+
+def read_place(place: Extent, dtype: str) -> torch.Tensor:
+    """All elements at `place` as a new contiguous tensor. Raises what `copy_place` raises."""
+    tensor, out = empty(place.window.sizes, dtype)
+    copy_place(place, out)
+    return tensor
+
+
+def copy_place(
+    place: Extent, out: Array, buffer_bytes: int = MAX_BUFFER_BYTES, *, compared: bool = False, passing: bool = False
+) -> None:
+    """Copy the elements at `place` into `out`, an array of `item_dtype(window.itemsize)` and of the window's sizes.
+
+    `out` may be strided. What is stored as the conjugate of its value is conjugated on the way. Where the storage has
+    no view of its bytes, at most `buffer_bytes` are read at once beside `out`.
+
+    Bytes are compared with their checksums where there are any, unless the caller has `compared` them already. Where
+    all of a tensor is `passing` by, a large record is compared piece by piece.
+
+    Raises:
+        DamagedCheckpointError: if the source ends before the window does, or was changed; `out` is undefined then.
+        StorageError: if the storage fails.
+    """
+    if place.window.numel:
+        place.source.check(place.window.offset, place.window.stop)
+        _Transfer(place.source, place.source.view(), buffer_bytes, compared, passing).run(place.window, out)
+        if place.conjugate:
+            _conjugate(out)
+
+
+def copy_view(view: memoryview, window: Window, conjugate: bool, out: Array) -> None:
+    """Like `copy_place` where the bytes that the window counts in are at hand, and known to be enough."""
+    if window.numel:
+        _copy(view, window, out)
+        if conjugate:
+            _conjugate(out)
+
+
+def _conjugate(out: Array) -> None:
+    """Negate the imaginary parts: the upper half of each element, whose sign is its highest bit."""
+    half = np.dtype(f"<u{out.dtype.itemsize // 2}")
+    parts = out.view(np.dtype([("real", half), ("imag", half)]))
+    parts["imag"] ^= half.type(1 << (half.itemsize * 8 - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    source: Source
+    view: memoryview | None
+    """Asked for once: what is decoded may not be kept."""
+    buffer_bytes: int
+    compared: bool
+    passing: bool
+
+    def run(self, window: Window, out: Array) -> None:
+        """Long runs are read straight into their place; short ones are copied from a view, or read with some
+        neighbours."""
+        source, view, runs = self.source, self.view, window.runs()
+        long = runs.run_bytes >= source.direct_bytes
+        if runs.count == 1 and out.flags.c_contiguous and (long or view is None):
+            self._read_run(window.offset, memoryview(cast("Any", out.reshape(-1).view(np.uint8))))
+        elif long and window.sizes[0] > 1 and out.strides[-1] == window.itemsize:
+            row = window.crop(Box.of((0,) * len(window.sizes), (1, *window.sizes[1:])))
+            for i in range(window.sizes[0]):
+                here = Window(row.offset + i * row.strides[0], row.sizes, row.strides, row.itemsize)
+                self.run(here, out[i : i + 1])
+        elif view is not None:
+            if not self.compared:
+                source.compare(window)
+            _copy(view, window, out)
+        else:
+            self._read(window, out)
+
+    def _read_run(self, offset: int, target: memoryview) -> None:
+        """Piece by piece; pieces end where blocks of checksums do."""
+        read_into = self.source.fill if self.compared else partial(self.source.read_into, passing=self.passing)
+        start = 0
+        while start < len(target):
+            stop = min((offset + start) // MAX_BUFFER_BYTES * MAX_BUFFER_BYTES + MAX_BUFFER_BYTES - offset, len(target))
+            read_into(offset + start, target[start:stop])
+            start = stop
+
+    def _read(self, window: Window, out: Array) -> None:
+        """Read the span of the window at once if little of it is unneeded, else part by part along the widest dim."""
+        span = window.stop - window.offset
+        runs = window.runs()
+        gap = self.source.max_gap_bytes
+        if span <= self.buffer_bytes and span - runs.nbytes <= gap * max(runs.count - 1, 0):
+            read = self.source.raw if self.compared else partial(self.source.read, elements=True)
+            data = read(window.offset, span)
+            _copy(memoryview(data), Window(0, window.sizes, window.strides, window.itemsize), out)
+            return
+        # a dim of size 1 does not separate anything, so there is one larger: a span of one element is one run
+        dim = max((d for d, n in enumerate(window.sizes) if n > 1), key=lambda d: window.strides[d])
+        stride, size = window.strides[dim], window.sizes[dim]
+        rest = (*window.sizes[:dim], 1, *window.sizes[dim + 1 :])
+        one = Window(window.offset, rest, window.strides, window.itemsize)
+        inner = one.stop - one.offset
+        step = 1
+        if 0 <= stride - inner <= gap:  # neighbours are close enough to be read together
+            step = min(max(self.buffer_bytes // max(stride, 1), 1), max(size - 1, 1))
+        for start in range(0, size, step):
+            n = min(step, size - start)
+            part = Window(
+                window.offset + start * stride,
+                (*window.sizes[:dim], n, *window.sizes[dim + 1 :]),
+                window.strides,
+                window.itemsize,
+            )
+            index = (slice(None),) * dim + (slice(start, start + n),)
+            self.run(part, out[index])
+
+
+def _copy(view: memoryview, window: Window, out: Array) -> None:
+    """Copy from bytes at hand. A last dim without gaps on both sides is copied as bytes, which numpy does by memcpy."""
+    itemsize, sizes, strides = window.itemsize, window.sizes, window.strides
+    if sizes and strides[-1] == itemsize and out.strides[-1] == itemsize:
+        source = np.ndarray((*sizes[:-1], sizes[-1] * itemsize), np.uint8, view, window.offset, (*strides[:-1], 1))
+        target = out.view(np.uint8) if out.dtype != np.uint8 else out
+        np.copyto(target, source)
+        return
+    np.copyto(out, np.ndarray(sizes, out.dtype, view, window.offset, strides))

@@ -1,0 +1,185 @@
+"""Stored tensors seen another way: slices, stacks, concatenations and pieces of flat buffers. Nothing is read.
+
+A stored tensor is a set of pairs (box, window), and each function here only maps boxes to boxes and windows to
+windows, so the result is a stored tensor again, lazy and exact to the byte:
+
+    stack [3, 4, 5]  --select(dim 0, 1)-->  [4, 5]         flat [20]  --unflatten-->  [4, 5]
+    halves [2, 5] + [2, 5]  --concat(dim 0)-->  [4, 5]     rows [6, 5]  --narrow(0, 0, 4)-->  [4, 5]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from planners.geometry.box import Box, Window
+from planners.geometry.layout import TensorSpec, flat_boxes
+from reshard.errors import DamagedCheckpointError
+from reshard.stored.tensor import StoredChunk, StoredTensor
+
+__all__ = [
+    "Piece", "assemble", "concat", "flat_piece", "narrow", "select", "stack", "unflatten", "ungrid",
+    "unstack",
+]  # fmt: skip
+
+
+Shape = tuple[int, ...]
+Piece = tuple[Box, StoredTensor]
+"""A region of a tensor, and the stored tensor of the region's sizes that fills it."""
+
+
+def select(tensor: StoredTensor, dim: int, index: int, fqn: str) -> StoredTensor:
+    """`tensor[..., index, ...]` without the dim: one layer or expert of a stack."""
+    chunks = []
+    for chunk in tensor.chunks:
+        offset, size = chunk.box.offsets[dim], chunk.box.sizes[dim]
+        if offset <= index < offset + size:
+            chunks.append(_select_chunk(chunk, dim, index - offset))
+    shape = _without(tensor.spec.shape, dim)
+    return StoredTensor(TensorSpec(fqn, shape, tensor.spec.dtype), tuple(chunks))
+
+
+def unstack(tensor: StoredTensor, names: Sequence[str]) -> list[StoredTensor]:
+    """`select(tensor, 0, i, names[i])` for every i, in one pass over the chunks. Inverse of `stack`."""
+    shape = tensor.spec.shape[1:]
+    chunks: list[list[StoredChunk]] = [[] for _ in names]
+    for chunk in tensor.chunks:
+        for at in range(chunk.box.sizes[0]):
+            chunks[chunk.box.offsets[0] + at].append(_select_chunk(chunk, 0, at))
+    return [StoredTensor(TensorSpec(fqn, shape, tensor.spec.dtype), tuple(of)) for fqn, of in zip(names, chunks)]
+
+
+def _without(values: Shape, dim: int) -> Shape:
+    return values[:dim] + values[dim + 1 :]
+
+
+def _select_chunk(chunk: StoredChunk, dim: int, at: int) -> StoredChunk:
+    def change(w: Window) -> Window:
+        return Window(w.offset + at * w.strides[dim], _without(w.sizes, dim), _without(w.strides, dim), w.itemsize)
+
+    return chunk.derived(Box(_without(chunk.box.offsets, dim), _without(chunk.box.sizes, dim)), change)
+
+
+def narrow(tensor: StoredTensor, dim: int, start: int, stop: int, fqn: str | None = None) -> StoredTensor:
+    """`tensor[..., start:stop, ...]`: the true rows of a padded vocabulary, one half of two that were joined."""
+    shape = tensor.spec.shape
+    region = Box((*(0,) * dim, start, *(0,) * (len(shape) - dim - 1)), (*shape[:dim], stop - start, *shape[dim + 1 :]))
+    back = [-o for o in region.offsets]
+    parts = [(chunk, common) for chunk in tensor.chunks if (common := chunk.box & region) is not None]
+    spec = TensorSpec(tensor.fqn if fqn is None else fqn, region.sizes, tensor.spec.dtype)
+    return StoredTensor(spec, tuple(chunk.crop(common).shift(back) for chunk, common in parts))
+
+
+def assemble(fqn: str, shape: Sequence[int], pieces: Iterable[Piece]) -> StoredTensor:
+    """A tensor of `shape` from stored tensors that fill regions of it.
+
+    Raises DamagedCheckpointError where a piece has other sizes than its region, or pieces have different dtypes.
+    """
+    found = list(pieces)
+    if not found:
+        raise DamagedCheckpointError(f"tensor {fqn!r} of shape {list(shape)}: no file holds any part of it")
+    dtypes = sorted({piece.spec.dtype for _, piece in found})
+    if len(dtypes) > 1:
+        raise DamagedCheckpointError(f"tensor {fqn!r}: its parts have different dtypes: {', '.join(dtypes)}")
+    chunks: list[StoredChunk] = []
+    for region, piece in found:
+        if piece.spec.shape != region.sizes:
+            raise DamagedCheckpointError(
+                f"tensor {fqn!r}: {piece.fqn!r} has shape {list(piece.spec.shape)}, but {list(region.sizes)} is wanted "
+                f"at {region} of {list(shape)}; the files of different ranks do not fit together"
+            )
+        chunks += [chunk.shift(region.offsets) for chunk in piece.chunks]
+    return StoredTensor(TensorSpec(fqn, shape, dtypes[0]), tuple(chunks))
+
+
+def concat(parts: Sequence[StoredTensor], dim: int, fqn: str) -> StoredTensor:
+    """The parts one after the other along `dim`. Raises DamagedCheckpointError if their other dims differ."""
+    first = parts[0].spec.shape
+    at, pieces = 0, []
+    for part in parts:
+        shape = part.spec.shape
+        if len(shape) != len(first) or len(shape) <= dim or _without(shape, dim) != _without(first, dim):
+            shapes = " and ".join(str(list(p.spec.shape)) for p in parts)
+            raise DamagedCheckpointError(f"tensor {fqn!r}: parts of shapes {shapes} cannot be joined along dim {dim}")
+        pieces.append((Box((*(0,) * dim, at, *(0,) * (len(shape) - dim - 1)), shape), part))
+        at += shape[dim]
+    return assemble(fqn, (*first[:dim], at, *first[dim + 1 :]), pieces)
+
+
+def stack(parts: Sequence[StoredTensor], fqn: str) -> StoredTensor:
+    """The parts along a new dim 0. Raises DamagedCheckpointError if their shapes differ. Inverse of `select`."""
+    shape = parts[0].spec.shape
+    pieces = [(Box((i, *(0,) * len(shape)), (1, *shape)), _with_leading_dim(part)) for i, part in enumerate(parts)]
+    return assemble(fqn, (len(parts), *shape), pieces)
+
+
+def _with_leading_dim(tensor: StoredTensor) -> StoredTensor:
+    def change(w: Window) -> Window:
+        return Window(w.offset, (1, *w.sizes), (0, *w.strides), w.itemsize)
+
+    spec = TensorSpec(tensor.fqn, (1, *tensor.spec.shape), tensor.spec.dtype)
+    chunks = [c.derived(Box((0, *c.box.offsets), (1, *c.box.sizes)), change) for c in tensor.chunks]
+    return StoredTensor(spec, tuple(chunks))
+
+
+def unflatten(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTensor:
+    """A 1-D tensor as one of `shape`, row-major. Raises DamagedCheckpointError if the numbers of elements differ."""
+    if len(tensor.spec.shape) != 1 or tensor.spec.numel != math.prod(shape):
+        raise DamagedCheckpointError(
+            f"tensor {fqn!r} of shape {list(shape)}: {tensor.fqn!r} should hold its {math.prod(shape)} elements in one "
+            f"row, but has shape {list(tensor.spec.shape)}"
+        )
+    shape = tuple(shape)
+    chunks: list[StoredChunk] = []
+    for chunk in tensor.chunks:
+        chunks += flat_piece(chunk, shape, chunk.box.offsets[0])
+    return StoredTensor(TensorSpec(fqn, shape, tensor.spec.dtype), tuple(chunks))
+
+
+def flat_piece(chunk: StoredChunk, shape: Shape, start: int) -> list[StoredChunk]:
+    """A 1-D chunk that holds the elements from `start` of the row-major flattening of `shape`, as chunks of `shape`."""
+    pieces, at = [], 0
+    for box in flat_boxes(shape, start, start + chunk.box.sizes[0]):
+        pieces.append(chunk.derived(box, _folded(at, box.sizes)))
+        at += box.numel
+    return pieces
+
+
+def _folded(at: int, sizes: Shape) -> Callable[[Window], Window]:
+    """How a 1-D window changes into one of `sizes` that begins at its element `at`."""
+    steps = Window.row_major(0, sizes, 1).strides
+
+    def change(w: Window) -> Window:
+        stride = w.strides[0]
+        return Window(w.offset + at * stride, sizes, tuple(s * stride for s in steps), w.itemsize)
+
+    return change
+
+
+def ungrid(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTensor:
+    """A tensor of `shape` that was cut by a grid, each cell flattened: stored as [cells along dim 0, ..., cell size].
+
+        4 x 6 in a grid of 2 x 3   ->   stored [2, 3, 4]; the cell [1, 2] is rows 2:4 and columns 4:6
+
+    Raises DamagedCheckpointError if the grid does not divide the shape.
+    """
+    shape = tuple(shape)
+    grid = tensor.spec.shape[:-1]
+    whole = len(grid) == len(shape) and all(g > 0 and n % g == 0 for n, g in zip(shape, grid))
+    cell = tuple(n // g for n, g in zip(shape, grid)) if whole else ()
+    if not whole or tensor.spec.shape[-1] != math.prod(cell):
+        raise DamagedCheckpointError(
+            f"tensor {fqn!r}: stored as {list(tensor.spec.shape)}, which is no grid of flattened cells of its shape "
+            f"{list(shape)}"
+        )
+    chunks: list[StoredChunk] = []
+    for chunk in tensor.chunks:
+        *leading, last = zip(chunk.box.offsets, chunk.box.sizes)
+        for at in itertools.product(*(range(start, start + size) for start, size in leading)):
+            flat = chunk.crop(Box((*at, last[0]), (*(1,) * len(at), last[1])))
+            for _ in at:
+                flat = _select_chunk(flat, 0, 0)
+            corner = [i * n for i, n in zip(at, cell)]
+            chunks += [piece.shift(corner) for piece in flat_piece(flat, cell, last[0])]
+    return StoredTensor(TensorSpec(fqn, shape, tensor.spec.dtype), tuple(chunks))

@@ -1,0 +1,109 @@
+"""The rounds beneath the control plane: what they cost for many ranks, and how ranks are named."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from reshard.errors import DeadlineError, RankFailedError, format_ranks
+from reshard.ranks.liveness import Gone
+from reshard.ranks.rounds import Rounds
+from reshard.ranks.store import StoreClient
+
+
+class _Counting:
+    """A store that counts what is asked of it."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.calls: Counter[str] = Counter()
+        self.most_keys = 0
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.store, name)
+
+        def counted(*args: Any) -> Any:
+            answer = method(*args)
+            with self._lock:
+                self.calls[name] += 1
+                self.most_keys = max(self.most_keys, self.store.num_keys())
+            return answer
+
+        return counted
+
+
+def _all_ranks(world_size: int, body: Any) -> list[Any]:
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(body, range(world_size)))
+
+
+@pytest.mark.parametrize("world_size", [2, 16, 130])
+def test_the_cost_for_a_rank_does_not_grow_with_the_ranks(world_size: int) -> None:
+    store = _Counting()
+    count = 10
+
+    def body(rank: int) -> list[bytes]:
+        rounds = Rounds(StoreClient(store), rank, range(world_size))
+        until = time.monotonic() + 60
+        return [rounds.take("x", b"%d," % rank, b"".join, until, 60.0) for _ in range(count)]
+
+    answers = _all_ranks(world_size, body)
+    expected = b"".join(b"%d," % rank for rank in range(world_size))
+    assert answers == [[expected] * count] * world_size
+    logs = 1 if world_size <= 128 else 3
+    assert sum(store.calls.values()) <= world_size * (2 + 4 * count) + 12 * logs * count
+    assert store.most_keys <= world_size + 3 * (2 * logs + 1), "the counters of sessions, and the keys of three rounds"
+
+
+def test_a_deadline_names_the_missing_and_the_waiting() -> None:
+    store = dist.HashStore()
+
+    def body(rank: int) -> str:
+        rounds = Rounds(StoreClient(store), rank, range(10, 18))
+        if rank in (2, 3, 6):
+            return ""
+        with pytest.raises(DeadlineError) as caught:
+            rounds.take("the end of 'read'", b"", b"".join, time.monotonic() + 0.1, 0.1)
+        return str(caught.value)
+
+    answers = _all_ranks(8, body)
+    expected = (
+        "ranks 12-13, 16 did not reach the end of 'read' within 0.1 s; there waited: ranks 10-11, 14-15, 17. "
+        "Look at what the missing hang in, or whether they died"
+    )
+    assert [answers[rank] for rank in (0, 1, 4, 5, 7)] == [expected] * 5
+
+
+def test_ranks_are_named_in_ranges() -> None:
+    assert format_ranks([]) == "no rank"
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+    assert format_ranks(range(0, 100, 2), limit=3) == "ranks 0, 2, 4 and more, 50 in all"
+
+
+class _SeesTheFirstDead:
+    """The ring of a rank that watches the first one, which is no more."""
+
+    def look(self, store: Any, *, all_came: bool) -> Gone:
+        return Gone(0, "process 1 on here")
+
+
+def test_a_rank_that_dies_while_it_closes_a_round_fails_it() -> None:
+    """It had posted, and was killed before it counted itself: nobody else would ever find that all are there."""
+    store: Any = dist.HashStore()
+    line = StoreClient(store)
+    living = Rounds(StoreClient(store), 1, range(2), _SeesTheFirstDead())  # type: ignore[arg-type]
+    Rounds(line, 0, range(2))
+    line.append("1/0/log/0/0", 0, b"a")
+
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"rank 0 \(process 1 on here\) is gone"):
+        living.take("x", b"b", b"".join, began + 30, 30.0)
+    assert time.monotonic() - began < 15.0
