@@ -53,9 +53,8 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
 
     Always: all files are there with their lengths, the chunks of every tensor tile it exactly once, and the plan by
     which the native format finds its bytes is proved; an index for Hugging Face tools beside it must say the same. With
-    `deep`: every byte is read; blocks are compared with their
-    checksums and tensors with their fingerprints where the format has them; what torch.save wrote, in DCP's files too,
-    with the checksums of its zip archives.
+    `deep`: every byte is read; blocks are compared with their checksums and tensors with their fingerprints where the
+    format has them; what torch.save wrote, in DCP's files too, with the checksums of its zip archives.
 
     Args:
         path: a folder, file, URL, `Storage` or open `Checkpoint`.

@@ -18,6 +18,7 @@ from reshard.errors import CheckpointError, CheckpointNotFoundError, ReshardErro
 from reshard.live.fingerprints import Partial
 from reshard.live.garbage import gc_paused
 from reshard.native.manifest import (
+    BLOCK_BYTES,
     FEW_FILES,
     HF_INDEX,
     MANIFEST,
@@ -149,6 +150,7 @@ class Generation:
             version=_version(linked, has_more=bool(tables or table is not None or classes)),
             save_id=self.save_id,
             created_unix_s=self.started_unix_s,
+            block_bytes=BLOCK_BYTES,
             divide_above_bytes=self.plan.divide_above_bytes,
             files={str(r): record for rank, record in files.items() for r in written[rank].ranks or (rank,)},
             layout=layout,

@@ -1,17 +1,21 @@
 """Makes the golden checkpoints: run it once for each released version of the format, and never for an old one.
 
-    python -m tests.golden.make v2
+    python -m tests.golden.make v3
 
 `v1/single` is what one process wrote, `v1/sharded` what four ranks did. Those of version 2 have some of their elements
-in files of an earlier save, in which a few tensors were others. The tests of formats read them.
+in files of an earlier save, in which a few tensors were others; those of version 3 likewise, and the checksums of that
+save are of blocks of 1 MiB, as earlier releases had them. The tests of formats read them.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import reshard
+from reshard.native import commit, data_file
 from tests import gloo
 
 HERE = Path(__file__).parent
@@ -70,7 +75,15 @@ def sharded(path: str, changed: bool = False) -> None:
     if changed:
         state["rows"] = -state["rows"]
     own = reshard.PerRank(torch.tensor([dist.get_rank()]))
-    reshard.save({"model": state, "rng": own, "step": 3}, path, base="auto")
+    with as_before() if changed else nullcontext():
+        reshard.save({"model": state, "rng": own, "step": 3}, path, base="auto")
+
+
+@contextmanager
+def as_before() -> Iterator[None]:
+    """Saves have checksums of blocks of 1 MiB."""
+    with mock.patch.object(data_file, "BLOCK_BYTES", 1 << 20), mock.patch.object(commit, "BLOCK_BYTES", 1 << 20):
+        yield
 
 
 if __name__ == "__main__":
@@ -79,7 +92,8 @@ if __name__ == "__main__":
         raise SystemExit(f"{target} exists: golden files are never made anew")
     earlier = single()
     earlier["model"]["w"] = torch.zeros(3, 4)
-    reshard.save(earlier, target / "earlier", base="auto")
+    with as_before():
+        reshard.save(earlier, target / "earlier", base="auto")
     reshard.save(single(), target / "single", base=target / "earlier")
     shutil.rmtree(target / "earlier")
     gloo.run(sharded, 4, str(target / "sharded"), True)
