@@ -609,8 +609,8 @@ def tensor_class(value: object) -> str:
     """The class of a tensor, or of a DTensor's local one, if it says more than its elements; "" for plain ones."""
     local = holder(value) if isinstance(value, torch.Tensor) else value
     cls = type(local)
-    if not isinstance(local, torch.Tensor) or cls in _PLAIN:
-        return ""
+    if not isinstance(local, torch.Tensor) or cls in _PLAIN or is_sharded_tensor(local):
+        return ""  # how a tensor is sharded is no class of its values
     return "" if cls.__module__.startswith("torch.") and not inner_names(local) else class_name(local)
 
 

@@ -367,8 +367,8 @@ class TestRefusals:
 
     def test_a_newer_version(self, saved):
         manifest = saved / MANIFEST
-        manifest.write_text(manifest.read_text().replace('"version":1', '"version":3', 1))
-        with pytest.raises(FormatError, match=r"version 3.*upgrade"):
+        manifest.write_text(manifest.read_text().replace('"version":1', '"version":4', 1))
+        with pytest.raises(FormatError, match=r"version 4.*upgrade"):
             reshard.open(saved)
 
 

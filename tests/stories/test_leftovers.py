@@ -292,10 +292,10 @@ def test_folders_of_each_machine_are_found_out_before_anything_is_written(tmp_pa
 def test_a_checkpoint_of_a_newer_version_is_not_replaced(tmp_path):
     reshard.save(STATE, tmp_path)
     manifest = tmp_path / "manifest.json"
-    newer = {**json.loads(manifest.read_text()), "version": 3}
+    newer = {**json.loads(manifest.read_text()), "version": 4}
     manifest.write_text(json.dumps(newer))
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    with pytest.raises(FormatError, match=r"manifest\.json is of version 3; this library knows up to 2: upgrade it"):
+    with pytest.raises(FormatError, match=r"manifest\.json is of version 4; this library knows up to 3: upgrade it"):
         reshard.save(STATE, tmp_path)
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
     manifest.write_text("{")  # a damaged one is nothing to keep
@@ -347,11 +347,11 @@ def test_a_checkpoint_of_a_newer_version_is_not_passed_over_for_an_older_one(tmp
     for step in range(3):
         reshard.save(STATE, tmp_path / f"step-{step}")
     manifest = tmp_path / "step-2" / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 3}))
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 4}))
     for attempt in (reshard.latest_complete, lambda path: reshard.prune(path, keep_last=1)):
         with pytest.raises(FormatError, match="upgrade it"):
             attempt(tmp_path)
-    manifest.write_text('{"version": 3, "name": "my web application"}')
+    manifest.write_text('{"version": 4, "name": "my web application"}')
     (tmp_path / "step-2").rename(tmp_path / "app")
     for data in (tmp_path / "app").glob("data-*"):
         data.rename(tmp_path / "app" / "other")
