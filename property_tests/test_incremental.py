@@ -89,7 +89,7 @@ def test_every_checkpoint_that_is_left_is_what_was_saved(data: st.DataObject) ->
     root = f"memory://incremental-{uuid.uuid4().hex}"
     few = data.draw(st.sampled_from([8, 64, 1 << 20]))
     with (
-        mock.patch.multiple(blocks, BLOCK_BYTES=few, PROBE_BYTES=1),
+        mock.patch.multiple(blocks, DIGEST_BLOCK_BYTES=few, PROBE_BYTES=1),
         mock.patch.multiple(reuse, PROBE_BYTES=1),
         mock.patch.multiple(reuse, LEAST_LIVE=data.draw(st.sampled_from([0.0, 0.25, 0.9]))),
     ):
@@ -134,7 +134,7 @@ def test_what_did_not_change_is_not_written(data: st.DataObject) -> None:
         StateLayout({spec.fqn: data.draw(layouts(spec).filter(_can_be_saved)) for spec in tensors}) for _ in range(2)
     )
     root = f"memory://incremental-{uuid.uuid4().hex}"
-    with mock.patch.multiple(blocks, BLOCK_BYTES=data.draw(st.sampled_from([8, 1 << 20]))):
+    with mock.patch.multiple(blocks, DIGEST_BLOCK_BYTES=data.draw(st.sampled_from([8, 1 << 20]))):
         save_by_ranks(state, first, f"{root}/step-1")
         assert save_by_ranks(state, second, f"{root}/step-2") == sum(tensor.nbytes for tensor in state.values())
     assert_holds(f"{root}/step-2", state)
@@ -149,7 +149,7 @@ def test_no_damage_to_a_base_ends_a_save_or_gets_into_it_unseen(data: st.DataObj
     root = f"memory://incremental-{uuid.uuid4().hex}"
     few = data.draw(st.sampled_from([8, 64, 1 << 20]))
     with (
-        mock.patch.multiple(blocks, BLOCK_BYTES=few, PROBE_BYTES=1),
+        mock.patch.multiple(blocks, DIGEST_BLOCK_BYTES=few, PROBE_BYTES=1),
         mock.patch.multiple(reuse, PROBE_BYTES=1, LEAST_LIVE=0.0),
     ):
         for step in range(3):

@@ -29,7 +29,7 @@ def test_folders_of_a_report(tmp_path: Path) -> None:
         "| Folder | Tests | Seconds | Share | Milliseconds a test | Longest module, seconds |",
         "|---|---:|---:|---:|---:|---|",
         "| `tests` | 1 | 30 | 77% | 30,000 | `test_docs`, 30 |",
-        "| `tests/planners/views` | 3 | 9 | 23% | 3,000 | `test_cuts`, 5 |",
+        "| `tests/planners/geometry` | 3 | 9 | 23% | 3,000 | `test_cuts`, 5 |",
         "| `tests/reshard` | 1 | 0 | 0% | 0 | `test_gone`, 0 |",
     ]
 

@@ -12,7 +12,7 @@ import reshard
 
 SOURCE = Path(reshard.__file__).parent
 FACTORIES = {made.__name__ for made in _device_constructors()} | {"rand", "randn"}
-USERS = "cli/demo_job/"
+USERS = "cli/demo_job.py"
 """A model, which lies wherever its user wants it."""
 
 

@@ -222,9 +222,9 @@ def test_memory_of_copies_that_were_not_wanted_goes_back_once(tmp_path, monkeypa
     held = {"w": torch.ones(1 << 16)}
     reshard.async_save(held, tmp_path / "a").result()
     given: list[Any] = []
-    give = copy_streams.downloads.HostMemory.give
+    give = copy_streams.HostMemory.give
     monkeypatch.setattr(
-        copy_streams.downloads.HostMemory, "give", lambda self, blocks: (given.append(blocks), give(self, blocks))
+        copy_streams.HostMemory, "give", lambda self, blocks: (given.append(blocks), give(self, blocks))
     )
     meet = repeated.meet_before_save
 

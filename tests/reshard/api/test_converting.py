@@ -385,7 +385,7 @@ def test_a_checkpoint_is_not_overwritten_unless_asked(format: str, saved: Path, 
 
 _PEAK = """
 import sys, reshard
-from reshard.api.convert import workers
+from reshard.api import convert
 def status(what):
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what))

@@ -169,11 +169,13 @@ def _every_wait_is_needed(mesh: Any, whole: set[Any], backend: str) -> list[list
     waits of runs that move everything; the others are those of differences."""
     # where sizes come as messages of a device, garbage makes ranks wait for messages of other sizes
     found = whole if backend == "simccl" else simulated.wait_sites()
-    sites = sorted(site for site in found if any("messages" in line for line in site))
+    sites = sorted(
+        site for site in found if any("execute/exchange" in line or "execute/differences" in line for line in site)
+    )
     assert sites
     # that ranks wait for one another at the end changes no bit: see `Waiter.meet`
     met, start = inspect.getsourcelines(Waiter.meet)
-    meeting = {f"/execute/messages/waiting.py:{start + i}" for i in range(len(met))}
+    meeting = {f"/execute/exchange/waiting.py:{start + i}" for i in range(len(met))}
     sites = [site for site in sites if not ("waiting.py" in site[0] and meeting.intersection(site))]
     unseen = []
     for site in sites:
