@@ -175,8 +175,8 @@ def _every_wait_is_needed(mesh: Any, whole: set[Any], backend: str) -> list[list
     assert sites
     # that ranks wait for one another at the end changes no bit: see `Waiter.meet`
     met, start = inspect.getsourcelines(Waiter.meet)
-    meeting = {f"/execute/exchange/waiting.py:{start + i}" for i in range(len(met))}
-    sites = [site for site in sites if not ("waiting.py" in site[0] and meeting.intersection(site))]
+    meeting = {f"/execute/exchange.py:{start + i}" for i in range(len(met))}
+    sites = [site for site in sites if not meeting.intersection(site)]
     unseen = []
     for site in sites:
         for order in ORDERS:
