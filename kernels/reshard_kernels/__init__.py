@@ -1,0 +1,101 @@
+"""Compiled inner loops for `reshard`, which does the same without them, more slowly. Not for other use.
+
+One library serves every Python and every processor of an architecture: what a processor can do is asked at each call.
+The interpreter's lock is released during a call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["INTERFACE", "fold", "fold_rows", "table"]
+
+INTERFACE = 1
+"""Counts changes of what is called here: `reshard` uses no other than the one it knows."""
+
+_GROUP = 8
+_HALF = 1 << 23
+_PRIME = 2**48 - 59
+_MAX_ROWS, _MAX_COLUMNS = 1 << 17, 1 << 20
+
+_fold = ctypes.CDLL(str(Path(__file__).with_name("_fold.abi3.so"))).reshard_fold
+_fold.restype = None
+_fold.argtypes = [
+    ctypes.c_void_p,
+    *[ctypes.c_int64] * 3,
+    *[ctypes.c_void_p] * 3,
+    ctypes.c_int,
+]
+
+
+def table(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """The digits of columns' numbers, given as (2, columns) in [0, 2^48 - 59), as `fold` wants them: (groups of 8
+    columns, 4, 8).
+
+    A number, or the number minus 2^48 - 59, is low + 2^24 high, both in (-2^23, 2^23]; lane by lane low before high.
+    """
+    near = np.where(numbers > _HALF * 2**24 + _HALF, numbers - _PRIME, numbers)
+    low = ((near + _HALF - 1) & (2 * _HALF - 1)) - _HALF + 1
+    high = (near - low) >> 24
+    columns = numbers.shape[1]
+    found = np.zeros((2, 2, -(-columns // _GROUP) * _GROUP), np.int32)
+    found[:, 0, :columns], found[:, 1, :columns] = low, high
+    return np.ascontiguousarray(found.reshape(4, -1, _GROUP).transpose(1, 0, 2))
+
+
+def fold(
+    words: npt.NDArray[np.int32], columns: npt.NDArray[np.int32], rows: npt.NDArray[np.int64], *, plain: bool = False
+) -> tuple[int, int]:
+    """The sum, lane by lane modulo 2^48 - 59, of word times number of its row times number of its column.
+
+    Args:
+        words: (rows, columns), each row one run of memory, wherever it begins.
+        columns: what `table` makes of the columns' numbers.
+        rows: the rows' numbers, (2, rows) in [0, 2^48 - 59).
+        plain: without what only some processors of the architecture can do.
+
+    Raises:
+        ValueError: arrays of other shapes or types, or more than 2^17 rows or 2^20 columns.
+    """
+    if rows.shape != (2, len(words)) or rows.dtype != np.int64:
+        raise ValueError(f"numbers of {len(words)} rows are int64 of shape (2, {len(words)}), got {_kind(rows)}")
+    sums = np.empty(2, np.int64)
+    numbers = np.ascontiguousarray(rows)  # may be a copy, which has to live until the call ends
+    _call(words, columns, numbers, sums, plain)
+    return int(sums[0]), int(sums[1])
+
+
+def fold_rows(
+    words: npt.NDArray[np.int32], columns: npt.NDArray[np.int32], *, plain: bool = False
+) -> npt.NDArray[np.int64]:
+    """The sum of each row by itself, (2, rows). Raises ValueError as `fold` does."""
+    sums = np.empty((2, len(words)), np.int64)
+    _call(words, columns, None, sums, plain)
+    return sums
+
+
+def _call(
+    words: npt.NDArray[np.int32],
+    columns: npt.NDArray[np.int32],
+    numbers: npt.NDArray[np.int64] | None,
+    sums: npt.NDArray[np.int64],
+    plain: bool,
+) -> None:
+    if words.dtype != np.int32 or words.ndim != 2 or (words.shape[1] > 1 and words.strides[1] != words.itemsize):
+        raise ValueError(f"words are int32 in rows, each one run of memory, got {_kind(words)}")
+    height, width = words.shape
+    groups = -(-width // _GROUP)
+    if columns.shape != (groups, 4, _GROUP) or columns.dtype != np.int32 or not columns.flags.c_contiguous:
+        raise ValueError(f"of {width} columns a table is int32 of shape ({groups}, 4, {_GROUP}), got {_kind(columns)}")
+    if height > _MAX_ROWS or width > _MAX_COLUMNS:
+        raise ValueError(f"at most {_MAX_ROWS} rows of {_MAX_COLUMNS} words, got {_kind(words)}")
+    at = None if numbers is None else numbers.ctypes.data
+    _fold(words.ctypes.data, height, words.strides[0], width, columns.ctypes.data, at, sums.ctypes.data, int(plain))
+
+
+def _kind(array: npt.NDArray[np.generic]) -> str:
+    return f"{array.dtype} of shape {array.shape} with strides of {array.strides} bytes"
