@@ -1,11 +1,21 @@
-"""A Llama under FSDP2 x tensor parallelism x pipeline stages, traced without a GPU: what would a new topology move?
+"""A Llama under FSDP2 x tensor parallelism x pipeline stages: traced without a GPU, and trained in any topology.
 
-python examples/llama_fsdp_tp_pp.py                 # 32 ranks onto 24, in one process, on meta tensors
+python examples/llama_fsdp_tp_pp.py                 # what would a new topology move? 32 ranks onto 24, on meta tensors
+
+torchrun --nproc-per-node 4 examples/llama_fsdp_tp_pp.py --folder out --tp 2     # train on 2 x 2 ranks, and save
+torchrun --nproc-per-node 3 examples/llama_fsdp_tp_pp.py --folder out            # go on from there on 3
+
+`reshard demo` runs the same training on processes of one machine, and compares every bit.
 """
 
 from __future__ import annotations
 
+import argparse
+import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +27,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import planners
+import reshard
 from reshard.trace import trace_layout
 
 
@@ -28,6 +39,8 @@ class Config:
     kv_heads: int = 4
     hidden: int = 680
     vocab: int = 1003
+    context: int = 64
+    """The longest sequence."""
 
     @property
     def head_dim(self) -> int:
@@ -43,10 +56,19 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        # -1: under tensor parallelism a rank has only some of the heads
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k = rotate(q, turns), rotate(k, turns)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.wo(out.transpose(1, 2).flatten(-2))
+
+
+def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Turn neighbouring pairs of every head by the angles of their position: [..., time, head_dim]."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    cos, sin = turns.cos(), turns.sin()
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
 class FeedForward(nn.Module):
@@ -66,8 +88,8 @@ class Block(nn.Module):
         self.attention_norm, self.ffn_norm = nn.RMSNorm(config.dim), nn.RMSNorm(config.dim)
         self.attention, self.feed_forward = Attention(config), FeedForward(config)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), turns)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -81,11 +103,17 @@ class Llama(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(config) for i in layers})
         self.norm = nn.RMSNorm(config.dim) if stage == stages - 1 else None
         self.output = nn.Linear(config.dim, config.vocab, bias=False) if stage == stages - 1 else None
+        speeds = 10_000.0 ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+        self.register_buffer("turns", torch.outer(torch.arange(config.context), speeds), persistent=False)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turns = self.turns[: x.shape[1]]
         x = x if self.tok_embeddings is None else self.tok_embeddings(x)
         for block in self.layers.values():
-            x = block(x)
+            x = block(x, turns)
         return x if self.norm is None or self.output is None else self.output(self.norm(x))
 
 
@@ -117,7 +145,108 @@ def build(config: Config, pp: int, dp: int, tp: int) -> Llama:
     return stage
 
 
-def main() -> None:
+# Training, on any number of ranks: what one topology has saved, another goes on from.
+
+SMALL = Config(layers=4, hidden=688, vocab=256)
+"""For text, byte by byte. The hidden size is no multiple of three, so that three ranks get uneven parts."""
+SEQUENCES = 12
+"""Of one training step, over all ranks: two and three ways divide it."""
+
+
+class Training:
+    """One rank of a job: its part of model and optimizer, and its share of the text."""
+
+    def __init__(self, dp: int, tp: int, seed: int, hear: Callable[[int, float], None] = lambda step, loss: None):
+        """`hear` gets the number of each step, and its loss."""
+        torch.manual_seed(seed)
+        self.model = build(SMALL, pp=1, dp=dp, tp=tp)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3, betas=(0.9, 0.95), foreach=False)
+        self.dp, self.place = dp, dist.get_rank() // tp  # ranks along tp have the same sequences
+        self.hear, self.step = hear, 0
+        text = read_text()
+        self.text, self.held_back = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            loss = self._loss(self.text, self.step, SEQUENCES)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.hear(self.step, self._mean(loss))
+            self.step += 1
+
+    @torch.no_grad()
+    def judge(self) -> float:
+        """The loss on text that is held back."""
+        return self._mean(self._loss(self.held_back, 0, 4 * SEQUENCES))
+
+    def save(self, path: str) -> reshard.SaveReport:
+        return reshard.save(self.state(), path)
+
+    def state(self) -> dict[str, Any]:
+        model, optim = reshard.get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optim, "step": self.step}
+
+    def resume(self, path: str) -> reshard.LoadReport:
+        """Go on from what any topology has saved."""
+        checkpoint = reshard.open(path)
+        state: dict[str, Any] = {
+            "model": reshard.get_model_state_dict(self.model),
+            "optim": reshard.optimizer_destinations(self.model, self.optimizer, checkpoint),
+            "step": 0,
+        }
+        report = reshard.load(state, checkpoint)
+        reshard.set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        )
+        self.step = state["step"]
+        return report
+
+    def _loss(self, text: torch.Tensor, seed: int, sequences: int) -> torch.Tensor:
+        """Of this rank's share of a batch, which is the same in every topology."""
+        starts = torch.randint(
+            len(text) - SMALL.context - 1, (sequences,), generator=torch.Generator().manual_seed(seed)
+        )
+        rows = [text[int(start) : int(start) + SMALL.context + 1] for start in starts.chunk(self.dp)[self.place]]
+        tokens = torch.stack(rows).long()
+        return F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def _mean(self, loss: torch.Tensor) -> float:
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
+
+
+def read_text(most: int = 4 << 20) -> torch.Tensor:
+    """Text that is on every machine, as bytes: the sources of Python's own standard library."""
+    folder, found = Path(sysconfig.get_path("stdlib")), bytearray()
+    for file in sorted(folder.glob("*.py")):
+        found += file.read_bytes()
+        if len(found) >= most:
+            break
+    if len(found) < 100_000:
+        raise reshard.ReshardError(
+            f"{folder} holds {len(found)} bytes of Python sources, too few to train on: "
+            "run this with a Python that has its standard library as files"
+        )
+    return torch.frombuffer(found, dtype=torch.uint8)
+
+
+def train(folder: str, tp: int, steps: int) -> None:
+    """Under torchrun: go on from what is in the folder, if anything is, and save there."""
+    dist.init_process_group("gloo")
+    training = Training(dist.get_world_size() // tp, tp, seed=0)
+    if newest := reshard.latest_complete(folder):
+        training.resume(newest)
+    training.train(steps)
+    report, loss = training.save(f"{folder}/step-{training.step}"), training.judge()
+    if dist.get_rank() == 0:
+        print(f"step {training.step}, loss {loss:.3f}, {report}")
+    dist.destroy_process_group()
+
+
+def trace() -> None:
+    """In one process: what would another topology read?"""
     config = Config()
     before = trace_layout(lambda: build(config, pp=2, dp=8, tp=2), world_size=32)
     after = trace_layout(lambda: build(config, pp=1, dp=6, tp=4), world_size=24)
@@ -126,6 +255,18 @@ def main() -> None:
     print(f"{len(before)} tensors, proved for all {plan.world_size} ranks")
     print(planners.format_plan(plan, limit=8))
     assert not dist.is_initialized()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", help="train, under torchrun, and save here; otherwise only trace")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    if options.folder is None:
+        trace()
+    else:
+        train(options.folder, options.tp, options.steps)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import reshard
 
 SOURCE = Path(reshard.__file__).parent
 FACTORIES = {made.__name__ for made in _device_constructors()} | {"rand", "randn"}
-USERS = "cli/demo_job.py"
-"""A model, which lies wherever its user wants it."""
+USERS = "cli/examples/"
+"""Models, which lie wherever their users want them."""
 
 
 def test_every_tensor_says_where_it_lies() -> None:
