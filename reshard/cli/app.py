@@ -1,5 +1,5 @@
-"""The program: its commands, how errors are told, what the exit codes mean, and how it writes where there is no Unicode
-or nobody reads on.
+"""The program: its commands, how errors are told, what the exit codes mean, and how it writes where
+there is no Unicode or nobody reads on.
 """
 
 from __future__ import annotations

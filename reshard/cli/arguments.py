@@ -68,8 +68,8 @@ def both_sides(
 ) -> Sides:
     """Both sides; `rules` are for the sides that are topologies, `normalized` for checkpoints.
 
-    Raises UsageError if neither side says which tensors there are, if no side has a use for the rules, or if one
-    cannot be read.
+    Raises UsageError if neither side says which tensors there are, if no side has a use for the
+    rules, or if one cannot be read.
     """
     from planners.geometry.layout import StateLayout
 
@@ -102,8 +102,8 @@ def _laid_out(topology: Topology, other: StateLayout, rules: Mapping[str, str]) 
 def side(
     text: str, rules: Mapping[str, str], normalized: bool = False, hints: Mapping[str, Any] | None = None
 ) -> StateLayout | Topology:
-    """What one side is: the layout of a checkpoint or file, or a topology. Raises UsageError for a topology that
-    cannot be read."""
+    """What one side is: the layout of a checkpoint or file, or a topology. Raises UsageError for a
+    topology that cannot be read."""
     from planners.geometry.topology_words import WORDS, looks_like_a_topology, topology_of
 
     if looks_like_a_topology(text) and not Path(text).exists():
@@ -196,7 +196,8 @@ def stored_hints(naming: str | None, hints: dict[str, Any]) -> dict[str, Any]:
 def untaken(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:
     """The tensors that keep their names although the naming is quite another.
 
-    Raises KeyMismatchError if nearly all names stay as they are: then the checkpoint has not the names that were told.
+    Raises KeyMismatchError if nearly all names stay as they are: then the checkpoint has not the
+    names that were told.
     """
     if not mapping.stages:
         return []

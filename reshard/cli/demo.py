@@ -23,7 +23,8 @@ def demo(
     steps: Annotated[int, typer.Option(min=4, help="Training steps before the save; then half as many.")] = 40,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
 ) -> None:
-    """Train a small transformer on 2 × 2 ranks, save it, load it on 3 and on 2 ranks, and prove that no bit changed.
+    """Train a small transformer on 2 × 2 ranks, save it, load it on 3 and on 2 ranks, and prove
+    that no bit changed.
 
     Exits with 1 if anything is not as it must be.
     """

@@ -136,9 +136,11 @@ class Result:
 
 
 def tell_story(out: Path, steps: int, hear: Hear, show: Show) -> Result:
-    """Train on 2 × 2 ranks, save, plan and prove two changes of topology, and train on in each. Everything is in `out`.
+    """Train on 2 × 2 ranks, save, plan and prove two changes of topology, and train on in each.
+    Everything is in `out`.
 
-    Raises ReshardError if `out` cannot be written, or a rank fails, or this torch trains nothing under FSDP2 on CPUs.
+    Raises ReshardError if `out` cannot be written, or a rank fails, or this torch trains nothing
+    under FSDP2 on CPUs.
     """
     if not hasattr(torch.cpu.Stream, "record_event"):
         raise ReshardError(

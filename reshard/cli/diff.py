@@ -44,10 +44,12 @@ def diff(
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many differences.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all differences.")] = False,
 ) -> None:
-    """Read both; compare names, shapes, dtypes, objects, values. Of a tensor that differs, the first element is told.
+    """Read both; compare names, shapes, dtypes, objects, values. Of a tensor that differs, the
+    first element is told.
 
-    Exits with 1 if they differ; with 0 if every value of both was read and is the same, or, with --unread, has the same
-    saved fingerprint. In --json, `element` is an index in global coordinates.
+    Exits with 1 if they differ; with 0 if every value of both was read and is the same, or, with
+    --unread, has the same saved fingerprint. In --json, `element` is an index in global
+    coordinates.
     """
     import reshard
 

@@ -23,8 +23,8 @@ def gather(
 ) -> None:
     """Put one checkpoint together out of what the hosts of a job kept in memory or on their disks.
 
-    Every block is compared with its checksum, and of several copies a good one is taken. What is missing is named, by
-    tensor and region, and then nothing is written.
+    Every block is compared with its checksum, and of several copies a good one is taken. What is
+    missing is named, by tensor and region, and then nothing is written.
     """
     from reshard.elastic import gather as gather_folders
 

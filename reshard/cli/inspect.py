@@ -35,10 +35,11 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: everything, one entry a tensor.")] = False,
 ) -> None:
-    """Show names, shapes, dtypes, sizes and layouts, from the metadata alone; nothing in it is executed. Of the folder
-    of a run, list its checkpoints.
+    """Show names, shapes, dtypes, sizes and layouts, from the metadata alone; nothing in it is
+    executed. Of the folder of a run, list its checkpoints.
 
-    Exits with 1 if tensors have holes or overlaps, if a file is missing, or if no checkpoint of a run is complete.
+    Exits with 1 if tensors have holes or overlaps, if a file is missing, or if no checkpoint of a
+    run is complete.
     """
     shown = drawn is None and not as_json
     told = shown and os.path.exists(path)

@@ -18,7 +18,8 @@ def normalize(
     depth: Annotated[int | None, typer.Option(min=1, help="Show at most so many levels of names.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show model and optimizer under canonical names: no wrappers' prefixes, no fused or flat pieces, no padding.
+    """Show model and optimizer under canonical names: no wrappers' prefixes, no fused or flat
+    pieces, no padding.
 
     Only metadata is read; tensors stay where they are.
     """

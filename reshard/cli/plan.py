@@ -48,11 +48,12 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print totals per rank and the proof as JSON.")] = False,
 ) -> None:
-    """Plan what every rank of ONTO reads of CHECKPOINT, and prove it. No tensor is read; no GPU, no process group.
+    """Plan what every rank of ONTO reads of CHECKPOINT, and prove it. No tensor is read; no GPU, no
+    process group.
 
-    Proved is that every wanted element is read exactly once, from the saved element that it is, and not that the layout
-    is the one you meant. Exits with 1 if that does not hold, or if a topology has rules for an axis, none of which
-    matches a tensor, so that the axis cuts nothing.
+    Proved is that every wanted element is read exactly once, from the saved element that it is, and
+    not that the layout is the one you meant. Exits with 1 if that does not hold, or if a topology
+    has rules for an axis, none of which matches a tensor, so that the axis cuts nothing.
     """
     from planners.plans.load import plan_reads
     from planners.plans.proof import verify

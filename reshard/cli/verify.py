@@ -22,8 +22,8 @@ def verify(
     shallow: Annotated[bool, typer.Option("--shallow", help="Look at metadata and file lengths only.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Read every byte, compare checksums and fingerprints where the format has them, and prove that chunks tile every
-    tensor exactly once. The verdict says how many bytes of values were checked.
+    """Read every byte, compare checksums and fingerprints where the format has them, and prove that
+    chunks tile every tensor exactly once. The verdict says how many bytes of values were checked.
 
     Exits with 1 if anything is wrong, naming file, tensor and byte range.
     """

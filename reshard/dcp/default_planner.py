@@ -62,9 +62,11 @@ __getattr__ = partial(getattr, _torch)
 
 
 class DefaultLoadPlanner(LoadPlanner):
-    """Reads exactly the overlaps of what is saved with what this rank holds, and proves that they fill it.
+    """Reads exactly the overlaps of what is saved with what this rank holds, and proves that they
+    fill it.
 
-    `allow_partial_load` leaves what is not saved as it is; otherwise all missing keys are named in one error.
+    `allow_partial_load` leaves what is not saved as it is; otherwise all missing keys are named in
+    one error.
     """
 
     def __init__(
@@ -92,8 +94,9 @@ class DefaultLoadPlanner(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """An item for every overlap.
 
-        Raises KeyMismatchError with all keys that are missing or of another shape, in which case it is a ValueError,
-        too; DamagedCheckpointError where the saved chunks do not hold what is wanted exactly once.
+        Raises KeyMismatchError with all keys that are missing or of another shape, in which case it
+        is a ValueError, too; DamagedCheckpointError where the saved chunks do not hold what is
+        wanted exactly once.
         """
         if self.metadata is None:
             raise KeyMismatchError("set_up_planner was not given the metadata of a checkpoint")
@@ -190,8 +193,9 @@ class DefaultLoadPlanner(LoadPlanner):
 def _chunks(fqn: str, entry: TensorStorageMetadata) -> list[Box]:
     """Where each chunk is in the tensor.
 
-    Readers that dequantize give the shape after it, and may leave the one chunk of the tensor with that of its blocks.
-    Raises DamagedCheckpointError if there are several of another number of dims.
+    Readers that dequantize give the shape after it, and may leave the one chunk of the tensor with
+    that of its blocks. Raises DamagedCheckpointError if there are several of another number of
+    dims.
     """
     boxes = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
     if all(box.ndim == len(entry.size) for box in boxes):
@@ -205,8 +209,9 @@ def _chunks(fqn: str, entry: TensorStorageMetadata) -> list[Box]:
 
 
 class DefaultSavePlanner(SavePlanner):
-    """Plans one item for each region of each tensor and for each object; regions that several ranks hold are written
-    by the rank that has least to write, or, with `dedup_save_to_lowest_rank`, by the lowest.
+    """Plans one item for each region of each tensor and for each object; regions that several ranks
+    hold are written by the rank that has least to write, or, with `dedup_save_to_lowest_rank`, by
+    the lowest.
 
     The global plan is proved: the regions of every tensor tile it exactly once.
     """
@@ -219,8 +224,8 @@ class DefaultSavePlanner(SavePlanner):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = False,
     ) -> None:
-        """The arguments of torch's planner. Sharded tensors are always flat and replicas always written once; plans
-        are cheap enough not to be cached."""
+        """The arguments of torch's planner. Sharded tensors are always flat and replicas always
+        written once; plans are cheap enough not to be cached."""
         del flatten_sharded_tensors, dedup_replicated_tensors, enable_plan_caching
         self.flatten_state_dict = flatten_state_dict
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
@@ -269,7 +274,8 @@ class DefaultSavePlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Each item once, balanced in bytes over those that hold it; and the metadata of the whole.
 
-        Raises KeyMismatchError or LayoutError where ranks disagree or the regions do not tile a tensor.
+        Raises KeyMismatchError or LayoutError where ranks disagree or the regions do not tile a
+        tensor.
         """
         holders: dict[MetadataIndex, list[int]] = defaultdict(list)
         item_of: dict[MetadataIndex, TorchWriteItem] = {}

@@ -1,5 +1,6 @@
-"""`FileSystemWriter`: DCP's files, written so that torch reads them, and an old checkpoint stays whole meanwhile.
-`FileSystemReader`: any checkpoint that `reshard.open` reads, behind torch's `StorageReader`.
+"""`FileSystemWriter`: DCP's files, written so that torch reads them, and an old checkpoint stays
+whole meanwhile. `FileSystemReader`: any checkpoint that `reshard.open` reads, behind torch's
+`StorageReader`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class CheckpointExistsError(StorageError, FileExistsError, RuntimeError):
 class FileSystemWriter(StorageWriter):
     """Writes `__<rank>_<n>.distcp` files and, last and in one step, `.metadata`.
 
-    Over an older checkpoint the new files get names of their own, and the old ones go when `.metadata` has changed.
+    Over an older checkpoint the new files get names of their own, and the old ones go when
+    `.metadata` has changed.
     """
 
     def __init__(
@@ -85,9 +87,9 @@ class FileSystemWriter(StorageWriter):
         _extensions: Sequence[Any] | None = None,
         serialization_format: Any = "torch_save",
     ) -> None:
-        """The arguments of torch's writer. Files are always synced; `thread_count` is how many files a rank writes at
-        once; with `single_file_per_rank` off every item gets a file of its own; `_extensions` transform the bytes of
-        each item, the last one first.
+        """The arguments of torch's writer. Files are always synced; `thread_count` is how many
+        files a rank writes at once; with `single_file_per_rank` off every item gets a file of its
+        own; `_extensions` transform the bytes of each item, the last one first.
 
         Raises StorageError for a `thread_count` below 1, or another `serialization_format`.
         """
@@ -136,8 +138,8 @@ class FileSystemWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give each rank the prefix of its files.
 
-        Raises CheckpointExistsError if there is a checkpoint and no `overwrite`; StorageError if there is one of all
-        ranks, which would be read instead, where each rank saves for itself.
+        Raises CheckpointExistsError if there is a checkpoint and no `overwrite`; StorageError if
+        there is one of all ranks, which would be read instead, where each rank saves for itself.
         """
         names = self.storage.list()
         if self._metadata_name in names and not self.overwrite:
@@ -232,13 +234,13 @@ def _is_there(storage: Storage, name: str) -> bool:
 class FileSystemReader(StorageReader):
     """Reads just the bytes that a plan asks for, in order of their position. Runs no pickle.
 
-    `path` may be a folder, a file or a URL, of any format that `reshard.open` knows. Where there are files of several,
-    those of DCP count.
+    `path` may be a folder, a file or a URL, of any format that `reshard.open` knows. Where there
+    are files of several, those of DCP count.
     """
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
-        """`_extension_registry`: undoes transforms of the caller's own; zstandard is read without it. Only what is
-        registered runs, whatever the checkpoint names."""
+        """`_extension_registry`: undoes transforms of the caller's own; zstandard is read without
+        it. Only what is registered runs, whatever the checkpoint names."""
         self.path, self.extension_registry = path, _extension_registry
         self.load_id = uuid.uuid4().hex
         self._checkpoint: Checkpoint | None = None
@@ -420,8 +422,9 @@ def write_items(
     extensions: Sequence[Any],
     callers: CopyStreams,
 ) -> list[WriteResult]:
-    """Write what `planner` gives for `items`, through `extensions`; where each item is. What they are made of on
-    devices comes after what the streams of the caller were asked, whatever thread this is: see `of_caller`."""
+    """Write what `planner` gives for `items`, through `extensions`; where each item is. What they
+    are made of on devices comes after what the streams of the caller were asked, whatever thread
+    this is: see `of_caller`."""
     rows = []
     transforms = [extension.get_descriptor() for extension in reversed(extensions)]
     with storage.create(name) as file, callers.use_all():

@@ -82,9 +82,11 @@ class NoFileError(CheckpointError, AssertionError):
 
 
 class BroadcastingTorchSaveReader(StorageReader):
-    """Reads a file of `torch.save` straight into sharded targets; to be used with `DynamicMetaLoadPlanner`.
+    """Reads a file of `torch.save` straight into sharded targets; to be used with
+    `DynamicMetaLoadPlanner`.
 
-    Each rank reads the bytes of its own shards out of the file, so the name is history: nothing is broadcast.
+    Each rank reads the bytes of its own shards out of the file, so the name is history: nothing is
+    broadcast.
     """
 
     def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, coordinator_rank: int = 0) -> None:

@@ -1,7 +1,7 @@
 """The functions that get and set state dicts of live models: ours; the rest is torch's own.
 
-The getters give FSDP1's sharded parameters as torch does, in chunks of rows, whatever the flat parameters hold: see
-`reshard.state_dict.options.InChunks`.
+The getters give FSDP1's sharded parameters as torch does, in chunks of rows, whatever the flat
+parameters hold: see `reshard.state_dict.options.InChunks`.
 """
 
 import warnings

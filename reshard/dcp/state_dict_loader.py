@@ -40,15 +40,15 @@ def load(
 ) -> None:
     """Fill `state_dict` in place, as `torch.distributed.checkpoint.load` does.
 
-    Keys that only the checkpoint has are not read, tensors of another dtype are converted, and values with a
-    `load_state_dict` method are given what was loaded.
+    Keys that only the checkpoint has are not read, tensors of another dtype are converted, and
+    values with a `load_state_dict` method are given what was loaded.
 
-    Without a planner or reader of the caller's own, the engine of `reshard.load` does it: any format, byte ranges,
-    a proved plan, checksums. A `DefaultLoadPlanner`, torch's or ours, is none of the caller's own. Otherwise torch's
-    protocol between planner and reader is followed.
+    Without a planner or reader of the caller's own, the engine of `reshard.load` does it: any
+    format, byte ranges, a proved plan, checksums. A `DefaultLoadPlanner`, torch's or ours, is none
+    of the caller's own. Otherwise torch's protocol between planner and reader is followed.
 
-    Raises as `reshard.load` does, on every rank; what is raised is a `CheckpointException` of torch's as well, whose
-    `failures` has the own error of each rank that failed.
+    Raises as `reshard.load` does, on every rank; what is raised is a `CheckpointException` of
+    torch's as well, whose `failures` has the own error of each rank that failed.
     """
     with Call(process_group, no_dist).as_torch_raises() as group:
         with group.together("open"):

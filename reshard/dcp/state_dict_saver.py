@@ -44,11 +44,11 @@ def save(
 ) -> Metadata:
     """Save in DCP's format, as `torch.distributed.checkpoint.save` does.
 
-    Ranks talk over the control plane and not by collectives, whatever `use_collectives` says: a whole `.metadata`
-    is written in any case. Values with a `state_dict` method are asked for it.
+    Ranks talk over the control plane and not by collectives, whatever `use_collectives` says: a
+    whole `.metadata` is written in any case. Values with a `state_dict` method are asked for it.
 
-    Raises as `reshard.save` does, on every rank; what is raised is a `CheckpointException` of torch's as well, whose
-    `failures` has the own error of each rank that failed.
+    Raises as `reshard.save` does, on every rank; what is raised is a `CheckpointException` of
+    torch's as well, whose `failures` has the own error of each rank that failed.
     """
     del use_collectives
     with Call(process_group, no_dist).as_torch_raises() as group, group.together("save"):
@@ -103,19 +103,22 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Any:
-    """Like `save`, but only copies the state before it returns; the future gives the metadata, or raises.
+    """Like `save`, but only copies the state before it returns; the future gives the metadata, or
+    raises.
 
-    Any process group will do: the background thread talks over the store, not over the group's backend.
+    Any process group will do: the background thread talks over the store, not over the group's
+    backend.
 
     Args:
-        async_checkpointer_type: `AsyncCheckpointerType.PROCESS`, or "process": files are written by a process of
-            their own, which serves all saves and ends with this one; it takes memory for what this rank writes.
-        async_stager: copies the state, in place of our own copy to the CPU; by default `storage_writer`, if that is an
-            `AsyncStager`. It stays the caller's to close.
+        async_checkpointer_type: `AsyncCheckpointerType.PROCESS`, or "process": files are written by
+            a process of their own, which serves all saves and ends with this one; it takes memory
+            for what this rank writes.
+        async_stager: copies the state, in place of our own copy to the CPU; by default
+            `storage_writer`, if that is an `AsyncStager`. It stays the caller's to close.
 
     Returns:
-        A `Future` of the metadata; where the stager itself answers with a future, an `AsyncSaveResponse` of two, if
-        torch has that name.
+        A `Future` of the metadata; where the stager itself answers with a future, an
+        `AsyncSaveResponse` of two, if torch has that name.
     """
     del use_collectives
     call = Call(process_group, no_dist)

@@ -5,8 +5,8 @@
     save_state(accelerator, "run/step-10", {"step": 10})       # in place of accelerator.save_state
     step = load_state(accelerator, "run")["step"]              # in place of accelerator.load_state
 
-Names have no wrappers in them: DDP, FSDP2, compiled or plain, saved by one and loaded by another. Data loaders and the
-states of Python's and numpy's random numbers are not in it.
+Names have no wrappers in them: DDP, FSDP2, compiled or plain, saved by one and loaded by another.
+Data loaders and the states of Python's and numpy's random numbers are not in it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ __all__ = ["load_state", "save_state"]
 def save_state(
     accelerator: Accelerator, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None
 ) -> SaveReport:
-    """Save model, optimizers, schedules, the gradient scaler, what was registered for checkpointing, torch's random
-    numbers and `extra`, which is of plain values and tensors. All processes call it.
+    """Save model, optimizers, schedules, the gradient scaler, what was registered for
+    checkpointing, torch's random numbers and `extra`, which is of plain values and tensors. All
+    processes call it.
 
-    Raises ReshardError for none or several models: save these by `reshard.save`, under names of your choice.
+    Raises ReshardError for none or several models: save these by `reshard.save`, under names of
+    your choice.
     """
     model, optimizers = _prepared(accelerator)
     state = _rest(accelerator)
@@ -46,8 +48,8 @@ def save_state(
 
 
 def load_state(accelerator: Accelerator, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Fill what is prepared from a checkpoint of `save_state`, or the newest complete one of a run, and give the
-    `extra` that was saved. All processes call it.
+    """Fill what is prepared from a checkpoint of `save_state`, or the newest complete one of a run,
+    and give the `extra` that was saved. All processes call it.
 
     Raises as `reshard.load` does, and ReshardError for none or several models.
     """

@@ -3,8 +3,8 @@
     Trainer(plugins=[ReshardIO()])                              # one device, DDP: Lightning has one whole state
     Trainer(strategy=ReshardModelParallel())                    # FSDP2, tensor parallelism: each rank has its part
 
-Either reads what Lightning itself wrote in its place. A checkpoint is a folder that is checked when it is read, can be
-inspected and compared, and a save that was interrupted leaves the one before.
+Either reads what Lightning itself wrote in its place. A checkpoint is a folder that is checked when
+it is read, can be inspected and compared, and a save that was interrupted leaves the one before.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class ReshardIO(CheckpointIO):
 
 
 class ReshardModelParallel(ModelParallelStrategy):
-    """Lightning's strategy for models that `configure_model` shards, with checkpoints of ours: each rank writes and
-    reads its own part, and any number of ranks resumes."""
+    """Lightning's strategy for models that `configure_model` shards, with checkpoints of ours: each
+    rank writes and reads its own part, and any number of ranks resumes."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """All ranks call it. What is no model and no optimizer is saved as the first rank has it."""

@@ -1,12 +1,13 @@
-"""torchft's recovery by checkpoints of this engine: a replica group that is behind reads what another has written.
+"""torchft's recovery by checkpoints of this engine: a replica group that is behind reads what
+another has written.
 
     from reshard.integrations.torchft import ReshardTransport
 
     Manager(..., checkpoint_transport=ReshardTransport(f"/shared/heal/{replica_id}"))
 
-Nothing that a peer sends is unpickled, what is read is checked, and ranks that shard within their group write and read
-each its own part. It goes by way of a folder that all groups see, so it is for large states on fast storage, or for one
-machine's memory: `/dev/shm`.
+Nothing that a peer sends is unpickled, what is read is checked, and ranks that shard within their
+group write and read each its own part. It goes by way of a folder that all groups see, so it is for
+large states on fast storage, or for one machine's memory: `/dev/shm`.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ class ReshardTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # Any w
     ) -> None:
         """
         Args:
-            folder: of this replica group alone; the other groups read it, under the same path or URL.
-            places: gives the state to load into, such as {"user": {"default": {...}}, "torchft": {...}}, as torchft's
-                manager nests it; needed where it is sharded. Otherwise each rank gets all of it, as plain tensors.
+            folder: of this replica group alone; the other groups read it, under the same path or
+                URL.
+            places: gives the state to load into, such as {"user": {"default": {...}}, "torchft":
+                {...}}, as torchft's manager nests it; needed where it is sharded. Otherwise each
+                rank gets all of it, as plain tensors.
             process_group: of the ranks that share the state within this replica group.
         """
         self._folder, self._places, self._process_group = os.fspath(folder), places, process_group

@@ -4,8 +4,8 @@
 
     checkpoint=CheckpointManager.Config(interval=500)          # in place of torchtitan's own of that name
 
-Folders, names and files stay those that torchtitan writes and finds: either manager resumes from what the other saved.
-What goes to and comes from Hugging Face's format is left to torchtitan.
+Folders, names and files stay those that torchtitan writes and finds: either manager resumes from
+what the other saved. What goes to and comes from Hugging Face's format is left to torchtitan.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class CheckpointManager(_theirs.CheckpointManager):
         )
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The newest step that is complete in any format that opens, -1 if there is none: torchtitan's own sees DCP's
-        and Hugging Face's only, and would begin anew where there are others."""
+        """The newest step that is complete in any format that opens, -1 if there is none:
+        torchtitan's own sees DCP's and Hugging Face's only, and would begin anew where there are
+        others."""
         place = folder or self.folder
         if "://" in place:
             found: int = super()._find_load_step(folder)

@@ -1,4 +1,5 @@
-"""transformers' Trainer with checkpoints of this engine: each process writes and reads its own part.
+"""transformers' Trainer with checkpoints of this engine: each process writes and reads its own
+part.
 
     from reshard.integrations.transformers import ReshardTrainer
 
@@ -7,9 +8,10 @@
 
     class MyTrainer(ReshardTrainer, SFTTrainer): ...                  # any other trainer
 
-It is a class and no callback since the Trainer has loaded by the time that it calls the first one. Model, optimizer and
-schedule are one checkpoint of ours in the folder `checkpoint-<step>`; beside it lie the Trainer's state, random numbers
-and gradient scaler in the Trainer's own files. Of a model with adapters of PEFT, only what trains is saved.
+It is a class and no callback since the Trainer has loaded by the time that it calls the first one.
+Model, optimizer and schedule are one checkpoint of ours in the folder `checkpoint-<step>`; beside
+it lie the Trainer's state, random numbers and gradient scaler in the Trainer's own files. Of a
+model with adapters of PEFT, only what trains is saved.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class ReshardTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """As the Trainer's; True resumes from the newest checkpoint that is complete.
 
-        Raises CheckpointNotFoundError if none is; ReshardError under DeepSpeed, whose engine saves by itself.
+        Raises CheckpointNotFoundError if none is; ReshardError under DeepSpeed, whose engine saves
+        by itself.
         """
         if self.is_deepspeed_enabled:
             raise ReshardError("DeepSpeed's engine saves by itself: use the Trainer as it is, and reshard.convert")

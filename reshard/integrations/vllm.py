@@ -6,9 +6,10 @@
     engine = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=source)
     engine.send_weights()                                        # at every step, on every rank
 
-vLLM's own `ModuleSource` gathers every tensor on every rank, under the names that the module has. Here each byte
-crosses once to each rank that wants it, from any layout, pipeline stages and strided shards too, and under other names;
-memory is needed for a batch of weights at a time. How weights get into vLLM's own tensors is left to vLLM.
+vLLM's own `ModuleSource` gathers every tensor on every rank, under the names that the module has.
+Here each byte crosses once to each rank that wants it, from any layout, pipeline stages and strided
+shards too, and under other names; memory is needed for a batch of weights at a time. How weights
+get into vLLM's own tensors is left to vLLM.
 """
 
 from __future__ import annotations
@@ -57,14 +58,16 @@ class _Planned(WeightSource):  # type: ignore[misc]  # Any where vLLM is not ins
         """Collective over the ranks of the trainer.
 
         Args:
-            state: this rank's part of the model's state dict; its tensors stay the ones that are meant.
-            mapping: from its names and shapes to those that vLLM is to load: those on Hugging Face's disks.
+            state: this rank's part of the model's state dict; its tensors stay the ones that are
+                meant.
+            mapping: from its names and shapes to those that vLLM is to load: those on Hugging
+                Face's disks.
             dtype: of what is sent, for tensors of floating-point numbers.
             batch_bytes: of weights in memory at a time, beside the largest.
             process_group: the trainer's ranks, in the order in which vLLM numbers them.
 
-        Replicas are compared in the first pass. Raises KeyMismatchError for a state without any tensor; as
-        `Mapping.views` does.
+        Replicas are compared in the first pass. Raises KeyMismatchError for a state without any
+        tensor; as `Mapping.views` does.
         """
         group = Group(process_group)
         self._live = take_apart(state)
@@ -124,8 +127,8 @@ class _Planned(WeightSource):  # type: ignore[misc]  # Any where vLLM is not ins
 
 
 class StateSource(_Planned):
-    """Whole tensors: for vLLM's broadcast over NCCL, which the first rank sends; with `everyone=True` on every rank, as
-    CUDA IPC and sharded RDT want them."""
+    """Whole tensors: for vLLM's broadcast over NCCL, which the first rank sends; with
+    `everyone=True` on every rank, as CUDA IPC and sharded RDT want them."""
 
     def __init__(self, state: Mapping[str, Any], *, everyone: bool = False, **options: Any) -> None:
         """Collective; other options are those that both sources have."""
@@ -144,8 +147,9 @@ class StateSource(_Planned):
 
 
 class ShardSource(_Planned):
-    """This rank's rows of each tensor: for NCCL's M2N, whatever the layout was. At most 16 shards of a tensor, as many
-    as divide its rows evenly, each held by equally many ranks: what M2N can take."""
+    """This rank's rows of each tensor: for NCCL's M2N, whatever the layout was. At most 16 shards
+    of a tensor, as many as divide its rows evenly, each held by equally many ranks: what M2N can
+    take."""
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:

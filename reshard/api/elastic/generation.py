@@ -77,8 +77,8 @@ class GenerationFolder(NamedTuple):
     """A generation, as its folder is called."""
 
     number: int
-    """Each is larger than all that was there when it began; so newer generations of one incarnation of a job have
-    larger ones. Those of others may have any: see `lineage`."""
+    """Each is larger than all that was there when it began; so newer generations of one incarnation
+    of a job have larger ones. Those of others may have any: see `lineage`."""
     step: int
     save_id: str
 
@@ -148,8 +148,9 @@ def _made(storage: Storage) -> ManifestStamp | None:
 
 
 def remove(folder: Path, keep: Sequence[GenerationFolder] = ()) -> None:
-    """Remove all generations but these from the folder of a host, and what was fetched. Their manifests go first, and
-    what says of which incarnation they are goes last: what counts never lacks it."""
+    """Remove all generations but these from the folder of a host, and what was fetched. Their
+    manifests go first, and what says of which incarnation they are goes last: what counts never
+    lacks it."""
     storage, kept = LocalStorage(folder), {one.folder for one in keep}
     names = [name for name in storage.list() if "/" in name and name.partition("/")[0] not in kept]
     ours = [name for name in names if _NAME.fullmatch(name.partition("/")[0]) or name.startswith(_FETCHED)]
@@ -224,7 +225,8 @@ def arrays_of(plan: SavePlan, rank: int, header_bytes: int) -> list[tuple[str, B
 
 
 def lost_boxes(native: NativeFacts, held: Mapping[str, Sequence[Held]]) -> dict[str, list[tuple[int, Box]]]:
-    """Of every tensor that does not survive whole: the regions that nobody has, each with the rank that wrote it.
+    """Of every tensor that does not survive whole: the regions that nobody has, each with the rank
+    that wrote it.
 
     Args:
         held: by host, what its ranks have found.
@@ -256,17 +258,18 @@ LINEAGE = "lineage.json"
 
 
 class Incarnation(msgspec.Struct, frozen=True):
-    """A job from a recovery, or from its first generation if it recovered nothing, until its processes end or it
-    recovers again. Its ranks and hosts stay the same, so its generations are one after another, by their numbers."""
+    """A job from a recovery, or from its first generation if it recovered nothing, until its
+    processes end or it recovers again. Its ranks and hosts stay the same, so its generations are
+    one after another, by their numbers."""
 
     id: str
     """Nobody else has it, and it begins with the time at which the incarnation began, as a save id does."""
     first: int
     """Number of its first generation: larger than all that it could see when it began."""
     earlier: dict[str, int]
-    """By the id of each incarnation that it knew to have been before: the number of the generation up to which it goes
-    on from that one; 0 if it recovered nothing of it. Incarnations that it knew were over when it began: their hosts
-    were its own."""
+    """By the id of each incarnation that it knew to have been before: the number of the generation
+    up to which it goes on from that one; 0 if it recovered nothing of it. Incarnations that it knew
+    were over when it began: their hosts were its own."""
 
     def encode(self) -> bytes:
         """The text of its file, with a digest."""
@@ -294,9 +297,10 @@ class _SealedLineage(msgspec.Struct, frozen=True):
 
 
 class Survivors(Storage):
-    """What a host has of a generation. Files that are whole here are read where they are; all others in a folder of
-    what was fetched, where each begins as a hole behind the header, which follows from the plan: so a load can be
-    planned before anything is fetched, and then only what it needs.
+    """What a host has of a generation. Files that are whole here are read where they are; all
+    others in a folder of what was fetched, where each begins as a hole behind the header, which
+    follows from the plan: so a load can be planned before anything is fetched, and then only what
+    it needs.
 
     Args:
         here: the folder of the generation on this host.
@@ -413,8 +417,8 @@ def move(
     *,
     max_inflight_bytes: int,
 ) -> int:
-    """Collective: bring what ranks want from ranks that hold it, by a proved plan; ranks between which nothing moves
-    may give other files. Returns the bytes that this rank got from others.
+    """Collective: bring what ranks want from ranks that hold it, by a proved plan; ranks between
+    which nothing moves may give other files. Returns the bytes that this rank got from others.
 
     Args:
         sizes: of the files, in bytes.
@@ -557,7 +561,8 @@ class Hosts:
 def meet(folder: Path, host: str, group: Group) -> Hosts:
     """Collective: who is where. The first rank of each host claims its folder.
 
-    Raises StorageError if another job that is running has it, or if ranks that name one host do not share its folder.
+    Raises StorageError if another job that is running has it, or if ranks that name one host do not
+    share its folder.
     """
     names = tuple(name.decode() for name in group.exchange(host.encode()))
     hosts = Hosts(names, group.rank, folder / host)
@@ -634,13 +639,13 @@ class RecoverReport(Tabled):
     from_fallback: tuple[str, ...]
     """Tensors that survived nowhere, and came from the fallback, which has the same: by fingerprint."""
     passed_over: tuple[str, ...]
-    """Newer generations, and those that hosts have brought back from which the job had not gone on: what each is, and
-    why it was not loaded."""
+    """Newer generations, and those that hosts have brought back from which the job had not gone on:
+    what each is, and why it was not loaded."""
     bytes_received: int
     """From other hosts, by this rank."""
     bytes_checked: int
-    """Bytes of blocks that this rank has compared with their checksums: of all files that were left, and again of
-    what came from other hosts."""
+    """Bytes of blocks that this rank has compared with their checksums: of all files that were
+    left, and again of what came from other hosts."""
     load: LoadReport
     seconds: Mapping[str, float] = field(compare=False)
     """Time of this rank, by phase."""

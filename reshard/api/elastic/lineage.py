@@ -1,9 +1,10 @@
 """Which generation a job last lived on: one function decides, for `keep`, `recover` and `gather`.
 
-A host that was away may come back with generations from which the job did not go on. They may have larger numbers, and
-are not newer. So incarnations are compared before numbers are: one that knew of another came after it. Where neither
-knew of the other, since no host that had the one was there when the other began, the clocks of the hosts tell which
-began after the other had kept its last. If they tell neither, nobody guesses.
+A host that was away may come back with generations from which the job did not go on. They may have
+larger numbers, and are not newer. So incarnations are compared before numbers are: one that knew of
+another came after it. Where neither knew of the other, since no host that had the one was there
+when the other began, the clocks of the hosts tell which began after the other had kept its last. If
+they tell neither, nobody guesses.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Order(NamedTuple):
 
     newest_first: list[GenerationFolder]
     tied: list[GenerationFolder]
-    """All others are older than some of these: the last of each incarnation of those of which nobody can tell which
-    came later. Empty where all can be told."""
+    """All others are older than some of these: the last of each incarnation of those of which
+    nobody can tell which came later. Empty where all can be told."""
 
     @property
     def newest(self) -> list[GenerationFolder]:
@@ -92,7 +93,8 @@ class Found:
         return Incarnation(new_save_id(), first, {one: earlier[one] for one in sorted(earlier)[-_REMEMBERED:]})
 
     def left_behind(self, taken: GenerationFolder, tried: Collection[GenerationFolder], step: int | None) -> list[str]:
-        """For reports: the generations that are not older states of that which is taken, and why they are left.
+        """For reports: the generations that are not older states of that which is taken, and why
+        they are left.
 
         Args:
             tried: the same is told of these already.

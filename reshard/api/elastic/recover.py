@@ -179,8 +179,8 @@ def _report(
 def _candidates(
     settings: Settings, fallback: Any, step: int | None, group: Group, hosts: Hosts
 ) -> tuple[Found | None, _Candidates]:
-    """Collective: what counts on some host, the newest first, and the fallback where its time puts it; with a step,
-    only what is of that. Returns what the hosts have, too, on the first rank."""
+    """Collective: what counts on some host, the newest first, and the fallback where its time puts
+    it; with a step, only what is of that. Returns what the hosts have, too, on the first rank."""
     if hosts.leads:
         remove(hosts.folder, list(kept_in(hosts.folder)))  # what an earlier recovery had fetched
     told = group.gather(msgspec.msgpack.encode(list(kept_in(hosts.folder).items()) if hosts.leads else []))
@@ -206,8 +206,8 @@ def _candidates(
 
 
 def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> int:
-    """Before how many generations a fallback comes: behind one of the same state, else by the time it was made, and
-    last where it does not say."""
+    """Before how many generations a fallback comes: behind one of the same state, else by the time
+    it was made, and last where it does not say."""
     native = open_checkpoint(fallback).contents.facts_of(NativeFacts)
     if native is None:
         return len(newest_first)
@@ -303,8 +303,8 @@ class _JudgedGeneration:
         return _Verdict("", tuple(lost))
 
     def load(self, state: Any, fallback: Any, lost: tuple[str, ...], options: LoadOptions) -> LoadReport:
-        """Collective: fill the state, each rank by its own read plan out of the files of its host, to which `_bring`
-        has brought what they need."""
+        """Collective: fill the state, each rank by its own read plan out of the files of its host,
+        to which `_bring` has brought what they need."""
         others, checkpoint = None, self.checkpoint
         if lost:
             others = open_among(fallback, self.group.rank, self.group.world_size)
@@ -417,23 +417,27 @@ def gather(
     step: int | None = None,
     overwrite: bool = False,
 ) -> GatherReport:
-    """Put one checkpoint together out of what the hosts of a job have kept. Needs no job and no model.
+    """Put one checkpoint together out of what the hosts of a job have kept. Needs no job and no
+    model.
 
         report = reshard.elastic.gather(["node0", "node1", "node3"], "run/step-100")
 
-    Every block is compared with its checksum; of several copies, and of several damaged ones, what is good is taken.
+    Every block is compared with its checksum; of several copies, and of several damaged ones, what
+    is good is taken.
 
     Args:
         folders: of hosts, each the folder of a `Tier` and in it the name of the host.
         out: where the checkpoint goes.
-        step: which generation; by default the newest, by the decision of `Tier.recover`. If that is not whole, an older
-            one must be asked for.
+        step: which generation; by default the newest, by the decision of `Tier.recover`. If that is
+            not whole, an older one must be asked for.
         overwrite: a checkpoint that is there is replaced.
 
     Raises (nothing is written then):
         CheckpointNotFoundError: no folder has a generation that counts, or none of this step.
-        DamagedCheckpointError: what is left is not whole: it names tensors and regions, and an older one that is whole.
-        CheckpointError: it cannot be told which generation the job lived on last: `step` can say it.
+        DamagedCheckpointError: what is left is not whole: it names tensors and regions, and an
+            older one that is whole.
+        CheckpointError: it cannot be told which generation the job lived on last: `step` can say
+            it.
         FormatError: a checkpoint is at `out` already.
     """
     storage = open_storage(out)

@@ -66,22 +66,25 @@ __all__ = ["Tier"]
 
 
 class Tier:
-    """A folder on each host in which the job keeps its last states: in shared memory, which survives the processes, or
-    on a local disk, which survives the host's restart as well.
+    """A folder on each host in which the job keeps its last states: in shared memory, which
+    survives the processes, or on a local disk, which survives the host's restart as well.
 
         tier = reshard.elastic.Tier("/dev/shm/run1", copies=1)
         tier.keep(state, step=100)        # collective, each few steps
         report = tier.recover(state)      # collective, after a loss: with other hosts, ranks and layouts
 
-    Each host has a folder of its own below `folder`. There are two generations at most: the last that is whole, and
-    beside it the next while it is made; until then, where hosts come back with different ones, what each has brought.
+    Each host has a folder of its own below `folder`. There are two generations at most: the last
+    that is whole, and beside it the next while it is made; until then, where hosts come back with
+    different ones, what each has brought.
 
     Args:
         folder: a local path, the same on all hosts; another one for each job.
-        host: name of this rank's host; by default that of the machine. Ranks that give one name share the folder.
-        copies: how many hosts may be lost, whichever they are, without losing a byte; so many other hosts have a copy
-            of what a rank writes.
-        process_group: the ranks that keep and recover together; default: the default group, or this process alone.
+        host: name of this rank's host; by default that of the machine. Ranks that give one name
+            share the folder.
+        copies: how many hosts may be lost, whichever they are, without losing a byte; so many other
+            hosts have a copy of what a rank writes.
+        process_group: the ranks that keep and recover together; default: the default group, or this
+            process alone.
         max_inflight_bytes: bound on the memory for messages under way, on each rank.
         deadline_s: how long each call may take.
 
@@ -121,17 +124,21 @@ class Tier:
         check_replicas: bool = SaveOptions.check_replicas,
         fingerprints: bool = SaveOptions.fingerprints,
     ) -> KeepReport:
-        """Collective: keep a state dict as the next generation; the one before is removed once all hosts have it.
+        """Collective: keep a state dict as the next generation; the one before is removed once all
+        hosts have it.
 
-        Each rank writes its part of what `reshard.save` would save, with checksums, and its copies are sent and checked
-        before the generation counts anywhere. A failure or kill at any point leaves the one before.
+        Each rank writes its part of what `reshard.save` would save, with checksums, and its copies
+        are sent and checked before the generation counts anywhere. A failure or kill at any point
+        leaves the one before.
 
         Args:
             step: the caller's number of it, which `recover` reports.
             check_replicas: as of `reshard.save`.
-            fingerprints: digest each tensor: without them, `recover` cannot fill what is lost from a fallback.
+            fingerprints: digest each tensor: without them, `recover` cannot fill what is lost from
+                a fallback.
 
-        Raises, beside what `reshard.save` does (nothing is kept then, and the generation before stays):
+        Raises, beside what `reshard.save` does (nothing is kept then, and the generation before
+        stays):
             LayoutError: there are fewer hosts than `copies + 1`.
             StorageError: a host has no room for what it must hold, or its folder belongs to another job.
         """
@@ -156,22 +163,26 @@ class Tier:
         dtype_policy: DtypePolicy = LoadOptions.dtype_policy,
         mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
     ) -> RecoverReport:
-        """Collective: fill `state_dict`, in place, with the newest generation that survives whole, whatever ranks,
-        hosts and layouts there are now. All ranks load the same one, or none. What a host brings back from which the
-        job had not gone on is not newer, whatever its number, and is told in `RecoverReport.passed_over`.
+        """Collective: fill `state_dict`, in place, with the newest generation that survives whole,
+        whatever ranks, hosts and layouts there are now. All ranks load the same one, or none. What
+        a host brings back from which the job had not gone on is not newer, whatever its number, and
+        is told in `RecoverReport.passed_over`.
 
-        Blocks that do not have their checksums count as lost, and another host's copy is taken. What a host lacks comes
-        to it once, from hosts that have it. All else is as with `reshard.load`, and so are the errors.
+        Blocks that do not have their checksums count as lost, and another host's copy is taken.
+        What a host lacks comes to it once, from hosts that have it. All else is as with
+        `reshard.load`, and so are the errors.
 
         Args:
-            fallback: a checkpoint, by path, URL or `Storage`. Tensors that survive nowhere come from it if it has the
-                same by fingerprint; else an older generation is taken, or the whole fallback, whichever is the newer.
+            fallback: a checkpoint, by path, URL or `Storage`. Tensors that survive nowhere come
+                from it if it has the same by fingerprint; else an older generation is taken, or the
+                whole fallback, whichever is the newer.
             step: take a generation of this step, or none; by default the newest.
             strict, dtype_policy, mapping: as of `reshard.load`.
 
         Raises, alike on all ranks (nothing was written then):
             CheckpointNotFoundError: nothing is whole: it names for each generation what is missing.
-            CheckpointError: it cannot be told which of two generations the job lived on last: `step` can say it.
+            CheckpointError: it cannot be told which of two generations the job lived on last:
+                `step` can say it.
         """
         group = self._group()
         with group.together("recover"):
@@ -236,10 +247,12 @@ def keep(
     hosts: Hosts,
     incarnation: Incarnation | None,
 ) -> tuple[KeepReport, Incarnation]:
-    """Collective. Until all hosts have all that is theirs, the generation before counts; then it goes.
+    """Collective. Until all hosts have all that is theirs, the generation before counts; then it
+    goes.
 
     Args:
-        incarnation: of the job, which the first rank knows; None if it begins with this. The same is returned.
+        incarnation: of the job, which the first rank knows; None if it begins with this. The same
+            is returned.
     """
     clock = time.perf_counter()
     holdings = holdings_of(state, options)

@@ -193,7 +193,8 @@ def run_save(
     coordinator: int,
     write: Write = write_here,
 ) -> Metadata:
-    """Plan on every rank, put the plans together on the coordinator, write everywhere, finish on the coordinator.
+    """Plan on every rank, put the plans together on the coordinator, write everywhere, finish on
+    the coordinator.
 
     Plans and results travel pickled, between the processes of this job only.
     """
@@ -232,7 +233,8 @@ def run_load(
 ) -> None:
     """Plan on every rank, put the plans together on the coordinator, read everywhere.
 
-    Where each rank has metadata of its own and there is none for all, every rank is a coordinator for itself.
+    Where each rank has metadata of its own and there is none for all, every rank is a coordinator
+    for itself.
     """
     is_coordinator = group.rank == coordinator
     metadata, for_all = _read_metadata(reader, group.rank)
@@ -359,7 +361,8 @@ class UnknownStorageError(StorageError, RuntimeError):
 
 
 def _of_fsspec(checkpoint_id: Id, name: str) -> Any:
-    """torch's storage over fsspec, for a URL that we have no storage for and fsspec has; None for one that we have.
+    """torch's storage over fsspec, for a URL that we have no storage for and fsspec has; None for
+    one that we have.
 
     Raises UnknownStorageError if neither has one.
     """

@@ -1,12 +1,13 @@
 """A process that writes for this one, so that the training loop keeps its interpreter to itself.
 
-Plans are made, and ranks talk, where they always do. Only what an item is made of goes to the process, in memory that
-both share and that has no name in any file system:
+Plans are made, and ranks talk, where they always do. Only what an item is made of goes to the
+process, in memory that both share and that has no name in any file system:
 
     training process    resolve items into shared memory, order ──►          ◄── results, or the error
     saving process                                                write_data
 
-It is started by the first save that asks for it and serves all later ones. It ends with its parent, however that ends.
+It is started by the first save that asks for it and serves all later ones. It ends with its parent,
+however that ends.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ class _ItemRow(NamedTuple):
 
 
 def write_in_process(writer: StorageWriter, plan: SavePlan, planner: SavePlanner) -> list[Any]:
-    """What `writer.write_data` gives, called in the saving process. Takes memory for all data of the plan.
+    """What `writer.write_data` gives, called in the saving process. Takes memory for all data of
+    the plan.
 
-    Raises its error, or StorageError if the process cannot be had, died, or could not reach the storage.
+    Raises its error, or StorageError if the process cannot be had, died, or could not reach the
+    storage.
     """
     storage = getattr(writer, "storage", None)
     if isinstance(storage, Storage) and not storage.is_common:

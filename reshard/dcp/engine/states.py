@@ -46,16 +46,16 @@ class HeldRegion:
 def is_checkpointable(value: Any) -> bool:
     """Whether a value says itself, by torch's protocol, which regions of a tensor it holds.
 
-    A DTensor does so for what is in it, such as a `LocalShardsWrapper`; of a plain one we know better, as we do
-    of ShardedTensors.
+    A DTensor does so for what is in it, such as a `LocalShardsWrapper`; of a plain one we know
+    better, as we do of ShardedTensors.
     """
     inner = value._local_tensor if isinstance(value, DTensor) else value
     return not is_sharded(inner) and hasattr(inner, "__create_chunk_list__") and hasattr(inner, "__get_tensor_shard__")
 
 
 def is_placed(value: Any) -> bool:
-    """Whether a plain local tensor says by its attributes where parts of it are in a global one: `CheckpointableTensor`
-    of torch 2.15, understood here whatever torch is installed."""
+    """Whether a plain local tensor says by its attributes where parts of it are in a global one:
+    `CheckpointableTensor` of torch 2.15, understood here whatever torch is installed."""
     return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _PLACED)
 
 
@@ -86,7 +86,8 @@ def holds_checkpointable(state: Any) -> bool:
 
 
 def regions_of(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
-    """The regions of a Tensor, DTensor, ShardedTensor or checkpointable on this rank, empty ones left out.
+    """The regions of a Tensor, DTensor, ShardedTensor or checkpointable on this rank, empty ones
+    left out.
 
     A strided shard has several: DCP's own answer, a single offset, would be wrong for it.
     """
@@ -132,7 +133,8 @@ def _pieces(form: Form, shape: tuple[int, ...], rank: int) -> tuple[tuple[tuple[
 def unwrapped(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict with every `Stateful` replaced by what its `state_dict()` gives.
 
-    They are asked in the order of their keys: they may call collectives, and ranks may have put them in another order.
+    They are asked in the order of their keys: they may call collectives, and ranks may have put
+    them in another order.
     """
     given = {key: value.state_dict() for key, value in sorted(state_dict.items(), key=_by_key) if _is_stateful(value)}
     return {key: given.get(key, value) for key, value in state_dict.items()}
@@ -147,10 +149,11 @@ def _is_stateful(value: Any) -> TypeGuard[Stateful]:
 
 
 def put_state_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Give what was loaded to the `Stateful`s, and put everything else in its place in `state_dict`.
+    """Give what was loaded to the `Stateful`s, and put everything else in its place in
+    `state_dict`.
 
-    Keys that only `loaded` has were made by a planner, for a target that is to become what is saved. The order is
-    that of `unwrapped`.
+    Keys that only `loaded` has were made by a planner, for a target that is to become what is
+    saved. The order is that of `unwrapped`.
     """
     for key, value in sorted(loaded.items(), key=_by_key):
         original = state_dict.get(key)
@@ -195,7 +198,8 @@ ENGINE_WORDING = Wording(_MISSING, "Size mismatch, or another kind of value", _A
 
 
 def refuse_misfits(wanted: Mapping[str, Any], saved: Mapping[str, Any], *, partial: bool) -> None:
-    """Raises KeyMismatchError with all keys of `wanted` that torch's metadata of what is `saved` does not fit.
+    """Raises KeyMismatchError with all keys of `wanted` that torch's metadata of what is `saved`
+    does not fit.
 
     `partial`: keys may be missing.
     """
