@@ -101,18 +101,19 @@ class Box:
         common = self.intersection(other)
         if common is None:
             return () if self.is_empty else (self,)
-        pieces: list[Box] = []
-        offsets, sizes = list(self.offsets), list(self.sizes)
-        for d in range(self.ndim):
-            before = common.offsets[d] - offsets[d]
-            after = offsets[d] + sizes[d] - common.stops[d]
-            for start, size in ((offsets[d], before), (common.stops[d], after)):
-                if size:
-                    pieces.append(Box.of((*offsets[:d], start, *offsets[d + 1 :]), (*sizes[:d], size, *sizes[d + 1 :])))
-            offsets[d], sizes[d] = common.offsets[d], common.sizes[d]
-        return tuple(pieces)
+        pieces, rest = [], self
+        for d, (start, stop) in enumerate(zip(common.offsets, common.stops)):
+            pieces += [rest.cut(d, rest.offsets[d], start), rest.cut(d, stop, rest.stops[d])]
+            rest = rest.cut(d, start, stop)
+        return tuple(piece for piece in pieces if not piece.is_empty)
 
     __sub__ = difference
+
+    def cut(self, dim: int, start: int, stop: int) -> Box:
+        """The box with `[start, stop)` in `dim`, and as it is in all others; same coordinates."""
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        offsets[dim], sizes[dim] = start, stop - start
+        return Box.of(tuple(offsets), tuple(sizes))
 
     def contains(self, other: Box) -> bool:
         """Whether every element of `other` is in this box; an empty box is in every box."""
@@ -133,6 +134,11 @@ class Box:
         if not outer.contains(self):
             raise PlanError(f"{self} does not lie within {outer}")
         return self._at(tuple(map(sub, self.offsets, outer.offsets)))
+
+    def moved_with(self, outer: Box, there: Box) -> Box:
+        """This box, which lies in `outer`, where it is in other coordinates, in which `outer` begins as `there` does;
+        `b.moved_with(b, b)` is `b`. Raises PlanError if `outer` does not contain it."""
+        return Box.of(tuple(map(add, self.relative_to(outer).offsets, there.offsets)), self.sizes)
 
     def _at(self, offsets: tuple[int, ...]) -> Box:
         if min(offsets, default=0) < 0:
@@ -329,9 +335,9 @@ class Window:
         reach.reverse()
         found: list[Box] = []
 
-        def cut(level: int, offset: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        def cut(level: int, offset: int, box: Box) -> None:
             if start <= offset and offset + reach[level] < stop:
-                found.append(Box.of(offsets, sizes))
+                found.append(box)
             elif level < len(order) and offset < stop and offset + reach[level] >= start:
                 d, inner = order[level], reach[level + 1]
                 n, stride = self.sizes[d], self.strides[d]
@@ -344,13 +350,13 @@ class Window:
                         max(0, -(-(start - offset) // stride)), min(n, (stop - 1 - inner - offset) // stride + 1)
                     )
                 if whole:
-                    found.append(Box.of(_with(offsets, d, whole.start), _with(sizes, d, len(whole))))
+                    found.append(box.cut(d, whole.start, whole.stop))
                 for i in touched:
                     if i not in whole:
-                        cut(level + 1, offset + i * stride, _with(offsets, d, i), _with(sizes, d, 1))
+                        cut(level + 1, offset + i * stride, box.cut(d, i, i + 1))
 
         if self.numel:
-            cut(0, self.offset, (0,) * len(self.sizes), self.sizes)
+            cut(0, self.offset, Box.full(self.sizes))
         return found
 
     def runs(self) -> ByteRuns:
@@ -369,10 +375,6 @@ class Window:
                 merged.append((n, s))
         merged.reverse()
         return ByteRuns(self.offset, run, tuple(n for n, _ in merged), tuple(s for _, s in merged))
-
-
-def _with(numbers: tuple[int, ...], d: int, value: int) -> tuple[int, ...]:
-    return (*numbers[:d], value, *numbers[d + 1 :])
 
 
 @dataclass(frozen=True, slots=True)

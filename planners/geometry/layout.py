@@ -6,20 +6,20 @@ import bisect
 import hashlib
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 import numpy as np
 
 from planners.errors import PlanError
 from planners.geometry.box import Box, flat_boxes
-from planners.geometry.mesh import Ints, Mesh, Ownership, Placement, Replicate, ownership, parse_placements
+from planners.geometry.mesh import Ints, Mesh, Ownership, Placement, Replicate, outer_sum, ownership, parse_placements
 
 __all__ = [
     "ITEM_SIZES", "BoxesForm", "FlatForm", "Form", "Part", "ProductForm", "ProductGeometry",
-    "StateLayout", "TensorLayout", "TensorSpec", "flat_boxes", "itemsize",
+    "StateLayout", "TensorLayout", "TensorSpec", "check_rank", "flat_boxes", "itemsize",
 ]  # fmt: skip
 
 
@@ -113,34 +113,6 @@ class Part:
         return cls(tuple(((o, o + s),) if s else () for o, s in zip(box.offsets, box.sizes)), flat_start)
 
 
-class Form(Protocol):
-    """What a layout's form can say once the shape is known. Hashable, and equal forms place alike."""
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def world_size(self) -> int:
-        """Ranks 0 to world_size - 1 may hold something."""
-
-    def ranks(self) -> Sequence[int]:
-        """The ranks that may hold something, ascending."""
-
-    def check(self, shape: Shape) -> None:
-        """Raises PlanError where the form does not fit the shape."""
-
-    def parts(self, shape: Shape, rank: int) -> tuple[Part, ...]:
-        """Local tensors of a rank."""
-
-    def numels(self, shape: Shape) -> Ints:
-        """Elements per rank."""
-
-    def chunks(self, shape: Shape) -> Iterator[tuple[int, Box]]:
-        """Every distinct region once, with the lowest rank that holds it."""
-
-    def replicas(self, shape: Shape) -> Iterator[Ints]:
-        """The ranks that hold anything, those that are sure to hold the same together."""
-
-
 @dataclass(frozen=True)
 class ProductGeometry:
     """A product form for one shape: an ownership per dim, and how owners and replicas make up ranks."""
@@ -151,20 +123,14 @@ class ProductGeometry:
     """Per dim: what each owner adds to the row-major position in the mesh."""
     replica_positions: Ints
     """What each replica adds to it."""
+    _lowest: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def rank_owners(self) -> tuple[Ints, ...]:
         """Per dim: the owner index of every mesh position."""
-        out = []
-        for positions in self.dim_positions:
-            others = [p for p in (*self.dim_positions, self.replica_positions) if p is not positions]
-            owner = np.zeros(self.mesh.size, dtype=np.int64)
-            rest = np.zeros(1, dtype=np.int64)
-            for other in others:
-                rest = (rest[:, None] + other[None, :]).reshape(-1)
-            owner[(positions[:, None] + rest[None, :])] = np.arange(len(positions), dtype=np.int64)[:, None]
-            out.append(owner)
-        return tuple(out)
+        every = (*self.dim_positions, self.replica_positions)
+        order = np.argsort(outer_sum(every))
+        return np.unravel_index(order, [len(positions) for positions in every])[:-1]
 
     def owners_of(self, rank: int) -> tuple[int, ...]:
         """Per dim: the owner index of `rank`."""
@@ -176,9 +142,12 @@ class ProductGeometry:
         base = sum(int(positions[o]) for positions, o in zip(self.dim_positions, owners))
         return np.asarray(self.mesh.ranks[base + self.replica_positions], dtype=np.int64)
 
-    def lowest_rank(self, owners: Sequence[int]) -> int:
+    def lowest_rank(self, owners: tuple[int, ...]) -> int:
         """The lowest rank that holds the part of these owners."""
-        return int(self.replicas(owners).min())
+        found = self._lowest.get(owners)
+        if found is None:
+            found = self._lowest[owners] = int(self.replicas(owners).min())
+        return found
 
     def part(self, owners: Sequence[int]) -> Part:
         """The local tensor of these owners."""
@@ -213,9 +182,11 @@ class ProductForm:
 
     @property
     def world_size(self) -> int:
+        """Ranks 0 to world_size - 1 may hold something."""
         return self.mesh.world_size
 
     def ranks(self) -> Sequence[int]:
+        """The ranks that may hold something, ascending."""
         return sorted(self.mesh.ranks.tolist())
 
     def geometry(self, shape: Shape) -> ProductGeometry:
@@ -223,15 +194,18 @@ class ProductForm:
         return _product_geometry(self, shape)
 
     def check(self, shape: Shape) -> None:
+        """Raises PlanError where the form does not fit the shape."""
         self.geometry(shape)
 
     def parts(self, shape: Shape, rank: int) -> tuple[Part, ...]:
+        """Local tensors of a rank."""
         if rank not in self.mesh:
             return ()
         geometry = self.geometry(shape)
         return (geometry.part(geometry.owners_of(rank)),)
 
     def numels(self, shape: Shape) -> Ints:
+        """Elements per rank."""
         geometry = self.geometry(shape)
         held = np.ones(self.mesh.size, dtype=np.int64)
         for own, owner in zip(geometry.dims, geometry.rank_owners):
@@ -241,6 +215,7 @@ class ProductForm:
         return out
 
     def chunks(self, shape: Shape) -> Iterator[tuple[int, Box]]:
+        """Every distinct region once, with the lowest rank that holds it."""
         geometry = self.geometry(shape)
         for owners in geometry.distinct():
             rank = geometry.lowest_rank(owners)
@@ -248,6 +223,7 @@ class ProductForm:
                 yield rank, box
 
     def replicas(self, shape: Shape) -> Iterator[Ints]:
+        """The ranks that hold anything, those that are sure to hold the same together."""
         geometry = self.geometry(shape)
         return (np.sort(geometry.replicas(owners)) for owners in geometry.distinct())
 
@@ -292,10 +268,7 @@ def _product_geometry(form: ProductForm, shape: Shape) -> ProductGeometry:
             raise PlanError(f"{placement} on axis {name!r} cuts a dim that the shape {shape} does not have")
 
     def positions(axes: list[int]) -> Ints:
-        out = np.zeros(1, dtype=np.int64)
-        for axis in axes:
-            out = (out[:, None] + np.arange(mesh.shape[axis], dtype=np.int64) * steps[axis]).reshape(-1)
-        return out
+        return outer_sum(np.arange(mesh.shape[axis], dtype=np.int64) * steps[axis] for axis in axes)
 
     dims = []
     for size, axes in zip(shape, axes_of):
@@ -304,8 +277,32 @@ def _product_geometry(form: ProductForm, shape: Shape) -> ProductGeometry:
     return ProductGeometry(mesh, tuple(dims), tuple(positions(axes) for axes in axes_of), positions(replicated))
 
 
+class _ListedForm(ABC):
+    """A form that lists what each rank holds, by rank. Its methods are those of `ProductForm`."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def held(self, shape: Shape) -> Iterable[tuple[int, Iterable[Box]]]:
+        """(rank, its boxes), by rank."""
+
+    @abstractmethod
+    def ranks(self) -> Sequence[int]: ...
+
+    def chunks(self, shape: Shape) -> Iterator[tuple[int, Box]]:
+        seen: set[Box] = set()
+        for rank, its in self.held(shape):
+            for box in its:
+                if box not in seen and not box.is_empty:
+                    seen.add(box)
+                    yield rank, box
+
+    def replicas(self, shape: Shape) -> Iterator[Ints]:
+        return (np.array([rank], dtype=np.int64) for rank in self.ranks())
+
+
 @dataclass(frozen=True, slots=True)
-class BoxesForm:
+class BoxesForm(_ListedForm):
     """Explicit boxes of each rank, each a local tensor of its own."""
 
     boxes: tuple[tuple[int, tuple[Box, ...]], ...]
@@ -317,6 +314,9 @@ class BoxesForm:
         """Raises PlanError for negative ranks or ranks beyond `world_size`."""
         table = tuple(sorted((int(rank), tuple(its)) for rank, its in boxes.items()))
         return cls(table, _world_size([rank for rank, _ in table], world_size))
+
+    def held(self, shape: Shape) -> Iterable[tuple[int, Iterable[Box]]]:
+        return self.boxes
 
     def ranks(self) -> Sequence[int]:
         return [rank for rank, _ in self.boxes]
@@ -349,23 +349,12 @@ class BoxesForm:
             out[rank] = sum(box.numel for box in its)
         return out
 
-    def chunks(self, shape: Shape) -> Iterator[tuple[int, Box]]:
-        seen: set[Box] = set()
-        for rank, its in self.boxes:
-            for box in its:
-                if box not in seen and not box.is_empty:
-                    seen.add(box)
-                    yield rank, box
-
-    def replicas(self, shape: Shape) -> Iterator[Ints]:
-        return (np.array([rank], dtype=np.int64) for rank, _ in self.boxes)
-
     def __str__(self) -> str:
         return "boxes{" + "; ".join(f"{rank}: {', '.join(map(str, its))}" for rank, its in self.boxes) + "}"
 
 
 @dataclass(frozen=True, slots=True)
-class FlatForm:
+class FlatForm(_ListedForm):
     """Each rank holds one range of the row-major flattening, as a 1-D local tensor."""
 
     ranges: tuple[tuple[int, int, int], ...]
@@ -377,6 +366,9 @@ class FlatForm:
         """Raises PlanError for negative ranks or ranks beyond `world_size`."""
         table = tuple(sorted((int(rank), int(start), int(stop)) for rank, (start, stop) in ranges.items()))
         return cls(table, _world_size([rank for rank, _, _ in table], world_size))
+
+    def held(self, shape: Shape) -> Iterable[tuple[int, Iterable[Box]]]:
+        return ((rank, flat_boxes(shape, start, stop)) for rank, start, stop in self.ranges)
 
     def ranks(self) -> Sequence[int]:
         return [rank for rank, _, _ in self.ranges]
@@ -405,19 +397,12 @@ class FlatForm:
             out[rank] = stop - start
         return out
 
-    def chunks(self, shape: Shape) -> Iterator[tuple[int, Box]]:
-        seen: set[Box] = set()
-        for rank, start, stop in self.ranges:
-            for box in flat_boxes(shape, start, stop):
-                if box not in seen:
-                    seen.add(box)
-                    yield rank, box
-
-    def replicas(self, shape: Shape) -> Iterator[Ints]:
-        return (np.array([rank], dtype=np.int64) for rank, _, _ in self.ranges)
-
     def __str__(self) -> str:
         return "flat{" + "; ".join(f"{rank}: {start}:{stop}" for rank, start, stop in self.ranges) + "}"
+
+
+Form = ProductForm | BoxesForm | FlatForm
+"""What a layout's form can say once the shape is known. Hashable, and equal forms place alike."""
 
 
 def _world_size(ranks: Sequence[int], world_size: int | None) -> int:
@@ -443,6 +428,8 @@ class TensorSpec:
     fqn: str
     shape: tuple[int, ...]
     dtype: str
+    itemsize: int = field(init=False, repr=False, compare=False)
+    """Bytes per element."""
 
     def __init__(self, fqn: str, shape: Sequence[int], dtype: str) -> None:
         """Raises PlanError for a name that is no text, a negative size or an unknown dtype."""
@@ -453,12 +440,7 @@ class TensorSpec:
             raise PlanError(f"the name of a tensor must be text, got {fqn!r}")
         if self.shape and min(self.shape) < 0:
             raise PlanError(f"sizes must be >= 0, got shape {self.shape}", fqn=fqn)
-        itemsize(dtype)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return itemsize(self.dtype)
+        object.__setattr__(self, "itemsize", itemsize(dtype))
 
     @property
     def numel(self) -> int:
@@ -563,7 +545,7 @@ class TensorLayout:
 
         Raises PlanError for a rank outside the job.
         """
-        self._check_rank(rank)
+        check_rank(rank, self.world_size, self.fqn)
         return self.form.parts(self.spec.shape, rank)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
@@ -586,10 +568,6 @@ class TensorLayout:
         """Every distinct region once, with the lowest rank that holds it."""
         return self.form.chunks(self.spec.shape)
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise PlanError(f"there are ranks 0 to {self.world_size - 1} only", fqn=self.fqn, rank=rank)
-
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a TensorLayout is frozen: make a new one instead of setting {name!r}")
 
@@ -606,13 +584,22 @@ class TensorLayout:
         return f"TensorLayout({self.spec.fqn!r}, {self.spec.shape}, {self.spec.dtype}, {self.form})"
 
 
+def check_rank(rank: int, world_size: int, fqn: str | None = None) -> None:
+    """Raises PlanError for a rank outside a job of so many."""
+    if not 0 <= rank < world_size:
+        raise PlanError(f"there are ranks 0 to {world_size - 1} only", fqn=fqn, rank=rank)
+
+
 class StateLayout(Mapping[str, TensorLayout]):
     """The layouts of all tensors of a state, by FQN. Frozen.
 
     `world_size` is the number of ranks of the job; None takes the smallest that all tensors fit in.
     """
 
-    __slots__ = ("_tensors", "_world_size")
+    __slots__ = ("_tensors", "world_size")
+
+    world_size: int
+    """Ranks of the job."""
 
     def __init__(self, tensors: Mapping[str, TensorLayout], world_size: int | None = None) -> None:
         """Raises PlanError if a key differs from its tensor's name or `world_size` is too small."""
@@ -627,7 +614,7 @@ class StateLayout(Mapping[str, TensorLayout]):
                 least = max(least, layout.form.world_size)
         if world_size is not None and world_size < least:
             raise PlanError(f"the tensors live on {least} ranks, but world_size is {world_size}")
-        self._world_size = least if world_size is None else world_size
+        self.world_size = least if world_size is None else world_size
 
     def __getitem__(self, fqn: str) -> TensorLayout:
         return self._tensors[fqn]
@@ -637,11 +624,6 @@ class StateLayout(Mapping[str, TensorLayout]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the job."""
-        return self._world_size
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -656,8 +638,7 @@ class StateLayout(Mapping[str, TensorLayout]):
     def parts(self, fqn: str, rank: int) -> tuple[Part, ...]:
         """Like `TensorLayout.parts`, but () for ranks of the job that are beyond this tensor's own."""
         layout = self._tensors[fqn]
-        if not 0 <= rank < self._world_size:
-            raise PlanError(f"there are ranks 0 to {self._world_size - 1} only", fqn=fqn, rank=rank)
+        check_rank(rank, self.world_size, fqn)
         return layout.form.parts(layout.spec.shape, rank) if rank < layout.world_size else ()
 
     def geometries(self) -> dict[tuple[object, ...], list[str]]:
@@ -682,7 +663,7 @@ class StateLayout(Mapping[str, TensorLayout]):
 
     def rank_bytes(self) -> Ints:
         """Bytes that each rank holds, without enumerating tensors one by one."""
-        total = np.zeros(self._world_size, dtype=np.int64)
+        total = np.zeros(self.world_size, dtype=np.int64)
         for names in self.geometries().values():
             layout = self._tensors[names[0]]
             held = layout.numels()
@@ -691,7 +672,7 @@ class StateLayout(Mapping[str, TensorLayout]):
 
     def digest(self) -> str:
         """A short text that is equal for equal layouts, whatever the order of the tensors; for ranks to agree on."""
-        hasher = hashlib.sha256(str(self._world_size).encode())
+        hasher = hashlib.sha256(str(self.world_size).encode())
         forms: dict[int, bytes] = {}
         for fqn in sorted(self._tensors):
             layout = self._tensors[fqn]
@@ -703,7 +684,7 @@ class StateLayout(Mapping[str, TensorLayout]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StateLayout):
             return NotImplemented
-        return self._world_size == other._world_size and self._tensors == other._tensors
+        return self.world_size == other.world_size and self._tensors == other._tensors
 
     __hash__ = None  # type: ignore[assignment]  # a mapping of many tensors; use digest()
 

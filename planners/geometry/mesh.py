@@ -16,7 +16,8 @@ from planners.errors import PlanError
 
 __all__ = [
     "BlockShard", "Mesh", "Ownership", "Placement", "Replicate", "SegmentRow", "Segments", "Shard",
-    "StridedShard", "distinct", "overlap", "ownership", "parse_placement", "parse_placements",
+    "StridedShard", "distinct", "outer_sum", "overlap", "ownership", "parse_placement", "parse_placements",
+    "ravel", "unravel",
 ]  # fmt: skip
 
 
@@ -30,10 +31,20 @@ class Mesh:
         2
     """
 
-    __slots__ = ("_hash", "_index", "_ranks", "axes")
+    __slots__ = ("_hash", "_index", "axes", "names", "ranks", "shape", "size", "world_size")
 
     axes: tuple[tuple[str, int], ...]
     """(name, size) of every axis, outermost first."""
+    names: tuple[str, ...]
+    """The axes' names."""
+    shape: tuple[int, ...]
+    """The axes' sizes."""
+    size: int
+    """How many ranks."""
+    ranks: npt.NDArray[np.int64]
+    """The rank at each coordinate, row-major, read-only."""
+    world_size: int
+    """The smallest number of ranks of a job that this mesh fits in: its highest rank + 1."""
 
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]], ranks: Sequence[int] | None = None) -> None:
         """`ranks` lists the rank at each coordinate in row-major order; None means 0, 1, 2, ...
@@ -42,25 +53,26 @@ class Mesh:
         """
         items = tuple(axes.items() if isinstance(axes, Mapping) else axes)
         self.axes = tuple((str(name), int(size)) for name, size in items)
-        names = [name for name, _ in self.axes]
-        if len(set(names)) != len(names):
-            raise PlanError(f"two axes of a mesh have one name: {names}")
+        self.names, self.shape = tuple(name for name, _ in self.axes), tuple(size for _, size in self.axes)
+        if len(set(self.names)) != len(self.names):
+            raise PlanError(f"two axes of a mesh have one name: {list(self.names)}")
         for name, size in self.axes:
             if size < 1:
                 raise PlanError(f"axis {name!r} of a mesh must have a size >= 1, got {size}")
+        self.size = self.world_size = math.prod(self.shape)
+        self.ranks = np.arange(self.size, dtype=np.int64)
         self._index: dict[int, int] | None = None
-        self._ranks: npt.NDArray[np.int64] | None = None
         if ranks is not None:
             given = np.asarray(ranks, dtype=np.int64).reshape(-1)
             if len(given) != self.size:
                 raise PlanError(f"a mesh of axes {dict(self.axes)} has {self.size} ranks, but {len(given)} were given")
-            if not np.array_equal(given, np.arange(self.size)):
+            if not np.array_equal(given, self.ranks):
                 index = {rank: i for i, rank in enumerate(given.tolist())}
                 if len(index) != len(given) or min(index, default=0) < 0:
                     raise PlanError(f"the ranks of a mesh must be distinct and >= 0, got {given.tolist()}")
-                given.flags.writeable = False
-                self._ranks, self._index = given, index
-        self._hash = hash((self.axes, None if self._ranks is None else self._ranks.tobytes()))
+                self.ranks, self._index, self.world_size = given, index, max(index) + 1
+        self.ranks.flags.writeable = False
+        self._hash = hash((self.axes, None if self._index is None else self.ranks.tobytes()))
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -80,43 +92,14 @@ class Mesh:
         return cls(axes, [int(r) for r in tail.split(",")] if at else None)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The axes' names."""
-        return tuple(name for name, _ in self.axes)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The axes' sizes."""
-        return tuple(size for _, size in self.axes)
-
-    @property
     def ndim(self) -> int:
         """How many axes."""
         return len(self.axes)
 
     @property
-    def size(self) -> int:
-        """How many ranks."""
-        return math.prod(self.shape)
-
-    @property
-    def ranks(self) -> npt.NDArray[np.int64]:
-        """The rank at each coordinate, row-major, read-only."""
-        if self._ranks is not None:
-            return self._ranks
-        ranks = np.arange(self.size, dtype=np.int64)
-        ranks.flags.writeable = False
-        return ranks
-
-    @property
     def has_explicit_ranks(self) -> bool:
         """Whether the ranks are anything but 0, 1, 2, ... in order."""
-        return self._ranks is not None
-
-    @property
-    def world_size(self) -> int:
-        """The smallest number of ranks of a job that this mesh fits in: its highest rank + 1."""
-        return int(self._ranks.max()) + 1 if self._ranks is not None else self.size
+        return self._index is not None
 
     def __contains__(self, rank: object) -> bool:
         if not isinstance(rank, (int, np.integer)):
@@ -131,27 +114,20 @@ class Mesh:
 
     def positions(self, ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Row-major position of each of `ranks`, all of which the mesh holds."""
-        if self._ranks is None:
+        if self._index is None:
             return ranks
-        order = np.argsort(self._ranks)
-        return np.asarray(order[np.searchsorted(self._ranks, ranks, sorter=order)], dtype=np.int64)
+        order = np.argsort(self.ranks)
+        return np.asarray(order[np.searchsorted(self.ranks, ranks, sorter=order)], dtype=np.int64)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Coordinate of `rank`, one number per axis. Inverse of `rank_at`. Raises PlanError for a rank outside."""
-        position, out = self.position(rank), []
-        for size in reversed(self.shape):
-            position, c = divmod(position, size)
-            out.append(c)
-        return tuple(reversed(out))
+        return unravel(self.position(rank), self.shape)
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
         """Rank at `coordinate`. Inverse of `coordinate`. Raises PlanError for a coordinate outside."""
         if len(coordinate) != self.ndim or any(not 0 <= c < s for c, s in zip(coordinate, self.shape)):
             raise PlanError(f"{tuple(coordinate)} is no coordinate of the mesh {self}")
-        position = 0
-        for c, size in zip(coordinate, self.shape):
-            position = position * size + c
-        return int(self._ranks[position]) if self._ranks is not None else position
+        return int(self.ranks[ravel(coordinate, self.shape)])
 
     def submesh(self, *names: str, at: Mapping[str, int] | None = None) -> Mesh:
         """The mesh of the axes `names` (in that order) at the given coordinates of all the others (0 if not given)."""
@@ -167,27 +143,43 @@ class Mesh:
         return Mesh([(n, dict(self.axes)[n]) for n in names], grid.reshape(-1).tolist())
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Mesh) or self._hash != other._hash or self.axes != other.axes:
-            return False
-        if self._ranks is None or other._ranks is None:
-            return self._ranks is other._ranks
-        return np.array_equal(self._ranks, other._ranks)
+        return self is other or (
+            isinstance(other, Mesh)
+            and self._hash == other._hash
+            and self.axes == other.axes
+            and self._index == other._index
+        )
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mesh, (self.axes, None if self._ranks is None else self._ranks.tolist())
+        return Mesh, (self.axes, self.ranks.tolist() if self.has_explicit_ranks else None)
 
     def __str__(self) -> str:
         """The text that `parse` reads."""
         text = ",".join(f"{name}={size}" for name, size in self.axes)
-        return text if self._ranks is None else f"{text}@{','.join(map(str, self._ranks.tolist()))}"
+        return f"{text}@{','.join(map(str, self.ranks.tolist()))}" if self.has_explicit_ranks else text
 
     def __repr__(self) -> str:
         return f"Mesh({str(self)!r})"
+
+
+def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
+    """The row-major position of an index."""
+    position = 0
+    for i, size in zip(index, shape):
+        position = position * size + i
+    return position
+
+
+def unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index at a row-major position. Inverse of `ravel`."""
+    out = []
+    for size in reversed(shape):
+        position, i = divmod(position, size)
+        out.append(i)
+    return tuple(reversed(out))
 
 
 # How one mesh axis places a tensor: cut along a dim, or copied.
@@ -370,12 +362,22 @@ class Ownership:
         rows = slice(self.indptr[owner], self.indptr[owner + 1])
         return tuple(zip(self.starts[rows].tolist(), self.stops[rows].tolist()))
 
+    @cached_property
+    def ascending(self) -> tuple[Ints, Ints, Ints]:
+        """(row, start, stop) of the intervals by where they begin in the dim."""
+        order = np.argsort(self.starts, kind="stable")
+        return order, self.starts[order], self.stops[order]
+
+    def meeting(self, start: int, stop: int) -> Ints:
+        """The rows of the intervals that share an element with `[start, stop)`, which is not empty, as they ascend."""
+        rows, starts, stops = self.ascending
+        return rows[np.searchsorted(stops, start, side="right") : np.searchsorted(starts, stop)]
+
     def uncovered(self) -> tuple[int, str] | None:
         """An element that is not owned exactly once and what is wrong with it; None if the intervals tile the dim."""
-        order = np.argsort(self.starts, kind="stable")
-        starts = np.append(self.starts[order], self.size)
-        stops = np.insert(self.stops[order], 0, 0)
-        reach = np.maximum.accumulate(stops)
+        _, starts, stops = self.ascending
+        starts = np.append(starts, self.size)
+        reach = np.maximum.accumulate(np.insert(stops, 0, 0))
         wrong = np.flatnonzero(starts != reach)
         if not len(wrong):
             return None
@@ -462,6 +464,14 @@ def _grouped(size: int, starts: Ints, stops: Ints, owner: Ints, owners: int) -> 
     return Ownership(size, starts, stops, np.asarray(indptr, dtype=np.int64))
 
 
+def outer_sum(columns: Iterable[Ints]) -> Ints:
+    """The sums of one number of each column, in the order of the product of the columns."""
+    out = np.zeros(1, dtype=np.int64)
+    for column in columns:
+        out = (out[:, None] + column).reshape(-1)
+    return out
+
+
 def distinct(values: Ints) -> Ints:
     """The values of an array of any shape, ascending, each once. Not by `np.unique`: its first call imports `numpy.ma`,
     which takes longer than most plans."""
@@ -534,9 +544,8 @@ def overlap(saved: Ownership, wanted: Ownership) -> Segments:
     """
     if saved.size != wanted.size:
         raise PlanError(f"a dim of {saved.size} elements does not overlap one of {wanted.size}")
-    by_saved, by_wanted = np.argsort(saved.starts, kind="stable"), np.argsort(wanted.starts, kind="stable")
-    s_starts, s_stops = saved.starts[by_saved], saved.stops[by_saved]
-    w_starts, w_stops = wanted.starts[by_wanted], wanted.stops[by_wanted]
+    by_saved, s_starts, s_stops = saved.ascending
+    by_wanted, w_starts, w_stops = wanted.ascending
     edges = distinct(np.concatenate((s_starts, s_stops, w_starts, w_stops)))
     starts, stops = edges[:-1], edges[1:]
     s_at = np.searchsorted(s_starts, starts, side="right") - 1

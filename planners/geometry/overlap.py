@@ -14,7 +14,7 @@ import numpy as np
 from planners.errors import CoverageError
 from planners.geometry.box import Box, Dims
 from planners.geometry.layout import Form, ProductForm, ProductGeometry
-from planners.geometry.mesh import Ints, Ownership, SegmentRow, Segments, distinct, overlap
+from planners.geometry.mesh import Ints, SegmentRow, Segments, distinct, overlap
 
 __all__ = [
     "Fault", "FilledSlot", "Origin", "Overlap", "Piece", "ProductOverlap", "Sweep", "chunks_of",
@@ -122,16 +122,10 @@ class ProductOverlap(Overlap):
         return tuple(self._product([segments.rows(owner) for segments, owner in zip(self.dims, owners)]))
 
     def _product(self, rows: list[list[SegmentRow]]) -> Iterator[Piece]:
-        saved = self.saved
-        lowest: dict[tuple[int, ...], int] = {}
         for combo in itertools.product(*rows):
-            owners = tuple(row.saved_owner for row in combo)
-            rank = lowest.get(owners)
-            if rank is None:
-                rank = lowest[owners] = saved.lowest_rank(owners)
             sizes = tuple(row.size for row in combo)
             yield Piece(
-                rank,
+                self.saved.lowest_rank(tuple(row.saved_owner for row in combo)),
                 Box.of(tuple(row.chunk_start for row in combo), tuple(row.chunk_size for row in combo)),
                 Box.of(tuple(row.start - row.chunk_start for row in combo), sizes),
                 Box.of(tuple(row.local_start for row in combo), sizes),
@@ -148,7 +142,7 @@ class SweepOverlap(Overlap):
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         return tuple(
-            Piece(owner, chunk, common.relative_to(chunk), common.relative_to(box).shift(local.offsets), index)
+            Piece(owner, chunk, common.relative_to(chunk), common.moved_with(box, local), index)
             for index, box, local in self.local_boxes(rank)
             for owner, chunk, common in chunks_of(self.shape, self.saved).covering(box)
         )
@@ -221,38 +215,20 @@ class _ProductChunks:
 
     def __init__(self, geometry: ProductGeometry) -> None:
         self._geometry = geometry
-        self._rows = [_Sorted(own) for own in geometry.dims]
-        self._lowest: dict[tuple[int, ...], int] = {}
 
     def covering(self, box: Box) -> Iterator[Found]:
         """The chunks that meet `box`; those of a product cover it once."""
-        found = [rows.meeting(start, start + size) for rows, start, size in zip(self._rows, box.offsets, box.sizes)]
+        if box.is_empty:
+            return
+        found = [
+            zip(*(column[own.meeting(start, stop)].tolist() for column in (own.owner_of, own.starts, own.stops)))
+            for own, start, stop in zip(self._geometry.dims, box.offsets, box.stops)
+        ]
         for combo in itertools.product(*found):
-            owners = tuple(owner for owner, _, _ in combo)
-            rank = self._lowest.get(owners)
-            if rank is None:
-                rank = self._lowest[owners] = self._geometry.lowest_rank(owners)
             chunk = Box.of(tuple(start for _, start, _ in combo), tuple(stop - start for _, start, stop in combo))
             common = chunk & box
             if common is not None:
-                yield rank, chunk, common
-
-
-class _Sorted:
-    """The intervals of a dim by where they begin."""
-
-    def __init__(self, own: Ownership) -> None:
-        order = np.argsort(own.starts, kind="stable")
-        self.starts, self.stops, self.owners = own.starts[order], own.stops[order], own.owner_of[order]
-
-    def meeting(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(owner, start, stop) of the intervals that share an element with `[start, stop)`."""
-        if start >= stop:
-            return []
-        first = int(np.searchsorted(self.stops, start, side="right"))
-        last = int(np.searchsorted(self.starts, stop, side="left"))
-        at = slice(first, last)
-        return list(zip(self.owners[at].tolist(), self.starts[at].tolist(), self.stops[at].tolist()))
+                yield self._geometry.lowest_rank(tuple(owner for owner, _, _ in combo)), chunk, common
 
 
 @lru_cache(maxsize=1024)

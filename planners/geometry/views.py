@@ -36,6 +36,11 @@ class Patch:
         if sizes != self.target.sizes:
             raise PlanError(f"{self.source} with dims {self.dims} has sizes {sizes}, and does not fill {self.target}")
 
+    @property
+    def back(self) -> Dims:
+        """Per dim of the source, the dim of the target that follows it, or None for a dim of size 1 that it lacks."""
+        return tuple(self.dims.index(d) if d in self.dims else None for d in range(self.source.ndim))
+
     def to_source(self, box: Box) -> Box:
         """A box within `target`, in the coordinates of the source."""
         offsets, sizes = list(self.source.offsets), list(self.source.sizes)
@@ -69,8 +74,7 @@ class Patch:
 
     def inverse(self, tensor: int) -> Patch:
         """The source's box made of the target's, which is source number `tensor` of the inverse."""
-        dims = tuple(self.dims.index(d) if d in self.dims else None for d in range(self.source.ndim))
-        return Patch(self.source, tensor, self.target, dims)
+        return Patch(self.source, tensor, self.target, self.back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +124,10 @@ def merged(patches: Iterable[Patch]) -> tuple[Patch, ...]:
         out: list[Patch] = []
         for patch in found:
             if out and _continues(out[-1], patch, dim):
-                out[-1] = Patch(
-                    _grown(out[-1].target, dim, patch.target.sizes[dim]),
-                    patch.tensor,
-                    _grown(out[-1].source, _followed(patch, dim), patch.target.sizes[dim]),
-                    patch.dims,
+                out[-1] = replace(
+                    patch,
+                    target=_joined_along(dim, out[-1].target, patch.target),
+                    source=_joined_along(_followed(patch, dim), out[-1].source, patch.source),
                 )
             else:
                 out.append(patch)
@@ -138,6 +141,10 @@ def _named(patch: Patch) -> Patch:
         return patch
     left = (d for d in range(patch.source.ndim) if d not in patch.dims)
     return replace(patch, dims=tuple(next(left, None) if d is None else d for d in patch.dims))
+
+
+def _joined_along(dim: int, left: Box, right: Box) -> Box:
+    return left.cut(dim, left.offsets[dim], right.stops[dim])
 
 
 def _followed(patch: Patch, dim: int) -> int:
@@ -160,10 +167,6 @@ def _goes_on(left: Box, right: Box, dim: int) -> bool:
     return left.stops[dim] == right.offsets[dim] and all(
         left.offsets[d] == right.offsets[d] and left.sizes[d] == right.sizes[d] for d in range(left.ndim) if d != dim
     )
-
-
-def _grown(box: Box, dim: int, by: int) -> Box:
-    return Box.of(box.offsets, (*box.sizes[:dim], box.sizes[dim] + by, *box.sizes[dim + 1 :]))
 
 
 # `View`: a tensor put together from boxes of other tensors; renaming, cutting, joining, turning,
@@ -391,9 +394,7 @@ class View:
     def _along(self, dim: int, start: int, stop: int) -> View:
         if not 0 <= start <= stop <= self.shape[dim]:
             raise PlanError(f"{start}:{stop} lies outside dim {dim} of size {self.shape[dim]}", fqn=self.spec.fqn)
-        offsets, sizes = [0] * len(self.shape), list(self.shape)
-        offsets[dim], sizes[dim] = start, stop - start
-        return self.crop(Box(offsets, sizes))
+        return self.crop(Box.full(self.shape).cut(dim, start, stop))
 
     def _heads(self, head_size: int, dim: int) -> range:
         self._check_dim(dim)
@@ -599,12 +600,12 @@ class ViewOverlap(Overlap):
         number = patch.tensor
         chunks = chunks_of(self.view.source_shapes[number], self.saved[number])
         for owner, chunk, held in chunks.covering(patch.to_source(common)):
-            target = patch.to_target(held).relative_to(box).shift(local.offsets)
+            target = patch.to_target(held).moved_with(box, local)
             yield Piece(owner, chunk, held.relative_to(chunk), target, index, number, patch.dims)
 
     def fills(self, rank: int) -> tuple[FilledSlot, ...]:
         return tuple(
-            FilledSlot(index, common.relative_to(box).shift(local.offsets), self.view.fills[i].value)
+            FilledSlot(index, common.moved_with(box, local), self.view.fills[i].value)
             for index, box, local in (self.local_boxes(rank) if self.view.fills else ())
             for i, _, common in self._fills.meeting(box)
         )
@@ -676,15 +677,11 @@ def _wanted_boxes(overlap: ViewOverlap, rank: int) -> list[tuple[int, Box, Targe
         (
             patch.tensor,
             patch.to_source(common),
-            TargetSlot(index, common.relative_to(box).shift(local.offsets), _back(patch)),
+            TargetSlot(index, common.moved_with(box, local), patch.back),
         )
         for index, box, local in overlap.local_boxes(rank)
         for patch, common in overlap.patches_meeting(box)
     ]
-
-
-def _back(patch: Patch) -> Dims:
-    return tuple(patch.dims.index(d) if d in patch.dims else None for d in range(patch.source.ndim))
 
 
 def _layered(found: list[tuple[int, Box, TargetSlot]]) -> list[tuple[int, int, Box, TargetSlot]]:
@@ -713,7 +710,7 @@ def _turned(view: ViewGeometry, wanted: Form) -> Pulled | None:
     if not whole or None in patch.dims or len(patch.dims) != patch.source.ndim:
         return None
     placed = tuple(_on_source(placement, patch.dims) for placement in wanted.placements)
-    return Pulled(patch.tensor, ProductForm.make(wanted.mesh, placed), turn=_back(patch))
+    return Pulled(patch.tensor, ProductForm.make(wanted.mesh, placed), turn=patch.back)
 
 
 def _on_source(placement: Placement, dims: Dims) -> Placement:

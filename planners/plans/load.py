@@ -386,7 +386,7 @@ def product_findings(overlap: ProductOverlap, names: Iterable[str]) -> Iterator[
         if wrong is not None:
             owner, at, what = wrong
             index = tuple(at if i == d else 0 for i in range(len(overlap.dims)))
-            rank = overlap.wanted.lowest_rank([owner if i == d else 0 for i in range(len(overlap.dims))])
+            rank = overlap.wanted.lowest_rank(tuple(owner if i == d else 0 for i in range(len(overlap.dims))))
             yield from (Finding(f"index {at} of dim {d} {what}", name, rank, index) for name in names)
 
 
@@ -513,7 +513,7 @@ def global_box(part: Part, local_box: Box) -> Box | None:
     """A box of the local tensor in global coordinates; None if it is not within one of the part's boxes."""
     for box, local in part.boxes():
         if local.contains(local_box):
-            return local_box.relative_to(local).shift(box.offsets)
+            return local_box.moved_with(local, box)
     return None
 
 

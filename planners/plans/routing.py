@@ -15,7 +15,7 @@ import numpy.typing as npt
 from planners.errors import CoverageError
 from planners.geometry.box import Box
 from planners.geometry.layout import ITEM_SIZES, Form, ProductGeometry, StateLayout, TensorLayout
-from planners.geometry.mesh import Ints, SegmentRow, Segments
+from planners.geometry.mesh import Ints, SegmentRow, Segments, outer_sum, ravel, unravel
 from planners.geometry.overlap import ProductOverlap, Sweep, overlap_of
 
 __all__ = ["Route", "Traffic", "intersection_of", "pair_groups", "total_traffic"]
@@ -141,7 +141,7 @@ class ProductIntersection:
 
     @cached_property
     def holders(self) -> Holders:
-        base = _outer_sum(self.before.dim_positions)
+        base = outer_sum(self.before.dim_positions)
         ranks = np.sort(self.before.mesh.ranks[base[:, None] + self.before.replica_positions], axis=1)
         return Holders(np.arange(len(base) + 1, dtype=np.int64) * ranks.shape[1], ranks.reshape(-1))
 
@@ -154,26 +154,26 @@ class ProductIntersection:
         if receiver not in self.after.mesh:
             return ()
         found = [table.givers(o) for table, o in zip(self.tables, self.after.owners_of(receiver))]
-        return [self._number(combo) for combo in itertools.product(*found)]
+        return [ravel(combo, self.shape) for combo in itertools.product(*found)]
 
     def sources_of(self, rank: int) -> Sequence[int]:
-        return (self._number(self.before.owners_of(rank)),) if rank in self.before.mesh else ()
+        return (ravel(self.before.owners_of(rank), self.shape),) if rank in self.before.mesh else ()
 
     def receivers(self, source: int) -> Ints:
         found = [
             positions[table.takers(o)]
-            for table, positions, o in zip(self.tables, self.after.dim_positions, self._owners(source))
+            for table, positions, o in zip(self.tables, self.after.dim_positions, unravel(source, self.shape))
         ]
-        base = _outer_sum(found)
+        base = outer_sum(found)
         return np.sort(self.after.mesh.ranks[(base[:, None] + self.after.replica_positions).reshape(-1)])
 
     def commons(self, source: int, receiver: int) -> tuple[Common, ...]:
-        owners = zip(self._owners(source), self.after.owners_of(receiver))
+        owners = zip(unravel(source, self.shape), self.after.owners_of(receiver))
         return tuple(_commons([table.rows(s, w) for table, (s, w) in zip(self.tables, owners)]))
 
     def blocks(self) -> Iterator[Deliveries]:
-        source = _outer_sum([table.giver * step for table, step in zip(self.tables, _steps(self.shape))])
-        base = _outer_sum([at[table.taker] for table, at in zip(self.tables, self.after.dim_positions)])
+        source = outer_sum([table.giver * step for table, step in zip(self.tables, _steps(self.shape))])
+        base = outer_sum([at[table.taker] for table, at in zip(self.tables, self.after.dim_positions)])
         numel = np.ones(1, dtype=np.int64)
         for table in self.tables:
             numel = (numel[:, None] * table.length).reshape(-1)
@@ -220,19 +220,6 @@ class ProductIntersection:
             wanted = np.bincount(table.giver, weights=table.length, minlength=own.owners)
             numel = (numel[:, None] * wanted.astype(np.int64)).reshape(-1)
         return numel, len(self.after.replica_positions)
-
-    def _number(self, owners: Sequence[int]) -> int:
-        number = 0
-        for owner, size in zip(owners, self.shape):
-            number = number * size + owner
-        return number
-
-    def _owners(self, source: int) -> tuple[int, ...]:
-        out = []
-        for size in reversed(self.shape):
-            source, owner = divmod(source, size)
-            out.append(owner)
-        return tuple(reversed(out))
 
 
 class _DimTable:
@@ -288,13 +275,6 @@ def _commons(rows: list[list[SegmentRow]]) -> Iterator[Common]:
         )
 
 
-def _outer_sum(columns: Sequence[Ints]) -> Ints:
-    out = np.zeros(1, dtype=np.int64)
-    for column in columns:
-        out = (out[:, None] + column).reshape(-1)
-    return out
-
-
 def _steps(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
@@ -322,8 +302,7 @@ class SweepIntersection:
                         raise CoverageError("nobody holds what is needed", rank=rank, box=error.box) from None
                     for s, chunk, common in pieces:
                         _, source_part, at = self._sources[s]
-                        source = common.relative_to(chunk).shift(at.offsets)
-                        target = common.relative_to(box).shift(local.offsets)
+                        source, target = common.moved_with(chunk, at), common.moved_with(box, local)
                         mine.setdefault(s, []).append(Common(common, source, target, source_part, index))
             if mine:
                 self._commons[rank] = mine

@@ -14,7 +14,7 @@ from planners.errors import PlanError
 from planners.findings import Finding, Report
 from planners.geometry.box import Box
 from planners.geometry.layout import Part, ProductGeometry, StateLayout, TensorLayout
-from planners.geometry.mesh import Ints, distinct
+from planners.geometry.mesh import Ints, distinct, outer_sum, unravel
 from planners.geometry.overlap import Sweep, tiling_fault
 from planners.notebooks import Pictured
 
@@ -243,9 +243,7 @@ class ProductTable:
         self._product = product
         self.owners = [np.flatnonzero(own.local_sizes) for own in product.dims]
         self.shape = tuple(len(owners) for owners in self.owners)
-        base = np.zeros(1, dtype=np.int64)
-        for positions, owners in zip(product.dim_positions, self.owners):
-            base = (base[:, None] + positions[owners]).reshape(-1)
+        base = outer_sum(positions[owners] for positions, owners in zip(product.dim_positions, self.owners))
         index = np.indices(self.shape).reshape(len(self.shape), len(base))
         columns = [own.local_sizes[owners[i]] for own, owners, i in zip(product.dims, self.owners, index)]
         self.sizes = np.stack(columns, axis=1) if columns else np.zeros((len(base), 0), dtype=np.int64)
@@ -255,25 +253,17 @@ class ProductTable:
         self.indices = np.zeros(len(self.ranks), dtype=np.int64)
 
     def part(self, chunk: int) -> Part:
-        at = np.unravel_index(chunk, self.shape) if self.shape else ()
+        at = unravel(chunk, self.shape)
         return self._product.part([int(owners[i]) for owners, i in zip(self.owners, at)])
 
     def meeting(self, box: Box) -> Iterator[int]:
         if box.is_empty or 0 in self.shape:
             return
         found = np.zeros(1, dtype=np.int64)
-        for (order, starts, stops), own, owners, low, size in zip(
-            self._sorted, self._product.dims, self.owners, box.offsets, box.sizes
-        ):
-            rows = order[np.searchsorted(stops, low, side="right") : np.searchsorted(starts, low + size)]
-            here = distinct(np.searchsorted(owners, own.owner_of[rows]))
+        for own, owners, start, stop in zip(self._product.dims, self.owners, box.offsets, box.stops):
+            here = distinct(np.searchsorted(owners, own.owner_of[own.meeting(start, stop)]))
             found = (found[:, None] * len(owners) + here).reshape(-1)
         yield from found.tolist()
-
-    @cached_property
-    def _sorted(self) -> list[tuple[Ints, Ints, Ints]]:
-        orders = [np.argsort(own.starts, kind="stable") for own in self._product.dims]
-        return [(o, own.starts[o], own.stops[o]) for o, own in zip(orders, self._product.dims)]
 
 
 class BoxTable:
@@ -382,10 +372,8 @@ class Assignment:
             d = int(self.dims[chunk])
             start, stop = max(first, local.offsets[d]), min(last, local.stops[d])
             if start < stop:
-                yield (
-                    _cut(box, d, start - local.offsets[d], stop - start),
-                    _cut(local, d, start - local.offsets[d], stop - start),
-                )
+                some = local.cut(d, start, stop)
+                yield some.moved_with(local, box), some
 
     @cached_property
     def _near(self) -> dict[Box, tuple[int, ...]]:
@@ -399,13 +387,6 @@ class Assignment:
     def _by_rank(self) -> tuple[Ints, Ints]:
         order = np.argsort(self.ranks, kind="stable")
         return order, self.ranks[order]
-
-
-def _cut(box: Box, dim: int, skip: int, size: int) -> Box:
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    offsets[dim] += skip
-    sizes[dim] = size
-    return Box.of(tuple(offsets), tuple(sizes))
 
 
 def assign(layout: TensorLayout, names: tuple[str, ...], loads: Ints, divide_above_bytes: int) -> Assignment:
@@ -595,6 +576,6 @@ def _item_fault(item: WriteItem, plan: SavePlan, rank: int) -> str | None:
     if item.nbytes != item.box.numel * spec.itemsize:
         return f"claims {item.nbytes} bytes, but {item.box.numel} elements of {spec.dtype} are meant"
     for box, local in parts[item.part].boxes() if 0 <= item.part < len(parts) else ():
-        if box.contains(item.box) and item.box.relative_to(box).shift(local.offsets) == item.source:
+        if box.contains(item.box) and item.box.moved_with(box, local) == item.source:
             return None
     return f"writes {item.box}, which it does not hold there"

@@ -561,14 +561,8 @@ def _pieces(box: Box, count: int) -> list[Box]:
     if size <= 1 or count == 1:
         return [box]
     dim, count = box.sizes.index(size), min(count, size)
-    edges = [size * i // count for i in range(count + 1)]
-    return [
-        Box.of(
-            tuple(o + low * (d == dim) for d, o in enumerate(box.offsets)),
-            tuple(high - low if d == dim else s for d, s in enumerate(box.sizes)),
-        )
-        for low, high in pairwise(edges)
-    ]
+    edges = [box.offsets[dim] + size * i // count for i in range(count + 1)]
+    return [box.cut(dim, low, high) for low, high in pairwise(edges)]
 
 
 # Elements that a rank wants several times over, moved once: what remains to be moved, and what to
@@ -667,7 +661,7 @@ def _new_of(
 
 def _within(place: HeldPlace, piece: Box, box: Box) -> HeldPlace:
     """Where a piece of `box` is, which itself is at `place`."""
-    return place._replace(box=piece.relative_to(box).shift(place.box.offsets))
+    return place._replace(box=piece.moved_with(box, place.box))
 
 
 def _near(shape: Shape, forms: Sequence[Form]) -> list[list[int]]:

@@ -6,8 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorLayout
 from planners.units import format_bytes
@@ -114,10 +112,6 @@ class Owners:
     def __init__(self, layout: TensorLayout) -> None:
         self._product = layout.product
         self._chunks = [] if self._product is not None else list(layout.chunks())
-        self._dims = []
-        for own in self._product.dims if self._product is not None else ():
-            order = np.argsort(own.starts, kind="stable")
-            self._dims.append((own.starts[order], own.owner_of[order]))
 
     @property
     def pieces(self) -> int:
@@ -136,6 +130,6 @@ class Owners:
         if self._product is None:
             here = Box(index, (1,) * len(index))
             return [rank for rank, box in self._chunks if box.contains(here)]
-        owners = [int(o[np.searchsorted(starts, i, side="right") - 1]) for (starts, o), i in zip(self._dims, index)]
+        owners = [int(own.owner_of[own.meeting(i, i + 1)[0]]) for own, i in zip(self._product.dims, index)]
         ranks: list[int] = sorted(self._product.replicas(owners).tolist())
         return ranks

@@ -114,12 +114,8 @@ def box_layouts(draw: st.DrawFn, spec: TensorSpec) -> TensorLayout:
             pieces.append(box)
             continue
         d = draw(st.integers(0, box.ndim - 1))
-        at = draw(st.integers(0, box.sizes[d]))
-        low, high = list(box.sizes), list(box.sizes)
-        low[d], high[d] = at, box.sizes[d] - at
-        shifted = list(box.offsets)
-        shifted[d] += at
-        pieces += [Box(box.offsets, low), Box(shifted, high)]
+        at = box.offsets[d] + draw(st.integers(0, box.sizes[d]))
+        pieces += [box.cut(d, box.offsets[d], at), box.cut(d, at, box.stops[d])]
     ranks = draw(st.integers(1, 6))
     owner = [draw(st.integers(0, ranks - 1)) for _ in pieces]
     return TensorLayout.from_boxes(spec, {r: [p for p, o in zip(pieces, owner) if o == r] for r in range(ranks)}, ranks)

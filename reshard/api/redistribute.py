@@ -507,7 +507,7 @@ def _pieces(elements: torch.Tensor, part: Part, patches: Sequence[Patch]) -> Ite
         for patch in patches:
             common = box & patch.source
             if common is not None:
-                at = common.relative_to(box).shift(local.offsets)
+                at = common.moved_with(box, local)
                 yield turned(elements[at.slices], patch.dims), patch.to_target(common)
 
 
