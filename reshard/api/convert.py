@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology
-from planners.notebooks import Tabled
 from reshard.api.convert_job import ConvertJob, FormatName, Journal
 from reshard.api.convert_workers import dealt, write_files, write_in_processes
+from reshard.api.reports import CheckedReport, WrittenReport
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, FormatError, ReshardError
 from reshard.native.manifest import HF_INDEX, MANIFEST
@@ -38,31 +38,20 @@ MEETING_S = 300.0
 
 
 @dataclass(frozen=True)
-class ConvertReport(Tabled):
+class ConvertReport(WrittenReport, CheckedReport):
     """What a conversion did. Equal on all ranks but for `seconds`."""
 
     source: str
     target: str
-    format: str
-    tensors: int
-    objects: int
     files: tuple[str, ...]
     """Files that hold tensors."""
-    total_bytes: int
-    """Bytes of all tensors, each element once."""
     resumed: tuple[str, ...]
     """Files that an interrupted conversion had finished; their checksums were compared."""
-    aliases: Mapping[str, str]
-    """Tied tensors that are stored once: name -> the name that holds them."""
     left_out: tuple[str, ...]
     """Keys of the source that the format cannot hold; with `normalized`, also what has no canonical name and is no
     plain data: values of each rank, averages of the model."""
     warnings: tuple[str, ...]
     """What a reader of the source should know."""
-    bytes_unchecked: int
-    """Bytes of elements of the source that have no checksum, or were not compared with theirs."""
-    unchecked: str
-    """The same in words; empty where every byte was compared, and what was written with the saved fingerprints."""
     seconds: float = field(compare=False)
 
 

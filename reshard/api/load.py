@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
-from planners.notebooks import Tabled
 from planners.plans.load import ReadItem, plan_reads, verify_load
 from planners.units import format_bytes
 from reshard.api.arguments import check_arguments, state_and_path
 from reshard.api.load_keys import DtypePolicy, KeyMatch, LoadOptions, Mode, ReadOnce, gather_mismatches, match_keys
+from reshard.api.reports import CheckedReport, FilledReport
 from reshard.checkpoint import Checkpoint, open_among, stored_layout
 from reshard.errors import (
     CheckpointError,
@@ -568,25 +568,18 @@ def _equal(checkpoint: Checkpoint, one: str, other: str, target: LiveTensor, ran
 
 
 @dataclass(frozen=True, repr=False)
-class LoadReport(Tabled):
+class LoadReport(FilledReport, CheckedReport):
     """What a load did, or in a dry run would do, on this rank."""
 
     path: str
-    format: str
     loaded: tuple[str, ...]
     """Keys that were filled, tensors and objects."""
-    missing: tuple[str, ...]
-    """Keys of the target that the checkpoint does not have; they keep the values they had."""
-    unexpected: tuple[str, ...]
-    """Keys of the checkpoint that no rank's target has; they were not read."""
     outside: tuple[str, ...]
     """Keys of the target that the checkpoint, declared a subset when it was saved, does not claim to have."""
     mismatched: tuple[str, ...]
     """Keys whose shape (or, under dtype_policy "error", dtype) differs, with both."""
     dropped: tuple[str, ...]
     """Values of the target that are gone, since a container without tensors was replaced by what was saved of it."""
-    cast: Mapping[str, tuple[str, str]]
-    """key -> (dtype saved, dtype of the target) of what was converted."""
     replaced: Mapping[str, tuple[str, str]]
     """key -> (dtype saved, dtype that the target had) of what was replaced, by dtype_policy "saved"."""
     aliases: Mapping[str, str]
@@ -600,11 +593,6 @@ class LoadReport(Tabled):
     bytes_checked: int
     """Bytes that this rank checked against saved checksums, headers included. Of what ranks of a machine read for one
     another, who reads a byte checks it."""
-    bytes_unchecked: int
-    """Of this rank's own elements: bytes that nobody compared with a checksum, since the format has none, `check` was
-    off, or it would have cost too much: see `reshard.stored.checksums.may_check`."""
-    unchecked: str
-    """In words, what was not compared; empty where every byte was."""
     dry_run: bool
     seconds: Mapping[str, float] = field(compare=False)
     """Time by phase."""

@@ -19,19 +19,21 @@ from planners.findings import Finding, Report
 from planners.geometry.box import Box
 from planners.geometry.layout import Part
 from planners.geometry.views import Patch, filled_slots
-from planners.notebooks import Tabled
 from planners.plans.rounds import Schedule
 from planners.plans.transfer import TransferPlan
 from planners.units import format_bytes
+from reshard.api.reports import FilledReport
 from reshard.api.transfer_agreement import (
+    DEFAULTS,
     Agreed,
-    Options,
     TensorMatches,
     TransferOptions,
     TransferSide,
     Values,
     agree,
     check_replicas,
+    complete,
+    digest_of,
 )
 from reshard.api.transfer_memory import LaneMemory, Steps, part_tensors, plan_steps, refuse_shared_memory, turned
 from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError, format_names
@@ -51,17 +53,11 @@ _log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True, repr=False)
-class TransferReport(Tabled):
+class TransferReport(FilledReport):
     """What a transfer did, on this rank where nothing else is said."""
 
     moved: tuple[str, ...]
     """Keys of all targets of the job that were filled, tensors and others."""
-    missing: tuple[str, ...]
-    """Targets that no rank held before; they keep their values."""
-    unexpected: tuple[str, ...]
-    """Sources that no rank wanted."""
-    cast: Mapping[str, tuple[str, str]]
-    """Target -> dtypes (before, after) of what was converted."""
     bytes_moved: int
     """Bytes that crossed between ranks, of the whole job."""
     bytes_between_groups: int
@@ -102,7 +98,7 @@ class Prepared:
         source: TransferSide,
         target: TransferSide,
         agreed: Agreed,
-        options: Options,
+        options: TransferOptions,
         group: Group,
         process_group: Any,
     ) -> None:
@@ -113,7 +109,7 @@ class Prepared:
         self._on_device = agreed.on_device or agreed.onto_device
         _meet_on(self._device, process_group)
         self._rank = group.ranks[group.rank]
-        key = (agreed.key, self._rank, options.digest())
+        key = (agreed.key, self._rank, digest_of(options))
         found = _cache.get(key)
         self._planned = found is None
         self._first = True
@@ -124,8 +120,8 @@ class Prepared:
                 agreed.pair(options),
                 self._rank,
                 max(group.ranks) + 1,
-                budget_bytes=options.max_inflight_bytes,
-                ranks_per_host=options.ranks_per_host,
+                budget_bytes=options["max_inflight_bytes"],
+                ranks_per_host=options["ranks_per_host"],
             )
             while len(_cache) > _MAX_CACHED:
                 _cache.popitem(last=False)
@@ -161,7 +157,7 @@ class Prepared:
                 the first run all ranks know of it before a byte moves; later runs do not wait for one another.
         """
         if self._group.failed:
-            self._group = Group(self._process_group, deadline_s=self._options.deadline_s)
+            self._group = Group(self._process_group, deadline_s=self._options["deadline_s"])
         start = time.perf_counter()
         self._moving = False
         try:
@@ -185,7 +181,7 @@ class Prepared:
         if self._first:
             group.barrier()  # nobody writes before everybody is ready to
         self._first = False
-        with torch.no_grad(), Waiter(group, self._device, self._options.deadline_s) as waiter:
+        with torch.no_grad(), Waiter(group, self._device, self._options["deadline_s"]) as waiter:
             self._moving = True
             self._ask(group, waiter)
             self._values.assign(values)
@@ -197,7 +193,7 @@ class Prepared:
         it takes no memory, waits for nothing on the host, and is the same in each run."""
         for exchange in self._exchanges:
             exchange.move(group, waiter)
-        if self._options.delta:
+        if self._options["delta"]:
             self._settle_differences(group, waiter)
         for to, of in self._repeats:
             to.copy_(of)
@@ -254,7 +250,7 @@ class Prepared:
             if lane.target in pairing.cast
         }
         sides = [(memory.given, memory.arriving, wires), (memory.arriving, memory.moved, {})]
-        kind = partial(DeltaExchange, on_device=self._on_device) if self._options.delta else Exchange
+        kind = partial(DeltaExchange, on_device=self._on_device) if self._options["delta"] else Exchange
         self._exchanges = [
             kind(work, *ends, wires=cast, device=self._device, process_group=self._process_group)
             for work, (*ends, cast) in zip(self._steps.works, sides)
@@ -301,7 +297,7 @@ class Prepared:
             missing=pairing.missing,
             unexpected=pairing.unexpected,
             cast=pairing.cast,
-            bytes_moved=self._crossed if self._options.delta else sum(plan.bytes_moved for plan in self.plans),
+            bytes_moved=self._crossed if self._options["delta"] else sum(plan.bytes_moved for plan in self.plans),
             bytes_between_groups=self._steps.bytes_between_groups,
             bytes_among_receivers=sum(plan.bytes_moved for plan in self.plans[1:]),
             bytes_sent=sum(exchange.sent_bytes for exchange in exchanges),
@@ -345,15 +341,16 @@ def prepare(
     What it holds is bound to the tensors given; their values may change between runs, and so may their memory.
     Arguments and errors are those of `redistribute`; nothing is moved before `run`.
     """
-    group = Group(process_group, deadline_s=options.get("deadline_s", Options.deadline_s))
+    group = Group(process_group, deadline_s=options.get("deadline_s", DEFAULTS["deadline_s"]))
     with group.together("prepare"):
         start = time.perf_counter()
-        given = Options.of(options)
-        mine, wanted = TransferSide.read(source, given.source_layouts), TransferSide.of(target, given.target_layouts)
+        given = complete(options)
+        mine = TransferSide.read(source, given["source_layouts"])
+        wanted = TransferSide.of(target, given["target_layouts"])
         agreed = agree(mine, wanted, given, group, process_group)
         known = time.perf_counter()
         prepared = Prepared(mine, wanted, agreed, given, group, process_group)
-        if given.check_replicas:
+        if given["check_replicas"]:
             check_replicas(mine, agreed.before, group, on_device=agreed.on_device)
         prepared._seconds = {"agree": known - start, **prepared._seconds}
     return prepared
@@ -423,11 +420,12 @@ def verify_live(
             not.
         KeyMismatchError, LayoutError: as `redistribute`.
     """
-    group = Group(process_group, deadline_s=options.get("deadline_s", Options.deadline_s))
+    group = Group(process_group, deadline_s=options.get("deadline_s", DEFAULTS["deadline_s"]))
     rank = group.ranks[group.rank]
     with group.together("verify"):
-        given = Options.of(options)
-        mine, wanted = TransferSide.read(source, given.source_layouts), TransferSide.of(target, given.target_layouts)
+        given = complete(options)
+        mine = TransferSide.read(source, given["source_layouts"])
+        wanted = TransferSide.of(target, given["target_layouts"])
         pairing = agree(mine, wanted, given, group, process_group).pair(given)
         there = [held for key in pairing.views for held in _as_it_is(pairing, key, wanted, rank)]
         here = [held for key in pairing.views for held in _as_target(pairing, key, mine, rank)]

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import torch.distributed as dist
 
-from planners.notebooks import Tabled
 from planners.plans.save import SavePlan
 from planners.units import format_bytes
 from reshard.api.arguments import check_arguments, state_and_path
+from reshard.api.reports import WrittenReport
 from reshard.api.save_job import (
     Choice,
     OwnItem,
@@ -612,19 +612,13 @@ os.register_at_fork(after_in_child=_saves.clear)  # the threads that save are th
 
 
 @dataclass(frozen=True, repr=False)
-class SaveReport(Tabled):
+class SaveReport(WrittenReport):
     """What a save did. Equal on all ranks but for `bytes_written`, `bytes_reused`, `seconds` and `passed_over`."""
 
     path: str
     save_id: str
-    tensors: int
-    objects: int
-    total_bytes: int
-    """Bytes of all tensors, each distinct element once."""
     bytes_written: int
     """Bytes of tensors that this rank wrote."""
-    aliases: Mapping[str, str]
-    """Tied tensors that were stored once: key -> the key that holds them."""
     per_rank: tuple[str, ...]
     """Keys of which each rank's own value was kept."""
     seconds: Mapping[str, float] = field(compare=False)

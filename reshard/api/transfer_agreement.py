@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 import msgspec
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from planners.geometry.box import Dims
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.views import TargetSlot, View, pull_back
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_ranks
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, did_you_mean, format_ranks
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import LiveTensor, Targets
 from reshard.live.tree import IntKey, needs_class, restore_types, unresolved_class
@@ -24,8 +24,8 @@ from reshard.ranks.global_state import agree_on_values, lies_on_device
 from reshard.ranks.group import Group, sending_kinds
 
 __all__ = [
-    "Agreed", "Options", "TensorMatches", "TensorTransfer", "TransferOptions", "TransferSide",
-    "Values", "agree", "check_replicas",
+    "DEFAULTS", "Agreed", "TensorMatches", "TensorTransfer", "TransferOptions", "TransferSide",
+    "Values", "agree", "check_replicas", "complete", "digest_of",
 ]  # fmt: skip
 
 
@@ -270,47 +270,51 @@ class TransferOptions(TypedDict, total=False):
     deadline_s: float
 
 
-@dataclass(frozen=True)
-class Options:
-    """`TransferOptions`, checked and with what holds where nothing is said."""
+DEFAULTS = TransferOptions(
+    mapping={},
+    views=(),
+    source_layouts={},
+    target_layouts={},
+    strict=True,
+    dtype_policy="error",
+    check_replicas=True,
+    max_inflight_bytes=256 << 20,
+    ranks_per_host=None,
+    delta=False,
+    deadline_s=1800.0,
+)
+"""What holds where nothing is said."""
+_OWN = ("views", "source_layouts", "target_layouts", "deadline_s")
+"""What ranks may choose each for itself, or is compared in another form."""
 
-    mapping: Mapping[str, str] | StateMapping = field(default_factory=dict)
-    views: Mapping[str, View] = field(default_factory=dict)
-    source_layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
-    target_layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
-    strict: bool = True
-    dtype_policy: str = "error"
-    check_replicas: bool = True
-    max_inflight_bytes: int = 256 << 20
-    ranks_per_host: int | None = None
-    delta: bool = False
-    deadline_s: float = 1800.0
 
-    @classmethod
-    def of(cls, given: TransferOptions) -> Options:
-        """Raises LayoutError for a policy that is not known, a budget that is too small, or two views of one name."""
-        views = list(given.get("views", ()))
-        named: Any = {**given, "views": {view.spec.fqn: view for view in views}}
-        options = cls(**named)
-        if options.dtype_policy not in ("error", "cast"):
-            raise LayoutError(f"dtype_policy must be 'error' or 'cast', got {options.dtype_policy!r}")
-        if options.max_inflight_bytes < 1024:
-            raise LayoutError(f"max_inflight_bytes must be at least 1024, got {options.max_inflight_bytes}")
-        if len(options.views) != len(views):
-            raise LayoutError("two views make the same target")
-        return options
+def complete(given: TransferOptions) -> TransferOptions:
+    """All options. Raises TypeError for one that there is not, LayoutError for a policy that is not known, a budget
+    that is too small, or two views of one name."""
+    if unknown := given.keys() - DEFAULTS.keys():
+        raise TypeError(f"a transfer has no option {min(unknown)!r}{did_you_mean(min(unknown), DEFAULTS)}")
+    options: TransferOptions = {**DEFAULTS, **given}
+    options["views"] = views = list(options["views"])
+    if options["dtype_policy"] not in ("error", "cast"):
+        raise LayoutError(f"dtype_policy must be 'error' or 'cast', got {options['dtype_policy']!r}")
+    if options["max_inflight_bytes"] < 1024:
+        raise LayoutError(f"max_inflight_bytes must be at least 1024, got {options['max_inflight_bytes']}")
+    if len({view.spec.fqn for view in views}) != len(views):
+        raise LayoutError("two views make the same target")
+    return options
 
-    def shared(self) -> dict[str, object]:
-        """What all ranks must choose alike."""
-        mapping = self.mapping if isinstance(self.mapping, StateMapping) else sorted(self.mapping.items())
-        views = sorted(self.views.items(), key=lambda row: row[0])
-        own = ("mapping", "views", "source_layouts", "target_layouts", "deadline_s")
-        rest = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
-        return {"mapping": mapping, "views": views, **rest}
 
-    def digest(self) -> str:
-        """Equal where all that the ranks must choose alike is equal."""
-        return hashlib.sha256(repr(self.shared()).encode()).hexdigest()
+def shared(options: TransferOptions) -> dict[str, object]:
+    """What all ranks must choose alike."""
+    mapping = options["mapping"] if isinstance(options["mapping"], StateMapping) else sorted(options["mapping"].items())
+    views = sorted((view.spec.fqn, view) for view in options["views"])
+    rest = {name: value for name, value in options.items() if name not in _OWN}
+    return {**rest, "mapping": mapping, "views": views}
+
+
+def digest_of(options: TransferOptions) -> str:
+    """Equal where all that the ranks must choose alike is equal."""
+    return hashlib.sha256(repr(shared(options)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -382,9 +386,9 @@ class Agreed:
     onto_device: bool
     """Whether one of any target does."""
 
-    def pair(self, options: Options) -> TensorMatches:
+    def pair(self, options: TransferOptions) -> TensorMatches:
         """Raises KeyMismatchError; NormalizationError for a mapping that computes."""
-        views, names = dict(options.views), options.mapping
+        views, names = {view.spec.fqn: view for view in options["views"]}, options["mapping"]
         if isinstance(names, StateMapping):
             made = names.views(self.before.specs)
             views = {key: view for key, view in made.items() if key in self.after} | views
@@ -398,19 +402,23 @@ class Agreed:
             tied=self.tied,
             views=views,
             mapping=names,
-            strict=options.strict,
-            allow_cast=options.dtype_policy == "cast",
+            strict=options["strict"],
+            allow_cast=options["dtype_policy"] == "cast",
         )
 
 
 def agree(
-    source: TransferSide, target: TransferSide, options: Options, group: Group, process_group: dist.ProcessGroup | None
+    source: TransferSide,
+    target: TransferSide,
+    options: TransferOptions,
+    group: Group,
+    process_group: dist.ProcessGroup | None,
 ) -> Agreed:
     """Collective: what all ranks hold and want, by digests.
 
     Raises LayoutError, alike on every rank: ranks disagree about a layout or an option, or have no part at all.
     """
-    group.same_options("redistribute", options.shared())
+    group.same_options("redistribute", shared(options))
     devices = _devices([*source.state.tensors.values(), *target.state.tensors.values()], process_group)
     held, wanted = (lies_on_device(side.state.tensors.values()) for side in (source, target))
     mine = _TransferDescription(source.describe(), target.describe(), devices, held, wanted)

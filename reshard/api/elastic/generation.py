@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -30,6 +30,7 @@ from planners.plans.save import SavePlan, WriteItem
 from planners.plans.transfer import plan_transfers
 from planners.units import format_bytes
 from reshard.api.load import LoadReport
+from reshard.api.reports import HostsReport
 from reshard.errors import CheckpointError, DamagedCheckpointError, StorageError, format_names, format_ranks
 from reshard.execute.exchange import Exchange, RankWork, round_bytes
 from reshard.execute.reading import merge_ranges, subtract_ranges
@@ -604,7 +605,7 @@ def free_bytes(folder: Path) -> int:
 
 
 @dataclass(frozen=True, repr=False)
-class KeepReport(Tabled):
+class KeepReport(HostsReport):
     """What `Tier.keep` did. Equal on all ranks but for `bytes_received` and `seconds`."""
 
     number: int
@@ -615,10 +616,6 @@ class KeepReport(Tabled):
     """Bytes of all tensors, each distinct element once."""
     bytes_by_host: Mapping[str, int]
     """Bytes of tensors that each host holds of this generation, copies included; of two at most at a time."""
-    bytes_received: int
-    """Of copies, by this rank."""
-    seconds: Mapping[str, float] = field(compare=False)
-    """Time of this rank, by phase."""
 
     def __repr__(self) -> str:
         """One line."""
@@ -630,7 +627,7 @@ class KeepReport(Tabled):
 
 
 @dataclass(frozen=True, repr=False)
-class RecoverReport(Tabled):
+class RecoverReport(HostsReport):
     """What `Tier.recover` did. Equal on all ranks but for `bytes_received`, `load` and `seconds`."""
 
     number: int | None
@@ -641,14 +638,10 @@ class RecoverReport(Tabled):
     passed_over: tuple[str, ...]
     """Newer generations, and those that hosts have brought back from which the job had not gone on:
     what each is, and why it was not loaded."""
-    bytes_received: int
-    """From other hosts, by this rank."""
     bytes_checked: int
     """Bytes of blocks that this rank has compared with their checksums: of all files that were
     left, and again of what came from other hosts."""
     load: LoadReport
-    seconds: Mapping[str, float] = field(compare=False)
-    """Time of this rank, by phase."""
 
     def __repr__(self) -> str:
         """One line."""

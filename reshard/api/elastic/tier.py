@@ -293,8 +293,7 @@ def keep(
     if hosts.leads:
         remove(hosts.folder, [kept])
     seconds = {"plan": planned - clock, "write": wrote - planned, "copy": mirrored - wrote}
-    nbytes = copies.bytes_by_host
-    report = KeepReport(kept.number, kept.step, kept.save_id, plan.total_bytes, nbytes, received, seconds)
+    report = KeepReport(received, seconds, *kept, plan.total_bytes, copies.bytes_by_host)
     return report, incarnation
 
 
