@@ -67,11 +67,11 @@ def save(group: Group, state: Any, ranks_per_file: int = 1) -> None:
     with group.together("save"):
         holdings = LocalState.of(state)
         met = repeated.meet_before_save(holdings, group, SaveOptions(), None, b"")  # nobody has kept a plan
-        census = global_state_of(holdings, group, group.parties(holdings.said, met.pool))
+        answers = group.distinct_answers(holdings.description, known=met.pool)
+        census = global_state_of(holdings, group, answers)
         word = b"0192f3c1a800-5d2e6f7a8b9c" if group.rank == 0 else b""
-        repeated.meet_before_save(
-            holdings, group, SaveOptions(), repeated.CachedPlan(census, _NO_PLAN, []), word, before=met
-        )
+        kept = repeated.CachedPlan(b"as it was said", census, _NO_PLAN, [])
+        repeated.meet_before_save(holdings, group, SaveOptions(), kept, word, before=met)
         group.barrier()
         with group.together("write"):
             if ranks_per_file > 1:
@@ -81,7 +81,7 @@ def save(group: Group, state: Any, ranks_per_file: int = 1) -> None:
                 for said in (b"bytes by item size", b"rows", bytes(_TOLD_BYTES)):
                     together.tell(said)
             tally = pack_tally(dict.fromkeys(range(len(state.tensors)), _PART))
-            group.gather_and_sum(msgspec.msgpack.encode((group.rank, _RECORD)), tally, add_tallies)
+            group.gather_and_sum((group.rank, _RECORD), tally, add_tallies)
 
 
 def load(group: Group, match: Any, checkpoint: Any) -> None:

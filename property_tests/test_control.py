@@ -18,7 +18,7 @@ from tests.simulated_ranks import Died, World
 
 DEADLINE_S = 60.0
 
-VERBS = ("barrier", "exchange", "gather", "sum", "scatter", "share", "among", "parties", "agree", "any", "busy")
+VERBS = ("barrier", "exchange", "gather", "sum", "scatter", "share", "within", "distinct", "agree", "any", "busy")
 
 
 def _do(verb: str, group: Group, world: World) -> None:
@@ -41,18 +41,18 @@ def _do(verb: str, group: Group, world: World) -> None:
         assert group.scatter(everybody if rank == 0 else None, common=mine) == (mine, b"0")
     elif verb == "share":
         assert group.share(b"all of you" * 9999 if rank == 1 else None, 1) == b"all of you" * 9999
-    elif verb == "among":
+    elif verb == "within":
         mates = [place for place in range(size) if place % 3 == rank % 3]
-        assert group.among(f"{rank % 3}", mine) == {place: b"%d" % place for place in mates}
-    elif verb == "parties":
-        parties = group.parties(b"odd" if rank % 2 else b"even")
-        assert parties == {b"even": [*range(0, size, 2)], b"odd": [*range(1, size, 2)]}
+        assert group.exchange_within(f"{rank % 3}", mine) == {place: b"%d" % place for place in mates}
+    elif verb == "distinct":
+        answers = group.distinct_answers("odd" if rank % 2 else "even")
+        assert answers == [("even", [*range(0, size, 2)]), ("odd", [*range(1, size, 2)])]
     elif verb == "agree":
         group.agree(b"same", "the layout")
         with pytest.raises(LayoutError, match="differ"):
             group.agree(mine, "the layout")
     elif verb == "any":
-        assert group.any(rank == size - 1, "a question")
+        assert group.merge(rank == size - 1, any, "a question")
     else:
         for _ in range(3):
             world.sleep(1.0)
@@ -202,4 +202,4 @@ def test_pools_are_what_all_said(size: int, fan: int, data: st.DataObject) -> No
     pools = [DistinctValues.of(one) for one in said]
     while len(pools) > 1:
         pools = [DistinctValues.join(pools[i : i + fan]) for i in range(0, len(pools), fan)]
-    assert DistinctValues.decode(pools[0]).answers() == said
+    assert [pools[0].distinct[number] for number in pools[0].numbers()] == said

@@ -161,35 +161,35 @@ def _run(
     """Write all files and publish; what was written, the files that an earlier try had finished, and of how many bytes
     nobody knows whether they are what was saved."""
     digest = job.digest(state)
-    group.agree(digest.encode(), "what is to be converted", error=CheckpointError)
+    group.agree(digest, "what is to be converted", error=CheckpointError)
     storage = job.storage()
     journal = Journal(storage, digest)
-    job_id = b""
+    job_id = ""
     try:
         if group.rank == 0:
             _check_vacant(job.writer(state, "0" * 24), storage, overwrite)
-            job_id = journal.begin(resume=resume, is_shared=job.format == "torch_save").encode()
-        job_id = group.share(job_id if group.rank == 0 else None)
-        writer = job.writer(state, job_id.decode())
+            job_id = journal.begin(resume=resume, is_shared=job.format == "torch_save")
+        job_id = group.share(job_id if group.rank == 0 else None, kind=str)
+        writer = job.writer(state, job_id)
         with writer.claimed(storage) if group.rank == 0 else nullcontext():
             group.barrier()  # nobody writes before there is a claim
             resumed = _write(job, writer, journal, group, state.contents.checking, workers, progress)
-            unchecked = b""
+            unchecked = 0
             if group.rank == 0:
                 done = journal.records(file.name for file in writer.files)
                 if state.contents.checking.enabled:
                     writer.compare_fingerprints(done)
-                unchecked = str(sum(row.facts["unchecked_bytes"] for row in done.values())).encode()
+                unchecked = sum(row.facts["unchecked_bytes"] for row in done.values())
                 writer.finish(storage, done)
                 journal.end()
-        unchecked_bytes = int(group.share(unchecked if group.rank == 0 else None))
+        unchecked = group.share(unchecked if group.rank == 0 else None, kind=int)
     except BaseException as error:
         if group.world_size == 1 and job_id:
             _tidy(journal, error)
         raise
     finally:
         journal.leave()
-    return writer, resumed, unchecked_bytes
+    return writer, resumed, unchecked
 
 
 def _tidy(journal: Journal, cause: BaseException) -> None:

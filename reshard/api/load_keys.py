@@ -31,7 +31,7 @@ from reshard.live.tree import (
     unresolved_class,
 )
 from reshard.native.reader import NativeFacts
-from reshard.ranks.global_layout import Described, describe, join_layouts, resolve_layouts
+from reshard.ranks.global_layout import describe, join_layouts, resolve_layouts
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
 from reshard.stored.contents import unknown_class
 
@@ -470,6 +470,16 @@ class _MismatchVote(msgspec.Struct, frozen=True, array_like=True):
     ambiguous: bool
     """Whether the placements of some tensor do not tell how it is cut."""
 
+    @staticmethod
+    def join(votes: list[_MismatchVote]) -> _MismatchVote:
+        """Of several."""
+        used: dict[bytes, bytes] = {}
+        for source, bits in ((source, bits) for vote in votes for source, bits in vote.used.items()):
+            used[source] = either([used.get(source, bits), bits])
+        saves = dict.fromkeys(save for vote in votes for save in vote.saves)
+        fits, ambiguous = all(vote.fits for vote in votes), any(vote.ambiguous for vote in votes)
+        return _MismatchVote(used, list(saves), fits, ambiguous)
+
 
 @dataclass(frozen=True)
 class Mismatches:
@@ -568,21 +578,17 @@ def gather_mismatches(match: KeyMatch, group: Group, checkpoint: Checkpoint, tar
     ambiguous = {key: targets.tensors[key] for key in match.tensors if targets.tensors[key].is_ambiguous}
     fits = not match.missing and not match.mismatched
     mine = _MismatchVote({source: used}, [_save_of(checkpoint)], fits, bool(ambiguous))
-    merged, sharers = group.merge_and_count(msgspec.msgpack.encode(mine), _join, "what fits", socket.gethostname())
-    said = msgspec.msgpack.decode(merged, type=_MismatchVote)
+    said, sharers = group.merge_and_count(mine, _MismatchVote.join, "what fits", socket.gethostname())
     _refuse_different_saves(said.saves, group)
     if said.ambiguous:
-        cuts = group.parties(msgspec.json.encode(describe(ambiguous)))
-        layouts = join_layouts((msgspec.json.decode(cut, type=Described), ranks) for cut, ranks in cuts.items())
+        layouts = join_layouts(group.distinct_answers(describe(ambiguous)))
         resolve_layouts(ambiguous, layouts, group.ranks[group.rank])
     flags = unpack_flags(said.used[source], len(match.names))
     missing: dict[str, list[int]] = {}
     mismatched: dict[str, list[int]] = {}
-    odd = {} if said.fits else group.parties(msgspec.msgpack.encode((list(match.missing), list(match.mismatched))))
-    for data, ranks in odd.items():
-        for keys, ranks_of in zip(
-            msgspec.msgpack.decode(data, type=tuple[list[str], list[str]]), (missing, mismatched)
-        ):
+    odd = [] if said.fits else group.distinct_answers((match.missing, match.mismatched))
+    for answer, ranks in odd:
+        for keys, ranks_of in zip(answer, (missing, mismatched)):
             for key in keys:
                 ranks_of.setdefault(key, []).extend(ranks)
     return Mismatches(
@@ -603,17 +609,6 @@ def _save_of(checkpoint: Checkpoint) -> tuple[str, str]:
     if checkpoint.run:
         return checkpoint.run, f"{checkpoint.url.removeprefix(checkpoint.run)} {save_id}".strip()
     return (checkpoint.url, save_id) if save_id else ("", "")
-
-
-def _join(parts: list[bytes]) -> bytes:
-    used: dict[bytes, bytes] = {}
-    said = [msgspec.msgpack.decode(part, type=_MismatchVote) for part in parts]
-    for source, bits in ((source, bits) for one in said for source, bits in one.used.items()):
-        used[source] = either([used.get(source, bits), bits])
-    saves = dict.fromkeys(save for one in said for save in one.saves)
-    return msgspec.msgpack.encode(
-        _MismatchVote(used, list(saves), all(one.fits for one in said), any(one.ambiguous for one in said))
-    )
 
 
 def _refuse_different_saves(opened: Iterable[tuple[str, str]], group: Group) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Unpack
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -429,14 +428,13 @@ def verify_live(
         pairing = agree(mine, wanted, given, group, process_group).pair(given)
         there = [held for key in pairing.views for held in _as_it_is(pairing, key, wanted, rank)]
         here = [held for key in pairing.views for held in _as_target(pairing, key, mine, rank)]
-        packed = msgspec.msgpack.encode((pack_holdings(here, rank), pack_holdings(there, rank)))
+        packed = [pack_holdings(here, rank), pack_holdings(there, rank)]
 
-        def add(parts: list[bytes]) -> bytes:
-            sides = zip(*(msgspec.msgpack.decode(part, type=tuple[bytes, bytes]) for part in parts))
-            return msgspec.msgpack.encode([add_holdings(side, group.world_size) for side in sides])
+        def add(parts: list[list[bytes]]) -> list[bytes]:
+            return [add_holdings(side, group.world_size) for side in zip(*parts)]
 
-        told = group.merge(packed, add, "fingerprints")
-    before, after = map(conclude, msgspec.msgpack.decode(told, type=tuple[bytes, bytes]))
+        told = group.merge(packed, add, "fingerprints", kind=list[bytes])
+    before, after = map(conclude, told)
     findings = [
         Finding(f"is {after[key]} after, but {before[key]} before", key)
         for key in pairing.views

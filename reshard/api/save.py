@@ -55,9 +55,8 @@ from reshard.ranks.global_state import (
     DigestTable,
     GlobalState,
     LocalState,
+    ValueDigests,
     check_globs,
-    encoded,
-    join,
     joined_objects,
     raise_on_mismatch,
     value_table,
@@ -249,8 +248,9 @@ def _prepare(
     if data is None or met.census is None:
         if kept is not None:  # nothing that was found by what is not so
             holdings = holdings_of(state_dict, options)
-        answers = group.parties(holdings.said, met.pool)
-        kept = keep_plan(holdings, group, options, *planned_writes(holdings, group, options, answers))
+        answers = group.distinct_answers(holdings.description, known=met.pool)
+        census, plan = planned_writes(holdings, group, options, answers)
+        kept = keep_plan(holdings, group, options, census, plan, met.pool)
         met, data, planned = _meet(holdings, path, group, options, kept, stage, met)
     assert kept is not None, "there is a plan"
     assert data is not None, "all ranks have planned the same"
@@ -339,11 +339,9 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
             data, same = summed_up(job, data)
             written, reused, prints = write(job, data, same)
             ended = time.perf_counter()
-            mine = msgspec.msgpack.encode((job.rank, written))
-            told = group.gather_and_sum(mine, tally(job, prints), add_tallies)
+            told = group.gather_and_sum((job.rank, written), tally(job, prints), add_tallies, kind=tuple[int, Written])
             if told is not None:
-                rows = [msgspec.msgpack.decode(row, type=tuple[int, Written]) for row in told[0]]
-                files = {rank: one for rank, one in rows if one.files}
+                files = {rank: one for rank, one in told[0] if one.files}
                 generation.publish(files, [total(job, told[1])] if files and job.options.fingerprints else [])
     except BaseException as error:
         if group.rank == 0:
@@ -405,6 +403,9 @@ _kept: OrderedDict[bytes, CachedPlan] = OrderedDict()
 class CachedPlan:
     """What is known from a save before. No tensor, and no value."""
 
+    told: bytes
+    """A digest of what each rank has said of its holdings: where it is the same, so is all of this."""
+
     census: GlobalState
     """Without objects."""
     plan: SavePlan
@@ -420,8 +421,8 @@ class Agreement(NamedTuple):
     """Of what all of them hold, if all have the plan for just that; None if any has not."""
     first: bytes
     """What the first rank had for all."""
-    pool: bytes
-    """Digests of what each said of its holdings: see `Group.parties`."""
+    pool: DistinctValues
+    """Digests of what each said of its holdings: see `Group.distinct_answers`."""
 
 
 class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
@@ -432,12 +433,25 @@ class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
     kept: bytes
     """A digest of what all ranks had said when what this one has kept was planned; empty where any has none, or ranks
     have others."""
-    pool: bytes
-    """Digests of descriptions of what they hold; nothing where that is known."""
-    values: bytes
-    """Digests of values that others may have, too."""
+    pool: DistinctValues
+    """Digests of descriptions of what they hold; of nothing where that is known."""
+    values: ValueDigests | None
+    """Of values that others may have, too; None where any rank has no plan to tell which."""
     first: bytes
     """What the first rank has for all."""
+
+    @staticmethod
+    def join(votes: list[_SaveVote]) -> _SaveVote:
+        """Of several."""
+        calls, kept = {vote.call for vote in votes}, {vote.kept for vote in votes}
+        values = [vote.values for vote in votes if vote.values is not None] if len(kept) == 1 else []
+        return _SaveVote(
+            calls.pop() if len(calls) == 1 else b"",
+            kept.pop() if len(kept) == 1 else b"",
+            DistinctValues.join([vote.pool for vote in votes]),
+            ValueDigests.join(values) if len(values) == len(votes) else None,
+            b"".join(vote.first for vote in votes),
+        )
 
 
 def find_plan(holdings: LocalState, group: Group, options: SaveOptions) -> CachedPlan | None:
@@ -454,14 +468,17 @@ def find_plan(holdings: LocalState, group: Group, options: SaveOptions) -> Cache
 
 
 def keep_plan(
-    holdings: LocalState, group: Group, options: SaveOptions, census: GlobalState, plan: SavePlan
+    holdings: LocalState, group: Group, options: SaveOptions, census: GlobalState, plan: SavePlan, said: DistinctValues
 ) -> CachedPlan:
     """Keep a plan that is proved. Values that are each rank's own are gathered anew for each save, so with any it is
     for this one alone.
 
-    `census`: without objects.
+    Args:
+        census: without objects.
+        said: digests of what each rank has said of its holdings.
     """
-    kept = CachedPlan(census, plan, own_items(census.layout, plan, group.ranks[group.rank]))
+    told = digest_of(msgspec.msgpack.encode(said))
+    kept = CachedPlan(told, census, plan, own_items(census.layout, plan, group.ranks[group.rank]))
     if not census.per_rank:
         with _lock:
             _kept[_key(holdings, group, options)] = kept
@@ -472,7 +489,7 @@ def keep_plan(
 
 def _key(holdings: LocalState, group: Group, options: SaveOptions) -> bytes:
     """Of what a plan depends on, as far as this rank knows."""
-    said = hashlib.sha256(holdings.said).digest()
+    said = hashlib.sha256(holdings.description).digest()
     chosen = (options.globs, options.divide_above_bytes)
     return hashlib.sha256(msgspec.msgpack.encode((said, group.rank, group.ranks, chosen))).digest()
 
@@ -508,33 +525,19 @@ def meet_before_save(
         )
     mine = _SaveVote(
         digest_of(repr(sorted(options.shared().items())).encode()) if before is None else b"",
-        b"" if kept is None else kept.census.told,
-        DistinctValues.of(digest_of(holdings.said)) if before is None else b"",
-        b"" if table is None else encoded(table, objects),
+        b"" if kept is None else kept.told,
+        DistinctValues.of(digest_of(holdings.description) if before is None else b""),
+        None if table is None else table.digests(objects),
         first,
     )
-    said = msgspec.msgpack.decode(group.merge(msgspec.msgpack.encode(mine), _join, "what is saved"), type=_SaveVote)
+    said = group.merge(mine, _SaveVote.join, "what is saved")
     if not said.call and before is None:
         group.same_options("save", options.shared())
     if kept is None or not said.kept:
         return Agreement(None, said.first, said.pool)
-    alike = table is None or raise_on_mismatch(table, said.values, group)
+    alike = table is None or said.values is None or raise_on_mismatch(table, said.values, group)
     of_all = holdings.objects if alike else joined_objects(holdings.objects, group)
     return Agreement(replace(kept.census, objects=of_all), said.first, said.pool)
-
-
-def _join(parts: list[bytes]) -> bytes:
-    all_said = [msgspec.msgpack.decode(part, type=_SaveVote) for part in parts]
-    calls, kept = ({getattr(said, name) for said in all_said} for name in ("call", "kept"))
-    same = len(kept) == 1 and all(said.values for said in all_said)
-    joined = _SaveVote(
-        calls.pop() if len(calls) == 1 else b"",
-        kept.pop() if len(kept) == 1 else b"",
-        DistinctValues.join([said.pool for said in all_said]) if all_said[0].pool else b"",
-        join([said.values for said in all_said]) if same else b"",
-        b"".join(said.first for said in all_said),
-    )
-    return msgspec.msgpack.encode(joined)
 
 
 # Saves in the background: each on a thread of its own, awaited at exit, and told of where nobody

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
-import msgspec
 import numpy as np
 import torch
 
@@ -78,13 +77,13 @@ def holdings_of(state_dict: Any, options: SaveOptions) -> LocalState:
 
 
 def planned_writes(
-    holdings: LocalState, group: Group, options: SaveOptions, answers: Mapping[bytes, Sequence[int]]
+    holdings: LocalState, group: Group, options: SaveOptions, answers: Iterable[tuple[bytes, Sequence[int]]]
 ) -> tuple[GlobalState, SavePlan]:
     """Collective: what all ranks hold, without objects, and who of them writes what, proved. Writes nothing, and
     compares no values.
 
     Args:
-        answers: what all ranks said of their holdings, by `Group.parties`.
+        answers: what all ranks said of their holdings, by `Group.distinct_answers`.
 
     Raises as `reshard.save` does.
     """
@@ -169,8 +168,7 @@ def summed_up(job: SaveJob, data: ToWrite) -> tuple[ToWrite, list[str]]:
             names = alike(doubtful(job.base, generation.census.layout, now), job.base, now)
         except (CheckpointError, StorageError) as error:
             job.base.pass_over(error)
-    known = group.share(msgspec.msgpack.encode(names) if group.rank == 0 else None)
-    return data, msgspec.msgpack.decode(known, type=list[str])
+    return data, group.share(names if group.rank == 0 else None, kind=list[str])
 
 
 def tally(job: SaveJob, prints: Mapping[str, Partial]) -> bytes:
@@ -528,14 +526,15 @@ def file_group_of(group: Group, ranks_per_file: int) -> FileGroup:
     here = machine() or f"rank {group.ranks[group.rank]}"
     ordered = sorted(group.ranks)
     place_of = {rank: place for place, rank in enumerate(ordered)}
-    together = group.among(f"files of {here}", b"")
+    together = group.exchange_within(f"files of {here}", b"")
     neighbours = sorted(place_of[group.ranks[place]] for place in together)
     own = place_of[group.ranks[group.rank]]
     places = next(run for run in file_groups(neighbours, ranks_per_file) if own in run)
     ranks = tuple(ordered[place] for place in places)
 
     def tell(data: bytes) -> list[bytes]:
-        said = {group.ranks[place]: one for place, one in group.among(f"file of rank {ranks[0]}", data).items()}
+        found = group.exchange_within(f"file of rank {ranks[0]}", data)
+        said = {group.ranks[place]: one for place, one in found.items()}
         return [said[rank] for rank in ranks]
 
     return FileGroup(ranks, places.index(own), tell)

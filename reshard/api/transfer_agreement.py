@@ -422,17 +422,15 @@ def agree(
     devices = _devices([*source.state.tensors.values(), *target.state.tensors.values()], process_group)
     held, wanted = (lies_on_device(side.state.tensors.values()) for side in (source, target))
     mine = _TransferDescription(source.describe(), target.describe(), devices, held, wanted)
-    parties = group.parties(msgspec.json.encode(mine))
-    said = {data: msgspec.json.decode(data, type=_TransferDescription) for data in parties}
-    found = [(said[data], ranks) for data, ranks in parties.items()]
+    found = group.distinct_answers(mine)
     _judge(found)
     sides = {
         name: _join(name, [(getattr(description, name), ranks) for description, ranks in found])
         for name in ("source", "target")
     }
-    hasher = hashlib.sha256(repr(sorted(map(list, parties.values()))).encode())
-    for data in parties:
-        hasher.update(hashlib.sha256(data).digest())
+    hasher = hashlib.sha256(repr([list(ranks) for _, ranks in found]).encode())
+    for description, _ in found:
+        hasher.update(hashlib.sha256(msgspec.msgpack.encode(description)).digest())
     return Agreed(
         hasher.digest(),
         sides["source"],

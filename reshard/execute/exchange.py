@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -30,7 +29,7 @@ from reshard.live.copy_streams import device_module, has_copy_streams, pinned, w
 from reshard.live.dtypes import raw_elements
 from reshard.live.state import LiveTensor
 from reshard.live.tensors import raw_bytes
-from reshard.ranks.global_layout import Described, describe, join_layouts
+from reshard.ranks.global_layout import describe, join_layouts
 from reshard.ranks.group import Group
 
 __all__ = [
@@ -488,9 +487,7 @@ class SharedReading:
 
         Raises LayoutError, alike on every rank, where ranks disagree about a tensor. The plan is proved.
         """
-        parties = group.parties(msgspec.json.encode(describe(tensors)))
-        wanted = join_layouts((msgspec.json.decode(data, type=Described), ranks) for data, ranks in parties.items())
-        plan = plan_read_once(wanted)
+        plan = plan_read_once(join_layouts(group.distinct_answers(describe(tensors))))
         verify_transfer(plan.transfers).raise_if_failed()
         return cls(plan, group.ranks[group.rank])
 

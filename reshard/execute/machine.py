@@ -98,8 +98,7 @@ class MachineReading:
         cost = touch_us_per_mib((source, copy.place.window) for source, copy in shareable)
         offer = _Offer(touched.encode(), cost, own.address)
         # who knows no machine of its own is alone in one
-        rows = group.among(own.machine or f"rank {group.rank}", msgspec.msgpack.encode(offer))
-        offers = {i: msgspec.msgpack.decode(row, type=_Offer) for i, row in rows.items()}
+        offers = group.exchange_within(own.machine or f"rank {group.rank}", offer)
         places = [*offers] if own.machine else []
         touch_us = min((offers[i].touch_us for i in places if offers[i].touch_us), default=0.0)
         if any(offers[i].address.memory < 0 for i in places):
@@ -136,10 +135,10 @@ class MachineReading:
     def confirm(self, group: Group) -> tuple[MachineReading, bool]:
         """Collective, and a barrier: itself if all ranks of this machine can take part, else each reads for itself;
         and whether a rank of any machine cannot, which all ranks are told alike."""
-        if not group.any(self.refused, "whether all ranks can read for one another"):
+        if not group.merge(self.refused, any, "whether all ranks can read for one another"):
             return self, False
         machine = f"the machine of {self.places[0]}" if self.places else f"{group.rank} alone"
-        mine = any(group.among(machine, b"refused" if self.refused else b"").values())
+        mine = any(group.exchange_within(machine, self.refused).values())
         return (self.fallback or self) if mine else self, True
 
     @classmethod

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from reshard.errors import format_ranks
-
 __all__ = ["FAN", "DistinctValues", "digest_of"]
 
 
@@ -34,14 +32,13 @@ class DistinctValues(msgspec.Struct, frozen=True, array_like=True):
     again. Nothing where all gave the same."""
 
     @staticmethod
-    def of(data: bytes) -> bytes:
-        """The encoded pool of one rank."""
-        return DistinctValues([bytes(data)], 1, b"").encode()
+    def of(data: bytes) -> DistinctValues:
+        """What one rank says."""
+        return DistinctValues([data], 1, b"")
 
     @staticmethod
-    def join(parts: list[bytes]) -> bytes:
-        """One pool of several, in their order, all of them encoded."""
-        pools = [DistinctValues.decode(part) for part in parts]
+    def join(pools: list[DistinctValues]) -> DistinctValues:
+        """One pool of several, in their order."""
         known: dict[bytes, int] = {}
         for pool in pools:
             for answer in pool.distinct:
@@ -51,33 +48,8 @@ class DistinctValues(msgspec.Struct, frozen=True, array_like=True):
             mine = [known[answer] for answer in pool.distinct]
             places.extend(mine[place] for place in pool.numbers())
         count = sum(pool.count for pool in pools)
-        return DistinctValues(list(known), count, zlib.compress(places.tobytes(), 1) if places else b"").encode()
-
-    @staticmethod
-    def decode(data: bytes) -> DistinctValues:
-        """What `of` and `join` give."""
-        return msgspec.msgpack.decode(data, type=DistinctValues)
-
-    def encode(self) -> bytes:
-        """For another rank."""
-        return msgspec.msgpack.encode(self)
-
-    def answers(self) -> list[bytes]:
-        """Of each rank."""
-        return [self.distinct[place] for place in self.numbers()]
+        return DistinctValues(list(known), count, zlib.compress(places.tobytes(), 1) if places else b"")
 
     def numbers(self) -> Sequence[int]:
         """Of each rank, where its answer stands."""
         return array("I", zlib.decompress(self.places)) if self.places else [0] * self.count
-
-    def differences(self, ranks: Sequence[int]) -> str:
-        """Which ranks give the same answer, the largest party first; "" if all do. `ranks`: those of the answers."""
-        if len(self.distinct) == 1:
-            return ""
-        parties: dict[int, list[int]] = {}
-        for rank, place in zip(ranks, self.numbers(), strict=True):
-            parties.setdefault(place, []).append(rank)
-        largest_first = sorted(parties.values(), key=lambda party: (-len(party), party))
-        words = [format_ranks(party) for party in largest_first[:10]]
-        more = f", and {len(parties) - 10} more parties" if len(parties) > 10 else ""
-        return " differ from ".join(words[:2]) + "".join(f", and from {word}" for word in words[2:]) + more

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,14 +21,13 @@ from reshard.live.plain_data import check_text, encode_plain
 from reshard.live.state import LiveState, LiveTensor
 from reshard.live.tensors import is_sharded, is_tensor, spec_of
 from reshard.live.tree import key_of, path_to_json
-from reshard.ranks.distinct_values import digest_of
 from reshard.ranks.global_layout import Described, check_nests, describe, join_aliases, join_layouts, resolve_layouts
 from reshard.ranks.group import Group
 
 __all__ = [
-    "OWN_TENSOR_BYTES", "DigestTable", "GlobalState", "LocalState", "agree_on_values",
-    "check_globs", "encoded", "global_state_of", "join", "joined_objects", "lies_on_device",
-    "per_rank_name", "raise_on_mismatch", "take_global_state", "value_table", "with_objects",
+    "OWN_TENSOR_BYTES", "DigestTable", "GlobalState", "LocalState", "ValueDigests", "agree_on_values",
+    "check_globs", "global_state_of", "joined_objects", "lies_on_device", "per_rank_name",
+    "raise_on_mismatch", "take_global_state", "value_table", "with_objects",
 ]  # fmt: skip
 
 
@@ -78,8 +76,6 @@ class GlobalState:
     aliases: dict[str, str]
     on_device: bool = False
     """Whether a tensor of any rank lies on a device."""
-    told: bytes = b""
-    """A digest of what each rank has said of its holdings: where it is the same, so is all of this but for values."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +85,9 @@ class LocalState:
     state: LiveState
     objects: dict[str, Any]
     """Those that all ranks have alike, as JSON data."""
-    said: bytes
-    """A description without values. Equal on ranks that hold the same kind of thing."""
+    description: bytes
+    """Of all of it without values, as JSON, since keys may be long ints. Equal on ranks that hold the same kind of
+    thing."""
 
     @classmethod
     def of(cls, state: LiveState) -> LocalState:
@@ -111,20 +108,20 @@ def take_global_state(state: LiveState, group: Group, *, check_replicas: bool = 
     Raises FormatError for an object that is no plain data, naming its key.
     """
     holdings = LocalState.of(state)
-    census = global_state_of(holdings, group, group.parties(holdings.said))
+    census = global_state_of(holdings, group, group.distinct_answers(holdings.description))
     return with_objects(census, holdings, group, check_replicas=check_replicas)
 
 
-def global_state_of(holdings: LocalState, group: Group, answers: Mapping[bytes, Sequence[int]]) -> GlobalState:
-    """The census, without objects, out of what all ranks have said; collective where any has values of its own. Whether
-    values are equal is not known yet: see `with_objects`. Raises LayoutError as `take_global_state` does."""
+def global_state_of(holdings: LocalState, group: Group, answers: Iterable[tuple[bytes, Sequence[int]]]) -> GlobalState:
+    """The census, without objects, out of the descriptions of all ranks; collective where any has values of its own.
+    Whether values are equal is not known yet: see `with_objects`. Raises LayoutError as `take_global_state` does."""
     state = holdings.state
-    parties = [(msgspec.json.decode(data, type=_Description), ranks) for data, ranks in answers.items()]
+    parties = [(msgspec.json.decode(data, type=_Description), ranks) for data, ranks in answers]
     own = _own_values(state, group) if any(said.per_rank for said, _ in parties) else ({}, {})
     census = _merge(parties, *own)
     resolve_layouts(state.tensors, census.layout, group.ranks[group.rank])
     on_device = any(said.on_device for said, _ in parties)
-    return replace(census, on_device=on_device, told=_digest_of(answers))
+    return replace(census, on_device=on_device)
 
 
 def with_objects(census: GlobalState, holdings: LocalState, group: Group, *, check_replicas: bool) -> GlobalState:
@@ -139,12 +136,6 @@ def with_objects(census: GlobalState, holdings: LocalState, group: Group, *, che
         on_device=census.on_device,
     )
     return replace(census, objects=merged)
-
-
-def _digest_of(answers: Mapping[bytes, Sequence[int]]) -> bytes:
-    """Of what was said, and by whom, among ranks that are known."""
-    who = [(hashlib.sha256(data).digest(), list(ranks) if len(answers) > 1 else []) for data, ranks in answers.items()]
-    return digest_of(msgspec.msgpack.encode(who))
 
 
 def _encoded(key: str, value: Any, tensor_bytes: int = 0) -> Any:
@@ -216,7 +207,7 @@ def value_table(
 def joined_objects(objects: Mapping[str, Any], group: Group) -> dict[str, Any]:
     """Collective: the objects of all ranks; of those that several have, what the lowest one has."""
     merged: dict[str, Any] = {}
-    for data in group.parties(msgspec.json.encode(objects)):
+    for data, _ in group.distinct_answers(msgspec.json.encode(objects)):
         for key, value in msgspec.json.decode(data).items():
             merged.setdefault(key, value)
     return merged
@@ -242,8 +233,7 @@ def _own_values(state: LiveState, group: Group) -> tuple[dict[str, dict[int, Any
     table: dict[str, dict[int, Any]] = {}
     layouts: dict[str, TensorLayout] = {}
     # every rank puts the layout together, but only the first one writes down objects, which may be large
-    for data, ranks in group.parties(msgspec.json.encode((specs, list(mine)))).items():
-        theirs, keys = msgspec.json.decode(data, type=tuple[dict[str, Any], list[str]])
+    for (theirs, keys), ranks in group.distinct_answers((specs, list(mine)), kind=tuple[dict[str, Any], list[str]]):
         for key in (*theirs, *keys):
             table.setdefault(key, {})
         for key, spec in theirs.items():
@@ -299,14 +289,26 @@ _ANYBODY = 0
 """Holders of which it is not known how many there are: their digest travels all the way."""
 
 
-class _Heard(msgspec.Struct, frozen=True, array_like=True):
-    """What some ranks have told."""
+class ValueDigests(msgspec.Struct, frozen=True, array_like=True):
+    """What some ranks have told of their values."""
 
     digests: dict[bytes, tuple[bytes, int, int]]
     """By a digest of who the holders are: one of what they hold (empty if they differ), how many were heard, and how
     many there are."""
     objects: bytes
     """A digest of all objects; empty if ranks have others, or other values."""
+
+    @staticmethod
+    def join(parts: list[ValueDigests]) -> ValueDigests:
+        """What several told, in one."""
+        digests: dict[bytes, tuple[bytes, int, int]] = {}
+        for part in parts:
+            for holders, (digest, heard, count) in part.digests.items():
+                first, before, _ = digests.get(holders, (digest, 0, count))
+                digests[holders] = digest if digest == first else b"", before + heard, count
+        whole = {holders: row for holders, row in digests.items() if not row[0] or row[1] != row[2]}
+        objects = {part.objects for part in parts}
+        return ValueDigests(whole, objects.pop() if len(objects) == 1 else b"")
 
 
 @dataclass
@@ -352,14 +354,14 @@ class DigestTable:
         self.rows.setdefault(holders, {})[name] = digest
         self.counts[holders] = count
 
-    def heard(self, objects: bytes) -> _Heard:
-        """What this rank tells."""
+    def digests(self, objects: Mapping[str, Any]) -> ValueDigests:
+        """What this rank tells of its table, and of objects or their digests."""
         sums = {
             holders: (xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(of.items()))), 1, self.counts[holders])
             for holders, of in self.rows.items()
             if self.counts[holders] != 1
         }
-        return _Heard(sums, objects)
+        return ValueDigests(sums, xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(objects.items()))))
 
 
 def agree_on_table(table: DigestTable, objects: Mapping[str, Any], group: Group) -> bool:
@@ -367,43 +369,23 @@ def agree_on_table(table: DigestTable, objects: Mapping[str, Any], group: Group)
 
     Raises KeyMismatchError, alike on every rank, where a key of the table has two values.
     """
-    return raise_on_mismatch(table, group.merge(encoded(table, objects), join, "whether ranks hold the same"), group)
+    heard = group.merge(table.digests(objects), ValueDigests.join, "whether ranks hold the same")
+    return raise_on_mismatch(table, heard, group)
 
 
-def encoded(table: DigestTable, objects: Mapping[str, Any]) -> bytes:
-    """What this rank tells of its table, and of objects or their digests, to be combined by `join` for
-    `raise_on_mismatch`."""
-    digest = xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(objects.items())))
-    return msgspec.msgpack.encode(table.heard(digest))
-
-
-def raise_on_mismatch(table: DigestTable, joined: bytes, group: Group) -> bool:
+def raise_on_mismatch(table: DigestTable, heard: ValueDigests, group: Group) -> bool:
     """`agree_on_table`, where it is known already what all ranks told. Collective only where some hold others."""
-    heard = msgspec.msgpack.decode(joined, type=_Heard)
     differ = [holders for holders, (digest, *_) in heard.digests.items() if not digest]
     if differ:
         _refuse({key: digest for holders in differ for key, digest in table.rows.get(holders, {}).items()}, group)
     return bool(heard.objects)
 
 
-def join(parts: list[bytes]) -> bytes:
-    """What several told, in one; again for `join`."""
-    heard_of = [msgspec.msgpack.decode(part, type=_Heard) for part in parts]
-    digests: dict[bytes, tuple[bytes, int, int]] = {}
-    for one in heard_of:
-        for holders, (digest, heard, count) in one.digests.items():
-            first, before, _ = digests.get(holders, (digest, 0, count))
-            digests[holders] = digest if digest == first else b"", before + heard, count
-    whole = {holders: row for holders, row in digests.items() if not row[0] or row[1] != row[2]}
-    objects = {one.objects for one in heard_of}
-    return msgspec.msgpack.encode(_Heard(whole, objects.pop() if len(objects) == 1 else b""))
-
-
 def _refuse(mine: Mapping[str, bytes], group: Group) -> None:
     """Raises KeyMismatchError, alike on every rank, with the keys that really differ."""
     values: dict[str, dict[bytes, list[int]]] = {}
-    for data, ranks in group.parties(msgspec.msgpack.encode(mine)).items():
-        for key, digest in msgspec.msgpack.decode(data, type=dict[str, bytes]).items():
+    for theirs, ranks in group.distinct_answers(mine, kind=dict[str, bytes]):
+        for key, digest in theirs.items():
             values.setdefault(key, {}).setdefault(digest, []).extend(ranks)
     differing = {key.partition("\0")[0]: list(by.values()) for key, by in values.items() if len(by) > 1}
     if differing:

@@ -1,8 +1,8 @@
-"""The control plane: a few collective verbs over small bytes, in which the first error of any rank reaches all ranks.
+"""The control plane: a few collective verbs over small values, in which the first error of any rank reaches all ranks.
 
     group = Group(process_group)
     with group.together("plan", deadline_s=60):
-        group.agree(digest, "the layout")
+        kept = group.merge({"a"}, lambda parts: set().union(*parts), "names")
         ...                                     # a rank that raises here ends the phase on every rank
 
 Nothing here touches a tensor, a device or a collective of the backend: ranks talk through the store that the process
@@ -21,7 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -39,6 +39,9 @@ __all__ = [
     "sending_kinds", "unpack_flags",
 ]  # fmt: skip
 
+
+T = TypeVar("T")
+S = TypeVar("S")
 
 DEADLINE_S = 1800.0
 """How long a verb may take where the caller says nothing."""
@@ -138,44 +141,45 @@ class Group:
         """Wait until all ranks are here."""
         self._round("a barrier", b"", _nothing)
 
-    def merge(self, data: bytes, combine: Callable[[list[bytes]], bytes], what: str) -> bytes:
-        """Everybody's data, combined to one answer for all.
+    def merge(self, value: T, combine: Callable[[list[T]], T], what: str, *, kind: Any = None) -> T:
+        """Everybody's value, combined to one answer for all.
 
         Args:
             combine: makes one of several, which are in the order of the ranks; called on what ranks gave, and again on
                 what it made. What comes out had better not grow with the ranks: every rank gets it.
             what: what is put together, for the message about ranks that do different things.
+            kind: the type of values, as msgspec knows them; default: the class of this one, which is enough of bytes,
+                which travel as they are, of numbers and texts, and of structs.
         """
-        return self._round(what, bytes(data), combine)
+        return self._round(what, value, combine, kind)
 
     def merge_and_count(
-        self, data: bytes, combine: Callable[[list[bytes]], bytes], what: str, name: str
-    ) -> tuple[bytes, int]:
-        """`merge`, and how many ranks give the same name as this one, such as that of their machine: see `among`."""
+        self, value: T, combine: Callable[[list[T]], T], what: str, name: str, *, kind: Any = None
+    ) -> tuple[T, int]:
+        """`merge`, and how many ranks give the same name as this one, such as that of their machine: see
+        `exchange_within`."""
         if self._rounds is None:
-            return combine([bytes(data)]), 1
+            return combine([value]), 1
         box = _box_of(name)
-        merged = self._round(what, bytes(data), combine, parcels={box: b""})
+        merged = self._round(what, value, combine, kind, parcels={box: b""})
         return merged, len(self._rounds.collect(box, range(self.world_size)))
 
-    def any(self, flag: bool, what: str) -> bool:
-        """Whether it is so on any rank."""
-        return bool(self.merge(b"1" if flag else b"", lambda parts: max(parts), what))
-
-    def exchange(self, data: bytes) -> list[bytes]:
-        """Everybody's data, in rank order, for what every rank needs of every other. Equal data travels once."""
+    def exchange(self, value: T, *, kind: Any = None) -> list[T]:
+        """Everybody's value, in rank order, for what every rank needs of every other. Equal ones travel once."""
         if self._rounds is None:
-            return [bytes(data)]
-        return DistinctValues.decode(self._round("an exchange", DistinctValues.of(data), DistinctValues.join)).answers()
+            return [value]
+        pool = self._round("an exchange", DistinctValues.of(_encode(value)), DistinctValues.join)
+        distinct = [_decode(data, kind or type(value)) for data in pool.distinct]
+        return [distinct[number] for number in pool.numbers()]
 
-    def gather(self, data: bytes, root: int = 0) -> list[bytes] | None:
-        """Everybody's data, in rank order, for the rank `root` (its place in the group); None for the others."""
-        found = self.gather_and_sum(data, b"", _nothing, root)
+    def gather(self, value: T, root: int = 0, *, kind: Any = None) -> list[T] | None:
+        """Everybody's value, in rank order, for the rank `root` (its place in the group); None for the others."""
+        found = self.gather_and_sum(value, b"", _nothing, root, kind=kind)
         return None if found is None else found[0]
 
     def gather_and_sum(
-        self, data: bytes, summed: bytes, add: Callable[[list[bytes]], bytes], root: int = 0
-    ) -> tuple[list[bytes], bytes] | None:
+        self, value: T, summed: S, add: Callable[[list[S]], S], root: int = 0, *, kind: Any = None
+    ) -> tuple[list[T], S] | None:
         """`gather`, and what everybody has of what adds up, added on the way: for the root, too.
 
         Args:
@@ -183,16 +187,16 @@ class Group:
         """
         self._check_root(root, "gather on")
         if self._rounds is None:
-            return [bytes(data)], add([bytes(summed)])
-        parcels = {f"gather/{self.rank // FAN}": bytes(data)}
-        total = self._round(f"a gathering on rank {root}", bytes(summed), add, parcels=parcels, only=root)
+            return [value], add([summed])
+        parcels = {f"gather/{self.rank // FAN}": _encode(value)}
+        total = self._round(f"a gathering on rank {root}", summed, add, parcels=parcels, only=root)
         if self.rank != root:
             return None
         found: dict[int, bytes] = {}
         for first in range(0, self.world_size, FAN):
             places = range(first, min(first + FAN, self.world_size))
             found |= self._rounds.collect(f"gather/{first // FAN}", places, owner=True)
-        return [found[place] for place in range(self.world_size)], total
+        return [_decode(found[place], kind or type(value)) for place in range(self.world_size)], total
 
     def scatter(self, data: Sequence[bytes] | None, root: int = 0, *, common: bytes = b"") -> tuple[bytes, bytes]:
         """What the rank `root` has for this one, and what it has for all; the others give None."""
@@ -200,76 +204,71 @@ class Group:
         if self.rank == root and (data is None or len(data) != self.world_size):
             raise ReshardError(f"rank {root} is to give each of {self.world_size} ranks its data")
         if self._rounds is None:
-            return bytes(data[0]) if data else b"", common
+            return data[0] if data else b"", common
         is_root = self.rank == root
-        parcels = {f"for/{place}": bytes(one) for place, one in enumerate(data or ())} if is_root else {}
+        parcels = {f"for/{place}": one for place, one in enumerate(data or ())} if is_root else {}
         label = f"a scattering from rank {root}"
         known = self._round(label, common if is_root else b"", b"".join, parcels=parcels)
         return self._rounds.collect(f"for/{self.rank}", [root], owner=True)[root], known
 
-    def among(self, name: str, data: bytes) -> dict[int, bytes]:
-        """The data of the ranks that give the same name as this one, such as that of their machine, by place in the
+    def exchange_within(self, name: str, value: T, *, kind: Any = None) -> dict[int, T]:
+        """The values of the ranks that give the same name as this one, such as that of their machine, by place in the
         group and in its order. They are few: 1,024 at most give one name."""
         if self._rounds is None:
-            return {0: bytes(data)}
+            return {0: value}
         box = _box_of(name)
-        self._round("an exchange among some", b"", _nothing, parcels={box: bytes(data)})
-        return self._rounds.collect(box, range(self.world_size))
+        self._round("an exchange among some", b"", _nothing, parcels={box: _encode(value)})
+        found = self._rounds.collect(box, range(self.world_size))
+        return {place: _decode(data, kind or type(value)) for place, data in found.items()}
 
-    def parties(self, data: bytes, known: bytes = b"") -> dict[bytes, Sequence[int]]:
+    def distinct_answers(
+        self, value: T, *, kind: Any = None, known: DistinctValues | None = None
+    ) -> list[tuple[T, Sequence[int]]]:
         """What the ranks have to say: each distinct answer, and the ranks that gave it, in the order of the ranks.
 
         A digest of each travels first, unless the pool of all `digest_of` is `known`; if all are equal nothing else
         does, and if not, each distinct answer once.
         """
         if self._rounds is None:
-            return {bytes(data): self.ranks}
+            return [(value, self.ranks)]
+        data = _encode(value)
         digest = digest_of(data)
-        pool = DistinctValues.decode(
-            known or self._round("an exchange of digests", DistinctValues.of(digest), DistinctValues.join)
-        )
+        pool = known or self._round("an exchange of digests", DistinctValues.of(digest), DistinctValues.join)
         if len(pool.distinct) == 1:
-            return {bytes(data): self.ranks}
-        digests = pool.answers()
-        firsts = {found: digests.index(found) for found in dict.fromkeys(digests)}
-        mine = [bytes(data)] if firsts[digest] == self.rank else []
-        packed = self.merge(msgspec.msgpack.encode(mine), _concatenated, "an exchange of what differs")
-        answers = dict(zip(firsts, msgspec.msgpack.decode(packed, type=list[bytes]), strict=True))
-        out: dict[bytes, list[int]] = {}
-        for rank, found in zip(self.ranks, digests, strict=True):
-            out.setdefault(answers[found], []).append(rank)
-        return dict(out)
+            return [(value, self.ranks)]
+        parties: list[list[int]] = [[] for _ in pool.distinct]
+        for rank, number in zip(self.ranks, pool.numbers(), strict=True):
+            parties[number].append(rank)
+        speaks = parties[pool.distinct.index(digest)][0] == self.ranks[self.rank]
+        answers = self._round("an exchange of what differs", [data] * speaks, _concatenated, list[bytes])
+        return [(_decode(one, kind or type(value)), ranks) for one, ranks in zip(answers, parties, strict=True)]
 
-    def share(self, data: bytes | None, root: int = 0) -> bytes:
+    def share(self, value: T | None, root: int = 0, *, kind: Any = bytes) -> T:
         """What the rank `root` (its place in the group) has; the others give None."""
         self._check_root(root, "share from")
-        if self.rank == root and data is None:
+        if self.rank == root and value is None:
             raise ReshardError(f"rank {root} is to share its data, but gave None")
-        mine = bytes(data) if data is not None and self.rank == root else b""
-        return self._round(f"a share from rank {root}", mine, b"".join)
+        mine = _encode(value) if self.rank == root else b""
+        return cast(T, _decode(self._round(f"a share from rank {root}", mine, b"".join), kind))
 
     def _check_root(self, root: int, what: str) -> None:
         if not 0 <= root < self.world_size:
             raise ReshardError(f"there is no rank {root} to {what} in a group of {self.world_size}")
 
-    def agree(self, digest: bytes, what: str, *, error: type[ReshardError] = LayoutError, fix: str = "") -> None:
-        """Make sure that all ranks have the same bytes.
+    def agree(self, value: object, what: str, *, error: type[ReshardError] = LayoutError) -> None:
+        """Make sure that all ranks have the same value.
 
         Args:
-            digest: the bytes, best a short digest.
-            what: what it is a digest of, for the message: "the layout of the state dict".
+            what: what it is, or is a digest of, for the message: "the layout of the state dict".
             error: raised, alike on all ranks, where they differ; it names which ranks do. The group stays usable.
-            fix: a sentence for the end of the message.
         """
-
-        def judge(parts: list[bytes]) -> bytes:
-            joined = DistinctValues.join(parts)
-            if (pool := DistinctValues.decode(joined)).count < self.world_size:
-                return joined
-            return pool.differences(self.ranks).encode()  # all were heard: what each rank needs of it is a sentence
-
-        if verdict := self._round(f"agreement on {what}", DistinctValues.of(digest), judge).decode():
-            self.refuse(error(f"the ranks differ in {what}: {verdict}{'. ' + fix if fix else ''}"))
+        if len(answers := self.distinct_answers(value)) == 1:
+            return
+        parties = sorted((ranks for _, ranks in answers), key=lambda ranks: (-len(ranks), ranks))  # largest first
+        words = [format_ranks(ranks) for ranks in parties[:10]]
+        more = f", and {len(parties) - 10} more parties" if len(parties) > 10 else ""
+        told = " differ from ".join(words[:2]) + "".join(f", and from {word}" for word in words[2:]) + more
+        self.refuse(error(f"the ranks differ in {what}: {told}"))
 
     def same_options(self, verb: str, options: Mapping[str, object]) -> None:
         """Make sure that all ranks were called alike.
@@ -280,12 +279,12 @@ class Group:
 
         Raises LayoutError, alike on all ranks: each option that differs, its values, and the ranks that gave them.
         """
-        answers = self.parties(msgspec.msgpack.encode({name: repr(value) for name, value in options.items()}))
+        answers = self.distinct_answers({name: repr(value) for name, value in options.items()})
         if len(answers) == 1:
             return
         given: dict[str, dict[str, list[int]]] = {}
-        for data, ranks in answers.items():
-            for name, value in msgspec.msgpack.decode(data, type=dict[str, str]).items():
+        for answer, ranks in answers:
+            for name, value in answer.items():
                 given.setdefault(name, {}).setdefault(value, []).extend(ranks)
         lines = [
             f"{name}: " + ", ".join(f"{value[:_VALUE_CHARS]} on {format_ranks(ranks)}" for value, ranks in by.items())
@@ -376,24 +375,41 @@ class Group:
     def _round(
         self,
         label: str,
-        data: bytes,
-        combine: Callable[[list[bytes]], bytes],
+        value: T,
+        combine: Callable[[list[T]], T],
+        kind: Any = None,
         *,
         in_phase: bool = True,
         parcels: Mapping[str, bytes] | None = None,
         only: int | None = None,
-    ) -> bytes:
+    ) -> T:
+        """What `combine` made of everybody's value. With `only`, the other ranks get back their own."""
         if self._rounds is None:
-            return combine([data])
+            return combine([value])
         if self._phases:
             name, deadline, allowed_s = self._phases[-1]
             label += f" in '{name}'" if in_phase else ""
         else:
             deadline, allowed_s = time.monotonic() + self._deadline_s, self._deadline_s
-        return self._rounds.take(label, data, combine, deadline, allowed_s, parcels, only)
+        kind = kind or type(value)
+
+        def packed(parts: list[bytes]) -> bytes:
+            return _encode(combine([_decode(part, kind) for part in parts]))
+
+        whole = self._rounds.take(label, _encode(value), packed, deadline, allowed_s, parcels, only)
+        return _decode(whole, kind) if only in (None, self.rank) else value
 
 
-def _nothing(all_data: list[bytes]) -> bytes:
+def _encode(value: object) -> bytes:
+    """For another rank: bytes as they are."""
+    return value if isinstance(value, bytes) else msgspec.msgpack.encode(value)
+
+
+def _decode(data: bytes, kind: Any) -> Any:
+    return data if kind is bytes else msgspec.msgpack.decode(data, type=kind)
+
+
+def _nothing(parts: list[bytes]) -> bytes:
     return b""
 
 
@@ -401,8 +417,8 @@ def _box_of(name: str) -> str:
     return f"among/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
-def _concatenated(parts: list[bytes]) -> bytes:
-    return msgspec.msgpack.encode([row for part in parts for row in msgspec.msgpack.decode(part, type=list[bytes])])
+def _concatenated(parts: list[list[bytes]]) -> list[bytes]:
+    return [row for part in parts for row in part]
 
 
 # Flags that all ranks have, a bit each and compressed: what is so on any of them, whichever that

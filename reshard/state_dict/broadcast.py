@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -220,16 +219,15 @@ def _fill(
     views = {path: _views(target) for path, target in targets.items()}
     wanted = {path: [(box.offsets, box.sizes) for box, _ in own] for path, own in views.items()}
     group = Group(deadline_s=DEADLINE_S)
-    asked = group.gather(msgspec.msgpack.encode((wanted, sorted(known))))
+    asked = group.gather((wanted, sorted(known)), kind=tuple[dict[str, Boxes], list[str]])
     requests: list[dict[str, Boxes]] = []
     answer = None
     if asked is not None:
-        told = [msgspec.msgpack.decode(data, type=tuple[dict[str, Boxes], list[str]]) for data in asked]
-        requests = [request for request, _ in told]
-        strangers = sorted(set(sources).difference(*(names for _, names in told)))
+        requests = [request for request, _ in asked]
+        strangers = sorted(set(sources).difference(*(names for _, names in asked)))
         common = [path for path, boxes in wanted.items() if all(request.get(path) == boxes for request in requests)]
-        answer = msgspec.msgpack.encode((common, strangers))
-    alike, strangers = msgspec.msgpack.decode(group.share(answer), type=tuple[set[str], list[str]])
+        answer = set(common), strangers
+    alike, strangers = group.share(answer, kind=tuple[set[str], list[str]])
     with setting():
         if strict:
             _refuse(strangers)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -118,13 +117,10 @@ def agree_on_gathering(tensors: Mapping[str, Any], options: Mapping[str, object]
     if not tensors or _world() == 1:
         return
     mine = [(name, list(global_shape(value)), member_ranks(value)) for name, value in sorted(tensors.items())]
-    answers = _meeting(options).parties(msgspec.msgpack.encode(mine))
+    answers = _meeting(options).distinct_answers(mine)
     if len(answers) == 1:
         return
-    parties = [
-        ({name: (shape, ranks) for name, shape, ranks in msgspec.msgpack.decode(said)}, who)
-        for said, who in answers.items()
-    ]
+    parties = [({name: (shape, ranks) for name, shape, ranks in held}, who) for held, who in answers]
     holders = {rank: held for held, who in parties for rank in who}
     for held, _ in parties:
         for name, (shape, ranks) in held.items():
@@ -153,12 +149,12 @@ def _owners(names: Iterable[str], options: Mapping[str, object], prefer: int | N
     """Which rank returns each name: `prefer` if it holds it, else the lowest rank that does."""
     if _world() == 1:
         return lambda name: 0
-    answers = _meeting(options).parties(msgspec.msgpack.encode(sorted(names)))
+    answers = _meeting(options).distinct_answers(sorted(names))
     if len(answers) == 1:
         return lambda name: prefer or 0
     holders: dict[str, list[int]] = {}
-    for said, ranks in answers.items():
-        for name in msgspec.msgpack.decode(said):
+    for held, ranks in answers:
+        for name in held:
             holders.setdefault(name, []).extend(ranks)
     return {name: min(ranks, key=lambda rank: (rank != prefer, rank)) for name, ranks in holders.items()}.__getitem__
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -303,12 +302,11 @@ def _exchange_rows(moves: list[_Move], group: Any) -> None:
 
 def _agree(moves: list[_Move], group: Any) -> None:
     mine = sorted((move.name, list(move.shape), str(move.local.dtype)) for move in moves)
-    said = Group(group, deadline_s=DEADLINE_S).parties(msgspec.msgpack.encode(mine))
+    said = Group(group, deadline_s=DEADLINE_S).distinct_answers(mine)
     if len(said) > 1:
-        held = [({name for name, *_ in msgspec.msgpack.decode(one)}, ranks) for one, ranks in said.items()]
-        name = min(
-            set().union(*(names for names, _ in held)) - set.intersection(*(names for names, _ in held)), default=""
-        )
+        held = [({name for name, _, _ in one}, ranks) for one, ranks in said]
+        every = [names for names, _ in held]
+        name = min(every[0].union(*every) - every[0].intersection(*every), default="")
         lacking = sorted(rank for names, ranks in held if name not in names for rank in ranks)
         what = f"ranks {lacking} do not have {name!r}, which" if name else "a tensor of another shape or dtype is what"
         raise NormalizationError(f"{what} others are about to cut anew: all ranks must hold the same state")

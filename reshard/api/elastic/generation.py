@@ -558,6 +558,13 @@ class Hosts:
         """Whether this is the first rank of its host, which acts for it."""
         return self.mine[0] == self.place
 
+    def gather_kept(self, group: Group) -> list[dict[GenerationFolder, Recorded]] | None:
+        """Collective: what lies in the folder of each rank's host, told by the first rank of the host; for the first
+        rank of all, None for the others."""
+        mine = list(kept_in(self.folder).items()) if self.leads else []
+        told = group.gather(mine, kind=list[tuple[GenerationFolder, Recorded]])
+        return None if told is None else [dict(rows) for rows in told]
+
 
 def meet(folder: Path, host: str, group: Group) -> Hosts:
     """Collective: who is where. The first rank of each host claims its folder.
@@ -565,13 +572,13 @@ def meet(folder: Path, host: str, group: Group) -> Hosts:
     Raises StorageError if another job that is running has it, or if ranks that name one host do not
     share its folder.
     """
-    names = tuple(name.decode() for name in group.exchange(host.encode()))
+    names = tuple(group.exchange(host))
     hosts = Hosts(names, group.rank, folder / host)
     storage, work = LocalStorage(hosts.folder), f"elastic {hosts.folder}"
-    pids = set(group.among(host, b"%d" % os.getpid()).values())
+    pids = set(group.exchange_within(host, os.getpid()).values())
     if hosts.leads:
         found = liveness.read_lease(storage, _OWNER)
-        if found is not None and b"%d" % found.pid not in pids and found.is_running(work):
+        if found is not None and found.pid not in pids and found.is_running(work):
             raise StorageError(
                 f"{hosts.folder} belongs to {found}, which is running: another job has it. Give each job a folder of "
                 "its own, or end the other one"
@@ -582,7 +589,7 @@ def meet(folder: Path, host: str, group: Group) -> Hosts:
         seen = storage.read(_OWNER)
     except CheckpointError:
         seen = b""
-    rows = group.among(host, seen)
+    rows = group.exchange_within(host, seen)
     if not seen or len(set(rows.values())) > 1:
         ranks = format_ranks(group.ranks[place] for place in rows)
         raise StorageError(

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from planners.geometry.box import Box
 from reshard.api.elastic.generation import (
     GatherReport,
@@ -21,7 +19,6 @@ from reshard.api.elastic.generation import (
     Hosts,
     Incarnation,
     ManifestStamp,
-    Recorded,
     RecoverReport,
     Settings,
     Survivors,
@@ -183,10 +180,9 @@ def _candidates(
     it; with a step, only what is of that. Returns what the hosts have, too, on the first rank."""
     if hosts.leads:
         remove(hosts.folder, list(kept_in(hosts.folder)))  # what an earlier recovery had fetched
-    told = group.gather(msgspec.msgpack.encode(list(kept_in(hosts.folder).items()) if hosts.leads else []))
+    rows = hosts.gather_kept(group)
     found, chosen = None, None
-    if told is not None:
-        rows = [dict(msgspec.msgpack.decode(row, type=list[tuple[GenerationFolder, Recorded]])) for row in told]
+    if rows is not None:
         found = Found.of(zip(hosts.names, rows))
         order = found.order([kept for kept in found.made if step in (None, kept.step)])
         ranked = [
@@ -201,8 +197,8 @@ def _candidates(
             if rank <= len(ranked):
                 ranked.insert(rank, _Candidate(None, 0, []))
         steps = sorted({kept.step for kept in found.made}, reverse=True)
-        chosen = msgspec.msgpack.encode(_Candidates(ranked, tied, steps))
-    return found, msgspec.msgpack.decode(group.share(chosen), type=_Candidates)
+        chosen = _Candidates(ranked, tied, steps)
+    return found, group.share(chosen, kind=_Candidates)
 
 
 def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> int:
@@ -221,7 +217,7 @@ def _manifest_of(kept: GenerationFolder, place: int, group: Group, hosts: Hosts)
     here, fetched = LocalStorage(hosts.folder / kept.folder), LocalStorage(hosts.folder / fetched_folder(kept))
     record = kept_in(hosts.folder).get(kept)
     has_it = record is not None and record.made is not None
-    lacking = group.gather(b"1" if hosts.leads and not has_it else b"", place)
+    lacking = group.gather(hosts.leads and not has_it, place)
     text = here.read(MANIFEST) if has_it else b""
     sent, _ = group.scatter([text if lacks else b"" for lacks in lacking] if lacking is not None else None, place)
     if sent:
@@ -258,8 +254,7 @@ class _JudgedGeneration:
         mates = hosts.mine
         threads = Workspace.of(None, None, len(mates)).threads
         mine = held_in(here, manifest, mates.index(group.rank), len(mates), threads)
-        rows = group.among(f"host {hosts.name}", msgspec.msgpack.encode(mine))
-        found = [msgspec.msgpack.decode(row, type=Held) for row in rows.values()]
+        found = group.exchange_within(f"host {hosts.name}", mine, kind=Held).values()
         records = manifest.files
         whole = [
             records[rank].name for one in found for rank, ranges in one.items() if ranges == [(0, records[rank].nbytes)]
@@ -272,17 +267,13 @@ class _JudgedGeneration:
         storage.expect(native.manifest, native.plan)
         self = cls(settings, kept, group, hosts, Checkpoint(contents, storage.url), storage, native)
         self.checked = sum(stop - start for ranges in mine.values() for start, stop in ranges)
-        told = group.gather(msgspec.msgpack.encode(mine))
-        for name, row in zip(hosts.names, told or ()):
-            self.by_host.setdefault(name, []).append(msgspec.msgpack.decode(row, type=Held))
+        for name, its in zip(hosts.names, group.gather(mine, kind=Held) or ()):
+            self.by_host.setdefault(name, []).append(its)
         return self
 
     def judge(self, fallback: Any) -> _Verdict:
         """Collective: whether it is whole, or becomes so by the same tensors of the fallback."""
-        verdict = None
-        if self.group.rank == 0:
-            verdict = msgspec.msgpack.encode(self._judged(fallback))
-        return msgspec.msgpack.decode(self.group.share(verdict), type=_Verdict)
+        return self.group.share(self._judged(fallback) if self.group.rank == 0 else None, kind=_Verdict)
 
     def _judged(self, fallback: Any) -> _Verdict:
         lost = lost_boxes(self.native, self.by_host)
@@ -319,10 +310,8 @@ class _JudgedGeneration:
         """Collective: what the plans of a host's ranks read, and the host has not, comes to it once."""
         if others is not None and (native := others.contents.facts_of(NativeFacts)) is not None:
             self.checked += compare_ranges(native, _blocks_read(plan, self.storage, native.manifest.block_bytes))
-        told = self.group.gather(msgspec.msgpack.encode(self._wants(plan)))
-        table = self._table([msgspec.msgpack.decode(row, type=Held) for row in told]) if told is not None else None
-        shared = self.group.share(msgspec.msgpack.encode(table) if table is not None else None)
-        held, wanted, sizes = msgspec.msgpack.decode(shared, type=_Table)
+        told = self.group.gather(self._wants(plan), kind=Held)
+        held, wanted, sizes = self.group.share(self._table(told) if told is not None else None, kind=_Table)
         if wanted:
             mine = self.group.ranks[self.group.rank]
             for name, by in wanted.items():

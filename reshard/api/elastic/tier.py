@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import torch.distributed as dist
 
 from planners.errors import PlanError
@@ -23,12 +22,10 @@ from reshard.api.elastic.generation import (
     Hosts,
     Incarnation,
     KeepReport,
-    Recorded,
     RecoverReport,
     Settings,
     free_bytes,
     good_ranges,
-    kept_in,
     meet,
     move,
     remove,
@@ -215,7 +212,8 @@ class Tier:
     def _meet(self, group: Group) -> Hosts:
         """Collective: who is where, which is asked once."""
         ranks = tuple(group.ranks)
-        if group.any(self._known is None or self._known[1] != ranks, "whether the hosts are known") or not self._known:
+        is_new = self._known is None or self._known[1] != ranks
+        if group.merge(is_new, any, "whether the hosts are known") or not self._known:
             self._known = meet(self.settings.folder, self.settings.host, group), ranks
             self._incarnation = None
         return self._known[0]
@@ -256,7 +254,7 @@ def keep(
     """
     clock = time.perf_counter()
     holdings = holdings_of(state, options)
-    census, plan = planned_writes(holdings, group, options, group.parties(holdings.said))
+    census, plan = planned_writes(holdings, group, options, group.distinct_answers(holdings.description))
     census = with_objects(census, holdings, group, check_replicas=options.check_replicas)
     copies = _planned_copies(group, hosts, [plan.bytes(rank) for rank in group.ranks], settings.copies)
     kept, incarnation = _begin(step, group, hosts, copies, incarnation)
@@ -271,12 +269,10 @@ def keep(
             wrote = time.perf_counter()
             received = _mirror(settings, written.record, storage, copies, group, hosts)
             may_count = True  # as soon as all ranks are known to be here, some host may publish
-            mine = msgspec.msgpack.encode((job.rank, written))
-            told = group.gather_and_sum(mine, tally(job, prints), add_tallies)
+            told = group.gather_and_sum((job.rank, written), tally(job, prints), add_tallies, kind=tuple[int, Written])
         texts = None
         if told is not None:
-            rows = [msgspec.msgpack.decode(row, type=tuple[int, Written]) for row in told[0]]
-            files = {rank: one for rank, one in rows if one.files}
+            files = {rank: one for rank, one in told[0] if one.files}
             parts = [total(job, told[1])] if files and options.fingerprints else []
             text = encode_manifest(generation.manifest(files, parts))
             firsts = {places[0] for places in hosts.places.values()}
@@ -317,12 +313,11 @@ def _begin(
     step: int, group: Group, hosts: Hosts, copies: CopyPlan, incarnation: Incarnation | None
 ) -> tuple[GenerationFolder, Incarnation]:
     """Collective: the next generation. What neither counts nor ever will is removed, and there must be room."""
-    told = group.gather(msgspec.msgpack.encode(list(kept_in(hosts.folder).items()) if hosts.leads else []))
+    rows = hosts.gather_kept(group)
     begun = None
-    if told is not None:
-        rows = [dict(msgspec.msgpack.decode(row, type=list[tuple[GenerationFolder, Recorded]])) for row in told]
-        begun = msgspec.msgpack.encode(_next(step, Found.of(zip(hosts.names, rows)), len(hosts.places), incarnation))
-    kept, before, incarnation = msgspec.msgpack.decode(group.share(begun), type=_NextKept)
+    if rows is not None:
+        begun = _next(step, Found.of(zip(hosts.names, rows)), len(hosts.places), incarnation)
+    kept, before, incarnation = group.share(begun, kind=_NextKept)
     need = copies.bytes_by_host[hosts.name] * (1 if before else 2)
     if hosts.leads:
         remove(hosts.folder, before)
@@ -351,8 +346,7 @@ def _mirror(
     settings: Settings, record: FileRecord | None, storage: LocalStorage, copies: CopyPlan, group: Group, hosts: Hosts
 ) -> int:
     """Collective: copies of this rank's file go to other hosts, and copies of theirs come here and are checked."""
-    rows = group.among(f"ring {copies.ring_of[hosts.name]}", msgspec.msgpack.encode(record))
-    files = {place: msgspec.msgpack.decode(row, type=FileRecord | None) for place, row in rows.items()}
+    files = group.exchange_within(f"ring {copies.ring_of[hosts.name]}", record, kind=FileRecord | None)
     held: dict[str, dict[int, list[tuple[int, int]]]] = {}
     wanted: dict[str, dict[int, list[tuple[int, int]]]] = {}
     sizes: dict[str, int] = {}

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from traceback import StackSummary
 from typing import Any, TypeVar, cast
 
-import msgspec
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -76,22 +75,22 @@ class Call:
             return {known: here}
         mine: dict[int, bytes] = {} if isinstance(error, RankFailedError) else {group.rank: _packed(here)}
         try:
-            heard = self._aftermath.merge(msgspec.msgpack.encode((mine, [])), _first_ones, "the errors of all")
+            told: _Heard = mine, []
+            errors, others = self._aftermath.merge(told, _first_ones, "the errors of all", kind=_Heard)
         except ReshardError:  # somebody is gone, or far from coming here
             return {known: here}
-        errors, others = msgspec.msgpack.decode(heard, type=_Heard)
         found = {place: pickle.loads(data) for place, data in errors.items()}
         for first, last in others:
             found |= {place: _told(_one_of_many(group.ranks[place])) for place in range(first, last + 1)}
         return {**found, **(dict.fromkeys(mine, here))} or {known: here}
 
 
-def _first_ones(parts: list[bytes]) -> bytes:
+def _first_ones(parts: list[_Heard]) -> _Heard:
     """The errors of the first ranks that failed, and which others did: so what a rank hears does not grow with them."""
     errors: dict[int, bytes] = {}
     others: list[tuple[int, int]] = []
-    for part in parts:
-        some, more = msgspec.msgpack.decode(part, type=_Heard)
+    for some, spans in parts:
+        more = list(spans)
         for place, data in some.items():
             if len(errors) < _WHOLE:
                 errors[place] = data
@@ -101,7 +100,7 @@ def _first_ones(parts: list[bytes]) -> bytes:
             if others and others[-1][1] + 1 == first:
                 first = others.pop()[0]
             others.append((first, last))
-    return msgspec.msgpack.encode((errors, others))
+    return errors, others
 
 
 def _one_of_many(rank: int) -> CheckpointError:
