@@ -50,7 +50,7 @@ def rows(ranks: int, layers: int) -> Iterator[Row]:
     }
     specs = layout.specs
     parts = [{name: Partial((number, number), specs[name].numel) for number, name in enumerate(layout)}]
-    census = GlobalState(layout, {"step": 1}, {}, {name: name.split(".") for name in layout}, [], {})
+    census = GlobalState(layout, {"step": 1}, {name: tuple(name.split(".")) for name in layout})
     storage = MemoryStorage()
     generation = Generation(storage, folder.removeprefix("data-"), 0.0, census, plan, None)
     table, tabled = timed(lambda: generation._table(written))

@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 WIDTH, MARGIN, GAP = 1120, 28, 40
 BOX, PILL = (318, 92), (196, 34)
 
-GROUND = ("reshard.errors", "planners.findings", "planners.errors", "planners.units")
+GROUND = ("reshard.state", "reshard.errors", "planners.findings", "planners.errors", "planners.units")
 """What every room may import: drawn small, without lines."""
 
 FACES = ("reshard", "reshard.normalization", "reshard.trace", "reshard.fingerprints")

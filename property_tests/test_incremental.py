@@ -34,7 +34,7 @@ def save_by_ranks(state: dict[str, torch.Tensor], layout: StateLayout, path: str
     storage, plan = open_storage(path), plan_writes(layout)
     choice = choose_base(path, "auto", layout, by_print=True)
     base = base_at(path, choice.folder, choice.save_id) if choice.save_id is not None else None
-    census = GlobalState(layout, {}, {}, {}, [], {})
+    census = GlobalState(layout)
     generation = Generation(storage, commit.new_save_id(), commit.begin(), census, plan, None)
     commit.claim(storage, generation.save_id)
     data = {}

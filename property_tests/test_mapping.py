@@ -117,7 +117,7 @@ def test_forward_then_inverse_is_identity_however_tensors_are_stored(data: st.Da
         found, truth[name] = data.draw(stored(shape, first))
         tensors[name] = found.renamed(name)
         first += math.prod(shape)
-    checkpoint = Checkpoint(Contents("made", tensors), "made")
+    checkpoint = Checkpoint(Contents(tensors, format="made"), "made")
 
     there = mapping.apply(checkpoint)
     back = mapping.inverse().apply(there)
@@ -183,7 +183,7 @@ def test_states_that_some_experts_lack_are_filled_and_nothing_is_lost(
         tensors[name] = StoredTensor(spec, (StoredChunk(Box.full(shape), place),))
     mapping = Mapping([Stack("e.{e}.w", "w", "e", dim, fill=fill)])
 
-    made = mapping.apply(Checkpoint(Contents("made", tensors), "made"))
+    made = mapping.apply(Checkpoint(Contents(tensors, format="made"), "made"))
 
     views = mapping.views({name: tensor.spec for name, tensor in tensors.items()})
     assert set(made) == set(views) == {"w", "optim.state.w.a", "optim.state.w.b"}
@@ -211,7 +211,7 @@ def test_an_offset_comes_back_or_is_refused(values: list[float], by: float, dtyp
     place = Extent(BytesSource(raw, "n"), Window.row_major(0, spec.shape, spec.itemsize))
     stored_tensor = StoredTensor(spec, (StoredChunk(Box.full(spec.shape), place),))
     mapping = Mapping([Offset("n", "m", by)])
-    made = mapping.apply(Checkpoint(Contents("made", {"n": stored_tensor}), "made"))
+    made = mapping.apply(Checkpoint(Contents({"n": stored_tensor}, format="made"), "made"))
     due = (tensor.double() + by).to(dtype)
 
     if torch.equal((due.double() - by).to(dtype), tensor):

@@ -20,8 +20,9 @@ from reshard.errors import CheckpointError, FormatError, LayoutError
 from reshard.live.fingerprint_sums import PUBLIC, Key
 from reshard.live.fingerprints import Fingerprinter, Holding, Partial, add_holdings, conclude, pack_holdings, partials
 from reshard.live.tensors import expanded, is_tensor, layout_of, local_tensors
-from reshard.live.tree import flatten, key_of
+from reshard.live.tree import flatten
 from reshard.ranks.group import Group
+from reshard.state import key_of
 from reshard.storage.base import Storage
 from reshard.stored.streaming import Region, stream
 from reshard.stored.tensor import LazyTensor

@@ -19,10 +19,7 @@ from reshard.live.dtypes import dtype_from_name
 from reshard.live.state import LiveTensor, Targets
 from reshard.live.tensors import tensor_class
 from reshard.live.tree import (
-    IntKey,
-    KeyPath,
     class_name,
-    key_of,
     mapping_kind,
     needs_class,
     other_key_of,
@@ -33,6 +30,7 @@ from reshard.live.tree import (
 from reshard.native.reader import NativeFacts
 from reshard.ranks.global_layout import describe, join_layouts, resolve_layouts
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
+from reshard.state import IntKey, KeyPath, key_of
 from reshard.stored.contents import unknown_class
 
 if TYPE_CHECKING:  # imported by loads that map
@@ -227,7 +225,8 @@ class _Matching:
             else:
                 later.append(key)
         for key in later:  # tied in memory to a key that is filled: then it is filled, too
-            same = [k for k in self.targets.tensors if self.targets.tied.get(k, k) == self.targets.tied.get(key, key)]
+            aliases = self.targets.aliases
+            same = [k for k in self.targets.tensors if aliases.get(k, k) == aliases.get(key, key)]
             if not any(k in self.tensors for k in same if k != key):
                 self.missing.append(key)
 

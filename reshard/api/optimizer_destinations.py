@@ -18,7 +18,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import KeyMismatchError
 from reshard.live.optimizer_state import LazyOptimizerState, fill, is_flat_key
-from reshard.live.tree import KeyPath
+from reshard.state import KeyPath
 from reshard.state_dict.api import get_model_state_dict, get_optimizer_state_dict
 from reshard.state_dict.names import Models
 

@@ -312,7 +312,7 @@ def _first_word(path: Any, options: SaveOptions, census: GlobalState) -> bytes:
         )
     chosen = Choice()
     if options.base:
-        chosen = choose_base(path, options.base, census.layout, by_print=options.fingerprints)
+        chosen = choose_base(path, options.base, census.tensors, by_print=options.fingerprints)
     return msgspec.msgpack.encode((commit.new_save_id(), chosen))
 
 
@@ -356,7 +356,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
     return SaveReport(
         path=job.path,
         save_id=generation.save_id,
-        tensors=len(census.layout),
+        tensors=len(census.tensors),
         objects=len(census.objects),
         total_bytes=plan.total_bytes,
         bytes_written=data.nbytes - reused,
@@ -463,7 +463,7 @@ def find_plan(holdings: LocalState, group: Group, options: SaveOptions) -> Cache
         if found is not None:
             _kept.move_to_end(key)
     if found is not None:
-        resolve_layouts(holdings.state.tensors, found.census.layout, group.ranks[group.rank])
+        resolve_layouts(holdings.state.tensors, found.census.tensors, group.ranks[group.rank])
     return found
 
 
@@ -478,7 +478,7 @@ def keep_plan(
         said: digests of what each rank has said of its holdings.
     """
     told = digest_of(msgspec.msgpack.encode(said))
-    kept = CachedPlan(told, census, plan, own_items(census.layout, plan, group.ranks[group.rank]))
+    kept = CachedPlan(told, census, plan, own_items(census.tensors, plan, group.ranks[group.rank]))
     if not census.per_rank:
         with _lock:
             _kept[_key(holdings, group, options)] = kept
@@ -519,7 +519,7 @@ def meet_before_save(
             holdings.state.tensors,
             holdings.objects,
             group,
-            kept.census.layout,
+            kept.census.tensors,
             check_replicas=options.check_replicas,
             on_device=kept.census.on_device,
         )

@@ -88,7 +88,7 @@ def planned_writes(
     Raises as `reshard.save` does.
     """
     census = global_state_of(holdings, group, answers)
-    plan = plan_writes(census.layout, divide_above_bytes=options.divide_above_bytes)
+    plan = plan_writes(census.tensors, divide_above_bytes=options.divide_above_bytes)
     report = verify_save(plan)
     if not report.ok:
         raise LayoutError(
@@ -165,7 +165,7 @@ def summed_up(job: SaveJob, data: ToWrite) -> tuple[ToWrite, list[str]]:
     if told is not None and job.base is not None:
         now = generation.fingerprints([total(job, told[1])])
         try:
-            names = alike(doubtful(job.base, generation.census.layout, now), job.base, now)
+            names = alike(doubtful(job.base, generation.census.tensors, now), job.base, now)
         except (CheckpointError, StorageError) as error:
             job.base.pass_over(error)
     return data, group.share(names if group.rank == 0 else None, kind=list[str])
@@ -174,14 +174,14 @@ def summed_up(job: SaveJob, data: ToWrite) -> tuple[ToWrite, list[str]]:
 def tally(job: SaveJob, prints: Mapping[str, Partial]) -> bytes:
     """Parts of fingerprints by name, packed for `add_tallies`: the layout, which is the same on all ranks, has numbers
     for the names."""
-    numbers = {fqn: number for number, fqn in enumerate(job.generation.census.layout)} if prints else {}
+    numbers = {fqn: number for number, fqn in enumerate(job.generation.census.tensors)} if prints else {}
     return pack_tally({numbers[fqn]: part for fqn, part in prints.items()})
 
 
 @gc_paused()
 def total(job: SaveJob, packed: bytes) -> dict[str, Partial]:
     """Inverse of `tally`."""
-    names = list(job.generation.census.layout)
+    names = list(job.generation.census.tensors)
     return {names[number]: part for number, part in unpack_tally(packed).items()}
 
 

@@ -21,8 +21,9 @@ from planners.geometry.layout import Form, ProductForm, StateLayout, TensorLayou
 from planners.geometry.mesh import Mesh, Replicate
 from reshard.errors import LayoutError
 from reshard.live.tensors import agreed_form, forms_of, is_sharded, is_tensor, spec_of
-from reshard.live.tree import flatten, key_of
+from reshard.live.tree import flatten
 from reshard.live.wrappers import forget_meshes
+from reshard.state import key_of
 from reshard.state_dict import get_model_state_dict
 
 __all__ = ["trace_layout"]

@@ -17,11 +17,12 @@ from planners.geometry.views import TargetSlot, View, pull_back
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, did_you_mean, format_ranks
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import LiveTensor, Targets
-from reshard.live.tree import IntKey, needs_class, restore_types, unresolved_class
+from reshard.live.tree import needs_class, restore_types, unresolved_class
 from reshard.mapping import Mapping as StateMapping
 from reshard.ranks.global_layout import Described, describe, join_aliases, join_layouts
 from reshard.ranks.global_state import agree_on_values, lies_on_device
 from reshard.ranks.group import Group, sending_kinds
+from reshard.state import IntKey
 
 __all__ = [
     "DEFAULTS", "Agreed", "TensorMatches", "TensorTransfer", "TransferOptions", "TransferSide",
@@ -345,7 +346,7 @@ class TransferSide:
         """Without any values."""
         tensors = self.state.tensors
         empty = [key for key, tensor in tensors.items() if tensor.is_elsewhere]
-        return _SideDescription(describe(tensors, self.layouts), self.objects, dict(self.state.tied), empty)
+        return _SideDescription(describe(tensors, self.layouts), self.objects, dict(self.state.aliases), empty)
 
 
 class _SideDescription(msgspec.Struct, frozen=True):

@@ -29,11 +29,12 @@ from reshard.live.garbage import gc_paused
 from reshard.live.plain_data import encode_plain
 from reshard.live.state import PerRank
 from reshard.live.tensors import expanded, is_sharded, is_tensor, raw_bytes, spec_of
-from reshard.live.tree import flatten, key_of
+from reshard.live.tree import flatten
 from reshard.native.commit import index_problem
 from reshard.native.manifest import has_digest
 from reshard.native.reader import NativeFacts
 from reshard.ranks.progress import Phase, Progress
+from reshard.state import key_of
 from reshard.stored.checksums import NO_CHECKSUMS, BlockChecksums
 from reshard.stored.source import FileSource
 from reshard.stored.streaming import windows

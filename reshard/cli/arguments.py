@@ -127,7 +127,8 @@ def _canonical(checkpoint: Checkpoint, hints: Mapping[str, Any] | None) -> State
     """The layout under canonical names: `model.<fqn>`, `optim.state.<fqn>.<name>`."""
     from planners.geometry.layout import StateLayout
     from reshard.checkpoint import stored_layout
-    from reshard.live.tree import flatten, key_of
+    from reshard.live.tree import flatten
+    from reshard.state import key_of
     from reshard.stored.tensor import LazyTensor
 
     leaves = flatten(checkpoint.normalized(hints), is_leaf=lambda value: isinstance(value, LazyTensor)).leaves

@@ -114,7 +114,7 @@ def _whole(source: FileSource, key: str, *, apart: bool) -> tuple[str, Contents]
         except UnsafeDataError as error:
             warnings = (f"{key} can only be read by its own program: {error}",)
     maker = {key: lambda: (read := read_torch_file(source)).plain(read.value)}
-    return "", Contents(name, {}, LazyMapping(maker), warnings=warnings)
+    return "", Contents({}, LazyMapping(maker), format=name, warnings=warnings)
 
 
 def _weights(files: Files) -> list[tuple[str, Contents]]:

@@ -22,7 +22,7 @@ from reshard.formats.canonical import (
 from reshard.formats.fsdp1.flat_parameters import FLAT, cut_flat
 from reshard.formats.safetensors import HuggingFaceFacts
 from reshard.formats.sections import StoredLeaf, find_sections
-from reshard.live.tree import KeyPath, key_of
+from reshard.state import KeyPath, key_of
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import assemble, concat, narrow, stack

@@ -565,7 +565,7 @@ def open(files: Files) -> Contents:
     types = {key: entry.type for key, (_, _, entry) in entries.items()}
     objects, paths = _objects(storage.url, headers[found[0]], types)
     return Contents(
-        name, LazyMapping(tensors), LazyMapping(objects), paths=paths, facts=GgufFacts(types),
+        LazyMapping(tensors), LazyMapping(objects), paths, format=name, facts=GgufFacts(types),
         warnings=(*warnings, *_quantized(types)),
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ from reshard.formats.pipeline_stages.canonical import normalize_stages, stages_b
 from reshard.formats.pipeline_stages.files import StageFacts
 from reshard.formats.sections import find_sections, walk
 from reshard.live.plain_data import encode_plain
-from reshard.live.tree import KeyPath
+from reshard.state import KeyPath
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 
@@ -136,7 +136,7 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
     # values that are each rank's own have no canonical name
     left_out = () if model_only else tuple(contents.per_rank)
     warnings = (*contents.warnings, *found.notes)
-    return Contents("normalized", tensors, objects, aliases, paths, warnings=warnings, left_out=left_out)
+    return Contents(tensors, objects, paths, aliases=aliases, format="normalized", warnings=warnings, left_out=left_out)
 
 
 # What a checkpoint holds beside model and optimizer: a scheduler, counters, a program's arguments,

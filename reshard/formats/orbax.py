@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,11 +17,11 @@ from planners.errors import PlanError
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import TensorSpec, itemsize
 from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.live.tree import KeyPath, key_of
+from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.storage.local import LocalStorage
 from reshard.stored.checksums import NO_CHECKSUMS
-from reshard.stored.contents import Contents, LazyMapping, merge
+from reshard.stored.contents import Contents, ContentsBuilder, merge
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
@@ -66,7 +66,7 @@ def open(files: Files) -> Contents:
     found = {item: _json(storage, file) for file, item in plain if f"{item}/" not in folders}
     if not found and len(parts) == 1:
         return parts[0][1]
-    return merge(name, [*parts, ("", Contents(name, {}, found, paths={item: (item,) for item in found}))])
+    return merge(name, [*parts, ("", Contents({}, found, format=name))])
 
 
 def _open_item(storage: LocalStorage, folder: str) -> Contents:
@@ -75,21 +75,17 @@ def _open_item(storage: LocalStorage, folder: str) -> Contents:
     driver = "zarr3" if tree.get("use_zarr3") else "zarr"
     stored = bool(tree.get("store_array_data_equal_to_fill_value"))
     root = _Root(storage, folder, bool(tree.get("use_ocdbt", True)), driver, stored)
-    tensors: dict[str, Callable[[], StoredTensor]] = {}
-    objects: dict[str, Any] = {}
-    paths: dict[str, KeyPath] = {}
-    containers: dict[KeyPath, str] = {}
+    found = ContentsBuilder(f"{storage.url}/{folder}{_TREE}")
     for path, kind in _entries(tree, f"{storage.url}/{folder}{_TREE}"):
-        key = key_of(path)
-        if kind == "None":
-            objects[key] = None
-        elif kind in _EMPTY:
-            containers[path] = _EMPTY[kind]
+        if kind in _EMPTY:
+            found.containers[path] = _EMPTY[kind]
             continue
+        key = found.claim(path)
+        if kind == "None":
+            found.add_object(key, lambda: None)
         else:
-            tensors[key] = partial(_tensor, key, root)
-        paths[key] = path
-    return Contents(name, LazyMapping(tensors), objects, paths=paths, containers=containers)
+            found.add_tensor(key, partial(_tensor, key, root))
+    return found.build(name)
 
 
 def _json(storage: Storage, file: str) -> Any:

@@ -8,7 +8,7 @@ model_0.pt ... and metadata.pkl       torch_checkpointing
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,10 +29,10 @@ from reshard.formats.torch_save.reader import (
     stored_tensor,
 )
 from reshard.live.tensors import candidate_layouts, matching_shards, several_ways
-from reshard.live.tree import KeyPath, key_of
+from reshard.state import KeyPath, key_of
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
-from reshard.stored.contents import Contents, LazyMapping
+from reshard.stored.contents import Contents, ContentsBuilder
 from reshard.stored.source import Files
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
@@ -131,15 +131,14 @@ def _check_items(files: Files, sections: list[Section]) -> None:
 
 def open_sections(kind: str, files: Files, sections: list[Section]) -> Contents:
     """The checkpoint that the files of `sections` make up."""
-    out, storage = _Out(), files.storage
+    storage = files.storage
+    out = ContentsBuilder(storage.url)
     for section in sections:
         _check_ranks(storage, section, range(section.world_size or max(section.files) + 1))
         ranks = {rank: read_torch_file(files[section.files[rank]]) for rank in sorted(section.files)}
         _check_ranks(storage, section, _ranks_meant(ranks))
         _add_section(out, (section.name,), ranks)
-    return Contents(
-        kind, LazyMapping(out.tensors), LazyMapping(out.objects), paths=out.paths, containers=out.containers
-    )
+    return out.build(kind)
 
 
 def _check_ranks(storage: Storage, section: Section, ranks: Collection[int]) -> None:
@@ -164,22 +163,7 @@ def _ranks_meant(files: Mapping[int, TorchFile]) -> list[int]:
     return []
 
 
-@dataclass
-class _Out:
-    tensors: dict[str, Callable[[], StoredTensor]] = field(default_factory=dict)
-    objects: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    paths: dict[str, KeyPath] = field(default_factory=dict)
-    containers: dict[KeyPath, str] = field(default_factory=dict)
-
-    def claim(self, path: KeyPath) -> str:
-        key = key_of(path)
-        if key in self.paths:
-            raise FormatError(f"two values have the key {key!r}")
-        self.paths[key] = path
-        return key
-
-
-def _add_section(out: _Out, prefix: KeyPath, files: Mapping[int, TorchFile]) -> None:
+def _add_section(out: ContentsBuilder, prefix: KeyPath, files: Mapping[int, TorchFile]) -> None:
     """One section: what all ranks hold under each path, put together."""
     held: dict[KeyPath, dict[int, Any]] = {}
     for rank, file in files.items():
@@ -190,14 +174,14 @@ def _add_section(out: _Out, prefix: KeyPath, files: Mapping[int, TorchFile]) -> 
     for path, leaves in held.items():
         if any(map(is_sharded_tensor, leaves.values())):
             key = out.claim(path)
-            out.tensors[key] = partial(join_sharded, key, leaves, files)
+            out.add_tensor(key, partial(join_sharded, key, leaves, files))
             continue
         sharded = [rank for rank, leaf in leaves.items() if is_dtensor(leaf)]
         if sharded and len(sharded) < len(leaves):
             raise DamagedCheckpointError(f"{key_of(path)!r} is a DTensor in the file of rank {sharded[0]}, not in all")
         if sharded:
             key = out.claim(path)
-            out.tensors[key] = partial(_dtensor, key, leaves, files)
+            out.add_tensor(key, partial(_dtensor, key, leaves, files))
         elif _replicas(leaves, files):
             _add_leaf(out, path, min(leaves), leaves[min(leaves)], files)
         else:  # values that differ are all kept, each under its rank
@@ -205,12 +189,12 @@ def _add_section(out: _Out, prefix: KeyPath, files: Mapping[int, TorchFile]) -> 
                 _add_leaf(out, (*path[:-1], f"{path[-1]}.rank_{rank}"), rank, leaf, files)
 
 
-def _add_leaf(out: _Out, path: KeyPath, rank: int, leaf: Any, files: Mapping[int, TorchFile]) -> None:
+def _add_leaf(out: ContentsBuilder, path: KeyPath, rank: int, leaf: Any, files: Mapping[int, TorchFile]) -> None:
     key = out.claim(path)
     if isinstance(leaf, TensorRef):
-        out.tensors[key] = partial(stored_tensor, key, files[rank], leaf, rank)
+        out.add_tensor(key, partial(stored_tensor, key, files[rank], leaf, rank))
     else:
-        out.objects[key] = partial(files[rank].plain, leaf)
+        out.add_object(key, partial(files[rank].plain, leaf))
 
 
 def _replicas(leaves: Mapping[int, Any], files: Mapping[int, TorchFile]) -> bool:

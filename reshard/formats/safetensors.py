@@ -194,7 +194,9 @@ def open_files(files: Files, found: list[str]) -> Contents:
         )
     config = _config(storage, names)
     aliases = tied_names(tensors, config, metadata)
-    return Contents(name, tensors, aliases=aliases, facts=HuggingFaceFacts(metadata, config), warnings=tuple(warnings))
+    return Contents(
+        tensors, aliases=aliases, format=name, facts=HuggingFaceFacts(metadata, config), warnings=tuple(warnings)
+    )
 
 
 def _tensor(key: str, parts: list[tuple[str, Header, tuple[int, ...]]]) -> StoredTensor:

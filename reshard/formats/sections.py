@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard.errors import NormalizationError
 from reshard.live.optimizer_state import is_flat, is_nested
-from reshard.live.tree import IntKey
+from reshard.state import IntKey
 from reshard.stored.contents import Contents
 
 __all__ = [

@@ -27,10 +27,10 @@ from planners.geometry.layout import ITEM_SIZES, TensorSpec, itemsize
 from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError
 from reshard.formats.torch_save.archive import locate_item, read_head
 from reshard.formats.torch_save.reader import read_torch_file
-from reshard.live.tree import IntKey, KeyPath, key_of
+from reshard.state import IntKey, KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
-from reshard.stored.contents import Contents, LazyMapping
+from reshard.stored.contents import Contents, ContentsBuilder
 from reshard.stored.source import Files, FileSource
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
@@ -63,7 +63,7 @@ def open(files: Files) -> Contents:
     storage, names = files.storage, files.listed
     label = f"{storage.url.rstrip('/')}/{_MANIFEST}"
     manifest = _manifest(bytes(storage.read(_MANIFEST)), label)
-    found = _Snapshot(files, names, label)
+    found = _Snapshot(files, names, label, ContentsBuilder(label))
     by_path: dict[str, dict[int, _Entry]] = {}
     try:
         for path, entry in manifest["manifest"].items():
@@ -77,10 +77,7 @@ def open(files: Files) -> Contents:
         raise DamagedCheckpointError(
             f"{label}: the manifest makes no sense: {type(error).__name__}: {error}; wanted what torchsnapshot writes"
         ) from None
-    return Contents(
-        name, found.tensors, LazyMapping(found.objects), paths=found.paths, containers=found.containers,
-        per_rank=found.per_rank, left_out=tuple(found.quantized), warnings=found.warnings(),
-    )  # fmt: skip
+    return found.out.build(name, left_out=tuple(found.quantized), warnings=found.warnings())
 
 
 def _manifest(data: bytes, label: str) -> dict[str, Any]:
@@ -130,38 +127,37 @@ class _Snapshot:
     files: Files
     names: Mapping[str, int]
     label: str
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    objects: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    per_rank: dict[str, Mapping[int, Any]] = field(default_factory=dict)
-    paths: dict[str, KeyPath] = field(default_factory=dict)
-    containers: dict[KeyPath, str] = field(default_factory=dict)
+    out: ContentsBuilder
+    own: list[str] = field(default_factory=list)
     quantized: list[str] = field(default_factory=list)
     inferred: list[str] = field(default_factory=list)
 
     def add(self, path: KeyPath, entries: Mapping[int, _Entry]) -> None:
         """What the ranks have at one place of the nest."""
         kinds = {entry["type"] for entry in entries.values()}
-        key, rank = key_of(path), min(entries)
+        rank = min(entries)
         first = entries[rank]
         if kinds <= _CONTAINERS:
             # what is below tells of others
             if not first.get("keys"):
-                self.containers[path] = "list" if first["type"] == "list" else "dict"
+                self.out.containers[path] = "list" if first["type"] == "list" else "dict"
             return
-        if key in self.paths:
-            raise FormatError(f"{self.label}: two values have the key {key!r}")
-        self.paths[key] = path
+        key = self.out.claim(path)
         if any(map(_is_quantized, entries.values())):
             self.quantized.append(key)
         elif kinds & _SHARDED:
-            self.tensors[key] = self._sharded(key, entries)
+            self._add_tensor(self._sharded(key, entries))
         elif len(entries) > 1 and not first.get("replicated") and not _is_one_value(entries):
             makers = {of: self._maker(key, entry, of) for of, entry in entries.items()}
-            self.per_rank[key] = LazyMapping(makers)
+            self.out.add_per_rank(key, makers)
+            self.own.append(key)
         elif first["type"] in _TENSORS:
-            self.tensors[key] = self._tensor(key, first, rank)
+            self._add_tensor(self._tensor(key, first, rank))
         else:
-            self.objects[key] = self._maker(key, first, rank)
+            self.out.add_object(key, self._maker(key, first, rank))
+
+    def _add_tensor(self, tensor: StoredTensor) -> None:
+        self.out.add_tensor(tensor.spec.fqn, lambda: tensor)
 
     def _maker(self, key: str, entry: _Entry, rank: int) -> Callable[[], Any]:
         """A function that gives the value of one rank's entry."""
@@ -245,9 +241,9 @@ class _Snapshot:
                 f"global shapes of sharded tensors, such as {self.inferred[0]!r}, are inferred from the shards: the "
                 "manifest does not say them"
             )
-        if self.per_rank:
+        if self.own:
             told.append(
-                f"{len(self.per_rank)} values, such as {next(iter(self.per_rank))!r}, are each rank's own: several "
+                f"{len(self.own)} values, such as {self.own[0]!r}, are each rank's own: several "
                 "ranks saved them and did not declare them replicated. Load them into a reshard.PerRank"
             )
         if self.quantized:

@@ -72,7 +72,7 @@ class _Planned(WeightSource):  # type: ignore[misc]  # Any where vLLM is not ins
         group = Group(process_group)
         self._live = take_apart(state)
         with group.together("weights"):
-            layout = take_global_state(self._live, group, check_replicas=False).layout
+            layout = take_global_state(self._live, group, check_replicas=False).tensors
             if not layout:
                 raise KeyMismatchError("no rank has a tensor to send")
             views = (mapping or StateMapping()).views(layout.specs)

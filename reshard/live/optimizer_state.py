@@ -22,7 +22,8 @@ from reshard.errors import NormalizationError
 from reshard.live.dtypes import dtype_from_name
 from reshard.live.fsdp1 import remade_like
 from reshard.live.tensors import device_of, dtype_of, global_shape, is_dtensor, is_sharded, is_tensor
-from reshard.live.tree import KeyPath, flatten, key_of, unflatten
+from reshard.live.tree import flatten, unflatten
+from reshard.state import KeyPath, key_of
 
 __all__ = [
     "LazyOptimizerState", "Saved", "fill", "flatten_optimizer", "is_flat", "is_flat_key",

@@ -31,7 +31,8 @@ from reshard.live.tensors import (
     local_tensors,
     spec_of,
 )
-from reshard.live.tree import Flat, IntKey, KeyPath, flatten, key_of, rebuilt
+from reshard.live.tree import Flat, flatten, rebuilt
+from reshard.state import IntKey, KeyPath, State, key_of
 
 __all__ = ["LiveState", "LiveTensor", "PerRank", "Targets", "is_long", "take_apart"]
 
@@ -108,23 +109,9 @@ class LiveTensor:
         return self.is_sharded and not any(local.numel() for local in self.local)
 
 
-@dataclass(frozen=True)
-class LiveState:
-    """A state dict taken apart. What it holds is the caller's, and not copied."""
-
-    root: Any
-    """The state dict itself."""
-    tensors: dict[str, LiveTensor]
-    """By dotted key, tied ones included."""
-    per_rank: dict[str, PerRank]
-    objects: dict[str, Any]
-    """Everything else."""
-    paths: dict[str, KeyPath]
-    """Of all of these."""
-    containers: dict[KeyPath, str]
-    """Tuples, empty containers, and classes of mappings and tensors, see `reshard.live.tree.Flat`."""
-    tied: dict[str, str]
-    """Keys whose tensor is the very same memory as that of an earlier key."""
+LiveState = State[LiveTensor]
+"""A state dict taken apart. What it holds is the caller's, and not copied. `tensors` has the tied ones, too,
+and `aliases` those that are the very same memory as an earlier one; `per_rank` are `PerRank`s; every key has a path."""
 
 
 def is_single(value: Any) -> bool:
@@ -156,21 +143,25 @@ def take_apart(
     flat = replace(flat, leaves=expanded(flat.leaves), containers=flat.containers | class_kinds(flat.leaves))
     if select is not None:
         flat = _selected(flat, select)
-    out = LiveState(state, {}, {}, {}, {key_of(path): path for path in flat.leaves}, flat.containers, {})
+    paths = {key_of(path): path for path in flat.leaves}
+    tensors: dict[str, LiveTensor] = {}
+    objects: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    per_rank: dict[str, PerRank] = {}
     firsts: dict[tuple[Any, ...], str] = {}
-    for key, value in zip(out.paths, flat.leaves.values(), strict=True):
+    for key, value in zip(paths, flat.leaves.values(), strict=True):
         if isinstance(value, PerRank):
-            out.per_rank[key] = value
+            per_rank[key] = value
         elif is_tensor(value):
-            tensor = out.tensors[key] = LiveTensor(key, value)
+            tensor = tensors[key] = LiveTensor(key, value)
             tensor.spec  # noqa: B018  # refuses what is no plain array
             identity = identity_of(value)
             first = firsts.setdefault(identity, key) if identity is not None else key
             if first != key:
-                out.tied[key] = first
+                aliases[key] = first
         else:
-            out.objects[key] = value
-    return out
+            objects[key] = value
+    return State(tensors, objects, paths, flat.containers, aliases, per_rank)
 
 
 def _selected(flat: Flat, select: Collection[str]) -> Flat:
@@ -240,9 +231,11 @@ _EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
-class Targets(LiveState):
+class Targets(State[LiveTensor]):
     """What a load may fill. `objects` has the single values beside tensors; other values are parts of `units`."""
 
+    root: Any = None
+    """The state dict itself."""
     units: dict[str, KeyPath] = field(default_factory=dict)
     """Containers without any tensor, which are replaced whole: their contents may have changed since."""
     replaced: dict[str, torch.dtype] = field(default_factory=dict)
@@ -281,7 +274,7 @@ class Targets(LiveState):
         containers = [path for path, kind in live.containers.items() if not kind.startswith("tensor:")]
         units = {key_of(p): p for p in (*above.values(), *(_outermost(p, full) for p in containers)) if p}
         paths = {key: path for key, path in live.paths.items() if above.get(key) is None} | units
-        return cls(state, live.tensors, live.per_rank, objects, paths, live.containers, live.tied, units)
+        return cls(live.tensors, objects, paths, live.containers, live.aliases, live.per_rank, state, units)
 
     def live(self, key: str, levels: int = 0) -> Any:
         """What is under `key` now, or so many levels above that."""
@@ -331,8 +324,8 @@ class Targets(LiveState):
 
     @property
     def tied_in_place(self) -> dict[str, str]:
-        """`tied` without those that are replaced by tensors of their own."""
-        return {key: first for key, first in self.tied.items() if not {key, first} & set(self.replaced)}
+        """`aliases` without those that are replaced by tensors of their own."""
+        return {key: first for key, first in self.aliases.items() if not {key, first} & set(self.replaced)}
 
     def check_places(self, keys: Iterable[str]) -> None:
         """Raises FormatError if a value that is to be replaced is in something that cannot be changed.

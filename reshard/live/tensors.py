@@ -18,7 +18,8 @@ from planners.geometry.layout import BoxesForm, Form, ProductForm, Shape, StateL
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from reshard.errors import FormatError, KeyMismatchError, LayoutError
 from reshard.live.dtypes import dtype_name
-from reshard.live.tree import KeyPath, class_name, flatten, key_of
+from reshard.live.tree import class_name, flatten
+from reshard.state import KeyPath, key_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

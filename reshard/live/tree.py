@@ -16,39 +16,17 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.errors import FormatError, KeyMismatchError
+from reshard.state import IntKey, KeyPath, key_of
 
 __all__ = [
-    "MAX_DEPTH", "CustomValue", "Flat", "IntKey", "KeyPath", "class_name", "flatten", "key_of",
-    "mapping_kind", "needs_class", "other_key_of", "path_from_json", "path_to_json", "rebuilt",
-    "restore_types", "typed", "unflatten", "unresolved_class",
+    "MAX_DEPTH", "CustomValue", "Flat", "class_name", "flatten", "mapping_kind", "needs_class", "other_key_of",
+    "rebuilt", "restore_types", "typed", "unflatten", "unresolved_class",
 ]  # fmt: skip
-
-
-# A path says how a leaf is reached: text for a string key of a dict, `IntKey` for an int key, a
-# plain int for a position in a list or tuple. That, and which containers are tuples or empty, is
-# all it takes to build the same nest again:
-#
-#     {"a.b": [x, {5: y}]}   ->   ("a.b", 0): x,  ("a.b", 1, IntKey(5)): y
 
 
 _MAX_INT_KEY = 1 << 256
 MAX_DEPTH = 100
 """Levels of a nest that are taken apart: what is written can then be read with room on the stack, in any program."""
-
-
-@dataclass(frozen=True, slots=True)
-class IntKey:
-    """An int that is a key of a dict, as opposed to a position in a sequence."""
-
-    value: int
-    apart: bool = field(default=False, compare=False)
-    """Whether the dict has the same as text, too: the number is written in brackets then."""
-
-    def __str__(self) -> str:
-        return f"[{self.value}]" if self.apart else str(self.value)
-
-
-KeyPath = tuple[str | int | IntKey, ...]
 
 
 @dataclass(frozen=True)
@@ -61,11 +39,6 @@ class Flat:
     """"dict" and "list" for the empty ones, which no leaf would tell of; for every other sequence, what
     `reshard.live.tree.sequence_kind` says of it, and for mappings without tensors, if they are no plain
     dicts, what `mapping_kind` does. Of tensors that are of a class of their own, "tensor:app.Quantized"."""
-
-
-def key_of(path: KeyPath) -> str:
-    """The dotted key of a path, as torch.distributed.checkpoint writes it: `"a.b.0"`. Two paths can share one."""
-    return ".".join(map(str, path))
 
 
 def other_key_of(path: KeyPath) -> str:
@@ -230,27 +203,6 @@ def _build(node: Any, path: KeyPath, kinds: Mapping[KeyPath, str]) -> Any:
     if kind.partition(":")[0] in ("dict", "tensor"):
         return {k.value if isinstance(k, IntKey) else k: _build(v, (*path, k), kinds) for k, v in node.items()}
     return make_sequence(kind, [_build(node[k], (*path, k), kinds) for k in sorted(node)])
-
-
-_INTS = {"int", "apart"}
-
-
-def path_to_json(path: KeyPath) -> list[Any]:
-    """A path as JSON data: text, ints, and `{"int": 5}` or `{"apart": 5}` for int keys. Inverse of `path_from_json`."""
-    return [{"apart" if part.apart else "int": part.value} if isinstance(part, IntKey) else part for part in path]
-
-
-def path_from_json(data: Sequence[Any]) -> KeyPath:
-    """Inverse of `path_to_json`. Raises FormatError for anything else."""
-    parts: list[str | int | IntKey] = []
-    for part in data:
-        if isinstance(part, str) or type(part) is int:
-            parts.append(part)
-        elif isinstance(part, dict) and [type(number) for number in part.values()] == [int] and part.keys() <= _INTS:
-            parts += [IntKey(number, apart=kind == "apart") for kind, number in part.items()]
-        else:
-            raise FormatError(f"{part!r} is no part of a key path: text, an int, or {{'int': n}}")
-    return tuple(parts)
 
 
 # Values of classes that plain data have no word for, and what comes back in the type of the live

@@ -36,6 +36,7 @@ from reshard.native.manifest import (
 from reshard.native.reader import NativeFacts, detect
 from reshard.ranks import liveness
 from reshard.ranks.global_state import GlobalState
+from reshard.state import path_to_json
 from reshard.storage.base import Storage, is_temporary
 from reshard.stored.contents import has_dcp
 
@@ -143,9 +144,9 @@ class Generation:
         census = self.census
         tables = {str(rank): one.parts for rank, one in sorted(written.items()) if one.parts is not None}
         linked = _together(written.values())
-        layout = {key: value for key, value in to_json(census.layout).items() if key not in ("reshard", "version")}
+        layout = {key: value for key, value in to_json(census.tensors).items() if key not in ("reshard", "version")}
         # what older readers do not know: the class of a mapping or of a tensor
-        classes = [kind for _, kind in census.containers if kind.startswith(("dict:", "tensor:"))]
+        classes = [kind for kind in census.containers.values() if kind.startswith(("dict:", "tensor:"))]
         return Manifest(
             version=_version(linked, has_more=bool(tables or table is not None or classes)),
             save_id=self.save_id,
@@ -154,11 +155,11 @@ class Generation:
             divide_above_bytes=self.plan.divide_above_bytes,
             files={str(r): record for rank, record in files.items() for r in written[rank].ranks or (rank,)},
             layout=layout,
-            paths={key: path for key, path in census.paths.items() if path != [key]},
-            containers=census.containers,
-            objects=census.objects,
+            paths={key: path_to_json(path) for key, path in census.paths.items() if path != (key,)},
+            containers=[(path_to_json(path), kind) for path, kind in census.containers.items()],
+            objects=dict(census.objects),
             per_rank={key: {str(r): row for r, row in rows.items()} for key, rows in census.per_rank.items()},
-            aliases=census.aliases,
+            aliases=dict(census.aliases),
             fingerprints=self.fingerprints(parts),
             subset=None if self.subset is None else list(self.subset),
             parts=tables or UNSET,
@@ -168,7 +169,7 @@ class Generation:
 
     def fingerprints(self, parts: Sequence[Mapping[str, Partial]]) -> dict[str, str]:
         """Of every tensor, out of parts by name; {} if nobody took any; of no elements there is no part."""
-        specs = self.census.layout.specs
+        specs = self.census.tensors.specs
         totals = dict.fromkeys(specs, Partial()) if parts else {}
         for some in parts:
             for fqn, part in some.items():

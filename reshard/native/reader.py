@@ -21,7 +21,6 @@ from planners.plans.codec import from_json
 from planners.plans.save import SavePlan, plan_writes
 from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, FormatError
 from reshard.live.plain_data import decode_plain
-from reshard.live.tree import key_of, path_from_json
 from reshard.native.manifest import (
     GENERATION,
     MANIFEST,
@@ -32,6 +31,7 @@ from reshard.native.manifest import (
     entry_key,
     read_manifest,
 )
+from reshard.state import key_of, path_from_json
 from reshard.storage.base import Storage
 from reshard.stored.checksums import EVERY_BLOCK, BlockChecksums
 from reshard.stored.contents import Contents, Facts, LazyMapping
@@ -137,7 +137,6 @@ def open(files: Files) -> Contents:
             f"{storage.url}/{MANIFEST} contradicts itself: it speaks of {absent[0]!r}, which it does not describe"
         )
     return Contents(
-        format=name,
         tensors=LazyMapping(
             {fqn: partial(_tensor, fqn, layout, plan, data_files) for fqn in layout if fqn not in hidden}
         ),
@@ -160,6 +159,7 @@ def open(files: Files) -> Contents:
         ),
         fingerprints=manifest.fingerprints or None,
         subset=None if manifest.subset is None else tuple(manifest.subset),
+        format=name,
     )
 
 

@@ -11,7 +11,6 @@ from planners.geometry.mesh import Mesh, Replicate
 from reshard.errors import FormatError
 from reshard.live.fingerprints import Partial
 from reshard.live.plain_data import encode_plain
-from reshard.live.tree import path_to_json
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
 from reshard.native.data_file import BlockSums, digest128
@@ -121,12 +120,7 @@ class NativeWriter(FormatWriter):
         """Publish the manifest."""
         contents = self.contents
         census = GlobalState(
-            layout=self.plan.layout,
-            objects=self.objects,
-            per_rank=self._table,
-            paths={key: path_to_json(path) for key, path in contents.paths.items()},
-            containers=[(path_to_json(path), kind) for path, kind in contents.containers.items()],
-            aliases=dict(contents.aliases),
+            self.plan.layout, self.objects, contents.paths, contents.containers, contents.aliases, self._table
         )
         rank_of = {file.name: file.rank for file in self.files}
         written = {

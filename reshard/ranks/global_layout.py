@@ -6,7 +6,7 @@ different lengths put together key by key, a rank would get back what it never h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,7 +17,7 @@ from planners.geometry.mesh import Mesh, Replicate
 from reshard.errors import KeyMismatchError, LayoutError, format_ranks
 from reshard.live.state import LiveTensor
 from reshard.live.tensors import agreed_form
-from reshard.live.tree import KeyPath, key_of, path_from_json
+from reshard.state import KeyPath, State, key_of
 
 __all__ = [
     "Described", "check_nests", "describe", "join_aliases", "join_layouts", "resolve_layouts",
@@ -215,18 +215,11 @@ class _NestPlace(NamedTuple):
         return f"a {self.kind}" if self.items is None else f"a {self.kind} of {self.items}"
 
 
-def check_nests(
-    nests: Iterable[tuple[Mapping[str, list[Any]], Iterable[tuple[list[Any], str]], Collection[str]]],
-) -> None:
-    """Raises KeyMismatchError for a place that is one thing on some ranks and another on others.
-
-    Args:
-        nests: of each distinct one: the path of every key, tuples and empty containers by path, and the keys of what is
-            no plain value.
-    """
+def check_nests(states: Iterable[State[Any]]) -> None:
+    """Raises KeyMismatchError for a place that is one thing in some of the states and another in others."""
     known: dict[KeyPath, _NestPlace] = {}
-    for paths, containers, others in nests:
-        for path, place in _places(paths, containers, others).items():
+    for state in states:
+        for path, place in _places(state).items():
             if (first := known.setdefault(path, place)) == place:
                 continue
             if first.kind == place.kind and None in (first.items, place.items):
@@ -237,26 +230,22 @@ def check_nests(
             )
 
 
-def _places(
-    paths: Mapping[str, list[Any]], containers: Iterable[tuple[list[Any], str]], others: Collection[str]
-) -> dict[KeyPath, _NestPlace]:
+def _places(state: State[Any]) -> dict[KeyPath, _NestPlace]:
     kinds: dict[KeyPath, str] = {}
     items: dict[KeyPath, int] = {}
     mixed: set[KeyPath] = set()
-    for key, data in paths.items():
-        path = path_from_json(data)
-        kinds[path], is_other = "value", key in others
+    for key, path in state.paths.items():
+        kinds[path], is_plain = "value", key in state.objects
         for i in reversed(range(len(path))):
             above, part = path[:i], path[i]
             if type(part) is int:
                 items[above] = max(items.get(above, 0), part + 1)
-            if above in kinds and (above in mixed or not is_other):
+            if above in kinds and (above in mixed or is_plain):
                 break  # this one and those above it are known
             kinds[above] = "list" if type(part) is int else "dict"
-            if is_other:
+            if not is_plain:
                 mixed.add(above)
-    for data, kind in containers:
-        path = path_from_json(data)
+    for path, kind in state.containers.items():
         if kind.startswith("tensor:"):
             continue
         kinds[path] = kind = "dict" if kind.startswith("dict:") else kind

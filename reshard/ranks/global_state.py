@@ -20,9 +20,9 @@ from reshard.live.fingerprints import partials
 from reshard.live.plain_data import check_text, encode_plain
 from reshard.live.state import LiveState, LiveTensor
 from reshard.live.tensors import is_sharded, is_tensor, spec_of
-from reshard.live.tree import key_of, path_to_json
 from reshard.ranks.global_layout import Described, check_nests, describe, join_aliases, join_layouts, resolve_layouts
 from reshard.ranks.group import Group
+from reshard.state import KeyPath, State, key_of, path_from_json, path_to_json
 
 __all__ = [
     "OWN_TENSOR_BYTES", "DigestTable", "GlobalState", "LocalState", "ValueDigests", "agree_on_values",
@@ -42,14 +42,14 @@ OWN_TENSOR_BYTES = 1 << 20
 
 def check_globs(select: Iterable[str], census: GlobalState) -> None:
     """Raises KeyMismatchError for a glob that fits no key of any rank."""
-    keys = [*census.layout, *census.objects, *census.per_rank, *census.aliases]
+    keys = [*census.tensors, *census.objects, *census.per_rank, *census.aliases]
     for glob in select:
         if not any(fnmatch.fnmatchcase(key, glob) for key in keys):
             raise KeyMismatchError(f"select names {glob!r}, which fits no key of any rank: nothing was saved")
 
 
 class _Description(msgspec.Struct, frozen=True):
-    """A rank's holdings without their values. Equal on ranks that hold the same kind of thing."""
+    """A rank's state without its values, as it is sent. Equal on ranks that hold the same kind of thing."""
 
     tensors: Described
     objects: list[str]
@@ -62,18 +62,26 @@ class _Description(msgspec.Struct, frozen=True):
     on_device: bool
     """Whether any tensor is elsewhere than in the memory of the CPU."""
 
+    def state(self) -> State[Any]:
+        """The state that is described, without values."""
+        return State(
+            self.tensors.tensors,
+            dict.fromkeys(self.objects),
+            {key: path_from_json(path) for key, path in self.paths.items()},
+            {path_from_json(path): kind for path, kind in self.containers},
+            self.aliases,
+            dict.fromkeys(self.per_rank),
+        )
+
 
 @dataclass(frozen=True)
-class GlobalState:
-    """What all ranks hold together. Equal on every rank, but for what only the first one needs."""
+class GlobalState(State[TensorLayout]):
+    """What all ranks hold together. Equal on every rank, but for what only the first one needs. Objects are JSON data.
 
-    layout: StateLayout
-    objects: dict[str, Any]
-    per_rank: dict[str, dict[int, Any]]
-    """key -> rank -> `{"tensor": name in the layout}` or, on the first rank only, `{"object": JSON data}`."""
-    paths: dict[str, list[Any]]
-    containers: list[tuple[list[Any], str]]
-    aliases: dict[str, str]
+    `per_rank`: key -> rank -> `{"tensor": name in the layout}` or, on the first rank only, `{"object": JSON data}`.
+    """
+
+    tensors: StateLayout
     on_device: bool = False
     """Whether a tensor of any rank lies on a device."""
 
@@ -119,7 +127,7 @@ def global_state_of(holdings: LocalState, group: Group, answers: Iterable[tuple[
     parties = [(msgspec.json.decode(data, type=_Description), ranks) for data, ranks in answers]
     own = _own_values(state, group) if any(said.per_rank for said, _ in parties) else ({}, {})
     census = _merge(parties, *own)
-    resolve_layouts(state.tensors, census.layout, group.ranks[group.rank])
+    resolve_layouts(state.tensors, census.tensors, group.ranks[group.rank])
     on_device = any(said.on_device for said, _ in parties)
     return replace(census, on_device=on_device)
 
@@ -131,7 +139,7 @@ def with_objects(census: GlobalState, holdings: LocalState, group: Group, *, che
         holdings.state.tensors,
         holdings.objects,
         group,
-        census.layout,
+        census.tensors,
         check_replicas=check_replicas,
         on_device=census.on_device,
     )
@@ -152,7 +160,7 @@ def _describe(state: LiveState) -> _Description:
         per_rank=list(state.per_rank),
         paths={key: path_to_json(path) for key, path in state.paths.items()},
         containers=[(path_to_json(path), kind) for path, kind in state.containers.items()],
-        aliases=dict(state.tied),
+        aliases=dict(state.aliases),
         empty=[key for key, tensor in state.tensors.items() if tensor.is_elsewhere],
         on_device=lies_on_device(state.tensors.values()),
     )
@@ -253,27 +261,28 @@ def _merge(
     per_rank: dict[str, dict[int, Any]],
     own: dict[str, TensorLayout],
 ) -> GlobalState:
-    paths: dict[str, list[Any]] = {}
-    containers: dict[str, tuple[list[Any], str]] = {}
-    for said, _ in parties:
-        for key, path in said.paths.items():
+    states = [said.state() for said, _ in parties]
+    paths: dict[str, KeyPath] = {}
+    containers: dict[KeyPath, str] = {}
+    for state in states:
+        for key, path in state.paths.items():
             if paths.setdefault(key, path) != path:
                 raise KeyMismatchError(f"the key {key!r} stands for different places of the state on different ranks")
-        for path, kind in said.containers:
-            containers.setdefault(str(path), (path, kind))
-    if len(parties) > 1:
-        check_nests((d.paths, d.containers, {*d.tensors.tensors, *d.per_rank}) for d, _ in parties)
+        for path, kind in state.containers.items():
+            containers.setdefault(path, kind)
+    if len(states) > 1:
+        check_nests(states)
     aliases = join_aliases((d.tensors.tensors, d.aliases, d.empty) for d, _ in parties)
     tensors = dict(join_layouts(((d.tensors, ranks) for d, ranks in parties), skip=aliases))
     if clash := [name for name in own if name in tensors]:
         raise KeyMismatchError(f"the key {clash[0]!r} is what a value of one rank would be called: rename it")
     tensors.update(own)
-    objects = {key for said, _ in parties for key in said.objects}
+    objects = {key for state in states for key in state.objects}
     clash = [key for key in tensors if key in objects or key in per_rank] + [key for key in objects if key in per_rank]
     if clash:
         raise KeyMismatchError(f"the key {clash[0]!r} is a tensor on some ranks and something else on others")
     world_size = max(rank for _, ranks in parties for rank in ranks) + 1
-    return GlobalState(StateLayout(tensors, world_size), {}, per_rank, paths, list(containers.values()), aliases)
+    return GlobalState(StateLayout(tensors, world_size), {}, paths, containers, aliases, per_rank)
 
 
 # Whether ranks that hold the same have the same values, at a cost that does not grow with the

@@ -10,13 +10,14 @@ from types import MappingProxyType
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from reshard.errors import FormatError
+from reshard.state import KeyPath, State, key_of
 from reshard.storage.base import Storage
 from reshard.stored.checksums import Checking
 from reshard.stored.source import Files, FileSource
 from reshard.stored.tensor import StoredTensor
 
 __all__ = [
-    "DATA_FILE", "RANK_METADATA", "Contents", "Facts", "Format", "LazyMapping", "Record", "has_dcp",
+    "DATA_FILE", "RANK_METADATA", "Contents", "ContentsBuilder", "Facts", "Format", "LazyMapping", "Record", "has_dcp",
     "make_record_type", "merge", "unknown_class",
 ]  # fmt: skip
 
@@ -58,35 +59,24 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Contents:
-    """A checkpoint as its format tells it, under the keys as stored."""
+class Contents(State[StoredTensor]):
+    """A checkpoint as its format tells it, under the keys as stored. Tensors and objects may be made only when they are
+    asked for; objects are plain data, and of values that are each rank's own there is a mapping by rank."""
 
-    format: str
+    format: str = field(kw_only=True)
     """Name of the format, such as `"dcp"`."""
-    tensors: Mapping[str, StoredTensor]
-    """May make a tensor only when asked for it."""
-    objects: Mapping[str, Any] = field(default_factory=dict)
-    """Everything that is no tensor, as plain data; may read an object only when asked for it."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of stored tensors: tied weights that are stored once."""
-    paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """The path of each key in the nested state that was saved, where it is not just the key, see `state.tree`."""
     facts: Facts | None = None
     """What this format knows beyond that, see `facts_of`."""
     fingerprints: Mapping[str, str] | None = None
     """Digests of the tensors' values, where they were saved."""
     warnings: tuple[str, ...] = ()
     """What a reader should know: files that were ignored, objects that could not be represented."""
-    containers: Mapping[tuple[Any, ...], str] = field(default_factory=dict)
-    """Kinds of containers on those paths that are tuples or empty, or of a class (see `reshard.live.tree.Flat`)."""
     subset: tuple[str, ...] | None = None
     """The globs that chose what was saved, where a checkpoint is declared to be a part of something."""
     files: tuple[FileSource, ...] = ()
     """The files that were looked at, if it was opened from a folder."""
     checking: Checking = field(default_factory=Checking, compare=False)
     """How the bytes of its files are checked, and how many were."""
-    per_rank: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
-    """Values that are each rank's own, by key and rank: a `StoredTensor` or plain data."""
     left_out: tuple[str, ...] = ()
     """Keys of what was opened that have no place here, such as each rank's own values among canonical names."""
 
@@ -119,38 +109,69 @@ class Format(Protocol):
         """
 
 
+class ContentsBuilder:
+    """Contents as a reader comes upon them, each tensor and object by a function that makes it when it is asked for."""
+
+    def __init__(self, where: str) -> None:
+        """`where` is what errors name."""
+        self._where = where
+        self._tensors: dict[str, Callable[[], StoredTensor]] = {}
+        self._objects: dict[str, Callable[[], Any]] = {}
+        self._per_rank: dict[str, Callable[[], Mapping[int, Any]]] = {}
+        self.paths: dict[str, KeyPath] = {}
+        self.containers: dict[KeyPath, str] = {}
+        self.aliases: dict[str, str] = {}
+
+    def claim(self, path: KeyPath, key: str = "") -> str:
+        """The key of what is at `path`. Raises FormatError if something else has it."""
+        key = key or key_of(path) or "tensor"
+        if key in self.paths:
+            raise FormatError(f"{self._where}: two values have the key {key!r}")
+        self.paths[key] = path
+        return key
+
+    def add_tensor(self, key: str, make: Callable[[], StoredTensor]) -> None:
+        """A tensor, whose key is claimed."""
+        self._tensors[key] = make
+
+    def add_object(self, key: str, make: Callable[[], Any]) -> None:
+        """Anything else, whose key is claimed."""
+        self._objects[key] = make
+
+    def add_per_rank(self, key: str, makers: Mapping[int, Callable[[], Any]]) -> None:
+        """A value of each rank's own, whose key is claimed."""
+        self._per_rank[key] = partial(LazyMapping, makers)
+
+    def build(self, name: str, facts: Facts | None = None, **more: Any) -> Contents:
+        """The contents; `more` is what a format says of them."""
+        return Contents(
+            LazyMapping(self._tensors), LazyMapping(self._objects), self.paths, self.containers, self.aliases,
+            LazyMapping(self._per_rank), format=name, facts=facts, **more,
+        )  # fmt: skip
+
+
 def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Facts | None = None) -> Contents:
     """The contents of all parts, each under its section ("" for keys as they are).
 
     Raises FormatError if two parts have the same key.
     """
-    tensors: dict[str, Callable[[], StoredTensor]] = {}
-    objects: dict[str, Callable[[], Any]] = {}
-    aliases: dict[str, str] = {}
-    paths: dict[str, tuple[Any, ...]] = {}
-    containers: dict[tuple[Any, ...], str] = {}
+    found = ContentsBuilder("parts of the checkpoint")
     warnings: list[str] = []
     for section, part in parts:
         front = (section,) if section else ()
         dotted = section + "." if section else ""
         for key in (*part.tensors, *part.objects):
-            full = dotted + key
-            if full in tensors or full in objects:
-                raise FormatError(f"two parts of the checkpoint have the key {full!r}")
-            paths[full] = (*front, *part.paths.get(key, (key,)))
+            full = found.claim((*front, *part.paths.get(key, (key,))), dotted + key)
             if key in part.tensors:
-                tensors[full] = partial(_tensor, part, key, full)
+                found.add_tensor(full, partial(_tensor, part, key, full))
             else:
-                objects[full] = partial(part.objects.__getitem__, key)
+                found.add_object(full, partial(part.objects.__getitem__, key))
         for key, target in part.aliases.items():
-            aliases[dotted + key] = dotted + target
-            paths[dotted + key] = (*front, *part.paths.get(key, (key,)))
-        containers.update({(*front, *path): kind for path, kind in part.containers.items()})
+            found.aliases[dotted + key] = dotted + target
+            found.paths[dotted + key] = (*front, *part.paths.get(key, (key,)))
+        found.containers.update({(*front, *path): kind for path, kind in part.containers.items()})
         warnings += part.warnings
-    return Contents(
-        name, LazyMapping(tensors), LazyMapping(objects), aliases, paths, facts,
-        warnings=tuple(warnings), containers=containers,
-    )  # fmt: skip
+    return found.build(name, facts, warnings=tuple(warnings))
 
 
 def _tensor(part: Contents, key: str, full: str) -> StoredTensor:

@@ -205,7 +205,7 @@ def test_few_plans_are_kept_and_no_tensor_with_them(tmp_path):
     for size in range(2, 3 * repeated.KEPT):
         reshard.save({"w": torch.ones(size)}, tmp_path / "a")
     assert len(repeated._kept) == repeated.KEPT
-    newest = [kept.census.layout["w"].spec.shape[0] for kept in repeated._kept.values()]
+    newest = [kept.census.tensors["w"].spec.shape[0] for kept in repeated._kept.values()]
     assert newest == list(range(2 * repeated.KEPT, 3 * repeated.KEPT))
 
 

@@ -264,7 +264,7 @@ def keep(
     planned, may_count = time.perf_counter(), False
     try:
         with group.together("write"):
-            entries = entries_of(own_items(census.layout, plan, job.rank), holdings.state, job.rank)
+            entries = entries_of(own_items(census.tensors, plan, job.rank), holdings.state, job.rank)
             written, _, prints = write(job, ToWrite.where_it_is(entries), [])
             wrote = time.perf_counter()
             received = _mirror(settings, written.record, storage, copies, group, hosts)

@@ -22,7 +22,7 @@ from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, locate_i
 from reshard.formats.torch_save.pickles import load_pickle, plain
 from reshard.formats.torch_save.reader import TorchFile
 from reshard.live.dtypes import dtype_from_name, dtype_name
-from reshard.live.tree import KeyPath
+from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import DATA_FILE, RANK_METADATA, Contents, Facts, LazyMapping, Record, has_dcp
@@ -109,7 +109,7 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
     facts = DcpFacts(
         lambda key: items.file(key, index.items.get(key, {}).get(None)), index.save_id, index.version, index.mcore_data
     )
-    return Contents(name, LazyMapping(tensors), LazyMapping(objects), paths=index.paths, facts=facts)
+    return Contents(LazyMapping(tensors), LazyMapping(objects), index.paths, format=name, facts=facts)
 
 
 def _metadata(data: bytes | memoryview, where: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from reshard.formats.torch_save.writer import (
     unknown_objects,
 )
 from reshard.live.dtypes import dtype_from_name
-from reshard.live.tree import IntKey, KeyPath
+from reshard.state import IntKey, KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
 from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, HashingWriter, WrittenFile, spread

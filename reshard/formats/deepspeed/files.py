@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.torch_save.reader import TorchFile, contents_of, read_torch_file
-from reshard.live.tree import KeyPath
+from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, Facts

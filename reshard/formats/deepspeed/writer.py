@@ -198,8 +198,8 @@ def deepspeed_form(
         client=client,
     )
     return Contents(
-        "deepspeed",
         tensors,
+        format="deepspeed",
         facts=facts,
         warnings=(*contents.warnings, *found.notes, *notes),
         left_out=(*contents.left_out, *contents.per_rank, *lost, *unplaced),

@@ -69,7 +69,7 @@ class MegatronWriter(DcpWriter):
         aliases = {**contents.aliases, **dict.fromkeys(others, first)}
         objects = {first: [None]} if first else {}
         FormatWriter.__init__(self, Contents(
-            contents.format, contents.tensors, objects, aliases, warnings=contents.warnings,
+            contents.tensors, objects, aliases=aliases, format=contents.format, warnings=contents.warnings,
             left_out=contents.left_out,
         ), job_id)  # fmt: skip
         parts = [part for name in self.names for part in _chunks(self.stored(name).spec)]
@@ -182,9 +182,9 @@ def megatron_form(
     used = set(beside.values())
     left = [key for key in contents.objects if key not in used and not key.startswith(("optim.", "model."))]
     return Contents(
-        "megatron",
         tensors,
         aliases=aliases,
+        format="megatron",
         facts=MegatronState(common, tuple(extra_state_keys(stacks, found.model))),
         warnings=(*contents.warnings, *found.notes, *notes),
         left_out=(*contents.left_out, *contents.per_rank, *left),

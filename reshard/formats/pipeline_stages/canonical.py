@@ -27,7 +27,7 @@ from reshard.formats.canonical import (
 from reshard.formats.generic import take_optimizer
 from reshard.formats.pipeline_stages.files import StageFacts
 from reshard.formats.sections import find_sections, is_beside
-from reshard.live.tree import KeyPath
+from reshard.state import KeyPath
 from reshard.stored.contents import Contents, LazyMapping
 from reshard.stored.tensor import StoredTensor
 
@@ -70,7 +70,7 @@ def _part(contents: Contents, paths: Mapping[str, KeyPath]) -> Contents:
         return LazyMapping({key: partial(whole.__getitem__, key) for key in whole if key in paths})
 
     aliases = {key: target for key, target in contents.aliases.items() if key in paths}
-    return Contents(contents.format, of(contents.tensors), of(contents.objects), aliases, paths)
+    return Contents(of(contents.tensors), of(contents.objects), paths, aliases=aliases, format=contents.format)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,11 @@ from reshard.errors import DamagedCheckpointError, FormatError, KeyMismatchError
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
 from reshard.live.dtypes import dtype_name
-from reshard.live.tree import Flat, KeyPath, flatten, key_of
+from reshard.live.tree import Flat, flatten
+from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
-from reshard.stored.contents import Contents, Facts, LazyMapping, Record
+from reshard.stored.contents import Contents, ContentsBuilder, Facts, Record
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
 
@@ -182,30 +183,13 @@ def stored_tensor(key: str, file: TorchFile, ref: TensorRef, owner: int | str = 
     return StoredTensor(TensorSpec(key, ref.size, ref.dtype), (chunk,))
 
 
-@dataclass
-class _FileParts:
-    tensors: dict[str, Callable[[], StoredTensor]] = field(default_factory=dict)
-    objects: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    paths: dict[str, KeyPath] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    unknown: dict[str, list[str]] = field(default_factory=dict)
-    """Keys of the objects that stay records, by class."""
-
-    def warnings(self) -> tuple[str, ...]:
-        """One text for each unknown class."""
-        return tuple(
-            f"{len(keys)} objects of {path}, which is not known here, stay records, such as {keys[0]!r}"
-            for path, keys in self.unknown.items()
-        )
-
-
 def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts | None = None) -> Contents:
     """The contents of files that are whole each; the keys of each get a prefix.
 
     Raises FormatError for a file that is a pickled module or other object rather than a state.
     """
-    parts = _FileParts()
-    containers: dict[KeyPath, str] = {}
+    found = ContentsBuilder(", ".join(file.source.label for file in files.values()))
+    unknown: dict[str, list[str]] = {}  # keys of the objects that stay records, by class
     for prefix, file in files.items():
         if isinstance(file.value, Record):
             raise FormatError(
@@ -213,30 +197,24 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts | No
                 "loaded by running its code. Load it with its own program and save its state_dict() instead"
             )
         flat = flat_leaves(file, prefix)
-        containers.update(flat.containers)
-        _add(parts, file, flat)
-    return Contents(
-        name, LazyMapping(parts.tensors), LazyMapping(parts.objects), parts.aliases, parts.paths, facts,
-        warnings=parts.warnings(), containers=containers,
-    )  # fmt: skip
-
-
-def _add(parts: _FileParts, file: TorchFile, flat: Flat) -> None:
-    seen: dict[TensorRef, str] = {}
-    for path, leaf in flat.leaves.items():
-        key = key_of(path) or "tensor"
-        if key in parts.paths:
-            raise FormatError(f"{file.source.label}: the key {key!r} occurs twice")
-        parts.paths[key] = path
-        if isinstance(leaf, TensorRef):
-            parts.tensors[key] = partial(stored_tensor, key, file, leaf)
-            first = seen.setdefault(leaf, key)
-            if first != key and 0 not in leaf.size:
-                parts.aliases[key] = first
-        else:
-            parts.objects[key] = partial(file.plain, leaf)
-            if isinstance(leaf, Record) and isinstance(file.plain(leaf), Record):
-                parts.unknown.setdefault(leaf.path, []).append(key)
+        found.containers.update(flat.containers)
+        seen: dict[TensorRef, str] = {}
+        for path, leaf in flat.leaves.items():
+            key = found.claim(path)
+            if isinstance(leaf, TensorRef):
+                found.add_tensor(key, partial(stored_tensor, key, file, leaf))
+                first = seen.setdefault(leaf, key)
+                if first != key and 0 not in leaf.size:
+                    found.aliases[key] = first
+            else:
+                found.add_object(key, partial(file.plain, leaf))
+                if isinstance(leaf, Record) and isinstance(file.plain(leaf), Record):
+                    unknown.setdefault(leaf.path, []).append(key)
+    warnings = tuple(
+        f"{len(keys)} objects of {path}, which is not known here, stay records, such as {keys[0]!r}"
+        for path, keys in unknown.items()
+    )
+    return found.build(name, facts, warnings=warnings)
 
 
 # Files of `torch.save`: one file, or Hugging Face's older `pytorch_model-*.bin` with an index.
@@ -305,7 +283,7 @@ def _open_indexed(files: Files, index: str) -> Contents:
             where = f"says that it is in {weight_map[extra[0]]}" if extra[0] in weight_map else "does not have it"
             raise DamagedCheckpointError(f"{label}: {extra[0]!r} is in {file}, but the index {where}; the index lies")
         merged.update(part.tensors)
-    return Contents(name, merged)
+    return Contents(merged, format=name)
 
 
 # ShardedTensors in pickles: each rank's file has its shards and says where they lie; all together

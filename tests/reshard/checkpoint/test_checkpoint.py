@@ -190,7 +190,7 @@ def test_large_windows_are_read_in_pieces(tmp_path: Path) -> None:
 
 def test_names_that_are_not_there() -> None:
     lazy = in_memory(torch.zeros(2))
-    checkpoint = Checkpoint(Contents("x", {"layers.0.weight": lazy.stored}, {"epoch": 3}), "place")
+    checkpoint = Checkpoint(Contents({"layers.0.weight": lazy.stored}, {"epoch": 3}, format="x"), "place")
 
     with pytest.raises(
         KeyMismatchError, match=r"place has no tensor 'layers.0.wieght': did you mean 'layers.0.weight'\?"

@@ -199,5 +199,5 @@ def test_what_fabric_saves_has_no_attribute_to_take(tmp_path: Path) -> None:
 def test_two_parts_with_one_key(tmp_path: Path) -> None:
     DcpWriter({"epoch": grid(A, 2)}).write(tmp_path)
     torch.save({"epoch": 4}, tmp_path / "meta.pt")
-    with pytest.raises(FormatError, match="two parts of the checkpoint have the key 'epoch'"):
+    with pytest.raises(FormatError, match="parts of the checkpoint: two values have the key 'epoch'"):
         open_checkpoint(tmp_path)

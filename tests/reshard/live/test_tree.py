@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from reshard.errors import FormatError, KeyMismatchError
 from reshard.live.plain_data import decode_plain, encode_plain
-from reshard.live.tree import CustomValue, IntKey, flatten, key_of, path_from_json, path_to_json, unflatten
+from reshard.live.tree import CustomValue, flatten, unflatten
+from reshard.state import IntKey, key_of, path_from_json, path_to_json
 
 keys = st.one_of(st.text(max_size=3), st.integers(-2, 12))
 leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.floats(allow_nan=False))

@@ -218,4 +218,4 @@ def _no_object(key: str) -> TorchFile:
 def contents(tensors_: Mapping[str, StoredTensor], args: Mapping[str, Any], **facts: Any) -> Contents:
     """What the reader of `torch_dist` would find."""
     common = {"args": {"vocab_size": VOCAB, "padded_vocab_size": PADDED, **args}, "optimizer": {}}
-    return Contents("megatron", dict(tensors_), {}, facts=MegatronFacts(_no_object, common=common, **facts))
+    return Contents(dict(tensors_), format="megatron", facts=MegatronFacts(_no_object, common=common, **facts))

@@ -1,0 +1,81 @@
+"""A state: tensors, and all else that it holds, by dotted key, and where in a nest of containers each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from reshard.errors import FormatError
+
+__all__ = ["IntKey", "KeyPath", "State", "key_of", "path_from_json", "path_to_json"]
+
+
+T = TypeVar("T", covariant=True)
+
+
+# A path says how a value is reached: text for a string key of a dict, `IntKey` for an int key, a
+# plain int for a position in a list or tuple. That, and which containers are tuples or empty, is
+# all it takes to build the same nest again:
+#
+#     {"a.b": [x, {5: y}]}   ->   ("a.b", 0): x,  ("a.b", 1, IntKey(5)): y
+
+
+@dataclass(frozen=True, slots=True)
+class IntKey:
+    """An int that is a key of a dict, as opposed to a position in a sequence."""
+
+    value: int
+    apart: bool = field(default=False, compare=False)
+    """Whether the dict has the same as text, too: the number is written in brackets then."""
+
+    def __str__(self) -> str:
+        return f"[{self.value}]" if self.apart else str(self.value)
+
+
+KeyPath = tuple[str | int | IntKey, ...]
+
+
+def key_of(path: KeyPath) -> str:
+    """The dotted key of a path, as torch.distributed.checkpoint writes it: `"a.b.0"`. Two paths can share one."""
+    return ".".join(map(str, path))
+
+
+_INTS = {"int", "apart"}
+
+
+def path_to_json(path: KeyPath) -> list[Any]:
+    """A path as JSON data: text, ints, and `{"int": 5}` or `{"apart": 5}` for int keys. Inverse of `path_from_json`."""
+    return [{"apart" if part.apart else "int": part.value} if isinstance(part, IntKey) else part for part in path]
+
+
+def path_from_json(data: Sequence[Any]) -> KeyPath:
+    """Inverse of `path_to_json`. Raises FormatError for anything else."""
+    parts: list[str | int | IntKey] = []
+    for part in data:
+        if isinstance(part, str) or type(part) is int:
+            parts.append(part)
+        elif isinstance(part, dict) and [type(number) for number in part.values()] == [int] and part.keys() <= _INTS:
+            parts += [IntKey(number, apart=kind == "apart") for kind, number in part.items()]
+        else:
+            raise FormatError(f"{part!r} is no part of a key path: text, an int, or {{'int': n}}")
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
+class State(Generic[T]):
+    """What a state dict holds, wherever it is: a `LiveTensor` for each tensor of a live one, a `StoredTensor` for each
+    of a checkpoint, a `TensorLayout` for each that all ranks hold together."""
+
+    tensors: Mapping[str, T]
+    """By dotted key."""
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    """Everything that is no tensor, by key."""
+    paths: Mapping[str, KeyPath] = field(default_factory=dict)
+    """Where in the nest each key is, where that is not just the key."""
+    containers: Mapping[KeyPath, str] = field(default_factory=dict)
+    """Kinds of containers that are tuples or empty, or of a class: see `reshard.live.tree.Flat`."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names of tensors that are the very same as that of another name: tied weights."""
+    per_rank: Mapping[str, Any] = field(default_factory=dict)
+    """Values that are each rank's own, by key."""
