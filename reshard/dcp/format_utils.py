@@ -10,18 +10,18 @@ import torch
 from torch.distributed.checkpoint import format_utils as _torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from planners.geometry.box import Box
-from reshard.checkpoint import Checkpoint, log_unchecked
+from reshard.checkpoint import log_unchecked
 from reshard.checkpoint import open as open_checkpoint
 from reshard.dcp.default_planner import DefaultLoadPlanner
+from reshard.dcp.filesystem import FileSystemReader
 from reshard.dcp.state_dict_saver import save
 from reshard.errors import CheckpointError, KeyMismatchError
 from reshard.formats.dcp.writer import chunk_of
 from reshard.live.tensors import global_shape, is_tensor
-from reshard.stored.tensor import LazyTensor
+from reshard.stored.tensor import whole
 
 __all__ = [
     "BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torch_save",
@@ -42,19 +42,9 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
     """A checkpoint folder out of one file of `torch.save`. Nothing in the file runs."""
     checkpoint = open_checkpoint(torch_save_path)
-    nested = _read(checkpoint.nested())
+    nested = whole(checkpoint.nested())
     log_unchecked(checkpoint)
     save(nested, checkpoint_id=dcp_checkpoint_dir, no_dist=True)
-
-
-def _read(value: Any) -> Any:
-    if isinstance(value, LazyTensor):
-        return value[...]
-    if isinstance(value, dict):
-        return {key: _read(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_read(item) for item in value)
-    return value
 
 
 class DynamicMetaLoadPlanner(DefaultLoadPlanner):
@@ -81,22 +71,15 @@ class NoFileError(CheckpointError, AssertionError):
     """Nobody said which file to read: torch raises an AssertionError."""
 
 
-class BroadcastingTorchSaveReader(StorageReader):
-    """Reads a file of `torch.save` straight into sharded targets; to be used with
-    `DynamicMetaLoadPlanner`.
+class BroadcastingTorchSaveReader(FileSystemReader):
+    """Reads a file of `torch.save` straight into sharded targets; to be used with `DynamicMetaLoadPlanner`.
 
-    Each rank reads the bytes of its own shards out of the file, so the name is history: nothing is
-    broadcast.
+    Each rank reads the bytes of its own shards out of the file, so the name is history: nothing is broadcast.
     """
 
     def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, coordinator_rank: int = 0) -> None:
-        self.checkpoint_id, self.coordinator_rank = checkpoint_id, coordinator_rank
-        self._checkpoint: Checkpoint | None = None
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """From now on read `checkpoint_id`."""
-        self._checkpoint = None
-        self.checkpoint_id = checkpoint_id or self.checkpoint_id
+        super().__init__(checkpoint_id or "")
+        self.coordinator_rank = coordinator_rank
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Empty: the planner makes it of the target."""
@@ -105,34 +88,20 @@ class BroadcastingTorchSaveReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises NoFileError if nobody said which file to read."""
         self.is_coordinator = is_coordinator
-        if self.checkpoint_id is None:
+        if not self.path:
             raise NoFileError("BroadcastingTorchSaveReader needs the path of a file: give checkpoint_id")
-        self._checkpoint = open_checkpoint(self.checkpoint_id)
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return plan
 
     def prepare_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """The plans as they are: torch calls them otherwise than in its other reader."""
         return global_plan
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every item out of the file. Raises KeyMismatchError for a tensor that it does not hold."""
+        """Read every item out of the file. Raises KeyMismatchError for a tensor that it does not hold, and for an
+        object."""
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 raise KeyMismatchError(f"{item.storage_index.fqn!r}: this reader only supports loading Tensors")
-            assert self._checkpoint is not None
-            region = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths))
-            piece = self._checkpoint[item.storage_index.fqn][region if region else ...]
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(piece)
-            planner.commit_tensor(item, target)
-        if self._checkpoint is not None:
-            log_unchecked(self._checkpoint)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return super().read_data(plan, planner)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

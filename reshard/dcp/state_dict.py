@@ -5,14 +5,13 @@ parameters hold: see `reshard.state_dict.options.InChunks`.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 from torch.distributed.checkpoint import state_dict as _torch
-from torch.optim import Optimizer
 
 from reshard.state_dict import api
 from reshard.state_dict.api import set_optimizer_state_dict as set_optimizer_state_dict
@@ -24,36 +23,32 @@ from reshard.state_dict.options import StateDictOptions as StateDictOptions
 __getattr__ = partial(getattr, _torch)
 
 
-def get_model_state_dict(
-    model: Models, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
-) -> dict[str, Any]:
-    """`reshard.get_model_state_dict`, in chunks."""
-    _deprecate(submodules)
-    return api.get_model_state_dict(model, submodules=submodules, options=_in_chunks(options))
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def get_optimizer_state_dict(
-    model: Models,
-    optimizers: Optimizer | Iterable[Optimizer],
-    *,
-    submodules: set[nn.Module] | None = None,
-    options: StateDictOptions | None = None,
-) -> dict[str, Any]:
-    """`reshard.get_optimizer_state_dict`, in chunks."""
-    _deprecate(submodules)
-    return api.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=_in_chunks(options))
+def _in_chunks(getter: Callable[P, R]) -> Callable[P, R]:
+    """A getter of `reshard`, in chunks."""
+
+    @wraps(getter)
+    def get(*args: P.args, **kwargs: P.kwargs) -> R:
+        if kwargs.get("submodules"):
+            warnings.warn(
+                "Getting submodules only model/optim state_dict is deprecated upstream. Filter what get_state_dict "
+                "gives",
+                FutureWarning,
+                stacklevel=2,
+            )
+        options: Any = kwargs.get("options")
+        kwargs["options"] = InChunks(**asdict(as_options(options)))
+        return getter(*args, **kwargs)
+
+    return get
 
 
-def get_state_dict(
-    model: Models,
-    optimizers: Optimizer | Iterable[Optimizer],
-    *,
-    submodules: set[nn.Module] | None = None,
-    options: StateDictOptions | None = None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`reshard.get_state_dict`, in chunks."""
-    _deprecate(submodules)
-    return api.get_state_dict(model, optimizers, submodules=submodules, options=_in_chunks(options))
+get_model_state_dict = _in_chunks(api.get_model_state_dict)
+get_optimizer_state_dict = _in_chunks(api.get_optimizer_state_dict)
+get_state_dict = _in_chunks(api.get_state_dict)
 
 
 def set_model_state_dict(
@@ -67,16 +62,3 @@ def set_model_state_dict(
             stacklevel=2,
         )
     return api.set_model_state_dict(model, model_state_dict, options=options)
-
-
-def _deprecate(submodules: set[nn.Module] | None) -> None:
-    if submodules:
-        warnings.warn(
-            "Getting submodules only model/optim state_dict is deprecated upstream. Filter what get_state_dict gives",
-            FutureWarning,
-            stacklevel=3,
-        )
-
-
-def _in_chunks(options: StateDictOptions | None) -> StateDictOptions:
-    return InChunks(**asdict(as_options(options)))

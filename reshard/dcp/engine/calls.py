@@ -29,7 +29,7 @@ from reshard.ranks.group import Group
 from reshard.storage.opening import is_known, open_storage
 
 __all__ = [
-    "Call", "Write", "reader_for", "run_load", "run_save", "storage_by_position", "write_here",
+    "Call", "Write", "pickled", "reader_for", "run_load", "run_save", "storage_by_position", "write_here",
     "writer_for",
 ]  # fmt: skip
 
@@ -73,7 +73,7 @@ class Call:
             return dict.fromkeys(range(group.world_size), here)
         if not group.failed or isinstance(error, DeadlineError):
             return {known: here}
-        mine: dict[int, bytes] = {} if isinstance(error, RankFailedError) else {group.rank: _packed(here)}
+        mine: dict[int, bytes] = {} if isinstance(error, RankFailedError) else {group.rank: pickled(*here)}
         try:
             told: _Heard = mine, []
             errors, others = self._aftermath.merge(told, _first_ones, "the errors of all", kind=_Heard)
@@ -123,14 +123,14 @@ def _told(error: Exception) -> tuple[BaseException, StackSummary]:
     return error, StackSummary.from_list([(f.filename, f.lineno or 0, f.name, f.line) for f in frames])
 
 
-def _packed(failure: tuple[BaseException, StackSummary]) -> bytes:
-    """For the other processes of this job."""
+def pickled(error: BaseException, beside: Any = None) -> bytes:
+    """An error and what belongs to it, for another process of this job; in words where it does not let itself be
+    sent."""
     try:
-        data = pickle.dumps(failure)
+        data = pickle.dumps((error, beside))
         pickle.loads(data)
     except Exception:  # whatever its class does when it is pickled
-        error, trace = failure
-        data = pickle.dumps((CheckpointError(f"{type(error).__name__}: {error}"), trace))
+        data = pickle.dumps((StorageError(f"{type(error).__name__}: {error}"), beside))
     return data
 
 

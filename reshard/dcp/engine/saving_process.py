@@ -29,6 +29,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from reshard.dcp.engine.calls import pickled, write_here
 from reshard.errors import StorageError
 from reshard.storage import Storage
 
@@ -108,7 +109,7 @@ class _SavingProcess:
             os.ftruncate(self._memory, 0)
         if answer is None:
             raise StorageError(f"the saving process ended with code {self.child.wait()} before all was written")
-        written, failure = pickle.loads(answer)
+        failure, written = pickle.loads(answer)
         if failure is not None:
             raise failure
         results: list[Any] = written
@@ -206,28 +207,15 @@ def _serve(memory: int, parent: int) -> None:
     sys.stdout = sys.stderr
     while (order := _receive(orders)) is not None:
         try:
-            _send(answers, pickle.dumps((_write(memory, order), None)))
+            _send(answers, pickle.dumps((None, _write(memory, order))))
         except Exception as error:
-            _send(answers, _packed(error))
+            _send(answers, pickled(error))
 
 
 def _write(memory: int, order: bytes) -> list[Any]:
     writer, plan, rows = pickle.loads(order)  # from the parent
     whole = torch.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), dtype=torch.uint8)
-    done = writer.write_data(plan, _Shared(plan, rows, whole))
-    done.wait()
-    results: list[Any] = done.value()
-    return results
-
-
-def _packed(error: Exception) -> bytes:
-    """An answer that tells of an error, in words where it does not let itself be sent."""
-    try:
-        data = pickle.dumps((None, error))
-        pickle.loads(data)
-    except Exception:  # whatever its class does when it is pickled
-        data = pickle.dumps((None, StorageError(f"{type(error).__name__}: {error}")))
-    return data
+    return write_here(writer, plan, _Shared(plan, rows, whole))
 
 
 def _end_with(parent: int) -> None:
