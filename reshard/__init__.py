@@ -1,6 +1,7 @@
 """Normalize, reshard, save, load and verify the state of parallel PyTorch models.
 
-Names are imported when first used, so that `import reshard` is quick and pulls in only what is asked for.
+Names are imported when first used, so that `import reshard` is quick and pulls in only what is
+asked for.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def _half(verb: str, given: Any) -> str:
 
 
 def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:
-    """Raises FormatError for swapped arguments, for what is no path, and for modules and optimizers in place of state.
+    """Raises FormatError for swapped arguments, for what is no path, and for modules and optimizers
+    in place of state.
 
     `paths` are further classes that stand for a path.
     """

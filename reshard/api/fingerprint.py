@@ -47,27 +47,33 @@ def fingerprint(
     exchange: Exchange | None = None,
     key: Key = PUBLIC,
 ) -> dict[str, str]:
-    """The fingerprint of every tensor of a (nested) state dict, or of a checkpoint, by its dotted key.
+    """The fingerprint of every tensor of a (nested) state dict, or of a checkpoint, by its dotted
+    key.
 
-    Of a state dict it is the same on every rank. With torch.distributed initialised this is collective over the
-    default group: all ranks call it, and each adds up its own part of DTensors and ShardedTensors; no tensor is
-    gathered, a rank says and hears of each its name and some 60 bytes. Replicas, and plain tensors of one name on
-    several ranks, must agree bit by bit.
+    Of a state dict it is the same on every rank. With torch.distributed initialised this is
+    collective over the default group: all ranks call it, and each adds up its own part of DTensors
+    and ShardedTensors; no tensor is gathered, a rank says and hears of each its name and some 60
+    bytes. Replicas, and plain tensors of one name on several ranks, must agree bit by bit.
 
-    Of a checkpoint, given as a path, `Storage` or open `Checkpoint`, this process reads every tensor, a window at a
-    time; nobody else takes part, and what was saved along is not believed.
+    Of a checkpoint, given as a path, `Storage` or open `Checkpoint`, this process reads every
+    tensor, a window at a time; nobody else takes part, and what was saved along is not believed.
 
     Args:
-        state_dict: tensors of any kind in nested containers, `LazyTensor`s of a checkpoint included; or a checkpoint.
-        layouts: how plain local tensors lie in their global tensors, by dotted key; default: what the tensors say.
+        state_dict: tensors of any kind in nested containers, `LazyTensor`s of a checkpoint
+            included; or a checkpoint.
+        layouts: how plain local tensors lie in their global tensors, by dotted key; default: what
+            the tensors say.
         rank: this process's rank in those layouts; default: its rank in the default group, else 0.
-        exchange: how bytes reach the other ranks; default: `reshard.ranks.group.Group`; `alone` asks no other rank.
+        exchange: how bytes reach the other ranks; default: `reshard.ranks.group.Group`; `alone`
+            asks no other rank.
         key: see `Key`.
 
     Raises:
         ReplicaDriftError: replicas differ; names the tensors and the ranks, on all ranks.
-        LayoutError: ranks disagree about dtype or shape, or their parts do not make up whole tensors.
-        CheckpointError: neither a state dict nor a checkpoint was given, or layouts for a checkpoint.
+        LayoutError: ranks disagree about dtype or shape, or their parts do not make up whole
+            tensors.
+        CheckpointError: neither a state dict nor a checkpoint was given, or layouts for a
+            checkpoint.
     """
     if isinstance(state_dict, str | os.PathLike | Storage):
         state_dict = open_checkpoint(state_dict)
@@ -116,12 +122,14 @@ def holdings(
     *,
     world_size: int = 0,
 ) -> list[Holding]:
-    """What `rank` holds, summed up. A tensor of which it holds no element is still named. Asks no other rank.
+    """What `rank` holds, summed up. A tensor of which it holds no element is still named. Asks no
+    other rank.
 
     `world_size`: how many ranks there are, if it is known.
 
     Raises:
-        LayoutError: a tensor whose layout is not given, or whose local shape is not what the layout says.
+        LayoutError: a tensor whose layout is not given, or whose local shape is not what the layout
+            says.
     """
     leaves = expanded(flatten(state_dict, is_leaf=lambda v: is_tensor(v) or isinstance(v, LazyTensor)).leaves)
     lazy = {key_of(path): value for path, value in leaves.items() if isinstance(value, LazyTensor)}

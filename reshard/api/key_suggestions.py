@@ -28,23 +28,32 @@ class PrefixDifference(NamedTuple):
 
 
 def shifted(missing: Iterable[str], known: Iterable[str]) -> PrefixDifference | None:
-    """How the missing keys and the names that nobody asked for belong together, if a prefix is all that differs for
-    nine in ten of the keys."""
+    """How the missing keys and the names that nobody asked for belong together, if a prefix, or a
+    level somewhere within, is all that differs for nine in ten of the keys."""
     keys, names = list(missing), set(known)
     if not keys or not names:
         return None
-    for key in (keys[0], keys[-1]):
-        fronts = [name[: -len(key)] for name in names if name.endswith(f".{key}")]
-        for front in sorted(fronts, key=len):
-            found = {key: front + key for key in keys if front + key in names}
-            if len(found) * 10 >= len(keys) * 9:
-                return PrefixDifference(found, *_said(found, front, "the checkpoint", _nested(front)))
-        for dot in re.finditer(r"\.", key):
-            front = key[: dot.end()]
-            found = {k: rest for k in keys if k.startswith(front) and (rest := k[len(front) :]) in names}
-            if len(found) * 10 >= len(keys) * 9:
-                return PrefixDifference(found, *_said(found, front, "what is to be loaded", _taken_out(front)))
-    return _wrapped(keys, names) or _shifted_within(keys, names)
+    ends = (keys[0], keys[-1])
+    within = ((key, dot.end()) for key in ends for dot in re.finditer(r"\.", key))
+    fronts = (_level_at(keys, names, key, 0) for key in ends)
+    levels = (_level_at(keys, names, key, at) for key, at in within)
+    return next(filter(None, fronts), None) or _wrapped(keys, names) or next(filter(None, levels), None)
+
+
+def _level_at(keys: list[str], names: Collection[str], key: str, at: int) -> PrefixDifference | None:
+    """A level more or less at one place of a key, and of all keys that begin as it does."""
+    front, rest = key[:at], key[at:]
+    more = {name[at : -len(rest)] for name in names if name.startswith(front) and name.endswith(f".{rest}")}
+    for level in sorted(more - {""}, key=len):
+        found = {k: name for k in keys if k.startswith(front) and (name := front + level + k[at:]) in names}
+        if _are_most(found, keys):
+            return PrefixDifference(found, *_told(found, front, level, "the checkpoint", _nested(level)))
+    for level in (rest[: dot.end()] for dot in re.finditer(r"\.", rest)):
+        whole = front + level
+        found = {k: name for k in keys if k.startswith(whole) and (name := front + k[len(whole) :]) in names}
+        if _are_most(found, keys):
+            return PrefixDifference(found, *_told(found, front, level, "what is to be loaded", _taken_out(level)))
+    return None
 
 
 def _wrapped(keys: list[str], names: Collection[str]) -> PrefixDifference | None:
@@ -52,7 +61,7 @@ def _wrapped(keys: list[str], names: Collection[str]) -> PrefixDifference | None
     plain = {_unwrapped(name): name for name in names}
     # a key that is there under its own name is missing as a tensor, or as none: that is told of it
     found = {key: name for key in keys if (name := plain.get(_unwrapped(key), key)) != key}
-    if len(found) * 10 < len(keys) * 9:
+    if not _are_most(found, keys):
         return None
     parts = {part for pair in found.items() for name in pair for part in name.split(".")} & WRAPPER_SEGMENTS
     what = f"{_differing(found)} only by wrappers' segments {', '.join(map(repr, sorted(parts)))}, {_first(found)}"
@@ -65,33 +74,19 @@ def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
 
 
-def _shifted_within(keys: list[str], names: Collection[str]) -> PrefixDifference | None:
-    """A level more or less behind one that both have."""
-    for key in (keys[0], keys[-1]):
-        dots = [dot.end() for dot in re.finditer(r"\.", key)]
-        for at in dots:
-            front, rest = key[:at], key[at:]
-            more = {name[at : -len(rest)] for name in names if name.startswith(front) and name.endswith(f".{rest}")}
-            less = {key[at:end] for end in dots if end > at and front + key[end:] in names}
-            for level in sorted(more - {""}, key=len):
-                found = {k: front + level + k[at:] for k in keys if k.startswith(front)}
-                if (shift := _behind(keys, names, found, front, level, "the checkpoint")) is not None:
-                    return shift
-            for level in sorted(less, key=len):
-                found = {k: front + k[at + len(level) :] for k in keys if k.startswith(front + level)}
-                if (shift := _behind(keys, names, found, front, level, "what is to be loaded")) is not None:
-                    return shift
-    return None
+def _are_most(found: Mapping[str, str], keys: list[str]) -> bool:
+    return len(found) * 10 >= len(keys) * 9
 
 
-def _behind(
-    keys: list[str], names: Collection[str], moved: Mapping[str, str], front: str, level: str, who: str
-) -> PrefixDifference | None:
-    found = {key: name for key, name in moved.items() if name in names}
-    if len(found) * 10 < len(keys) * 9:
-        return None
-    what = f"{_differing(found)} only by {level!r} behind {front!r}, which {who} has: {_first(found)}"
-    return PrefixDifference(found, what, "nest the state alike, or rename by mapping=")
+def _told(found: Mapping[str, str], front: str, level: str, who: str, call: str) -> tuple[str, str]:
+    """What differs, and the fix. `call`: where the level is at the front."""
+    if front:
+        what = f"{_differing(found)} only by {level!r} behind {front!r}, which {who} has: {_first(found)}"
+        return what, "nest the state alike, or rename by mapping="
+    what = f"{_differing(found)} only by {level!r}, which {who} has in front: {_first(found)}"
+    if set(level.strip(".").split(".")) <= WRAPPER_SEGMENTS:
+        return what, f"{level!r} is of a wrapper: names of reshard.get_model_state_dict(model) have none, on both sides"
+    return what, f"write {call}, or rename by mapping="
 
 
 def _differing(found: Mapping[str, str]) -> str:
@@ -101,13 +96,6 @@ def _differing(found: Mapping[str, str]) -> str:
 def _first(found: Mapping[str, str]) -> str:
     key, name = next(iter(found.items()))
     return f"{key!r} is saved as {name!r}"
-
-
-def _said(found: Mapping[str, str], front: str, who: str, call: str) -> tuple[str, str]:
-    what = f"{_differing(found)} only by {front!r}, which {who} has in front: {_first(found)}"
-    if set(front.strip(".").split(".")) <= WRAPPER_SEGMENTS:
-        return what, f"{front!r} is of a wrapper: names of reshard.get_model_state_dict(model) have none, on both sides"
-    return what, f"write {call}, or rename by mapping="
 
 
 _BY_NUMBER = re.compile(r"(?:^|.*\.)state\.\d+\.[^.]+")

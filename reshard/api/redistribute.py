@@ -60,8 +60,8 @@ class TransferReport(FilledReport):
     bytes_moved: int
     """Bytes that crossed between ranks, of the whole job."""
     bytes_between_groups: int
-    """Of these, bytes from the ranks of the source to those of the target, where no rank is on both sides; where
-    `ranks_per_host` is given, bytes between hosts. 0 where there is one group only."""
+    """Of these, bytes from the ranks of the source to those of the target, where no rank is on both
+    sides; where `ranks_per_host` is given, bytes between hosts. 0 where there is one group only."""
     bytes_among_receivers: int
     """Of these, bytes that replicas of the target passed on to one another, each having got a part of them."""
     bytes_sent: int
@@ -150,10 +150,12 @@ class Prepared:
         """Collective: move everything, once more.
 
         Raises:
-            UndefinedTargetsError: a rank failed while bytes moved; on all ranks, naming that rank and the targets.
+            UndefinedTargetsError: a rank failed while bytes moved; on all ranks, naming that rank
+                and the targets.
             RankFailedError, DeadlineError: a rank failed before that; nothing was moved.
-            LayoutError: a tensor's memory was replaced by some that does not fit; on that rank, nothing was moved. In
-                the first run all ranks know of it before a byte moves; later runs do not wait for one another.
+            LayoutError: a tensor's memory was replaced by some that does not fit; on that rank,
+                nothing was moved. In the first run all ranks know of it before a byte moves; later
+                runs do not wait for one another.
         """
         if self._group.failed:
             self._group = Group(self._process_group, deadline_s=self._options["deadline_s"])
@@ -188,8 +190,9 @@ class Prepared:
             waiter.meet(self._process_group)
 
     def _ask(self, group: Group, waiter: Waiter) -> None:
-        """All that devices are asked for in a run. Between tensors and by a backend of one device, and without `delta`,
-        it takes no memory, waits for nothing on the host, and is the same in each run."""
+        """All that devices are asked for in a run. Between tensors and by a backend of one device,
+        and without `delta`, it takes no memory, waits for nothing on the host, and is the same in
+        each run."""
         for exchange in self._exchanges:
             exchange.move(group, waiter)
         if self._options["delta"]:
@@ -311,8 +314,8 @@ class Prepared:
 
 
 def _meet_on(device: torch.device, process_group: dist.ProcessGroup | None) -> None:
-    """Collective: have the backend of a device make its connections, in which all ranks must take part. The rounds of
-    a transfer may be between some of them only."""
+    """Collective: have the backend of a device make its connections, in which all ranks must take
+    part. The rounds of a transfer may be between some of them only."""
     if device.type != "cpu":
         dist.all_reduce(torch.zeros(1, dtype=torch.uint8, device=device), group=process_group)
 
@@ -335,10 +338,11 @@ def prepare(
     process_group: dist.ProcessGroup | None = None,
     **options: Unpack[TransferOptions],
 ) -> Prepared:
-    """Collective: make the plan and the buffers of a transfer that is run often, such as at every step of a training.
+    """Collective: make the plan and the buffers of a transfer that is run often, such as at every
+    step of a training.
 
-    What it holds is bound to the tensors given; their values may change between runs, and so may their memory.
-    Arguments and errors are those of `redistribute`; nothing is moved before `run`.
+    What it holds is bound to the tensors given; their values may change between runs, and so may
+    their memory. Arguments and errors are those of `redistribute`; nothing is moved before `run`.
     """
     group = Group(process_group, deadline_s=options.get("deadline_s", DEFAULTS["deadline_s"]))
     with group.together("prepare"):
@@ -365,28 +369,36 @@ def redistribute(
 ) -> TransferReport:
     """Collective: fill `target`, in place, with what `source` holds, whatever the layouts of both.
 
-    Both are (nested) state dicts: DTensors, ShardedTensors, plain tensors (whole on every rank that has them, unless a
-    layout says otherwise), and plain data, which is replaced. A rank gives None or {} on a side of which it has no
-    part: trainers may be other ranks than those that want the model. Each byte that a rank lacks crosses to it once,
-    and what a rank holds already it copies. Ranks must agree on everything before a byte moves.
+    Both are (nested) state dicts: DTensors, ShardedTensors, plain tensors (whole on every rank that
+    has them, unless a layout says otherwise), and plain data, which is replaced. A rank gives None
+    or {} on a side of which it has no part: trainers may be other ranks than those that want the
+    model. Each byte that a rank lacks crosses to it once, and what a rank holds already it copies.
+    Ranks must agree on everything before a byte moves.
 
     Args:
-        process_group: the ranks that take part, in layouts named by their ranks in the default group.
+        process_group: the ranks that take part, in layouts named by their ranks in the default
+            group.
         check: compare fingerprints of both sides afterwards, as `verify_live` does.
-        mapping: target -> source, for keys that differ; or a `reshard.mapping.Mapping` from the naming and shaping of
-            the source to that of the target.
-        views: targets that are made of sources of other shapes: `planners.concat("wqkv", [q, k, v])`.
-        source_layouts, target_layouts: how plain local tensors lie in global ones, by key (`planners.TensorLayout`).
+        mapping: target -> source, for keys that differ; or a `reshard.mapping.Mapping` from the
+            naming and shaping of the source to that of the target.
+        views: targets that are made of sources of other shapes:
+            `planners.concat("wqkv", [q, k, v])`.
+        source_layouts, target_layouts: how plain local tensors lie in global ones, by key
+            (`planners.TensorLayout`).
         strict: False leaves keys alone that only one side has.
-        dtype_policy: "error": dtypes must be equal; "cast": elements are converted, and cross in the smaller dtype.
+        dtype_policy: "error": dtypes must be equal; "cast": elements are converted, and cross in
+            the smaller dtype.
         check_replicas: compare digests of what several ranks hold alike, before it is moved.
         max_inflight_bytes: bound on the memory for messages under way, on each rank.
-        ranks_per_host: ranks 0 to n - 1 share a host, and so on: then bytes come from the same host where they can.
+        ranks_per_host: ranks 0 to n - 1 share a host, and so on: then bytes come from the same host
+            where they can.
         deadline_s: how long each phase may take.
 
     Raises (nothing was moved then; on the other ranks `RankFailedError`, or the same error):
-        KeyMismatchError: lists all missing, unexpected and mismatched keys; or values that differ between ranks.
-        LayoutError: ranks disagree about a layout or an option, a rank has no part, or source and target share memory.
+        KeyMismatchError: lists all missing, unexpected and mismatched keys; or values that differ
+            between ranks.
+        LayoutError: ranks disagree about a layout or an option, a rank has no part, or source and
+            target share memory.
     Raises UndefinedTargetsError if a rank fails while bytes move.
     """
     prepared = prepare(source, target, process_group, **options)
@@ -406,17 +418,19 @@ def verify_live(
     process_group: dist.ProcessGroup | None = None,
     **options: Unpack[TransferOptions],
 ) -> Report:
-    """Collective: compare every target tensor with what it is made of, by fingerprints: bit by bit, in any layouts.
+    """Collective: compare every target tensor with what it is made of, by fingerprints: bit by bit,
+    in any layouts.
 
-    Every rank sums up its own parts, and says and hears some 60 bytes for each tensor. Arguments are those of
-    `redistribute`. Where dtypes differ, sources are converted where they lie, and compared to the last bit of the
-    target's dtype; but all NaNs count as one, since torch makes another one of the same element here and there.
+    Every rank sums up its own parts, and says and hears some 60 bytes for each tensor. Arguments
+    are those of `redistribute`. Where dtypes differ, sources are converted where they lie, and
+    compared to the last bit of the target's dtype; but all NaNs count as one, since torch makes
+    another one of the same element here and there.
 
     Returns the same report on all ranks, with a finding for each target that differs.
 
     Raises:
-        ReplicaDriftError: ranks that should hold the same elements, of the source (as converted) or of the target, do
-            not.
+        ReplicaDriftError: ranks that should hold the same elements, of the source (as converted) or
+            of the target, do not.
         KeyMismatchError, LayoutError: as `redistribute`.
     """
     group = Group(process_group, deadline_s=options.get("deadline_s", DEFAULTS["deadline_s"]))
@@ -480,7 +494,8 @@ def _as_target(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) 
 
 
 def _one_nan(elements: torch.Tensor) -> torch.Tensor:
-    """The same with one NaN for all; of complex numbers in both parts. The very tensor where there is none.
+    """The same with one NaN for all; of complex numbers in both parts. The very tensor where there
+    is none.
 
     torch converts in vectors and what is left one by one, which make different NaNs of the same.
     """

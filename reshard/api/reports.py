@@ -41,12 +41,12 @@ class CheckedReport(Tabled):
     format: str
     """Of the checkpoint that was loaded, or written."""
     bytes_unchecked: int
-    """Bytes of the elements that were asked for, of a load those of this rank, that nobody compared with a checksum:
-    the format has none, `check` was off, or it would have cost too much, see
+    """Bytes of the elements that were asked for, of a load those of this rank, that nobody compared
+    with a checksum: the format has none, `check` was off, or it would have cost too much, see
     `reshard.stored.checksums.may_check`."""
     unchecked: str
-    """In words, what was not compared; empty where every byte was, and of a conversion what was written with the saved
-    fingerprints."""
+    """In words, what was not compared; empty where every byte was, and of a conversion what was
+    written with the saved fingerprints."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -34,10 +34,12 @@ class Step:
 
 
 def steps(folder: str | os.PathLike[str]) -> list[Step]:
-    """The checkpoints of the run in a folder, whoever wrote them, the oldest first: those that `reshard.open(folder)`
-    chooses from. Empty for a folder that is no run's; two levels of names are looked at.
+    """The checkpoints of the run in a folder, whoever wrote them, the oldest first: those that
+    `reshard.open(folder)` chooses from. Empty for a folder that is no run's; two levels of names
+    are looked at.
 
-    Raises FormatError for a local folder that holds much and nothing of any checkpoint, or two runs.
+    Raises FormatError for a local folder that holds much and nothing of any checkpoint, or two
+    runs.
     """
     found = []
     for seen in steps_at(folder, is_sure=True):
@@ -53,7 +55,8 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
 
 
 def latest_complete(folder: str | os.PathLike[str]) -> str | None:
-    """The newest complete checkpoint at or directly below `folder`, by the time that its save was begun; else None.
+    """The newest complete checkpoint at or directly below `folder`, by the time that its save was
+    begun; else None.
 
     A folder without a whole manifest, or whose files are missing or short, does not count.
 
@@ -64,12 +67,13 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
 
 
 def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
-    """Remove all but the `keep_last` newest complete checkpoints directly below `folder`; returns their paths.
+    """Remove all but the `keep_last` newest complete checkpoints directly below `folder`; returns
+    their paths.
 
-    Their manifests go first, so that nothing that looks complete is left by a removal cut short, which the next one
-    takes up. What killed saves and conversions have left goes too. Broken checkpoints neither count nor go, nor do
-    those that a save is replacing just now. Only what saves and conversions have written is removed: other files stay,
-    and their folders with them.
+    Their manifests go first, so that nothing that looks complete is left by a removal cut short,
+    which the next one takes up. What killed saves and conversions have left goes too. Broken
+    checkpoints neither count nor go, nor do those that a save is replacing just now. Only what
+    saves and conversions have written is removed: other files stay, and their folders with them.
 
     Raises CheckpointError for `keep_last` < 1; FormatError if a checkpoint is of a newer version.
     """

@@ -221,8 +221,8 @@ def _names(view: View) -> str:
 
 
 def _wire(dtype: str, target: TensorSpec) -> str:
-    """The dtype in which elements cross: the target's, so that those who send convert them and all copies are the same
-    bits; or the source's where that has fewer bytes."""
+    """The dtype in which elements cross: the target's, so that those who send convert them and all
+    copies are the same bits; or the source's where that has fewer bytes."""
     return target.dtype if target.itemsize <= TensorSpec("", (), dtype).itemsize else dtype
 
 
@@ -290,8 +290,8 @@ _OWN = ("views", "source_layouts", "target_layouts", "deadline_s")
 
 
 def complete(given: TransferOptions) -> TransferOptions:
-    """All options. Raises TypeError for one that there is not, LayoutError for a policy that is not known, a budget
-    that is too small, or two views of one name."""
+    """All options. Raises TypeError for one that there is not, LayoutError for a policy that is not
+    known, a budget that is too small, or two views of one name."""
     if unknown := given.keys() - DEFAULTS.keys():
         raise TypeError(f"a transfer has no option {min(unknown)!r}{did_you_mean(min(unknown), DEFAULTS)}")
     options: TransferOptions = {**DEFAULTS, **given}
@@ -417,7 +417,8 @@ def agree(
 ) -> Agreed:
     """Collective: what all ranks hold and want, by digests.
 
-    Raises LayoutError, alike on every rank: ranks disagree about a layout or an option, or have no part at all.
+    Raises LayoutError, alike on every rank: ranks disagree about a layout or an option, or have no
+    part at all.
     """
     group.same_options("redistribute", shared(options))
     devices = _devices([*source.state.tensors.values(), *target.state.tensors.values()], process_group)
@@ -503,7 +504,8 @@ class Values:
         self._target.check_places([*own, *(key for key in self._pairs if key in self._target.paths)])
 
     def gather(self, group: Group) -> dict[str, Any]:
-        """Collective: the values of this rank's targets, out of all that the ranks hold now. Changes nothing.
+        """Collective: the values of this rank's targets, out of all that the ranks hold now.
+        Changes nothing.
 
         Raises KeyMismatchError, alike on every rank, for a value that differs between ranks.
         """
@@ -540,8 +542,8 @@ class Values:
 
 
 def check_replicas(source: TransferSide, before: StateLayout, group: Group, *, on_device: bool) -> None:
-    """Collective: compare digests of what several ranks hold alike. `before`: the layout of all sources of the job;
-    `on_device`: whether any of them lies on a device.
+    """Collective: compare digests of what several ranks hold alike. `before`: the layout of all
+    sources of the job; `on_device`: whether any of them lies on a device.
 
     Raises KeyMismatchError, alike on every rank, where they differ.
     """

@@ -46,8 +46,8 @@ class Steps:
     works: tuple[RankWork, ...]
     """This rank's part in each step."""
     places: Mapping[str, tuple[HeldPlace, ...]]
-    """Lane -> where the local tensors that the plans speak of lie in those that the lane wants; not for lanes of which
-    the plans speak as a whole."""
+    """Lane -> where the local tensors that the plans speak of lie in those that the lane wants; not
+    for lanes of which the plans speak as a whole."""
     repeats: tuple[tuple[str, str, Repeat], ...]
     """(lane, lane, what this rank copies from the one to the other), when all has been moved."""
     bytes_between_groups: int
@@ -67,7 +67,8 @@ class Steps:
 def plan_steps(
     pairing: TensorMatches, rank: int, world_size: int, *, budget_bytes: int, ranks_per_host: int | None
 ) -> Steps:
-    """The steps for all lanes, proved. `world_size`: ranks are below that. The same on every rank, but for its part.
+    """The steps for all lanes, proved. `world_size`: ranks are below that. The same on every rank,
+    but for its part.
 
     Raises LayoutError for an element that a rank wants and no rank holds.
     """
@@ -239,7 +240,8 @@ def turned(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
 def refuse_shared_memory(
     pairing: TensorMatches, sources: Mapping[str, LiveTensor], targets: Mapping[str, LiveTensor]
 ) -> None:
-    """Raises LayoutError where a target would be written while a source in the same memory is still to be read.
+    """Raises LayoutError where a target would be written while a source in the same memory is still
+    to be read.
 
     A tensor may be its own source, in the same layout: then nothing happens to it.
     """
@@ -259,8 +261,8 @@ def refuse_shared_memory(
 
 
 def _refuse_overlaps(spans: Sequence[tuple[int, int, bool, str]]) -> None:
-    """`spans`: (first byte, one past the last, of a target, key), in order; of one device, whose addresses may be those
-    of another one, too."""
+    """`spans`: (first byte, one past the last, of a target, key), in order; of one device, whose
+    addresses may be those of another one, too."""
     reach = {True: (0, ""), False: (0, "")}  # of targets, of sources: where the furthest ends
     for start, stop, is_target, key in spans:
         end, other = reach[not is_target]

@@ -15,8 +15,8 @@ from torch.futures import Future
 from planners.geometry.box import Box
 from reshard.checkpoint import log_unchecked
 from reshard.checkpoint import open as open_checkpoint
+from reshard.dcp import filesystem
 from reshard.dcp.default_planner import DefaultLoadPlanner
-from reshard.dcp.filesystem import FileSystemReader
 from reshard.dcp.state_dict_saver import save
 from reshard.errors import CheckpointError, KeyMismatchError
 from reshard.formats.dcp.writer import chunk_of
@@ -71,7 +71,7 @@ class NoFileError(CheckpointError, AssertionError):
     """Nobody said which file to read: torch raises an AssertionError."""
 
 
-class BroadcastingTorchSaveReader(FileSystemReader):
+class BroadcastingTorchSaveReader(filesystem.FileSystemReader):
     """Reads a file of `torch.save` straight into sharded targets; to be used with `DynamicMetaLoadPlanner`.
 
     Each rank reads the bytes of its own shards out of the file, so the name is history: nothing is broadcast.
