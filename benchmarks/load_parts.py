@@ -93,7 +93,7 @@ class Clock:
 
         self.watch(PLAN, loading, "open_among", "match_keys", "plan_rank", "hear_all")
         self.watch(PLAN, loading.Targets, "of")
-        self.watch(AGREE, Group, "_round")
+        self.watch(AGREE, Group, "merge")
         self.watch(CUT, machine_reading.MachineReading, "agree", "compared_elsewhere")
         self.watch(WAIT, machine_reading.MachineReading, "run")
         self.watch(WAIT, MachineMemory, "call", "wait_filled", "wait_taken")

@@ -116,7 +116,7 @@ def convert(
         KeyMismatchError: the mapping or selection does not fit. Others as `reshard.open`.
     """
     started = time.perf_counter()
-    group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
+    group = Group(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("convert"):
         globs = (select,) if isinstance(select, str) else tuple(select or ())
         wanted = None if dtype is None else str(dtype).removeprefix("torch.")
@@ -215,21 +215,17 @@ def _write(
     heard = group.merge(pack_flags([file.name in kept for file in writer.files]), either, "files that are finished")
     with (
         group.together("write"),
-        Progress(show=progress and group.rank == 0) as bar,
+        Progress(show=progress and group.rank == 0, check=group.check) as bar,
         bar.phase("convert", total_bytes=sum(file.nbytes for file in mine)) as step,
     ):
         step.advance(sum(file.nbytes for file in mine if file.name in kept))
 
-        def on_bytes(nbytes: int) -> None:
-            step.advance(nbytes)
-            group.check()
-
         if workers > 1 and len(todo) > 1:
             hands = [hand for hand in dealt(todo, workers) if hand]
             digest = journal.folder.partition("-")[2]
-            write_in_processes(job, writer.job_id, digest, hands, on_bytes)
+            write_in_processes(job, writer.job_id, digest, hands, step.advance)
         else:
-            write_files(writer, journal, todo, checking, on_bytes)
+            write_files(writer, journal, todo, checking, step.advance)
     flags = unpack_flags(heard, len(writer.files))
     return tuple(sorted(file.name for file, is_finished in zip(writer.files, flags) if is_finished))
 

@@ -108,7 +108,7 @@ def load(
         LayoutError: ranks differ in options other than mapping, check, threads, memory, progress; a target is no array.
         DamagedCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
     """
-    group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
+    group = Group(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("load"):
         options = LoadOptions(
             strict, dtype_policy, mapping, dry_run, check, read_once, threads, memory_budget_bytes, progress
@@ -289,27 +289,18 @@ class _Load:
 
     def _read(self, fetch: Fetch, plan: ReadPlan) -> tuple[dict[str, Any], float]:
         """Check, and only then write into targets. Returns each rank's own values, and when the check was over."""
-        with Progress(show=self.group.rank == 0, bars=self.options.progress) as bar:
+        group = self.group
+        with Progress(show=group.rank == 0, bars=self.options.progress, check=group.check) as bar:
             if not self.options.dry_run:
                 with bar.phase("check", plan.bytes_needed) as step:
-                    fetch.check(_watched(self.group, step.advance))
+                    fetch.check(step.advance)
             checked = time.perf_counter()
-            per_rank = own_values(self.targets.per_rank, self.match.per_rank, self.checkpoint, self.group)
+            per_rank = own_values(self.targets.per_rank, self.match.per_rank, self.checkpoint, group)
             fetch.settle()
             if not self.options.dry_run:
                 with bar.phase("read", plan.bytes_needed) as step:
-                    fetch.read(_watched(self.group, step.advance))
+                    fetch.read(step.advance)
         return per_rank, checked
-
-
-def _watched(group: Group, advance: Callable[[int], None]) -> Callable[[int], None]:
-    """Counts bytes, and raises as soon as another rank has failed."""
-
-    def on_bytes(nbytes: int) -> None:
-        group.check()
-        advance(nbytes)
-
-    return on_bytes
 
 
 # Which bytes of a checkpoint go where in this rank's memory: planned, proved, and only then listed.

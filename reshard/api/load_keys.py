@@ -577,7 +577,7 @@ def gather_mismatches(match: KeyMatch, group: Group, checkpoint: Checkpoint, tar
     ambiguous = {key: targets.tensors[key] for key in match.tensors if targets.tensors[key].is_ambiguous}
     fits = not match.missing and not match.mismatched
     mine = _MismatchVote({source: used}, [_save_of(checkpoint)], fits, bool(ambiguous))
-    said, sharers = group.merge_and_count(mine, _MismatchVote.join, "what fits", socket.gethostname())
+    said, mates = group.merge_within(mine, _MismatchVote.join, "what fits", socket.gethostname())
     _refuse_different_saves(said.saves, group)
     if said.ambiguous:
         layouts = join_layouts(group.distinct_answers(describe(ambiguous)))
@@ -592,7 +592,7 @@ def gather_mismatches(match: KeyMatch, group: Group, checkpoint: Checkpoint, tar
                 ranks_of.setdefault(key, []).extend(ranks)
     return Mismatches(
         frozenset(name for name, flag in zip(match.names, flags) if flag),
-        sharers,
+        len(mates),
         {key: sorted(ranks) for key, ranks in missing.items()},
         {key: sorted(ranks) for key, ranks in mismatched.items()},
         len(said.used) == 1,

@@ -125,7 +125,7 @@ def save(
         StorageError: the storage failed, or is not the same folder for all ranks.
     """
     _await_saves_to(path)
-    group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
+    group = Group(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("save"):
         given = (select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes)
         options = SaveOptions(*given, progress, overwrite, base, ranks_per_file)
@@ -193,7 +193,7 @@ def async_save(
     may_wait = type(max_in_flight) is int and max_in_flight > 0
     _await_saves_to(path)
     earlier = ended_for(max_in_flight if may_wait else 1)
-    group = Group.of(process_group, alone=alone, deadline_s=deadline_s)
+    group = Group(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("stage", meet=False):  # `_prepare` ends with the ranks' meeting
         if not may_wait:
             raise CheckpointError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r}")

@@ -192,17 +192,15 @@ def write(job: SaveJob, data: ToWrite, same: list[str]) -> tuple[Written, int, d
     if not data.entries and not many:
         return Written(), 0, {}
     with (
-        Progress(show=job.group.rank == 0, bars=job.options.progress) as bar,
+        Progress(show=job.group.rank == 0, bars=job.options.progress, check=job.group.check) as bar,
         bar.phase("write", data.nbytes) as step,
         ThreadPoolExecutor(1, thread_name_prefix="reshard-fingerprint") as beside,
     ):
-
-        def on_bytes(nbytes: int) -> None:
-            job.group.check()
-            step.advance(nbytes)
-
         prints = beside.submit(data.sum_up) if job.options.fingerprints else None
-        written, reused = _write_together(job, data, on_bytes) if many else _write_own(job, data, same, on_bytes)
+        if many:
+            written, reused = _write_together(job, data, step.advance)
+        else:
+            written, reused = _write_own(job, data, same, step.advance)
         return written, reused, {} if prints is None else prints.result()
 
 

@@ -21,6 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import msgspec
@@ -67,6 +68,7 @@ class Group:
 
     Args:
         process_group: default: the default group if torch.distributed is initialised, else this process alone.
+        alone: this process by itself, also where torch.distributed is initialised: it asks and waits for nobody.
         deadline_s: how long a verb or a phase may take, in seconds, where `together` does not say otherwise.
 
     Attributes:
@@ -76,36 +78,34 @@ class Group:
 
     Raises:
         ReshardError: this process is no member of the process group, the group has no store that answers, or this is
-            one process of a job that has not been initialised: all of them would act at once, each for itself.
+            one process of a job that has not been initialised: all of them would act at once, each for itself; a
+            deadline that is none, or a group for a process alone, of which all members hear.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, deadline_s: float = DEADLINE_S) -> None:
-        wrong = no_deadline(deadline_s)
-        self._deadline_s = deadline_s if wrong is None else DEADLINE_S
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False, deadline_s: float = DEADLINE_S
+    ) -> None:
+        wrong = None
+        if alone and process_group is not None:
+            wrong = ReshardError("alone=True means this process by itself: leave process_group out")
+        if not (isinstance(deadline_s, int | float) and deadline_s > 0):
+            wrong = ReshardError(f"a deadline must be a positive number of seconds, not {deadline_s!r}")
+            deadline_s = DEADLINE_S
+        self._deadline_s = deadline_s
         self._phases: list[_GroupPhase] = []
         self._common: BaseException | None = None
         self._rounds: Rounds | None = None
         self.rank = 0
         self.ranks: Sequence[int] = (0,)
-        if dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD if process_group is None else process_group
-            self.rank = dist.get_rank(group)
-            if group is None or self.rank < 0:
-                raise ReshardError(
-                    f"rank {dist.get_rank()} is no member of this process group; call only on its members, "
-                    "or leave process_group out to use the default group"
-                )
-            self.ranks = tuple(dist.get_process_group_ranks(group))
-            if len(self.ranks) > 1:
-                from reshard.ranks.rounds import Rounds
-                from reshard.ranks.store import store_of
-
-                shared = store_of(group)
-                line = shared.lend()
-                self._rounds = Rounds(line, self.rank, self.ranks, shared.ring, shared.litter)
-                weakref.finalize(self._rounds, shared.give_back, line)
+        joined = dist.is_available() and dist.is_initialized()
+        if alone and process_group is None:
+            self.ranks = (dist.get_rank() if joined else 0,)
+        elif joined:
+            self._join(dist.group.WORLD if process_group is None else process_group)
         elif process_group is not None:
-            raise ReshardError("a process group was given, but torch.distributed is not initialised (any more)")
+            raise wrong or ReshardError(
+                "a process group was given, but torch.distributed is not initialised (any more)"
+            )
         else:
             refuse_unjoined()
         self.world_size = len(self.ranks)
@@ -113,35 +113,38 @@ class Group:
             with self.together("the call"):  # the other ranks wait for this one
                 raise wrong
 
-    @classmethod
-    def of(cls, process_group: dist.ProcessGroup | None, *, alone: bool, deadline_s: float) -> Group:
-        """The ranks of a group, or this process `alone`. Raises ReshardError for both at once."""
-        if not alone:
-            return cls(process_group, deadline_s=deadline_s)
-        if process_group is not None:
-            wrong = ReshardError("alone=True means this process by itself: leave process_group out")
-            if not (dist.is_available() and dist.is_initialized()):
-                raise wrong
-            with cls(process_group, deadline_s=deadline_s).together("the call"):  # the others wait for this one
-                raise wrong
-        return cls.alone(deadline_s=deadline_s)
+    def _join(self, process_group: dist.ProcessGroup | None) -> None:
+        self.rank = dist.get_rank(process_group)
+        if process_group is None or self.rank < 0:
+            raise ReshardError(
+                f"rank {dist.get_rank()} is no member of this process group; call only on its members, "
+                "or leave process_group out to use the default group"
+            )
+        self.ranks = tuple(dist.get_process_group_ranks(process_group))
+        if len(self.ranks) > 1:
+            from reshard.ranks.rounds import Rounds
+            from reshard.ranks.store import store_of
 
-    @classmethod
-    def alone(cls, *, deadline_s: float = DEADLINE_S) -> Group:
-        """This process by itself, also where torch.distributed is initialised: it asks and waits for nobody."""
-        if (wrong := no_deadline(deadline_s)) is not None:
-            raise wrong
-        group = object.__new__(cls)
-        group._deadline_s, group._phases, group._common, group._rounds = deadline_s, [], None, None
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        group.rank, group.ranks, group.world_size = 0, (rank,), 1
-        return group
+            shared = store_of(process_group)
+            client = shared.lend()
+            self._rounds = Rounds(client, self.rank, self.ranks, shared.ring, shared.litter)
+            weakref.finalize(self._rounds, shared.give_back, client)
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        self._round("a barrier", b"", _nothing)
+        self.merge(b"", b"".join, "a barrier")
 
-    def merge(self, value: T, combine: Callable[[list[T]], T], what: str, *, kind: Any = None) -> T:
+    def merge(
+        self,
+        value: T,
+        combine: Callable[[list[T]], T],
+        what: str,
+        *,
+        kind: Any = None,
+        in_phase: bool = True,
+        parcels: Mapping[str, bytes] | None = None,
+        only: int | None = None,
+    ) -> T:
         """Everybody's value, combined to one answer for all.
 
         Args:
@@ -150,31 +153,52 @@ class Group:
             what: what is put together, for the message about ranks that do different things.
             kind: the type of values, as msgspec knows them; default: the class of this one, which is enough of bytes,
                 which travel as they are, of numbers and texts, and of structs.
+            in_phase: whether ranks in different phases do different things.
+            parcels: what goes into boxes, for those ranks that open them: see `Rounds.take`.
+            only: the place of the one rank that gets the answer; the others get back their own value.
         """
-        return self._round(what, value, combine, kind)
-
-    def merge_and_count(
-        self, value: T, combine: Callable[[list[T]], T], what: str, name: str, *, kind: Any = None
-    ) -> tuple[T, int]:
-        """`merge`, and how many ranks give the same name as this one, such as that of their machine: see
-        `exchange_within`."""
         if self._rounds is None:
-            return combine([value]), 1
-        box = _box_of(name)
-        merged = self._round(what, value, combine, kind, parcels={box: b""})
-        return merged, len(self._rounds.collect(box, range(self.world_size)))
+            return combine([value])
+        if self._phases:
+            name, deadline, allowed_s = self._phases[-1]
+            what += f" in '{name}'" if in_phase else ""
+        else:
+            deadline, allowed_s = time.monotonic() + self._deadline_s, self._deadline_s
+        kind = kind or type(value)
+
+        def joined(parts: list[bytes]) -> bytes:
+            return _encode(combine([_decode(part, kind) for part in parts]))
+
+        whole = self._rounds.take(what, _encode(value), joined, deadline, allowed_s, parcels, only)
+        return _decode(whole, kind) if only in (None, self.rank) else value
+
+    def merge_within(
+        self, value: T, combine: Callable[[list[T]], T], what: str, name: str, told: bytes = b"", *, kind: Any = None
+    ) -> tuple[T, dict[int, bytes]]:
+        """`merge`, and what the ranks have told that give the same name as this one, such as that of their machine, by
+        place in the group and in its order. They are few: 1,024 at most give one name."""
+        if self._rounds is None:
+            return combine([value]), {0: told}
+        box = f"among/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        merged = self.merge(value, combine, what, kind=kind, parcels={box: told})
+        return merged, self._rounds.collect(box, range(self.world_size))
+
+    def exchange_within(self, name: str, value: T, *, kind: Any = None) -> dict[int, T]:
+        """The values of the ranks that give the same name as this one: see `merge_within`."""
+        _, found = self.merge_within(b"", b"".join, "an exchange among some", name, _encode(value))
+        return {place: _decode(data, kind or type(value)) for place, data in found.items()}
 
     def exchange(self, value: T, *, kind: Any = None) -> list[T]:
         """Everybody's value, in rank order, for what every rank needs of every other. Equal ones travel once."""
         if self._rounds is None:
             return [value]
-        pool = self._round("an exchange", DistinctValues.of(_encode(value)), DistinctValues.join)
+        pool = self.merge(DistinctValues.of(_encode(value)), DistinctValues.join, "an exchange")
         distinct = [_decode(data, kind or type(value)) for data in pool.distinct]
         return [distinct[number] for number in pool.numbers()]
 
     def gather(self, value: T, root: int = 0, *, kind: Any = None) -> list[T] | None:
         """Everybody's value, in rank order, for the rank `root` (its place in the group); None for the others."""
-        found = self.gather_and_sum(value, b"", _nothing, root, kind=kind)
+        found = self.gather_and_sum(value, b"", b"".join, root, kind=kind)
         return None if found is None else found[0]
 
     def gather_and_sum(
@@ -189,7 +213,7 @@ class Group:
         if self._rounds is None:
             return [value], add([summed])
         parcels = {f"gather/{self.rank // FAN}": _encode(value)}
-        total = self._round(f"a gathering on rank {root}", summed, add, parcels=parcels, only=root)
+        total = self.merge(summed, add, f"a gathering on rank {root}", parcels=parcels, only=root)
         if self.rank != root:
             return None
         found: dict[int, bytes] = {}
@@ -207,19 +231,8 @@ class Group:
             return data[0] if data else b"", common
         is_root = self.rank == root
         parcels = {f"for/{place}": one for place, one in enumerate(data or ())} if is_root else {}
-        label = f"a scattering from rank {root}"
-        known = self._round(label, common if is_root else b"", b"".join, parcels=parcels)
+        known = self.merge(common if is_root else b"", b"".join, f"a scattering from rank {root}", parcels=parcels)
         return self._rounds.collect(f"for/{self.rank}", [root], owner=True)[root], known
-
-    def exchange_within(self, name: str, value: T, *, kind: Any = None) -> dict[int, T]:
-        """The values of the ranks that give the same name as this one, such as that of their machine, by place in the
-        group and in its order. They are few: 1,024 at most give one name."""
-        if self._rounds is None:
-            return {0: value}
-        box = _box_of(name)
-        self._round("an exchange among some", b"", _nothing, parcels={box: _encode(value)})
-        found = self._rounds.collect(box, range(self.world_size))
-        return {place: _decode(data, kind or type(value)) for place, data in found.items()}
 
     def distinct_answers(
         self, value: T, *, kind: Any = None, known: DistinctValues | None = None
@@ -233,14 +246,16 @@ class Group:
             return [(value, self.ranks)]
         data = _encode(value)
         digest = digest_of(data)
-        pool = known or self._round("an exchange of digests", DistinctValues.of(digest), DistinctValues.join)
+        pool = known or self.merge(DistinctValues.of(digest), DistinctValues.join, "an exchange of digests")
         if len(pool.distinct) == 1:
             return [(value, self.ranks)]
         parties: list[list[int]] = [[] for _ in pool.distinct]
         for rank, number in zip(self.ranks, pool.numbers(), strict=True):
             parties[number].append(rank)
         speaks = parties[pool.distinct.index(digest)][0] == self.ranks[self.rank]
-        answers = self._round("an exchange of what differs", [data] * speaks, _concatenated, list[bytes])
+        answers = self.merge(
+            [data] * speaks, lambda parts: [*chain(*parts)], "an exchange of what differs", kind=list[bytes]
+        )
         return [(_decode(one, kind or type(value)), ranks) for one, ranks in zip(answers, parties, strict=True)]
 
     def share(self, value: T | None, root: int = 0, *, kind: Any = bytes) -> T:
@@ -249,7 +264,7 @@ class Group:
         if self.rank == root and value is None:
             raise ReshardError(f"rank {root} is to share its data, but gave None")
         mine = _encode(value) if self.rank == root else b""
-        return cast(T, _decode(self._round(f"a share from rank {root}", mine, b"".join), kind))
+        return cast(T, _decode(self.merge(mine, b"".join, f"a share from rank {root}"), kind))
 
     def _check_root(self, root: int, what: str) -> None:
         if not 0 <= root < self.world_size:
@@ -342,7 +357,7 @@ class Group:
         try:
             yield
             if meet:
-                self._round(f"the end of '{name}'", b"", _nothing, in_phase=False)
+                self.merge(b"", b"".join, f"the end of '{name}'", in_phase=False)
                 if self._rounds is not None and len(self._phases) == 1:
                     self._rounds.seen()
         except BaseException as error:
@@ -372,33 +387,6 @@ class Group:
         if first != mine:
             error.add_note(f"before that, {first.message}")
 
-    def _round(
-        self,
-        label: str,
-        value: T,
-        combine: Callable[[list[T]], T],
-        kind: Any = None,
-        *,
-        in_phase: bool = True,
-        parcels: Mapping[str, bytes] | None = None,
-        only: int | None = None,
-    ) -> T:
-        """What `combine` made of everybody's value. With `only`, the other ranks get back their own."""
-        if self._rounds is None:
-            return combine([value])
-        if self._phases:
-            name, deadline, allowed_s = self._phases[-1]
-            label += f" in '{name}'" if in_phase else ""
-        else:
-            deadline, allowed_s = time.monotonic() + self._deadline_s, self._deadline_s
-        kind = kind or type(value)
-
-        def packed(parts: list[bytes]) -> bytes:
-            return _encode(combine([_decode(part, kind) for part in parts]))
-
-        whole = self._rounds.take(label, _encode(value), packed, deadline, allowed_s, parcels, only)
-        return _decode(whole, kind) if only in (None, self.rank) else value
-
 
 def _encode(value: object) -> bytes:
     """For another rank: bytes as they are."""
@@ -407,18 +395,6 @@ def _encode(value: object) -> bytes:
 
 def _decode(data: bytes, kind: Any) -> Any:
     return data if kind is bytes else msgspec.msgpack.decode(data, type=kind)
-
-
-def _nothing(parts: list[bytes]) -> bytes:
-    return b""
-
-
-def _box_of(name: str) -> str:
-    return f"among/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-
-
-def _concatenated(parts: list[list[bytes]]) -> list[bytes]:
-    return [row for part in parts for row in part]
 
 
 # Flags that all ranks have, a bit each and compressed: what is so on any of them, whichever that
@@ -447,16 +423,6 @@ def unpack_flags(data: bytes, count: int) -> list[bool]:
     """Inverse of `pack_flags`."""
     bits = np.frombuffer(zlib.decompress(data), np.uint8)
     return np.unpackbits(bits, count=count).astype(bool).tolist()
-
-
-# Calls of which a group can be sure that they are wrong, before it hears of any other rank.
-
-
-def no_deadline(deadline_s: object) -> ReshardError | None:
-    """What to raise for a deadline that is none."""
-    if isinstance(deadline_s, int | float) and deadline_s > 0:
-        return None
-    return ReshardError(f"a deadline must be a positive number of seconds, not {deadline_s!r}")
 
 
 def refuse_unjoined() -> None:

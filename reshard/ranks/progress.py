@@ -94,26 +94,34 @@ class Progress:
         show: whether this process shows a bar or writes log lines; with many ranks one of them is enough.
         bars: whether it shows bars where somebody looks on; if not, it only logs.
         listener: gets this work's events, beside the listeners of the whole process.
+        check: called wherever a phase goes on, to raise what ends the work: that another rank has failed.
     """
 
-    def __init__(self, *, show: bool = True, bars: bool = True, listener: Listener | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        show: bool = True,
+        bars: bool = True,
+        listener: Listener | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self.check = check
         self._own = [listener] if listener else []
-        self._display: _Bars | _Lines | None = None
-        if show:
-            watched = bars and sys.stderr is not None and sys.stderr.isatty()
-            self._display = _Bars() if watched else _Lines()
+        self._show = show
+        watched = show and bars and sys.stderr is not None and sys.stderr.isatty()
+        self.bars = _Bars() if watched else None
 
     @contextmanager
     def phase(self, name: str, total_bytes: int | None = None) -> Iterator[Phase]:
         """A phase, from its start to its end or failure."""
         phase = Phase(self, name, total_bytes)
-        phase._tell("started")
+        phase.tell("started")
         try:
             yield phase
         except BaseException:
-            phase._tell("failed")
+            phase.tell("failed")
             raise
-        phase._tell("finished")
+        phase.tell("finished")
 
     def __enter__(self) -> Self:
         return self
@@ -121,12 +129,15 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._display is not None:
-            self._display.close()
+        if self.bars is not None:
+            self.bars.close()
 
-    def _send(self, phase: Phase, event: Event) -> None:
-        if self._display is not None:
-            self._display.show(phase, event)
+    def send(self, phase: Phase, event: Event) -> None:
+        """Show it, and tell all listeners."""
+        if self.bars is not None:
+            self.bars.show(phase, event)
+        elif self._show and event.kind in ("finished", "failed"):
+            _log.info("%s", event)  # one line when a phase is over: silent unless logging was told to show it
         with _listeners_lock:
             everybody = self._own + _listeners
         for listener in everybody:
@@ -149,7 +160,9 @@ class Phase:
         self._next_event = self._start + _EVENT_GAP_S
 
     def advance(self, nbytes: int) -> None:
-        """So many more bytes are done."""
+        """So many more bytes are done. Raises what the work's `check` does."""
+        if self._progress.check is not None:
+            self._progress.check()
         now = time.monotonic()
         with self._lock:
             self.done_bytes += nbytes
@@ -157,22 +170,12 @@ class Phase:
             if due:
                 self._next_event = now + _EVENT_GAP_S
         if due:
-            self._tell("advanced")
+            self.tell("advanced")
 
-    def _tell(self, kind: Literal["started", "advanced", "finished", "failed"]) -> None:
+    def tell(self, kind: Literal["started", "advanced", "finished", "failed"]) -> None:
+        """Say what has become of it."""
         seconds = time.monotonic() - self._start
-        self._progress._send(self, Event(kind, self.name, self.done_bytes, self.total_bytes, seconds))
-
-
-class _Lines:
-    """One log line when a phase is over, at level INFO: silent unless logging was told to show it."""
-
-    def show(self, phase: Phase, event: Event) -> None:
-        if event.kind in ("finished", "failed"):
-            _log.info("%s", event)
-
-    def close(self) -> None:
-        """Nothing is held."""
+        self._progress.send(self, Event(kind, self.name, self.done_bytes, self.total_bytes, seconds))
 
 
 class _Bars:
@@ -193,8 +196,8 @@ class _Bars:
             if task is None:
                 if event.seconds < _BAR_AFTER_S:
                     return
-                task = self._tasks[phase] = self._open().add_task(phase.name, total=phase.total_bytes)
-            self._open().update(task, completed=event.done_bytes)
+                task = self._tasks[phase] = self.opened().add_task(phase.name, total=phase.total_bytes)
+            self.opened().update(task, completed=event.done_bytes)
 
     def close(self) -> None:
         with self._lock:
@@ -203,7 +206,8 @@ class _Bars:
             self._bars = None
             self._tasks.clear()
 
-    def _open(self) -> RichProgress:
+    def opened(self) -> RichProgress:
+        """The bars, shown from now on."""
         if self._bars is None:
             from rich.console import Console  # slow to import, and mostly not needed
             from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn

@@ -133,7 +133,10 @@ class Rounds:
             if self.failure is not None:
                 self.failure.raise_()
             before = self._take_litter()
-            self._send(parcels or {})
+            limit = min(_INLINE_BYTES, PART_BYTES // min(len(self._ranks), _BOX_RANKS))
+            for box, parcel in (parcels or {}).items():
+                head = self._put(f"parcel/{box}/{self._rank}", parcel, limit)
+                self._line.append(self._key(f"box/{box}"), self._rank, head)
             outcome = self._climb(label, data, combine, only) or self._wait(label, deadline, allowed_s)
             if isinstance(outcome, Failure):
                 for box in parcels or ():  # nobody will collect them
@@ -145,12 +148,6 @@ class Rounds:
             self._round += 1
             self._line.delete((*before, *self._old_litter.take(outcome.oldest)))
             return whole
-
-    def _send(self, parcels: Mapping[str, bytes]) -> None:
-        limit = min(_INLINE_BYTES, PART_BYTES // min(len(self._ranks), _BOX_RANKS))
-        for box, parcel in parcels.items():
-            head = self._put(f"parcel/{box}/{self._rank}", parcel, limit)
-            self._line.append(self._key(f"box/{box}"), self._rank, head)
 
     def collect(self, box: str, places: Sequence[int], *, owner: bool | None = None) -> dict[int, bytes]:
         """What was put into a box in the round just taken, by place, in order.

@@ -286,21 +286,17 @@ class StoreClient:
         return b"".join(part for part in parts if part is not None)
 
     def _call(self, name: str, *args: Any) -> Any:
+        store = self.store
+        if not self.is_idle and self._reopen is not None:
+            store = self._spare = self._spare or self._reopen()
         try:
-            return getattr(self._client(), name)(*args)
+            return getattr(store, name)(*args)
         except RuntimeError as error:  # torch raises DistNetworkError, DistStoreError or the bare class
             raise RankFailedError(
                 "the store through which the ranks talk is gone; the process that hosts it, mostly rank 0, has "
                 f"probably exited or died: look at its log first ({str(error).splitlines()[0][:200]})",
                 rank=0,
             ) from error
-
-    def _client(self) -> KeyValueStore:
-        if self.is_idle or self._reopen is None:
-            return self.store
-        if self._spare is None:
-            self._spare = self._reopen()
-        return self._spare
 
 
 # What the ranks of a session write down: what each posts, how a round ended, and which keys are to
@@ -340,12 +336,8 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 Outcome = Failure | RoundOutcome
-_decoder: msgspec.msgpack.Decoder[Outcome] = msgspec.msgpack.Decoder(Failure | RoundOutcome)
-
-
-def decode_outcome(packed: bytes) -> Outcome:
-    """What stands under the key of an outcome."""
-    return _decoder.decode(packed)
+decode_outcome: Callable[[bytes], Outcome] = msgspec.msgpack.Decoder(Failure | RoundOutcome).decode
+"""What stands under the key of an outcome."""
 
 
 class StaleKeys:

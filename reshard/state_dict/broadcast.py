@@ -56,7 +56,7 @@ def setting(options: StateDictOptions | None = None, *, alone: bool = False) -> 
 
     `options`: of the call, unless they were compared before. Raises LayoutError where ranks were given different ones.
     """
-    group = Group.alone() if alone else Group(deadline_s=DEADLINE_S)
+    group = Group(alone=alone, deadline_s=DEADLINE_S)
     with group.together("setting a state dict"):
         if options is not None:
             group.same_options("the setters of state dicts", vars(options))

@@ -32,7 +32,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.planned = self.rounds = 0
-        plan_writes, take = save_job.plan_writes, Group._round
+        plan_writes, take = save_job.plan_writes, Group.merge
 
         def planning(*args: Any, **options: Any) -> Any:
             self.planned += 1
@@ -42,7 +42,7 @@ class Counted:
             self.rounds += threading.current_thread() is threading.main_thread()
             return take(group, *args, **options)
 
-        save_job.plan_writes, Group._round = planning, round_  # type: ignore[assignment,method-assign]
+        save_job.plan_writes, Group.merge = planning, round_  # type: ignore[assignment,method-assign]
 
 
 def in_a_row(folder: str, verb: str) -> list[tuple[int, int]]:

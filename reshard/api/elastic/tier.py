@@ -207,7 +207,7 @@ class Tier:
             self._known = None
 
     def _group(self) -> Group:
-        return Group.of(self.settings.process_group, alone=False, deadline_s=self.settings.deadline_s)
+        return Group(self.settings.process_group, deadline_s=self.settings.deadline_s)
 
     def _meet(self, group: Group) -> Hosts:
         """Collective: who is where, which is asked once."""

@@ -114,8 +114,8 @@ def test_on_a_terminal_long_phases_have_a_bar(monkeypatch: pytest.MonkeyPatch) -
         with progress.phase("read", 4 << 20) as step, progress.phase("check", 10) as other:
             step.advance(1 << 20)
             other.advance(5)
-            assert progress._display is not None
-            progress._display._open().refresh()  # type: ignore[union-attr]
+            assert progress.bars is not None
+            progress.bars.opened().refresh()
     shown = terminal.getvalue()
     assert "read" in shown
     assert "check" in shown
