@@ -22,8 +22,7 @@ import msgspec
 
 from planners.geometry.layout import Form, ProductForm, TensorSpec
 from planners.geometry.mesh import Mesh, Shard
-from reshard.api import load_keys, save_job
-from reshard.api import save as repeated
+from reshard.api import load_keys, save as repeated, save_job
 from reshard.api.load_keys import LoadOptions
 from reshard.api.save_job import SaveOptions
 from reshard.execute.machine import MachineReading, OwnMemory

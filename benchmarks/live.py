@@ -28,6 +28,8 @@ from planners import (
     BlockShard,
     Cluster,
     Mesh,
+    Replicate as R,
+    Shard as S,
     StateLayout,
     TensorLayout,
     TensorSpec,
@@ -38,8 +40,6 @@ from planners import (
     schedule,
     verify,
 )
-from planners import Replicate as R
-from planners import Shard as S
 from planners.plans.transfer import bytes_between, rank_groups
 
 WORLD = 8

@@ -84,8 +84,7 @@ class Clock:
     def watch_load(self) -> None:
         """Count what a load calls."""
         from reshard.api import load as loading
-        from reshard.execute import fetch as load_bytes
-        from reshard.execute import machine as machine_reading
+        from reshard.execute import fetch as load_bytes, machine as machine_reading
         from reshard.execute.machine import MachineMemory
         from reshard.ranks.group import Group
         from reshard.storage.local import LocalStorage

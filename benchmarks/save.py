@@ -35,8 +35,7 @@ from benchmarks.kernels import NAMED, compiled_kernel, is_installed
 from benchmarks.load import make
 from benchmarks.page import Row, arguments, report
 from benchmarks.processes import measured, over_ranks, run
-from planners import Mesh, StateLayout, TensorLayout, TensorSpec, plan_writes
-from planners import Shard as PlanShard
+from planners import Mesh, Shard as PlanShard, StateLayout, TensorLayout, TensorSpec, plan_writes
 
 warnings.filterwarnings("ignore")
 

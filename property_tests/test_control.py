@@ -6,8 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from property_tests.budget import examples
 from reshard.errors import DeadlineError, LayoutError, RankFailedError, ReshardError

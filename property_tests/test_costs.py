@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from planners import Cluster, Window, estimate, plan_reads, plan_transfers, plan_writes, summarize
 from planners.plans.load import count_reads

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from planners import Mesh, Replicate, Shard, TensorLayout, TensorSpec, plan_copies, verify
 from planners.errors import PlanError

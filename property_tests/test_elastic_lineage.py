@@ -15,8 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import reshard

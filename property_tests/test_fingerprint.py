@@ -6,8 +6,7 @@ import itertools
 import math
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from planners.geometry.box import Box
 from reshard.live.fingerprints import Fingerprinter, Partial, partial

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import reshard
 from planners.errors import PlanError
@@ -19,8 +18,7 @@ from planners.testing.strategies import boxes, layouts, shapes, specs
 from property_tests.budget import examples
 from reshard.api import save_job
 from reshard.api.save_job import SaveOptions, ToWrite, alike, base_at, choose_base, doubtful
-from reshard.native import commit, reuse
-from reshard.native import data_file as blocks
+from reshard.native import commit, data_file as blocks, reuse
 from reshard.native.commit import Generation
 from reshard.native.data_file import Entry
 from reshard.ranks.global_state import GlobalState

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from budget import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import reshard
 from planners import Box, TensorLayout, TensorSpec

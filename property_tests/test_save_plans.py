@@ -8,8 +8,7 @@ from collections import Counter
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from oracle import local_arrays
 
 from planners import PlanError, StateLayout, TensorLayout, TensorSpec, dumps, loads, plan_writes, verify

@@ -6,8 +6,7 @@ import itertools
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from planners import Box, Schedule, plan_transfers, schedule, verify
 from planners.plans.rounds import color_edges

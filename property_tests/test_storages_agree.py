@@ -7,8 +7,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError

@@ -6,8 +6,7 @@ import math
 from typing import Any
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import TensorSpec

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from oracle import elements
 
 from planners import StateLayout, Topology, dumps, loads, plan_reads, replay, verify

@@ -6,8 +6,7 @@ from collections import Counter
 
 import numpy as np
 from budget import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from oracle import elements, local_arrays
 
 from planners import StateLayout, TensorLayout, plan_transfers, replay, verify

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from budget import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from oracle import owned_indexes
 
 from planners import (

@@ -58,48 +58,42 @@ _MODULES = ("dcp", "elastic", "planners")
 __all__ = [name for name in _HOME if name != "__version__"]
 
 if TYPE_CHECKING:
-    from reshard import dcp as dcp
-    from reshard import elastic as elastic
-    from reshard import planners as planners
-    from reshard.api.convert import ConvertReport as ConvertReport
-    from reshard.api.convert import convert as convert
+    from reshard import dcp as dcp, elastic as elastic, planners as planners
+    from reshard.api.convert import ConvertReport as ConvertReport, convert as convert
     from reshard.api.fingerprint import fingerprint as fingerprint
-    from reshard.api.load import LoadReport as LoadReport
-    from reshard.api.load import load as load
+    from reshard.api.load import LoadReport as LoadReport, load as load
     from reshard.api.optimizer_destinations import optimizer_destinations as optimizer_destinations
     from reshard.api.plan import plan as plan
-    from reshard.api.redistribute import TransferReport as TransferReport
-    from reshard.api.redistribute import prepare as prepare
-    from reshard.api.redistribute import redistribute as redistribute
-    from reshard.api.redistribute import verify_live as verify_live
-    from reshard.api.retention import latest_complete as latest_complete
-    from reshard.api.retention import prune as prune
-    from reshard.api.retention import steps as steps
-    from reshard.api.save import SaveReport as SaveReport
-    from reshard.api.save import async_save as async_save
-    from reshard.api.save import save as save
+    from reshard.api.redistribute import (
+        TransferReport as TransferReport,
+        prepare as prepare,
+        redistribute as redistribute,
+        verify_live as verify_live,
+    )
+    from reshard.api.retention import latest_complete as latest_complete, prune as prune, steps as steps
+    from reshard.api.save import SaveReport as SaveReport, async_save as async_save, save as save
     from reshard.api.trace import trace_layout as trace_layout
-    from reshard.api.verify import compare as compare
-    from reshard.api.verify import verify as verify
-    from reshard.checkpoint import Checkpoint as Checkpoint
-    from reshard.checkpoint import open as open
+    from reshard.api.verify import compare as compare, verify as verify
+    from reshard.checkpoint import Checkpoint as Checkpoint, open as open
     from reshard.errors import ReshardError as ReshardError
     from reshard.live.state import PerRank as PerRank
     from reshard.live.tensors import layout_of as layout_of
     from reshard.mapping import Mapping as Mapping
     from reshard.native.release import __version__ as __version__
-    from reshard.state_dict import FqnMap as FqnMap
-    from reshard.state_dict import Stage as Stage
-    from reshard.state_dict import StateDictOptions as StateDictOptions
-    from reshard.state_dict import fqn_map as fqn_map
-    from reshard.state_dict import get_model_state_dict as get_model_state_dict
-    from reshard.state_dict import get_optimizer_state_dict as get_optimizer_state_dict
-    from reshard.state_dict import get_state_dict as get_state_dict
-    from reshard.state_dict import iter_full as iter_full
-    from reshard.state_dict import normalize as normalize
-    from reshard.state_dict import set_model_state_dict as set_model_state_dict
-    from reshard.state_dict import set_optimizer_state_dict as set_optimizer_state_dict
-    from reshard.state_dict import set_state_dict as set_state_dict
+    from reshard.state_dict import (
+        FqnMap as FqnMap,
+        Stage as Stage,
+        StateDictOptions as StateDictOptions,
+        fqn_map as fqn_map,
+        get_model_state_dict as get_model_state_dict,
+        get_optimizer_state_dict as get_optimizer_state_dict,
+        get_state_dict as get_state_dict,
+        iter_full as iter_full,
+        normalize as normalize,
+        set_model_state_dict as set_model_state_dict,
+        set_optimizer_state_dict as set_optimizer_state_dict,
+        set_state_dict as set_state_dict,
+    )
 
 
 if not TYPE_CHECKING:  # which would take any name for one of ours

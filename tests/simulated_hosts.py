@@ -21,8 +21,7 @@ import greenlet
 import torch
 
 from planners import TensorLayout, TensorSpec
-from reshard.api.elastic import Tier
-from reshard.api.elastic import generation as moving
+from reshard.api.elastic import Tier, generation as moving
 from reshard.live import state as live_state
 from tests.faulty import SystemCalls
 from tests.simulated_ranks import Died, World

@@ -22,9 +22,7 @@ from typing import Any
 
 import greenlet
 
-from reshard.ranks import group as group_module
-from reshard.ranks import rounds as store_rounds
-from reshard.ranks import store as line_module
+from reshard.ranks import group as group_module, rounds as store_rounds, store as line_module
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.liveness import Gone
 from reshard.ranks.rounds import Rounds

@@ -17,8 +17,7 @@ import xxhash
 
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology
-from reshard.checkpoint import Checkpoint
-from reshard.checkpoint import open as open_checkpoint
+from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -31,8 +30,7 @@ from reshard.errors import (
 from reshard.formats.normalize import keep_beside
 from reshard.formats.safetensors import SafetensorsWriter
 from reshard.formats.torch_save.writer import TorchSaveWriter
-from reshard.mapping import Cast, apply_dict
-from reshard.mapping import Mapping as StateMapping
+from reshard.mapping import Cast, Mapping as StateMapping, apply_dict
 from reshard.mapping.tensors import cast
 from reshard.native import commit
 from reshard.native.writer import NativeWriter

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from planners.geometry.box import Box
 from planners.geometry.layout import Part, ProductForm, StateLayout, TensorLayout
 from planners.geometry.mesh import Replicate
-from reshard.checkpoint import Checkpoint
-from reshard.checkpoint import open as open_checkpoint
+from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import CheckpointError, FormatError, LayoutError
 from reshard.live.fingerprint_sums import PUBLIC, Key
 from reshard.live.fingerprints import Fingerprinter, Holding, Partial, add_holdings, conclude, pack_holdings, partials

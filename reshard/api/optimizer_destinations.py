@@ -15,8 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from reshard.api.load import saved_in
-from reshard.checkpoint import Checkpoint
-from reshard.checkpoint import open as open_checkpoint
+from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import KeyMismatchError
 from reshard.live.optimizer_state import LazyOptimizerState, fill, is_flat_key
 from reshard.state import KeyPath

@@ -40,8 +40,7 @@ from reshard.execute.differences import DeltaExchange
 from reshard.execute.exchange import Exchange, Waiter
 from reshard.live.copy_streams import device_module, has_copy_streams
 from reshard.live.dtypes import dtype_from_name, raw_elements
-from reshard.live.fingerprints import Holding, Partial, add_holdings, conclude, pack_holdings
-from reshard.live.fingerprints import partial as partial_sum
+from reshard.live.fingerprints import Holding, Partial, add_holdings, conclude, pack_holdings, partial as partial_sum
 from reshard.live.tensors import local_tensors
 from reshard.ranks.group import Group, device_of_kind
 

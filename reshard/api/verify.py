@@ -18,8 +18,7 @@ from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box
 from planners.plans.proof import verify as prove
 from planners.plans.save import SavePlan
-from reshard.checkpoint import Checkpoint
-from reshard.checkpoint import open as open_checkpoint
+from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError, KeyMismatchError, LayoutError
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.copy_streams import to_host

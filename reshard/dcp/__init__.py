@@ -12,37 +12,40 @@ what torch reads, and the other way round; `load` reads all formats of `reshard.
 
 from torch.distributed import checkpoint as _torch
 from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata as BytesStorageMetadata
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as ChunkStorageMetadata
-from torch.distributed.checkpoint.metadata import Metadata as Metadata
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata as BytesStorageMetadata,
+    ChunkStorageMetadata as ChunkStorageMetadata,
+    Metadata as Metadata,
+    TensorStorageMetadata as TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.optimizer import (
     load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.planner import LoadPlan as LoadPlan
-from torch.distributed.checkpoint.planner import LoadPlanner as LoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem as ReadItem
-from torch.distributed.checkpoint.planner import SavePlan as SavePlan
-from torch.distributed.checkpoint.planner import SavePlanner as SavePlanner
-from torch.distributed.checkpoint.planner import WriteItem as WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan as LoadPlan,
+    LoadPlanner as LoadPlanner,
+    ReadItem as ReadItem,
+    SavePlan as SavePlan,
+    SavePlanner as SavePlanner,
+    WriteItem as WriteItem,
+)
 from torch.distributed.checkpoint.stateful import Stateful as Stateful
-from torch.distributed.checkpoint.storage import StorageReader as StorageReader
-from torch.distributed.checkpoint.storage import StorageWriter as StorageWriter
+from torch.distributed.checkpoint.storage import StorageReader as StorageReader, StorageWriter as StorageWriter
 
-from reshard.dcp.default_planner import DefaultLoadPlanner as DefaultLoadPlanner
-from reshard.dcp.default_planner import DefaultSavePlanner as DefaultSavePlanner
+from reshard.dcp.default_planner import (
+    DefaultLoadPlanner as DefaultLoadPlanner,
+    DefaultSavePlanner as DefaultSavePlanner,
+)
 from reshard.dcp.engine.newer_names import newer_or_torchs
-from reshard.dcp.filesystem import FileSystemReader as FileSystemReader
-from reshard.dcp.filesystem import FileSystemWriter as FileSystemWriter
-from reshard.dcp.format_utils import BroadcastingTorchSaveReader as BroadcastingTorchSaveReader
-from reshard.dcp.format_utils import DynamicMetaLoadPlanner as DynamicMetaLoadPlanner
-from reshard.dcp.format_utils import dcp_to_torch_save as dcp_to_torch_save
-from reshard.dcp.format_utils import torch_save_to_dcp as torch_save_to_dcp
-from reshard.dcp.state_dict_loader import load as load
-from reshard.dcp.state_dict_loader import load_state_dict as load_state_dict
-from reshard.dcp.state_dict_saver import async_save as async_save
-from reshard.dcp.state_dict_saver import save as save
-from reshard.dcp.state_dict_saver import save_state_dict as save_state_dict
+from reshard.dcp.filesystem import FileSystemReader as FileSystemReader, FileSystemWriter as FileSystemWriter
+from reshard.dcp.format_utils import (
+    BroadcastingTorchSaveReader as BroadcastingTorchSaveReader,
+    DynamicMetaLoadPlanner as DynamicMetaLoadPlanner,
+    dcp_to_torch_save as dcp_to_torch_save,
+    torch_save_to_dcp as torch_save_to_dcp,
+)
+from reshard.dcp.state_dict_loader import load as load, load_state_dict as load_state_dict
+from reshard.dcp.state_dict_saver import async_save as async_save, save as save, save_state_dict as save_state_dict
 
 __all__ = [name for name in vars(_torch) if not name.startswith("_")]
 

@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
     LoadPlanner,
+    ReadItem as TorchReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
+    WriteItem as TorchWriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner import ReadItem as TorchReadItem
-from torch.distributed.checkpoint.planner import WriteItem as TorchWriteItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from planners.geometry.box import Box

@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
     LoadPlanner,
+    ReadItem as TorchReadItem,
     SavePlan,
     SavePlanner,
     WriteItem,
+    WriteItem as TorchWriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner import ReadItem as TorchReadItem
-from torch.distributed.checkpoint.planner import WriteItem as TorchWriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 

@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from planners.geometry.box import Box
-from reshard.checkpoint import log_unchecked
-from reshard.checkpoint import open as open_checkpoint
+from reshard.checkpoint import log_unchecked, open as open_checkpoint
 from reshard.dcp import filesystem
 from reshard.dcp.default_planner import DefaultLoadPlanner
 from reshard.dcp.state_dict_saver import save

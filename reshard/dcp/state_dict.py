@@ -14,11 +14,12 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as _torch
 
 from reshard.state_dict import api
-from reshard.state_dict.api import set_optimizer_state_dict as set_optimizer_state_dict
-from reshard.state_dict.api import set_state_dict as set_state_dict
+from reshard.state_dict.api import (
+    set_optimizer_state_dict as set_optimizer_state_dict,
+    set_state_dict as set_state_dict,
+)
 from reshard.state_dict.names import Models
-from reshard.state_dict.options import InChunks, SetReport, as_options
-from reshard.state_dict.options import StateDictOptions as StateDictOptions
+from reshard.state_dict.options import InChunks, SetReport, StateDictOptions as StateDictOptions, as_options
 
 __getattr__ = partial(getattr, _torch)
 

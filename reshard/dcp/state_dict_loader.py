@@ -8,8 +8,7 @@ import warnings
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import default_planner as _torch_planner
-from torch.distributed.checkpoint import state_dict_loader as _torch
+from torch.distributed.checkpoint import default_planner as _torch_planner, state_dict_loader as _torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 

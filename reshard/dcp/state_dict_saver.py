@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import default_planner as _torch_planner
-from torch.distributed.checkpoint import state_dict_saver as _torch
+from torch.distributed.checkpoint import default_planner as _torch_planner, state_dict_saver as _torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager

@@ -321,8 +321,7 @@ def composite_formats() -> tuple[Format, ...]:
     from reshard.formats import accelerate, lightning, orbax, rank_files, torchsnapshot
     from reshard.formats.deepspeed import files as deepspeed
     from reshard.formats.fsdp1 import files as fsdp1
-    from reshard.formats.megatron import files as megatron
-    from reshard.formats.megatron import legacy_files as megatron_legacy
+    from reshard.formats.megatron import files as megatron, legacy_files as megatron_legacy
     from reshard.formats.pipeline_stages import files as pipeline_stages
 
     of_ranks = (rank_files, lightning, pipeline_stages, fsdp1)

@@ -17,10 +17,8 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from reshard.api.save import save
-from reshard.checkpoint import Checkpoint
-from reshard.checkpoint import open as open_checkpoint
-from reshard.dcp import DefaultLoadPlanner
-from reshard.dcp import load as fill
+from reshard.checkpoint import Checkpoint, open as open_checkpoint
+from reshard.dcp import DefaultLoadPlanner, load as fill
 from reshard.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 from reshard.stored.tensor import whole
 

@@ -24,8 +24,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 from reshard.api.load import load
 from reshard.api.retention import prune
 from reshard.api.save import save
-from reshard.checkpoint import Checkpoint
-from reshard.checkpoint import open as open_checkpoint
+from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import CheckpointNotFoundError, DeadlineError
 from reshard.formats.opening import path_below
 from reshard.stored.tensor import whole

@@ -8,20 +8,21 @@
 `reshard.mapping.families` has ready ones between Hugging Face, torchtitan and Megatron.
 """
 
-from reshard.mapping.mapping import Mapping as Mapping
-from reshard.mapping.mapping import apply_dict as apply_dict
-from reshard.mapping.rules import Cast as Cast
-from reshard.mapping.rules import Concat as Concat
-from reshard.mapping.rules import Dequantize as Dequantize
-from reshard.mapping.rules import Drop as Drop
-from reshard.mapping.rules import Mxfp4 as Mxfp4
-from reshard.mapping.rules import Offset as Offset
-from reshard.mapping.rules import Rename as Rename
-from reshard.mapping.rules import Reshape as Reshape
-from reshard.mapping.rules import Resize as Resize
-from reshard.mapping.rules import Rope as Rope
-from reshard.mapping.rules import Rule as Rule
-from reshard.mapping.rules import Split as Split
-from reshard.mapping.rules import Stack as Stack
-from reshard.mapping.rules import Transpose as Transpose
-from reshard.mapping.rules import Unstack as Unstack
+from reshard.mapping.mapping import Mapping as Mapping, apply_dict as apply_dict
+from reshard.mapping.rules import (
+    Cast as Cast,
+    Concat as Concat,
+    Dequantize as Dequantize,
+    Drop as Drop,
+    Mxfp4 as Mxfp4,
+    Offset as Offset,
+    Rename as Rename,
+    Reshape as Reshape,
+    Resize as Resize,
+    Rope as Rope,
+    Rule as Rule,
+    Split as Split,
+    Stack as Stack,
+    Transpose as Transpose,
+    Unstack as Unstack,
+)

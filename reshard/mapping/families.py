@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Mapping as Dict
+from collections.abc import Callable, Iterable, Mapping as Dict, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

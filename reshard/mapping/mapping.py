@@ -10,8 +10,7 @@ Within a stage every name is taken by the first rule that fits, and what no rule
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from collections.abc import Mapping as Dict
+from collections.abc import Callable, Iterable, Iterator, Mapping as Dict, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar

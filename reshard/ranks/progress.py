@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from planners.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
+    from rich.progress import Progress as RichProgress, TaskID
 
 __all__ = ["Event", "Listener", "Phase", "Progress", "format_bytes", "listening"]
 
@@ -210,8 +209,14 @@ class _Bars:
         """The bars, shown from now on."""
         if self._bars is None:
             from rich.console import Console  # slow to import, and mostly not needed
-            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-            from rich.progress import Progress as RichProgress
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                Progress as RichProgress,
+                TextColumn,
+                TimeRemainingColumn,
+                TransferSpeedColumn,
+            )
 
             columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
             self._bars = RichProgress(

@@ -168,8 +168,7 @@ def flat_sharded(path: str) -> dict[str, Any]:
     """FSDP1's sharded state dict: ShardedTensors, cut along dim 0, unevenly."""
     import warnings
 
-    from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor import Shard as LocalShard, init_from_local_shards
 
     rank, world = dist.get_rank(), dist.get_world_size()
     start, stop = rank * 4, min(rank * 4 + 4, 10)

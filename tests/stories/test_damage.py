@@ -8,8 +8,7 @@ import shutil
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import reshard
 from reshard.errors import DamagedCheckpointError, ReshardError

@@ -21,8 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import reshard
 from reshard.api import save_job
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, ReshardError
-from reshard.native import commit as generations
-from reshard.native import data_file as blocks
+from reshard.native import commit as generations, data_file as blocks
 from reshard.native.manifest import HF_INDEX
 from reshard.storage.memory import MemoryStorage
 from tests import gloo

@@ -15,9 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import reshard
-from reshard.api import save as repeated
-from reshard.api import save as saving
-from reshard.api import save_job
+from reshard.api import save as repeated, save as saving, save_job
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, RankFailedError, ReshardError
 from reshard.live import copy_streams
 from reshard.ranks.group import Group

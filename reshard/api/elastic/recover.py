@@ -33,8 +33,7 @@ from reshard.api.elastic.generation import (
 from reshard.api.elastic.lineage import Found
 from reshard.api.load import LoadReport, ReadPlan, load_with
 from reshard.api.load_keys import LoadOptions
-from reshard.checkpoint import Checkpoint, open_among
-from reshard.checkpoint import open as open_checkpoint
+from reshard.checkpoint import Checkpoint, open as open_checkpoint, open_among
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,

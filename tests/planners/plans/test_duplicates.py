@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from planners import Box, Mesh, TensorLayout, TensorSpec
 from planners.geometry.layout import BoxesForm

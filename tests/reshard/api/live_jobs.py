@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 import reshard
-from planners import BlockShard, Box, Mesh, TensorLayout, TensorSpec, View, concat
-from planners import Shard as PlannedShard
+from planners import BlockShard, Box, Mesh, Shard as PlannedShard, TensorLayout, TensorSpec, View, concat
 from reshard.mapping import Concat, Mapping, Rename
 from tests.reshard.api import live_layouts
 from tests.reshard.api.live_layouts import LAYOUTS, local, numbers, truth
@@ -246,8 +245,7 @@ def kinds_job() -> dict[str, Any]:
 
 
 def _sharded_tensor(whole: torch.Tensor, bounds: list[int]) -> Any:
-    from torch.distributed._shard.sharded_tensor import Shard as Piece
-    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor import Shard as Piece, init_from_local_shards
 
     rank = dist.get_rank()
     low, high = bounds[rank : rank + 2]

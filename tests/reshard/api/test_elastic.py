@@ -17,8 +17,7 @@ import pytest
 import torch
 
 import reshard
-from planners import Mesh, TensorLayout, TensorSpec
-from planners import Shard as S
+from planners import Mesh, Shard as S, TensorLayout, TensorSpec
 from reshard.api.elastic import tier as keeping
 from reshard.api.elastic.generation import GenerationFolder, Incarnation, ManifestStamp, Recorded, meet
 from reshard.api.elastic.lineage import Found

@@ -15,8 +15,7 @@ import reshard
 from planners.geometry.box import Box
 from reshard.api.fingerprint import fingerprint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
-from reshard.live import fingerprint_sums as fold_module
-from reshard.live import fingerprints as words_module
+from reshard.live import fingerprint_sums as fold_module, fingerprints as words_module
 from reshard.live.dtypes import dtype_name
 from reshard.live.fingerprint_sums import (
     BLOCK,

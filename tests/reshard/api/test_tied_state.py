@@ -307,8 +307,7 @@ def _one_memory(path: str) -> dict[str, Any]:
     state: dict[str, Any] = {"a": cut, "b": again, "wide": wide, "copy": distribute_tensor(whole, mesh, [Replicate()])}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-        from torch.distributed._shard.sharded_tensor import init_from_local_shards
+        from torch.distributed._shard.sharded_tensor import Shard as LocalShard, init_from_local_shards
 
         def sharded(tensor: torch.Tensor) -> Any:
             rows = tensor.shape[0]

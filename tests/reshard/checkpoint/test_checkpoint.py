@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 
 import reshard
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Shard
-from reshard.checkpoint import Checkpoint, open_among
-from reshard.checkpoint import open as open_checkpoint
+from reshard.checkpoint import Checkpoint, open as open_checkpoint, open_among
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -11,9 +11,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 import reshard
-from planners import Mesh, StateLayout, TensorLayout, TensorSpec, plan_transfers, schedule, verify
-from planners import Replicate as R
-from planners import Shard as S
+from planners import (
+    Mesh,
+    Replicate as R,
+    Shard as S,
+    StateLayout,
+    TensorLayout,
+    TensorSpec,
+    plan_transfers,
+    schedule,
+    verify,
+)
 from planners.plans.transfer import plan_read_once
 from reshard.execute.exchange import LARGE_BYTES, RankWork, round_bytes
 from tests import gloo

@@ -14,20 +14,23 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import reshard
 from planners.geometry.box import Window
 from reshard.errors import DamagedCheckpointError, RankFailedError, ReshardError
-from reshard.execute import machine as machine_memory
-from reshard.execute import machine as machine_reading
-from reshard.execute import segments
+from reshard.execute import machine as machine_memory, machine as machine_reading, segments
 from reshard.execute.reading import merge_ranges, subtract_ranges
-from reshard.execute.segments import LOCAL_SEGMENT_BYTES as SIZE
-from reshard.execute.segments import ReadFootprint, Segment, _windows_by_segment, add_touched, assign_segments
+from reshard.execute.segments import (
+    LOCAL_SEGMENT_BYTES as SIZE,
+    ReadFootprint,
+    Segment,
+    _windows_by_segment,
+    add_touched,
+    assign_segments,
+)
 from reshard.live.tensors import local_tensors
 from reshard.native.manifest import BLOCK_BYTES
 from reshard.ranks.group import Group

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import reshard
 from planners import Mesh, Shard, StateLayout, TensorLayout, TensorSpec

@@ -10,8 +10,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from planners.geometry.box import Box
 from reshard.live import fingerprint_sums as compiled

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, _utils, placement_types
 from torch.distributed.tensor.placement_types import _StridedShard

@@ -17,9 +17,11 @@ from planners.geometry.layout import Part, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate, Shard, StridedShard
 from reshard.api.fingerprint import alone, fingerprint, holdings, join
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError
-from reshard.live import fingerprint_sums as fold_module
-from reshard.live import fingerprint_sums as tiling_module
-from reshard.live import fingerprints as words_module
+from reshard.live import (
+    fingerprint_sums as fold_module,
+    fingerprint_sums as tiling_module,
+    fingerprints as words_module,
+)
 from reshard.live.fingerprint_sums import PRIME, PUBLIC
 from reshard.live.fingerprints import Fingerprinter, Partial, add_tallies, pack_tally, partial, unpack_tally
 from tests import gloo
@@ -247,8 +249,7 @@ def test_what_ranks_disagree_about():
 
 def _sharded_tensor(whole):
     """The rows of each rank, given as two shards."""
-    from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor import Shard as LocalShard, init_from_local_shards
 
     rank, shards = dist.get_rank(), []
     for rows in torch.arange(whole.shape[0]).tensor_split(4)[rank].tensor_split(2):
@@ -259,9 +260,7 @@ def _sharded_tensor(whole):
 
 def _on_a_group(shape):
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-    from torch.distributed.tensor import Replicate as R
-    from torch.distributed.tensor import Shard as S
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import Replicate as R, Shard as S, distribute_tensor
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from reshard.live import copy_streams as downloads
-from reshard.live import copy_streams as lanes
+from reshard.live import copy_streams as downloads, copy_streams as lanes
 
 
 @pytest.fixture

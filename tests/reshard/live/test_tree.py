@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from reshard.errors import FormatError, KeyMismatchError
 from reshard.live.plain_data import decode_plain, encode_plain

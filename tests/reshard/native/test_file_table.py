@@ -12,8 +12,7 @@ import torch
 import reshard
 from planners.geometry.topologies import Topology
 from reshard.errors import DamagedCheckpointError
-from reshard.native import commit as publish
-from reshard.native import manifest as file_table
+from reshard.native import commit as publish, manifest as file_table
 from reshard.native.manifest import FileRecord, FileRecords, TableRecord, encode_table
 from reshard.storage.memory import MemoryStorage
 from tests.storages import Remote
