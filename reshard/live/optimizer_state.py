@@ -22,7 +22,7 @@ from reshard.errors import NormalizationError
 from reshard.live.dtypes import dtype_from_name
 from reshard.live.fsdp1 import remade_like
 from reshard.live.tensors import device_of, dtype_of, global_shape, is_dtensor, is_sharded, is_tensor
-from reshard.live.tree import flatten, unflatten
+from reshard.live.tree import flatten, map_leaves, unflatten
 from reshard.state import KeyPath, key_of
 
 __all__ = [
@@ -86,7 +86,13 @@ def materialize(
         names: key of the nest -> key in the checkpoint, where they differ.
         keep: the places stay, unless an error ends it.
     """
-    waiting = list(_waiting(state_dict, ()))
+    waiting: list[tuple[KeyPath, LazyOptimizerState]] = []
+
+    def look(path: KeyPath, leaf: Any) -> None:
+        if isinstance(leaf, LazyOptimizerState):
+            waiting.append((path, leaf))
+
+    map_leaves(look, state_dict, lambda value: isinstance(value, LazyOptimizerState))
     before = [(one, dict(one)) for _, one in waiting]
     try:
         if waiting:
@@ -216,14 +222,6 @@ def _place_like(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> t
     if shape != global_shape(parameter) or (type(parameter) is torch.Tensor and parameter.device.type == "meta"):
         return torch.empty(shape, dtype=dtype, device="cpu")
     return remade_like(parameter, dtype)
-
-
-def _waiting(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], LazyOptimizerState]]:
-    if isinstance(value, LazyOptimizerState):
-        yield path, value
-        return
-    for key, item in _items(value):
-        yield from _waiting(item, (*path, key))
 
 
 def _empty_states(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], set[str]]]:

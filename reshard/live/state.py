@@ -22,6 +22,7 @@ from reshard.live.tensors import (
     expanded,
     form_of,
     forms_of,
+    global_shape,
     holder,
     identity_of,
     is_ambiguous,
@@ -34,7 +35,10 @@ from reshard.live.tensors import (
 from reshard.live.tree import Flat, flatten, rebuilt
 from reshard.state import IntKey, KeyPath, State, key_of
 
-__all__ = ["LiveState", "LiveTensor", "PerRank", "Targets", "is_long", "take_apart"]
+__all__ = [
+    "LiveState", "LiveTensor", "PerRank", "Targets", "is_long", "same_memory", "same_value",
+    "take_apart",
+]  # fmt: skip
 
 
 _LONG = 1000
@@ -89,6 +93,11 @@ class LiveTensor:
         return dtype_of(self.value)
 
     @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor, of whatever kind it is: `spec` refuses some."""
+        return global_shape(self.value)
+
+    @cached_property
     def device(self) -> torch.device:
         """See `device_of`."""
         return device_of(self.value)
@@ -107,6 +116,34 @@ class LiveTensor:
     def is_elsewhere(self) -> bool:
         """Whether it is sharded and this rank holds no element: then nothing here tells what it is tied to."""
         return self.is_sharded and not any(local.numel() for local in self.local)
+
+    def lies_like(self, other: LiveTensor) -> bool:
+        """Whether both are sharded, such that each rank holds the same elements of both."""
+        one, two = self.value, other.value
+        if is_dtensor(one) and is_dtensor(two):
+            return (one.shape, one.placements, one.device_mesh) == (two.shape, two.placements, two.device_mesh)
+        if is_dtensor(one) or is_dtensor(two) or not (self.is_sharded and other.is_sharded):
+            return False
+        return self.shape == other.shape and self.form == other.form
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values are equal as far as this rank can see."""
+    if is_sharded(a) or is_sharded(b):
+        one, other = LiveTensor("", a), LiveTensor("", b)
+        return one.lies_like(other) and all(map(torch.equal, one.local, other.local))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype:
+            return same_memory(a, b) or a.is_meta or torch.equal(a, b)
+        return False
+    return bool(a == b)
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two local tensors are the same memory seen alike, but for their dtypes."""
+    if hasattr(a, "__tensor_flatten__"):
+        return False
+    return a.data_ptr() == b.data_ptr() != 0 and a.shape == b.shape and a.stride() == b.stride()
 
 
 LiveState = State[LiveTensor]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "agreed_form", "candidate_layouts", "class_kinds", "device_of", "dtensor_like", "dtype_of",
-    "expanded", "form_by_all", "form_of", "forms_of", "global_shape", "holder", "identity_of",
+    "expanded", "form_by_all", "form_of", "forms_of", "global_shape", "held_tensors", "holder", "identity_of",
     "is_ambiguous", "is_dtensor", "is_pending", "is_sharded", "is_sharded_tensor",
     "is_strided_shard", "is_tensor", "layout_of", "lines_of", "local_tensors", "matching_shards",
     "mesh_line", "raw_bytes", "several_ways", "spec_of", "tensor_class", "warn_if_untried",
@@ -115,16 +115,20 @@ def identity_of(tensor: Any) -> tuple[Any, ...] | None:
         return None
     placed: Any = ()
     if is_dtensor(tensor):
-        parts, placed = [tensor._local_tensor], tensor.placements
+        placed = tensor.placements
     elif is_sharded_tensor(tensor):
-        shards = tensor._local_shards
-        parts, placed = [one.tensor for one in shards], tuple(tuple(one.metadata.shard_offsets) for one in shards)
-    else:
-        parts = [tensor]
-    memory = [_memory_of(part) for part in parts]
+        placed = tuple(tuple(shard.metadata.shard_offsets) for shard in tensor._local_shards)
+    memory = [_memory_of(part) for part in held_tensors(tensor)]
     if not any(memory) or None in memory:
         return None
     return *memory, global_shape(tensor), placed
+
+
+def held_tensors(tensor: Any) -> list[torch.Tensor]:
+    """The tensors in whose memory this rank's elements are: for who asks where that is, see `local_tensors`."""
+    if is_sharded_tensor(tensor):
+        return [shard.tensor for shard in tensor._local_shards]
+    return [holder(tensor)]
 
 
 def _memory_of(local: torch.Tensor) -> tuple[Any, ...] | None:

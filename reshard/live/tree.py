@@ -19,8 +19,9 @@ from reshard.errors import FormatError, KeyMismatchError
 from reshard.state import IntKey, KeyPath, key_of
 
 __all__ = [
-    "MAX_DEPTH", "CustomValue", "Flat", "class_name", "flatten", "mapping_kind", "needs_class", "other_key_of",
-    "rebuilt", "restore_types", "typed", "unflatten", "unresolved_class",
+    "MAX_DEPTH", "CustomValue", "Flat", "class_name", "flatten", "leaves_of", "map_leaves",
+    "mapping_kind", "needs_class", "other_key_of", "rebuilt", "restore_types", "typed", "unflatten",
+    "unresolved_class",
 ]  # fmt: skip
 
 
@@ -67,6 +68,30 @@ def flatten(
         tree, (), flat, _Walk(is_leaf or (lambda value: False), whole_at or (lambda path, value: False), {}, set())
     )
     return flat
+
+
+def map_leaves(
+    change: Callable[[tuple[Any, ...], Any], Any],
+    nest: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+    path: tuple[Any, ...] = (),
+) -> Any:
+    """The dicts, lists and tuples of a nest made anew, as plain ones, with `change(path, leaf)` in the place
+    of every leaf; the path has keys as they are. Nothing is checked: see `flatten` for what is to be saved."""
+    kind = type(nest)
+    if is_leaf is None or not is_leaf(nest):
+        if kind is list or kind is tuple:
+            return kind([map_leaves(change, item, is_leaf, (*path, i)) for i, item in enumerate(nest)])
+        if kind is dict or isinstance(nest, Mapping):
+            return {key: map_leaves(change, item, is_leaf, (*path, key)) for key, item in nest.items()}
+    return change(path, nest)
+
+
+def leaves_of(nest: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[tuple[Any, ...], Any]:
+    """The leaves that `map_leaves` meets, by path."""
+    found: dict[tuple[Any, ...], Any] = {}
+    map_leaves(found.__setitem__, nest, is_leaf)
+    return found
 
 
 def _show(path: KeyPath) -> str:

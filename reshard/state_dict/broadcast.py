@@ -8,8 +8,7 @@ tensors as its own model holds them.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,9 @@ import torch.distributed as dist
 from planners.geometry.box import Box
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.fsdp1 import FlatPiece
+from reshard.live.state import LiveTensor
 from reshard.live.tensors import dtensor_like, is_dtensor, is_sharded, raw_bytes
+from reshard.live.tree import leaves_of, map_leaves
 from reshard.ranks.group import Group, device_of_kind, sending_kinds
 from reshard.state_dict.gather import parts_of
 from reshard.state_dict.model import plan_model
@@ -43,10 +44,6 @@ class Outline(NamedTuple):
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    def meta(self) -> torch.Tensor:
-        """A tensor of this shape and dtype without memory."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 @contextlib.contextmanager
@@ -79,17 +76,17 @@ def receive_model(live: LiveModel, given: Mapping[str, Any], options: StateDictO
         if slot is not None and slot.value is not None and once.setdefault(slot.identity, name) != name:
             del mine[name]
     with setting():
-        plan_model(live, _revive(mine, Outline.meta), options, outlines=True)
+        plan_model(live, _on_meta(mine), options, outlines=True)
     device = next((s.value.device for s in live.slots if s.value is not None and not s.value.is_meta), None)
     in_regions = {slot.name for item in live.items if isinstance(item, SelfLoadingModule) for slot in item.slots}
     targets: dict[str, torch.Tensor] = {}
 
-    def target(one: Outline) -> torch.Tensor:
+    def target(path: Sequence[Any], one: Outline) -> torch.Tensor:
         slot = live.by_name.get(one.path[1:])
         targets[one.path] = _model_target(one, slot, device or torch.device("cpu"), one.path[1:] in in_regions)
         return targets[one.path]
 
-    made: dict[str, Any] = _revive(mine, target)
+    made: dict[str, Any] = _map_outlines(target, mine)
     known = {f"/{name}" for name in outline if name in live.by_name or name.startswith(prefixes)}
     _fill(targets, sources, known, options.strict)
     return made
@@ -107,29 +104,18 @@ def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: S
             groups.setdefault(id(fields), {**fields, "params": []})["params"].append(name)
     mine = {"state": state, "param_groups": [*groups.values(), *({**f, "params": []} for f in saved.empty)]}
     with setting():
-        plan_optimizers(live, _revive(mine, Outline.meta), options, outlines=True)
+        plan_optimizers(live, _on_meta(mine), options, outlines=True)
     targets: dict[str, torch.Tensor] = {}
 
-    def target(one: Outline, owner: OptimizedParameter | None) -> torch.Tensor:
-        targets[one.path] = _optimizer_target(one, owner)
+    def target(path: Sequence[Any], one: Outline) -> torch.Tensor:
+        targets[one.path] = _optimizer_target(one, live.by_name[path[1]] if path[0] == "state" else None)
         return targets[one.path]
 
-    made: dict[str, Any] = {
-        "state": {
-            name: _revive(values, functools.partial(target, owner=live.by_name[name])) for name, values in state.items()
-        },
-        "param_groups": _revive(mine["param_groups"], functools.partial(target, owner=None)),
-    }
+    made: dict[str, Any] = _map_outlines(target, mine)
     # of what is left to other optimizers of this model the rank knows at least the name
-    known = {path for path in _paths(outline) if _names_any(path, live)}
+    known = {one.path for one in leaves_of(outline).values() if isinstance(one, Outline) and _names_any(one.path, live)}
     _fill(targets, sources, known | set(targets), options.strict)
     return made
-
-
-def _paths(outline: Any) -> list[str]:
-    found: list[str] = []
-    _revive(outline, lambda one: found.append(one.path))
-    return found
 
 
 def _names_any(path: str, live: LiveOptimizers) -> bool:
@@ -170,36 +156,31 @@ def _like(model: torch.Tensor, piece: FlatPiece | None, dtype: torch.dtype, devi
     return torch.empty(model.shape, dtype=dtype, device=device)
 
 
-def _outline_of(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """The same containers with outlines for tensors, which are put into `tensors` by path."""
-    if isinstance(value, torch.Tensor):
-        if is_sharded(value):
-            raise NormalizationError(f"{path} is sharded: rank 0 must have whole tensors to broadcast them")
-        tensors[path] = value
-        return Outline(path, tuple(value.shape), value.dtype)
-    if isinstance(value, Mapping):
-        return {key: _outline_of(item, f"{path}/{key}", tensors) for key, item in value.items()}
-    if type(value) is list or type(value) is tuple:
-        return type(value)(_outline_of(item, f"{path}/{i}", tensors) for i, item in enumerate(value))
-    return value
+def _map_outlines(make: Callable[[tuple[Any, ...], Outline], Any], nest: Any) -> Any:
+    """The containers with `make(path, outline)` in the place of each outline."""
+    return map_leaves(lambda path, leaf: make(path, leaf) if isinstance(leaf, Outline) else leaf, nest)
 
 
-def _revive(outline: Any, make: Callable[[Outline], Any]) -> Any:
-    """The containers with `make(outline)` in the place of each outline."""
-    if isinstance(outline, Outline):
-        return make(outline)
-    if isinstance(outline, dict):
-        return {key: _revive(item, make) for key, item in outline.items()}
-    if type(outline) is list or type(outline) is tuple:
-        return type(outline)(_revive(item, make) for item in outline)
-    return outline
+def _on_meta(nest: Any) -> Any:
+    """The containers with tensors without memory for outlines."""
+    return _map_outlines(lambda _, one: torch.empty(one.shape, dtype=one.dtype, device="meta"), nest)
 
 
 def _share_outline(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """What rank 0 has, on all ranks; and on rank 0 the tensors by path. Collective."""
+    """What rank 0 has, on all ranks, with outlines for tensors; and on rank 0 the tensors by path. Collective."""
     tensors: dict[str, torch.Tensor] = {}
+
+    def outline(path: Sequence[Any], leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        text = "".join(f"/{part}" for part in path)
+        if is_sharded(leaf):
+            raise NormalizationError(f"{text} is sharded: rank 0 must have whole tensors to broadcast them")
+        tensors[text] = leaf
+        return Outline(text, tuple(leaf.shape), leaf.dtype)
+
     with setting():
-        box = [_outline_of(given, "", tensors) if dist.get_rank() == 0 else None]
+        box = [map_leaves(outline, given) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0], tensors
 
@@ -254,7 +235,9 @@ def _views(target: Any) -> list[tuple[Box, torch.Tensor]]:
     """(box of the whole tensor, the memory for it) for everything that this rank holds."""
     if not is_sharded(target):
         return [(Box.full(tuple(target.shape)), target)]
-    return [(there, local[here.slices]) for part, local in parts_of(target) for there, here in part.boxes()]
+    return [
+        (there, local[here.slices]) for part, local in parts_of(LiveTensor("", target)) for there, here in part.boxes()
+    ]
 
 
 def _one_for_all(views: list[tuple[Box, torch.Tensor]], source: torch.Tensor | None) -> None:

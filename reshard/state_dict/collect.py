@@ -14,11 +14,14 @@ import torch.distributed as dist
 
 from reshard.errors import NormalizationError
 from reshard.live.copy_streams import to_host
+from reshard.live.deepspeed import gather_partitioned, is_partitioned
+from reshard.live.state import LiveTensor
 from reshard.live.tensors import global_shape, is_dtensor, is_sharded, with_local
+from reshard.live.tree import leaves_of, map_leaves
 from reshard.ranks.group import Group
 from reshard.state_dict.gather import as_chunks, gather, member_ranks
-from reshard.state_dict.model import read_model
-from reshard.state_dict.names import LiveModel, Models, PartitionedParameter
+from reshard.state_dict.model import copy_containers, read_model
+from reshard.state_dict.names import LiveModel, Models
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, fill_absent
 from reshard.state_dict.options import StateDictOptions, as_options
 
@@ -50,33 +53,27 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
         state = {**state, "state": fill_absent(state["state"], live)}
     names = dict.fromkeys([*state["state"], *(name for group in state["param_groups"] for name in group["params"])])
     owner = _owners(names, vars(options)) if options.cpu_offload else None
-    tensors: dict[str, Any] = {}
-    for name, values in state["state"].items():
-        _leaves(f"{name}/", values, tensors)
+    tensors = _tensors_in(state["state"])
     agree_on_gathering({path: value for path, value in tensors.items() if is_sharded(value)}, vars(options))
     # ranks may have met their parameters in different orders, but must gather in one
     whole = {path: _whole(tensors[path], path.partition("/")[0], owner) for path in sorted(tensors)}
     mine = {name for name in names if owner is None or owner(name) == _rank()}
     if names and not mine:
         return {}
-    move = _to_cpu if options.cpu_offload else _same
-    groups = [{**_each(g, move), "params": [n for n in g["params"] if n in mine]} for g in state["param_groups"]]
+    move = _nest_to_cpu if options.cpu_offload else copy_containers
+    groups = [{**move(g), "params": [n for n in g["params"] if n in mine]} for g in state["param_groups"]]
     kept = [group for group, old in zip(groups, state["param_groups"]) if group["params"] or not old["params"]]
-    return {
-        "state": {name: _rebuilt(f"{name}/", values, whole) for name, values in state["state"].items() if name in mine},
-        "param_groups": kept,
-    }
+    held = {name: values for name, values in state["state"].items() if name in mine}
+    found = {path: value for path, values in whole.items() for value in values}
+    return {"state": _with_tensors(held, found), "param_groups": kept}
 
 
 def _optimizer_chunks(state: dict[str, Any], live: LiveOptimizers) -> dict[str, Any]:
     filled = fill_absent(state["state"], live)
-    tensors: dict[str, Any] = {}
-    for name, values in filled.items():
-        _leaves(f"{name}/", values, tensors)
-    whole = {path: [value] for path, value in as_chunks(tensors).items()}
     # in one order on all ranks: what gathers them goes by it
     names = dict.fromkeys([*(name for name in live.by_name if name in filled), *filled])
-    return {**state, "state": {name: _rebuilt(f"{name}/", filled[name], whole) for name in names}}
+    chunks = as_chunks(_tensors_in(filled))
+    return {**state, "state": _with_tensors({name: filled[name] for name in names}, chunks)}
 
 
 def iter_full(
@@ -161,18 +158,18 @@ def _owners(names: Iterable[str], options: Mapping[str, object], prefer: int | N
 
 def _whole(value: Any, name: str, owner: Callable[[str], int] | None) -> list[Any]:
     """[the whole value], or [] on ranks that do not return it."""
-    if isinstance(value, PartitionedParameter):
+    if is_partitioned(value):
         mine = owner is None or owner(name) == _rank()
-        found = value.whole(keep=mine)
+        found = gather_partitioned(value, keep=mine)
         return [found if owner is None else _to_cpu(found)] if mine else []
     if owner is None:
-        return [gather(value)]
+        return [gather(LiveTensor(name, value))]
     goal = owner(name)
     if not is_sharded(value):
         return [_to_cpu(value)] if goal == _rank() else []
     if goal not in member_ranks(value):
         return []  # the owner has this name on a mesh of its own, and gathers it there
-    found = gather(value, to_rank=goal)
+    found = gather(LiveTensor(name, value), to_rank=goal)
     return [] if found is None else [_to_cpu(found)]
 
 
@@ -193,45 +190,23 @@ def _all_to_cpu(values: Sequence[Any]) -> list[Any]:
     return out
 
 
-def _nest_to_cpu(nest: Any) -> Any:
-    tensors: dict[str, Any] = {}
-    _leaves("", nest, tensors)
-    return _rebuilt("", nest, {path: [value] for path, value in zip(tensors, _all_to_cpu(list(tensors.values())))})
+def _nest_to_cpu(nest: dict[str, Any]) -> Any:
+    tensors = _tensors_in(nest)
+    return _with_tensors(nest, dict(zip(tensors, _all_to_cpu(list(tensors.values())))))
 
 
-def _same(value: Any) -> Any:
-    return value
+def _tensors_in(nest: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors inside containers, by path as text: the name above all, and what leads on from there."""
+    return {_text(path): leaf for path, leaf in leaves_of(nest).items() if isinstance(leaf, torch.Tensor)}
 
 
-def _each(value: Any, move: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _each(item, move) for key, item in value.items()}
-    if type(value) is list or type(value) is tuple:
-        return type(value)(_each(item, move) for item in value)
-    return move(value)
+def _with_tensors(nest: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any:
+    """The containers again, with other tensors in the places of those of `_tensors_in`."""
+    return map_leaves(lambda path, leaf: tensors.get(_text(path), leaf), nest)
 
 
-def _leaves(prefix: str, value: Any, out: dict[str, Any]) -> None:
-    """Tensors inside containers, by path."""
-    if isinstance(value, torch.Tensor):
-        out[prefix] = value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _leaves(f"{prefix}{key!r}/", item, out)
-    elif type(value) is list or type(value) is tuple:
-        for i, item in enumerate(value):
-            _leaves(f"{prefix}{i}/", item, out)
-
-
-def _rebuilt(prefix: str, value: Any, whole: Mapping[str, list[Any]]) -> Any:
-    """The containers again, with the tensors of `_leaves` replaced. Inverse of `_leaves`."""
-    if isinstance(value, torch.Tensor):
-        return whole[prefix][0]
-    if isinstance(value, dict):
-        return {key: _rebuilt(f"{prefix}{key!r}/", item, whole) for key, item in value.items()}
-    if type(value) is list or type(value) is tuple:
-        return type(value)(_rebuilt(f"{prefix}{i}/", item, whole) for i, item in enumerate(value))
-    return value
+def _text(path: Sequence[Any]) -> str:
+    return "/".join([path[0], *map(repr, path[1:])])
 
 
 def _rank() -> int:

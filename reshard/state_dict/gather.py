@@ -15,15 +15,12 @@ from planners.geometry.layout import Form, Part
 from reshard.errors import NormalizationError
 from reshard.live.copy_streams import batches
 from reshard.live.fsdp1 import FlatCut, cut_of, group_of
+from reshard.live.state import LiveTensor
 from reshard.live.tensors import (
-    dtype_of,
     form_by_all,
-    form_of,
-    global_shape,
     is_dtensor,
     is_sharded,
     lines_of,
-    local_tensors,
     mesh_line,
     raw_bytes,
 )
@@ -39,14 +36,14 @@ __all__ = ["as_chunks", "exchange_rows", "gather", "member_ranks", "parts_of", "
 # travel.
 
 
-def parts_of(tensor: Any) -> list[tuple[Part, torch.Tensor]]:
+def parts_of(tensor: LiveTensor) -> list[tuple[Part, torch.Tensor]]:
     """What this rank holds of `tensor`: each part of its layout with the local tensor that holds it."""
     here = dist.get_rank() if dist.is_initialized() else 0
-    parts, held = form_of(tensor).parts(global_shape(tensor), here), local_tensors(tensor)
+    parts, held = tensor.form.parts(tensor.shape, here), tensor.local
     for part, local in zip(parts, held, strict=True):
         if part.sizes != tuple(local.shape):
             raise NormalizationError(
-                f"a tensor of shape {global_shape(tensor)} should have a local shape {part.sizes} on rank {here}, but "
+                f"a tensor of shape {tensor.shape} should have a local shape {part.sizes} on rank {here}, but "
                 f"has {tuple(local.shape)}"
             )
     return list(zip(parts, held))
@@ -59,27 +56,28 @@ def member_ranks(tensor: Any) -> list[int]:
     return sorted(dist.get_process_group_ranks(group_of(tensor)))
 
 
-def gather(tensor: Any, to_rank: int | None = None) -> Any:
+def gather(tensor: LiveTensor, to_rank: int | None = None) -> Any:
     """The whole tensor on every rank that holds a part, or only on `to_rank`, one of them, and None on the others.
 
     Collective over these ranks; a tensor that is not sharded is returned as it is. Replicas are not sent.
     """
-    if not is_sharded(tensor):
-        return tensor
-    form, shape, locals_ = form_by_all(tensor), global_shape(tensor), local_tensors(tensor)
-    data = torch.cat([_bytes(local) for local in locals_]) if locals_ else _nothing(tensor)
-    if is_dtensor(tensor):
-        held = _along_axes(tensor, form, shape, data, to_rank)
+    value = tensor.value
+    if not tensor.is_sharded:
+        return value
+    form, shape, dtype = form_by_all(value), tensor.shape, tensor.dtype
+    data = torch.cat([_bytes(local) for local in tensor.local]) if tensor.local else _nothing(value)
+    if is_dtensor(value):
+        held = _along_axes(value, form, shape, data, to_rank)
     else:
-        group = group_of(tensor)
+        group = group_of(value)
         ranks = dist.get_process_group_ranks(group)
-        pieces = _exchange(data, _sizes(tensor, form, shape, [[rank] for rank in ranks]), group, to_rank)
+        pieces = _exchange(data, _sizes(dtype, form, shape, [[rank] for rank in ranks]), group, to_rank)
         held = None if pieces is None else list(zip(ranks, pieces))
     if held is None:
         return None
-    whole = torch.empty(shape, dtype=dtype_of(tensor), device=data.device)
+    whole = torch.empty(shape, dtype=dtype, device=data.device)
     for rank, piece in held:
-        flat, at = piece.view(dtype_of(tensor)), 0
+        flat, at = piece.view(dtype), 0
         for part in form.parts(shape, rank):
             local = flat[at : at + part.numel].view(part.sizes)
             at += part.numel
@@ -88,7 +86,7 @@ def gather(tensor: Any, to_rank: int | None = None) -> Any:
     return whole
 
 
-def scatter(whole: torch.Tensor, target: Any) -> None:
+def scatter(whole: torch.Tensor, target: LiveTensor) -> None:
     """Copy into `target` the elements of `whole` that this rank holds. Local: nothing is sent."""
     for part, local in parts_of(target):
         for there, here in part.boxes():
@@ -110,14 +108,14 @@ def _along_axes(
     for axis in reversed(cut):
         line, group = lines[axis]  # the group along this axis that I am in; who is at the goal's coordinate collects
         later = [a for a in cut if a > axis]
-        sizes = _sizes(tensor, form, shape, [_collected(grid, rank, later, kept) for rank in group])
+        sizes = _sizes(tensor.dtype, form, shape, [_collected(grid, rank, later, kept) for rank in group])
         goal_rank = None if to_rank is None else line[goal[axis]]
         pieces = _exchange(data, sizes, tensor.device_mesh.get_group(axis), goal_rank)
         if pieces is None:
             return None
         data = torch.cat(pieces)
     ranks = _collected(grid, me, cut, kept)
-    return list(zip(ranks, data.split_with_sizes(_sizes(tensor, form, shape, [[rank] for rank in ranks]))))
+    return list(zip(ranks, data.split_with_sizes(_sizes(tensor.dtype, form, shape, [[rank] for rank in ranks]))))
 
 
 def _collected(grid: torch.Tensor, rank: int, axes: Sequence[int], kept: Collection[int]) -> list[int]:
@@ -131,9 +129,9 @@ def _collected(grid: torch.Tensor, rank: int, axes: Sequence[int], kept: Collect
     return [held for member in members for held in _collected(grid, member, later, kept)]
 
 
-def _sizes(tensor: Any, form: Form, shape: tuple[int, ...], ranks: Sequence[Sequence[int]]) -> list[int]:
+def _sizes(dtype: torch.dtype, form: Form, shape: tuple[int, ...], ranks: Sequence[Sequence[int]]) -> list[int]:
     """Bytes that each list of ranks holds together."""
-    return [sum(p.numel for rank in own for p in form.parts(shape, rank)) * dtype_of(tensor).itemsize for own in ranks]
+    return [sum(part.numel for rank in own for part in form.parts(shape, rank)) * dtype.itemsize for own in ranks]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,7 +175,7 @@ MESSAGES_BYTES = 64 << 20
 """Of one tensor after another, until each rank holds about so much of them, what crosses is sent together."""
 
 _Ranges = tuple[tuple[int, int], ...]
-_Pair = tuple[torch.Tensor, torch.Tensor]
+_Pair = tuple[LiveTensor, LiveTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,16 +232,14 @@ def exchange_rows(pairs: Iterable[_Pair]) -> list[_Pair]:
     left: list[_Pair] = []
     groups: dict[Any, list[_Move]] = {}
     for number, (value, target) in enumerate(pairs):
-        if cut_of(value) is None and cut_of(target) is None:
-            left.append((value, target))
-            continue
-        one, other = _flattened(value), _flattened(target)
-        if one is None or other is None or not _go_together(one, other):
+        across = cut_of(value.value) or cut_of(target.value)
+        one, other = (_flattened(value), _flattened(target)) if across else (None, None)
+        if across is None or one is None or other is None or not _go_together(one, other):
             left.append((value, target))
             continue
         (cut, local), (wanted, made) = one, other
         move = _Move(f"tensor {number}", cut.shape, cut.ranges, wanted.ranges, local, made)
-        groups.setdefault((wanted if cut_of(value) is None else cut).group, []).append(move)
+        groups.setdefault(across[0].group, []).append(move)
     for group, moves in groups.items():
         _exchange_rows(moves, group)
     return left
@@ -257,23 +253,23 @@ def _go_together(one: tuple[FlatCut, torch.Tensor], other: tuple[FlatCut, torch.
     return alike and dist.get_process_group_ranks(a.group) == dist.get_process_group_ranks(b.group)
 
 
-def _flattened(tensor: torch.Tensor) -> tuple[FlatCut, torch.Tensor] | None:
+def _flattened(tensor: LiveTensor) -> tuple[FlatCut, torch.Tensor] | None:
     """How a tensor is cut, and this rank's range of its flattening, its memory shared; None if a rank has no range."""
-    found = cut_of(tensor)
-    group = _group_along_rows(tensor) if found is None else None
+    found = cut_of(tensor.value)
+    group = _group_along_rows(tensor.value) if found is None else None
     if group is None:
         return found
-    shape, ranks, locals_ = global_shape(tensor), dist.get_process_group_ranks(group), local_tensors(tensor)
+    shape, ranks, per_row = tensor.shape, dist.get_process_group_ranks(group), prod(tensor.shape[1:])
     cut = FlatCut(shape, ((0, 0),) * len(ranks), group).chunks()
-    per_row, form = prod(shape[1:]), form_of(tensor)
     for rank, (low, high) in zip(ranks, cut.ranges):
-        boxes = [box for part in form.parts(shape, rank) for box, _ in part.boxes() if not box.is_empty]
+        boxes = [box for part in tensor.form.parts(shape, rank) for box, _ in part.boxes() if not box.is_empty]
         rows = [(low // per_row, (high - low) // per_row)] if low < high else []
         if boxes != [Box((first, *[0] * (len(shape) - 1)), (count, *shape[1:])) for first, count in rows]:
             return None
-    if len(locals_) > 1 or not all(local.is_contiguous() for local in locals_):
+    if len(tensor.local) > 1 or not all(local.is_contiguous() for local in tensor.local):
         return None
-    return cut, locals_[0].view(-1) if locals_ else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.value.device)
+    return cut, tensor.local[0].view(-1) if tensor.local else nothing
 
 
 def _group_along_rows(tensor: torch.Tensor) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,36 +15,34 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from reshard.errors import KeyMismatchError
+from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
+from reshard.live.state import LiveTensor, same_memory, same_value
 from reshard.live.tensors import (
     dtensor_like,
     dtype_of,
-    form_of,
     global_shape,
+    held_tensors,
     identity_of,
     is_dtensor,
     is_sharded,
-    local_tensors,
 )
+from reshard.live.tree import map_leaves
 from reshard.live.wrappers import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
 from reshard.state_dict.gather import exchange_rows, gather, scatter
-from reshard.state_dict.names import HOW_TO_SAVE, LiveModel, PartitionedParameter, SelfLoadingModule, StateEntry, where
+from reshard.state_dict.names import LiveModel, SelfLoadingModule, StateEntry, where
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 __all__ = [
     "Spans", "all_apart", "apart", "apply_model", "copy_containers", "like", "overlapping",
-    "plan_model", "read_model", "same_value", "spans_of", "write_all",
+    "plan_model", "read_model", "spans_of", "write_all",
 ]  # fmt: skip
 
 
 def read_model(live: LiveModel, *, whole: bool = False) -> dict[str, Any]:
     """The canonical state dict: {name: tensor or extra state}; tensors share memory with the live ones. `whole`: the
-    caller gathers what it is given, also `PartitionedParameter`s, which are refused else."""
+    caller gathers what it is given, also parameters that are partitioned, which are refused else."""
     if not whole:
-        live.refuse_partitioned(
-            f"take the whole state dict (full_state_dict=True, or iter_full), which all ranks gather together; or "
-            f"take it inside deepspeed.zero.GatheredParameters; or {HOW_TO_SAVE}"
-        )
-    partitioned = {slot.name: PartitionedParameter(slot.value) for slot in live.partitioned if slot.value is not None}
+        live.refuse_partitioned(HOW_TO_GET)
     out: dict[str, Any] = {}
     for item in live.items:
         if isinstance(item, SelfLoadingModule):
@@ -55,8 +53,7 @@ def read_model(live: LiveModel, *, whole: bool = False) -> dict[str, Any]:
                 out[item.name] = item.tensor()
         else:
             out[item.name] = item.owner.get_extra_state()
-    for name in partitioned.keys() & out.keys():
-        out[name] = partitioned[name]
+    out.update((slot.name, slot.value) for slot in live.partitioned if slot.name in out)
     return out
 
 
@@ -96,11 +93,7 @@ def plan_model(
 
     Raises KeyMismatchError listing every missing, unexpected and misfitting name (the first two only if strict).
     """
-    live.refuse_partitioned(
-        "set the state dict before deepspeed.initialize, which also makes its own copies of the parameters; or load "
-        "by the engine's own load_checkpoint; or, of a model without an optimizer, set it inside "
-        "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)"
-    )
+    live.refuse_partitioned(HOW_TO_SET)
     match = _ModelMatch(live, given, options.ignore_frozen_params, outlines)
     direct: list[DirectWrite] = []
     regions: list[RegionWrite] = []
@@ -147,28 +140,21 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
     made: dict[Any, torch.Tensor] = {}
     targets: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
-    plain: list[bool] = []
+    are_plain: list[bool] = []
     for slot, value, is_plain in writes.direct:
         if slot.value is None:
             slot.owner.set_extra_state(value)
-        elif is_plain:
-            targets.append(slot.value)
+        elif is_plain or not slot.value.is_meta:
+            targets.append(slot.value if is_plain else slot.tensor())
             values.append(value)
-            plain.append(True)
-        elif not slot.value.is_meta:
-            targets.append(slot.tensor())
-            values.append(value)
-            plain.append(False)
+            are_plain.append(is_plain)
         elif not is_meta(value):
             # all names of a tied tensor get the same new one
             new = made.get(slot.identity)
             if new is None:
                 new = made[slot.identity] = as_parameter(materialised(value, slot.value), slot.value)
             assign_tensor(slot.owner, slot.attr, new)
-    values = apart(targets, values)
-    copy_all(list(itertools.compress(targets, plain)), list(itertools.compress(values, plain)))
-    if not all(plain):
-        write_all((value, target) for target, value, is_plain in zip(targets, values, plain) if not is_plain)
+    write_all(targets, apart(targets, values), are_plain)
     return replace(writes.report, missing=tuple(missing), unexpected=tuple(unexpected))
 
 
@@ -246,7 +232,7 @@ class _ModelMatch:
         state: dict[str, Any] = {}
         missing: list[str] = []
         slots = {slot.name: slot for slot in region.slots if slot.value is not None}
-        by_memory = {address: slot for slot in slots.values() if (address := _address(slot.value)) is not None}
+        by_memory = {address: slot for slot in slots.values() if (address := _address(slot.value))}
         for key, emitted in region.module.state_dict().items():
             name, before = region.canonical(key), len(self.missing)
             slot = slots.get(name)
@@ -256,7 +242,7 @@ class _ModelMatch:
             if source is not None:
                 self.used.add(source)
                 # a hook may emit a live tensor under a name of its own
-                slot = slot or by_memory.get(_address(emitted) or 0)
+                slot = slot or by_memory.get(_address(emitted))
                 state[key] = self._placed(self.given[source], slot)
                 if slot is not None:
                     self.written.add(slot.identity)
@@ -354,12 +340,9 @@ def _listed(title: str, names: list[str], live: LiveModel | None = None, limit: 
     return lines + ([f"  {title}: and {len(names) - limit} more"] if len(names) > limit else [])
 
 
-def _address(value: Any) -> int | None:
-    """Where the elements of a tensor lie on this rank; None for anything without memory."""
-    if not isinstance(value, torch.Tensor) or is_lazy(value):
-        return None
-    local = local_tensors(value)
-    return (local[0].data_ptr() or None) if local and not hasattr(local[0], "__tensor_flatten__") else None
+def _address(value: Any) -> int:
+    """Where the elements of a tensor lie on this rank; 0 for anything without memory."""
+    return _span(value)[0] if isinstance(value, torch.Tensor) else 0
 
 
 def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
@@ -404,20 +387,23 @@ def is_meta(value: torch.Tensor) -> bool:
     return value.is_meta if is_dtensor(value) or not is_sharded(value) else False
 
 
-def write(value: torch.Tensor, target: torch.Tensor) -> None:
+def write(value: LiveTensor, target: LiveTensor) -> None:
     """Copy `value` into the memory of `target`, which it fits; collective only if they are sharded differently."""
-    if not (is_sharded(value) or is_sharded(target)):
-        _write_plain(value, target)
-    elif _same_layout(value, target):
-        for mine, its in zip(local_tensors(target), local_tensors(value), strict=True):
+    if not (value.is_sharded or target.is_sharded):
+        _write_plain(value.value, target.value)
+    elif value.lies_like(target):
+        for its, mine in zip(value.local, target.local, strict=True):
             _write_plain(its, mine)
     else:
-        scatter(gather(value) if is_sharded(value) else value, target)
+        scatter(gather(value), target)
 
 
-def write_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """`write` the first of each pair into the second; what FSDP1 cuts across rows is sent together where it can be."""
-    for value, target in exchange_rows(pairs):
+def write_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], plain: Sequence[bool]) -> None:
+    """`write` each value into the target at its place: those that are `plain` in few calls, and what is cut across rows
+    sent together where it can be."""
+    copy_all(list(itertools.compress(targets, plain)), list(itertools.compress(values, plain)))
+    others = itertools.filterfalse(itemgetter(2), zip(values, targets, plain))
+    for value, target in exchange_rows((LiveTensor("", v), LiveTensor("", t)) for v, t, _ in others):
         write(value, target)
 
 
@@ -428,23 +414,23 @@ def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None =
     shape than a sharded `model` becomes a replicated one on its mesh, so that arithmetic between the two works.
     """
     device = model.device if device is None else device
-    if not is_dtensor(model) or value.dim() == 0:
-        whole = gather(value) if is_sharded(value) else value
-        return _clone(whole, whole.device if value.dim() == 0 else device)
-    if (
-        is_dtensor(value)
-        and value.device_mesh == model.device_mesh
-        and (value.shape != model.shape or value.placements == model.placements)
-    ):
-        return dtensor_like(_clone(value.to_local(), device), value)
-    whole = gather(value) if is_sharded(value) else value
-    if value.shape != model.shape:
+    if is_dtensor(model) and value.dim():
+        if (
+            is_dtensor(value)
+            and value.device_mesh == model.device_mesh
+            and (value.shape != model.shape or value.placements == model.placements)
+        ):
+            return dtensor_like(_clone(value.to_local(), device), value)
+        whole = gather(LiveTensor("", value))
+        if value.shape == model.shape:
+            new = dtensor_like(torch.empty_like(model.to_local(), dtype=value.dtype, device=device), model)
+            scatter(whole, LiveTensor("", new))
+            return new
         from torch.distributed.tensor import DTensor  # the model is one
 
         return DTensor.from_local(_clone(whole, device), model.device_mesh, run_check=False)
-    new = dtensor_like(torch.empty_like(model.to_local(), dtype=value.dtype, device=device), model)
-    scatter(whole, new)
-    return new
+    whole = gather(LiveTensor("", value))
+    return _clone(whole, device if value.dim() else whole.device)
 
 
 def materialised(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
@@ -455,50 +441,21 @@ def materialised(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     return new if new.dtype == model.dtype else new.to(model.dtype)
 
 
-def same_value(a: Any, b: Any) -> bool:
-    """Whether two values are equal as far as this rank can see."""
-    if is_sharded(a) or is_sharded(b):
-        return _same_layout(a, b) and all(map(torch.equal, local_tensors(a), local_tensors(b)))
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype:
-            return _same_memory(a, b) or a.is_meta or torch.equal(a, b)
-        return False
-    return bool(a == b)
-
-
 def copy_containers(value: Any) -> Any:
     """Nested dicts, lists and tuples made anew; the leaves are shared."""
-    if isinstance(value, dict):
-        if set(map(type, value.values())) == {torch.Tensor}:
-            return dict(value)  # nearly always, and there are many
-        return {key: item if isinstance(item, torch.Tensor) else copy_containers(item) for key, item in value.items()}
-    if type(value) is list or type(value) is tuple:
-        return type(value)(map(copy_containers, value))
-    return value
+    if isinstance(value, dict) and set(map(type, value.values())) == {torch.Tensor}:
+        return dict(value)  # nearly always, and there are many
+    return map_leaves(lambda path, leaf: leaf, value)
 
 
 def _write_plain(value: torch.Tensor, target: torch.Tensor) -> None:
-    if value is target or (value.dtype == target.dtype and _same_memory(value, target)):
+    if value is target or (value.dtype == target.dtype and same_memory(value, target)):
         return
     if type(value) is type(target) and hasattr(target, "__tensor_flatten__"):
         for name in target.__tensor_flatten__()[0]:
-            write(getattr(value, name), getattr(target, name))
+            write(LiveTensor(name, getattr(value, name)), LiveTensor(name, getattr(target, name)))
         return
     target.copy_(value.reshape(target.shape) if value.shape != target.shape else value)
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if hasattr(a, "__tensor_flatten__"):
-        return False
-    return a.data_ptr() == b.data_ptr() != 0 and a.shape == b.shape and a.stride() == b.stride()
-
-
-def _same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if is_dtensor(a) and is_dtensor(b):
-        return a.shape == b.shape and a.placements == b.placements and a.device_mesh == b.device_mesh
-    if is_dtensor(a) or is_dtensor(b) or not (is_sharded(a) and is_sharded(b)):
-        return False
-    return global_shape(a) == global_shape(b) and form_of(a) == form_of(b)
 
 
 def _clone(value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -544,9 +501,7 @@ def spans_of(tensors: Sequence[Any], alike: int = 1) -> Spans | None:
 def all_apart(tensors: Sequence[Any], spans: Spans) -> bool:
     """Whether no two of the tensors, and of others that lie in `spans`, share memory, as far as one look at each can
     tell: then there is nothing to ask further."""
-    found = spans_of(tensors) if set(map(type, tensors)) <= _PLAIN else None
-    if found is None:
-        found = _spans_of_any(tensors)
+    found = _spans_of_any(tensors)
     starts = np.array([*spans.starts, *found.starts], np.uint64)
     ends = starts + np.array([*spans.sizes, *found.sizes], np.uint64)
     held = (starts != 0) & (starts != ends)
@@ -556,31 +511,29 @@ def all_apart(tensors: Sequence[Any], spans: Spans) -> bool:
 
 def overlapping(tensors: Sequence[Any]) -> list[list[int]]:
     """Positions of tensors whose memory overlaps, one list for each that hang together; nothing for the others."""
-    storages = _storages(tensors)
-    if len(set(storages)) == len(storages):
-        return []
-    by_storage: dict[int, list[int]] = {}
-    for position, storage in enumerate(storages):
-        if storage:
-            by_storage.setdefault(storage, []).append(position)
+    spans = Spans() if _have_own_storages(tensors) else _spans_of_any(tensors)
     found: list[list[int]] = []
-    for positions in by_storage.values():
-        if len(positions) > 1:
-            found += _hanging_together([(*_span(tensors[position]), position) for position in positions])
-    return found
+    together: list[int] = []
+    open_until = 0
+    for start, size, position in sorted(zip(*spans, range(len(tensors)))):
+        if not start or not size:
+            continue
+        if start >= open_until:
+            together = []
+            found.append(together)
+        together.append(position)
+        open_until = max(open_until, start + size)
+    return [cluster for cluster in found if len(cluster) > 1]
 
 
 def apart(targets: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """The values, to be written into the targets one after another; those that lie in another's target as copies."""
-    written, lying = set(_storages(targets)) - {0}, _storages(values)
-    if written.isdisjoint(lying):
-        return list(values)
-    return [
-        value.detach().clone()
-        if value is not target and storage in written and identity_of(value) != identity_of(target)
-        else value
-        for target, value, storage in zip(targets, values, lying, strict=True)
-    ]
+    out, count = list(values), len(targets)
+    for cluster in overlapping([*targets, *values]):
+        for i in (position - count for position in cluster if position >= count and min(cluster) < count):
+            if out[i] is not targets[i] and identity_of(out[i]) != identity_of(targets[i]):
+                out[i] = out[i].detach().clone()
+    return out
 
 
 def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
@@ -604,60 +557,34 @@ def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
     return found
 
 
-def _hanging_together(spans: list[tuple[int, int, int]]) -> list[list[int]]:
-    """Of (first byte, last byte + 1, position): the positions of spans that overlap."""
-    found: list[list[int]] = []
-    open_until = 0
-    together: list[int] = []
-    for start, end, position in sorted(span for span in spans if span[0] < span[1]):
-        if start >= open_until:
-            if len(together) > 1:
-                found.append(together)
-            together = []
-        together.append(position)
-        open_until = max(open_until, end)
-    return [*found, together] if len(together) > 1 else found
-
-
-def _storages(tensors: Sequence[Any]) -> list[int]:
-    """`_storage` of each. Of plain dense tensors without a call of our own for each: there are many."""
-    if set(map(type, tensors)) <= _PLAIN:
-        try:
-            return list(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))
-        except (RuntimeError, NotImplementedError):
-            return list(map(_storage, tensors))  # some of them are sparse
-    return list(map(_storage, tensors))
-
-
-def _storage(tensor: Any) -> int:
-    """Address of the storage that holds the tensor's elements; 0 where there are none, or none can be named."""
-    if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
-        if is_lazy(tensor):
-            return 0
-        held = local_tensors(tensor)
-        if not held or type(held[0]) not in (torch.Tensor, nn.Parameter):
-            return 0
-        tensor = held[0]
+def _have_own_storages(tensors: Sequence[Any]) -> bool:
+    """Whether these are plain tensors none of which shares a storage: nearly always, and there are many."""
+    if not set(map(type, tensors)) <= _PLAIN:
+        return False
     try:
-        return int(tensor.untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError):  # sparse tensors have several
-        return 0
+        storages = set(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))
+    except (RuntimeError, NotImplementedError):
+        return False  # some of them are sparse
+    return len(storages) == len(tensors)
 
 
 def _spans_of_any(tensors: Sequence[Any]) -> Spans:
     """Where they lie, whatever their kinds."""
-    starts, sizes = [], []
-    for tensor, storage in zip(tensors, _storages(tensors), strict=True):
-        start, end = _span(tensor) if storage else (0, 0)
-        starts.append(start)
-        sizes.append(end - start)
-    return Spans(starts, sizes)
+    found = spans_of(tensors) if set(map(type, tensors)) <= _PLAIN else None
+    return Spans(*zip(*map(_span, tensors))) if found is None else found
 
 
 def _span(tensor: Any) -> tuple[int, int]:
-    """The bytes from the first to behind the last of its elements."""
-    spans = [(local.data_ptr(), local.data_ptr() + _reach(local)) for local in local_tensors(tensor)]
-    return min(start for start, _ in spans), max(end for _, end in spans)
+    """The first byte and how many there are to behind the last of its elements; (0, 0) where there are none, or nobody
+    can say where."""
+    held = [] if is_lazy(tensor) else held_tensors(tensor)
+    if not held or not set(map(type, held)) <= _PLAIN:
+        return 0, 0
+    try:
+        starts = [local.data_ptr() for local in held]
+    except (RuntimeError, NotImplementedError):  # sparse tensors have several storages
+        return 0, 0
+    return min(starts), max(map(int.__add__, starts, map(_reach, held))) - min(starts)
 
 
 def _reach(tensor: torch.Tensor) -> int:

@@ -8,7 +8,6 @@ called `module` keeps its name.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -20,12 +19,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from reshard.errors import NormalizationError
+from reshard.live.deepspeed import is_partitioned, whole_shape
 from reshard.live.fsdp1 import FlatPiece, flat_pieces, is_flat
 from reshard.live.wrappers import EXTRA_STATE, ModuleReader
 
 __all__ = [
-    "HOW_TO_SAVE", "LiveModel", "Models", "PartitionedParameter", "SelfLoadingModule", "Stage",
-    "StateEntry", "where",
+    "LiveModel", "Models", "SelfLoadingModule", "Stage", "StateEntry", "where",
 ]  # fmt: skip
 
 
@@ -152,7 +151,7 @@ class LiveModel:
         """By id of a parameter that optimizers have: what it consists of, if it is an FSDP1 one."""
         self._index()
         self.partitioned: list[StateEntry] = []
-        """Parameters of which DeepSpeed has only parts here."""
+        """Parameters of which this rank has only parts, outside of the tensors: those of ZeRO-3."""
         self._look_at_empty()
 
     def _index(self) -> None:
@@ -208,7 +207,7 @@ class LiveModel:
                 )
 
     def refuse_partitioned(self, fix: str) -> None:
-        """Raise NormalizationError if DeepSpeed has parts of parameters only, with what to do about it."""
+        """Raise NormalizationError if there are parts of parameters only, with what to do about it."""
         if self.partitioned:
             more = f" and {len(self.partitioned) - 5} more" if len(self.partitioned) > 5 else ""
             names = ", ".join(slot.name for slot in self.partitioned[:5]) + more
@@ -391,49 +390,3 @@ def _check_same(first: StateEntry, second: StateEntry) -> None:
         f"two places have the canonical name {first.name!r}{where()}: "
         f"{first.live!r} of stage {first.stage} and {second.live!r} of stage {second.stage}{hint}"
     )
-
-
-# Parameters that DeepSpeed's ZeRO-3 has cut up: told by what it leaves on them, and made whole by
-# its own context.
-#
-# Such a parameter is an empty tensor; DeepSpeed puts its number, shape and this rank's part on it
-# as `ds_id`, `ds_shape` and `ds_tensor`. What is inside `GatheredParameters` is whole, and a
-# parameter like any other.
-
-
-HOW_TO_SAVE = (
-    "save by the engine's own save_checkpoint, which reshard opens, normalizes and converts as it does its own"
-)
-"""What to do about state that only DeepSpeed can put together."""
-
-
-def is_partitioned(parameter: torch.Tensor) -> bool:
-    """Whether this rank has only a part of the parameter, outside of the tensor."""
-    return hasattr(parameter, "ds_id") and tuple(parameter.shape) != whole_shape(parameter)
-
-
-def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """The shape that a parameter of ZeRO-3 has when it is whole."""
-    return tuple(parameter.ds_shape)
-
-
-@dataclass(frozen=True)
-class PartitionedParameter:
-    """A parameter that can be made whole, by all ranks of its process group together."""
-
-    parameter: torch.Tensor
-
-    def whole(self, keep: bool) -> torch.Tensor | None:
-        """The whole parameter in memory of its own, None unless `keep`. Collective: all ranks that have a part call.
-
-        Raises NormalizationError where DeepSpeed cannot be imported.
-        """
-        try:
-            zero = importlib.import_module("deepspeed").zero
-        except ImportError as error:
-            raise NormalizationError(
-                f"a parameter of shape {whole_shape(self.parameter)} is cut up by DeepSpeed's ZeRO-3, and made whole "
-                f"by deepspeed.zero.GatheredParameters, which cannot be imported here: {error}"
-            ) from error
-        with zero.GatheredParameters([self.parameter], modifier_rank=None):
-            return self.parameter.detach().clone() if keep else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.errors import KeyMismatchError, NormalizationError
+from reshard.live.deepspeed import HOW_TO_SAVE
 from reshard.live.optimizer_state import is_nested
+from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, identity_of, is_dtensor, is_sharded, tensor_class
-from reshard.live.wrappers import copy_all, has_torchs_setstate, loads_itself
+from reshard.live.tree import leaves_of
+from reshard.live.wrappers import has_torchs_setstate, loads_itself
 from reshard.state_dict.model import (
     Spans,
     all_apart,
@@ -22,11 +25,10 @@ from reshard.state_dict.model import (
     copy_containers,
     like,
     overlapping,
-    same_value,
     spans_of,
     write_all,
 )
-from reshard.state_dict.names import HOW_TO_SAVE, LiveModel, where
+from reshard.state_dict.names import LiveModel, where
 from reshard.state_dict.optimizer_parameters import (
     LiveOptimizers,
     OptimizedParameter,
@@ -428,13 +430,8 @@ class _Copies:
         if not shares_nothing:
             self._give_apart([each.live for each in model])
             self.values = apart(self.targets, self.values)
-        if not self.later:
-            copy_all(self.targets, self.values)
-            return
-        pairs = list(zip(self.targets, self.values))
-        plain = list(filter(all_plain, pairs))
-        copy_all([target for target, _ in plain], [value for _, value in plain])
-        write_all((value, target) for target, value in itertools.filterfalse(all_plain, pairs))
+        plain = map(all_plain, zip(self.targets, self.values)) if self.later else [True] * len(self.targets)
+        write_all(self.targets, self.values, list(plain))
 
     def _give_apart(self, model: list[torch.Tensor]) -> None:
         """Memory of their own for values that would be written where another value, or the model's, is to be."""
@@ -596,13 +593,11 @@ class ModelTensor(NamedTuple):
     """What it was set to; None if to nothing."""
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors inside containers."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
+        return [value]  # nearly always
+    return [leaf for leaf in leaves_of(value).values() if isinstance(leaf, torch.Tensor)]
 
 
 class GivenTies:

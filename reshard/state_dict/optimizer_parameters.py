@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from reshard.errors import NormalizationError
+from reshard.live.deepspeed import HOW_TO_SAVE, WHOSE_OPTIMIZERS
 from reshard.live.fsdp1 import FlatPiece
+from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, is_sharded
-from reshard.state_dict.model import copy_containers, same_value, write_all
-from reshard.state_dict.names import HOW_TO_SAVE, LiveModel, where
+from reshard.state_dict.model import copy_containers, write_all
+from reshard.state_dict.names import LiveModel, where
 
 __all__ = [
     "LiveOptimizers", "OptimizedParameter", "as_optimizers", "fill_absent", "filled_names",
@@ -62,7 +64,7 @@ class LiveOptimizers:
 
     def __init__(self, live: LiveModel, optimizers: Sequence[Optimizer]) -> None:
         if optimizers:
-            live.refuse_partitioned(f"of its optimizers only DeepSpeed knows what is whose; {HOW_TO_SAVE}")
+            live.refuse_partitioned(WHOSE_OPTIMIZERS)
         self.live = live
         self.optimizers = tuple(optimizers)
         self.by_name: dict[str, OptimizedParameter] = {}
@@ -180,7 +182,7 @@ def joined_pieces(entries: Iterable[Entry]) -> list[Entry]:
     for together in waiting.values():
         first = together[0][0]
         out.append((first, _join(first.parameter, together, pairs)))
-    write_all(pairs)
+    write_all([target for _, target in pairs], [value for value, _ in pairs], [False] * len(pairs))
     return out
 
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from reshard.errors import NormalizationError
 from reshard.live.optimizer_state import split_flat_key
+from reshard.live.state import same_value
 from reshard.live.wrappers import loads_itself
-from reshard.state_dict.model import same_value
 from reshard.state_dict.names import where
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 

@@ -177,7 +177,7 @@ def together(n, path):
     mesh = init_device_mesh("cpu", (2, 2, 2))
     tensor = distribute_own(torch.arange(n), mesh, placements)
     alone = read(lambda: reshard.layout_of(tensor, "w"), "what rank") is None
-    whole = gather(tensor).tolist()
+    whole = gather(LiveTensor("", tensor)).tolist()
     reshard.save({"w": tensor}, path)
     filled = []
     for options in ({}, {"read_once": True}, {"read_once": "host"}):

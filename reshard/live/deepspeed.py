@@ -1,0 +1,63 @@
+"""Parameters that DeepSpeed's ZeRO-3 has cut up: told by what it leaves on them, made whole by its own context."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from reshard.errors import NormalizationError
+
+__all__ = [
+    "HOW_TO_GET", "HOW_TO_SAVE", "HOW_TO_SET", "WHOSE_OPTIMIZERS", "gather_partitioned",
+    "is_partitioned", "whole_shape",
+]  # fmt: skip
+
+
+# Such a parameter is an empty tensor; DeepSpeed puts its number, shape and this rank's part on it
+# as `ds_id`, `ds_shape` and `ds_tensor`. What is inside `GatheredParameters` is whole, and a
+# parameter like any other.
+
+
+HOW_TO_SAVE = (
+    "save by the engine's own save_checkpoint, which reshard opens, normalizes and converts as it does its own"
+)
+"""What to do about state that only DeepSpeed can put together."""
+
+HOW_TO_GET = (
+    "take the whole state dict (full_state_dict=True, or iter_full), which all ranks gather together; or take it "
+    f"inside deepspeed.zero.GatheredParameters; or {HOW_TO_SAVE}"
+)
+HOW_TO_SET = (
+    "set the state dict before deepspeed.initialize, which also makes its own copies of the parameters; or load by the "
+    "engine's own load_checkpoint; or, of a model without an optimizer, set it inside "
+    "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)"
+)
+WHOSE_OPTIMIZERS = f"of its optimizers only DeepSpeed knows what is whose; {HOW_TO_SAVE}"
+
+
+def is_partitioned(parameter: object) -> bool:
+    """Whether this rank has only a part of the parameter, outside of the tensor."""
+    return hasattr(parameter, "ds_id") and tuple(parameter.shape) != whole_shape(parameter)  # type: ignore[attr-defined]
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """The shape that a parameter of ZeRO-3 has when it is whole."""
+    return tuple(parameter.ds_shape)
+
+
+def gather_partitioned(parameter: torch.Tensor, keep: bool) -> torch.Tensor | None:
+    """The whole parameter in memory of its own, None unless `keep`. Collective: all ranks that have a part call.
+
+    Raises NormalizationError where DeepSpeed cannot be imported.
+    """
+    try:
+        zero = importlib.import_module("deepspeed").zero
+    except ImportError as error:
+        raise NormalizationError(
+            f"a parameter of shape {whole_shape(parameter)} is cut up by DeepSpeed's ZeRO-3, and made whole by "
+            f"deepspeed.zero.GatheredParameters, which cannot be imported here: {error}"
+        ) from error
+    with zero.GatheredParameters([parameter], modifier_rank=None):
+        return parameter.detach().clone() if keep else None
