@@ -43,7 +43,8 @@ class StreamEvent(Protocol):
 def pinned(nbytes: int) -> torch.Tensor:
     """New memory of the host, as bytes, that devices copy from and to while the host goes on.
 
-    Where the system gives no such memory it is common memory: copies are right, and slower, and a warning is logged.
+    Where the system gives no such memory it is common memory: copies are right, and slower, and a
+    warning is logged.
     """
     try:
         return _pin(nbytes)
@@ -57,7 +58,8 @@ def _pin(nbytes: int) -> torch.Tensor:
 
 
 def device_module(device: torch.device) -> Any:
-    """torch's module of such devices, or None: the CPU, and devices that other libraries know how to wait for."""
+    """torch's module of such devices, or None: the CPU, and devices that other libraries know how
+    to wait for."""
     try:
         return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     except RuntimeError:  # such as "xla" has none
@@ -79,12 +81,13 @@ def wait_for(device: torch.device) -> None:
 
 
 _unused: defaultdict[torch.device, list[Any]] = defaultdict(list)
-"""Streams of lanes that are no more. Allocators keep freed memory for the stream that it was made on: with a new stream
-for each lane, as much as a lane ever took would stay with each of them."""
+"""Streams of lanes that are no more. Allocators keep freed memory for the stream that it was made
+on: with a new stream for each lane, as much as a lane ever took would stay with each of them."""
 
 
 class CopyStream:
-    """A stream of a device beside the caller's: what is asked of it comes after all that the caller's was asked."""
+    """A stream of a device beside the caller's: what is asked of it comes after all that the
+    caller's was asked."""
 
     def __init__(self, device: torch.device) -> None:
         """On the thread, and where the stream is current, that the lane is to come after."""
@@ -98,11 +101,13 @@ class CopyStream:
         self.follow()
 
     def follow(self) -> None:
-        """What is asked from here on comes after what the calling thread's stream was asked until now."""
+        """What is asked from here on comes after what the calling thread's stream was asked until
+        now."""
         self._stream.wait_event(self._module.current_stream(self._device).record_event())
 
     def lead(self) -> None:
-        """What the calling thread's stream is asked from here on comes after what this lane was asked until now."""
+        """What the calling thread's stream is asked from here on comes after what this lane was
+        asked until now."""
         self._module.current_stream(self._device).wait_event(self._stream.record_event())
 
     def use(self) -> AbstractContextManager[Any]:
@@ -123,9 +128,10 @@ class CopyStream:
 class CopyStreams:
     """A lane for each device that has streams, all from the moment that they are made.
 
-    Before other threads touch tensors: a thread starts on the default stream, and where the caller is on another one,
-    neither waits for the other. A save would read values that are still being computed, a load would write what a
-    kernel under way overwrites. So devices without lanes are waited for here.
+    Before other threads touch tensors: a thread starts on the default stream, and where the caller
+    is on another one, neither waits for the other. A save would read values that are still being
+    computed, a load would write what a kernel under way overwrites. So devices without lanes are
+    waited for here.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -141,7 +147,8 @@ class CopyStreams:
         return self._lanes.get(device)
 
     def follow(self, device: torch.device) -> CopyStream:
-        """The lane of a device with streams, after what the calling thread's stream was asked until now."""
+        """The lane of a device with streams, after what the calling thread's stream was asked until
+        now."""
         lane = self._lanes.get(device)
         if lane is None:
             lane = self._lanes[device] = CopyStream(device)
@@ -169,8 +176,9 @@ class CopyStreams:
 
 
 def of_caller() -> CopyStreams:
-    """A lane after the caller's stream of the current device, if this process has used one: for threads that meet
-    tensors only later. On other devices they must `wait_for` all that was asked."""
+    """A lane after the caller's stream of the current device, if this process has used one: for
+    threads that meet tensors only later. On other devices they must `wait_for` all that was
+    asked."""
     kind = torch.accelerator.current_accelerator()
     module = torch.cpu if kind is None else torch.get_device_module(kind)
     if kind is None or not has_copy_streams(kind) or not module.is_initialized():
@@ -195,8 +203,8 @@ class _UploadSlot:
 
 
 class Uploads:
-    """A ring of `slots` pieces of pinned memory, made when they are first needed. Any thread may put; a context: when
-    it is left, everything has arrived, and the memory is free.
+    """A ring of `slots` pieces of pinned memory, made when they are first needed. Any thread may
+    put; a context: when it is left, everything has arrived, and the memory is free.
 
     Args:
         slots: at least one for each thread that puts, so that none waits for another.
@@ -224,13 +232,14 @@ class Uploads:
         return has_copy_streams(device)
 
     def begin(self) -> None:
-        """On the caller's thread: what is put from here on comes after what the caller's streams were asked."""
+        """On the caller's thread: what is put from here on comes after what the caller's streams
+        were asked."""
         self._lanes = CopyStreams(self._devices)
 
     @contextmanager
     def in_order(self, device: torch.device) -> Iterator[None]:
-        """Within, what is put comes after what the caller's stream was asked, and before what it is asked next. On a
-        device that is met now, and not before `begin`."""
+        """Within, what is put comes after what the caller's stream was asked, and before what it is
+        asked next. On a device that is met now, and not before `begin`."""
         lane = self._lanes.follow(device)
         yield
         lane.lead()
@@ -238,10 +247,11 @@ class Uploads:
     def put(
         self, target: torch.Tensor, saved: torch.dtype, sizes: Sequence[int], read: Callable[[Array], None]
     ) -> None:
-        """Have `read` fill an array of `sizes`, whose elements of dtype `saved` then go into `target`.
+        """Have `read` fill an array of `sizes`, whose elements of dtype `saved` then go into
+        `target`.
 
-        They cross as they are, in one run. What is strided, of another dtype or lazily conjugated on the other side is
-        put in its place there.
+        They cross as they are, in one run. What is strided, of another dtype or lazily conjugated
+        on the other side is put in its place there.
         """
         lane = self._lanes[target.device]
         assert lane is not None, f"{target.device} was not taken in"
@@ -287,11 +297,11 @@ STAGE_BYTES = 64 << 20
 
 
 def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: CopyStreams, stage_bytes: int) -> Iterator[memoryview]:
-    """The elements of all tensors, each in row-major order, one tensor behind another; a piece holds until the next one
-    is asked for.
+    """The elements of all tensors, each in row-major order, one tensor behind another; a piece
+    holds until the next one is asked for.
 
-    With at most `stage_bytes` of copies where they do not lie so in the memory of the CPU. Larger elements come before
-    smaller ones, so that all are aligned.
+    With at most `stage_bytes` of copies where they do not lie so in the memory of the CPU. Larger
+    elements come before smaller ones, so that all are aligned.
     """
     on_lanes = sum(tensor.nbytes for tensor in tensors if lanes[tensor.device] is not None)
     ring = _Ring(max(min(stage_bytes // 2, on_lanes), 16))
@@ -318,8 +328,8 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _small_kind(tensor: torch.Tensor) -> torch.dtype | None:
-    """The dtype of what lies on the host as it is to be written and is so small that the call would cost more than the
-    copy; None for others. Of these dtypes torch joins all."""
+    """The dtype of what lies on the host as it is to be written and is so small that the call would
+    cost more than the copy; None for others. Of these dtypes torch joins all."""
     small = tensor.device.type == "cpu" and 0 < tensor.nbytes <= _SMALL_BYTES and tensor.dtype in _JOINED
     plain = small and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     return tensor.dtype if plain and type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
@@ -410,17 +420,19 @@ class _Ring:
 
 
 def _ask(elements: torch.Tensor, room: torch.Tensor, lane: CopyStream) -> None:
-    """Elements in row-major order into bytes of the host: strided ones are put in order on the device."""
+    """Elements in row-major order into bytes of the host: strided ones are put in order on the
+    device."""
     with torch.no_grad(), lane.use():
         plain = elements.resolve_conj().resolve_neg().contiguous()
         room.view(plain.dtype).view(plain.shape).copy_(plain, non_blocking=True)
 
 
 class HostMemory:
-    """Memory for whole saves, kept for the next ones: as much as ever was in use at a time, and no more.
+    """Memory for whole saves, kept for the next ones: as much as ever was in use at a time, and no
+    more.
 
-    In blocks, since torch rounds pinned ones up to a power of two: beside tensors that are larger than one, little is
-    lost.
+    In blocks, since torch rounds pinned ones up to a power of two: beside tensors that are larger
+    than one, little is lost.
     """
 
     def __init__(self, make: Callable[[int], torch.Tensor] = pinned) -> None:
@@ -430,7 +442,8 @@ class HostMemory:
         self._lock = threading.Lock()
 
     def take(self, sizes: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Room for each of so many bytes, one behind another within blocks; and the blocks, to be given back."""
+        """Room for each of so many bytes, one behind another within blocks; and the blocks, to be
+        given back."""
         rooms: list[torch.Tensor] = []
         blocks: list[torch.Tensor] = []
         for together in batches(sizes, int, BLOCK_BYTES):
@@ -460,7 +473,8 @@ class HostMemory:
 def batches(
     items: Iterable[T], nbytes: Callable[[T], int], limit_bytes: int, kind: Callable[[T], object] = lambda _: None
 ) -> Iterator[list[T]]:
-    """Items in order, as many of one `kind` together as `limit_bytes` holds; what is larger is alone."""
+    """Items in order, as many of one `kind` together as `limit_bytes` holds; what is larger is
+    alone."""
     batch: list[T] = []
     total, kind_of_batch = 0, None
     for item in items:
@@ -476,8 +490,9 @@ def batches(
 
 
 def fetch(tensors: Iterable[torch.Tensor], lanes: CopyStreams, rooms: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors on devices with lanes, each in its room on the host. They are there when the lanes are: wait
-    for those. Larger elements come before smaller ones, so that all are aligned."""
+    """Copies of tensors on devices with lanes, each in its room on the host. They are there when
+    the lanes are: wait for those. Larger elements come before smaller ones, so that all are
+    aligned."""
     found = []
     for tensor, room in zip(tensors, rooms, strict=True):
         lane, at = lanes[tensor.device], 0
@@ -491,10 +506,12 @@ def fetch(tensors: Iterable[torch.Tensor], lanes: CopyStreams, rooms: Iterable[t
 
 
 def to_host(tensors: Sequence[torch.Tensor], stage_bytes: int = STAGE_BYTES) -> list[torch.Tensor]:
-    """Each on the host, in common memory: a copy of what lies on a device, and itself what lies here already.
+    """Each on the host, in common memory: a copy of what lies on a device, and itself what lies
+    here already.
 
-    One piece of pinned memory is filled by the device while another is emptied here; then they change places, for all
-    tensors together. Strided tensors, lazily conjugated ones and subclasses are copied by torch.
+    One piece of pinned memory is filled by the device while another is emptied here; then they
+    change places, for all tensors together. Strided tensors, lazily conjugated ones and subclasses
+    are copied by torch.
     """
     lanes = CopyStreams(tensor.device for tensor in tensors)
     numbers = [i for i, tensor in enumerate(tensors) if lanes[tensor.device] is not None and _is_plain(tensor)]

@@ -48,7 +48,8 @@ def whole_shape(parameter: Any) -> tuple[int, ...]:
 
 
 def gather_partitioned(parameter: torch.Tensor, keep: bool) -> torch.Tensor | None:
-    """The whole parameter in memory of its own, None unless `keep`. Collective: all ranks that have a part call.
+    """The whole parameter in memory of its own, None unless `keep`. Collective: all ranks that have
+    a part call.
 
     Raises NormalizationError where DeepSpeed cannot be imported.
     """

@@ -48,8 +48,8 @@ _CODE_BY_NAME = {name: code for code, name in SAFETENSORS_CODES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`"bfloat16"` of `torch.bfloat16`. Inverse of `dtype_from_name`. Raises FormatError for quantized and other
-    dtypes whose elements are not plain numbers."""
+    """`"bfloat16"` of `torch.bfloat16`. Inverse of `dtype_from_name`. Raises FormatError for
+    quantized and other dtypes whose elements are not plain numbers."""
     try:
         return _BY_DTYPE[dtype]
     except KeyError:
@@ -70,7 +70,8 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def dtype_from_code(code: str) -> str:
-    """dtype name of a safetensors code: `"bfloat16"` of `"BF16"`. Inverse of `safetensors_code`. Raises FormatError."""
+    """dtype name of a safetensors code: `"bfloat16"` of `"BF16"`. Inverse of `safetensors_code`.
+    Raises FormatError."""
     try:
         return SAFETENSORS_CODES[code]
     except (KeyError, TypeError):
@@ -78,7 +79,8 @@ def dtype_from_code(code: str) -> str:
 
 
 def safetensors_code(name: str) -> str:
-    """Safetensors code of a dtype name: `"BF16"` of `"bfloat16"`. Inverse of `dtype_from_code`. Raises FormatError."""
+    """Safetensors code of a dtype name: `"BF16"` of `"bfloat16"`. Inverse of `dtype_from_code`.
+    Raises FormatError."""
     try:
         return _CODE_BY_NAME[name]
     except (KeyError, TypeError):
@@ -116,9 +118,11 @@ def row_major_bytes(array: Array) -> memoryview:
 
 
 def raw_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as integers of their size, sharing memory on any device: what `copy_` does to them changes no bit.
+    """The elements as integers of their size, sharing memory on any device: what `copy_` does to
+    them changes no bit.
 
-    Elements of 16 bytes, and lazily conjugated or negated ones, stay as they are: copying resolves the latter.
+    Elements of 16 bytes, and lazily conjugated or negated ones, stay as they are: copying resolves
+    the latter.
     """
     if tensor.element_size() not in _INTS or tensor.is_conj() or tensor.is_neg():
         return tensor

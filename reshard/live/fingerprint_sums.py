@@ -63,7 +63,8 @@ class Key:
 
     @property
     def name(self) -> str:
-        """What a fingerprint says of its key: nothing for the public one, else 8 hex digits that betray nothing."""
+        """What a fingerprint says of its key: nothing for the public one, else 8 hex digits that
+        betray nothing."""
         return hashlib.shake_256(_prefix(self.secret, b"name")).hexdigest(4) if self.secret else ""
 
     def inner(self, dim: int) -> Residues:
@@ -85,14 +86,16 @@ class Key:
 
 
 PUBLIC = Key()
-"""The key that everybody shares: finds accidents. Whoever may tamper with data must not know the key."""
+"""The key that everybody shares: finds accidents. Whoever may tamper with data must not know the
+key."""
 
 
 def multiply(a: Residues, b: Residues) -> Residues:
     """Products in the field, element by element, with broadcasting.
 
-    The quotient by PRIME is guessed in float64, which errs by less than 1 because both factors are below 2^48;
-    what the guess leaves over is exact, since it is small and int64 arithmetic is exact modulo 2^64.
+    The quotient by PRIME is guessed in float64, which errs by less than 1 because both factors are
+    below 2^48; what the guess leaves over is exact, since it is small and int64 arithmetic is exact
+    modulo 2^64.
     """
     quotient = np.floor(a.astype(np.float64) * b.astype(np.float64) / PRIME).astype(np.int64)
     rest: Residues = a * b - quotient * PRIME
@@ -102,7 +105,8 @@ def multiply(a: Residues, b: Residues) -> Residues:
 
 
 def products(vectors: Sequence[Residues]) -> Residues:
-    """The product of every choice of one number per vector, row-major: (LANES, product of the lengths)."""
+    """The product of every choice of one number per vector, row-major: (LANES, product of the
+    lengths)."""
     result = np.ones((LANES, 1), np.int64)
     for vector in vectors:
         result = multiply(result[:, :, None], vector[:, None, :]).reshape(LANES, -1)
@@ -110,7 +114,8 @@ def products(vectors: Sequence[Residues]) -> Residues:
 
 
 def to_limbs(numbers: Residues) -> npt.NDArray[np.float64]:
-    """The digits of each number, least first: (LANES * LIMBS, n), digit l of lane k in row k * LIMBS + l.
+    """The digits of each number, least first: (LANES * LIMBS, n), digit l of lane k in row k *
+    LIMBS + l.
 
     Sum over l of digit l times 2^(12 l) is the number, or the number minus PRIME.
     """
@@ -131,7 +136,8 @@ def _prefix(secret: bytes, use: bytes) -> bytes:
 
 @lru_cache(maxsize=256)
 def _table(secret: bytes, use: bytes, dim: int, page: int) -> Residues:
-    """(LANES, BLOCK) numbers, read only: 16 bytes of the stream for each place, 8 for each lane, modulo PRIME."""
+    """(LANES, BLOCK) numbers, read only: 16 bytes of the stream for each place, 8 for each lane,
+    modulo PRIME."""
     seed = _prefix(secret, use) + dim.to_bytes(4, "little") + page.to_bytes(8, "little")
     stream = hashlib.shake_256(seed).digest(BLOCK * LANES * 8)
     table = (np.frombuffer(stream, "<u8") % np.uint64(PRIME)).astype(np.int64).reshape(BLOCK, LANES).T.copy()
@@ -150,7 +156,8 @@ Tile = tuple[tuple[int, int], ...]
 class Axis:
     """One axis of an array of words, and which numbers belong to its places.
 
-    `part` says what `intervals` count: "index" the indices of `dim`, "outer" its blocks, "inner" places in a block.
+    `part` says what `intervals` count: "index" the indices of `dim`, "outer" its blocks, "inner"
+    places in a block.
     """
 
     dim: int
@@ -177,7 +184,8 @@ class Axis:
         return key.outer(self.dim, index) if self.part == "outer" else key.at(self.dim, index)
 
     def segments(self) -> list[tuple[int, int, tuple[Axis, ...]]]:
-        """The axis in pieces `(start, stop, axes)`: whole blocks become two axes, what lies between stays one."""
+        """The axis in pieces `(start, stop, axes)`: whole blocks become two axes, what lies between
+        stays one."""
         if self.part != "index":
             return [(0, self.size, (self,))]
         found: list[tuple[int, int, tuple[Axis, ...]]] = []
@@ -250,13 +258,14 @@ def matrices(words: torch.Tensor, axes: Sequence[Axis]) -> Iterator[Matrix]:
 
 
 def _pays_to_widen(sizes: Sequence[int], first: int, width: int) -> bool:
-    """Whether columns of more axes take no more numbers than a number for each row does. Of very few columns the sums
-    of rows would be as much work as the words."""
+    """Whether columns of more axes take no more numbers than a number for each row does. Of very
+    few columns the sums of rows would be as much work as the words."""
     return width < _THIN or math.prod(sizes[:first]) > width * min(sizes[first - 1], BLOCK)
 
 
 def _whole_axes(sizes: Sequence[int], limit: int) -> tuple[int, int]:
-    """(first, n): the axes from `first` on hold n <= `limit` places together, and one more would be too many."""
+    """(first, n): the axes from `first` on hold n <= `limit` places together, and one more would be
+    too many."""
     product = 1
     for first in range(len(sizes), 0, -1):
         if product * sizes[first - 1] > limit:
@@ -266,7 +275,8 @@ def _whole_axes(sizes: Sequence[int], limit: int) -> tuple[int, int]:
 
 
 def tiles(sizes: Sequence[int], limit: int) -> Iterator[Tile]:
-    """Cut axes into tiles of at most `limit` places, each one run of the row-major order, in that order."""
+    """Cut axes into tiles of at most `limit` places, each one run of the row-major order, in that
+    order."""
     first, product = _whole_axes(sizes, limit)
     whole = [(0, size) for size in sizes[first:]]
     if not first:
@@ -304,11 +314,13 @@ Sums = tuple[int, ...]
 
 
 class Term(NamedTuple):
-    """The sum over one tile, being computed where the words are: digits that `known` puts together."""
+    """The sum over one tile, being computed where the words are: digits that `known` puts
+    together."""
 
     digits: torch.Tensor
     uses: tuple[torch.Tensor, ...]
-    """Memory that may be given up when the digits are known, since another stream than this one may have made it."""
+    """Memory that may be given up when the digits are known, since another stream than this one may
+    have made it."""
 
 
 _HALF_BITS = 27
@@ -323,10 +335,11 @@ def add_sums(*sums: Sums) -> Sums:
 
 
 def fold(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Sums:
-    """The sum of word times numbers over an int32 tensor whose dims are `axes`; at least one dim, any strides.
+    """The sum of word times numbers over an int32 tensor whose dims are `axes`; at least one dim,
+    any strides.
 
-    Extra memory: one chunk as float64 (2 MiB on the CPU, 128 MiB on other devices; less with the compiled loop) and up
-    to 64 MiB of digits, kept for the next tensor of the same geometry.
+    Extra memory: one chunk as float64 (2 MiB on the CPU, 128 MiB on other devices; less with the
+    compiled loop) and up to 64 MiB of digits, kept for the next tensor of the same geometry.
     """
     if words.device.type == "cpu" and (loop := kernel()) is not None:
         return add_sums(*(sums for matrix in matrices(words, axes) for sums in fold_matrix(loop, matrix, key)))
@@ -334,9 +347,11 @@ def fold(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Sums:
 
 
 def fold_each(rows: torch.Tensor, axes: Sequence[Axis], key: Key) -> list[Sums]:
-    """`fold` of each of many small tensors that lie alike; int32 on the CPU, (tensors, words in row-major order).
+    """`fold` of each of many small tensors that lie alike; int32 on the CPU, (tensors, words in
+    row-major order).
 
-    All axes are columns here, so that one product sums up all of them: for small ones the calls are what takes time.
+    All axes are columns here, so that one product sums up all of them: for small ones the calls are
+    what takes time.
     """
     total = np.zeros((LANES, len(rows)), np.int64)
     start, loop = 0, kernel()
@@ -371,13 +386,15 @@ def terms(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Iterator[Term]
 
 @lru_cache(maxsize=64)
 def _limbs(key: Key, axes: tuple[Axis, ...], tile: Tile, device: torch.device) -> torch.Tensor:
-    """The digits of the products of the axes' numbers over a tile, (LANES * LIMBS, places of the tile), float64."""
+    """The digits of the products of the axes' numbers over a tile, (LANES * LIMBS, places of the
+    tile), float64."""
     numbers = products([axis.numbers(key, *span) for axis, span in zip(axes, tile)])
     return torch.from_numpy(to_limbs(numbers)).to(device)
 
 
 def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_limbs: torch.Tensor) -> torch.Tensor:
-    """The digits of the sum over one tile: axes before `first` are its rows, the others its columns."""
+    """The digits of the sum over one tile: axes before `first` are its rows, the others its
+    columns."""
     rows, columns = row_limbs.shape[1], column_limbs.shape[1]
     sums = torch.empty(rows, LANES * LIMBS, dtype=torch.float64, device=words.device)
     chunk, height = _chunk(rows, columns, words.device)
@@ -396,7 +413,8 @@ def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_l
 
 
 def _multiply(values: torch.Tensor, limbs: torch.Tensor, out: torch.Tensor) -> None:
-    """values @ limbs.t() into `out`: so thin a product numpy's BLAS does faster, torch's with the threads it has."""
+    """values @ limbs.t() into `out`: so thin a product numpy's BLAS does faster, torch's with the
+    threads it has."""
     if values.device.type != "cpu" or torch.get_num_threads() > 1:
         out[...] = values @ limbs.t()
         return
@@ -407,7 +425,8 @@ def _multiply(values: torch.Tensor, limbs: torch.Tensor, out: torch.Tensor) -> N
 
 
 def _chunk(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Memory for some rows of words, and how many those are: fewer where the device is nearly full."""
+    """Memory for some rows of words, and how many those are: fewer where the device is nearly
+    full."""
     height = max(1, (_CPU_WORDS if device.type == "cpu" else _DEVICE_WORDS) // columns)
     while True:
         try:
@@ -419,7 +438,8 @@ def _chunk(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor,
 
 
 def _join(parts: list[int]) -> Sums:
-    """Put digits together again, of all sums[half][lane][row digit][lane][column digit] those of one lane each."""
+    """Put digits together again, of all sums[half][lane][row digit][lane][column digit] those of
+    one lane each."""
     return tuple(sum(map(operator.mul, of_lane(parts), _WORTH)) % PRIME for of_lane in _OF_LANE)
 
 
@@ -477,8 +497,8 @@ def kernel() -> Kernel | None:
 
 
 def fold_matrix(kernel: Kernel, matrix: Matrix, key: Key) -> list[tuple[int, int]]:
-    """Sums that add up to that over the words: where they lie, on torch's threads, if each row is a run of memory;
-    else of copies."""
+    """Sums that add up to that over the words: where they lie, on torch's threads, if each row is a
+    run of memory; else of copies."""
     columns = table(key, matrix.column_axes, matrix.columns)
     numbers = _row_numbers(key, matrix.row_axes, matrix.rows)
     height, words = numbers.shape[1], matrix.words
@@ -518,7 +538,8 @@ def _fold_copies(
 
 @lru_cache(maxsize=64)
 def table(key: Key, axes: tuple[Axis, ...], tile: Tile) -> npt.NDArray[np.int32]:
-    """The products of the axes' numbers over a tile of columns, as the kernel wants them. There must be one."""
+    """The products of the axes' numbers over a tile of columns, as the kernel wants them. There
+    must be one."""
     loop = kernel()
     assert loop is not None
     return loop.table(products([axis.numbers(key, *span) for axis, span in zip(axes, tile)]))
@@ -530,7 +551,8 @@ def _row_numbers(key: Key, axes: tuple[Axis, ...], tile: Tile) -> Residues:
 
 
 def is_right(kernel: Kernel) -> bool:
-    """Whether its sums are those of Python's integers, for the largest words and numbers and for some between."""
+    """Whether its sums are those of Python's integers, for the largest words and numbers and for
+    some between."""
     width = 1037  # two strips and what is left of a third
     ramp = np.arange(width)
     words = np.stack([0 * ramp - 2**31, ramp - 2**31, 2**31 - 1 - 3 * ramp, ramp * 4052037 - 2**31, 5 - ramp])

@@ -51,7 +51,8 @@ _BATCH_WORDS = 1 << 16
 
 @dataclass(frozen=True)
 class Partial:
-    """The sum over some elements of a tensor. Adding those of disjoint parts, in any order, gives the whole tensor's.
+    """The sum over some elements of a tensor. Adding those of disjoint parts, in any order, gives
+    the whole tensor's.
 
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
     >>> partial(a, Box((0,), (2,)), (3,)) + partial(b, Box((2,), (1,)), (3,)) == partial(torch.tensor([1.0, 2.0, 3.0]))
@@ -97,8 +98,8 @@ class Partial:
         """The fingerprint, such as `"rf1:bfloat16[4096,1024]:0123456789ab0123456789ab"`.
 
         Raises:
-            LayoutError: the parts hold more or fewer elements than a tensor of this shape: one is missing, or one of
-                several replicas was counted twice.
+            LayoutError: the parts hold more or fewer elements than a tensor of this shape: one is
+                missing, or one of several replicas was counted twice.
         """
         name = dtype if isinstance(dtype, str) else dtype_name(dtype)
         numel = math.prod(shape)
@@ -116,12 +117,14 @@ def partial(
 ) -> Partial:
     """What a local tensor adds to the fingerprint of the global tensor of `shape`.
 
-    Without positions the tensor is the whole. Each replica's part must be added once only. Any device, any strides;
-    extra memory is at most 50 MiB on the CPU and 200 MiB on other devices, however large the tensor.
+    Without positions the tensor is the whole. Each replica's part must be added once only. Any
+    device, any strides; extra memory is at most 50 MiB on the CPU and 200 MiB on other devices,
+    however large the tensor.
 
     Raises:
         LayoutError: positions that do not fit the shapes.
-        FormatError: a tensor that is not dense, has no data, or whose elements are no plain numbers.
+        FormatError: a tensor that is not dense, has no data, or whose elements are no plain
+            numbers.
     """
     return partials([(tensor, positions, shape)], key=key)[0]
 
@@ -129,8 +132,8 @@ def partial(
 def partials(
     parts: Iterable[tuple[torch.Tensor, Positions, Sequence[int] | None]], *, key: Key = PUBLIC
 ) -> list[Partial]:
-    """`partial` of each (tensor, positions, shape). Devices are asked for all of them, and then waited for once; small
-    tensors of the host that lie alike are summed up together."""
+    """`partial` of each (tensor, positions, shape). Devices are asked for all of them, and then
+    waited for once; small tensors of the host that lie alike are summed up together."""
     given = list(parts)
     together: dict[tuple[object, ...], list[int]] = {}
     for i, (tensor, positions, shape) in enumerate(given):
@@ -151,7 +154,8 @@ def partials(
 
 
 def _small_kind(tensor: torch.Tensor, positions: Positions, shape: Sequence[int] | None) -> tuple[object, ...] | None:
-    """What small tensors have in common that can be seen as whole words, and are summed up alike; None for others."""
+    """What small tensors have in common that can be seen as whole words, and are summed up alike;
+    None for others."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
         return None
     if tensor.device.type != "cpu" or not 0 < tensor.nbytes <= _SMALL_BYTES or not tensor.is_contiguous():
@@ -219,12 +223,14 @@ def _refuse(tensor: torch.Tensor) -> None:
 
 
 def comparable(a: str, b: str) -> bool:
-    """Whether two fingerprints are of the same version and key, so that they are equal where the tensors are."""
+    """Whether two fingerprints are of the same version and key, so that they are equal where the
+    tensors are."""
     return a.split(":", 1)[0] == b.split(":", 1)[0]
 
 
 class Fingerprinter:
-    """The fingerprint of one tensor that comes in boxes, in any order, each once: for readers of large files."""
+    """The fingerprint of one tensor that comes in boxes, in any order, each once: for readers of
+    large files."""
 
     def __init__(self, dtype: torch.dtype | str, shape: Sequence[int], *, key: Key = PUBLIC) -> None:
         self.dtype = dtype_from_name(dtype) if isinstance(dtype, str) else dtype
@@ -233,13 +239,15 @@ class Fingerprinter:
         self.partial = Partial()
 
     def add(self, tensor: torch.Tensor, positions: Positions = None) -> None:
-        """Add what lies at these positions. Raises as `partial` does, and LayoutError for another dtype."""
+        """Add what lies at these positions. Raises as `partial` does, and LayoutError for another
+        dtype."""
         if tensor.dtype != self.dtype:
             raise LayoutError(f"a part of dtype {tensor.dtype} does not belong to a tensor of dtype {self.dtype}")
         self.partial += partial(tensor, positions, self.shape, key=self.key)
 
     def add_bytes(self, data: bytes | bytearray | memoryview, box: Box) -> None:
-        """Add a box whose elements lie row-major in `data`. Raises LayoutError if their lengths differ."""
+        """Add a box whose elements lie row-major in `data`. Raises LayoutError if their lengths
+        differ."""
         if memoryview(data).nbytes != box.numel * self.dtype.itemsize:
             raise LayoutError(
                 f"{box} holds {box.numel} elements of {self.dtype.itemsize} bytes, got {memoryview(data).nbytes} bytes"
@@ -263,20 +271,23 @@ class Fingerprinter:
 
 
 Positions = Box | Part | Sequence[Box] | Sequence[Sequence[tuple[int, int]]] | None
-"""Where a local tensor lies: nowhere special (it is whole), a box, boxes in local order, or per dim its intervals."""
+"""Where a local tensor lies: nowhere special (it is whole), a box, boxes in local order, or per dim
+its intervals."""
 
 _COPY_WORDS = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16}
 
 
 def local_parts(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]) -> list[tuple[torch.Tensor, Part]]:
-    """The local tensor as pieces that are products of global intervals, dim by dim. Nothing is copied.
+    """The local tensor as pieces that are products of global intervals, dim by dim. Nothing is
+    copied.
 
-    Boxes must either tile the local tensor as a product does (as `TensorLayout.boxes` gives them), or be the row-major
-    pieces of a 1-D local tensor (a flat range).
+    Boxes must either tile the local tensor as a product does (as `TensorLayout.boxes` gives them),
+    or be the row-major pieces of a 1-D local tensor (a flat range).
 
     Raises:
-        LayoutError: positions that do not fit the local or the global shape, or that hold an element twice.
+        LayoutError: positions that do not fit the local or the global shape, or that hold an
+            element twice.
     """
     if positions is None or isinstance(positions, Part):
         part = positions or Part.of_box(Box.full(shape))
@@ -315,7 +326,8 @@ def _intervals(positions: object) -> Part:
 
 
 def _product(boxes: Sequence[Box], local: tuple[int, ...]) -> Part | None:
-    """The product of intervals whose boxes in row-major order these are, if it has the local shape."""
+    """The product of intervals whose boxes in row-major order these are, if it has the local
+    shape."""
     if len({box.ndim for box in boxes}) != 1:
         raise LayoutError(f"boxes of one tensor must have the same dims, got {list(boxes[:8])}")
     if len(boxes) == 1:
@@ -364,8 +376,9 @@ def _check(tensor: torch.Tensor, part: Part, shape: Sequence[int]) -> None:
 
 
 def words_of(tensor: torch.Tensor, part: Part) -> Iterator[tuple[torch.Tensor, tuple[Axis, ...]]]:
-    """int32 tensors that hold the bits of the local tensor, with the axes that place them; seen in place if possible,
-    else as copies of at most 4 MiB in one buffer, each valid until the next one is asked for."""
+    """int32 tensors that hold the bits of the local tensor, with the axes that place them; seen in
+    place if possible, else as copies of at most 4 MiB in one buffer, each valid until the next one
+    is asked for."""
     if sys.byteorder != "little":
         raise LayoutError("fingerprints are defined on little-endian words, and this machine is big-endian")
     if not tensor.numel():
@@ -429,7 +442,8 @@ def _word_axis(axis: Axis, itemsize: int) -> Axis:
 
 
 def _copy(piece: torch.Tensor, words: torch.Tensor, axis: Axis, per_word: int) -> None:
-    """Copy the bits of a piece into `words`, with zeros where an interval of its last dim begins or ends in a word."""
+    """Copy the bits of a piece into `words`, with zeros where an interval of its last dim begins or
+    ends in a word."""
     if per_word == 1:
         words.view(piece.dtype).view(piece.shape).copy_(piece)
         return
@@ -444,11 +458,12 @@ def _copy(piece: torch.Tensor, words: torch.Tensor, axis: Axis, per_word: int) -
 
 
 def float64_is_exact(device: torch.device) -> bool:
-    """Whether this device's float64 matrix product is exact for the largest numbers that occur, found by trying once;
-    on the CPU, numpy's too.
+    """Whether this device's float64 matrix product is exact for the largest numbers that occur,
+    found by trying once; on the CPU, numpy's too.
 
-    Devices without float64, or with an emulation of it, answer no; their tensors are copied to the CPU in pieces. So
-    do those whose product is refused where algorithms have to be deterministic, as CUDA's without a setting of its own.
+    Devices without float64, or with an emulation of it, answer no; their tensors are copied to the
+    CPU in pieces. So do those whose product is refused where algorithms have to be deterministic,
+    as CUDA's without a setting of its own.
     """
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return _tried(device, strict)
@@ -559,7 +574,8 @@ def pack_holdings(held: Iterable[Holding], rank: int) -> bytes:
 
 
 def add_holdings(packed: Sequence[bytes], world_size: int) -> bytes:
-    """What several ranks, or several lots of them, hold together. `world_size`: how many ranks there are in all."""
+    """What several ranks, or several lots of them, hold together. `world_size`: how many ranks
+    there are in all."""
     first, *rest = (msgspec.msgpack.decode(one, type=_Told) for one in packed)
     for told in rest:
         first.ranks += told.ranks

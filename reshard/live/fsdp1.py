@@ -54,8 +54,8 @@ class FlatPiece:
     mesh: Any = None
     """FSDP's device mesh, if it was given one."""
     is_dtensor: bool = False
-    """Whether the original parameter was a DTensor before, as under tensor parallelism; `shape` is then its local
-    one."""
+    """Whether the original parameter was a DTensor before, as under tensor parallelism; `shape` is
+    then its local one."""
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -94,8 +94,8 @@ class FlatPiece:
         return self.tensor(shard[self.local_slice()])
 
     def tensor(self, local: torch.Tensor) -> torch.Tensor:
-        """A tensor of the parameter's shape from this rank's range of its flattening, whose memory it shares; nothing
-        is sent."""
+        """A tensor of the parameter's shape from this rank's range of its flattening, whose memory
+        it shares; nothing is sent."""
         if self.is_dtensor:
             raise NormalizationError(
                 f"FSDP1 has flattened the local part, of shape {self.shape}, of a parameter that tensor parallelism "
@@ -112,8 +112,9 @@ class FlatPiece:
 
 
 def flat_pieces(unit: nn.Module) -> dict[int, list[tuple[str, FlatPiece]]]:
-    """Of one FSDP1 unit, by id of a module below it: the names of the module's own parameters that lie in the unit's
-    flat parameter, shared ones too. Empty for a unit without parameters of its own."""
+    """Of one FSDP1 unit, by id of a module below it: the names of the module's own parameters that
+    lie in the unit's flat parameter, shared ones too. Empty for a unit without parameters of its
+    own."""
     found: dict[int, list[tuple[str, FlatPiece]]] = {}
     handle = unit.__dict__.get("_handle")
     if handle is not None:
@@ -175,19 +176,22 @@ def _add_unit(handle: Any, mesh: Any, found: dict[int, list[tuple[str, FlatPiece
 
 @dataclass(frozen=True)
 class FlatCut:
-    """The ranges of a tensor's flattening that the ranks of a process group hold, one behind another."""
+    """The ranges of a tensor's flattening that the ranks of a process group hold, one behind
+    another."""
 
     shape: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...]
-    """By position in the group: first element, and the one after the last; equal where there is none."""
+    """By position in the group: first element, and the one after the last; equal where there is
+    none."""
     group: Any
     mesh: Any = None
     """FSDP's device mesh, of which the group is an axis; None if it has none."""
 
     @property
     def is_chunks(self) -> bool:
-        """Whether every rank holds the rows that `torch.chunk` along dim 0 would give it, along the last axis of the
-        mesh, which is where torch's state dicts have them, also where FSDP shards along another."""
+        """Whether every rank holds the rows that `torch.chunk` along dim 0 would give it, along the
+        last axis of the mesh, which is where torch's state dicts have them, also where FSDP shards
+        along another."""
         return self.ranges == self.chunks().ranges and (self.mesh is None or self.axis() == self.mesh.ndim - 1)
 
     def axis(self) -> int:
@@ -209,13 +213,14 @@ class FlatCut:
         return high - low
 
     def tensor(self, local: torch.Tensor) -> torch.Tensor:
-        """The sharded tensor of which `local`, 1-D, is what this rank holds, and whose memory it shares; nothing is
-        sent, since every rank can tell what the others hold. A DTensor or ShardedTensor if it lies in chunks."""
+        """The sharded tensor of which `local`, 1-D, is what this rank holds, and whose memory it
+        shares; nothing is sent, since every rank can tell what the others hold. A DTensor or
+        ShardedTensor if it lies in chunks."""
         return self.chunk(local) if self.is_chunks else _across_rows(self, local)
 
     def chunk(self, local: torch.Tensor) -> torch.Tensor:
-        """The tensor that torch's state dicts have, of a chunk of rows; collective where FSDP shards along another axis
-        of its mesh than the last."""
+        """The tensor that torch's state dicts have, of a chunk of rows; collective where FSDP
+        shards along another axis of its mesh than the last."""
         mesh = self.mesh
         if mesh is None or mesh.device_type != local.device.type:  # DTensor would move it to the mesh's device
             return _sharded_tensor(self, local)

@@ -18,7 +18,8 @@ _Local = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _NoChunks(list[Any]):
-    """As long as no list of one chunk is; its items cannot be had. torch's planners look at the length alone."""
+    """As long as no list of one chunk is; its items cannot be had. torch's planners look at the
+    length alone."""
 
     def __init__(self, tensor: CutAcrossRows) -> None:
         super().__init__()
@@ -50,9 +51,10 @@ class _NoChunks(list[Any]):
 class CutAcrossRows(ShardedTensor):
     """This rank's range of a tensor's flattening, which begins or ends within rows on some rank.
 
-    Its metadata say what every rank holds, and torch's planners, which read them, save and load it right: it speaks
-    their protocol (`__create_write_items__` and the others). Everything else that reads ShardedTensors of FSDP1, such
-    as torch's own setters and gathering, takes the first shard of each rank for its chunk of rows: it gets an error.
+    Its metadata say what every rank holds, and torch's planners, which read them, save and load it
+    right: it speaks their protocol (`__create_write_items__` and the others). Everything else that
+    reads ShardedTensors of FSDP1, such as torch's own setters and gathering, takes the first shard
+    of each rank for its chunk of rows: it gets an error.
 
     Attributes:
         flat_cut: how it is cut, a `FlatCut`.
@@ -72,7 +74,8 @@ class CutAcrossRows(ShardedTensor):
         return made
 
     def local_shards(self) -> Any:
-        """A list that nobody can take a shard from: what asks for one takes it for a chunk of rows."""
+        """A list that nobody can take a shard from: what asks for one takes it for a chunk of
+        rows."""
         return _NoChunks(self)
 
     def _remade(self, change: _Local) -> torch.Tensor:

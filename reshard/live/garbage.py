@@ -11,10 +11,12 @@ __all__ = ["gc_paused"]
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Collection stands still: it would go through all containers again and again while there come to be more, which
-    for 100,000 tensors costs more than all else. As a decorator, so that the function's own are gone when it goes on.
+    """Collection stands still: it would go through all containers again and again while there come
+    to be more, which for 100,000 tensors costs more than all else. As a decorator, so that the
+    function's own are gone when it goes on.
 
-    For what ends soon, or makes no circles: whatever runs beside it in the process is not collected either.
+    For what ends soon, or makes no circles: whatever runs beside it in the process is not collected
+    either.
     """
     enabled = gc.isenabled()
     gc.disable()

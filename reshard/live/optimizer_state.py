@@ -32,13 +32,16 @@ __all__ = [
 
 
 class LazyOptimizerState(dict[Any, Any]):
-    """The state of an optimizer by parameter, still empty; or a whole optimizer state dict of the flat form.
+    """The state of an optimizer by parameter, still empty; or a whole optimizer state dict of the
+    flat form.
 
-    A dict like any other; copies of it are plain dicts, and so are pickles, ordered ones, which torch.load trusts.
+    A dict like any other; copies of it are plain dicts, and so are pickles, ordered ones, which
+    torch.load trusts.
 
     Attributes:
         parameters: name -> the parameter, or something on the meta device of its shape.
-        is_complete: whether it has its places already: then a load adds none, and only ties those that are there.
+        is_complete: whether it has its places already: then a load adds none, and only ties those
+            that are there.
     """
 
     def __init__(self, state: Mapping[Any, Any], parameters: Mapping[str, Any]) -> None:
@@ -79,7 +82,8 @@ def materialize(
     names: Mapping[str, str] | None = None,
     keep: bool = True,
 ) -> Iterator[None]:
-    """Within, whatever is `LazyOptimizerState` in a nest has a place for everything that was saved for it.
+    """Within, whatever is `LazyOptimizerState` in a nest has a place for everything that was saved
+    for it.
 
     Args:
         containers: kinds of those that are tuples or empty, see `reshard.live.tree.Flat`.
@@ -121,7 +125,8 @@ def fill(
 
     Args:
         rows, containers: of the checkpoint.
-        live: tensors by their key in the checkpoint, of which state may be a further name, such as parameters.
+        live: tensors by their key in the checkpoint, of which state may be a further name, such as
+            parameters.
         groups: also of the groups' fields in the flat form.
     """
     there = flatten(dict(one), is_leaf=is_tensor)
@@ -146,7 +151,8 @@ def fill(
 
 
 def _owner(rest: KeyPath, parameters: Mapping[str, Any], groups: bool) -> str | None:
-    """The parameter whose state is at a path: below its name, or at and below a key of the flat form."""
+    """The parameter whose state is at a path: below its name, or at and below a key of the flat
+    form."""
     first = str(rest[0]) if rest else ""
     if len(rest) >= 2 and first in parameters:
         return first
@@ -164,7 +170,8 @@ class _StateMemory:
         self._live, self._made = live, dict[str, Any]()
 
     def place(self, row: Saved, parameter: Any, there: Any) -> Any:
-        """For a tensor, unfilled memory, placed like its parameter where the shapes are the same."""
+        """For a tensor, unfilled memory, placed like its parameter where the shapes are the
+        same."""
         if row.shape is None:
             return row.value if there is None else there
         dtype, first = dtype_from_name(row.dtype), row.first or row.key
@@ -207,7 +214,8 @@ def _put_back(before: Iterable[tuple[LazyOptimizerState, dict[Any, Any]]]) -> No
 
 
 def lost_state(state_dict: Any, saved: Iterable[Saved]) -> list[str]:
-    """Keys of optimizers' states that are empty, and not in the checkpoint: a load would silently leave them so."""
+    """Keys of optimizers' states that are empty, and not in the checkpoint: a load would silently
+    leave them so."""
     empty = list(_empty_states(state_dict, ()))
     rows = list(saved) if empty else []
     return [
@@ -218,7 +226,8 @@ def lost_state(state_dict: Any, saved: Iterable[Saved]) -> list[str]:
 
 
 def _place_like(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Unfilled memory for a tensor of a parameter's state: placed like it where the shapes are the same."""
+    """Unfilled memory for a tensor of a parameter's state: placed like it where the shapes are the
+    same."""
     if shape != global_shape(parameter) or (type(parameter) is torch.Tensor and parameter.device.type == "meta"):
         return torch.empty(shape, dtype=dtype, device="cpu")
     return remade_like(parameter, dtype)
@@ -257,7 +266,8 @@ _FRONTS = ("state.", "param_groups.")
 
 
 def is_nested(tree: Mapping[Any, Any]) -> bool:
-    """Whether this is one optimizer, by names or by ids: a dict of states, and groups that list parameters."""
+    """Whether this is one optimizer, by names or by ids: a dict of states, and groups that list
+    parameters."""
     groups = tree.get("param_groups")
     if isinstance(groups, Mapping):
         groups = list(groups.values())
@@ -280,7 +290,8 @@ def is_flat(keys: Iterable[Any]) -> bool:
 
 
 def owner_of(name: str, known: Container[str]) -> str | None:
-    """The parameter whose name, and a dot, `name` begins with; the longest of `known` if there are several."""
+    """The parameter whose name, and a dot, `name` begins with; the longest of `known` if there are
+    several."""
     while "." in name:
         name = name.rpartition(".")[0]
         if name in known:
@@ -300,8 +311,8 @@ class FlatKey(NamedTuple):
 
 
 def split_flat_key(key: str, known: Container[str] = ()) -> FlatKey:
-    """The parts of a key. The parameter's name and its state's may both have dots, so `known` names decide; of an
-    unknown parameter the last segment is the state's name.
+    """The parts of a key. The parameter's name and its state's may both have dots, so `known` names
+    decide; of an unknown parameter the last segment is the state's name.
 
     Raises NormalizationError for a key that is none of the flat form.
     """
@@ -319,8 +330,9 @@ def split_flat_key(key: str, known: Container[str] = ()) -> FlatKey:
 
 
 def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat form of a nested one. Every parameter carries the fields of its group, so that dicts of pipeline stages
-    have no key in common. Empty groups leave no trace, and keys of nested state become text."""
+    """The flat form of a nested one. Every parameter carries the fields of its group, so that dicts
+    of pipeline stages have no key in common. Empty groups leave no trace, and keys of nested state
+    become text."""
     flat: dict[str, Any] = {}
     for name, values in state_dict["state"].items():
         prefix = f"state.{name}."

@@ -28,17 +28,18 @@ _LONG_INT_BITS = 4096
 
 
 def encode_plain(value: Any, *, tensor_bytes: int = 0) -> Any:
-    """Plain Python data as JSON data, losslessly: None, bool, int, float (also nan, inf, -0.0), complex, text, bytes,
-    io.BytesIO, list, tuple, set, frozenset, deque, range, dict (any plain keys), torch.Size, torch.dtype, numpy numbers
-    and arrays. Members of enums, and values of classes that extend a number, text, list or tuple, as `CustomValue`.
+    """Plain Python data as JSON data, losslessly: None, bool, int, float (also nan, inf, -0.0),
+    complex, text, bytes, io.BytesIO, list, tuple, set, frozenset, deque, range, dict (any plain
+    keys), torch.Size, torch.dtype, numpy numbers and arrays. Members of enums, and values of
+    classes that extend a number, text, list or tuple, as `CustomValue`.
 
     Inverse of `decode_plain`.
 
     Args:
         tensor_bytes: plain tensors of together at most so many bytes are taken for plain data, too.
 
-    Raises FormatError, naming the type, for anything else: only plain data is ever stored; or for a nest of more than
-    100 levels, so that whatever is stored can be read by any program.
+    Raises FormatError, naming the type, for anything else: only plain data is ever stored; or for a
+    nest of more than 100 levels, so that whatever is stored can be read by any program.
     """
     return _encode(value, set(), _Tensors(tensor_bytes, tensor_bytes))
 
@@ -128,7 +129,8 @@ def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
 
 
 def check_text(text: str) -> str:
-    """The text itself. Raises FormatError if it cannot be stored, such as a file's name that is no UTF-8."""
+    """The text itself. Raises FormatError if it cannot be stored, such as a file's name that is no
+    UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

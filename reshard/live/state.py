@@ -47,7 +47,8 @@ _LONG = 1000
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor of a state dict, asked once: made where the state is taken apart, and handed on from there."""
+    """A tensor of a state dict, asked once: made where the state is taken apart, and handed on from
+    there."""
 
     key: str
     value: Any
@@ -75,8 +76,8 @@ class LiveTensor:
         return is_ambiguous(self.value)
 
     def settle(self, layout: TensorLayout, rank: int) -> None:
-        """Have `form` be the one that all ranks found together: of those that are possible for this rank, the one by
-        which `rank` holds what it holds in `layout`."""
+        """Have `form` be the one that all ranks found together: of those that are possible for this
+        rank, the one by which `rank` holds what it holds in `layout`."""
         held = [box for part in layout.parts(rank) for box, _ in part.boxes()]
         for form in self.forms:
             if held == [box for part in form.parts(self.spec.shape, rank) for box, _ in part.boxes()]:
@@ -114,7 +115,8 @@ class LiveTensor:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it is sharded and this rank holds no element: then nothing here tells what it is tied to."""
+        """Whether it is sharded and this rank holds no element: then nothing here tells what it is
+        tied to."""
         return self.is_sharded and not any(local.numel() for local in self.local)
 
     def lies_like(self, other: LiveTensor) -> bool:
@@ -147,17 +149,20 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 LiveState = State[LiveTensor]
-"""A state dict taken apart. What it holds is the caller's, and not copied. `tensors` has the tied ones, too,
-and `aliases` those that are the very same memory as an earlier one; `per_rank` are `PerRank`s; every key has a path."""
+"""A state dict taken apart. What it holds is the caller's, and not copied. `tensors` has the tied
+ones, too, and `aliases` those that are the very same memory as an earlier one; `per_rank` are
+`PerRank`s; every key has a path."""
 
 
 def is_single(value: Any) -> bool:
-    """Whether a value is one thing under its key, however it is made inside: a tensor or a `PerRank`."""
+    """Whether a value is one thing under its key, however it is made inside: a tensor or a
+    `PerRank`."""
     return is_tensor(value) or isinstance(value, PerRank)
 
 
 def is_long(path: KeyPath, value: Any) -> bool:
-    """Whether a sequence of numbers is one value, such as the order of a sampler: a key for each costs too much."""
+    """Whether a sequence of numbers is one value, such as the order of a sampler: a key for each
+    costs too much."""
     kind = type(value)
     return kind in (list, tuple) and len(value) >= _LONG and all(type(item) in (int, float) for item in value)
 
@@ -174,7 +179,8 @@ def take_apart(
         whole_at: containers that are one value, by path and container.
         select: globs: only what has a key that one of them fits, with the containers around it.
 
-    Raises KeyMismatchError for keys that collide; LayoutError for a tensor that is no plain array in memory.
+    Raises KeyMismatchError for keys that collide; LayoutError for a tensor that is no plain array
+    in memory.
     """
     flat = flatten(state, is_leaf=is_single, whole_at=whole_at)
     flat = replace(flat, leaves=expanded(flat.leaves), containers=flat.containers | class_kinds(flat.leaves))
@@ -222,15 +228,17 @@ def _selected(flat: Flat, select: Collection[str]) -> Flat:
 class PerRank:
     """Declares that `value` (a random state, a data loader's position) differs from rank to rank.
 
-    Saving keeps every rank's value. Loading gives each rank its own back if as many ranks load as saved. If not,
-    `on_change` of the loading side decides.
+    Saving keeps every rank's value. Loading gives each rank its own back if as many ranks load as
+    saved. If not, `on_change` of the loading side decides.
     """
 
     value: Any = None
-    """A tensor; or plain data, with tensors among it of up to a MiB together. When loading, what is there before."""
+    """A tensor; or plain data, with tensors among it of up to a MiB together. When loading, what is
+    there before."""
     on_change: str | Callable[[dict[int, Any], int, int], Any] = "error"
-    """`"error"`; `"keep"`: a rank beyond the saved ones keeps the value it has, others get theirs; `"drop"`: every rank
-    keeps the value it has; or a function of (values by saved rank, this rank, world size) that gives the new value."""
+    """`"error"`; `"keep"`: a rank beyond the saved ones keeps the value it has, others get theirs;
+    `"drop"`: every rank keeps the value it has; or a function of (values by saved rank, this rank,
+    world size) that gives the new value."""
 
     def __post_init__(self) -> None:
         if self.on_change not in ("error", "keep", "drop") and not callable(self.on_change):
@@ -240,8 +248,10 @@ class PerRank:
         """The value of `rank` of `world_size` out of the saved ones, by rank.
 
         Args:
-            saved: values by the rank that saved them, each of which may be read only when it is asked for.
-            saved_world_size: how many ranks saved, of which some may have had no such value; 0 if that is not known.
+            saved: values by the rank that saved them, each of which may be read only when it is
+                asked for.
+            saved_world_size: how many ranks saved, of which some may have had no such value; 0 if
+                that is not known.
 
         Raises KeyMismatchError where the numbers differ and nothing says what to do.
         """
@@ -269,12 +279,14 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class Targets(State[LiveTensor]):
-    """What a load may fill. `objects` has the single values beside tensors; other values are parts of `units`."""
+    """What a load may fill. `objects` has the single values beside tensors; other values are parts
+    of `units`."""
 
     root: Any = None
     """The state dict itself."""
     units: dict[str, KeyPath] = field(default_factory=dict)
-    """Containers without any tensor, which are replaced whole: their contents may have changed since."""
+    """Containers without any tensor, which are replaced whole: their contents may have changed
+    since."""
     replaced: dict[str, torch.dtype] = field(default_factory=dict)
     """Tensors that are to be replaced by ones of another dtype."""
     resized: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -290,8 +302,9 @@ class Targets(State[LiveTensor]):
         """Take `state` apart; nothing is changed. Raises FormatError if it is no dict or list.
 
         Args:
-            saved: objects of the checkpoint by key. A list, tuple or dict of plain values whose very key is among them
-                was saved as one, and is one; so is a list or tuple with tensors, if one of as many items was saved.
+            saved: objects of the checkpoint by key. A list, tuple or dict of plain values whose
+                very key is among them was saved as one, and is one; so is a list or tuple with
+                tensors, if one of as many items was saved.
             entry_by_entry: no dict is replaced whole: each of its entries is matched for itself.
         """
         if not isinstance(state, MutableMapping | list):
@@ -322,8 +335,8 @@ class Targets(State[LiveTensor]):
         return here
 
     def writable(self, key: str) -> tuple[torch.Tensor, ...]:
-        """The local tensors to write into: the live ones, or new ones for meta tensors and changed dtypes, which
-        `put_new` puts in their places."""
+        """The local tensors to write into: the live ones, or new ones for meta tensors and changed
+        dtypes, which `put_new` puts in their places."""
         tensor = self.tensors[key]
         dtype = self.replaced.get(key)
         if not tensor.is_meta and dtype is None:
@@ -338,7 +351,8 @@ class Targets(State[LiveTensor]):
         return self._made[key]
 
     def _replace(self, key: str, fresh: tuple[torch.Tensor, ...]) -> None:
-        """Make what takes the place of a tensor, and of those that are tied to it and not replaced for themselves."""
+        """Make what takes the place of a tensor, and of those that are tied to it and not replaced
+        for themselves."""
         tied = self.tied_in_place
         first = tied.get(key, key)
         made: dict[int, Any] = {}
@@ -350,12 +364,14 @@ class Targets(State[LiveTensor]):
             self._new[other] = made[id(tensor)]
 
     def put_new(self) -> None:
-        """Put new tensors in their places: only when they are filled, since until then their memory holds anything."""
+        """Put new tensors in their places: only when they are filled, since until then their memory
+        holds anything."""
         self.assign(self._new)
         self._new.clear()
 
     def is_opaque(self, key: str) -> bool:
-        """Whether a tensor is of the extra state of a module, whose shape is nobody's business but the module's."""
+        """Whether a tensor is of the extra state of a module, whose shape is nobody's business but
+        the module's."""
         parts = [str(part) for part in self.paths[key]]
         return not self.tensors[key].is_sharded and any(part.rpartition(".")[2] == _EXTRA_STATE for part in parts)
 
@@ -365,7 +381,8 @@ class Targets(State[LiveTensor]):
         return {key: first for key, first in self.aliases.items() if not {key, first} & set(self.replaced)}
 
     def check_places(self, keys: Iterable[str]) -> None:
-        """Raises FormatError if a value that is to be replaced is in something that cannot be changed.
+        """Raises FormatError if a value that is to be replaced is in something that cannot be
+        changed.
 
         Values of `keys`, and tensors on the meta device or of another dtype.
         """
@@ -382,7 +399,8 @@ class Targets(State[LiveTensor]):
                 )
 
     def tell_autograd(self, keys: Iterable[str]) -> None:
-        """Say that live tensors were written to, past torch: a graph that needs their old values must not be run."""
+        """Say that live tensors were written to, past torch: a graph that needs their old values
+        must not be run."""
         for key in keys:
             tensor = self.tensors[key]
             outer = (tensor.value,) if is_dtensor(tensor.value) else ()

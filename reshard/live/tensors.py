@@ -46,7 +46,8 @@ NEWEST_TRIED = (2, 15)
 
 
 def warn_if_untried(version: str) -> None:
-    """Warn of a torch newer than was tried: a release may change what this module reads. It is used all the same."""
+    """Warn of a torch newer than was tried: a release may change what this module reads. It is used
+    all the same."""
     major, minor = map(int, version.split(".")[:2])
     if (major, minor) > NEWEST_TRIED:
         tried = ".".join(map(str, NEWEST_TRIED))
@@ -61,7 +62,8 @@ warn_if_untried(torch.__version__)
 
 
 def is_tensor(value: object) -> bool:
-    """Whether `value` is something with a layout: a Tensor (DTensor included) or a ShardedTensor."""
+    """Whether `value` is something with a layout: a Tensor (DTensor included) or a
+    ShardedTensor."""
     return isinstance(value, torch.Tensor) or is_sharded_tensor(value)
 
 
@@ -86,7 +88,8 @@ def device_of(tensor: Any) -> torch.device:
 
 
 def spec_of(fqn: str, tensor: Any) -> TensorSpec:
-    """Name, global shape and dtype. Raises LayoutError for a tensor whose elements are no plain array in memory."""
+    """Name, global shape and dtype. Raises LayoutError for a tensor whose elements are no plain
+    array in memory."""
     if is_lazy(tensor):
         raise LayoutError(
             f"tensor {fqn!r} is a parameter of a lazy module that has no shape yet: run the module once, then try again"
@@ -109,8 +112,8 @@ def spec_of(fqn: str, tensor: Any) -> TensorSpec:
 
 
 def identity_of(tensor: Any) -> tuple[Any, ...] | None:
-    """Equal for tied tensors: the same memory seen alike, also memory that is yet to be made. None where nothing can
-    be said, as by a rank that holds no element."""
+    """Equal for tied tensors: the same memory seen alike, also memory that is yet to be made. None
+    where nothing can be said, as by a rank that holds no element."""
     if is_lazy(tensor):
         return None
     placed: Any = ()
@@ -125,14 +128,16 @@ def identity_of(tensor: Any) -> tuple[Any, ...] | None:
 
 
 def held_tensors(tensor: Any) -> list[torch.Tensor]:
-    """The tensors in whose memory this rank's elements are: for who asks where that is, see `local_tensors`."""
+    """The tensors in whose memory this rank's elements are: for who asks where that is, see
+    `local_tensors`."""
     if is_sharded_tensor(tensor):
         return [shard.tensor for shard in tensor._local_shards]
     return [holder(tensor)]
 
 
 def _memory_of(local: torch.Tensor) -> tuple[Any, ...] | None:
-    """Where a local tensor is, and how it is seen there; () without elements, None where that cannot be said."""
+    """Where a local tensor is, and how it is seen there; () without elements, None where that
+    cannot be said."""
     if local.is_nested:
         return None
     if local.numel() == 0:
@@ -156,7 +161,8 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def _mesh_ranks(device_mesh: DeviceMesh) -> torch.Tensor:
-    """Ranks by coordinate; also without a process group, where `.mesh` of a submesh asks for this process's rank."""
+    """Ranks by coordinate; also without a process group, where `.mesh` of a submesh asks for this
+    process's rank."""
     layout, ranks = getattr(device_mesh, "_layout", None), getattr(device_mesh, "_rank_map", None)
     if layout is not None and ranks is not None and not dist.is_initialized():
         whole: torch.Tensor = layout.remap_to_tensor(ranks)
@@ -166,7 +172,8 @@ def _mesh_ranks(device_mesh: DeviceMesh) -> torch.Tensor:
 
 
 def lines_of(device_mesh: DeviceMesh, here: int) -> list[tuple[list[int], list[int]]]:
-    """For each axis: the ranks along it through `here`, in the order of the mesh and in that of their process group."""
+    """For each axis: the ranks along it through `here`, in the order of the mesh and in that of
+    their process group."""
     grid = _mesh_ranks(device_mesh)
     lines = [mesh_line(grid, here, axis) for axis in range(grid.ndim)] if (grid == here).any() else []
     return [(line, _in_group_order(device_mesh, axis, line)) for axis, line in enumerate(lines)]
@@ -180,8 +187,9 @@ def mesh_line(grid: torch.Tensor, rank: int, axis: int) -> list[int]:
 
 
 def _in_group_order(device_mesh: DeviceMesh, axis: int, line: list[int]) -> list[int]:
-    """Process groups ascend, unless `new_group(..., sort_ranks=False)` made them. So do those that cannot be asked: a
-    mesh may have none, or outlive them; their names may be those of others by then."""
+    """Process groups ascend, unless `new_group(..., sort_ranks=False)` made them. So do those that
+    cannot be asked: a mesh may have none, or outlive them; their names may be those of others by
+    then."""
     try:
         ranks = dist.get_process_group_ranks(device_mesh.get_group(axis))
     except (RuntimeError, LookupError, ValueError, AssertionError, TypeError):  # the last is what torch 2.6 says
@@ -190,10 +198,12 @@ def _in_group_order(device_mesh: DeviceMesh, axis: int, line: list[int]) -> list
 
 
 def form_of(tensor: Any, fqn: str = "") -> Form:
-    """How `tensor` is placed. A plain tensor is whole on every rank of the job, or on the one rank without a job.
+    """How `tensor` is placed. A plain tensor is whole on every rank of the job, or on the one rank
+    without a job.
 
-    Raises LayoutError for a DTensor with pending reductions (`Partial`), a placement that is not known here, or one
-    that may be cut in several ways between which its local tensor does not decide.
+    Raises LayoutError for a DTensor with pending reductions (`Partial`), a placement that is not
+    known here, or one that may be cut in several ways between which its local tensor does not
+    decide.
     """
     forms = forms_of(tensor, fqn)
     if len(forms) == 1:
@@ -205,8 +215,9 @@ def form_of(tensor: Any, fqn: str = "") -> Form:
 
 
 def forms_of(tensor: Any, fqn: str = "") -> tuple[Form, ...]:
-    """All ways in which `tensor` may be placed, by what this rank holds of it; the likeliest first. Mostly one: they
-    are several where a strided shard is cut unevenly. Then all ranks together can tell, see `agreed_form`.
+    """All ways in which `tensor` may be placed, by what this rank holds of it; the likeliest first.
+    Mostly one: they are several where a strided shard is cut unevenly. Then all ranks together can
+    tell, see `agreed_form`.
 
     Raises LayoutError as `form_of` does, but for the last reason.
     """
@@ -223,7 +234,8 @@ def _whole_everywhere(world_size: int) -> ProductForm:
 
 
 def form_by_all(tensor: Any) -> Form:
-    """How `tensor` is placed, as all ranks that hold it find together: collective over them, unless no rank can doubt.
+    """How `tensor` is placed, as all ranks that hold it find together: collective over them, unless
+    no rank can doubt.
 
     Raises LayoutError as `form_of` does, on all ranks where they find several ways to be possible.
     """
@@ -257,8 +269,8 @@ def _dtensor_readings(tensor: DTensor, fqn: str = "") -> tuple[ProductForm, ...]
 
 
 def is_ambiguous(tensor: Any) -> bool:
-    """Whether the placements of a tensor can mean several forms, among which only what all ranks hold decides. The same
-    on all ranks of its mesh."""
+    """Whether the placements of a tensor can mean several forms, among which only what all ranks
+    hold decides. The same on all ranks of its mesh."""
     if not is_dtensor(tensor) or not any(is_strided_shard(p) for p in tensor.placements):
         return False
     return len(matching_shards(_dtensor_readings(tensor), tuple(tensor.shape), {})) > 1
@@ -281,7 +293,8 @@ def _dtensor_forms(tensor: DTensor, fqn: str) -> tuple[ProductForm, ...]:
 def _forms_held(
     forms: tuple[ProductForm, ...], shape: tuple[int, ...], here: int, local: tuple[int, ...]
 ) -> tuple[ProductForm, ...]:
-    """Metadata do not tell how a tensor was cut. What this rank really holds, of shape `local`, does."""
+    """Metadata do not tell how a tensor was cut. What this rank really holds, of shape `local`,
+    does."""
     return matching_shards(forms, shape, {here: local} if here in forms[-1].mesh else {})
 
 
@@ -291,8 +304,9 @@ def _readings(
 ) -> tuple[ProductForm, ...]:
     """What the placements may mean, the likeliest first.
 
-    The same slice of a mesh has other ranks for another process, yet compares equal: `here` tells them apart, as the
-    names of its groups tell meshes that differ in nothing but the order of the ranks in these.
+    The same slice of a mesh has other ranks for another process, yet compares equal: `here` tells
+    them apart, as the names of its groups tell meshes that differ in nothing but the order of the
+    ranks in these.
     """
     kept = set()
     for axis, (line, group) in enumerate(lines_of(device_mesh, here)):
@@ -328,18 +342,19 @@ def _sharded_tensor_form(tensor: Any, fqn: str) -> Form:
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """The same DTensor over another local tensor of equal sizes, which stays where it is: `from_local` would move it to
-    the device of the mesh."""
+    """The same DTensor over another local tensor of equal sizes, which stays where it is:
+    `from_local` would move it to the device of the mesh."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def local_tensors(tensor: Any) -> tuple[torch.Tensor, ...]:
-    """The local tensors of this rank, detached and sharing memory, one for each part of the layout; () where none.
+    """The local tensors of this rank, detached and sharing memory, one for each part of the layout;
+    () where none.
 
-    For a DTensor or plain tensor that is one tensor; for a ShardedTensor, one for each local shard, in the order
-    of its metadata.
+    For a DTensor or plain tensor that is one tensor; for a ShardedTensor, one for each local shard,
+    in the order of its metadata.
     """
     if is_dtensor(tensor):
         if tensor.device_mesh.get_coordinate() is None:
@@ -358,9 +373,11 @@ def local_tensors(tensor: Any) -> tuple[torch.Tensor, ...]:
 
 
 def layout_of(state: Any, fqn: str = "") -> Any:
-    """The layout of a state dict (`StateLayout`, by dotted key) or of one tensor (`TensorLayout`, named `fqn`).
+    """The layout of a state dict (`StateLayout`, by dotted key) or of one tensor (`TensorLayout`,
+    named `fqn`).
 
-    Of a state dict, everything that is no tensor is passed over. Plain tensors count as whole on every rank.
+    Of a state dict, everything that is no tensor is passed over. Plain tensors count as whole on
+    every rank.
     """
     if is_tensor(state):
         return TensorLayout.of(spec_of(fqn, state), form_of(state, fqn))
@@ -374,7 +391,8 @@ def layout_of(state: Any, fqn: str = "") -> Any:
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, sharing memory on any device.
 
-    A dim of size 1 may have any stride and be contiguous all the same, but torch refuses to see it as bytes then.
+    A dim of size 1 may have any stride and be contiguous all the same, but torch refuses to see it
+    as bytes then.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -394,7 +412,8 @@ _KNOWN = 1024
 
 
 class _Named(dict[type, bool]):
-    """Whether a class is one of torch.distributed's with such a name, or derived from one. Each is looked at once."""
+    """Whether a class is one of torch.distributed's with such a name, or derived from one. Each is
+    looked at once."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -432,8 +451,8 @@ def is_sharded(value: object) -> bool:
 
 
 def is_strided_shard(placement: object) -> bool:
-    """Whether a placement of a DTensor is what FSDP2 over tensor parallelism uses, for which torch has no public name;
-    a kind of `Shard` in some of its releases."""
+    """Whether a placement of a DTensor is what FSDP2 over tensor parallelism uses, for which torch
+    has no public name; a kind of `Shard` in some of its releases."""
     return _STRIDED_SHARDS[type(placement)]
 
 
@@ -443,7 +462,8 @@ def is_pending(placement: object) -> bool:
 
 
 def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
-    """A DTensor of this local tensor, of the shape of `model`, on its mesh and placed as it is there."""
+    """A DTensor of this local tensor, of the shape of `model`, on its mesh and placed as it is
+    there."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -471,12 +491,14 @@ def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
 def candidate_layouts(
     mesh: Mesh, placements: tuple[Placement, ...], kept: frozenset[int] = frozenset()
 ) -> tuple[ProductForm, ...]:
-    """What tensors of these placements may be, the likeliest first, each once: as FSDP2 cuts what tensor parallelism
-    (by `distribute_tensor`) has left, as all cuts are made that a strided shard leaves for later, and as the placements
-    say. The shapes of local tensors tell which it is, see `matching_shards`.
+    """What tensors of these placements may be, the likeliest first, each once: as FSDP2 cuts what
+    tensor parallelism (by `distribute_tensor`) has left, as all cuts are made that a strided shard
+    leaves for later, and as the placements say. The shapes of local tensors tell which it is, see
+    `matching_shards`.
 
     Args:
-        kept: axes whose process groups have their ranks in the order of the mesh. Those of all others ascend.
+        kept: axes whose process groups have their ranks in the order of the mesh. Those of all
+            others ascend.
 
     Raises LayoutError, without the tensor's name, where the groups would leave elements to no rank.
     """
@@ -499,8 +521,9 @@ def candidate_layouts(
 def matching_shards(
     forms: Sequence[ProductForm], shape: tuple[int, ...], held: Mapping[int, Shape]
 ) -> tuple[ProductForm, ...]:
-    """Those of `forms` by which the local tensors of some ranks (rank -> shape) have these shapes, in order; of several
-    that give every rank the same elements, the last, which says it as the placements do."""
+    """Those of `forms` by which the local tensors of some ranks (rank -> shape) have these shapes,
+    in order; of several that give every rank the same elements, the last, which says it as the
+    placements do."""
     found: list[ProductForm] = []
     for form in forms:
         if all(_local_shape(form, shape, rank) == sizes for rank, sizes in held.items()):
@@ -510,7 +533,8 @@ def matching_shards(
 
 
 def agreed_form(shape: Shape, said: Iterable[Collection[Form]]) -> Form | None:
-    """The one form out of what each rank says that a tensor may be; None where no form is possible on all ranks.
+    """The one form out of what each rank says that a tensor may be; None where no form is possible
+    on all ranks.
 
     Raises LayoutError, without the tensor's name, where several are that differ in some element.
     """
@@ -522,7 +546,8 @@ def agreed_form(shape: Shape, said: Iterable[Collection[Form]]) -> Form | None:
 
 
 def several_ways(shape: Shape, forms: Sequence[Form], rank: int | None) -> str:
-    """Why nobody can say how a tensor of this shape is cut: all these forms fit what `rank` holds, or all ranks."""
+    """Why nobody can say how a tensor of this shape is cut: all these forms fit what `rank` holds,
+    or all ranks."""
     who = "all ranks hold" if rank is None else f"rank {rank} holds, and it cannot tell by itself which it is"
     return (
         f"of shape {shape} may be cut in {len(forms)} ways that fit what {who}: {'; '.join(map(str, forms))}. FSDP2 "
@@ -543,8 +568,8 @@ def same_parts(a: ProductForm, b: ProductForm, shape: tuple[int, ...]) -> bool:
 
 
 def _mesh_in_group_order(mesh: Mesh, placements: Sequence[Placement], kept: Collection[int]) -> Mesh | None:
-    """The mesh with each rank at its place in its process groups, along the axes that cut. None where two ranks would
-    be at one place, as on `[[0, 3], [2, 1]]`."""
+    """The mesh with each rank at its place in its process groups, along the axes that cut. None
+    where two ranks would be at one place, as on `[[0, 3], [2, 1]]`."""
     grid = mesh.ranks.reshape(mesh.shape)
     cut = [a for a, placement in enumerate(placements) if not isinstance(placement, Replicate) and a not in kept]
     if all((np.diff(grid, axis=axis) > 0).all() for axis in cut):
@@ -558,11 +583,12 @@ def _mesh_in_group_order(mesh: Mesh, placements: Sequence[Placement], kept: Coll
 
 
 def _cut_later(form: ProductForm, axes: Collection[int]) -> ProductForm:
-    """The same cuts, but those of the strided shards on `axes` made after as many later cuts as their split factors
+    """The same cuts, but those of the strided shards on `axes` made after as many later cuts as
+    their split factors
     stand for: inner axes first, on a mesh with its axes in that order.
 
-    `(_S(0, 2), S(0))` on (dp, tp=2) becomes `(S(0), S(0))` on (tp=2, dp). A strided shard whose split factor is no such
-    product means what it says, and stays.
+    `(_S(0, 2), S(0))` on (dp, tp=2) becomes `(S(0), S(0))` on (tp=2, dp). A strided shard whose
+    split factor is no such product means what it says, and stays.
     """
     mesh, placements = form.mesh, form.placements
     order: list[int] = []  # the axes, in the order in which they cut
@@ -602,7 +628,8 @@ def holder(value: torch.Tensor) -> torch.Tensor:
 
 
 def inner_names(value: object) -> list[str]:
-    """The attributes with the tensors that a tensor, or a DTensor's local one, is made of; none of a plain one."""
+    """The attributes with the tensors that a tensor, or a DTensor's local one, is made of; none of
+    a plain one."""
     local = holder(value) if isinstance(value, torch.Tensor) else value
     if not isinstance(local, torch.Tensor) or type(local) is torch.Tensor:
         return []
@@ -611,7 +638,8 @@ def inner_names(value: object) -> list[str]:
 
 
 def tensor_class(value: object) -> str:
-    """The class of a tensor, or of a DTensor's local one, if it says more than its elements; "" for plain ones."""
+    """The class of a tensor, or of a DTensor's local one, if it says more than its elements; "" for
+    plain ones."""
     local = holder(value) if isinstance(value, torch.Tensor) else value
     cls = type(local)
     if not isinstance(local, torch.Tensor) or cls in _PLAIN or is_sharded_tensor(local):
@@ -620,7 +648,8 @@ def tensor_class(value: object) -> str:
 
 
 def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
-    """ "tensor:app.Quantized" by path, for tensors of classes of their own, and for such that these are made of."""
+    """ "tensor:app.Quantized" by path, for tensors of classes of their own, and for such that these
+    are made of."""
     out: dict[KeyPath, str] = {}
     for path, value in leaves.items():
         if not isinstance(value, torch.Tensor) or type(value) in _PLAIN or type(holder(value)) in _PLAIN:
@@ -633,7 +662,8 @@ def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
 
 
 def _settled(value: Any) -> Any:
-    """The value itself, but for the result of a collective that may be under way: that, plain, when it has arrived."""
+    """The value itself, but for the result of a collective that may be under way: that, plain, when
+    it has arrived."""
     if not isinstance(value, torch.Tensor) or type(holder(value)).__name__ != "AsyncCollectiveTensor":
         return value
     arrived: torch.Tensor = holder(value).trigger_wait()  # type: ignore[attr-defined]
@@ -643,7 +673,8 @@ def _settled(value: Any) -> Any:
 
 
 def _inner(value: torch.Tensor, name: str, path: KeyPath) -> torch.Tensor:
-    """An inner tensor; of a DTensor, cut as that is, which only an inner tensor of the same shape is known to be."""
+    """An inner tensor; of a DTensor, cut as that is, which only an inner tensor of the same shape
+    is known to be."""
     local = holder(value)
     part: torch.Tensor = getattr(local, name)
     if not is_dtensor(value):
@@ -658,10 +689,11 @@ def _inner(value: torch.Tensor, name: str, path: KeyPath) -> torch.Tensor:
 
 
 def expanded(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
-    """`leaves`, with the inner tensors in the place of a tensor that is made of them, at its path and their attribute.
+    """`leaves`, with the inner tensors in the place of a tensor that is made of them, at its path
+    and their attribute.
 
-    Raises KeyMismatchError if something else has such a key; LayoutError for a part of a DTensor's local tensor that
-    has another shape than that.
+    Raises KeyMismatchError if something else has such a key; LayoutError for a part of a DTensor's
+    local tensor that has another shape than that.
     """
     leaves = {path: _settled(value) for path, value in leaves.items()}
     made_of = {path: names for path, value in leaves.items() if (names := inner_names(value))}

@@ -27,7 +27,8 @@ __all__ = [
 
 _MAX_INT_KEY = 1 << 256
 MAX_DEPTH = 100
-"""Levels of a nest that are taken apart: what is written can then be read with room on the stack, in any program."""
+"""Levels of a nest that are taken apart: what is written can then be read with room on the stack,
+in any program."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,15 @@ class Flat:
     leaves: dict[KeyPath, Any]
     """Every value that is no container, by path, in order."""
     containers: dict[KeyPath, str] = field(default_factory=dict)
-    """"dict" and "list" for the empty ones, which no leaf would tell of; for every other sequence, what
-    `reshard.live.tree.sequence_kind` says of it, and for mappings without tensors, if they are no plain
-    dicts, what `mapping_kind` does. Of tensors that are of a class of their own, "tensor:app.Quantized"."""
+    """"dict" and "list" for the empty ones, which no leaf would tell of; for every other sequence,
+    what `reshard.live.tree.sequence_kind` says of it, and for mappings without tensors, if they are
+    no plain dicts, what `mapping_kind` does. Of tensors that are of a class of their own,
+    "tensor:app.Quantized"."""
 
 
 def other_key_of(path: KeyPath) -> str:
-    """The dotted key that a path has where its ints have the same text beside them, or, where they have, without."""
+    """The dotted key that a path has where its ints have the same text beside them, or, where they
+    have, without."""
     return key_of(tuple(IntKey(part.value, not part.apart) if isinstance(part, IntKey) else part for part in path))
 
 
@@ -53,15 +56,16 @@ def flatten(
     is_leaf: Callable[[Any], bool] | None = None,
     whole_at: Callable[[KeyPath, Any], bool] | None = None,
 ) -> Flat:
-    """Take dicts (with text or ints as keys), lists, tuples and deques apart; all else is a leaf, also other dicts.
+    """Take dicts (with text or ints as keys), lists, tuples and deques apart; all else is a leaf,
+    also other dicts.
 
     Args:
         is_leaf: what else is not taken apart.
         whole_at: the same for a container, by its path as well.
 
     Raises:
-        KeyMismatchError: a container that contains itself or is nested too deeply, or two values or containers whose
-            dotted keys are the same.
+        KeyMismatchError: a container that contains itself or is nested too deeply, or two values or
+            containers whose dotted keys are the same.
     """
     flat = Flat({})
     _flatten(
@@ -76,8 +80,9 @@ def map_leaves(
     is_leaf: Callable[[Any], bool] | None = None,
     path: tuple[Any, ...] = (),
 ) -> Any:
-    """The dicts, lists and tuples of a nest made anew, as plain ones, with `change(path, leaf)` in the place
-    of every leaf; the path has keys as they are. Nothing is checked: see `flatten` for what is to be saved."""
+    """The dicts, lists and tuples of a nest made anew, as plain ones, with `change(path, leaf)` in
+    the place of every leaf; the path has keys as they are. Nothing is checked: see `flatten` for
+    what is to be saved."""
     kind = type(nest)
     if is_leaf is None or not is_leaf(nest):
         if kind is list or kind is tuple:
@@ -167,8 +172,8 @@ def _parts_of(keys: Iterable[Any]) -> list[str | IntKey] | None:
 
 
 def _part_of(key: Any) -> str | IntKey | None:
-    """A dict's key in a path; None for one that can only be saved with the dict as one value. One of a class of its own
-    counts as the text or number that it is equal to."""
+    """A dict's key in a path; None for one that can only be saved with the dict as one value. One
+    of a class of its own counts as the text or number that it is equal to."""
     if type(key) is str:
         return key
     if isinstance(key, str):
@@ -180,7 +185,8 @@ def _part_of(key: Any) -> str | IntKey | None:
 
 
 def unflatten(leaves: Mapping[KeyPath, Any], containers: Mapping[KeyPath, str] | None = None) -> Any:
-    """The nest that `flatten` took apart. A sequence of which only some positions are given becomes shorter, in order.
+    """The nest that `flatten` took apart. A sequence of which only some positions are given becomes
+    shorter, in order.
 
     Raises KeyMismatchError if one path leads through another's leaf.
     """
@@ -252,7 +258,8 @@ _PLAIN_OF: dict[type, Callable[[Any], Any]] = {
     tuple: lambda value: tuple(tuple.__iter__(value)),
     list: lambda value: list(list.__iter__(value)),
 }
-"""Plain types, and how a value of a class that extends one becomes plain, past what that class overrides."""
+"""Plain types, and how a value of a class that extends one becomes plain, past what that class
+overrides."""
 
 
 @dataclass(frozen=True)
@@ -266,9 +273,11 @@ class CustomValue:
 
 
 def typed(value: Any) -> CustomValue | None:
-    """What can be saved of a value whose class extends a plain type or Enum; None for any other value.
+    """What can be saved of a value whose class extends a plain type or Enum; None for any other
+    value.
 
-    Raises FormatError, naming the class, for a value with attributes of its own, which would be lost.
+    Raises FormatError, naming the class, for a value with attributes of its own, which would be
+    lost.
     """
     if isinstance(value, Enum):
         return CustomValue(_name(type(value)), (value.name, value.value))
@@ -298,8 +307,9 @@ def _base(cls: type) -> type | None:
 
 
 def sequence_kind(value: Any) -> str | None:
-    """What kind of sequence is taken apart: "list", "tuple", "deque" or, with a largest length, "deque:8"; of a class
-    that extends one, "tuple:app.P". None for what is none, or has attributes besides its items."""
+    """What kind of sequence is taken apart: "list", "tuple", "deque" or, with a largest length,
+    "deque:8"; of a class that extends one, "tuple:app.P". None for what is none, or has attributes
+    besides its items."""
     cls = type(value)
     if cls is tuple or cls is list:
         return cls.__name__
@@ -312,8 +322,9 @@ def sequence_kind(value: Any) -> str | None:
 
 
 def mapping_kind(value: Mapping[Any, Any]) -> str:
-    """ "dict"; or, with what a plain dict does not tell, "dict:collections.OrderedDict", and "dict:dict[app.Mode]" for
-    keys of a class that is saved as text or numbers. Mappings of this library are dicts to everyone."""
+    """ "dict"; or, with what a plain dict does not tell, "dict:collections.OrderedDict", and
+    "dict:dict[app.Mode]" for keys of a class that is saved as text or numbers. Mappings of this
+    library are dicts to everyone."""
     cls = type(value)
     keys = set(map(type, value)) - {str, int}
     if not keys and (cls is dict or cls.__module__.startswith("reshard.")):
@@ -338,8 +349,9 @@ def rebuilt(live: tuple[Any, ...], items: Iterable[Any]) -> Any:
 
 
 def restore_types(value: Any, live: Any) -> Any:
-    """`value`, or the same in the type of `live` where it is plain data for that type; the inside of containers, too.
-    Neither is changed. What stays `CustomValue` needs a class that is nowhere in `live` (see `unresolved_class`)."""
+    """`value`, or the same in the type of `live` where it is plain data for that type; the inside
+    of containers, too. Neither is changed. What stays `CustomValue` needs a class that is nowhere
+    in `live` (see `unresolved_class`)."""
     if unresolved_class(value) is not None:
         classes: dict[str, type] = {}
         _collect(live, classes)
@@ -397,7 +409,8 @@ def _resolved(value: Any, classes: Mapping[str, type]) -> Any:
 
 
 def _make(cls: type, plain: Any) -> Any:
-    """A value of a class out of the plain one, past its `__init__`; None if the class makes something else of it."""
+    """A value of a class out of the plain one, past its `__init__`; None if the class makes
+    something else of it."""
     try:
         if issubclass(cls, Enum):
             member = cls(plain[1])
@@ -413,7 +426,8 @@ def _make(cls: type, plain: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same; of sequences, whether their items are the very same objects."""
+    """Whether two plain values are the same; of sequences, whether their items are the very same
+    objects."""
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(x is y for x, y in zip(a, b))
     return bool(a == b) or (a != a and b != b)
@@ -447,8 +461,8 @@ def _with_items(value: Sequence[Any], items: list[Any]) -> Any:
 
 
 def _mapping(items: dict[Any, Any], live: Mapping[Any, Any]) -> Any:
-    """A mapping of the type of `live`, with all that is its own besides the items: a default, a method that a scheduler
-    calls after a load."""
+    """A mapping of the type of `live`, with all that is its own besides the items: a default, a
+    method that a scheduler calls after a load."""
     if isinstance(live, types.MappingProxyType):
         return types.MappingProxyType(items)
     try:

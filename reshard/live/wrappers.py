@@ -33,8 +33,8 @@ _WRAPPERS = {
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): "_fsdp_wrapped_module",
     ("deepspeed.runtime.engine", "DeepSpeedEngine"): "module",
 }
-"""(module, class name) of each wrapper, and the child that it stands for. By name, because importing the classes
-costs seconds; an instance can only exist where its class was imported."""
+"""(module, class name) of each wrapper, and the child that it stands for. By name, because
+importing the classes costs seconds; an instance can only exist where its class was imported."""
 
 WRAPPER_SEGMENTS = frozenset(_WRAPPERS.values())
 """The segments that wrappers add to names."""
@@ -63,8 +63,8 @@ class ModuleReader:
     """Reads module trees, looking at each class once.
 
     Args:
-        modifiers: the name of the method by which a module says which of its children leave no trace in names; it
-            returns {name shown: name of the hidden child}.
+        modifiers: the name of the method by which a module says which of its children leave no
+            trace in names; it returns {name shown: name of the hidden child}.
     """
 
     def __init__(self, modifiers: str) -> None:
@@ -88,15 +88,17 @@ class ModuleReader:
         return frozenset(names)
 
     def is_opaque(self, module: nn.Module, facts: ClassFacts) -> bool:
-        """Whether only the module's own `state_dict` and `load_state_dict` know its state: it overrides them, or the
-        user hooked them. Hooks of FSDP and of activation checkpointing do not count, their effect is known."""
+        """Whether only the module's own `state_dict` and `load_state_dict` know its state: it
+        overrides them, or the user hooked them. Hooks of FSDP and of activation checkpointing do
+        not count, their effect is known."""
         own = module.__dict__
         if facts.overrides or "state_dict" in own or "load_state_dict" in own:
             return True
         return not all(_is_known(hook) for kind in _HOOKS for hook in own.get(kind, {}).values())
 
     def touched(self, module: nn.Module) -> bool:
-        """Whether anybody has a say in how this very module is saved and loaded; hardly ever, of very many modules."""
+        """Whether anybody has a say in how this very module is saved and loaded; hardly ever, of
+        very many modules."""
         get = module.__dict__.get
         return bool(
             get("_state_dict_hooks")
@@ -108,8 +110,8 @@ class ModuleReader:
         )
 
     def settle(self, module: nn.Module) -> None:
-        """Bring FSDP2 parameters to their sharded form, as its own hook does before a state dict is taken. Not for
-        FSDP1, whose hook does more."""
+        """Bring FSDP2 parameters to their sharded form, as its own hook does before a state dict is
+        taken. Not for FSDP1, whose hook does more."""
         hooks = module.__dict__.get("_state_dict_pre_hooks")
         if hooks:
             for hook in hooks.values():
@@ -158,8 +160,8 @@ def as_parameter(tensor: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def assign_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put `tensor` in the place of a parameter or buffer, for places on the meta device that nothing can be copied
-    into; FSDP2 is told about its new parameter by its own hook."""
+    """Put `tensor` in the place of a parameter or buffer, for places on the meta device that
+    nothing can be copied into; FSDP2 is told about its new parameter by its own hook."""
     if isinstance(tensor, nn.Parameter):
         module._parameters[name] = tensor
     else:
@@ -170,9 +172,10 @@ def assign_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copy each value into the target at its place; plain tensors of equal shapes. Few calls, since a call for each of
-    many small tensors costs more than the copying; but not one, which takes all of them apart before it copies the
-    first, which has left the processor's cache by then. As many as one kernel of a GPU takes."""
+    """Copy each value into the target at its place; plain tensors of equal shapes. Few calls, since
+    a call for each of many small tensors costs more than the copying; but not one, which takes all
+    of them apart before it copies the first, which has left the processor's cache by then. As many
+    as one kernel of a GPU takes."""
     for first in range(0, len(targets), _TOGETHER):
         torch._foreach_copy_(targets[first : first + _TOGETHER], values[first : first + _TOGETHER])
 
@@ -197,7 +200,8 @@ def has_torchs_setstate(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _definer(cls: type, method: str) -> str:
-    """The Python module of the class that defines the method that instances of `cls` have, with a dot."""
+    """The Python module of the class that defines the method that instances of `cls` have, with a
+    dot."""
     return next(c.__module__ for c in cls.__mro__ if method in c.__dict__) + "."
 
 
@@ -208,7 +212,8 @@ def _is_known(hook: Any) -> bool:
 
 
 def forget_meshes() -> None:
-    """For who goes on as another rank: torch 2.6 gives out meshes of before, even without their process groups."""
+    """For who goes on as another rank: torch 2.6 gives out meshes of before, even without their
+    process groups."""
     known = getattr(device_mesh, "_mesh_resources", None)
     for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):
         getattr(known, name, {}).clear()
@@ -245,7 +250,8 @@ class WrapperNames:
     Args:
         names: all names of the state.
         prefixes: leading parts that are known already, to be taken off first.
-        beside: names that may lack a front that all others have, such as the counter of an averaging wrapper.
+        beside: names that may lack a front that all others have, such as the counter of an
+            averaging wrapper.
         certain: the segments to drop wherever they stand.
         others: further names, which may have the name of an adapter where `names` do not.
 
@@ -295,8 +301,8 @@ def _common_front(names: list[str], beside: Collection[str]) -> str | None:
 
 
 def _adapter_dropper(names: Iterable[str]) -> Callable[[str], str]:
-    """A function that takes the adapter's name out of a name; `names` are all names of a model, without
-    `PEFT_PREFIX`.
+    """A function that takes the adapter's name out of a name; `names` are all names of a model,
+    without `PEFT_PREFIX`.
 
     It changes nothing where there are several adapters, or none.
     """

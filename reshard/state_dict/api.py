@@ -44,11 +44,12 @@ def _quietly() -> Iterator[None]:
 def get_model_state_dict(
     model: Models, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """The model's state dict under canonical names; its tensors share memory with the model unless the options move
-    or gather them.
+    """The model's state dict under canonical names; its tensors share memory with the model unless
+    the options move or gather them.
 
     Args:
-        model: a module under any nesting of parallelisms, or a list of modules (the pipeline stages of this rank).
+        model: a module under any nesting of parallelisms, or a list of modules (the pipeline stages
+            of this rank).
         submodules: return only what belongs to these.
 
     Raises:
@@ -67,16 +68,19 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """The state of one or several optimizers, by canonical parameter names; nothing is stepped or initialised.
+    """The state of one or several optimizers, by canonical parameter names; nothing is stepped or
+    initialised.
 
     Returns:
-        `{"state": {fqn: {name: value}}, "param_groups": [{field: value, "params": [fqn]}]}`, or the flat form. A
-        parameter that never had a gradient is in its group and not in `state`. Parameters outside the model are
-        called `outside_model.<optimizer>.<group>.<position>`. Where there is no state at all, the dict knows where it
+        `{"state": {fqn: {name: value}}, "param_groups": [{field: value, "params": [fqn]}]}`, or the
+        flat form. A parameter that never had a gradient is in its group and not in `state`.
+        Parameters outside the model are called `outside_model.<optimizer>.<group>.<position>`.
+        Where there is no state at all, the dict knows where it
         is to go: a load into it takes what the checkpoint has.
 
     Raises:
-        NormalizationError: a parameter is in two optimizers, or two places of the model have one canonical name.
+        NormalizationError: a parameter is in two optimizers, or two places of the model have one
+            canonical name.
     """
     opts = as_options(options)
     live = LiveModel(model, opts.dsd_fqn_modifiers)
@@ -103,14 +107,15 @@ def get_state_dict(
 def set_model_state_dict(
     model: Models, model_state_dict: Mapping[Any, Any], *, options: StateDictOptions | None = None
 ) -> SetReport:
-    """Write a canonical state dict into the model. The dict stays as it is, and shares no memory with the model.
+    """Write a canonical state dict into the model. The dict stays as it is, and shares no memory
+    with the model.
 
-    Whole tensors are cut locally to what the rank holds; sharded ones are copied where both sides are sharded alike,
-    and otherwise gathered one at a time. Any one name of a tied tensor will do.
+    Whole tensors are cut locally to what the rank holds; sharded ones are copied where both sides
+    are sharded alike, and otherwise gathered one at a time. Any one name of a tied tensor will do.
 
     Raises:
-        KeyMismatchError: names are missing or unexpected (if strict), or values do not fit; lists all of them, and
-            nothing was changed.
+        KeyMismatchError: names are missing or unexpected (if strict), or values do not fit; lists
+            all of them, and nothing was changed.
     """
     opts = as_options(options)
     with setting(opts, alone=not _broadcast(opts)):
@@ -132,13 +137,16 @@ def set_optimizer_state_dict(
 ) -> OptimizerReport:
     """Give the optimizers the saved state, nested or flat, whatever state they hold now.
 
-    State keeps the dtype it was saved with. Group fields keep the live type (a float lr stays a float); fields that
-    the dict lacks keep the live value. Parameters that were saved without state end up without state.
+    State keeps the dtype it was saved with. Group fields keep the live type (a float lr stays a
+    float); fields that the dict lacks keep the live value. Parameters that were saved without state
+    end up without state.
 
     Raises:
-        KeyMismatchError: the dict says nothing about a parameter, or has state for one that the model does not have
-            (if strict), or a state tensor has a wrong shape; nothing was changed.
-        NormalizationError: the saved groups contradict the live ones, or the dict has an unknown form.
+        KeyMismatchError: the dict says nothing about a parameter, or has state for one that the
+            model does not have (if strict), or a state tensor has a wrong shape; nothing was
+            changed.
+        NormalizationError: the saved groups contradict the live ones, or the dict has an unknown
+            form.
     """
     opts = as_options(options)
     with setting(opts, alone=not _broadcast(opts)):
@@ -158,7 +166,8 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> SetReport:
-    """`set_model_state_dict` and `set_optimizer_state_dict` in one; both are checked before either is written.
+    """`set_model_state_dict` and `set_optimizer_state_dict` in one; both are checked before either
+    is written.
 
     An empty `model_state_dict` leaves the model alone.
     """
@@ -179,7 +188,8 @@ def set_state_dict(
 
 
 def _shared(live: LiveModel, options: StateDictOptions) -> bool:
-    """Whether all ranks set together, so that one's refusal must be everybody's: whole tensors into a sharded model."""
+    """Whether all ranks set together, so that one's refusal must be everybody's: whole tensors into
+    a sharded model."""
     if not options.full_state_dict or not (dist.is_available() and dist.is_initialized()):
         return False
     return any(slot.piece is not None or is_sharded(slot.value) for slot in live.slots)
@@ -253,7 +263,8 @@ def _optimizer_state(
 
 
 def _without_state(whole: dict[str, Any], live: LiveOptimizers) -> dict[str, OptimizedParameter]:
-    """The parameters that never had a gradient, by all their names; without those that have no element here."""
+    """The parameters that never had a gradient, by all their names; without those that have no
+    element here."""
     if live.by_name.keys() <= whole["state"].keys():
         return {}
     found = {name: one for name, one in live.by_name.items() if one.name not in whole["state"]}
@@ -263,7 +274,8 @@ def _without_state(whole: dict[str, Any], live: LiveOptimizers) -> dict[str, Opt
 def _awaiting(
     state: dict[str, Any], cold: Mapping[str, OptimizedParameter], options: StateDictOptions
 ) -> dict[str, Any]:
-    """The state dict of an optimizer that has no state of some parameters, in which a load sees where it is to go."""
+    """The state dict of an optimizer that has no state of some parameters, in which a load sees
+    where it is to go."""
     parameters: dict[str, Any] = {}
     for one in cold.values():
         if options.full_state_dict:

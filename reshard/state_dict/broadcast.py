@@ -48,10 +48,11 @@ class Outline(NamedTuple):
 
 @contextlib.contextmanager
 def setting(options: StateDictOptions | None = None, *, alone: bool = False) -> Iterator[None]:
-    """A phase in which one rank's refusal is everybody's: whatever a rank raises inside, all raise. Collective over all
-    ranks unless `alone`.
+    """A phase in which one rank's refusal is everybody's: whatever a rank raises inside, all raise.
+    Collective over all ranks unless `alone`.
 
-    `options`: of the call, unless they were compared before. Raises LayoutError where ranks were given different ones.
+    `options`: of the call, unless they were compared before. Raises LayoutError where ranks were
+    given different ones.
     """
     group = Group(alone=alone, deadline_s=DEADLINE_S)
     with group.together("setting a state dict"):
@@ -61,10 +62,12 @@ def setting(options: StateDictOptions | None = None, *, alone: bool = False) -> 
 
 
 def receive_model(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    """The model state dict of rank 0, restricted to what this rank's model has, its tensors sharded as the live ones.
+    """The model state dict of rank 0, restricted to what this rank's model has, its tensors sharded
+    as the live ones.
 
-    Where the live tensor has the dtype of the given one it is written directly, and stands in the returned dict
-    itself. Collective. Raises, on all ranks and with nothing changed, if the dict does not fit some rank's model.
+    Where the live tensor has the dtype of the given one it is written directly, and stands in the
+    returned dict itself. Collective. Raises, on all ranks and with nothing changed, if the dict
+    does not fit some rank's model.
     """
     outline, sources = _share_outline(given)
     prefixes = tuple(item.prefix for item in live.items if isinstance(item, SelfLoadingModule))
@@ -93,8 +96,9 @@ def receive_model(live: LiveModel, given: Mapping[str, Any], options: StateDictO
 
 
 def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    """The optimizer state dict of rank 0 in nested form, restricted to this rank's parameters, its tensors in new
-    memory and sharded as the parameters are where they have their shape. Collective; raises like `receive_model`."""
+    """The optimizer state dict of rank 0 in nested form, restricted to this rank's parameters, its
+    tensors in new memory and sharded as the parameters are where they have their shape. Collective;
+    raises like `receive_model`."""
     outline, sources = _share_outline(given)
     saved = read_saved(outline, live) if outline else read_saved({"state": {}, "param_groups": []}, live)
     state = {name: values for name, values in saved.state.items() if name in live.by_name}
@@ -119,7 +123,8 @@ def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: S
 
 
 def _names_any(path: str, live: LiveOptimizers) -> bool:
-    """Whether a path of a nested or flat dict is about a parameter of the model, or about a group."""
+    """Whether a path of a nested or flat dict is about a parameter of the model, or about a
+    group."""
     parts = path.split("/")
     if parts[1] == "param_groups" or parts[1].startswith("param_groups."):
         return True
@@ -167,7 +172,8 @@ def _on_meta(nest: Any) -> Any:
 
 
 def _share_outline(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """What rank 0 has, on all ranks, with outlines for tensors; and on rank 0 the tensors by path. Collective."""
+    """What rank 0 has, on all ranks, with outlines for tensors; and on rank 0 the tensors by path.
+    Collective."""
     tensors: dict[str, torch.Tensor] = {}
 
     def outline(path: Sequence[Any], leaf: Any) -> Any:
@@ -188,14 +194,16 @@ def _share_outline(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tenso
 def _fill(
     targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor], known: set[str], strict: bool
 ) -> None:
-    """Write into each target the elements that it holds of the tensor of that path on rank 0. Collective.
+    """Write into each target the elements that it holds of the tensor of that path on rank 0.
+    Collective.
 
     Args:
-        targets: by path; sharded or not. Where all ranks want the same elements of a tensor it is broadcast, else
-            each is sent its own.
+        targets: by path; sharded or not. Where all ranks want the same elements of a tensor it is
+            broadcast, else each is sent its own.
         sources: on rank 0, whole tensors by path.
         known: paths that this rank's model has a use for, tensors or not.
-        strict: raise KeyMismatchError, on all ranks and before anything is written, for sources that no rank knows.
+        strict: raise KeyMismatchError, on all ranks and before anything is written, for sources
+            that no rank knows.
     """
     views = {path: _views(target) for path, target in targets.items()}
     wanted = {path: [(box.offsets, box.sizes) for box, _ in own] for path, own in views.items()}
@@ -262,8 +270,8 @@ def _send_all(source: torch.Tensor, boxes: Mapping[int, Boxes], views: list[tupl
 
 
 def _wait_for(ops: list[dist.P2POp]) -> None:
-    """Messages of one call go by the communicator that all ranks have. Alone, each pair of ranks would get one of its
-    own from NCCL."""
+    """Messages of one call go by the communicator that all ranks have. Alone, each pair of ranks
+    would get one of its own from NCCL."""
     for work in dist.batch_isend_irecv(ops) if ops else ():
         work.wait()
 

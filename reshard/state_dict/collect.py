@@ -33,7 +33,8 @@ DEADLINE_S = 300.0
 
 
 def collect_model(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    """The state dict as the options ask for it. With `full_state_dict` collective, and a new dict."""
+    """The state dict as the options ask for it. With `full_state_dict` collective, and a new
+    dict."""
     if not options.full_state_dict:
         state = as_chunks(state) if options.in_chunks else state
         return dict(zip(state, _all_to_cpu(list(state.values())))) if options.cpu_offload else state
@@ -79,18 +80,22 @@ def _optimizer_chunks(state: dict[str, Any], live: LiveOptimizers) -> dict[str, 
 def iter_full(
     model: Models, *, to_rank: int | None = None, cpu_offload: bool = True, options: StateDictOptions | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (canonical name, whole value) one by one, in the order of the names; nothing is kept between two.
+    """Yield (canonical name, whole value) one by one, in the order of the names; nothing is kept
+    between two.
 
-    Collective where the model is sharded: every rank must run the iterator to its end. At any moment a rank holds at
-    most one gathered tensor beside the model's own memory (and, while it is gathered, its pieces).
+    Collective where the model is sharded: every rank must run the iterator to its end. At any
+    moment a rank holds at most one gathered tensor beside the model's own memory (and, while it is
+    gathered, its pieces).
 
     Args:
-        to_rank: yield on this rank only; on the others the iterator is empty, but must be run all the same. A name
-            whose holders do not include this rank (another pipeline stage's) is yielded by the lowest that has it.
+        to_rank: yield on this rank only; on the others the iterator is empty, but must be run all
+            the same. A name whose holders do not include this rank (another pipeline stage's) is
+            yielded by the lowest that has it.
         cpu_offload: yield tensors on the CPU.
 
     Raises:
-        NormalizationError: on all ranks, if some of them lack a name that they should gather together.
+        NormalizationError: on all ranks, if some of them lack a name that they should gather
+            together.
     """
     opts = as_options(options)
     with torch.no_grad():
@@ -108,8 +113,8 @@ def iter_full(
 def agree_on_gathering(tensors: Mapping[str, Any], options: Mapping[str, object]) -> None:
     """Make sure that every rank that holds a part of a tensor is about to gather it.
 
-    Collective, if any is sharded. Raises NormalizationError, alike on all ranks, naming the tensor and the ranks;
-    LayoutError where ranks were called with different options.
+    Collective, if any is sharded. Raises NormalizationError, alike on all ranks, naming the tensor
+    and the ranks; LayoutError where ranks were called with different options.
     """
     if not tensors or _world() == 1:
         return
@@ -136,7 +141,8 @@ def agree_on_gathering(tensors: Mapping[str, Any], options: Mapping[str, object]
 
 
 def _meeting(options: Mapping[str, object]) -> Group:
-    """All ranks, called alike: with other options a rank would be at another step, and take this one's for its own."""
+    """All ranks, called alike: with other options a rank would be at another step, and take this
+    one's for its own."""
     group = Group(deadline_s=DEADLINE_S)
     group.same_options("the getters of state dicts", options)
     return group
@@ -178,7 +184,8 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _all_to_cpu(values: Sequence[Any]) -> list[Any]:
-    """The values, with the elements that this rank has of tensors on the CPU; what is no tensor as it is."""
+    """The values, with the elements that this rank has of tensors on the CPU; what is no tensor as
+    it is."""
     held = [
         value.to_local() if is_dtensor(value) else value if isinstance(value, torch.Tensor) else None
         for value in values
@@ -196,7 +203,8 @@ def _nest_to_cpu(nest: dict[str, Any]) -> Any:
 
 
 def _tensors_in(nest: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors inside containers, by path as text: the name above all, and what leads on from there."""
+    """Tensors inside containers, by path as text: the name above all, and what leads on from
+    there."""
     return {_text(path): leaf for path, leaf in leaves_of(nest).items() if isinstance(leaf, torch.Tensor)}
 
 

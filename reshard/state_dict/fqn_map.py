@@ -18,7 +18,8 @@ class FqnEntry:
     """One live name and what is known of it."""
 
     live: str
-    """Name in the live module, with every wrapper's segment; for a parameter outside the model, ""."""
+    """Name in the live module, with every wrapper's segment; for a parameter outside the model,
+    ""."""
     canonical: str
     kind: str
     """"parameter", "buffer" or "extra_state"."""
@@ -62,11 +63,13 @@ class FqnMap(Mapping[str, FqnEntry]):
 
     @property
     def live_to_canonical(self) -> dict[str, str]:
-        """Canonical name of every live one; of a single module or of stages whose live names differ."""
+        """Canonical name of every live one; of a single module or of stages whose live names
+        differ."""
         return {entry.live: entry.canonical for entry in self.entries if entry.live}
 
     def parameter_order(self, optimizer: int = 0) -> list[str]:
-        """Canonical names by the ids of one optimizer: the `order` that `normalize` wants for its raw state dict."""
+        """Canonical names by the ids of one optimizer: the `order` that `normalize` wants for its
+        raw state dict."""
         ids = {number: entry.canonical for entry in reversed(self.entries) for k, number in entry.ids if k == optimizer}
         return [ids[number] for number in sorted(ids)]
 
@@ -90,7 +93,8 @@ class FqnMap(Mapping[str, FqnEntry]):
 def fqn_map(model: Models, *optimizers: Optimizer, modifiers: str = "_fqn_modifiers") -> FqnMap:
     """How the live names of a model, or of a list of modules, become canonical ones.
 
-    Raises NormalizationError if two different tensors have one canonical name, or two optimizers one parameter.
+    Raises NormalizationError if two different tensors have one canonical name, or two optimizers
+    one parameter.
     """
     live = LiveModel(model, modifiers)
     live_optimizers = LiveOptimizers(live, optimizers)

@@ -37,7 +37,8 @@ __all__ = ["as_chunks", "exchange_rows", "gather", "member_ranks", "parts_of", "
 
 
 def parts_of(tensor: LiveTensor) -> list[tuple[Part, torch.Tensor]]:
-    """What this rank holds of `tensor`: each part of its layout with the local tensor that holds it."""
+    """What this rank holds of `tensor`: each part of its layout with the local tensor that holds
+    it."""
     here = dist.get_rank() if dist.is_initialized() else 0
     parts, held = tensor.form.parts(tensor.shape, here), tensor.local
     for part, local in zip(parts, held, strict=True):
@@ -57,9 +58,11 @@ def member_ranks(tensor: Any) -> list[int]:
 
 
 def gather(tensor: LiveTensor, to_rank: int | None = None) -> Any:
-    """The whole tensor on every rank that holds a part, or only on `to_rank`, one of them, and None on the others.
+    """The whole tensor on every rank that holds a part, or only on `to_rank`, one of them, and None
+    on the others.
 
-    Collective over these ranks; a tensor that is not sharded is returned as it is. Replicas are not sent.
+    Collective over these ranks; a tensor that is not sharded is returned as it is. Replicas are not
+    sent.
     """
     value = tensor.value
     if not tensor.is_sharded:
@@ -96,7 +99,8 @@ def scatter(whole: torch.Tensor, target: LiveTensor) -> None:
 def _along_axes(
     tensor: DTensor, form: Form, shape: tuple[int, ...], data: torch.Tensor, to_rank: int | None
 ) -> list[tuple[int, torch.Tensor]] | None:
-    """The bytes of all distinct parts with a rank that holds each, collected along one mesh axis after another."""
+    """The bytes of all distinct parts with a rank that holds each, collected along one mesh axis
+    after another."""
     grid, me = tensor.device_mesh.mesh, dist.get_rank()
     lines = lines_of(tensor.device_mesh, me)
     here = (grid == me).nonzero()[0].tolist()
@@ -119,8 +123,9 @@ def _along_axes(
 
 
 def _collected(grid: torch.Tensor, rank: int, axes: Sequence[int], kept: Collection[int]) -> list[int]:
-    """The ranks whose bytes `rank` has, in order, once they are collected along `axes`, the last of them first: in the
-    order of the mesh along those that are `kept`, else ascending, as process groups are."""
+    """The ranks whose bytes `rank` has, in order, once they are collected along `axes`, the last of
+    them first: in the order of the mesh along those that are `kept`, else ascending, as process
+    groups are."""
     if not axes:
         return [rank]
     axis, *later = axes
@@ -139,14 +144,15 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _nothing(tensor: Any) -> torch.Tensor:
-    """No bytes of a ShardedTensor of which this rank has no shard: on such a device as others have theirs on, for that
-    is what their process group sends from."""
+    """No bytes of a ShardedTensor of which this rank has no shard: on such a device as others have
+    theirs on, for that is what their process group sends from."""
     placed = [shard.placement.device() for shard in tensor.metadata().shards_metadata if shard.placement is not None]
     return torch.empty(0, dtype=torch.uint8, device=placed[0].type if placed else "cpu")
 
 
 def _exchange(data: torch.Tensor, sizes: Sequence[int], group: Any, to_rank: int | None) -> list[torch.Tensor] | None:
-    """The bytes of every member of the group, in its order; None on all but `to_rank`, unless that is None."""
+    """The bytes of every member of the group, in its order; None on all but `to_rank`, unless that
+    is None."""
     longest, home = max(sizes), data.device
     if longest == 0:
         return [data[:0] for _ in sizes] if to_rank in (None, dist.get_rank()) else None
@@ -172,7 +178,8 @@ DEADLINE_S = 300.0
 """How long ranks wait for each other to agree on what to send."""
 
 MESSAGES_BYTES = 64 << 20
-"""Of one tensor after another, until each rank holds about so much of them, what crosses is sent together."""
+"""Of one tensor after another, until each rank holds about so much of them, what crosses is sent
+together."""
 
 _Ranges = tuple[tuple[int, int], ...]
 _Pair = tuple[LiveTensor, LiveTensor]
@@ -180,7 +187,8 @@ _Pair = tuple[LiveTensor, LiveTensor]
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A tensor's flattening, from ranges that the ranks of a group hold to ranges that they want."""
+    """A tensor's flattening, from ranges that the ranks of a group hold to ranges that they
+    want."""
 
     name: str
     shape: tuple[int, ...]
@@ -201,10 +209,11 @@ class _Move:
 
 
 def as_chunks(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors, with each `CutAcrossRows` as a new DTensor or ShardedTensor, cut as `torch.chunk` along dim 0 cuts.
+    """The tensors, with each `CutAcrossRows` as a new DTensor or ShardedTensor, cut as
+    `torch.chunk` along dim 0 cuts.
 
-    Collective over the ranks of each process group that has some. Raises NormalizationError, on all of them, where not
-    all have the same ones.
+    Collective over the ranks of each process group that has some. Raises NormalizationError, on all
+    of them, where not all have the same ones.
     """
     out = dict(tensors)
     groups: dict[Any, list[_Move]] = {}
@@ -223,11 +232,12 @@ def as_chunks(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def exchange_rows(pairs: Iterable[_Pair]) -> list[_Pair]:
-    """Copy the first of each pair into the second where one is a `CutAcrossRows` and the other is cut otherwise, across
-    rows or into chunks of them, among the same ranks; the pairs that are not so, in their order, untouched.
+    """Copy the first of each pair into the second where one is a `CutAcrossRows` and the other is
+    cut otherwise, across rows or into chunks of them, among the same ranks; the pairs that are not
+    so, in their order, untouched.
 
-    Collective over the ranks of each process group that has some. Raises NormalizationError, on all of them, where not
-    all have the same ones.
+    Collective over the ranks of each process group that has some. Raises NormalizationError, on all
+    of them, where not all have the same ones.
     """
     left: list[_Pair] = []
     groups: dict[Any, list[_Move]] = {}
@@ -254,7 +264,8 @@ def _go_together(one: tuple[FlatCut, torch.Tensor], other: tuple[FlatCut, torch.
 
 
 def _flattened(tensor: LiveTensor) -> tuple[FlatCut, torch.Tensor] | None:
-    """How a tensor is cut, and this rank's range of its flattening, its memory shared; None if a rank has no range."""
+    """How a tensor is cut, and this rank's range of its flattening, its memory shared; None if a
+    rank has no range."""
     found = cut_of(tensor.value)
     group = _group_along_rows(tensor.value) if found is None else None
     if group is None:
@@ -273,7 +284,8 @@ def _flattened(tensor: LiveTensor) -> tuple[FlatCut, torch.Tensor] | None:
 
 
 def _group_along_rows(tensor: torch.Tensor) -> Any:
-    """The process group whose ranks have a tensor's rows, in its order; None if there is no one such group."""
+    """The process group whose ranks have a tensor's rows, in its order; None if there is no one
+    such group."""
     if not is_sharded(tensor) or not tensor.dim():
         return None
     if not is_dtensor(tensor):

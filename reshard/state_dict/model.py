@@ -39,8 +39,9 @@ __all__ = [
 
 
 def read_model(live: LiveModel, *, whole: bool = False) -> dict[str, Any]:
-    """The canonical state dict: {name: tensor or extra state}; tensors share memory with the live ones. `whole`: the
-    caller gathers what it is given, also parameters that are partitioned, which are refused else."""
+    """The canonical state dict: {name: tensor or extra state}; tensors share memory with the live
+    ones. `whole`: the caller gathers what it is given, also parameters that are partitioned, which
+    are refused else."""
     if not whole:
         live.refuse_partitioned(HOW_TO_GET)
     out: dict[str, Any] = {}
@@ -79,7 +80,8 @@ class DirectWrite(NamedTuple):
 
 
 class ModelWrites(NamedTuple):
-    """All that setting a model's state will do, checked against the model before anything is touched."""
+    """All that setting a model's state will do, checked against the model before anything is
+    touched."""
 
     direct: list[DirectWrite]
     regions: list[RegionWrite]
@@ -89,9 +91,11 @@ class ModelWrites(NamedTuple):
 def plan_model(
     live: LiveModel, given: Mapping[str, Any], options: StateDictOptions, *, outlines: bool = False
 ) -> ModelWrites:
-    """Match `given` with the live names; touches nothing. `outlines`: its tensors are on the meta device for now.
+    """Match `given` with the live names; touches nothing. `outlines`: its tensors are on the meta
+    device for now.
 
-    Raises KeyMismatchError listing every missing, unexpected and misfitting name (the first two only if strict).
+    Raises KeyMismatchError listing every missing, unexpected and misfitting name (the first two
+    only if strict).
     """
     live.refuse_partitioned(HOW_TO_SET)
     match = _ModelMatch(live, given, options.ignore_frozen_params, outlines)
@@ -116,10 +120,12 @@ def plan_model(
 
 
 def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
-    """Do what was planned: first what the user's own code does and may refuse, then the plain copies.
+    """Do what was planned: first what the user's own code does and may refuse, then the plain
+    copies.
 
-    Raises KeyMismatchError if strict and a module's own `load_state_dict` refuses names, and whatever such a method
-    raises; either says which modules may have been written to by then. Nothing else has been.
+    Raises KeyMismatchError if strict and a module's own `load_state_dict` refuses names, and
+    whatever such a method raises; either says which modules may have been written to by then.
+    Nothing else has been.
     """
     missing, unexpected = list(writes.report.missing), list(writes.report.unexpected)
     begun: list[SelfLoadingModule] = []
@@ -159,7 +165,8 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
 
 
 def _written(regions: list[SelfLoadingModule]) -> str:
-    """What a late refusal leaves behind. To copy it all beforehand would take the memory of these modules once more."""
+    """What a late refusal leaves behind. To copy it all beforehand would take the memory of these
+    modules once more."""
     paths = [region.prefix.rstrip(".") for region in regions]
     names = ", ".join(repr(path) if path else "the model itself" for path in paths[:5])
     more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
@@ -184,7 +191,8 @@ class _ModelMatch:
         self.reshaped: list[str] = []
         self.written: set[Any] = set()
         self.made: dict[Any, torch.Tensor] = {}
-        """New tensors for those on the meta device inside regions, by identity, so that ties last."""
+        """New tensors for those on the meta device inside regions, by identity, so that ties
+        last."""
 
     def direct(self, slot: StateEntry) -> DirectWrite | None:
         """What is to be written there; None where nothing is given for it."""
@@ -218,8 +226,8 @@ class _ModelMatch:
         return name
 
     def refuse_overwritten(self, direct: list[DirectWrite]) -> None:
-        """Places of the model may share memory without being one tensor, as a buffer that is a row of a parameter:
-        then values that differ cannot both be there."""
+        """Places of the model may share memory without being one tensor, as a buffer that is a row
+        of a parameter: then values that differ cannot both be there."""
         if self.outlines or self.faults:
             return
         pairs = [(slot, value) for slot, value, _ in direct if slot.value is not None and slot.piece is None]
@@ -227,8 +235,8 @@ class _ModelMatch:
             self.faults.append(f"{pairs[i][0].name}: shares memory with another place that is given another value")
 
     def region(self, region: SelfLoadingModule) -> RegionWrite:
-        """What to give to the module's own `load_state_dict`: its keys by their names, and with them every name below
-        it that nobody knows, since its hooks may."""
+        """What to give to the module's own `load_state_dict`: its keys by their names, and with
+        them every name below it that nobody knows, since its hooks may."""
         state: dict[str, Any] = {}
         missing: list[str] = []
         slots = {slot.name: slot for slot in region.slots if slot.value is not None}
@@ -259,7 +267,8 @@ class _ModelMatch:
         return RegionWrite(region, state, assign, forgiven)
 
     def aliases(self, unexpected: list[str]) -> dict[str, str]:
-        """Of unexpected names, under which of those that were used the dict has the very same memory."""
+        """Of unexpected names, under which of those that were used the dict has the very same
+        memory."""
         if not unexpected:
             return {}
         used = [name for name in self.used if isinstance(self.given[name], torch.Tensor)]
@@ -369,7 +378,8 @@ def _is_frozen(slot: StateEntry) -> bool:
 
 
 def problem(value: Any, shape: tuple[int, ...], dtype: torch.dtype, on_meta: bool = False) -> str | None:
-    """Why `value` cannot be written into a tensor of this shape and dtype, or None. () and (1,) go together."""
+    """Why `value` cannot be written into a tensor of this shape and dtype, or None. () and (1,) go
+    together."""
     if not isinstance(value, torch.Tensor):
         return f"wanted a tensor of shape {shape}, found {type(value).__name__}"
     found = global_shape(value)
@@ -388,7 +398,8 @@ def is_meta(value: torch.Tensor) -> bool:
 
 
 def write(value: LiveTensor, target: LiveTensor) -> None:
-    """Copy `value` into the memory of `target`, which it fits; collective only if they are sharded differently."""
+    """Copy `value` into the memory of `target`, which it fits; collective only if they are sharded
+    differently."""
     if not (value.is_sharded or target.is_sharded):
         _write_plain(value.value, target.value)
     elif value.lies_like(target):
@@ -399,8 +410,8 @@ def write(value: LiveTensor, target: LiveTensor) -> None:
 
 
 def write_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], plain: Sequence[bool]) -> None:
-    """`write` each value into the target at its place: those that are `plain` in few calls, and what is cut across rows
-    sent together where it can be."""
+    """`write` each value into the target at its place: those that are `plain` in few calls, and
+    what is cut across rows sent together where it can be."""
     copy_all(list(itertools.compress(targets, plain)), list(itertools.compress(values, plain)))
     others = itertools.filterfalse(itemgetter(2), zip(values, targets, plain))
     for value, target in exchange_rows((LiveTensor("", v), LiveTensor("", t)) for v, t, _ in others):
@@ -408,10 +419,12 @@ def write_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], p
 
 
 def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A new tensor with the elements and dtype of `value`, sharded as `model` is where the shapes are equal.
+    """A new tensor with the elements and dtype of `value`, sharded as `model` is where the shapes
+    are equal.
 
-    Plain 0-d tensors stay on their device; others go to `device`, by default that of `model`. A tensor of another
-    shape than a sharded `model` becomes a replicated one on its mesh, so that arithmetic between the two works.
+    Plain 0-d tensors stay on their device; others go to `device`, by default that of `model`. A
+    tensor of another shape than a sharded `model` becomes a replicated one on its mesh, so that
+    arithmetic between the two works.
     """
     device = model.device if device is None else device
     if is_dtensor(model) and value.dim():
@@ -434,8 +447,8 @@ def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None =
 
 
 def materialised(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """A new tensor with the elements of `value` for the place of `model`, which is on the meta device: of its dtype
-    and sharding, on the device of `value`."""
+    """A new tensor with the elements of `value` for the place of `model`, which is on the meta
+    device: of its dtype and sharding, on the device of `value`."""
     local = value.to_local() if is_dtensor(value) else value
     new = like(value, model, local.device)
     return new if new.dtype == model.dtype else new.to(model.dtype)
@@ -487,7 +500,8 @@ def spans_of(tensors: Sequence[Any], alike: int = 1) -> Spans | None:
     """Where plain tensors lie; None if some are sparse, which have several storages.
 
     Args:
-        alike: so many runs of tensors with the same shapes and dtypes these are, one behind another.
+        alike: so many runs of tensors with the same shapes and dtypes these are, one behind
+            another.
     """
     try:
         starts = list(map(torch.Tensor.data_ptr, tensors))
@@ -499,7 +513,8 @@ def spans_of(tensors: Sequence[Any], alike: int = 1) -> Spans | None:
 
 
 def all_apart(tensors: Sequence[Any], spans: Spans) -> bool:
-    """Whether no two of the tensors, and of others that lie in `spans`, share memory, as far as one look at each can
+    """Whether no two of the tensors, and of others that lie in `spans`, share memory, as far as one
+    look at each can
     tell: then there is nothing to ask further."""
     found = _spans_of_any(tensors)
     starts = np.array([*spans.starts, *found.starts], np.uint64)
@@ -510,7 +525,8 @@ def all_apart(tensors: Sequence[Any], spans: Spans) -> bool:
 
 
 def overlapping(tensors: Sequence[Any]) -> list[list[int]]:
-    """Positions of tensors whose memory overlaps, one list for each that hang together; nothing for the others."""
+    """Positions of tensors whose memory overlaps, one list for each that hang together; nothing for
+    the others."""
     spans = Spans() if _have_own_storages(tensors) else _spans_of_any(tensors)
     found: list[list[int]] = []
     together: list[int] = []
@@ -527,7 +543,8 @@ def overlapping(tensors: Sequence[Any]) -> list[list[int]]:
 
 
 def apart(targets: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The values, to be written into the targets one after another; those that lie in another's target as copies."""
+    """The values, to be written into the targets one after another; those that lie in another's
+    target as copies."""
     out, count = list(values), len(targets)
     for cluster in overlapping([*targets, *values]):
         for i in (position - count for position in cluster if position >= count and min(cluster) < count):
@@ -537,8 +554,9 @@ def apart(targets: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 
 
 def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
-    """Positions of values that would not be there any more, were each written into its target, one after another: the
-    targets share memory, and the values differ. Plain tensors only; touches nothing."""
+    """Positions of values that would not be there any more, were each written into its target, one
+    after another: the targets share memory, and the values differ. Plain tensors only; touches
+    nothing."""
     found: list[int] = []
     for cluster in overlapping(targets):
         if not all(
@@ -558,7 +576,8 @@ def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
 
 
 def _have_own_storages(tensors: Sequence[Any]) -> bool:
-    """Whether these are plain tensors none of which shares a storage: nearly always, and there are many."""
+    """Whether these are plain tensors none of which shares a storage: nearly always, and there are
+    many."""
     if not set(map(type, tensors)) <= _PLAIN:
         return False
     try:
@@ -575,8 +594,8 @@ def _spans_of_any(tensors: Sequence[Any]) -> Spans:
 
 
 def _span(tensor: Any) -> tuple[int, int]:
-    """The first byte and how many there are to behind the last of its elements; (0, 0) where there are none, or nobody
-    can say where."""
+    """The first byte and how many there are to behind the last of its elements; (0, 0) where there
+    are none, or nobody can say where."""
     held = [] if is_lazy(tensor) else held_tensors(tensor)
     if not held or not set(map(type, held)) <= _PLAIN:
         return 0, 0

@@ -30,7 +30,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage that numbers its layers from 0, and the numbers that they have in the whole model.
+    """A pipeline stage that numbers its layers from 0, and the numbers that they have in the whole
+    model.
 
     Stage(module, {"layers": 8})       # layers.0 of this module is layers.8 of the model
     Stage(nn.Sequential(...), {"": 8})  # its own children 0, 1, ... are 8, 9, ... of the model
@@ -38,7 +39,8 @@ class Stage:
 
     module: nn.Module
     offsets: Mapping[str, int] = field(default_factory=dict)
-    """Canonical name of each numbered container in the stage, and the number of its child 0 in the whole model."""
+    """Canonical name of each numbered container in the stage, and the number of its child 0 in the
+    whole model."""
 
     def __post_init__(self) -> None:
         for name, offset in self.offsets.items():
@@ -69,7 +71,8 @@ class StateEntry(NamedTuple):
     stage: int
     """Position of its module in the list that was given."""
     piece: FlatPiece | None = None
-    """Set for a parameter inside an FSDP1 flat parameter; `value` is then what the optimizer has."""
+    """Set for a parameter inside an FSDP1 flat parameter; `value` is then what the optimizer
+    has."""
 
     @property
     def identity(self) -> Any:
@@ -106,7 +109,8 @@ class SelfLoadingModule:
     reader: ModuleReader
 
     def canonical(self, key: str) -> str:
-        """The canonical name of a key of `module.state_dict()`; segments that lead nowhere stay as they are."""
+        """The canonical name of a key of `module.state_dict()`; segments that lead nowhere stay as
+        they are."""
         current: nn.Module | None = self.module
         out: list[str] = []
         for part in key.split("."):
@@ -132,7 +136,8 @@ class LiveModel:
     def __init__(self, models: Models, modifiers: str = "_fqn_modifiers") -> None:
         self.stages = _as_stages(models)
         self.items: list[StateEntry | SelfLoadingModule] = []
-        """Slots that are read directly and regions that read themselves, in the order of `state_dict()`."""
+        """Slots that are read directly and regions that read themselves, in the order of
+        `state_dict()`."""
         self.slots: list[StateEntry] = []
         """All slots, those inside regions too."""
         self.reader = ModuleReader(modifiers)
@@ -144,7 +149,8 @@ class LiveModel:
         self.replicas: dict[str, list[StateEntry]] = {}
         """Further slots of a name: a buffer that several stages have."""
         self.names_of: dict[Any, list[str]] = {}
-        """By a slot's `identity`, every canonical name that leads to its tensor, the first one first."""
+        """By a slot's `identity`, every canonical name that leads to its tensor, the first one
+        first."""
         self.tied: set[str] = set()
         """Names whose tensor has other names too."""
         self.pieces_of: dict[int, list[FlatPiece]] = {}
@@ -184,7 +190,8 @@ class LiveModel:
                 self.tied.update(names)
 
     def _look_at_empty(self) -> None:
-        """Find parameters of which the elements are elsewhere; raises NormalizationError if nobody can say where."""
+        """Find parameters of which the elements are elsewhere; raises NormalizationError if nobody
+        can say where."""
         empty = [
             slot
             for slot in self.slots
@@ -207,7 +214,8 @@ class LiveModel:
                 )
 
     def refuse_partitioned(self, fix: str) -> None:
-        """Raise NormalizationError if there are parts of parameters only, with what to do about it."""
+        """Raise NormalizationError if there are parts of parameters only, with what to do about
+        it."""
         if self.partitioned:
             more = f" and {len(self.partitioned) - 5} more" if len(self.partitioned) > 5 else ""
             names = ", ".join(slot.name for slot in self.partitioned[:5]) + more
@@ -225,7 +233,8 @@ class LiveModel:
         return {slot.live: slot.name for slot in self.slots}
 
     def tensors(self) -> Collection[torch.Tensor]:
-        """Parameters and buffers as they are, each once, without those inside FSDP1 flat parameters."""
+        """Parameters and buffers as they are, each once, without those inside FSDP1 flat
+        parameters."""
         found = {id(slot.value): slot.value for slot in self.slots if slot.value is not None and slot.piece is None}
         return found.values()
 
@@ -234,7 +243,8 @@ class LiveModel:
         return (slot for slot in self.by_name.values() if slot.kind == kind)
 
     def prefixes(self, modules: Iterable[nn.Module]) -> list[str]:
-        """Canonical prefixes, with a dot, of modules inside; raises NormalizationError for a module that is not."""
+        """Canonical prefixes, with a dot, of modules inside; raises NormalizationError for a module
+        that is not."""
         found: list[str] = []
         wanted = set(modules)
         for stage in self.stages:
@@ -281,9 +291,11 @@ class _ModuleWalk:
         wrappers: tuple[str, ...],
         items: list[StateEntry | SelfLoadingModule] | None,
     ) -> None:
-        """Append what the module and all below it hold to `slots`, and to `items` unless inside a region (None).
+        """Append what the module and all below it hold to `slots`, and to `items` unless inside a
+        region (None).
 
-        `live` and `name` are the module's live and canonical prefixes; both end in a dot or are empty.
+        `live` and `name` are the module's live and canonical prefixes; both end in a dot or are
+        empty.
         """
         reader, facts, start = self.reader, self.reader.facts(module), len(self.slots)
         if facts.overrides or facts.is_fsdp1 or reader.touched(module):
@@ -321,7 +333,8 @@ class _ModuleWalk:
             self.pieces.setdefault(owner, []).extend(found)
 
     def _own(self, module: nn.Module, live: str, name: str, wrappers: tuple[str, ...], has_extra: bool) -> None:
-        """Append the module's own parameters, buffers and extra state, in the order of `state_dict()`."""
+        """Append the module's own parameters, buffers and extra state, in the order of
+        `state_dict()`."""
         add, stage, make = self.slots.append, self.stage, tuple.__new__  # three times as fast as Slot(...)
         pieces = self.pieces.get(id(module), ()) if self.pieces else ()
         for attr, piece in pieces:

@@ -43,8 +43,9 @@ __all__ = ["apply_optimizers", "plan_optimizers", "read_optimizers"]
 
 
 def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
-    """`{"state": {name: {state name: value}}, "param_groups": [{field: value, "params": [names]}]}`, the groups of all
-    optimizers one after another. Parameters without state are in a group and not in `state`.
+    """`{"state": {name: {state name: value}}, "param_groups": [{field: value, "params":
+    [names]}]}`, the groups of all optimizers one after another. Parameters without state are in a
+    group and not in `state`.
 
     The containers are new, the tensors are the live ones.
     """
@@ -95,7 +96,8 @@ def _listed(
 
 
 def _names(key: Any, live: LiveOptimizers, k: int) -> list[tuple[Any, OptimizedParameter | None]]:
-    """The canonical names of a key of an optimizer's own state dict; keys of no parameter stay as they are."""
+    """The canonical names of a key of an optimizer's own state dict; keys of no parameter stay as
+    they are."""
     if isinstance(key, int) and not isinstance(key, bool):
         ones = live.by_id[k].get(key)
         if ones is None:
@@ -132,12 +134,13 @@ class OptimizerWrites(NamedTuple):
 def plan_optimizers(
     live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions, *, outlines: bool = False
 ) -> OptimizerWrites:
-    """Match `given` with the live parameters; touches nothing. `outlines`: its tensors are on the meta device for now,
-    so that only names and shapes can be checked.
+    """Match `given` with the live parameters; touches nothing. `outlines`: its tensors are on the
+    meta device for now, so that only names and shapes can be checked.
 
-    Raises KeyMismatchError for parameters that the dict says nothing about, names that the model does not have and
-    state that an optimizer has no use for (all three only if strict), and for state that is incomplete or of a wrong
-    shape; NormalizationError for groups that contradict each other.
+    Raises KeyMismatchError for parameters that the dict says nothing about, names that the model
+    does not have and state that an optimizer has no use for (all three only if strict), and for
+    state that is incomplete or of a wrong shape; NormalizationError for groups that contradict each
+    other.
     """
     saved = read_saved(given, live)
     match = _OptimizerMatch(live, saved)
@@ -233,9 +236,11 @@ def _other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _misshapen(state: list[Entry], fitting: Container[int]) -> list[str]:
-    """State tensors that should have the shape of their parameter and do not; of no parameter whose id is `fitting`.
+    """State tensors that should have the shape of their parameter and do not; of no parameter whose
+    id is `fitting`.
 
-    No schema says which state has that shape; a name counts as such if most parameters' tensors of that name have it.
+    No schema says which state has that shape; a name counts as such if most parameters' tensors of
+    that name have it.
     """
     misfits: dict[Any, list[str]] = {}
     for one, values in state:
@@ -262,7 +267,8 @@ def _misshapen(state: list[Entry], fitting: Container[int]) -> list[str]:
 
 
 def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
-    """Dicts in the place of tensors of a class, such as the parts of a quantized one, which no step could use."""
+    """Dicts in the place of tensors of a class, such as the parts of a quantized one, which no step
+    could use."""
     dicts = [
         (one, key)
         for one, values in state
@@ -313,11 +319,13 @@ Fields = Mapping[str, Any]
 def apply_optimizers(
     live: LiveOptimizers, writes: OptimizerWrites, model_state: Mapping[str, Any] | None = None
 ) -> OptimizerReport:
-    """Do what was planned. State keeps the dtype that it was saved with, and what shared memory when it was given does
-    so again, with the model's tensors too, unless the optimizer already has places of their own for it.
+    """Do what was planned. State keeps the dtype that it was saved with, and what shared memory
+    when it was given does so again, with the model's tensors too, unless the optimizer already has
+    places of their own for it.
 
     Args:
-        model_state: what the model was set to in the same call, so that state that is tied to it can be told.
+        model_state: what the model was set to in the same call, so that state that is tied to it
+            can be told.
     """
     groups: list[list[Mapping[str, Any]]] = [[] for _ in live.optimizers]
     for group_write in writes.groups:
@@ -382,20 +390,22 @@ def _model_tensors(live: LiveModel, given: Mapping[str, Any]) -> list[ModelTenso
 
 
 class _Copies:
-    """Writes the state of parameters: first all that has no place yet is made, then the places there are are filled;
-    what can simply be copied is copied in one call."""
+    """Writes the state of parameters: first all that has no place yet is made, then the places
+    there are are filled; what can simply be copied is copied in one call."""
 
     def __init__(self, places: Places) -> None:
         self.targets: list[Any] = list(places.targets)
         """What the optimizers hold now and keep, to be written into."""
         self.values: list[Any] = list(places.values)
         self.later: list[tuple[OptimizedParameter, dict[Any, Any], Any, Any, Any, Fields]] = []
-        """Each further entry: whose it is, its dict, key, value, what it holds now, and the fields of its group."""
+        """Each further entry: whose it is, its dict, key, value, what it holds now, and the fields
+        of its group."""
         self.untied: list[str] = []
         self.ties = GivenTies([], [])
         self._places = places
         self._found: list[tuple[OptimizedParameter, dict[Any, Any], Any]] = []
-        """Of each target that was found for an entry of `later`: whose it is, its dict and its key."""
+        """Of each target that was found for an entry of `later`: whose it is, its dict and its
+        key."""
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def add(self, state: Any, one: OptimizedParameter, values: Mapping[Any, Any] | None, fields: Fields) -> None:
@@ -434,7 +444,8 @@ class _Copies:
         write_all(self.targets, self.values, list(plain))
 
     def _give_apart(self, model: list[torch.Tensor]) -> None:
-        """Memory of their own for values that would be written where another value, or the model's, is to be."""
+        """Memory of their own for values that would be written where another value, or the model's,
+        is to be."""
         moved: set[int] = set()
         pool = [*self.targets, *model]
         places = [(one, old, key) for one, old, values in self._places.rows for key in values] + self._found
@@ -457,7 +468,8 @@ class _Copies:
     def _restored(
         self, value: Any, old: Any, one: OptimizedParameter, holder: dict[Any, Any], key: Any, fields: Mapping[str, Any]
     ) -> Any:
-        """One entry of a parameter's state, made anew or, where `old` has its very form, `old`, to be written into."""
+        """One entry of a parameter's state, made anew or, where `old` has its very form, `old`, to
+        be written into."""
         parameter = one.parameter
         if isinstance(value, torch.Tensor):
             on_device = key == "step" and _keeps_step_on_device(fields)
@@ -528,7 +540,8 @@ _ROWS = 32
 
 
 def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, State | None]]) -> Places:
-    """The places of all state under the same keys; of none, if one of them has another form than what is given."""
+    """The places of all state under the same keys; of none, if one of them has another form than
+    what is given."""
     # not by the parameters themselves, whose hash is a function of Python
     held = [
         {} if loads_itself(optimizer) else dict(zip(map(id, optimizer.state), optimizer.state.values()))
@@ -601,7 +614,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class GivenTies:
-    """Which tensors of the given state share memory with one another, or with what the model is or was set to."""
+    """Which tensors of the given state share memory with one another, or with what the model is or
+    was set to."""
 
     def __init__(self, given: Sequence[torch.Tensor], model: Sequence[ModelTensor]) -> None:
         self._first: dict[int, int] = {}
@@ -628,7 +642,8 @@ class GivenTies:
         return self._first.get(id(value), id(value))
 
     def model_tensor(self, value: torch.Tensor) -> torch.Tensor | None:
-        """The model's own tensor, where the given one is the same memory as it or as what it was set to."""
+        """The model's own tensor, where the given one is the same memory as it or as what it was
+        set to."""
         if not self._model:
             return None
         found = self._model.get(self.same(value))
@@ -638,7 +653,8 @@ class GivenTies:
         return live if type(live) is type(value) and global_shape(live) == global_shape(value) else None
 
     def lost(self, live: LiveOptimizers, writes: OptimizerWrites) -> list[str]:
-        """Entries that shared memory when they were given and do not now, as "<parameter>.<key>"."""
+        """Entries that shared memory when they were given and do not now, as
+        "<parameter>.<key>"."""
         if not self._cluster:
             return []
         now: dict[int, list[tuple[str, int, Any]]] = {}

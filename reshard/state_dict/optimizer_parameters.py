@@ -26,7 +26,8 @@ __all__ = [
 
 
 OUTSIDE = "outside_model"
-"""First segment of the name of a parameter that the model does not have; then optimizer, group and position follow."""
+"""First segment of the name of a parameter that the model does not have; then optimizer, group and
+position follow."""
 
 
 class OptimizedParameter(NamedTuple):
@@ -58,8 +59,8 @@ class OptimizedParameter(NamedTuple):
 class LiveOptimizers:
     """The parameters of one or several optimizers, by canonical name.
 
-    Raises NormalizationError for a parameter that two optimizers have, and for optimizers that have none of
-    the model's.
+    Raises NormalizationError for a parameter that two optimizers have, and for optimizers that have
+    none of the model's.
     """
 
     def __init__(self, live: LiveModel, optimizers: Sequence[Optimizer]) -> None:
@@ -97,7 +98,8 @@ class LiveOptimizers:
 
     @functools.cached_property
     def by_id(self) -> list[dict[int, list[OptimizedParameter]]]:
-        """Per optimizer and id in its own state dict: one parameter, or all that an FSDP1 flat one consists of."""
+        """Per optimizer and id in its own state dict: one parameter, or all that an FSDP1 flat one
+        consists of."""
         found: list[dict[int, list[OptimizedParameter]]] = []
         for own in self.parameters:
             found.append({})
@@ -153,10 +155,11 @@ Entry = tuple[OptimizedParameter, Mapping[str, Any] | None]
 
 
 def split_state(piece: FlatPiece, parameter: torch.Tensor, values: Mapping[Any, Any], copy: bool) -> dict[Any, Any]:
-    """The state of one original parameter out of that of `parameter`, the flat one or, with use_orig_params=True, this
-    rank's range of the original. Tensors of its length become tensors of the original's shape, memory shared. `copy`:
-    others are copied, since those of a parameter before this one are they themselves, and no optimizer of the original
-    parameters has one step count for several."""
+    """The state of one original parameter out of that of `parameter`, the flat one or, with
+    use_orig_params=True, this
+    rank's range of the original. Tensors of its length become tensors of the original's shape,
+    memory shared. `copy`: others are copied, since those of a parameter before this one are they
+    themselves, and no optimizer of the original parameters has one step count for several."""
     out: dict[Any, Any] = {}
     for key, value in values.items():
         if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == _held_shape(piece, parameter):
@@ -167,9 +170,11 @@ def split_state(piece: FlatPiece, parameter: torch.Tensor, values: Mapping[Any, 
 
 
 def joined_pieces(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries as the optimizers want them: the original parameters of one flat parameter become one entry.
+    """The entries as the optimizers want them: the original parameters of one flat parameter become
+    one entry.
 
-    Raises NormalizationError if they were saved with different scalars, of which a flat parameter has only one.
+    Raises NormalizationError if they were saved with different scalars, of which a flat parameter
+    has only one.
     """
     out: list[Entry] = []
     waiting: dict[int, list[Entry]] = {}
@@ -187,8 +192,8 @@ def joined_pieces(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def filled_names(entries: Iterable[Entry]) -> list[str]:
-    """Original parameters without state that share a flat parameter with others that have some: a flat parameter has
-    one state for all, so that theirs becomes zeros."""
+    """Original parameters without state that share a flat parameter with others that have some: a
+    flat parameter has one state for all, so that theirs becomes zeros."""
     units: dict[int, list[Entry]] = {}
     for one, values in entries:
         if one.piece is not None and one.parameter is one.piece.flat:
@@ -199,7 +204,8 @@ def filled_names(entries: Iterable[Entry]) -> list[str]:
 def _join(
     parameter: torch.Tensor, together: Sequence[Entry], pairs: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> dict[Any, Any] | None:
-    """One entry, of tensors that are still to be written: `pairs` has each given value and its place."""
+    """One entry, of tensors that are still to be written: `pairs` has each given value and its
+    place."""
     out: dict[Any, Any] = {}
     for one, values in together:
         piece = one.piece
@@ -232,8 +238,9 @@ def _held_shape(piece: FlatPiece, parameter: torch.Tensor) -> torch.Size:
 
 
 def fill_absent(state: Mapping[str, Mapping[Any, Any]], live: LiveOptimizers) -> dict[str, Mapping[Any, Any]]:
-    """State that only some ranks have, since the others hold no element of an original parameter, as an empty part on
-    those others; so that all can gather it together. Collective over all ranks."""
+    """State that only some ranks have, since the others hold no element of an original parameter,
+    as an empty part on those others; so that all can gather it together. Collective over all
+    ranks."""
     mine: dict[str, dict[Any, Any]] = {}
     for name, values in state.items():
         one = live.by_name.get(name)

@@ -14,32 +14,37 @@ __all__ = ["Cast", "InChunks", "OptimizerReport", "SetReport", "StateDictOptions
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """How the six get and set functions work; the fields mean what they mean in `torch.distributed.checkpoint`.
+    """How the six get and set functions work; the fields mean what they mean in
+    `torch.distributed.checkpoint`.
 
     Raises NormalizationError for `broadcast_from_rank0` without `full_state_dict`.
     """
 
     full_state_dict: bool = False
-    """Getting: gather every tensor, so that the dict holds plain tensors only. Setting: the dict holds whole tensors
-    and each rank takes its own part. Both are collective where the model is sharded."""
+    """Getting: gather every tensor, so that the dict holds plain tensors only. Setting: the dict
+    holds whole tensors and each rank takes its own part. Both are collective where the model is
+    sharded."""
     cpu_offload: bool = False
-    """Getting: tensors on the CPU. With `full_state_dict`, each name is returned by one rank only: rank 0, or the
-    lowest rank that holds it where ranks hold different names (pipeline stages); the others get an empty dict."""
+    """Getting: tensors on the CPU. With `full_state_dict`, each name is returned by one rank only:
+    rank 0, or the lowest rank that holds it where ranks hold different names (pipeline stages); the
+    others get an empty dict."""
     ignore_frozen_params: bool = False
     """Getting: leave out parameters that require no gradient. Setting: do not miss them."""
     keep_submodule_prefixes: bool = True
-    """With `submodules`: whether names stay relative to the whole model or become relative to the submodule."""
+    """With `submodules`: whether names stay relative to the whole model or become relative to the
+    submodule."""
     strict: bool = True
     """Setting: whether missing and unexpected names are an error or only reported."""
     broadcast_from_rank0: bool = False
-    """Setting: only rank 0 has the dict, and sends to each rank the elements that this rank holds."""
+    """Setting: only rank 0 has the dict, and sends to each rank the elements that this rank
+    holds."""
     flatten_optimizer_state_dict: bool = False
-    """Getting: one flat dict, `state.<fqn>.<name>` and `param_groups.<fqn>.<field>`, in which pipeline stages do not
-    collide; of a parameter that has no state while others have, `state.<fqn>` is an empty dict. Setting accepts both
-    forms whatever this says."""
+    """Getting: one flat dict, `state.<fqn>.<name>` and `param_groups.<fqn>.<field>`, in which
+    pipeline stages do not collide; of a parameter that has no state while others have,
+    `state.<fqn>` is an empty dict. Setting accepts both forms whatever this says."""
     dsd_fqn_modifiers: str = "_fqn_modifiers"
-    """Name of the method by which a module of the user declares children that leave no trace in names: it returns
-    {name shown: name of the hidden child}."""
+    """Name of the method by which a module of the user declares children that leave no trace in
+    names: it returns {name shown: name of the hidden child}."""
 
     in_chunks: ClassVar[bool] = False
     """Getting: see `InChunks`. No field, since torch's own helpers take the fields for theirs."""
@@ -54,9 +59,10 @@ class StateDictOptions:
 
 
 class InChunks(StateDictOptions):
-    """The same, for what is read by torch's own functions: what FSDP1's flat parameters cut across rows is sent to the
-    ranks where torch's state dicts have it, in the chunks that `torch.chunk` gives. Getting is collective then where
-    there are such tensors, and they share no memory with the model. `reshard.dcp` always gets so."""
+    """The same, for what is read by torch's own functions: what FSDP1's flat parameters cut across
+    rows is sent to the ranks where torch's state dicts have it, in the chunks that `torch.chunk`
+    gives. Getting is collective then where there are such tensors, and they share no memory with
+    the model. `reshard.dcp` always gets so."""
 
     in_chunks = True
 
@@ -90,24 +96,30 @@ class OptimizerReport:
     """What `set_optimizer_state_dict` found."""
 
     missing: tuple[str, ...] = ()
-    """Parameters of the optimizers that the dict says nothing about, or of which a flat dict lacks the state without
-    saying that there was none; they keep no state."""
+    """Parameters of the optimizers that the dict says nothing about, or of which a flat dict lacks
+    the state without saying that there was none; they keep no state."""
     cold: tuple[str, ...] = ()
-    """Parameters that the dict lists in a group but has no state for: saved before their first gradient."""
+    """Parameters that the dict lists in a group but has no state for: saved before their first
+    gradient."""
     unexpected: tuple[str, ...] = ()
     """Names in the dict that are no parameter of these optimizers."""
     foreign: tuple[str, ...] = ()
-    """State of a kind that the optimizer does not have, "<parameter>.<key>", such as Adam's in SGD; it was left out."""
+    """State of a kind that the optimizer does not have, "<parameter>.<key>", such as Adam's in SGD;
+    it was left out."""
     outside: tuple[str, ...] = ()
-    """Parameters of the optimizers that the model does not have, "outside_model.<optimizer>.<group>.<position>"."""
+    """Parameters of the optimizers that the model does not have,
+    "outside_model.<optimizer>.<group>.<position>"."""
     filled: tuple[str, ...] = ()
-    """Parameters without saved state whose state is zeros now, since they share an FSDP1 flat parameter with others
+    """Parameters without saved state whose state is zeros now, since they share an FSDP1 flat
+    parameter with others
     that have some: `use_orig_params=True` keeps them apart."""
     untied: tuple[str, ...] = ()
-    """State, "<parameter>.<key>", that shared memory with other state or with the model and does not now: as it was
-    given, or as the optimizer had it, while values were given that differ. Each has its value in memory of its own."""
+    """State, "<parameter>.<key>", that shared memory with other state or with the model and does
+    not now: as it was given, or as the optimizer had it, while values were given that differ. Each
+    has its value in memory of its own."""
     kept_fields: tuple[str, ...] = ()
-    """Group fields that the dict lacks, so that the live value stayed: "<optimizer>.<group>.<field>"."""
+    """Group fields that the dict lacks, so that the live value stayed:
+    "<optimizer>.<group>.<field>"."""
     added_fields: tuple[str, ...] = ()
     """Group fields that the live group did not have."""
 
@@ -136,15 +148,16 @@ class SetReport(Tabled):
     unexpected: tuple[str, ...] = ()
     """Names in the dict that the model does not have."""
     aliases: tuple[str, ...] = ()
-    """Those of `unexpected` whose tensor the dict also has under a name that was set: they were tied where the dict
-    comes from, so that nothing is lost but the tie."""
+    """Those of `unexpected` whose tensor the dict also has under a name that was set: they were
+    tied where the dict comes from, so that nothing is lost but the tie."""
     reshaped: tuple[str, ...] = ()
-    """One-element tensors whose saved shape was () and the live one (1,), or the other way round."""
+    """One-element tensors whose saved shape was () and the live one (1,), or the other way
+    round."""
     cast: tuple[Cast, ...] = ()
     """Tensors whose dtype changed."""
     untouched: tuple[str, ...] = ()
-    """Parameters and buffers, those outside state dicts too, that nothing was written to: they are what the
-    model's constructor or `to_empty` left there."""
+    """Parameters and buffers, those outside state dicts too, that nothing was written to: they are
+    what the model's constructor or `to_empty` left there."""
     uninitialised: tuple[str, ...] = ()
     """Those of `untouched` that are still on the meta device, without any value."""
     optimizer: OptimizerReport | None = None

@@ -29,7 +29,8 @@ class NormalizeReport:
     dropped: Mapping[str, int]
     """How many times each wrapper segment was dropped."""
     doubtful: tuple[str, ...]
-    """Canonical names that still have a segment `module`, which may be a wrapper's or the model's own."""
+    """Canonical names that still have a segment `module`, which may be a wrapper's or the model's
+    own."""
     ids: Mapping[int, str]
     """Integer parameter id to name."""
 
@@ -50,19 +51,23 @@ class Normalized(dict[str, Any]):
 def normalize(
     raw: Mapping[str, Any], *, names: Collection[str] | None = None, order: Sequence[str] | None = None
 ) -> Normalized:
-    """Bring a raw state dict to canonical names; a new dict, the values are shared and the input stays as it is.
+    """Bring a raw state dict to canonical names; a new dict, the values are shared and the input
+    stays as it is.
 
-    Understands a model's state dict, an optimizer's (`state` and `param_groups`, by name or by integer id), the flat
-    optimizer form, and dicts that hold several of these under keys of their own. Everything else passes through.
+    Understands a model's state dict, an optimizer's (`state` and `param_groups`, by name or by
+    integer id), the flat optimizer form, and dicts that hold several of these under keys of their
+    own. Everything else passes through.
 
     Args:
-        names: the canonical names, where they are known (`fqn_map(model)` will do): they settle what text alone
-            cannot, whether a segment `module` is a wrapper's.
-        order: canonical parameter names by integer id, for optimizers that were saved by ids. It is the order of the
-            optimizer's parameters (`fqn_map(model, optimizer).parameter_order()`), not that of the state dict.
+        names: the canonical names, where they are known (`fqn_map(model)` will do): they settle
+            what text alone cannot, whether a segment `module` is a wrapper's.
+        order: canonical parameter names by integer id, for optimizers that were saved by ids. It is
+            the order of the optimizer's parameters (`fqn_map(model, optimizer).parameter_order()`),
+            not that of the state dict.
 
     Raises:
-        NormalizationError: two names become one, an id lies outside `order`, or there are ids and no `order`.
+        NormalizationError: two names become one, an id lies outside `order`, or there are ids and
+            no `order`.
     """
     work = _Normalizing(frozenset(names) if names is not None else None, order)
     out = Normalized(work.tree(raw, "the state dict"))
@@ -161,7 +166,8 @@ class _Normalizing:
         return name
 
     def _by_names(self, raw: str) -> str | None:
-        """The known name that the raw one can become by dropping segments, if there is exactly one."""
+        """The known name that the raw one can become by dropping segments, if there is exactly
+        one."""
         if self.names is None:
             return None
         certain = [part for part in raw.split(".") if part not in CERTAIN_SEGMENTS]

@@ -29,16 +29,19 @@ class SavedOptimizer:
     state: Mapping[Any, Mapping[str, Any]]
     """State of each parameter that has any."""
     fields: Mapping[str, Mapping[str, Any]]
-    """Group fields of each parameter that is in a group; parameters of one group share one object."""
+    """Group fields of each parameter that is in a group; parameters of one group share one
+    object."""
     empty: Sequence[Mapping[str, Any]]
     """Fields of the groups without parameters, in order."""
     stateless: frozenset[str] | None = None
-    """Of the flat form, the parameters that it says have no state: any other without state has lost it, if there is
-    state at all. None in the other forms, where a parameter that is in a group has the state that is there."""
+    """Of the flat form, the parameters that it says have no state: any other without state has lost
+    it, if there is state at all. None in the other forms, where a parameter that is in a group has
+    the state that is there."""
 
 
 def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
-    """Understand a nested dict, a flat one, or an optimizer's own dict of integer ids (for a single optimizer).
+    """Understand a nested dict, a flat one, or an optimizer's own dict of integer ids (for a single
+    optimizer).
 
     Raises NormalizationError for anything else.
     """
@@ -95,22 +98,24 @@ def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
 
 
 class _FlatReader:
-    """Reads the flat form: key by key, but a parameter with the keys that the one before it had, all at once."""
+    """Reads the flat form: key by key, but a parameter with the keys that the one before it had,
+    all at once."""
 
     def __init__(self, live: LiveOptimizers) -> None:
         self.state: dict[str, dict[Any, Any]] = {}
         self.fields: dict[str, dict[Any, Any]] = {}
         self.stateless: set[str] = set()
         self.singly: dict[int, set[str]] = {id(self.state): set(), id(self.fields): set()}
-        """Of both, the parameters of which keys were read one by one; the others have no nested state, and parameters
-        of one group share their fields."""
+        """Of both, the parameters of which keys were read one by one; the others have no nested
+        state, and parameters of one group share their fields."""
         self._known = live.live.by_name | live.by_name
         self._places: dict[str, dict[Any, Any]] = {}
         """The dict that a key's front leads to, where the front is a known name."""
         self._front: str | None = None
         """Of the key that was read last by itself."""
         self._tails: dict[str, list[str]] = {}
-        """By section, the last parts of the keys of one parameter that were read one by one, in their order."""
+        """By section, the last parts of the keys of one parameter that were read one by one, in
+        their order."""
         self._latest: tuple[list[str], Sequence[Any], dict[Any, Any]] = ([], [], {})
         """Tails and values of fields that were read at once, and the dict of them."""
 
@@ -125,7 +130,8 @@ class _FlatReader:
             at, last = at + (count or 1), front
 
     def _row(self, front: str, keys: Sequence[str], values: Sequence[Any], at: int) -> int:
-        """Read all keys of a parameter, if they are those that one before it had; how many, or 0."""
+        """Read all keys of a parameter, if they are those that one before it had; how many, or
+        0."""
         section, _, name = front.partition(".")
         goal, tails = self._goal(section), self._tails.get(section)
         if not tails or name in goal or name not in self._known:
@@ -184,8 +190,8 @@ def _is_alike(a: Any, b: Any) -> bool:
 
 
 def _typed_keys(value: Any, live: Any) -> Any:
-    """Undo what flattening did to integer keys of nested state: keys are typed as in the live state, and where there
-    is none, a dict whose keys are all digits had integers."""
+    """Undo what flattening did to integer keys of nested state: keys are typed as in the live
+    state, and where there is none, a dict whose keys are all digits had integers."""
     if not isinstance(value, dict):
         return value
     if isinstance(live, dict):
@@ -220,7 +226,8 @@ class GroupWrite:
 def plan_groups(live: LiveOptimizers, saved: SavedOptimizer) -> list[GroupWrite]:
     """The fields of every live group; touches nothing.
 
-    Raises NormalizationError if parameters of one live group were saved with different values of a field.
+    Raises NormalizationError if parameters of one live group were saved with different values of a
+    field.
     """
     empties = [
         (k, g)
@@ -369,7 +376,8 @@ class StateKind:
 
     Attributes:
         name: class of the optimizer.
-        fitting: keys that fit in every parameter of the group and with the fields that were checked last; or None.
+        fitting: keys that fit in every parameter of the group and with the fields that were checked
+            last; or None.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -386,7 +394,8 @@ class StateKind:
         self._checked: dict[Any, Misfit] = {}
 
     def check(self, values: Mapping[Any, Any], one: OptimizedParameter, fields: Mapping[str, Any]) -> Misfit | None:
-        """What is wrong with the keys of `values`, saved for the parameter in a group that had `fields`; or None."""
+        """What is wrong with the keys of `values`, saved for the parameter in a group that had
+        `fields`; or None."""
         # a model has many parameters, one after another in few groups, and few kinds of state
         known = fields is self._fields and one.group == self._group
         if self._optimizer_has_a_say or (known and list(values) == self.fitting):
@@ -407,7 +416,8 @@ class StateKind:
         return None if found is _FITS else found
 
     def _settings(self, fields: Mapping[str, Any], group: int) -> tuple[bool, ...]:
-        """Which of the fields that add to the state will be set: as they were saved, else as they are."""
+        """Which of the fields that add to the state will be set: as they were saved, else as they
+        are."""
         live = self._optimizer.param_groups[group]
         return tuple(_is_set(fields[name] if name in fields else live.get(name)) for name in self._asked)
 
@@ -422,7 +432,8 @@ class StateKind:
         return loads_itself(self._optimizer)
 
     def _has_no_use_for(self, key: str) -> bool:
-        """Whether the optimizer neither knows the key nor holds state under it; not where that cannot be told."""
+        """Whether the optimizer neither knows the key nor holds state under it; not where that
+        cannot be told."""
         schema = self._schema
         if schema is not None and (key in schema.always or key in schema.under.values() or key in schema.at_will):
             return False
@@ -448,7 +459,8 @@ class StateKind:
 
 
 def _torch_class(optimizer: Optimizer) -> str:
-    """Name of the class in torch.optim whose state the optimizer's is; "" if it steps in a way of its own."""
+    """Name of the class in torch.optim whose state the optimizer's is; "" if it steps in a way of
+    its own."""
     cls = type(optimizer)
     if not all(_is_torchs(getattr(cls, method, None)) for method in ("step", "_init_group", "__setstate__")):
         return ""
