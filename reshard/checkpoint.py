@@ -58,33 +58,18 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """`asked` is the path by which it was opened."""
         self.contents = contents
         self.url = url
+        self.format = contents.format
+        """Name of the format, such as "dcp"."""
+        self.objects = contents.objects
+        """Everything that is no tensor, by key, as plain data; unknown classes are `Record`s of `formats.pickles`."""
+        self.aliases = contents.aliases
+        """Further names of stored tensors: tied weights that are stored once."""
+        self.fingerprints = contents.fingerprints
+        """Digests of the values that were saved along, or None."""
+        self.warnings = contents.warnings
+        """What was ignored or could not be represented."""
         self.run = os.fspath(asked) if asked is not None and os.fspath(asked) != url else ""
         """The folder of the run in which it was found; empty where it was opened by its own path."""
-
-    @property
-    def format(self) -> str:
-        """Name of the format, such as "dcp"."""
-        return self.contents.format
-
-    @property
-    def objects(self) -> Mapping[str, Any]:
-        """Everything that is no tensor, by key, as plain data; unknown classes are `Record`s of `formats.pickles`."""
-        return self.contents.objects
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Further names of stored tensors: tied weights that are stored once."""
-        return self.contents.aliases
-
-    @property
-    def fingerprints(self) -> Mapping[str, str] | None:
-        """Digests of the values that were saved along, or None."""
-        return self.contents.fingerprints
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What was ignored or could not be represented."""
-        return self.contents.warnings
 
     def __getitem__(self, name: str) -> LazyTensor:
         """Raises KeyMismatchError, naming similar keys, if there is no such tensor."""

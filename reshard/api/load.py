@@ -361,7 +361,7 @@ def plan_rank(
     native = checkpoint.contents.facts_of(NativeFacts)
     if native is not None and native.storage.requests > 1:
         writers = {chunk.owner for item in items for chunk, _ in stored[item.fqn].meeting(item.box)}
-        native.bring(owner for owner in writers if isinstance(owner, int))
+        native.prefetch(owner for owner in writers if isinstance(owner, int))
     landings = _landings(targets, wanted, shared, uploads)
     return ReadPlan(find_copies(items, lambda key: stored[key], landings), items.nbytes)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -19,13 +18,13 @@ from reshard.errors import DamagedCheckpointError, FormatError, StorageError
 from reshard.live.copy_streams import CopyStreams, row_major_pieces
 from reshard.live.fingerprints import Partial, partials
 from reshard.native.manifest import BLOCK_BYTES, FileRecord, entry_key
-from reshard.storage.base import PlacedWriter, Storage
+from reshard.storage.base import PlacedWriter, Storage, Writer
 from reshard.stored.safetensors import MAX_HEADER_BYTES, encode_header, encode_rows, framed
 
 __all__ = [
     "STAGE_BYTES", "BlockDigests", "BlockSums", "BlockTable", "CommonFile", "Digests", "Entry",
-    "FileGroup", "blocks_of", "digest128", "probe_of", "read_blocks", "sum_up", "write_common_file",
-    "write_file",
+    "FileGroup", "blocks_of", "probe_of", "read_blocks", "sum_up", "write_common_file", "write_file",
+    "write_pieces",
 ]  # fmt: skip
 
 
@@ -78,23 +77,38 @@ def write_file(
     """
     ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
     header = encode_header((entry.key, entry.spec.dtype, entry.box.sizes) for entry in ordered)
-    with storage.create(name) as out:
-        blocks = [blocks_of(entry.box, entry.spec.itemsize) for entry in ordered] if digests else []
-        passing = BlockDigests([len(header), *_lengths(ordered, blocks)], out)
-        sums = BlockSums(passing if digests else out)
-        sums.write(memoryview(header))
-        for piece in row_major_pieces([entry.tensor for entry in ordered], lanes or CopyStreams(), stage_bytes):
-            sums.write(piece)
-            if on_bytes is not None:
-                on_bytes(len(piece))
-        checksums = sums.finish()
-    with storage.create(f"{name}.sums") as out:
-        out.write(checksums)
-    *starts, end = accumulate((entry.nbytes for entry in ordered), initial=len(header))
-    record = FileRecord(name, end, len(header), digest128(checksums))
+    blocks = [blocks_of(entry.box, entry.spec.itemsize) for entry in ordered] if digests else []
+    passing = BlockDigests([len(header), *_lengths(ordered, blocks)])
+    pieces = row_major_pieces([entry.tensor for entry in ordered], lanes or CopyStreams(), stage_bytes)
+    nbytes = sum(entry.nbytes for entry in ordered)
+    seen = passing.write if digests else None
+    record = write_pieces(storage, name, header, pieces, nbytes, on_bytes=on_bytes, seen=seen)
     if digests:
+        starts = list(accumulate((entry.nbytes for entry in ordered[:-1]), initial=len(header)))
         write_blocks(storage, name, record.sums, starts, [len(found) for found in blocks], passing.finish()[1:])
     return record
+
+
+def write_pieces(
+    storage: Storage,
+    name: str,
+    header: bytes,
+    pieces: Iterable[memoryview],
+    nbytes: int,
+    *,
+    on_bytes: Callable[[int], None] | None = None,
+    seen: Callable[[memoryview], object] | None = None,
+) -> FileRecord:
+    """Write a data file front to end, and its block checksums beside it: its header, then arrays of so many bytes, in
+    pieces. `seen` is called with all that is written."""
+    with storage.create(name) as out:
+        sums = BlockSums(out, len(header) + nbytes, seen)
+        sums.put(0, memoryview(header))
+        sums.put_all([(len(header), nbytes)], pieces, on_bytes)
+    checksums = _packed(sums.blocks.values())
+    with storage.create(f"{name}.sums") as out:
+        out.write(checksums)
+    return FileRecord(name, len(header) + nbytes, len(header), digest128(checksums))
 
 
 def _lengths(entries: Sequence[Entry], blocks: Sequence[Sequence[Box]]) -> Iterator[int]:
@@ -122,39 +136,72 @@ def digest128(data: bytes) -> str:
 
 
 class BlockSums:
-    """Passes bytes on to a writer and hashes them block by block."""
+    """Passes bytes on to their places in a file, and takes a digest of what passes of each block of it."""
 
-    def __init__(self, out: Sink) -> None:
-        self._out = out
+    def __init__(self, out: Writer, nbytes: int, seen: Callable[[memoryview], object] | None = None) -> None:
+        """`nbytes`: of the whole file, which ends its last block; `seen` is called with all that passes."""
+        self._out, self._nbytes, self._seen = out, nbytes, seen
         self._state = xxhash.xxh3_64()
-        self._room = BLOCK_BYTES
-        self._digests: list[int] = []
+        self._start = self._stop = 0
+        self.blocks: dict[int, int] = {}
+        """By number: digests of blocks that passed whole."""
+        self.edges: list[WrittenRange] = []
 
-    def write(self, data: memoryview) -> None:
-        """Block by block, so that what is written is still at hand from being hashed."""
-        at = 0
-        while at < len(data):
-            piece = data[at : at + self._room]
-            if len(piece) == BLOCK_BYTES:
-                self._digests.append(xxhash.xxh3_64_intdigest(piece))
-            else:
-                self._state.update(piece)
-                self._room -= len(piece)
-                if not self._room:
-                    self._close_block()
+    def put(self, at: int, data: memoryview) -> None:
+        """Write the bytes from position `at` on; only a `PlacedWriter` takes others than those that follow the last."""
+        if at != self._stop:
+            self.close()
+            assert isinstance(self._out, PlacedWriter)
+            self._start = self._out.at = at
+        done = 0
+        while done < len(data):  # block by block, so that what is written is still at hand from being hashed
+            end = min(((at + done) // BLOCK_BYTES + 1) * BLOCK_BYTES, self._nbytes)
+            piece = data[done : done + end - at - done]
+            self._state.update(piece)
+            if self._seen is not None:
+                self._seen(piece)
             self._out.write(piece)
-            at += len(piece)
+            done += len(piece)
+            self._stop = at + done
+            if self._stop == end:
+                self.close()
 
-    def _close_block(self) -> None:
-        self._digests.append(self._state.intdigest())
+    def put_all(
+        self,
+        runs: Iterable[tuple[int, int]],
+        pieces: Iterable[memoryview],
+        on_bytes: Callable[[int], None] | None,
+    ) -> None:
+        """Write pieces into runs (first byte, length) one behind another: the last bytes that pass."""
+        places, at, left = iter(runs), 0, 0
+        for piece in pieces:
+            done = 0
+            while done < len(piece):
+                if not left:
+                    at, left = next(places)
+                some = piece[done : done + left]
+                self.put(at, some)
+                at, left, done = at + len(some), left - len(some), done + len(some)
+            if on_bytes is not None:
+                on_bytes(len(piece))
+        self.close()
+
+    def close(self) -> None:
+        """What came since the last block ended is all that passes in a row."""
+        if self._start == self._stop:
+            return
+        digest = self._state.intdigest()
+        if self._start % BLOCK_BYTES == 0 and self._stop in (self._nbytes, self._start + BLOCK_BYTES):
+            self.blocks[self._start // BLOCK_BYTES] = digest
+        else:
+            self.edges.append(WrittenRange(self._start, self._stop, digest))
         self._state.reset()
-        self._room = BLOCK_BYTES
+        self._start = self._stop
 
-    def finish(self) -> bytes:
-        """The digests of all blocks, the last one perhaps short, as little-endian 64-bit numbers."""
-        if self._room != BLOCK_BYTES:
-            self._close_block()
-        return np.array(self._digests, dtype="<u8").tobytes()
+
+def _packed(digests: Iterable[int]) -> bytes:
+    """Little-endian 64-bit numbers."""
+    return np.fromiter(digests, dtype="<u8").tobytes()
 
 
 # Writes one data file of several ranks of a machine: each puts its own arrays where they belong.
@@ -190,7 +237,7 @@ class CommonFile:
     """Those that have arrays in it."""
 
 
-class _Range(msgspec.Struct, frozen=True, array_like=True):
+class WrittenRange(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of a file that one rank wrote."""
 
     start: int
@@ -202,9 +249,9 @@ class _Range(msgspec.Struct, frozen=True, array_like=True):
 class _Wrote(msgspec.Struct, frozen=True, array_like=True):
     """What a rank tells of what it wrote."""
 
-    edges: list[_Range]
+    edges: list[WrittenRange]
     """Of blocks that are not all its own."""
-    sums: list[_Range]
+    sums: list[WrittenRange]
     """Of the file of sums: those of blocks that are."""
 
 
@@ -303,71 +350,20 @@ def _write(
     on_bytes: Callable[[int], None] | None,
 ) -> _Wrote:
     with storage.create_together(name, shape.nbytes) as out:
-        sums = _Sums(out, shape.nbytes)
+        sums = BlockSums(out, shape.nbytes)
         for at, data in shape.header:
             sums.put(at, memoryview(data))
-        runs, at, left = iter(shape.runs), 0, 0
-        for piece in pieces:
-            done = 0
-            while done < len(piece):
-                if not left:
-                    at, left = next(runs)
-                some = piece[done : done + left]
-                sums.put(at, some)
-                at, left, done = at + len(some), left - len(some), done + len(some)
-            if on_bytes is not None:
-                on_bytes(len(piece))
-        sums.close()
+        sums.put_all(shape.runs, pieces, on_bytes)
     if not sums.blocks:
         return _Wrote(sums.edges, [])
     ranges = []
     with storage.create_together(f"{name}.sums", _sums_bytes(shape.nbytes)) as out:
         for first, digests in _consecutive(sums.blocks):
-            packed = np.array(digests, dtype="<u8").tobytes()
+            packed = _packed(digests)
             out.at = 8 * first
             out.write(packed)
-            ranges.append(_Range(8 * first, 8 * first + len(packed), xxhash.xxh3_64_intdigest(packed)))
+            ranges.append(WrittenRange(8 * first, 8 * first + len(packed), xxhash.xxh3_64_intdigest(packed)))
     return _Wrote(sums.edges, ranges)
-
-
-class _Sums:
-    """Passes bytes on to their places in a file, and takes a digest of what passes of each block."""
-
-    def __init__(self, out: PlacedWriter, nbytes: int) -> None:
-        self._out, self._nbytes = out, nbytes
-        self._state = xxhash.xxh3_64()
-        self._start = self._stop = 0
-        self.blocks: dict[int, int] = {}
-        """By number: digests of blocks that passed whole."""
-        self.edges: list[_Range] = []
-
-    def put(self, at: int, data: memoryview) -> None:
-        """Write the bytes from position `at` on."""
-        if at != self._stop:
-            self.close()
-            self._start = self._out.at = at
-        done = 0
-        while done < len(data):
-            end = min(((at + done) // BLOCK_BYTES + 1) * BLOCK_BYTES, self._nbytes)
-            piece = data[done : done + end - at - done]
-            self._state.update(piece)
-            self._out.write(piece)
-            done += len(piece)
-            self._stop = at + done
-            if self._stop == end:
-                self.close()
-
-    def close(self) -> None:
-        """What came since the last block ended is all that passes in a row."""
-        if self._start == self._stop:
-            return
-        digest = self._state.intdigest()
-        if self._start % BLOCK_BYTES == 0 and self._stop in (self._nbytes, self._start + BLOCK_BYTES):
-            self.blocks[self._start // BLOCK_BYTES] = digest
-        else:
-            self.edges.append(_Range(self._start, self._stop, digest))
-        self._state.reset()
-        self._start = self._stop
 
 
 def _consecutive(blocks: dict[int, int]) -> Iterator[tuple[int, list[int]]]:
@@ -383,7 +379,7 @@ def _sums_bytes(nbytes: int) -> int:
 
 def _closed(storage: Storage, name: str, nbytes: int, wrote: dict[int, _Wrote]) -> bytes:
     """Add the sums of blocks that several ranks wrote to, and return those of all blocks, as they can be read there."""
-    divided: dict[int, list[tuple[_Range, int]]] = {}
+    divided: dict[int, list[tuple[WrittenRange, int]]] = {}
     for rank, one in wrote.items():
         for edge in one.edges:
             divided.setdefault(edge.start // BLOCK_BYTES, []).append((edge, rank))
@@ -404,7 +400,7 @@ def _closed(storage: Storage, name: str, nbytes: int, wrote: dict[int, _Wrote]) 
     return sums
 
 
-def _check(storage: Storage, name: str, rank: int, wrote: _Range, found: memoryview, at: int) -> None:
+def _check(storage: Storage, name: str, rank: int, wrote: WrittenRange, found: memoryview, at: int) -> None:
     assert at == wrote.start
     if xxhash.xxh3_64_intdigest(found[: wrote.stop - wrote.start]) != wrote.digest:
         raise StorageError(
@@ -468,20 +464,12 @@ def probe_of(head: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(head[:PROBE_BYTES])
 
 
-class Sink(Protocol):
-    """What takes the bytes of a file, front to end."""
-
-    def write(self, data: memoryview) -> None:
-        """Append."""
-
-
 class BlockDigests:
-    """Takes the digests of what passes on its way to a writer, or of what goes nowhere."""
+    """Takes the digests of what passes by."""
 
-    def __init__(self, lengths: Iterable[int], out: Sink | None = None) -> None:
+    def __init__(self, lengths: Iterable[int]) -> None:
         """`lengths` are those of the blocks that will pass, in bytes, none of them 0."""
         self._lengths = iter(lengths)
-        self._out = out
         self._state = xxhash.xxh3_128()
         self._head = b""
         self._length = self._left = next(self._lengths, 0)
@@ -489,8 +477,6 @@ class BlockDigests:
 
     def write(self, data: memoryview) -> None:
         """Block by block."""
-        if self._out is not None:
-            self._out.write(data)
         at = 0
         while at < len(data):
             piece = data[at : at + self._left]

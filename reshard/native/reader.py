@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -16,7 +15,6 @@ from msgspec import UNSET
 
 from planners.errors import PlanError
 from planners.geometry.box import Box, Window
-from planners.geometry.layout import StateLayout, itemsize
 from planners.plans.codec import from_json
 from planners.plans.save import SavePlan, plan_writes
 from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, FormatError
@@ -68,26 +66,6 @@ class Share(NamedTuple):
 ALL = Share(0, 1)
 
 
-@dataclass(frozen=True)
-class NativeFacts(Facts):
-    """What a load needs of a checkpoint of ours beyond its contents."""
-
-    storage: Storage
-    manifest: Manifest
-    plan: SavePlan
-    files: FileRecords
-    """All data files, by name."""
-    sums: Callable[[str], bytes]
-    """The block checksums of a file of this name, read and checked when first asked for."""
-    source: Callable[[str], FileSource]
-    """The data file of this name."""
-    bring: Callable[[Iterable[int]], None]
-    """Read the headers of the files of these ranks, and their checksums if they are to be compared, many at a time:
-    they need not be waited for one by one when they are asked for."""
-    parts_near: Callable[[str, Box], Iterator[ArrayPart]]
-    """Where the elements of a tensor are that share one with a box, each with its file and array."""
-
-
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Whether there is a manifest of ours, or data that we wrote beside a damaged one or none."""
     if any(GENERATION.match(name) for name in names):
@@ -130,36 +108,23 @@ def open(files: Files) -> Contents:
         raise DamagedCheckpointError(
             f"{storage.url}/{MANIFEST} contradicts itself: {other[0]!r} is said to be at {key_of(paths[other[0]])!r}"
         )
-    data_files = _DataFiles(files, manifest)
     hidden = {row["tensor"] for rows in manifest.per_rank.values() for row in rows.values() if "tensor" in row}
     if absent := [*(hidden - set(layout)), *(name for name in manifest.aliases.values() if name not in layout)]:
         raise DamagedCheckpointError(
             f"{storage.url}/{MANIFEST} contradicts itself: it speaks of {absent[0]!r}, which it does not describe"
         )
+    facts = NativeFacts(files, manifest, plan)
     return Contents(
-        tensors=LazyMapping(
-            {fqn: partial(_tensor, fqn, layout, plan, data_files) for fqn in layout if fqn not in hidden}
-        ),
-        objects=objects,
-        aliases=manifest.aliases,
-        paths=paths,
-        containers={path_from_json(path): kind for path, kind in manifest.containers},
-        facts=NativeFacts(
-            storage,
-            manifest,
-            plan,
-            data_files.records,
-            data_files.sums,
-            data_files.source,
-            data_files.bring,
-            partial(_parts_near, layout, plan, data_files),
-        ),
-        per_rank=LazyMapping(
-            {key: partial(_per_rank, rows, layout, plan, data_files) for key, rows in manifest.per_rank.items()}
-        ),
+        LazyMapping({fqn: partial(facts.tensor, fqn) for fqn in layout if fqn not in hidden}),
+        objects,
+        paths,
+        {path_from_json(path): kind for path, kind in manifest.containers},
+        manifest.aliases,
+        LazyMapping({key: partial(facts.values_of_ranks, rows) for key, rows in manifest.per_rank.items()}),
+        format=name,
+        facts=facts,
         fingerprints=manifest.fingerprints or None,
         subset=None if manifest.subset is None else tuple(manifest.subset),
-        format=name,
     )
 
 
@@ -215,17 +180,6 @@ def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None
     return DamagedCheckpointError(f"{storage.url}: {file} must have {nbytes} bytes, but {but}")
 
 
-def _per_rank(rows: Mapping[str, Any], layout: StateLayout, plan: SavePlan, files: _DataFiles) -> dict[int, Any]:
-    """rank -> StoredTensor or plain object."""
-    out: dict[int, Any] = {}
-    for rank, row in rows.items():
-        if "tensor" in row:
-            out[int(rank)] = _tensor(row["tensor"], layout, plan, files)
-        else:
-            out[int(rank)] = decode_plain(row.get("object"))
-    return out
-
-
 class Once(Generic[T]):
     """What a function gives for a name, made once, whichever of many threads asks first; an error is not kept."""
 
@@ -242,33 +196,111 @@ class Once(Generic[T]):
         return self._made[name]
 
 
-class _DataFiles:
-    """The data files of a checkpoint, their headers, checksums and tables of parts, each read when first needed."""
+class NativeFacts(Facts):
+    """What a load needs of a checkpoint of ours beyond its contents: its data files, and their headers, checksums and
+    tables of parts, each read when first needed."""
 
-    def __init__(self, sources: Files, manifest: Manifest) -> None:
-        storage = sources.storage
-        self.records = FileRecords(
-            storage,
+    def __init__(self, sources: Files, manifest: Manifest, plan: SavePlan) -> None:
+        self.storage, self.manifest, self.plan = sources.storage, manifest, plan
+        self.files = FileRecords(
+            self.storage,
             {int(rank): record for rank, record in manifest.files.items()},
             () if manifest.linked is UNSET else manifest.linked,
             None if manifest.table is UNSET else manifest.table,
         )
-        self.sums = Once(partial(_sums, storage, self.records))
-        self._storage, self._checking = storage, sources.checking
-        # of no method of this: a circle would keep files mapped until garbage is collected
-        self.source = Once(partial(_source, sources, self.records, self.sums, manifest.block_bytes))
-        self._tables = LazyMapping({int(r): partial(read_parts, storage, t) for r, t in manifest.tables.items()})
-        self.has_tables = bool(manifest.tables)
-        self._headers = Once(partial(_header, self.source, self.records))
+        """All data files, by name."""
+        # these are made of no method of this: a circle would keep files mapped until garbage is collected
+        self.sums = Once(partial(_sums, self.storage, self.files))
+        """The block checksums of a file of this name, checked."""
+        self.source = Once(partial(_source, sources, self.files, self.sums, manifest.block_bytes))
+        """The data file of this name."""
+        self._headers = Once(partial(_header, self.source, self.files))
+        self._tables = LazyMapping({int(r): partial(read_parts, self.storage, t) for r, t in manifest.tables.items()})
+        self._is_checked = sources.checking.enabled
 
-    def parts(self, rank: int, key: str, box: Box) -> Sequence[ArrayPart]:
+    def prefetch(self, ranks: Iterable[int]) -> None:
+        """Read the headers of the files of these ranks, and their checksums if they are to be compared, many at a time:
+        they need not be waited for one by one when they are asked for."""
+        names = {record.name for record in map(self.files.of_rank, ranks) if record is not None}
+        kinds: list[Callable[[str], object]] = [self._headers, *([self.sums] if self._is_checked else [])]
+        with ThreadPoolExecutor(self.storage.requests, thread_name_prefix="reshard-read") as pool:
+            for done in [pool.submit(read, name) for name in sorted(names) for read in kinds]:
+                done.result()
+
+    def tensor(self, fqn: str) -> StoredTensor:
+        """A tensor of the layout, whose chunks are found when they are asked for."""
+        tensor = self.plan.layout[fqn]
+        made: dict[Box, StoredChunk] = {}
+
+        def chunks_at(rank: int, box: Box) -> Iterator[StoredChunk]:
+            for part in self._parts(fqn, rank, box):
+                if part.box not in made:
+                    made[part.box] = StoredChunk(part.box, partial(self._locate, fqn, rank, part), rank)
+                yield made[part.box]
+
+        def every() -> Iterator[StoredChunk]:
+            for _, chunk in tensor.chunks():
+                for rank, box in self.plan.writers(fqn, chunk):
+                    if chunk.contains(box):
+                        yield from chunks_at(rank, box)
+
+        def near(box: Box) -> Iterator[StoredChunk]:
+            for rank, found in self.plan.writers_near(fqn, box):
+                yield from chunks_at(rank, found)
+
+        # what was taken from an earlier save may be cut otherwise
+        geometry = None if self.manifest.tables else tensor.geometry_key
+        return StoredTensor(tensor.spec, LazyChunks(every, near, geometry), tensor)
+
+    def values_of_ranks(self, rows: Mapping[str, Any]) -> dict[int, Any]:
+        """rank -> StoredTensor or plain object, out of the rows of a key."""
+        return {
+            int(rank): self.tensor(row["tensor"]) if "tensor" in row else decode_plain(row.get("object"))
+            for rank, row in rows.items()
+        }
+
+    def parts_near(self, fqn: str, box: Box) -> Iterator[ArrayPart]:
+        """Where the elements of a tensor are that share one with a box, each with its file and array."""
+        for rank, found in self.plan.writers_near(fqn, box):
+            for part in self._parts(fqn, rank, found):
+                if part.box & box is None:
+                    continue
+                if part.file:
+                    yield part
+                    continue
+                source, start, _ = self._find(rank, self._key(fqn, part.box))
+                yield ArrayPart(part.box, part.box, source.name, start)
+
+    def _key(self, fqn: str, box: Box) -> str:
+        return entry_key(fqn, box, self.plan.layout[fqn].spec.shape)
+
+    def _parts(self, fqn: str, rank: int, box: Box) -> Sequence[ArrayPart]:
         """What makes up an array that the rank holds: itself, in the rank's own file, in most cases."""
-        found = self._tables[rank].get(key) if rank in self._tables else None
+        found = self._tables[rank].get(self._key(fqn, box)) if rank in self._tables else None
         return found or (ArrayPart(box, box),)
 
-    def find(self, rank: int, key: str) -> tuple[FileSource, int, int]:
+    def _locate(self, fqn: str, rank: int, part: ArrayPart) -> Extent:
+        size, box = self.plan.layout[fqn].spec.itemsize, part.box
+        if part.file:  # of an earlier save
+            record = self.files.get(part.file)
+            if record is None:
+                raise DamagedCheckpointError(f"the manifest does not name {part.file}, which must hold {box}")
+            source = self.source(record.name)
+            _check_within(source, record, str(box), part.start, part.start + part.array.numel * size)
+            window = Window.row_major(part.start, part.array.sizes, size)
+            return Extent(source, window.crop(box.relative_to(part.array)))
+        key = self._key(fqn, box)
+        source, start, stop = self._find(rank, key)
+        if stop - start != box.numel * size:
+            raise DamagedCheckpointError(
+                f"{source.label}: {key!r} has {stop - start} bytes, but {box} of {size}-byte elements is "
+                f"{box.numel * size}"
+            )
+        return Extent(source, Window.row_major(start, box.sizes, size))
+
+    def _find(self, rank: int, key: str) -> tuple[FileSource, int, int]:
         """(file, first byte, one past the last byte) of an array."""
-        record = self.records.of_rank(rank)
+        record = self.files.of_rank(rank)
         if record is None:
             raise DamagedCheckpointError(f"the manifest names no file of rank {rank}, which must hold {key!r}")
         source = self.source(record.name)
@@ -276,29 +308,13 @@ class _DataFiles:
         if entry is None or entry.data_offsets is None:
             raise DamagedCheckpointError(f"{source.label} must hold {key!r}, but its header does not name it")
         start, stop = (record.header_bytes + offset for offset in entry.data_offsets)
-        return (source, *self._within(source, record, key, start, stop))
+        _check_within(source, record, key, start, stop)
+        return source, start, stop
 
-    def bring(self, ranks: Iterable[int]) -> None:
-        """See `NativeFacts.bring`."""
-        names = {record.name for record in map(self.records.of_rank, ranks) if record is not None}
-        kinds: list[Callable[[str], object]] = [self._headers, *([self.sums] if self._checking.enabled else [])]
-        with ThreadPoolExecutor(self._storage.requests, thread_name_prefix="reshard-read") as pool:
-            for done in [pool.submit(read, name) for name in sorted(names) for read in kinds]:
-                done.result()
 
-    def find_linked(self, part: ArrayPart, size: int) -> FileSource:
-        """The file of an earlier save that holds the part."""
-        record = self.records.get(part.file)
-        if record is None:
-            raise DamagedCheckpointError(f"the manifest does not name {part.file}, which must hold {part.box}")
-        source = self.source(record.name)
-        self._within(source, record, str(part.box), part.start, part.start + part.array.numel * size)
-        return source
-
-    def _within(self, source: FileSource, record: FileRecord, what: str, start: int, stop: int) -> tuple[int, int]:
-        if not record.header_bytes <= start <= stop <= record.nbytes:
-            raise DamagedCheckpointError(f"{source.label}: {what!r} lies outside the file, at bytes [{start}, {stop})")
-        return start, stop
+def _check_within(source: FileSource, record: FileRecord, what: str, start: int, stop: int) -> None:
+    if not record.header_bytes <= start <= stop <= record.nbytes:
+        raise DamagedCheckpointError(f"{source.label}: {what!r} lies outside the file, at bytes [{start}, {stop})")
 
 
 def _source(
@@ -324,59 +340,6 @@ def _sums(storage: Storage, records: FileRecords, file: str) -> bytes:
     if xxhash.xxh3_128_hexdigest(data) != record.sums:
         raise DamagedCheckpointError(f"{storage.url}: {record.name}.sums was changed since it was written")
     return data
-
-
-def _tensor(fqn: str, layout: StateLayout, plan: SavePlan, files: _DataFiles) -> StoredTensor:
-    tensor = layout[fqn]
-    size = itemsize(tensor.spec.dtype)
-    shape = tensor.spec.shape
-    made: dict[Box, StoredChunk] = {}
-
-    def chunks_at(rank: int, box: Box) -> Iterator[StoredChunk]:
-        for part in files.parts(rank, entry_key(fqn, box, shape), box):
-            if part.box not in made:
-                place: Callable[[], Extent] = partial(_locate, files, rank, fqn, part, shape, size)
-                made[part.box] = StoredChunk(part.box, place, rank)
-            yield made[part.box]
-
-    def every() -> Iterator[StoredChunk]:
-        for _, chunk in tensor.chunks():
-            for rank, box in plan.writers(fqn, chunk):
-                if chunk.contains(box):
-                    yield from chunks_at(rank, box)
-
-    def near(box: Box) -> Iterator[StoredChunk]:
-        for rank, found in plan.writers_near(fqn, box):
-            yield from chunks_at(rank, found)
-
-    # what was taken from an earlier save may be cut otherwise
-    return StoredTensor(tensor.spec, LazyChunks(every, near, None if files.has_tables else tensor.geometry_key), tensor)
-
-
-def _locate(files: _DataFiles, rank: int, fqn: str, part: ArrayPart, shape: tuple[int, ...], size: int) -> Extent:
-    if part.file:
-        window = Window.row_major(part.start, part.array.sizes, size)
-        return Extent(files.find_linked(part, size), window.crop(part.box.relative_to(part.array)))
-    key, box = entry_key(fqn, part.box, shape), part.box
-    source, start, stop = files.find(rank, key)
-    if stop - start != box.numel * size:
-        raise DamagedCheckpointError(
-            f"{source.label}: {key!r} has {stop - start} bytes, but {box} of {size}-byte elements is {box.numel * size}"
-        )
-    return Extent(source, Window.row_major(start, box.sizes, size))
-
-
-def _parts_near(layout: StateLayout, plan: SavePlan, files: _DataFiles, fqn: str, box: Box) -> Iterator[ArrayPart]:
-    shape = layout[fqn].spec.shape
-    for rank, found in plan.writers_near(fqn, box):
-        for part in files.parts(rank, entry_key(fqn, found, shape), found):
-            if part.box & box is None:
-                continue
-            if part.file:
-                yield part
-                continue
-            source, start, _ = files.find(rank, entry_key(fqn, part.box, shape))
-            yield ArrayPart(part.box, part.box, source.name, start)
 
 
 # Parts: where those arrays of a rank are that it did not write whole, as a file of an earlier save

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import xxhash
+
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.geometry.mesh import Mesh, Replicate
 from reshard.errors import FormatError
@@ -13,7 +15,7 @@ from reshard.live.fingerprints import Partial
 from reshard.live.plain_data import encode_plain
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
-from reshard.native.data_file import BlockSums, digest128
+from reshard.native.data_file import write_pieces
 from reshard.native.manifest import MANIFEST, FileRecord, entry_key
 from reshard.ranks.global_state import OWN_TENSOR_BYTES, GlobalState, per_rank_name
 from reshard.storage.base import Storage
@@ -23,7 +25,6 @@ from reshard.stored.streaming import (
     FilePart,
     FilePlan,
     FormatWriter,
-    HashingWriter,
     WrittenFile,
     fingerprint_parts,
     spread,
@@ -103,18 +104,12 @@ class NativeWriter(FormatWriter):
             for part in file.parts
         )
         regions = [self.region(part) for part in file.parts]
-        with storage.create(file.name) as raw, self.feed(regions) as feed:
-            out = HashingWriter(raw)
-            sums = BlockSums(out)
-            sums.write(memoryview(header))
-            for region in regions:
-                for piece in feed.take(region):
-                    sums.write(piece.data)
-                    on_bytes(len(piece.data))
-            digests = sums.finish()
-            done = out.nbytes, out.digest()
-        storage.publish(f"{file.name}.sums", digests)
-        return self.done(file.name, *done, {"header_bytes": len(header), "sums": digest128(digests)})
+        whole = xxhash.xxh3_128()
+        with self.feed(regions) as feed:
+            pieces = (piece.data for region in regions for piece in feed.take(region))
+            record = write_pieces(storage, file.name, header, pieces, file.nbytes, on_bytes=on_bytes, seen=whole.update)
+        facts = {"header_bytes": record.header_bytes, "sums": record.sums}
+        return self.done(file.name, record.nbytes, whole.hexdigest(), facts)
 
     def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
         """Publish the manifest."""

@@ -49,7 +49,6 @@ class LazyMapping(Mapping[K, V], Generic[K, V]):
         return len(self._makers)
 
 
-@dataclass(frozen=True)
 class Facts:
     """What a format knows beyond `Contents`. Each that knows something has a class of its own."""
 
