@@ -50,7 +50,7 @@ with open("/proc/self/status") as status:
     peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
 print(json.dumps({{"s": seconds, "processor s": cpu, "MB of memory": (peak - before) / 1e6}}))
 """
-_READERS = "reshard.formats.opening as known, reshard.storage.tar; known.plain_formats(), known.composite_formats()"
+_READERS = "reshard.formats.table as known, reshard.storage.tar; list(known.formats())"
 _MODULES = {
     "torch": ("torch.distributed.checkpoint.format_utils", "import torch.serialization"),
     "reshard": ("reshard.dcp", f"import reshard.api.convert, {_READERS}"),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology
-from reshard.api.convert_job import ConvertJob, FormatName, Journal
+from reshard.api.convert_job import ConvertJob, Journal
 from reshard.api.convert_workers import dealt, write_files, write_in_processes
 from reshard.api.reports import CheckedReport, WrittenReport
 from reshard.checkpoint import Checkpoint
@@ -59,7 +59,7 @@ def convert(
     source: Any,
     target: str | os.PathLike[str] | Storage,
     *,
-    format: FormatName = "native",
+    format: str = "native",
     mapping: Any = None,
     onto: StateLayout | Topology | None = None,
     select: str | Sequence[str] | None = None,
@@ -88,8 +88,8 @@ def convert(
     Args:
         source: a path or URL of any format that `open` reads, or an open `Checkpoint`.
         target: a folder, URL or `Storage`; for "torch_save" the path of a file.
-        format: "native", "dcp", "safetensors" (Hugging Face), "torch_save", or "megatron" (Megatron-core's torch_dist)
-            and "deepspeed" (a universal checkpoint), which are written from canonical names, with the same hints.
+        format: what is written, by its name in `reshard.formats.table.WRITTEN`, such as "dcp" or "safetensors". What a
+            framework has names and shapes of its own for is written from canonical names, with the same hints.
         mapping: a `reshard.mapping.Mapping`, or a dict new name -> name in the source.
         onto: write the files that the ranks of this layout or topology would have written (native and dcp).
         select: globs of what is taken, by its new name; those that begin with `!` say what is not.
@@ -142,7 +142,7 @@ def _report(
         target=job.target.url if isinstance(job.target, Storage) else os.fspath(job.target),
         format=job.format,
         tensors=len(writer.names),
-        objects=len(writer.contents.objects) if job.format != "safetensors" else 0,
+        objects=len(writer.contents.objects.keys() - set(writer.left_out)),
         files=tuple(file.name for file in writer.files),
         total_bytes=writer.total_bytes,
         resumed=resumed,
@@ -167,8 +167,8 @@ def _run(
     job_id = ""
     try:
         if group.rank == 0:
-            _check_vacant(job.writer(state, "0" * 24), storage, overwrite)
-            job_id = journal.begin(resume=resume, is_shared=job.format == "torch_save")
+            _check_vacant(job, job.writer(state, "0" * 24), storage, overwrite)
+            job_id = journal.begin(resume=resume, is_shared=job.writing.is_one_file)
         job_id = group.share(job_id if group.rank == 0 else None, kind=str)
         writer = job.writer(state, job_id)
         with writer.claimed(storage) if group.rank == 0 else nullcontext():
@@ -239,30 +239,19 @@ def _check(source: Any, target: Any, workers: int) -> None:
         raise CheckpointError("worker processes cannot see the memory of this one: give a folder")
 
 
-def _check_vacant(writer: FormatWriter, storage: Storage, overwrite: bool) -> None:
+def _check_vacant(job: ConvertJob, writer: FormatWriter, storage: Storage, overwrite: bool) -> None:
     names = storage.list()
     found = None if overwrite else writer.occupied(names)
     if found is not None:
         raise FormatError(
             f"there is a checkpoint in {storage.url} already ({found}): choose another folder, or overwrite=True"
         )
-    ours: tuple[str, ...] = (MANIFEST, HF_INDEX) if writer.format == "native" and detect(storage, names) else ()
+    ours: tuple[str, ...] = (MANIFEST, HF_INDEX) if job.format == "native" and detect(storage, names) else ()
     ours += (found_last,) if overwrite and (found_last := writer.occupied(names)) else ()
     kept = [name for name in names if "/" not in name and name not in ours]
-    foreign = next((name for name in kept if any(fnmatchcase(name, glob) for glob in _FOREIGN[writer.format])), None)
+    foreign = next((name for name in kept if any(fnmatchcase(name, glob) for glob in job.writing.foreign)), None)
     if foreign is not None:
         raise FormatError(
             f"{storage.url} holds {foreign}, which is of another kind of checkpoint: beside it, what is converted "
             "could not be told apart. Choose a folder of its own"
         )
-
-
-_FOREIGN: Mapping[str, tuple[str, ...]] = {
-    "native": (MANIFEST, HF_INDEX, ".metadata"),
-    "dcp": (MANIFEST, HF_INDEX, "*.safetensors"),
-    "safetensors": (MANIFEST, ".metadata"),
-    "torch_save": (),
-    "deepspeed": (MANIFEST, HF_INDEX, "*.safetensors", ".metadata"),
-    "megatron": (MANIFEST, HF_INDEX, "*.safetensors", ".metadata"),
-}
-"""By format, the files of others beside which a folder does not open, or opens as what was there before."""

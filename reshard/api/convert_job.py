@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import msgspec
 import xxhash
@@ -27,28 +27,20 @@ from reshard.errors import (
     StorageError,
     did_you_mean,
 )
-from reshard.formats.normalize import keep_beside
-from reshard.formats.safetensors import SafetensorsWriter
-from reshard.formats.torch_save.writer import TorchSaveWriter
+from reshard.formats.format import Writing
+from reshard.formats.normalize import keep_beside, normalize
+from reshard.formats.table import writing_of
 from reshard.mapping import Cast, Mapping as StateMapping, apply_dict
 from reshard.mapping.tensors import cast
 from reshard.native import commit
-from reshard.native.writer import NativeWriter
 from reshard.ranks import liveness
 from reshard.ranks.liveness import WriterLease
 from reshard.storage.base import Storage, temporary_name
 from reshard.storage.opening import open_storage
-from reshard.stored.streaming import FormatWriter, WrittenFile
+from reshard.stored.streaming import FormatWriter, Target, WrittenFile
 from reshard.stored.tensor import StoredTensor
 
-__all__ = ["FORMATS", "ConvertJob", "FormatName", "Journal", "is_job", "remove_dead_jobs"]
-
-
-FormatName = Literal["native", "dcp", "safetensors", "torch_save", "megatron", "deepspeed"]
-"""The formats that can be written."""
-FORMATS: tuple[str, ...] = get_args(FormatName)
-CANONICAL = ("megatron", "deepspeed")
-"""Formats that are written from canonical names, whatever the source has."""
+__all__ = ["ConvertJob", "Journal", "is_job", "remove_dead_jobs"]
 
 
 @dataclass(frozen=True)
@@ -70,19 +62,21 @@ class ConvertJob:
 
     def __post_init__(self) -> None:
         """Raises FormatError or LayoutError for arguments that do not fit together."""
-        if self.format not in FORMATS:
-            near = did_you_mean(str(self.format), FORMATS) or ":"
-            raise FormatError(f"cannot write the format {self.format!r}{near} Known are {', '.join(FORMATS)}")
-        if self.onto is not None and self.format not in ("native", "dcp"):
+        if self.onto is not None and not self.writing.is_sharded:
             raise LayoutError(f"{self.format} files are not sharded by rank: leave out onto, or write native or dcp")
         if self.max_shard_bytes < 1:
             raise FormatError(f"max_shard_bytes must be >= 1, got {self.max_shard_bytes}")
-        if self.format == "torch_save" and isinstance(self.target, Storage):
-            raise FormatError("torch_save writes one file: give its path")
+        if self.writing.is_one_file and isinstance(self.target, Storage):
+            raise FormatError(f"{self.format} writes one file: give its path")
+
+    @property
+    def writing(self) -> Writing:
+        """How the format is written. Raises FormatError for one that is not known, or not written."""
+        return writing_of(self.format)
 
     def storage(self) -> Storage:
         """Where the files go."""
-        if self.format == "torch_save":
+        if self.writing.is_one_file:
             folder, _, _ = os.fspath(self.target).rstrip("/").rpartition("/")
             return open_storage(folder or ("/" if os.fspath(self.target).startswith("/") else "."))
         return open_storage(self.target)
@@ -92,13 +86,12 @@ class ConvertJob:
         state = self.source
         if not isinstance(state, Checkpoint):
             state = open_checkpoint(state, check=self.check)
-        if self.normalized or self.model_only or self.format in CANONICAL:
+        in_form = self.writing.form is not None
+        if self.normalized or self.model_only or in_form:
             source = state
             state = source.canonical(self.hints, model_only=self.model_only)
             if not self.model_only:
-                state = Checkpoint(
-                    keep_beside(state.contents, source.contents, for_framework=self.format in CANONICAL), source.url
-                )
+                state = Checkpoint(keep_beside(state.contents, source.contents, for_framework=in_form), source.url)
         if isinstance(self.mapping, StateMapping):
             _check_taken(self.mapping, state)
             state = self.mapping.apply(state)
@@ -122,38 +115,17 @@ class ConvertJob:
         return writer
 
     def _writer(self, state: Checkpoint, job_id: str) -> FormatWriter:
-        contents = state.contents
-        if self.format == "torch_save":
-            return TorchSaveWriter(contents, job_id, file=os.fspath(self.target).rstrip("/").rpartition("/")[2])
-        if self.format == "safetensors":
-            return SafetensorsWriter(contents, job_id, max_shard_bytes=self.max_shard_bytes)
-        if self.format in CANONICAL:
-            return self._framework(state, job_id)
-        onto = self.onto
+        contents, onto = state.contents, self.onto
         if isinstance(onto, Topology):
             onto = onto.layout({n: state[n].stored.spec for n in state if n not in state.aliases})
         if onto is not None:
             _check_onto(onto, state)
-        if self.format == "native":
-            return NativeWriter(contents, job_id, onto=onto, max_shard_bytes=self.max_shard_bytes)
-        from reshard.formats.dcp.writer import DcpWriter  # torch's checkpoint package takes long to import
-
-        return DcpWriter(contents, job_id, onto=onto, max_shard_bytes=self.max_shard_bytes)
-
-    def _framework(self, state: Checkpoint, job_id: str) -> FormatWriter:
-        """The writer of a format that knows its own names and shapes only."""
-        from reshard.formats.normalize import normalize
-
-        found = normalize(state.contents, None, state.url)
-        if self.format == "deepspeed":
-            from reshard.formats.deepspeed.writer import DeepSpeedWriter, deepspeed_form
-
-            return DeepSpeedWriter(deepspeed_form(found, state.contents, self.hints, _widened, state.url), job_id)
-        from reshard.formats.megatron.writer import MegatronWriter, megatron_form
-
-        form = megatron_form(found, state.contents, self.hints, _widened, state.url)
-        target = self.target.url if isinstance(self.target, Storage) else os.fspath(self.target)
-        return MegatronWriter(form, job_id, target=target, max_shard_bytes=self.max_shard_bytes)
+        if self.writing.form is not None:
+            found = normalize(contents, None, state.url)
+            contents = self.writing.form(found, contents, self.hints, _widened, state.url)
+        path = self.target.url if isinstance(self.target, Storage) else os.fspath(self.target)
+        name = path.rstrip("/").rpartition("/")[2]
+        return self.writing.writer(contents, Target(name, job_id, self.max_shard_bytes, onto))
 
     def digest(self, state: Checkpoint) -> str:
         """The same for equal work on an unchanged source, so that interrupted work is found again."""

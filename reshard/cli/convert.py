@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,17 +26,17 @@ from reshard.cli.arguments import (
     untaken,
 )
 from reshard.cli.show import console, counted, print_json, size
+from reshard.formats.table import WRITTEN, writing_of
 
 if TYPE_CHECKING:
     from reshard.api.convert import ConvertReport
-    from reshard.api.convert_job import FormatName
 
 __all__ = ["convert"]
 
 
 _Format = Annotated[
     str,
-    typer.Option("--format", "-f", help="native, dcp, safetensors (Hugging Face), torch_save, megatron or deepspeed."),
+    typer.Option("--format", "-f", help=f"One of {', '.join(WRITTEN.values())}."),
 ]
 _Names = Annotated[
     str | None,
@@ -81,10 +81,9 @@ def convert(
 ) -> None:
     """Write CHECKPOINT in another format, in little memory. What is interrupted goes on when it is started again."""
     import reshard
-    from reshard.api.convert_job import CANONICAL, FORMATS
     from reshard.mapping import Mapping
 
-    normalized |= choice(format, FORMATS, "format") in CANONICAL
+    normalized |= writing_of(choice(format, WRITTEN, "format")).form is not None
     dtype = dtype and dtype_name(dtype)
     hints = stored_hints((names or "").partition(":")[0], read_hints(hint, used=normalized or model))
     mapping, plain = mapping_of(names, config, naming), dequantized(dequantize, dtype)
@@ -97,7 +96,7 @@ def convert(
         report = reshard.convert(
             source,
             target,
-            format=cast("FormatName", format),
+            format=format,
             mapping=mapping if not plain.stages else plain | (mapping or Mapping()),
             onto=None if onto is None else side(onto, rules_of(rule)),
             select=select,

@@ -10,7 +10,7 @@ import io
 import os
 import pickle
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -40,8 +40,7 @@ from reshard.checkpoint import Checkpoint, log_unchecked
 from reshard.dcp.engine.states import on_the_cpu
 from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, StorageError
 from reshard.execute.reading import Copy, Staged, in_pieces
-from reshard.formats.dcp import reader as dcp
-from reshard.formats.dcp.reader import DcpFacts
+from reshard.formats.dcp.reader import FORMAT, DcpFacts, open_folder
 from reshard.formats.dcp.writer import object_to_bytes, paths_of, tensor_metadata, versioned
 from reshard.formats.opening import open_contents
 from reshard.formats.torch_save.writer import save_tensor
@@ -49,8 +48,6 @@ from reshard.live.copy_streams import CopyStreams, Uploads, has_copy_streams, of
 from reshard.live.dtypes import as_array, dtype_from_name
 from reshard.storage.base import Storage, Writer
 from reshard.storage.opening import open_storage
-from reshard.stored.contents import Contents
-from reshard.stored.source import Files
 from reshard.stored.tensor import Extent, StoredChunk, copy_place
 
 __all__ = ["FileSystemReader", "FileSystemWriter"]
@@ -255,7 +252,9 @@ class FileSystemReader(StorageReader):
     def checkpoint(self) -> Checkpoint:
         """The checkpoint, opened when first needed."""
         if self._checkpoint is None:
-            found = open_contents(self.path, preferred=_Dcp(self.extension_registry))
+            undo = None if self.extension_registry is None else partial(_undo, self.extension_registry)
+            format = dataclasses.replace(FORMAT, open=lambda files: open_folder(files, "", undo))
+            found = open_contents(self.path, preferred=format)
             self._checkpoint = Checkpoint(*found, self.path)
         return self._checkpoint
 
@@ -348,36 +347,22 @@ def _fill(target: torch.Tensor, saved: torch.dtype, place: Extent, uploads: Uplo
             piece.fill(there, _PIECE_BYTES)
 
 
-class _Dcp:
-    """The reader of DCP's files, which knows the caller's transforms."""
-
-    name, looks_for, checksums = dcp.name, dcp.looks_for, dcp.checksums
-
-    def __init__(self, registry: Any) -> None:
-        self._registry = registry
-
-    def detect(self, storage: Storage, names: Mapping[str, int]) -> bool:
-        return dcp.detect(storage, names)
-
-    def open(self, files: Files) -> Contents:
-        return dcp.open_folder(files, "", self._undo if self._registry is not None else None)
-
-    def _undo(self, transforms: tuple[str, ...], most_bytes: int, data: bytes) -> bytes:
-        """Raises FormatError for transforms that are not registered, DamagedCheckpointError if too much comes out."""
-        try:
-            extensions = self._registry.from_descriptor_list(transforms)
-        except ValueError as error:
-            raise FormatError(f"the transforms {list(transforms)} are not all registered: {error}") from None
-        stream: Any = io.BytesIO(data)
-        for extension in extensions:
-            stream = extension.transform_from(stream)
-        pieces, left = [], most_bytes
-        while left >= 0 and (piece := stream.read(left + 1)):
-            pieces.append(bytes(piece))
-            left -= len(piece)
-        if left < 0:
-            raise DamagedCheckpointError(f"an item holds more than the {most_bytes} bytes that it may need")
-        return b"".join(pieces)
+def _undo(registry: Any, transforms: tuple[str, ...], most_bytes: int, data: bytes) -> bytes:
+    """Raises FormatError for transforms that are not registered, DamagedCheckpointError if too much comes out."""
+    try:
+        extensions = registry.from_descriptor_list(transforms)
+    except ValueError as error:
+        raise FormatError(f"the transforms {list(transforms)} are not all registered: {error}") from None
+    stream: Any = io.BytesIO(data)
+    for extension in extensions:
+        stream = extension.transform_from(stream)
+    pieces, left = [], most_bytes
+    while left >= 0 and (piece := stream.read(left + 1)):
+        pieces.append(bytes(piece))
+        left -= len(piece)
+    if left < 0:
+        raise DamagedCheckpointError(f"an item holds more than the {most_bytes} bytes that it may need")
+    return b"".join(pieces)
 
 
 # One file of DCP's: items one behind another, each as `torch.save` would write it or as bytes.

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from reshard.errors import DamagedCheckpointError, FormatError, UnsafeDataError
 from reshard.formats import rank_files, safetensors
 from reshard.formats.dcp import reader as dcp
+from reshard.formats.format import Format
 from reshard.formats.torch_save import reader as torch_save
 from reshard.formats.torch_save.reader import contents_of, read_torch_file
 from reshard.storage.base import Storage
@@ -22,15 +23,10 @@ from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, LazyMapping, merge
 from reshard.stored.source import Files, FileSource
 
-__all__ = ["checksums", "detect", "looks_for", "name", "open"]
+__all__ = ["FORMAT", "detect", "open"]
 
 
-name = "accelerate"
-looks_for = (
-    "pytorch_model_fsdp_0/, pytorch_model_fsdp_0_rank<r>.bin or model.safetensors, with optimizer.bin, scheduler.bin, "
-    "random_states_0.pkl ..."
-)
-checksums = CRC_OF_RECORDS
+_NAME = "accelerate"
 
 _FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)/(?:\.metadata|__\d+_\d+\.distcp)")
 _WEIGHTS = re.compile(
@@ -90,7 +86,7 @@ def open(files: Files) -> Contents:
         parts.append((section, dcp.open_folder(files, f"{folder}_{number}/")))
     for file in sorted(names):
         if beside := _BESIDE.fullmatch(file):
-            parts.append((beside[1], contents_of(name, {(): read_torch_file(files[file])})))
+            parts.append((beside[1], contents_of(_NAME, {(): read_torch_file(files[file])})))
         elif whole := _WHOLE.fullmatch(file):
             parts.append(_whole(files[file], whole[1], apart=bool(_CUSTOM.fullmatch(file))))
     facts = None
@@ -99,8 +95,8 @@ def open(files: Files) -> Contents:
         # on disk, the weights of a Hugging Face model have other names than in memory
         facts = opened.facts_of(safetensors.HuggingFaceFacts) or facts
     if by_rank:
-        parts.append(("", rank_files.open_sections(name, files, by_rank)))
-    return merge(name, parts, facts)
+        parts.append(("", rank_files.open_sections(_NAME, files, by_rank)))
+    return merge(_NAME, parts, facts)
 
 
 def _whole(source: FileSource, key: str, *, apart: bool) -> tuple[str, Contents]:
@@ -110,11 +106,11 @@ def _whole(source: FileSource, key: str, *, apart: bool) -> tuple[str, Contents]
         try:
             opened = read_torch_file(source)
             if isinstance(opened.value, dict):
-                return key, contents_of(name, {(): opened})
+                return key, contents_of(_NAME, {(): opened})
         except UnsafeDataError as error:
             warnings = (f"{key} can only be read by its own program: {error}",)
     maker = {key: lambda: (read := read_torch_file(source)).plain(read.value)}
-    return "", Contents({}, LazyMapping(maker), format=name, warnings=warnings)
+    return "", Contents({}, LazyMapping(maker), format=_NAME, warnings=warnings)
 
 
 def _weights(files: Files) -> list[tuple[str, Contents]]:
@@ -146,3 +142,14 @@ def _belongs(file: str, match: re.Match[str], is_safetensors: bool) -> bool:
         return True
     shards = re.compile(re.escape(match[1] + match[2]) + r"-\d+-of-\d+" + re.escape(match[3]))
     return bool(match[4]) and bool(shards.fullmatch(file))
+
+
+FORMAT = Format(
+    _NAME,
+    looks_for="pytorch_model_fsdp_0/, pytorch_model_fsdp_0_rank<r>.bin or model.safetensors, with optimizer.bin, "
+    "scheduler.bin, random_states_0.pkl ...",
+    checksums=CRC_OF_RECORDS,
+    detect=detect,
+    open=open,
+    is_composite=True,
+)

@@ -15,7 +15,7 @@ from reshard.stored.tensor import StoredTensor, read_place
 
 __all__ = [
     "HINTS", "Canonical", "Hints", "NameMap", "StoredOptimizer", "Value", "common_attribute",
-    "elementwise", "name_ids", "read_optimizer", "regroup",
+    "elementwise", "name_ids", "read_optimizer", "regroup", "take_optimizer",
 ]  # fmt: skip
 
 
@@ -410,3 +410,20 @@ def _with_names(group: dict[str, Any], rename: Callable[[Any], str]) -> dict[str
 def renamed_groups(groups: Iterable[dict[str, Any]], rename: Callable[[str], str]) -> list[dict[str, Any]]:
     """The groups with every parameter's name mapped; names that some optimizers store beside ids are dropped."""
     return [_with_names(group, rename) for group in groups]
+
+
+def take_optimizer(result: Canonical, saved: StoredOptimizer, rename: Any) -> None:
+    """Add an optimizer's states and groups under canonical names."""
+    for name, states in saved.state.items():
+        fqn = rename(name)
+        result.state.setdefault(fqn, {})
+        for key, value in states.items():
+            result.add_state(fqn, key, value)
+    result.groups += renamed_groups(saved.groups, rename)
+    listed = {p for group in result.groups for p in group.get("params", ())}
+    missing = [fqn for fqn in result.state if fqn not in listed]
+    if result.groups and missing:
+        result.notes.append(
+            f"{len(missing)} of {len(result.state)} parameters with states are in no param group, such as "
+            f"{missing[0]!r}: only the lists of one rank were saved. The hint 'param_groups' gives the right ones"
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from planners.geometry.box import Box
 from reshard.errors import DamagedCheckpointError, NormalizationError
@@ -12,28 +11,20 @@ from reshard.formats.canonical import (
     Canonical,
     Hints,
     NameMap,
-    StoredOptimizer,
     check_shapes,
     common_attribute,
     name_ids,
     read_optimizer,
-    renamed_groups,
+    take_optimizer,
 )
-from reshard.formats.fsdp1.flat_parameters import FLAT, cut_flat
+from reshard.formats.fsdp1 import FLAT, cut_flat
 from reshard.formats.safetensors import HuggingFaceFacts
 from reshard.formats.sections import StoredLeaf, find_sections
-from reshard.state import KeyPath, key_of
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import assemble, concat, narrow, stack
 
-__all__ = ["ORBAX_OPTIMIZER", "normalize_generic", "normalize_orbax", "take_optimizer"]
-
-
-_ORBAX_MODEL = "params"
-_OPTAX = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}
-"""Moments of optax, and what torch calls them. A `count` beside them is the number of steps."""
-ORBAX_OPTIMIZER = ("opt_state", "opt", "optimizer", "optim")
+__all__ = ["normalize_generic"]
 
 
 def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
@@ -112,23 +103,6 @@ def _half_of_lightning(contents: Contents, result: Canonical, hints: Hints) -> l
     return [note]
 
 
-def take_optimizer(result: Canonical, saved: StoredOptimizer, rename: Any) -> None:
-    """Add an optimizer's states and groups under canonical names."""
-    for name, states in saved.state.items():
-        fqn = rename(name)
-        result.state.setdefault(fqn, {})
-        for key, value in states.items():
-            result.add_state(fqn, key, value)
-    result.groups += renamed_groups(saved.groups, rename)
-    listed = {p for group in result.groups for p in group.get("params", ())}
-    missing = [fqn for fqn in result.state if fqn not in listed]
-    if result.groups and missing:
-        result.notes.append(
-            f"{len(missing)} of {len(result.state)} parameters with states are in no param group, such as "
-            f"{missing[0]!r}: only the lists of one rank were saved. The hint 'param_groups' gives the right ones"
-        )
-
-
 def _override_groups(result: Canonical, hints: Hints) -> None:
     """Lists of names that the caller gives in the place of those in the file."""
     given = hints.get("param_groups")
@@ -185,44 +159,6 @@ def _rows(fused: StoredTensor, per_head: dict[str, int], kv: int, part: str) -> 
         at = Box((head * size, *(0,) * len(rest)), (size, *rest))
         pieces.append((at, narrow(fused, 0, start, start + size)))
     return assemble(fused.fqn, (kv * size, *rest), pieces)
-
-
-def normalize_orbax(contents: Contents, hints: Hints, what: str) -> Canonical:
-    """Orbax: a tree of whole JAX arrays. The model has the dotted names of what lies under `params`; optimizers of
-    optax mirror its tree, so states are the arrays whose path ends in a parameter's path. Moments have torch's names.
-
-    A tree without `params` is all model. Further levels of `params` (Flax wraps one around another) are taken off.
-    """
-    del hints, what
-    result = Canonical()
-    paths = {name: contents.paths.get(name, (name,)) for name in contents.tensors}
-    split = any(path[0] == _ORBAX_MODEL for path in paths.values())
-    by_path: dict[KeyPath, str] = {}
-    for name, path in paths.items():
-        if split and path[0] != _ORBAX_MODEL:
-            continue
-        short = path
-        while split and len(short) > 1 and short[0] == _ORBAX_MODEL:
-            short = short[1:]
-        by_path[short] = key_of(short)
-        result.add_model(key_of(short), contents.tensors[name], name)
-    inside = {name: path for name, path in paths.items() if split and path[0] in ORBAX_OPTIMIZER}
-    counts = {path[:-1]: contents.tensors[name] for name, path in inside.items() if path[-1] == "count"}
-    counted: set[KeyPath] = set()
-    for name, path in inside.items():
-        found = next((i for i in range(1, len(path)) if path[i:] in by_path), None)
-        if found is None:
-            continue
-        at = next(i for i in reversed(range(found)) if isinstance(path[i], str) and path[i] != _ORBAX_MODEL)
-        fqn, state = by_path[path[found:]], str(path[at])
-        result.add_state(fqn, _OPTAX.get(state, state), contents.tensors[name])
-        if state in _OPTAX and path[:at] in counts and "step" not in result.state[fqn]:
-            result.add_state(fqn, "step", counts[path[:at]])
-            counted.add((*path[:at], "count"))
-    for name, path in inside.items():
-        if path not in counted and not any(path[i:] in by_path for i in range(1, len(path))):
-            result.notes.append(f"{name!r} belongs to no parameter: it is left out")
-    return result
 
 
 # Hugging Face files: on disk each expert has its own matrices, in memory they are stacked, gate and

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import TensorSpec, itemsize
 from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.formats.format import Format
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, Facts, LazyMapping
@@ -24,8 +25,17 @@ from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
 __all__ = [
-    "BLOCKS", "PLAIN", "Block", "DequantizedSource", "GgufFacts", "GgufHeader", "GgufTensor",
-    "checksums", "detect", "looks_for", "name", "open", "read_header",
+    "BLOCKS",
+    "FORMAT",
+    "PLAIN",
+    "Block",
+    "DequantizedSource",
+    "GgufFacts",
+    "GgufHeader",
+    "GgufTensor",
+    "detect",
+    "open",
+    "read_header",
 ]  # fmt: skip
 
 
@@ -515,10 +525,6 @@ def _nbytes(source: Source, name: str, shape: tuple[int, ...], code: int) -> tup
 # its architecture to its tokens, are objects.
 
 
-name = "gguf"
-looks_for = "*.gguf"
-checksums = NO_CHECKSUMS
-
 _NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _METADATA = "metadata"
 _DTYPES = {of: dtype for of, dtype, _ in PLAIN.values()}
@@ -565,7 +571,7 @@ def open(files: Files) -> Contents:
     types = {key: entry.type for key, (_, _, entry) in entries.items()}
     objects, paths = _objects(storage.url, headers[found[0]], types)
     return Contents(
-        LazyMapping(tensors), LazyMapping(objects), paths, format=name, facts=GgufFacts(types),
+        LazyMapping(tensors), LazyMapping(objects), paths, format="gguf", facts=GgufFacts(types),
         warnings=(*warnings, *_quantized(types)),
     )  # fmt: skip
 
@@ -655,3 +661,12 @@ def _refuse(label: str) -> NoReturn:
         f"{label}: of the quantized types only {known} are read; take a file of another type of this model, or "
         "dequantize it by llama.cpp first (llama-quantize --allow-requantize IN OUT F32)"
     )
+
+
+FORMAT = Format(
+    "gguf",
+    looks_for="*.gguf",
+    checksums=NO_CHECKSUMS,
+    detect=detect,
+    open=open,
+)

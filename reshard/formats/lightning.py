@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reshard.formats.dcp import reader as dcp
+from reshard.formats.format import Format
 from reshard.formats.torch_save.reader import contents_of, read_torch_file
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, has_dcp, merge
 from reshard.stored.source import Files
 
-__all__ = ["checksums", "detect", "looks_for", "name", "open"]
+__all__ = ["FORMAT", "detect", "open"]
 
 
-name = "lightning"
-looks_for = ".metadata and meta.pt"
-checksums = CRC_OF_RECORDS
+_NAME = "lightning"
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -27,5 +26,16 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
 def open(files: Files) -> Contents:
     """Both parts as one checkpoint. Raises DamagedCheckpointError, also if the save did not end."""
     sharded = dcp.open(files)
-    rest = contents_of(name, {(): read_torch_file(files["meta.pt"])})
-    return merge(name, [("", sharded), ("", rest)])
+    rest = contents_of(_NAME, {(): read_torch_file(files["meta.pt"])})
+    return merge(_NAME, [("", sharded), ("", rest)])
+
+
+FORMAT = Format(
+    _NAME,
+    looks_for=".metadata and meta.pt",
+    checksums=CRC_OF_RECORDS,
+    detect=detect,
+    open=open,
+    is_composite=True,
+    holds_dcp=True,
+)

@@ -16,6 +16,7 @@ from functools import partial
 
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
+from reshard.formats.format import Format
 from reshard.formats.megatron import files as megatron
 from reshard.formats.torch_save.reader import contents_of, read_torch_file
 from reshard.storage.base import Storage
@@ -24,12 +25,10 @@ from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, LazyMapping
 from reshard.stored.source import Files
 
-__all__ = ["checksums", "detect", "looks_for", "name", "open"]
+__all__ = ["FORMAT", "detect", "open"]
 
 
-name = "nemo"
-looks_for = "*.nemo, model_config.yaml beside model_weights/, or context/ beside weights/"
-checksums = CRC_OF_RECORDS
+_NAME = "nemo"
 
 _CONFIG = "model_config.yaml"
 _WEIGHTS = re.compile(r"(?:(?:mp|tp)_rank_\d+(?:_pp_rank_\d+)?/)?model_weights\.ckpt")
@@ -85,7 +84,7 @@ def _open(files: Files) -> Contents:
                 f"{weights[0]}, and nothing in it says how parameters were cut: let NeMo save it again as one, or as "
                 "a distributed checkpoint"
             )
-        contents = contents_of(name, {(): read_torch_file(files[weights[0]])})
+        contents = contents_of(_NAME, {(): read_torch_file(files[weights[0]])})
         opened.add(weights[0])
     elif {f"{folder}metadata.json", f"{folder}common.pt"} & set(names):
         contents = megatron.open_folder(files, folder)
@@ -102,4 +101,13 @@ def _with_config(storage: Storage, names: Mapping[str, int], contents: Contents,
         text = bytes(storage.read(_CONFIG)).decode("utf-8", "replace")
         makers = {key: partial(objects.__getitem__, key) for key in objects}
         objects, paths = LazyMapping({**makers, _CONFIG: lambda: text}), {**paths, _CONFIG: (_CONFIG,)}
-    return replace(contents, format=name, objects=objects, paths=paths, warnings=(*contents.warnings, *warnings))
+    return replace(contents, format=_NAME, objects=objects, paths=paths, warnings=(*contents.warnings, *warnings))
+
+
+FORMAT = Format(
+    _NAME,
+    looks_for="*.nemo, model_config.yaml beside model_weights/, or context/ beside weights/",
+    checksums=CRC_OF_RECORDS,
+    detect=detect,
+    open=open,
+)

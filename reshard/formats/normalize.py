@@ -7,47 +7,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from planners.errors import PlanError
 from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError, ReshardError
 from reshard.formats.canonical import Canonical, Hints
-from reshard.formats.dcp.reader import DcpFacts
-from reshard.formats.deepspeed.canonical import normalize_deepspeed
-from reshard.formats.fsdp1.canonical import normalize_fsdp1
-from reshard.formats.generic import ORBAX_OPTIMIZER, normalize_generic, normalize_orbax
-from reshard.formats.megatron.canonical import normalize_megatron
-from reshard.formats.megatron.files import MegatronFacts, is_of_fsdp
-from reshard.formats.megatron.legacy import normalize_megatron_legacy
-from reshard.formats.pipeline_stages.canonical import normalize_stages, stages_by_key
-from reshard.formats.pipeline_stages.files import StageFacts
+from reshard.formats.format import Format
+from reshard.formats.generic import normalize_generic
 from reshard.formats.sections import find_sections, walk
+from reshard.formats.table import find_format, formats
 from reshard.live.plain_data import encode_plain
 from reshard.state import KeyPath
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 
 __all__ = ["canonical_contents", "keep_beside", "normalize"]
-
-
-def _normalize_nemo(contents: Contents, hints: Hints, what: str) -> Canonical:
-    """Of an archive by what is in it."""
-    inside = normalize_megatron if contents.facts_of(MegatronFacts) is not None else normalize_generic
-    return inside(contents, hints, what)
-
-
-_BY_FORMAT: dict[str, Callable[[Contents, Hints, str], Canonical]] = {
-    "deepspeed": normalize_deepspeed,
-    "fsdp1": normalize_fsdp1,
-    "megatron": normalize_megatron,
-    "megatron_legacy": normalize_megatron_legacy,
-    "nemo": _normalize_nemo,
-    "orbax": normalize_orbax,
-    "pipeline_stages": normalize_stages,
-}
 
 
 def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: str = "the checkpoint") -> Canonical:
@@ -63,12 +39,10 @@ def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: 
     """
     given = Hints(hints)
     try:
-        normalizer = _BY_FORMAT.get(contents.format, normalize_generic)
-        if contents.format == "dcp" and is_of_fsdp(contents):
-            normalizer, contents = normalize_megatron, replace(contents, facts=_facts_of_fsdp(contents))
-        stages = stages_by_key(contents) if contents.format not in _BY_FORMAT else None
-        if stages is not None:
-            normalizer, contents = normalize_stages, replace(contents, facts=StageFacts(stages))
+        own = find_format(contents.format)
+        if own is None or own.normalizer is None:
+            own, contents = _claimed(contents)
+        normalizer = normalize_generic if own is None or own.normalizer is None else own.normalizer()
         return _tie(normalizer(contents, given, what), given).rename()
     except ReshardError:
         raise
@@ -79,11 +53,13 @@ def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: 
         ) from error
 
 
-def _facts_of_fsdp(contents: Contents) -> MegatronFacts:
-    """What is known of a checkpoint of Megatron-FSDP that was opened without the folder above it."""
-    known = contents.facts_of(DcpFacts)
-    assert known is not None
-    return MegatronFacts(**vars(known), backend="fsdp_dtensor")
+def _claimed(contents: Contents) -> tuple[Format | None, Contents]:
+    """The format whose contents these are, though another one opened them, and what that makes of them."""
+    for format in formats():
+        claimed = format.claim(contents) if format.claim is not None else None
+        if claimed is not None:
+            return format, claimed
+    return None, contents
 
 
 def _tie(found: Canonical, hints: Hints) -> Canonical:
@@ -148,28 +124,18 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
 #     {"model": ..., "optim": ..., "epoch": 3, "ema": {fqn: tensor}}   ->   "epoch" is kept, "ema.<fqn>" is listed
 
 
-_RANK_FILES = ("fsdp1", "megatron_legacy", "pipeline_stages")
-"""Formats of one file per rank, each with objects of that rank's own."""
-_DEEPSPEED = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_00_model_states")
-_DEEPSPEED_OWN = frozenset(
-    ("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params")
-    + ("frozen_param_fragments", "ds_config", "ds_version", "dp_world_size", "mp_world_size")
-    + ("checkpoint_parallel_dimensions", "universal_checkpoint_info")
-)
-"""What a file of DeepSpeed's says of the model, the optimizer and how they were cut."""
-
-
 def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -> Contents:
     """`canonical`, made of `source`, with the plain objects that stood beside model and optimizer.
 
     What is no plain data there, such as the averages of another model, is added to `left_out`. So is what only the name
     of a rank's file tells apart, which no program asks for by that name, unless it is `for_framework`, in its format.
     """
-    named = for_framework or source.format != "deepspeed"
+    format = find_format(source.format)
+    named = for_framework or format is None or not format.names_ranks
     objects, paths = dict(canonical.objects), dict(canonical.paths)
     kept: list[KeyPath] = []
     lost, notes = list(canonical.left_out), []
-    for key in _beside(source):
+    for key in format.beside(source) if format is not None and format.beside is not None else _beside(source):
         path = source.paths.get(key, (key,))
         taken = key in source.tensors or path[:1] in (("model",), ("optim",))
         found = _plain(source.objects[key]) if named and not taken else None
@@ -192,35 +158,11 @@ def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -
 
 
 def _beside(contents: Contents) -> Iterator[str]:
-    """Keys of what is neither a part of a model nor of an optimizer."""
-    if contents.format in _RANK_FILES:
-        return
-    held = (*contents.tensors, *contents.objects)
-    if contents.format == "deepspeed":
-        for key in contents.objects:
-            file, *inner = contents.paths.get(key, (key,))
-            if _DEEPSPEED.fullmatch(str(file)) and inner and str(inner[0]) not in _DEEPSPEED_OWN:
-                yield key
-    elif contents.format == "megatron":
-        yield from (key for key in held if _is_beside_megatron(contents, key))
-    elif contents.format == "orbax":
-        top = {key: contents.paths.get(key, (key,))[0] for key in held}
-        if "params" in top.values():  # else all of it is the model
-            yield from (key for key in held if top[key] != "params" and top[key] not in ORBAX_OPTIMIZER)
-    else:
-        sections = find_sections(contents)
-        used = {leaf.key for _, leaf in sections.model}
-        used |= {leaf.key for _, tree in sections.optimizers for _, leaf in walk(tree)}
-        yield from (key for key in held if key not in used)
-
-
-def _is_beside_megatron(contents: Contents, key: str) -> bool:
-    if key.startswith("common."):
-        settings = key.startswith("common.optimizer.") and ".grad_scaler" not in key
-        return not settings and not key.startswith("common.content_metadata.")
-    if "_extra_state/" in key:  # of fp8 recipes; else there is nothing in it
-        return key in contents.objects and contents.objects[key] != [None]
-    return key.startswith(("rng_state", "rerun_state_machine", "opt_param_scheduler"))
+    """Keys of what is neither a part of a model nor of an optimizer, by their names."""
+    sections = find_sections(contents)
+    used = {leaf.key for _, leaf in sections.model}
+    used |= {leaf.key for _, tree in sections.optimizers for _, leaf in walk(tree)}
+    yield from (key for key in (*contents.tensors, *contents.objects) if key not in used)
 
 
 def _plain(value: Any) -> tuple[Any, list[str]] | None:

@@ -1,4 +1,4 @@
-"""The formats: one reader each. A reader has a `name`, `detect(storage, names)` and `open(storage, names)`."""
+"""Which of all formats a path has, also of one step of a run; and what is there."""
 
 from __future__ import annotations
 
@@ -13,27 +13,21 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, NewerVersionError, StorageError
+from reshard.formats.format import Format
+from reshard.formats.table import FORMATS, formats
 from reshard.live.garbage import gc_paused
 from reshard.native import reader as native
 from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation
 from reshard.storage.base import Storage, is_temporary
 from reshard.storage.opening import open_storage, path_text
 from reshard.stored.checksums import CRC_OF_RECORDS, EVERY_BLOCK, Checking
-from reshard.stored.contents import Contents, Format, has_dcp
+from reshard.stored.contents import Contents, has_dcp
 from reshard.stored.source import Files
 
-__all__ = [
-    "composite_formats", "look_at", "look_in", "open_contents", "path_below", "plain_formats",
-    "steps_at",
-]  # fmt: skip
+__all__ = ["look_at", "look_in", "open_contents", "path_below", "steps_at"]
 
 
-_OF_DCP = ("megatron", "lightning")
-"""The composite formats that are made of a DCP checkpoint: any other beside one is a mixture."""
-
-_OF_TREES = frozenset(
-    ("latest", "latest_checkpointed_iteration.txt", ".snapshot_metadata", "_METADATA", "_CHECKPOINT_METADATA")
-)
+_OF_TREES = {tree for row in FORMATS for tree in row.trees}
 """Files of formats that have folders of their own below them, of any names."""
 
 _MARKERS = (MANIFEST, ".metadata")
@@ -154,7 +148,7 @@ def _owns_all(storage: Storage, names: Mapping[str, int], preferred: Format | No
         return True
     if not _OF_TREES & set(names):
         return False
-    return any(format.detect(storage, names) for format in composite_formats())
+    return any(format.is_composite and format.detect(storage, names) for format in formats())
 
 
 def _listed(steps: Sequence[RunStep]) -> str:
@@ -263,7 +257,7 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
         EVERY_BLOCK if len(names) == 1 and format.checksums == CRC_OF_RECORDS else format.checksums
     )
     contents = format.open(files)
-    if format is not native or not (beside := sorted(set(marks_in(look_in(names))) - {MANIFEST, HF_INDEX})):
+    if format.name != "native" or not (beside := sorted(set(marks_in(look_in(names))) - {MANIFEST, HF_INDEX})):
         return contents
     more = f", and {len(beside) - 1} more" if len(beside) > 1 else ""
     told = f"beside {MANIFEST} lies {beside[0]}{more}, which was not opened: to open it, give its path"
@@ -313,50 +307,22 @@ def _is_local_file(text: str) -> bool:
         raise StorageError(f"cannot look at {text}: {error.strerror or error}") from error
 
 
-def composite_formats() -> tuple[Format, ...]:
-    """Formats made of files of other formats, plus something that tells them apart: the first that fits is taken.
-
-    Imported when what is there is not ours, the first of all: it needs none of these.
-    """
-    from reshard.formats import accelerate, lightning, orbax, rank_files, torchsnapshot
-    from reshard.formats.deepspeed import files as deepspeed
-    from reshard.formats.fsdp1 import files as fsdp1
-    from reshard.formats.megatron import files as megatron, legacy_files as megatron_legacy
-    from reshard.formats.pipeline_stages import files as pipeline_stages
-
-    of_ranks = (rank_files, lightning, pipeline_stages, fsdp1)
-    return (megatron, megatron_legacy, deepspeed, accelerate, torchsnapshot, *of_ranks, orbax)
-
-
-def plain_formats() -> tuple[Format, ...]:
-    """Formats of one kind of file: if two fit, the folder is a mixture and refused."""
-    from reshard.formats import gguf, nemo, safetensors
-    from reshard.formats.dcp import reader as dcp
-    from reshard.formats.torch_save import reader as torch_save
-
-    return (dcp, safetensors, torch_save, gguf, nemo)
-
-
 def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Format:
     """The format that fits. Raises FormatError if none does, or more than one."""
-    if native.detect(storage, names):
-        composite: Format | None = native
-    else:
-        composite = next((format for format in composite_formats() if format.detect(storage, names)), None)
+    composite = next((f for f in formats() if f.is_composite and f.detect(storage, names)), None)
     if composite is None:
-        fitting = [format for format in plain_formats() if format.detect(storage, names)]
-    elif has_dcp(names) and composite.name not in _OF_DCP:
-        fitting = [composite, plain_formats()[0]]
+        fitting = [f for f in formats() if not f.is_composite and f.detect(storage, names)]
+    elif has_dcp(names) and not composite.holds_dcp:
+        fitting = [composite, *(f for f in formats() if f.name == "dcp")]
     else:
-        return composite
+        fitting = [composite]
     if len(fitting) == 1:
         return fitting[0]
     if preferred is not None and preferred.name in [format.name for format in fitting]:
         return preferred
     if fitting:
         raise _mixture(url, fitting)
-    every = (native, *composite_formats(), *plain_formats())
-    known = "; ".join(f"{format.name} ({format.looks_for})" for format in every)
+    known = "; ".join(f"{format.name} ({format.looks_for})" for format in formats())
     nested = _nested(storage, names)
     hint = f" Below it there seem to be checkpoints in {', '.join(nested)}: open one of these." if nested else ""
     some = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
@@ -374,8 +340,8 @@ def _mixture(url: str, fitting: Sequence[Format]) -> FormatError:
 def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:
     """Folders below that hold what looks like a checkpoint, for the message; at most five."""
     folders = sorted({name.rpartition("/")[0] for name in names if "/" in name})
-    marks = (".metadata", "_metadata", ".safetensors", ".gguf", ".nemo", ".pt", ".bin", ".ckpt", "manifest.json")
-    return [f for f in folders if any(n.startswith(f + "/") and n.endswith(marks) for n in names)][:5]
+    marked = {name.rpartition("/")[0] for name in names if _is_mark(name.rpartition("/")[2])}
+    return [f for f in folders if any(name == f or name.startswith(f + "/") for name in marked)][:5]
 
 
 # The folder of a run: checkpoints side by side, called by their steps, as trainers leave them.
@@ -407,32 +373,8 @@ _STEP = re.compile(r"(?:.*\bstep=|global_?step|(?:step|checkpoint|ckpt|iter)[-_]
 _LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt)?")
 _BELOW = re.compile(r"(?:.*[-_])?(?:checkpoints?|ckpts?)", re.IGNORECASE)
 
-_MARKS = frozenset(
-    (
-        "manifest.json",
-        "metadata.json",
-        "_METADATA",
-        "_CHECKPOINT_METADATA",
-        ".snapshot_metadata",
-        "latest",
-        "latest_checkpointed_iteration.txt",
-    )
-)
-_SUFFIXES = (
-    ".metadata",
-    ".distcp",
-    ".safetensors",
-    ".gguf",
-    ".nemo",
-    ".pt",
-    ".pth",
-    ".bin",
-    ".ckpt",
-    ".pkl",
-    ".th",
-    ".tar",
-    ".index.json",
-)
+_MARKS = {mark for row in FORMATS for mark in row.marks if not mark.startswith("*")} | _OF_TREES
+_SUFFIXES = tuple(mark[1:] for row in FORMATS for mark in row.marks if mark.startswith("*"))
 """What the files of every known format are called: one of them is at the top of a checkpoint, or a folder below it."""
 
 _OWNED = re.compile(

@@ -17,7 +17,9 @@ from planners.errors import PlanError
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import TensorSpec, itemsize
 from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.state import KeyPath
+from reshard.formats.canonical import Canonical, Hints
+from reshard.formats.format import Format
+from reshard.state import KeyPath, key_of
 from reshard.storage.base import Storage
 from reshard.storage.local import LocalStorage
 from reshard.stored.checksums import NO_CHECKSUMS
@@ -25,12 +27,10 @@ from reshard.stored.contents import Contents, ContentsBuilder, merge
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-__all__ = ["checksums", "detect", "looks_for", "name", "open"]
+__all__ = ["FORMAT", "detect", "open"]
 
 
-name = "orbax"
-looks_for = "_METADATA beside manifest.ocdbt or zarr arrays"
-checksums = NO_CHECKSUMS
+_NAME = "orbax"
 
 _TREE = "_METADATA"
 _EMPTY = {"Tuple": "tuple", "List": "list", "Dict": "dict", "NamedTuple": "tuple"}
@@ -66,7 +66,7 @@ def open(files: Files) -> Contents:
     found = {item: _json(storage, file) for file, item in plain if f"{item}/" not in folders}
     if not found and len(parts) == 1:
         return parts[0][1]
-    return merge(name, [*parts, ("", Contents({}, found, format=name))])
+    return merge(_NAME, [*parts, ("", Contents({}, found, format=_NAME))])
 
 
 def _open_item(storage: LocalStorage, folder: str) -> Contents:
@@ -85,7 +85,7 @@ def _open_item(storage: LocalStorage, folder: str) -> Contents:
             found.add_object(key, lambda: None)
         else:
             found.add_tensor(key, partial(_tensor, key, root))
-    return found.build(name)
+    return found.build(_NAME)
 
 
 def _json(storage: Storage, file: str) -> Any:
@@ -212,3 +212,69 @@ class _ArrayChunk(Source):
 
     def _fill(self, start: int, buffer: memoryview) -> None:
         buffer[:] = self.view()[start : start + buffer.nbytes]
+
+
+# Canonical names.
+
+
+_MODEL = "params"
+_OPTAX = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}
+"""Moments of optax, and what torch calls them. A `count` beside them is the number of steps."""
+_OPTIMIZER = ("opt_state", "opt", "optimizer", "optim")
+
+
+def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
+    """Orbax: a tree of whole JAX arrays. The model has the dotted names of what lies under `params`; optimizers of
+    optax mirror its tree, so states are the arrays whose path ends in a parameter's path. Moments have torch's names.
+
+    A tree without `params` is all model. Further levels of `params` (Flax wraps one around another) are taken off.
+    """
+    del hints, what
+    result = Canonical()
+    paths = {name: contents.paths.get(name, (name,)) for name in contents.tensors}
+    split = any(path[0] == _MODEL for path in paths.values())
+    by_path: dict[KeyPath, str] = {}
+    for name, path in paths.items():
+        if split and path[0] != _MODEL:
+            continue
+        short = path
+        while split and len(short) > 1 and short[0] == _MODEL:
+            short = short[1:]
+        by_path[short] = key_of(short)
+        result.add_model(key_of(short), contents.tensors[name], name)
+    inside = {name: path for name, path in paths.items() if split and path[0] in _OPTIMIZER}
+    counts = {path[:-1]: contents.tensors[name] for name, path in inside.items() if path[-1] == "count"}
+    counted: set[KeyPath] = set()
+    for name, path in inside.items():
+        found = next((i for i in range(1, len(path)) if path[i:] in by_path), None)
+        if found is None:
+            continue
+        at = next(i for i in reversed(range(found)) if isinstance(path[i], str) and path[i] != _MODEL)
+        fqn, state = by_path[path[found:]], str(path[at])
+        result.add_state(fqn, _OPTAX.get(state, state), contents.tensors[name])
+        if state in _OPTAX and path[:at] in counts and "step" not in result.state[fqn]:
+            result.add_state(fqn, "step", counts[path[:at]])
+            counted.add((*path[:at], "count"))
+    for name, path in inside.items():
+        if path not in counted and not any(path[i:] in by_path for i in range(1, len(path))):
+            result.notes.append(f"{name!r} belongs to no parameter: it is left out")
+    return result
+
+
+def _beside(contents: Contents) -> Iterator[str]:
+    held = (*contents.tensors, *contents.objects)
+    top = {key: contents.paths.get(key, (key,))[0] for key in held}
+    if _MODEL in top.values():  # else all of it is the model
+        yield from (key for key in held if top[key] != _MODEL and top[key] not in _OPTIMIZER)
+
+
+FORMAT = Format(
+    _NAME,
+    looks_for="_METADATA beside manifest.ocdbt or zarr arrays",
+    checksums=NO_CHECKSUMS,
+    detect=detect,
+    open=open,
+    is_composite=True,
+    normalizer=lambda: _normalize,
+    beside=_beside,
+)

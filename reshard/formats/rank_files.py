@@ -2,13 +2,12 @@
 
 model_world_size_4_rank_0.pt ...      verl and others              the keys of each section get its name in front
 pytorch_model_fsdp_0_rank0.bin ...    accelerate without DCP
-model_0.pt ... and metadata.pkl       torch_checkpointing
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,8 @@ import torch
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorLayout
 from reshard.errors import DamagedCheckpointError, FormatError, LayoutError
-from reshard.formats.torch_save.pickles import Shardlet, TensorRef, is_dtensor, load_pickle, read_dtensor
+from reshard.formats.format import Format
+from reshard.formats.torch_save.pickles import Shardlet, TensorRef, is_dtensor, read_dtensor
 from reshard.formats.torch_save.reader import (
     TorchFile,
     flat_leaves,
@@ -36,18 +36,12 @@ from reshard.stored.contents import Contents, ContentsBuilder
 from reshard.stored.source import Files
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-__all__ = [
-    "Section", "checksums", "detect", "looks_for", "name", "open", "open_sections", "sections_of",
-]  # fmt: skip
+__all__ = ["FORMAT", "Section", "open_sections", "sections_of", "with_others"]
 
-
-name = "rank_files"
-looks_for = "*_world_size_<W>_rank_<R>.pt, *_rank<R>.bin, or metadata.pkl and <item>_<rank>.pt"
-checksums = CRC_OF_RECORDS
 
 _VERL = re.compile(r"(?P<section>.+?)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.(?:pt|pth|bin)")
 _ACCELERATE = re.compile(r"(?P<section>.+?)_rank_?(?P<rank>\d+)\.(?:pt|pth|bin)")
-_CHECKPOINTING = re.compile(r"(?P<section>.+)_(?P<rank>\d+)\.pt")
+_OTHERS = (".pt", ".pth", ".bin", ".pkl", ".safetensors")
 _SECTIONS = {"pytorch_model_fsdp": "model", "pytorch_model": "model"}
 _COMPARED_BYTES = 1 << 16
 """Plain tensors of one key in several ranks' files are compared up to this size, and taken for replicas beyond."""
@@ -67,16 +61,14 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     return bool(sections_of(names))
 
 
-def sections_of(names: Mapping[str, int]) -> dict[str, Section]:
+def sections_of(
+    names: Mapping[str, int], patterns: Sequence[re.Pattern[str]] = (_VERL, _ACCELERATE)
+) -> dict[str, Section]:
     """The files of the top folder that are numbered by rank, by what stands before the number."""
-    top = [n for n in names if "/" not in n]
-    patterns = [_VERL, _ACCELERATE]
-    if "metadata.pkl" in names:
-        patterns.append(_CHECKPOINTING)
     sections: dict[str, Section] = {}
-    for file in top:
+    for file in names:
         match = next((m for p in patterns if (m := p.fullmatch(file))), None)
-        if match is None:
+        if match is None or "/" in file:
             continue
         groups = match.groupdict()
         section = sections.setdefault(groups["section"], Section(_section_name(groups["section"], match.re)))
@@ -101,32 +93,15 @@ def open(files: Files) -> Contents:
         DamagedCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
         FormatError: several sections of one name, or DTensors that cannot be understood.
     """
-    names = files.listed
-    sections = list(sections_of(names).values())
-    kind = name
-    if "metadata.pkl" in names:
-        kind = "torch_checkpointing"
-        _check_items(files, sections)
-    contents = open_sections(kind, files, sections)
-    opened = {file for section in sections for file in section.files.values()} | {"metadata.pkl"}
-    others = [n for n in names if n not in opened and n.endswith((".pt", ".pth", ".bin", ".pkl", ".safetensors"))]
-    warnings = (f"not opened: {', '.join(sorted(others)[:5])}",) if others else ()
-    return replace(contents, warnings=warnings)
+    sections = list(sections_of(files.listed).values())
+    return with_others(open_sections("rank_files", files, sections), files, sections)
 
 
-def _check_items(files: Files, sections: list[Section]) -> None:
-    """Let sections know how many ranks saved them. Raises DamagedCheckpointError if an item of tensors has no files."""
-    source = files["metadata.pkl"]
-    found = load_pickle(source.read(0, source.nbytes), where=source.label)
-    items = found.get("metadata") if isinstance(found, dict) else None
-    world = found.get("world_size") if isinstance(found, dict) else None
-    if not isinstance(items, dict) or type(world) is not int:
-        raise DamagedCheckpointError(f"{source.label}: it says neither what was saved nor by how many ranks")
-    known = {section.name: section for section in sections}
-    for item in map(str, items):
-        if item not in known:
-            raise DamagedCheckpointError(f"{source.label} names {item!r}, but there is no file {item}_0.pt")
-        known[item].world_size = world
+def with_others(contents: Contents, files: Files, sections: list[Section]) -> Contents:
+    """The contents, with a warning that names the files which lie beside those of the sections."""
+    opened = {file for section in sections for file in section.files.values()}
+    others = [n for n in files.listed if n not in opened and n.endswith(_OTHERS)]
+    return replace(contents, warnings=(f"not opened: {', '.join(sorted(others)[:5])}",) if others else ())
 
 
 def open_sections(kind: str, files: Files, sections: list[Section]) -> Contents:
@@ -289,3 +264,13 @@ def _true_layout(layout: TensorLayout, held: Mapping[int, tuple[int, ...]]) -> T
     if len(fit) > 1:
         raise LayoutError(several_ways(layout.spec.shape, fit, None))
     return TensorLayout.of(layout.spec, fit[0] if fit else forms[-1])
+
+
+FORMAT = Format(
+    "rank_files",
+    looks_for="*_world_size_<W>_rank_<R>.pt, or *_rank<R>.bin",
+    checksums=CRC_OF_RECORDS,
+    detect=detect,
+    open=open,
+    is_composite=True,
+)

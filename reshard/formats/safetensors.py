@@ -13,17 +13,19 @@ import msgspec
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.formats.format import Format, Writing
 from reshard.live.dtypes import safetensors_code
+from reshard.native.manifest import MANIFEST
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.safetensors import Header, encode_header, read_header
 from reshard.stored.source import Files
-from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, HashingWriter, WrittenFile, grouped
+from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, HashingWriter, Target, WrittenFile, grouped
 from reshard.stored.tensor import StoredChunk, StoredTensor
 
 __all__ = [
-    "HuggingFaceFacts", "SafetensorsWriter", "checksums", "detect", "looks_for", "name", "open",
+    "FORMAT", "HuggingFaceFacts", "SafetensorsWriter", "detect", "open",
     "open_files", "tied_names",
 ]  # fmt: skip
 
@@ -32,10 +34,6 @@ __all__ = [
 # DCP's shards say the offset of each chunk but no global shapes, which are inferred; a hole shows
 # when a tensor is read or checked.
 
-
-name = "safetensors"
-looks_for = "*.safetensors, *.safetensors.index.json"
-checksums = NO_CHECKSUMS
 
 _NUMBERED = re.compile(r"(.*?)-?(\d+)-of-(\d+)\.safetensors")
 _SHARD = re.compile(r"shard-(\d+)-(.*)-(\d+)-of-(\d+)\.safetensors")
@@ -195,7 +193,11 @@ def open_files(files: Files, found: list[str]) -> Contents:
     config = _config(storage, names)
     aliases = tied_names(tensors, config, metadata)
     return Contents(
-        tensors, aliases=aliases, format=name, facts=HuggingFaceFacts(metadata, config), warnings=tuple(warnings)
+        tensors,
+        aliases=aliases,
+        format="safetensors",
+        facts=HuggingFaceFacts(metadata, config),
+        warnings=tuple(warnings),
     )
 
 
@@ -319,15 +321,13 @@ _SUFFIXES = (".safetensors", ".safetensors.index.json")
 class SafetensorsWriter(FormatWriter):
     """Tensors only. Of tied tensors one is stored; the names of the others stand in the files' metadata."""
 
-    format = "safetensors"
-
-    def __init__(self, contents: Contents, job_id: str, *, max_shard_bytes: int) -> None:
+    def __init__(self, contents: Contents, target: Target) -> None:
         """Raises FormatError for a dtype that safetensors does not have."""
-        super().__init__(contents, job_id)
+        super().__init__(contents, target)
         specs = [self.stored(name).spec for name in self.names]
         for spec in specs:
             safetensors_code(spec.dtype)
-        groups = grouped(specs, max_shard_bytes)
+        groups = grouped(specs, target.max_shard_bytes)
         count = len(groups)
         self.files = tuple(
             FilePlan(
@@ -374,3 +374,17 @@ class SafetensorsWriter(FormatWriter):
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """An index or a file of tensors."""
         return next((n for n in names if "/" not in n and n.endswith(_SUFFIXES)), None)
+
+
+def _writing() -> Writing:
+    return Writing(SafetensorsWriter, foreign=(MANIFEST, ".metadata"))
+
+
+FORMAT = Format(
+    "safetensors",
+    looks_for="*.safetensors, *.safetensors.index.json",
+    checksums=NO_CHECKSUMS,
+    detect=detect,
+    open=open,
+    writing=_writing,
+)

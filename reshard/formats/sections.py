@@ -18,9 +18,7 @@ from reshard.live.optimizer_state import is_flat, is_nested
 from reshard.state import IntKey
 from reshard.stored.contents import Contents
 
-__all__ = [
-    "Sections", "StoredLeaf", "Tree", "find_sections", "is_beside", "nest", "resolve", "walk",
-]  # fmt: skip
+__all__ = ["Sections", "StoredLeaf", "Tree", "find_sections", "is_beside", "nest", "resolve", "walk"]
 
 
 @dataclass(frozen=True, slots=True)

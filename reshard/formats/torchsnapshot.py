@@ -25,6 +25,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import ITEM_SIZES, TensorSpec, itemsize
 from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError
+from reshard.formats.format import Format
 from reshard.formats.torch_save.archive import locate_item, read_head
 from reshard.formats.torch_save.reader import read_torch_file
 from reshard.state import IntKey, KeyPath
@@ -34,12 +35,8 @@ from reshard.stored.contents import Contents, ContentsBuilder
 from reshard.stored.source import Files, FileSource
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-__all__ = ["checksums", "detect", "looks_for", "name", "open"]
+__all__ = ["FORMAT", "detect", "open"]
 
-
-name = "torchsnapshot"
-looks_for = ".snapshot_metadata"
-checksums = NO_CHECKSUMS
 
 _MANIFEST = ".snapshot_metadata"
 _CONTAINERS = {"dict", "OrderedDict", "list"}
@@ -77,7 +74,7 @@ def open(files: Files) -> Contents:
         raise DamagedCheckpointError(
             f"{label}: the manifest makes no sense: {type(error).__name__}: {error}; wanted what torchsnapshot writes"
         ) from None
-    return found.out.build(name, left_out=tuple(found.quantized), warnings=found.warnings())
+    return found.out.build("torchsnapshot", left_out=tuple(found.quantized), warnings=found.warnings())
 
 
 def _manifest(data: bytes, label: str) -> dict[str, Any]:
@@ -301,3 +298,13 @@ def _primitive(kind: str, text: Any) -> Any:
         data = base64.b64decode(text, validate=True)
         return data if kind == "bytes" else struct.unpack("<d", data)[0]
     raise ValueError(f"{kind!r} is no kind of entry")
+
+
+FORMAT = Format(
+    "torchsnapshot",
+    looks_for=".snapshot_metadata",
+    checksums=NO_CHECKSUMS,
+    detect=detect,
+    open=open,
+    is_composite=True,
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import xxhash
@@ -25,6 +26,7 @@ from reshard.stored.streaming import (
     FilePart,
     FilePlan,
     FormatWriter,
+    Target,
     WrittenFile,
     fingerprint_parts,
     spread,
@@ -37,17 +39,14 @@ __all__ = ["NativeWriter"]
 class NativeWriter(FormatWriter):
     """Whole tensors in files of limited size, or the files that the ranks of `onto` would have written."""
 
-    format = "native"
-
     takes_fingerprints = True
 
-    def __init__(self, contents: Contents, job_id: str, *, onto: StateLayout | None, max_shard_bytes: int) -> None:
-        super().__init__(contents, job_id)
+    def __init__(self, contents: Contents, target: Target) -> None:
+        super().__init__(contents, target)
         self._table, self._own = self._values_of_ranks()
-        self.plan = spread(
-            [self.stored(name).spec for name in (*self.names, *self._own)], _with(onto, self._own), max_shard_bytes
-        )
-        self.save_id = commit.save_id_of(job_id)
+        onto = _with(target.onto, self._own)
+        self.plan = spread([self.stored(name).spec for name in (*self.names, *self._own)], replace(target, onto=onto))
+        self.save_id = commit.save_id_of(target.job_id)
         folder = commit.folder_of(self.save_id)
         files = []
         for rank in range(self.plan.world_size):

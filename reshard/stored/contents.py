@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from reshard.errors import FormatError
 from reshard.state import KeyPath, State, key_of
-from reshard.storage.base import Storage
 from reshard.stored.checksums import Checking
-from reshard.stored.source import Files, FileSource
+from reshard.stored.source import FileSource
 from reshard.stored.tensor import StoredTensor
 
 __all__ = [
-    "DATA_FILE", "RANK_METADATA", "Contents", "ContentsBuilder", "Facts", "Format", "LazyMapping", "Record", "has_dcp",
+    "DATA_FILE", "RANK_METADATA", "Contents", "ContentsBuilder", "Facts", "LazyMapping", "Record", "has_dcp",
     "make_record_type", "merge", "unknown_class",
 ]  # fmt: skip
 
@@ -89,23 +88,6 @@ class Contents(State[StoredTensor]):
             return self.tensors[name]
         kept = self.aliases.get(name, "")
         return self.tensors[kept].renamed(name) if kept in self.tensors else None
-
-
-class Format(Protocol):
-    """What the reader of a format offers: a module of `reshard.formats`."""
-
-    name: str
-    looks_for: str  # the files that mark it, for the message when nothing fits
-    checksums: str  # what they leave open: `EVERY_BLOCK`, `CRC_OF_RECORDS` or `NO_CHECKSUMS`
-
-    def detect(self, storage: Storage, names: Mapping[str, int]) -> bool:
-        """Whether the files `names` (name to size in bytes) look like this format: cheap, mostly by names."""
-
-    def open(self, files: Files) -> Contents:
-        """What the files hold: names, shapes and where the bytes are, but no bytes of tensors.
-
-        Raises FormatError or DamagedCheckpointError, naming the file.
-        """
 
 
 class ContentsBuilder:

@@ -30,7 +30,7 @@ from reshard.stored.source import FileSource
 from reshard.stored.tensor import StoredTensor, check_cover, copy_place
 
 __all__ = [
-    "Feed", "FilePart", "FilePlan", "FormatWriter", "HashingWriter", "Region", "WrittenFile",
+    "Feed", "FilePart", "FilePlan", "FormatWriter", "HashingWriter", "Region", "Target", "WrittenFile",
     "fingerprint_parts", "grouped", "spread", "stream", "windows",
 ]  # fmt: skip
 
@@ -290,25 +290,36 @@ class WrittenFile(msgspec.Struct, frozen=True):
     """What `finish` needs to know of it."""
 
 
+@dataclass(frozen=True)
+class Target:
+    """What a writer is told of where it writes, and how."""
+
+    name: str
+    """The last part of the path: of the file, or of the folder."""
+    job_id: str
+    """In hex: it is in the names of files that are not to be taken for those of another job."""
+    max_shard_bytes: int = 5_000_000_000
+    onto: StateLayout | None = None
+    """The files are those of the ranks of this layout; without it, of at most `max_shard_bytes` of tensors."""
+
+
 class FormatWriter(ABC):
     """Writes one state in one format: a plan of files, each of which can be written independently of the others.
 
-    writer = SafetensorsWriter(contents, job_id, max_shard_bytes=...)
+    writer = SafetensorsWriter(contents, Target(name, job_id))
     done = {file.name: writer.write(storage, file, on_bytes) for file in writer.files}
     writer.finish(storage, done)           # publishes: before that, there is no checkpoint
     """
 
-    format: str
     files: tuple[FilePlan, ...]
     left_out: tuple[str, ...]
     """Keys that the format cannot hold, or that have no canonical name."""
     refused: dict[str, str]
     """Objects that cannot be written, by key, and why: they must be left out on purpose."""
 
-    def __init__(self, contents: Contents, job_id: str) -> None:
-        """`job_id`, in hex, is in the names of files that are not to be taken for those of another job."""
+    def __init__(self, contents: Contents, target: Target) -> None:
         self.contents = contents
-        self.job_id = job_id
+        self.job_id = target.job_id
         self.left_out = contents.left_out
         self.refused = {}
         self._prints: dict[str, Partial] = {}
@@ -426,12 +437,12 @@ def grouped(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec
     return groups
 
 
-def spread(specs: Sequence[TensorSpec], onto: StateLayout | None, max_bytes: int) -> SavePlan:
-    """Who writes what: the ranks of `onto`; without it, one rank for each group of whole tensors of `max_bytes`."""
-    if onto is not None:
-        return plan_writes(onto)
+def spread(specs: Sequence[TensorSpec], target: Target) -> SavePlan:
+    """Who writes what: the ranks of `onto`; without it, one rank for each group of whole tensors of limited size."""
+    if target.onto is not None:
+        return plan_writes(target.onto)
     layouts = {}
-    for rank, group in enumerate(grouped(specs, max_bytes)):
+    for rank, group in enumerate(grouped(specs, target.max_shard_bytes)):
         mesh = Mesh({"file": 1}, ranks=[rank])
         layouts.update({spec.fqn: TensorLayout(spec, mesh, [Replicate()]) for spec in group})
     return plan_writes(StateLayout({spec.fqn: layouts[spec.fqn] for spec in specs}))

@@ -14,10 +14,9 @@ import torch
 
 import reshard
 from reshard.errors import KeyMismatchError
-from reshard.formats.opening import composite_formats, plain_formats
+from reshard.formats.table import FORMATS, WRITTEN, find_format, writing_of
 from reshard.live.tensors import warn_if_untried
-from reshard.native import reader as native
-from reshard.stored.contents import Format
+from reshard.stored.streaming import FormatWriter
 
 UNUSED = (
     *(
@@ -173,13 +172,17 @@ def test_no_module_hides_a_name():
     assert modules & set(reshard.__all__) == set()
 
 
-@pytest.mark.parametrize("module", [native, *composite_formats(), *plain_formats()], ids=lambda module: module.name)
-def test_every_format_offers_what_a_format_does(module):
-    assert module.name
-    assert module.looks_for
-    for verb in ("detect", "open"):
-        wanted = [str(p) for p in inspect.signature(getattr(Format, verb)).parameters.values()][1:]
-        assert [str(p) for p in inspect.signature(getattr(module, verb)).parameters.values()] == wanted
+@pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
+def test_every_line_of_the_table_is_a_format(row):
+    found = find_format(row.name)
+
+    assert found.name == row.name
+    assert found.looks_for
+    assert list(inspect.signature(found.detect).parameters) == ["storage", "names"]
+    assert list(inspect.signature(found.open).parameters) == ["files"]
+    assert (found.writing is not None) == (row.name in WRITTEN)
+    if found.writing is not None:
+        assert issubclass(writing_of(row.name).writer, FormatWriter)
 
 
 def test_a_mapping_that_is_none_is_refused(tmp_path):

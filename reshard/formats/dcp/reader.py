@@ -18,6 +18,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Box
 from planners.geometry.layout import ITEM_SIZES, TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
+from reshard.formats.format import Format, Writing
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
 from reshard.formats.torch_save.pickles import load_pickle, plain
 from reshard.formats.torch_save.reader import TorchFile
@@ -30,15 +31,7 @@ from reshard.stored.safetensors import Header, looks_like_header, read_header
 from reshard.stored.source import DecodedSource, Files, FileSource, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-__all__ = [
-    "DcpFacts", "Item", "Items", "Undo", "checksums", "detect", "looks_for", "name", "open",
-    "open_folder",
-]  # fmt: skip
-
-
-name = "dcp"
-looks_for = ".metadata and *.distcp, or __<rank>.metadata"
-checksums = CRC_OF_RECORDS
+__all__ = ["FORMAT", "DcpFacts", "Item", "Items", "Undo", "detect", "open", "open_folder"]
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -109,7 +102,7 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
     facts = DcpFacts(
         lambda key: items.file(key, index.items.get(key, {}).get(None)), index.save_id, index.version, index.mcore_data
     )
-    return Contents(LazyMapping(tensors), LazyMapping(objects), index.paths, format=name, facts=facts)
+    return Contents(LazyMapping(tensors), LazyMapping(objects), index.paths, format="dcp", facts=facts)
 
 
 def _metadata(data: bytes | memoryview, where: str) -> dict[str, Any]:
@@ -375,3 +368,19 @@ def _unzstd(most_bytes: int, data: bytes) -> bytes:
         return b"".join(pieces)
     except zstandard.ZstdError as error:
         raise DamagedCheckpointError(f"a zstd item is damaged: {error}") from None
+
+
+def _writing() -> Writing:
+    from reshard.formats.dcp.writer import WRITING  # torch's checkpoint package takes long to import
+
+    return WRITING
+
+
+FORMAT = Format(
+    "dcp",
+    looks_for=".metadata and *.distcp, or __<rank>.metadata",
+    checksums=CRC_OF_RECORDS,
+    detect=detect,
+    open=open,
+    writing=_writing,
+)

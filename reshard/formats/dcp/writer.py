@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from planners.geometry.box import Box
-from planners.geometry.layout import StateLayout, TensorSpec
+from planners.geometry.layout import TensorSpec
+from reshard.formats.format import Writing
 from reshard.formats.torch_save.writer import (
     TensorStub,
     begin_archive,
@@ -30,12 +31,13 @@ from reshard.formats.torch_save.writer import (
     unknown_objects,
 )
 from reshard.live.dtypes import dtype_from_name
+from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.state import IntKey, KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
-from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, HashingWriter, WrittenFile, spread
+from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, HashingWriter, Target, WrittenFile, spread
 
-__all__ = ["DcpWriter", "chunk_of", "object_to_bytes", "paths_of", "tensor_metadata", "versioned"]
+__all__ = ["WRITING", "DcpWriter", "chunk_of", "object_to_bytes", "paths_of", "tensor_metadata", "versioned"]
 
 
 _METADATA = ".metadata"
@@ -44,13 +46,11 @@ _METADATA = ".metadata"
 class DcpWriter(FormatWriter):
     """One file for each rank of `onto`, or files of a limited size; objects are in the first."""
 
-    format = "dcp"
-
-    def __init__(self, contents: Contents, job_id: str, *, onto: StateLayout | None, max_shard_bytes: int) -> None:
-        super().__init__(contents, job_id)
+    def __init__(self, contents: Contents, target: Target) -> None:
+        super().__init__(contents, target)
         self.left_out += tuple(contents.per_rank)
         self.refused = dict.fromkeys(unknown_objects(contents.objects), "its class is not known here")
-        plan = spread([self.stored(name).spec for name in self.names], onto, max_shard_bytes)
+        plan = spread([self.stored(name).spec for name in self.names], target)
         specs, files = plan.layout.specs, []
         for rank in range(plan.world_size):
             parts = [FilePart(specs[item.fqn], item.box) for item in plan.items(rank)]
@@ -58,8 +58,8 @@ class DcpWriter(FormatWriter):
             if rank == 0:  # a tensor without elements is an item, too: else nobody would know of it
                 parts += [FilePart(spec, Box.full(spec.shape)) for spec in specs.values() if 0 in spec.shape]
             if parts or rank == 0:  # by a name that no older checkpoint in the folder has
-                first, second = (rank, 0) if onto is not None else (0, rank)
-                files.append(FilePlan(f"__{first}_{job_id}_{second}.distcp", tuple(parts), rank))
+                first, second = (rank, 0) if target.onto is not None else (0, rank)
+                files.append(FilePlan(f"__{first}_{self.job_id}_{second}.distcp", tuple(parts), rank))
         self.files = tuple(files)
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
@@ -118,6 +118,9 @@ class DcpWriter(FormatWriter):
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The file that is published last."""
         return _METADATA if _METADATA in names else None
+
+
+WRITING = Writing(DcpWriter, foreign=(MANIFEST, HF_INDEX, "*.safetensors"), is_sharded=True)
 
 
 # torch's own records of a DCP checkpoint: what `.metadata` says of tensors, chunks and keys, and

@@ -14,7 +14,16 @@ from typing import Any
 
 from planners.geometry.box import Box
 from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
-from reshard.formats.canonical import Canonical, Hints, NameMap, StoredOptimizer, Value, check_shapes, name_ids
+from reshard.formats.canonical import (
+    Canonical,
+    Hints,
+    NameMap,
+    StoredOptimizer,
+    Value,
+    check_shapes,
+    name_ids,
+    take_optimizer,
+)
 from reshard.formats.deepspeed.files import DeepSpeedFacts
 from reshard.formats.deepspeed.zero import (
     MASTER,
@@ -26,7 +35,6 @@ from reshard.formats.deepspeed.zero import (
     read_rank,
     shifted,
 )
-from reshard.formats.generic import take_optimizer
 from reshard.formats.megatron.names import is_gated, join_shards, tp_dim
 from reshard.formats.torch_save.pickles import TensorRef
 from reshard.formats.torch_save.reader import TorchFile, stored_tensor

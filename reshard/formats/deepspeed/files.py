@@ -13,23 +13,18 @@ parameters together.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.torch_save.reader import TorchFile, contents_of, read_torch_file
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
-from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.source import Files
 
-__all__ = ["DeepSpeedFacts", "checksums", "detect", "looks_for", "name", "open"]
+__all__ = ["DeepSpeedFacts", "beside", "detect", "open"]
 
-
-name = "deepspeed"
-looks_for = "latest, and mp_rank_*_model_states.pt, zero_pp_rank_*_optim_states.pt or layer_*-model_states.pt below it"
-checksums = CRC_OF_RECORDS
 
 _STATES = re.compile(
     r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+(_model_states|_?optim_states)\.pt"
@@ -42,6 +37,13 @@ _OF_RANK = re.compile(
 _UNIVERSAL = re.compile(r"zero/([^/]+)/([^/]+)\.pt")
 _UNIVERSAL_STATE = "zero/optimizer_state.pt"
 _LATEST = ("latest", "latest_universal")
+_MODEL_STATES = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_00_model_states")
+OWN = frozenset(
+    ("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params")
+    + ("frozen_param_fragments", "ds_config", "ds_version", "dp_world_size", "mp_world_size")
+    + ("checkpoint_parallel_dimensions", "universal_checkpoint_info")
+)
+"""What a file of model states says of the model, the optimizer and how they were cut, beside a program's own."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,16 @@ def open(files: Files) -> Contents:
         f"{folder}{file} is missing: other files of that rank, or of higher ones, are there" for file in lost
     )
     facts = DeepSpeedFacts({"/".join(map(str, path)): file for path, file in opened.items()}, missing)
-    contents = contents_of(name, opened, facts)
+    contents = contents_of("deepspeed", opened, facts)
     return replace(contents, warnings=(*contents.warnings, *missing))
+
+
+def beside(contents: Contents) -> Iterator[str]:
+    """Keys of what is neither a part of the model nor of the optimizer."""
+    for key in contents.objects:
+        file, *inner = contents.paths.get(key, (key,))
+        if _MODEL_STATES.fullmatch(str(file)) and inner and str(inner[0]) not in OWN:
+            yield key
 
 
 def _lost(files: Iterable[str]) -> list[str]:

@@ -13,14 +13,17 @@ from planners.geometry.box import Box
 from reshard.errors import FormatError
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.dcp.writer import object_to_bytes
+from reshard.formats.deepspeed.files import OWN
+from reshard.formats.format import Widen, Writing
 from reshard.formats.torch_save.writer import TensorStub, write_archive
 from reshard.live.tree import unflatten
+from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Facts
-from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, WrittenFile
+from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Target, WrittenFile
 from reshard.stored.tensor import LazyTensor, StoredTensor
 
-__all__ = ["DeepSpeedWriter", "deepspeed_form"]
+__all__ = ["WRITING"]
 
 
 # latest_universal                                              names the folder, published last
@@ -34,11 +37,6 @@ __all__ = ["DeepSpeedWriter", "deepspeed_form"]
 _LATEST = "latest_universal"
 _VERSION = "0.19.8"
 """The version whose files these are."""
-RESERVED = frozenset(
-    ("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "ds_version")
-    + ("frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config")
-)
-"""What DeepSpeed itself keeps beside a program's client state."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,8 @@ class DeepSpeedState(Facts):
 class DeepSpeedWriter(FormatWriter):
     """A file for each tensor of the optimizer, and one for what is in no optimizer."""
 
-    format = "deepspeed"
-
-    def __init__(self, contents: Contents, job_id: str) -> None:
-        super().__init__(contents, job_id)
+    def __init__(self, contents: Contents, target: Target) -> None:
+        super().__init__(contents, target)
         facts = contents.facts_of(DeepSpeedState)
         assert facts is not None
         self.facts = facts
@@ -156,9 +152,6 @@ class DeepSpeedWriter(FormatWriter):
 
 _MASTERS = ("fp32_param", "fp32", "master_param")
 _NOT_STATES = (*_MASTERS, "step")
-
-Widen = Callable[[StoredTensor, str], StoredTensor]
-"""(a tensor, name) -> the same in float32, under that name."""
 
 
 def deepspeed_form(
@@ -271,7 +264,7 @@ def _client(contents: Contents) -> tuple[dict[str, Any], list[str]]:
         if path[0] in ("optim", "model"):
             continue
         inner = path[1:] if str(path[0]).endswith("mp_rank_00_model_states") else path
-        if not inner or inner[0] in RESERVED:
+        if not inner or inner[0] in OWN:
             lost.append(key)
         else:
             found[inner] = value
@@ -282,3 +275,6 @@ def _client(contents: Contents) -> tuple[dict[str, Any], list[str]]:
     above = {path[:i] for path in found for i in range(1, len(path) + 1)}
     client = unflatten(found, {path: kind for path, kind in kinds.items() if path in above})
     return dict(client), lost
+
+
+WRITING = Writing(DeepSpeedWriter, foreign=(MANIFEST, HF_INDEX, "*.safetensors", ".metadata"), form=deepspeed_form)

@@ -5,14 +5,14 @@ iter_0000002/metadata.json               {"sharded_backend": "torch_dist", ...}
 iter_0000002/common.pt                   arguments, param groups, how the optimizer was sharded
 iter_0000002/.metadata, __0_0.distcp     tensors, whole layers in stacks
 
-and the older folders of one file per rank, see `legacy_files`. `reshard.formats.megatron` gives
-canonical names.
+And the older folders of one file per rank (`--ckpt-format torch`), below.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,23 +21,20 @@ import torch
 
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
-from reshard.formats.torch_save.reader import contents_of, read_torch_file
+from reshard.formats.torch_save.reader import TorchFile, contents_of, read_torch_file
 from reshard.live.plain_data import encode_plain
+from reshard.state import KeyPath
 from reshard.storage.base import Storage
-from reshard.stored.checksums import CRC_OF_RECORDS
-from reshard.stored.contents import Contents, LazyMapping, merge
+from reshard.stored.contents import Contents, Facts, LazyMapping, merge
 from reshard.stored.source import Files
 from reshard.stored.tensor import LazyTensor
 
 __all__ = [
-    "LATEST", "MegatronFacts", "checksums", "detect", "is_of_fsdp", "iteration_folder", "looks_for",
-    "name", "open", "open_folder",
+    "LATEST", "LegacyFacts", "MegatronFacts", "RankFiles", "arguments", "beside",
+    "claim", "detect", "detect_legacy", "iteration_folder", "open", "open_folder",
+    "open_legacy",
 ]  # fmt: skip
 
-
-name = "megatron"
-looks_for = "latest_checkpointed_iteration.txt, or metadata.json with a sharded_backend or common.pt, beside .metadata"
-checksums = CRC_OF_RECORDS
 
 LATEST = "latest_checkpointed_iteration.txt"
 _BACKENDS = ("torch_dist", "torch_dcp", "fsdp_dtensor")
@@ -74,7 +71,31 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     return "metadata.json" not in names or "sharded_backend" in _description(storage, "")
 
 
-def is_of_fsdp(sharded: Contents) -> bool:
+def claim(contents: Contents) -> Contents | None:
+    """What is in an archive of NeMo's, or of Megatron-FSDP and was opened without the folder above it."""
+    if contents.facts_of(MegatronFacts) is not None:
+        return contents
+    known = contents.facts_of(dcp.DcpFacts)
+    if contents.format != "dcp" or known is None or not _is_of_fsdp(contents):
+        return None
+    return replace(contents, facts=MegatronFacts(**vars(known), backend="fsdp_dtensor"))
+
+
+def beside(contents: Contents) -> Iterator[str]:
+    """Keys of what is neither a part of the model nor of the optimizer."""
+    for key in (*contents.tensors, *contents.objects):
+        if key.startswith("common."):
+            settings = key.startswith("common.optimizer.") and ".grad_scaler" not in key
+            is_beside = not settings and not key.startswith("common.content_metadata.")
+        elif "_extra_state/" in key:  # of fp8 recipes; else there is nothing in it
+            is_beside = key in contents.objects and contents.objects[key] != [None]
+        else:
+            is_beside = key.startswith(("rng_state", "rerun_state_machine", "opt_param_scheduler"))
+        if is_beside:
+            yield key
+
+
+def _is_of_fsdp(sharded: Contents) -> bool:
     """Whether Megatron-FSDP saved this: a nest as torch's DCP keeps it, with the settings of each parameter."""
     return any(path[:2] == ("optimizer", "param_to_group_meta") for path in sharded.paths.values())
 
@@ -112,7 +133,7 @@ def open_folder(files: Files, folder: str) -> Contents:
             f"{storage.url}/{folder}: there is no .metadata, which comes last: the save did not end"
         )
     sharded = dcp.open_folder(files, folder)
-    if not described and is_of_fsdp(sharded):
+    if not described and _is_of_fsdp(sharded):
         backend = "fsdp_dtensor"
     shared: dict[str, Any] = {}
     parts = [("", sharded)]
@@ -125,11 +146,11 @@ def open_folder(files: Files, folder: str) -> Contents:
         file = read_torch_file(files[common])
         if isinstance(file.value, dict):
             shared = {key: file.plain(value) for key, value in file.value.items() if key != "rng_state"}
-        parts.append(("common", _only_here(contents_of(name, {(): file}), sharded, file.source.label)))
+        parts.append(("common", _only_here(contents_of("megatron", {(): file}), sharded, file.source.label)))
     known = sharded.facts_of(dcp.DcpFacts)
     assert known is not None
     facts = MegatronFacts(**vars(known), backend=backend, common=shared)
-    merged = merge(name, parts, facts)
+    merged = merge("megatron", parts, facts)
     if folder + "metadata.json" in names:
         return merged
     lost = f"{folder}metadata.json is missing: taken for one of {backend}"
@@ -172,3 +193,134 @@ def _is_same(a: Contents, key: str, b: Contents, twin: str) -> bool:
     except FormatError:  # objects of unknown classes
         p, q = a.objects[key], b.objects[twin]
     return bool(p == q)
+
+
+# Megatron's older checkpoints (`--ckpt-format torch`): one file per model parallel rank, silent about the others.
+#
+# iter_0000002/mp_rank_00/model_optim_rng.pt            tensor parallel rank 0
+# iter_0000002/mp_rank_00_001/model_optim_rng.pt        ... of pipeline stage 1 (without stages: of expert rank 1)
+# iter_0000002/mp_rank_00_001_003/model_optim_rng.pt    ... of expert parallel rank 3
+# iter_0000002/mp_rank_00_001/distrib_optim.pt          the distributed optimizer of that model parallel rank
+#
+# The keys are those of each file, behind the names of its folder and of the file where it is not the model's.
+
+
+_FILE = re.compile(
+    r"mp_rank_(?P<tp>\d{2,})(?:_(?P<second>\d{3,}))?(?:_(?P<third>\d{3,}))?/"
+    r"(?P<file>model_optim_rng|model_rng|distrib_optim|optim)\.pt"
+)
+
+
+@dataclass
+class RankFiles:
+    """The files of one model parallel rank, and its place in the grid."""
+
+    folder: str
+    tp: int
+    pp: int
+    ep: int
+    model: TorchFile
+    optimizer: TorchFile | None = None
+    """Of the distributed optimizer."""
+
+
+@dataclass(frozen=True)
+class LegacyFacts(Facts):
+    """The files of all ranks, in the order of their place in the grid."""
+
+    ranks: list[RankFiles]
+
+
+def detect_legacy(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether there are folders of model parallel ranks, here or in the latest iteration's folder."""
+    if LATEST in names:
+        folder = iteration_folder(storage, names)
+        return any(_FILE.fullmatch(file.removeprefix(folder)) for file in names)
+    return any(map(_FILE.fullmatch, names))
+
+
+def open_legacy(files: Files) -> Contents:
+    """The files of all ranks. Raises DamagedCheckpointError if those of a rank are missing."""
+    storage, names = files.storage, files.listed
+    folder = iteration_folder(storage, names)
+    opened: dict[KeyPath, TorchFile] = {}
+    ranks: dict[tuple[int, ...], dict[str, TorchFile]] = {}
+    for file in sorted(names):
+        match = _FILE.fullmatch(file.removeprefix(folder)) if file.startswith(folder) else None
+        if match is None:
+            continue
+        read = read_torch_file(files[file])
+        at = tuple(int(part) for part in match.group("tp", "second", "third") if part is not None)
+        kind = "optimizer" if match["file"] in ("distrib_optim", "optim") else "model"
+        ranks.setdefault(at, {})[kind] = read
+        path = file.removeprefix(folder).partition("/")[0]
+        opened[(path,) if kind == "model" else (path, match["file"])] = read
+    grid = [_place(at, of, storage.url) for at, of in sorted(ranks.items())]
+    _check_grid(grid, storage.url)
+    _check_optimizers(grid, storage.url)
+    return contents_of("megatron_legacy", opened, LegacyFacts(grid))
+
+
+def _place(at: tuple[int, ...], of: Mapping[str, TorchFile], url: str) -> RankFiles:
+    """Where in the grid a folder is: a second number is the pipeline's where there are stages, else the experts'."""
+    folder = "mp_rank_" + "_".join(f"{n:0{2 if i == 0 else 3}d}" for i, n in enumerate(at))
+    if "model" not in of:
+        raise DamagedCheckpointError(f"{url}: {folder} holds no model_optim_rng.pt")
+    file = of["model"]
+    if not isinstance(file.value, dict):
+        raise DamagedCheckpointError(f"{file.source.label}: wanted a dict of model and optimizer")
+    stages = arguments(file).get("pipeline_model_parallel_size")
+    tp, pp, ep = at[0], 0, 0
+    if len(at) == 3:
+        pp, ep = at[1], at[2]
+    elif len(at) == 2 and stages == 1:
+        ep = at[1]
+    elif len(at) == 2:
+        pp = at[1]
+    return RankFiles(folder, tp, pp, ep, file, of.get("optimizer"))
+
+
+def arguments(file: TorchFile) -> dict[str, Any]:
+    """The program's arguments that a file holds, as far as they are plain."""
+    args = file.plain(file.value.get("args")) if isinstance(file.value, dict) else None
+    return args if isinstance(args, dict) else {}
+
+
+def _check_optimizers(ranks: list[RankFiles], url: str) -> None:
+    """Raises DamagedCheckpointError if some ranks have files of the distributed optimizer, and others lack theirs.
+
+    Of further expert ranks, only those with experts have one.
+    """
+    having = next((rank for rank in ranks if rank.optimizer is not None), None)
+    if having is None:
+        return
+    for rank in ranks:
+        if rank.optimizer is None and (rank.ep == 0 or _has_experts(rank.model.value)):
+            raise DamagedCheckpointError(
+                f"{url}: {rank.folder} has no file of the distributed optimizer (distrib_optim.pt), but "
+                f"{having.folder} has one"
+            )
+
+
+def _has_experts(value: Any) -> bool:
+    models = [part for key, part in value.items() if str(key).startswith("model") and isinstance(part, dict)]
+    return any(".experts." in str(name) for model in models for name in model)
+
+
+def _check_grid(ranks: list[RankFiles], url: str) -> None:
+    """Raises DamagedCheckpointError unless the ranks fill their grid."""
+    args = arguments(ranks[0].model)
+    sizes = {
+        "tp": max(int(args.get("tensor_model_parallel_size") or 0), max(r.tp for r in ranks) + 1),
+        "pp": max(int(args.get("pipeline_model_parallel_size") or 0), max(r.pp for r in ranks) + 1),
+        "ep": max(r.ep for r in ranks) + 1,
+    }
+    held = {(r.tp, r.pp, r.ep) for r in ranks}
+    for tp in range(sizes["tp"]):
+        for pp in range(sizes["pp"]):
+            for ep in range(sizes["ep"]):
+                if (tp, pp, ep) not in held:
+                    raise DamagedCheckpointError(
+                        f"{url}: the folder of tensor parallel rank {tp}, pipeline stage {pp}, expert rank {ep} is "
+                        f"missing; there are {', '.join(r.folder for r in ranks[:6])}"
+                    )

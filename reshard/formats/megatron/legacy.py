@@ -15,7 +15,7 @@ from typing import Any
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.canonical import Canonical, Hints, Value, elementwise, find_scope
 from reshard.formats.megatron.canonical import finish
-from reshard.formats.megatron.legacy_files import LegacyFacts, RankFiles, arguments
+from reshard.formats.megatron.files import LegacyFacts, RankFiles, arguments
 from reshard.formats.megatron.names import (
     canonical_key,
     is_buffer,

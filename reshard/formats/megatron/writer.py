@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -15,17 +15,19 @@ from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.dcp.writer import DcpWriter, object_to_bytes
+from reshard.formats.format import Widen, Writing
 from reshard.formats.megatron.files import LATEST
 from reshard.formats.megatron.names import is_expert
 from reshard.formats.megatron.optimizer import groups_to_save
 from reshard.live.tree import unflatten
+from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Facts
-from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, WrittenFile
+from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Target, WrittenFile
 from reshard.stored.tensor import LazyTensor, StoredTensor
 from reshard.stored.views import stack
 
-__all__ = ["MegatronWriter", "megatron_form"]
+__all__ = ["WRITING"]
 
 
 # latest_checkpointed_iteration.txt        names the folder, published last
@@ -56,14 +58,11 @@ class MegatronState(Facts):
 class MegatronWriter(DcpWriter):
     """Files of a limited size, in the folder of one iteration."""
 
-    format = "megatron"
-
-    def __init__(self, contents: Contents, job_id: str, *, target: str, max_shard_bytes: int) -> None:
-        """`target` is the path that the files go to, of which only the last part matters."""
+    def __init__(self, contents: Contents, target: Target) -> None:
         facts = contents.facts_of(MegatronState)
         assert facts is not None
         self.common = facts.common
-        is_inside = _ITERATION.fullmatch(target.rstrip("/").rpartition("/")[2]) is not None
+        is_inside = _ITERATION.fullmatch(target.name) is not None
         self.folder = "" if is_inside else f"iter_{int(self.common['iteration']):07d}/"
         first, *others = facts.empty or ("",)
         aliases = {**contents.aliases, **dict.fromkeys(others, first)}
@@ -71,11 +70,11 @@ class MegatronWriter(DcpWriter):
         FormatWriter.__init__(self, Contents(
             contents.tensors, objects, aliases=aliases, format=contents.format, warnings=contents.warnings,
             left_out=contents.left_out,
-        ), job_id)  # fmt: skip
+        ), target)  # fmt: skip
         parts = [part for name in self.names for part in _chunks(self.stored(name).spec)]
-        groups = list(_grouped(parts, max_shard_bytes))
+        groups = list(_grouped(parts, target.max_shard_bytes))
         self.files = tuple(
-            FilePlan(f"{self.folder}__0_{job_id}_{number}.distcp", tuple(group), number)
+            FilePlan(f"{self.folder}__0_{self.job_id}_{number}.distcp", tuple(group), number)
             for number, group in enumerate(groups)
         )
 
@@ -133,9 +132,6 @@ _NARROW = ("bfloat16", "float16")
 """Dtypes of parameters that have masters."""
 _VERSION = 3.0
 """What newer programs write as `checkpoint_version`; 0, where there is none, means other orders of rows."""
-
-Widen = Callable[[StoredTensor, str], StoredTensor]
-"""(a tensor, name) -> the same in float32, under that name."""
 
 
 def megatron_form(
@@ -468,3 +464,6 @@ def extra_state_keys(stacks: Stacks, names: Iterable[str]) -> list[str]:
         shard = f"shard_{'.'.join(str(n) for n, _ in at)}_{'.'.join(str(size) for _, size in at)}"
         found.update((f"{place}._extra_state/{shard}", None) for place in places)
     return list(found)
+
+
+WRITING = Writing(MegatronWriter, foreign=(MANIFEST, HF_INDEX, "*.safetensors", ".metadata"), form=megatron_form)

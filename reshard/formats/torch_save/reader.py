@@ -13,6 +13,7 @@ import torch
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError, KeyMismatchError
+from reshard.formats.format import Format, Writing
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
 from reshard.live.dtypes import dtype_name
@@ -25,8 +26,8 @@ from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
 
 __all__ = [
-    "TorchFile", "checksums", "contents_of", "detect", "flat_leaves", "is_sharded_tensor",
-    "join_sharded", "looks_for", "looks_like_torch_file", "name", "open", "read_torch_file",
+    "FORMAT", "TorchFile", "contents_of", "detect", "flat_leaves", "is_sharded_tensor",
+    "join_sharded", "looks_like_torch_file", "open", "read_torch_file",
     "sharded_ranks", "stored_tensor",
 ]  # fmt: skip
 
@@ -220,10 +221,6 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts | No
 # Files of `torch.save`: one file, or Hugging Face's older `pytorch_model-*.bin` with an index.
 
 
-name = "torch_save"
-looks_for = "a file of torch.save: *.pt, *.pth, *.bin, *.ckpt"
-checksums = CRC_OF_RECORDS
-
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".th", ".tar")
 _INDEX = ".bin.index.json"
 
@@ -256,7 +253,7 @@ def open(files: Files) -> Contents:
             f"{', '.join(sorted(found)[:5])}; open one by its path"
         )
     file = read_torch_file(files[found[0]])
-    return contents_of(name, {(): file})
+    return contents_of("torch_save", {(): file})
 
 
 def _open_indexed(files: Files, index: str) -> Contents:
@@ -272,7 +269,7 @@ def _open_indexed(files: Files, index: str) -> Contents:
         raise DamagedCheckpointError(f"{storage.url}: files that {index} names are missing: {', '.join(missing[:5])}")
     merged: dict[str, Any] = {}
     for file in wanted:
-        part = contents_of(name, {(): read_torch_file(files[file])})
+        part = contents_of("torch_save", {(): read_torch_file(files[file])})
         lost = [key for key, where in weight_map.items() if where == file and key not in part.tensors]
         if lost:
             raise DamagedCheckpointError(
@@ -283,7 +280,7 @@ def _open_indexed(files: Files, index: str) -> Contents:
             where = f"says that it is in {weight_map[extra[0]]}" if extra[0] in weight_map else "does not have it"
             raise DamagedCheckpointError(f"{label}: {extra[0]!r} is in {file}, but the index {where}; the index lies")
         merged.update(part.tensors)
-    return Contents(merged, format=name)
+    return Contents(merged, format="torch_save")
 
 
 # ShardedTensors in pickles: each rank's file has its shards and says where they lie; all together
@@ -365,3 +362,19 @@ def _add_shard(
     if inside is not None:
         whole = stored_tensor(name, file, ref, rank).chunks[0].shift(box.offsets)
         chunks[inside] = whole.crop(inside)
+
+
+def _writing() -> Writing:
+    from reshard.formats.torch_save.writer import WRITING
+
+    return WRITING
+
+
+FORMAT = Format(
+    "torch_save",
+    looks_for="a file of torch.save: *.pt, *.pth, *.bin, *.ckpt",
+    checksums=CRC_OF_RECORDS,
+    detect=detect,
+    open=open,
+    writing=_writing,
+)

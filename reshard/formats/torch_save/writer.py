@@ -18,16 +18,17 @@ import torch
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
+from reshard.formats.format import Writing
 from reshard.live.dtypes import as_array, dtype_from_name, dtype_name, row_major_bytes
 from reshard.live.tree import unflatten
 from reshard.storage.base import Storage
 from reshard.stored.checksums import combined
 from reshard.stored.contents import Contents, Record
-from reshard.stored.streaming import Feed, FilePart, FilePlan, FormatWriter, HashingWriter, Region, WrittenFile
+from reshard.stored.streaming import Feed, FilePart, FilePlan, FormatWriter, HashingWriter, Region, Target, WrittenFile
 from reshard.stored.tensor import Extent
 
 __all__ = [
-    "ArchiveWriter", "TensorStub", "TorchSaveWriter", "begin_archive", "end_archive",
+    "WRITING", "ArchiveWriter", "TensorStub", "TorchSaveWriter", "begin_archive", "end_archive",
     "pickled_state", "save_tensor", "tensor_record", "unknown_objects", "write_archive",
     "written_crc",
 ]  # fmt: skip
@@ -36,15 +37,12 @@ __all__ = [
 class TorchSaveWriter(FormatWriter):
     """Everything in one archive. Tied tensors share their memory when they are loaded."""
 
-    format = "torch_save"
-
-    def __init__(self, contents: Contents, job_id: str, *, file: str) -> None:
-        """`file` is the name of the file."""
-        super().__init__(contents, job_id)
+    def __init__(self, contents: Contents, target: Target) -> None:
+        super().__init__(contents, target)
         self.left_out += tuple(contents.per_rank)
         self.refused = dict.fromkeys(unknown_objects(contents.objects), "its class is not known here")
         specs = [self.stored(name).spec for name in self.names]
-        self.files = (FilePlan(file, tuple(FilePart(spec, Box.full(spec.shape)) for spec in specs)),)
+        self.files = (FilePlan(target.name, tuple(FilePart(spec, Box.full(spec.shape)) for spec in specs)),)
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
         """Stream the archive."""
@@ -72,6 +70,9 @@ class TorchSaveWriter(FormatWriter):
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The file itself; others beside it are in nobody's way."""
         return next((file.name for file in self.files if file.name in names), None)
+
+
+WRITING = Writing(TorchSaveWriter, is_one_file=True)
 
 
 def write_archive(

@@ -1,31 +1,236 @@
-"""Normalizes what the ranks of FSDP1 saved by themselves: flat parameters and their optimizer states, cut up again.
+"""Files that every rank of FSDP1 saved by itself: local state dicts of flat parameters, and raw optimizer states.
 
-    use_orig_params=False: one flat tensor per wrapped module, the same for its states     flat: [p0 p0 p0 | p1 p1 -]
-    use_orig_params=True:  a 1-D piece of each parameter, empty on ranks that hold none    rank 0 ......... rank 1 ..
+local_model_0.pt, local_model_1.pt ...    {"layers.0._flat_param": ShardedTensor, ...}, or a 1-D piece of each parameter
+raw_optim_0.pt, raw_optim_1.pt ...        {"state": {0: {"exp_avg": 1-D piece, ...}}, "param_groups": [...]}
 
-Neither files nor pieces say shapes, so the hints do: "param_shapes" of the model, or "flat_params" of each flat tensor.
+Their names are the training program's, so files that are numbered from 0 on are looked into. The keys are those of each
+file, behind the file's name.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from planners.geometry.box import Box
-from reshard.errors import DamagedCheckpointError, NormalizationError
-from reshard.formats.canonical import Canonical, Hints, NameMap, StoredOptimizer, Value, name_ids
-from reshard.formats.fsdp1.files import Fsdp1Facts
-from reshard.formats.fsdp1.flat_parameters import FLAT, FlatLayout, ask_copies, cut_flat, hinted_params, layout_of
-from reshard.formats.generic import take_optimizer
+from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
+from reshard.formats.canonical import (
+    Canonical,
+    Hints,
+    NameMap,
+    StoredOptimizer,
+    Value,
+    find_scope,
+    name_ids,
+    take_optimizer,
+)
+from reshard.formats.format import Format
 from reshard.formats.torch_save.pickles import TensorRef
-from reshard.formats.torch_save.reader import TorchFile, is_sharded_tensor, join_sharded, stored_tensor
-from reshard.stored.contents import Contents
+from reshard.formats.torch_save.reader import (
+    TorchFile,
+    contents_of,
+    is_sharded_tensor,
+    join_sharded,
+    read_torch_file,
+    stored_tensor,
+)
+from reshard.state import KeyPath
+from reshard.storage.base import Storage
+from reshard.stored.checksums import CRC_OF_RECORDS
+from reshard.stored.contents import Contents, Facts
+from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
-from reshard.stored.views import assemble, unflatten
+from reshard.stored.views import assemble, narrow, unflatten
 
-__all__ = ["normalize_fsdp1"]
+__all__ = ["FLAT", "FORMAT", "cut_flat", "numbered"]
+
+
+# The inside of flat parameters: where each parameter lies in one.
+
+
+_ALIGNMENT_BYTES = 16
+"""With use_orig_params, every parameter inside begins at a multiple of this."""
+FLAT = "_flat_param"
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where each parameter lies in a flat one: its first element, and its shape."""
+
+    params: dict[str, tuple[int, tuple[int, ...]]]
+
+    def cut(self, flat: StoredTensor) -> dict[str, StoredTensor]:
+        """The parameters as tensors of their own."""
+        return {
+            name: unflatten(narrow(flat, 0, start, start + math.prod(shape)), shape, name)
+            for name, (start, shape) in self.params.items()
+        }
+
+
+def cut_flat(name: str, flat: StoredTensor, flat_names: Sequence[str], hints: Hints) -> dict[str, StoredTensor]:
+    """The parameters inside a model's flat parameter without padding; `flat_names` are those of all flat parameters.
+
+    Raises NormalizationError if no hint says what is inside, or what it says has other sizes.
+    """
+    return layout_of(name, None, flat.spec.numel, flat.itemsize, 0, flat_names, hints).cut(flat)
+
+
+def layout_of(
+    name: str | None, key: int | None, numel: int, itemsize: int, slack: int, flat_names: Sequence[str], hints: Hints
+) -> FlatLayout:
+    """What is in the flat parameter of this name or id, of `numel` elements of which fewer than `slack` are padding.
+
+    Raises NormalizationError if no hint says it, or what it says has other sizes.
+    """
+    what = f"the flat parameter {name!r}" if key is None or name is not None else f"the flat parameter of id {key}"
+    hinted = [found for scope in (name, key) if scope is not None and (found := hinted_params(scope, hints))]
+    params = hinted[0] if hinted else None
+    if params is None and name is not None:
+        params = _by_prefix(name, flat_names, hints)
+    if params is None:
+        hints.missing(
+            "param_shapes" if name is not None else "flat_params",
+            f"{what} of FSDP1 does not say which parameters are in it",
+            "{name: tuple(p.shape) for name, p in model.named_parameters()}"
+            if name is not None
+            else '{0: [("embed.weight", (100, 16)), ...], ...}',
+        )
+    for alignment in (1, max(_ALIGNMENT_BYTES // itemsize, 1)):
+        at = 0
+        inside: dict[str, tuple[int, tuple[int, ...]]] = {}
+        for param, shape in params:
+            start = -(-at // alignment) * alignment
+            inside[param] = (start, shape)
+            at = start + math.prod(shape)
+        # padded until the parts of all ranks are equal
+        if 0 <= numel - -(-at // alignment) * alignment < max(slack, 1) or at == numel:
+            return FlatLayout(inside)
+    held = sum(math.prod(shape) for _, shape in params)
+    if numel >= 2 * held > 0:
+        ask_copies(
+            f"{what} has {numel} elements on all ranks, but the parameters that the hint puts into it", held, hints
+        )
+    raise NormalizationError(f"{what} has {numel} elements, but the parameters that the hint puts into it have {held}")
+
+
+def ask_copies(what: str, held: int, hints: Hints) -> None:
+    """Raise the NormalizationError that asks how many ranks hold a copy, unless it was said already."""
+    if "shard_ranks" not in hints:
+        hints.missing("shard_ranks", f"{what} have {held}: with HYBRID_SHARD or NO_SHARD, ranks hold copies", "1")
+
+
+def hinted_params(scope: str | int, hints: Hints) -> list[tuple[str, tuple[int, ...]]] | None:
+    """Names and shapes that the hint `flat_params` gives for a flat parameter's name or id; None if it has neither."""
+    value = find_scope(hints.mapping("flat_params"), scope)
+    value = value.get("params") if isinstance(value, Mapping) and "params" in value else value
+    if value is None:
+        return None
+    pairs = value.items() if isinstance(value, Mapping) else value
+    try:
+        return [(str(param), tuple(int(n) for n in shape)) for param, shape in pairs]
+    except (TypeError, ValueError):
+        raise NormalizationError(f"the hint 'flat_params' must list (name, shape), got {value!r:.80}") from None
+
+
+def _by_prefix(name: str, flat_names: Sequence[str], hints: Hints) -> list[tuple[str, tuple[int, ...]]] | None:
+    """The parameters of the module whose flat parameter this is, but not those of modules inside with their own."""
+    shapes = hints.mapping("param_shapes")
+    if not shapes:
+        return None
+    fronts = sorted((flat.removesuffix(FLAT) for flat in flat_names), key=len, reverse=True)
+    mine = name.removesuffix(FLAT)
+    out = []
+    for param, shape in shapes.items():
+        front = next((f for f in fronts if str(param).startswith(f)), None)
+        if front == mine:
+            out.append((str(param), tuple(int(n) for n in shape)))
+    return out
+
+
+# The files.
+
+
+_FILE = re.compile(r"(?P<section>.*?\D)?(?P<rank>\d+)\.(?:pt|pth|bin)")
+
+
+@dataclass(frozen=True)
+class Fsdp1Facts(Facts):
+    """The files of all ranks, by what they are called and their rank."""
+
+    sections: Mapping[str, Mapping[int, TorchFile]]
+
+
+def numbered(names: Mapping[str, int]) -> dict[str, dict[int, str]]:
+    """Files in the top folder by what they are called and their number; {} if there are others beside them."""
+    out: dict[str, dict[int, str]] = {}
+    for file in names:
+        if "/" in file or not file.endswith((".pt", ".pth", ".bin", ".safetensors", ".ckpt")):
+            continue
+        match = _FILE.fullmatch(file)
+        if match is None:
+            return {}
+        out.setdefault((match["section"] or "").rstrip("_-. "), {})[int(match["rank"])] = file
+    return out
+
+
+def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether all files of the top folder are numbered, and the first of one kind holds pieces."""
+    sections = numbered(names)
+    if not all(0 in ranks for ranks in sections.values()) or max(map(len, sections.values()), default=0) < 2:
+        return False  # one file is a checkpoint of its own
+    files = Files(storage)
+    try:
+        return any(_holds_pieces(read_torch_file(files[ranks[0]]).value) for ranks in sections.values())
+    except FormatError:
+        return False  # no files of torch.save
+
+
+def _holds_pieces(value: Any) -> bool:
+    leaves = list(_leaves(value, ()))
+    if any(is_sharded_tensor(leaf) for _, leaf in leaves):
+        return True
+    states = [
+        leaf for path, leaf in leaves if "state" in path and type(path[-2]) is int and isinstance(leaf, TensorRef)
+    ]
+    return bool(states) and all(len(ref.size) < 2 for ref in states) and any(len(ref.size) == 1 for ref in states)
+
+
+def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, dict) and len(path) < 8:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key))
+    else:
+        yield path, value
+
+
+def open(files: Files) -> Contents:
+    """The files of all ranks. Raises DamagedCheckpointError if that of a rank is missing."""
+    storage, names = files.storage, files.listed
+    sections: dict[str, dict[int, TorchFile]] = {}
+    world = max(len(ranks) for ranks in numbered(names).values())
+    for section, ranks in sorted(numbered(names).items()):
+        missing = sorted(set(range(max(world, max(ranks) + 1))) - set(ranks))
+        if missing:
+            raise DamagedCheckpointError(
+                f"{storage.url}: the file of rank {missing[0]} is missing; there is {ranks[min(ranks)]}"
+            )
+        sections[section] = {rank: read_torch_file(files[ranks[rank]]) for rank in sorted(ranks)}
+    opened: dict[KeyPath, TorchFile] = {
+        (f"{s}_{rank}",): file for s, ranks in sections.items() for rank, file in ranks.items()
+    }
+    return contents_of("fsdp1", opened, Fsdp1Facts(sections))
+
+
+# Canonical names: flat parameters and their optimizer states, cut up again.
+#
+#     use_orig_params=False: one flat tensor per wrapped module, the same for its states     flat: [p0 p0 p0 | p1 p1 -]
+#     use_orig_params=True:  a 1-D piece of each parameter, empty on ranks that hold none    rank 0 ......... rank 1 ..
+#
+# Neither files nor pieces say shapes, so the hints do: "param_shapes" of the model, or "flat_params" of each flat
+# tensor.
 
 
 _MODELS = ("model", "state_dict", "model_state_dict")
@@ -41,7 +246,7 @@ class _RankStates:
     optim: list[dict[str, Any]] = field(default_factory=list)
 
 
-def normalize_fsdp1(contents: Contents, hints: Hints, what: str) -> Canonical:
+def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state under canonical names.
 
     Raises:
@@ -305,3 +510,15 @@ def _by_pieces(
                 same = stored_tensor(str(state), files[first], value) if isinstance(value, TensorRef) else value
                 saved.state.setdefault(name, {})[str(state)] = same
     return saved
+
+
+FORMAT = Format(
+    "fsdp1",
+    looks_for="<name>_<rank>.pt, with flat parameters or pieces of optimizer states",
+    checksums=CRC_OF_RECORDS,
+    detect=detect,
+    open=open,
+    is_composite=True,
+    normalizer=lambda: _normalize,
+    beside=lambda contents: (),
+)

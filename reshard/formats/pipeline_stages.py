@@ -1,15 +1,14 @@
-"""Normalizes pipeline stages that were saved apart: layers and ids that count from 0 in each are numbered through.
+"""Stages of a pipeline, each saved by itself, or under a key of its own: read, and numbered through.
 
-stage 0: layers.0, layers.1          stage 1: layers.0, layers.1   ->   layers.2, layers.3
-What several stages have under one name, such as a shared buffer, is taken from the first. Stages are files of their
-own, or have keys of their own in one checkpoint: {"stage_0": {"model": ...}, ...} or {"model": {"stage_0": ...}, ...}.
+Files are those of `torch.save`: stage_0.pt, stage_1.pt ... Each stage usually numbers its layers and its optimizer's
+parameters from 0. The keys are those of each file, behind the file's name.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,24 +22,71 @@ from reshard.formats.canonical import (
     find_scope,
     name_ids,
     read_optimizer,
+    take_optimizer,
 )
-from reshard.formats.generic import take_optimizer
-from reshard.formats.pipeline_stages.files import StageFacts
+from reshard.formats.format import Format
+from reshard.formats.fsdp1 import numbered
 from reshard.formats.sections import find_sections, is_beside
+from reshard.formats.torch_save.reader import contents_of, read_torch_file
 from reshard.state import KeyPath
-from reshard.stored.contents import Contents, LazyMapping
+from reshard.storage.base import Storage
+from reshard.stored.checksums import CRC_OF_RECORDS
+from reshard.stored.contents import Contents, Facts, LazyMapping, merge
+from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
 
-__all__ = ["normalize_stages", "stages_by_key"]
+__all__ = ["FORMAT"]
+
+
+_FILE = re.compile(r".*(stage|pp|pp_?rank|pipe(line)?_?(rank)?)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class StageFacts(Facts):
+    """The stages of a pipeline, by number."""
+
+    stages: Mapping[int, Contents]
+
+
+def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+    """Whether all files of the top folder are those of stages, numbered from 0."""
+    sections = numbered(names)
+    if len(sections) != 1:
+        return False
+    ((section, ranks),) = sections.items()
+    return bool(_FILE.fullmatch(section)) and 0 in ranks and len(ranks) > 1
+
+
+def open(files: Files) -> Contents:
+    """The files of all stages. Raises DamagedCheckpointError if one in the middle is missing."""
+    storage, names = files.storage, files.listed
+    ((_, found),) = numbered(names).items()
+    missing = sorted(set(range(max(found) + 1)) - set(found))
+    if missing:
+        raise DamagedCheckpointError(f"{storage.url}: the file of stage {missing[0]} is missing; there is {found[0]}")
+    stages = {
+        stage: contents_of("pipeline_stages", {(): read_torch_file(files[found[stage]])}) for stage in sorted(found)
+    }
+    parts = [(found[stage].rpartition(".")[0], contents) for stage, contents in stages.items()]
+    return merge("pipeline_stages", parts, StageFacts(stages))
+
+
+# Canonical names.
+#
+# stage 0: layers.0, layers.1          stage 1: layers.0, layers.1   ->   layers.2, layers.3
+#
+# What several stages have under one name, such as a shared buffer, is taken from the first. Stages are files of
+# their own, or have keys of their own in one checkpoint: {"stage_0": {"model": ...}, ...} or
+# {"model": {"stage_0": ...}, ...}.
 
 
 _LAYER = re.compile(r"(?P<head>.*?)\b(?P<number>\d+)(?P<tail>\..+)", re.DOTALL)
 
 
-_STAGE = re.compile(r"(?:stage|pp|pipe|pipeline)(?:_?(?:rank|stage))?[_.-]?(\d+)")
+_KEY = re.compile(r"(?:stage|pp|pipe|pipeline)(?:_?(?:rank|stage))?[_.-]?(\d+)")
 
 
-def stages_by_key(contents: Contents) -> dict[int, Contents] | None:
+def _stages_by_key(contents: Contents) -> dict[int, Contents] | None:
     """The stages of a checkpoint in which each has a key of its own, by number; None if there are not several of them,
     or tensors of a model or optimizer outside.
 
@@ -51,7 +97,7 @@ def stages_by_key(contents: Contents) -> dict[int, Contents] | None:
         outside = False
         for key in (*contents.tensors, *contents.aliases, *contents.objects):
             path = contents.paths.get(key, (key,))
-            match = _STAGE.fullmatch(str(path[at])) if len(path) > at + 1 else None
+            match = _KEY.fullmatch(str(path[at])) if len(path) > at + 1 else None
             if match is not None:
                 found.setdefault(int(match[1]), {})[key] = (*path[:at], *path[at + 1 :])
             outside |= match is None and key in contents.tensors and not is_beside(str(path[0]))
@@ -89,7 +135,7 @@ class _SavedStage:
         return {head: (min(numbers), max(numbers)) for head, numbers in found.items()}
 
 
-def normalize_stages(contents: Contents, hints: Hints, what: str) -> Canonical:
+def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state of the whole model.
 
     Raises NormalizationError if ids have no names, and DamagedCheckpointError if stages contradict each other.
@@ -171,3 +217,21 @@ def _take(
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def _claim(contents: Contents) -> Contents | None:
+    stages = _stages_by_key(contents)
+    return None if stages is None else replace(contents, facts=StageFacts(stages))
+
+
+FORMAT = Format(
+    "pipeline_stages",
+    looks_for="stage_<n>.pt, or pp_rank_<n>.pt",
+    checksums=CRC_OF_RECORDS,
+    detect=detect,
+    open=open,
+    is_composite=True,
+    normalizer=lambda: _normalize,
+    claim=_claim,
+    beside=lambda contents: (),
+)

@@ -1,0 +1,71 @@
+"""What a format is: how its files are told and read, what its names mean, and how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from reshard.formats.canonical import Canonical, Hints
+    from reshard.storage.base import Storage
+    from reshard.stored.contents import Contents
+    from reshard.stored.source import Files
+    from reshard.stored.streaming import FormatWriter, Target
+    from reshard.stored.tensor import StoredTensor
+
+__all__ = ["Format", "Normalizer", "Widen", "Writing"]
+
+
+Normalizer: TypeAlias = "Callable[[Contents, Hints, str], Canonical]"
+"""(contents, hints, what names the checkpoint in messages) -> the same under canonical names."""
+
+Widen: TypeAlias = "Callable[[StoredTensor, str], StoredTensor]"
+"""(a tensor, name) -> the same in float32, under that name."""
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How a format is written."""
+
+    writer: Callable[[Contents, Target], FormatWriter]
+    foreign: tuple[str, ...] = ()
+    """Globs of files of other formats, beside which a folder does not open, or opens as what was there before."""
+    form: Callable[[Canonical, Contents, Mapping[str, Any] | None, Widen, str], Contents] | None = None
+    """Of a format with names and shapes of its own: contents, which normalize to the first, as the writer takes them.
+    The hints are the caller's, the text names the source in messages."""
+    is_sharded: bool = False
+    """Whether its files can be those of the ranks of a layout."""
+    is_one_file: bool = False
+    """Whether the target is a file, and its folder anybody's."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format. What a program does not need before it reads, normalizes or writes, is imported by then."""
+
+    name: str
+    looks_for: str
+    """The files that mark it, for the message when nothing fits."""
+    checksums: str
+    """What they leave open: `EVERY_BLOCK`, `CRC_OF_RECORDS` or `NO_CHECKSUMS`."""
+    detect: Callable[[Storage, Mapping[str, int]], bool]
+    """Whether the files (name to size in bytes) look like this format: cheap, mostly by names."""
+    open: Callable[[Files], Contents]
+    """What the files hold: names, shapes and where the bytes are, but no bytes of tensors. Raises FormatError or
+    DamagedCheckpointError, naming the file."""
+    is_composite: bool = False
+    """Whether it is made of files of other formats and something that tells them apart: the first such format that
+    fits is taken. Of all others, two that fit are a mixture."""
+    holds_dcp: bool = False
+    """Whether it is made of a DCP checkpoint: any other composite format beside one is a mixture."""
+    normalizer: Callable[[], Normalizer] | None = None
+    """None where parts are tensors with names: then there is a way for all."""
+    claim: Callable[[Contents], Contents | None] | None = None
+    """What another format opened and is this one's, as this one knows it; None for all else."""
+    beside: Callable[[Contents], Iterable[str]] | None = None
+    """Keys of what is neither a part of a model nor of an optimizer. None where their names tell."""
+    names_ranks: bool = False
+    """Whether only the name of a rank's file tells apart what stands beside model and optimizer."""
+    writing: Callable[[], Writing] | None = None
+    """None where it is read only."""

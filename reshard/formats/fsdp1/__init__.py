@@ -1,1 +1,0 @@
-"""FSDP1: flat parameters, whole ones in a state and those that every rank saved by itself."""

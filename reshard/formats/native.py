@@ -1,0 +1,27 @@
+"""The library's own format among all others."""
+
+from __future__ import annotations
+
+from reshard.formats.format import Format, Writing
+from reshard.native.manifest import HF_INDEX, MANIFEST
+from reshard.native.reader import detect, open
+from reshard.stored.checksums import EVERY_BLOCK
+
+__all__ = ["FORMAT"]
+
+
+def _writing() -> Writing:
+    from reshard.native.writer import NativeWriter
+
+    return Writing(NativeWriter, foreign=(MANIFEST, HF_INDEX, ".metadata"), is_sharded=True)
+
+
+FORMAT = Format(
+    "native",
+    looks_for=MANIFEST,
+    checksums=EVERY_BLOCK,
+    detect=detect,
+    open=open,
+    is_composite=True,
+    writing=_writing,
+)

@@ -1,1 +1,0 @@
-"""Folders in which every stage of a pipeline saved its own state."""
