@@ -40,7 +40,7 @@ from planners import (
     schedule,
     verify,
 )
-from planners.plans.transfer import bytes_between, rank_groups
+from planners.plans.relay import bytes_between, rank_groups
 
 WORLD = 8
 BUDGET_BYTES = 4 << 20

@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     from planners.plans.copies import CopyPlan, plan_copies
     from planners.plans.cost import Cluster, Comparison, Estimate, compare_topologies, estimate
     from planners.plans.load import FillItem, LoadPlan, ReadItem, ReadItems, plan_reads
-    from planners.plans.proof import verify
+    from planners.plans.plan import verify
+    from planners.plans.relay import plan_relay
     from planners.plans.rounds import Message, Schedule, schedule
     from planners.plans.save import SavePlan, WriteItem, WriteItems, plan_writes
-    from planners.plans.transfer import TransferItem, TransferItems, TransferPlan, plan_relay, plan_transfers
+    from planners.plans.transfer import TransferItem, TransferItems, TransferPlan, plan_transfers
     from planners.reports.pages import to_html
     from planners.reports.text import PlanDiff, PlanStats, diff, explain, format_plan, summarize
     from planners.testing.replay import replay
@@ -62,10 +63,11 @@ _PUBLIC = {
     "plans.copies": "CopyPlan plan_copies",
     "plans.cost": "Cluster Comparison Estimate compare_topologies estimate",
     "plans.load": "FillItem LoadPlan ReadItem ReadItems plan_reads",
-    "plans.proof": "verify",
+    "plans.plan": "verify",
     "plans.rounds": "Message Schedule schedule",
     "plans.save": "SavePlan WriteItem WriteItems plan_writes",
-    "plans.transfer": "TransferItem TransferItems TransferPlan plan_relay plan_transfers",
+    "plans.relay": "plan_relay",
+    "plans.transfer": "TransferItem TransferItems TransferPlan plan_transfers",
     "reports.pages": "to_html",
     "reports.text": "PlanDiff PlanStats diff explain format_plan summarize",
     "testing.replay": "replay",

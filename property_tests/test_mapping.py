@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import StateLayout, TensorSpec
 from planners.plans.load import plan_reads
-from planners.plans.proof import verify
+from planners.plans.plan import verify
 from planners.testing.replay import replay
 from planners.testing.strategies import layouts
 from property_tests.test_stored_views import stored

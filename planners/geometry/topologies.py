@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 
 from planners.errors import PlanError
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
@@ -16,8 +17,8 @@ from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, parse
 from planners.notebooks import preformatted
 
 __all__ = [
-    "LLAMA_TP_DIMS", "Globs", "Home", "Rule", "Topology", "ddp", "even_ranges", "expert_parallel",
-    "flat_layouts", "flat_offsets", "fsdp", "fsdp_tp", "hsdp", "pipelined",
+    "LLAMA_TP_DIMS", "WORDS", "Globs", "Home", "Rule", "Topology", "ddp", "even_ranges", "expert_parallel",
+    "flat_layouts", "flat_offsets", "fsdp", "fsdp_tp", "hsdp", "looks_like_a_topology", "pipelined", "topology_of",
 ]  # fmt: skip
 
 
@@ -469,6 +470,60 @@ def pipelined(
     homes += [Home(layer.format(i), at(stage_of[i])) for i in range(layers)]
     homes += [Home(pattern, at(stages - 1), True) for pattern in last]
     return Topology(Mesh({"pp": ranks, **dict(stage.mesh.axes)}), stage.rules, (*homes, *stage.homes), stage.even)
+
+
+# A topology in a few words, as people say it: `fsdp=4,tp=2`.
+
+
+WORDS = "fsdp=3, tp=2, fsdp=4,tp=2, hsdp=2x4 or ddp=8"
+"""The short forms, for help and errors."""
+
+_PRESETS: dict[tuple[str, ...], Callable[..., Topology]] = {
+    ("ddp",): ddp,
+    ("fsdp",): fsdp,
+    ("tp",): partial(fsdp_tp, 1),
+    ("fsdp", "tp"): fsdp_tp,
+    ("hsdp",): hsdp,
+    ("hsdp", "tp"): lambda replicas, shards, tp: fsdp_tp(shards, tp, replicas=replicas),
+}
+_NAMES = ("fsdp", "tp", "hsdp", "ddp")
+_PART = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*=\s*(-?\d*(?:x-?\d*)*)\s*")
+
+
+def looks_like_a_topology(text: str) -> bool:
+    """Whether it is meant as one: `name=size,name=size`, and perhaps lines of rules; a path is none."""
+    head = next(iter(text.strip().splitlines()), "")
+    return bool(head) and all(_PART.fullmatch(part) for part in head.split(","))
+
+
+def topology_of(text: str, rules: Mapping[str, str] | None = None) -> Topology:
+    """The topology that a short form names, or that `Topology.parse` reads from a text with rules.
+
+    Raises PlanError, with what may have been meant, for anything else.
+    """
+    if rules or "\n" in text.strip():
+        return Topology.parse(text, rules)
+    parts = [_PART.fullmatch(part) for part in text.split(",")]
+    sizes = {part[1]: part[2].split("x") for part in parts if part is not None}
+    if len(sizes) != len(text.split(",")):
+        raise PlanError(f"cannot read the topology {text!r}: write {WORDS}")
+    for name in sizes.keys() - set(_NAMES):
+        near = get_close_matches(name, _NAMES, n=1)
+        meant = f"did you mean {near[0]!r}? Write" if near else "write"
+        raise PlanError(
+            f"the topology {text!r} has the axis {name!r}, which is no short form: {meant} {WORDS}. Axes of your own "
+            "need rules such as {'*': 'S(0)'}"
+        )
+    numbers = {name: [int(size) for size in of if re.fullmatch(r"\d+", size)] for name, of in sizes.items()}
+    for name, of in sizes.items():
+        wanted = 2 if name == "hsdp" else 1
+        if len(of) != wanted or len(numbers[name]) != wanted or min(numbers[name]) < 1:
+            form = "hsdp=REPLICASxSHARDS" if name == "hsdp" else f"{name}=RANKS"
+            raise PlanError(f"cannot read the topology {text!r}: it is {form}, with numbers from 1 on; write {WORDS}")
+    preset = _PRESETS.get(tuple(sorted(sizes)))
+    if preset is None:
+        raise PlanError(f"there is no short form of {' with '.join(sizes)}: write {WORDS}")
+    return preset(*(size for name in sorted(sizes) for size in numbers[name]))
 
 
 # Flat buffers: tensors laid one behind another, cut into ranges without regard to where one tensor

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from planners.errors import CodecError
-from planners.geometry.json import LAYOUT_KINDS, Kind
+from planners.geometry.layout import LAYOUT_KINDS, Kind
 
 __all__ = ["VERSION", "dumps", "from_json", "loads", "to_json"]
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from planners.errors import PlanError
-from planners.findings import Finding, Report
+from planners.findings import Finding
 
-__all__ = ["CopyPlan", "plan_copies", "verify_copies"]
+__all__ = ["CopyPlan", "plan_copies"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,13 @@ class CopyPlan:
     rings: tuple[tuple[str, ...], ...]
     keepers: tuple[tuple[int, ...], ...]
     """For each rank the ranks that get a copy."""
+
+    covers: ClassVar[str] = "what each rank writes is kept on so many other hosts"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The host of each rank, whose bytes are to be kept."""
+        return self.hosts
 
     @cached_property
     def ring_of(self) -> dict[str, int]:
@@ -55,6 +63,18 @@ class CopyPlan:
     def bytes_sent(self) -> int:
         """Between hosts, for one generation."""
         return sum(nbytes * len(keepers) for nbytes, keepers in zip(self.nbytes, self.keepers, strict=True))
+
+    def findings(self) -> Iterator[Finding]:
+        """Whose bytes are not on `copies + 1` different hosts."""
+        for rank, keepers in enumerate(self.keepers):
+            places = {self.hosts[rank], *(self.hosts[keeper] for keeper in keepers)}
+            if len(places) != self.copies + 1:
+                yield Finding(f"what it writes is on {len(places)} hosts, wanted {self.copies + 1}", rank=rank)
+            if len(places) != 1 + len(keepers):
+                yield Finding("two copies of what it writes are on one host", rank=rank)
+
+    def __str__(self) -> str:
+        return f"{self.copies} copies on {len(self.ring_of)} hosts"
 
     def lost(self, hosts: Collection[str]) -> list[int]:
         """The ranks of whose bytes nothing is left if these hosts are lost."""
@@ -119,19 +139,3 @@ def _keepers(
             got[keeper] += nbytes[rank]
         out[rank] = tuple(chosen)
     return tuple(out)
-
-
-def verify_copies(plan: CopyPlan) -> Report:
-    """The proof that every byte is on `copies + 1` different hosts, or all that is wrong."""
-    subject = f"{plan.copies} copies on {len(plan.ring_of)} hosts"
-    covers = "what each rank writes is kept on so many other hosts"
-    return Report(subject, tuple(_findings(plan)), len(plan.hosts), covers=covers)
-
-
-def _findings(plan: CopyPlan) -> Iterator[Finding]:
-    for rank, keepers in enumerate(plan.keepers):
-        places = {plan.hosts[rank], *(plan.hosts[keeper] for keeper in keepers)}
-        if len(places) != plan.copies + 1:
-            yield Finding(f"what it writes is on {len(places)} hosts, wanted {plan.copies + 1}", rank=rank)
-        if len(places) != 1 + len(keepers):
-            yield Finding("two copies of what it writes are on one host", rank=rank)

@@ -155,53 +155,35 @@ def estimate(plan: LoadPlan | SavePlan | TransferPlan, cluster: Cluster) -> Esti
 
     Raises PlanError for a cluster without the bandwidth that the plan needs, or for anything that is no plan.
     """
-    if isinstance(plan, LoadPlan):
-        return _estimate_load(plan, cluster)
-    if isinstance(plan, SavePlan):
-        return _estimate_save(plan, cluster)
     if isinstance(plan, TransferPlan):
         return _estimate_transfers(plan, cluster)
+    if isinstance(plan, LoadPlan):
+        counts = count_reads(plan, cluster.max_gap_bytes)
+        return _estimate_storage(plan, cluster, counts.requests, counts.read_bytes)
+    if isinstance(plan, SavePlan):
+        written = plan.rank_bytes()
+        return _estimate_storage(plan, cluster, (written > 0).astype(np.int64), written)
     raise PlanError(f"cannot estimate a {type(plan).__name__}: give a load, save or transfer plan")
 
 
-def _estimate_load(plan: LoadPlan, cluster: Cluster) -> Estimate:
-    bandwidth = cluster.require("storage_read_bytes_per_s", "a load")
-    counts = count_reads(plan, cluster.max_gap_bytes)
-    host_bytes, host_requests = cluster.by_host(counts.read_bytes), cluster.by_host(counts.requests)
-    seconds = host_bytes / bandwidth + _latency_s(host_requests, cluster)
-    control_s = _control_s("load", len(counts.requests), cluster)
+def _estimate_storage(plan: LoadPlan | SavePlan, cluster: Cluster, requests: Ints, nbytes: Ints) -> Estimate:
+    """`requests` and `nbytes`: of each rank, to storage or from it."""
+    is_load = isinstance(plan, LoadPlan)
+    bandwidth = cluster.require(f"storage_{'read' if is_load else 'write'}_bytes_per_s", f"a {plan.kind}")
+    host_bytes, layout = cluster.by_host(nbytes), plan.wanted if isinstance(plan, LoadPlan) else plan.layout
+    idle = np.zeros_like(host_bytes)
+    seconds = host_bytes / bandwidth + _latency_s(cluster.by_host(requests), cluster)
+    control_s = _control_s(plan.kind, len(requests), cluster)
     return Estimate(
-        kind="load",
+        kind=plan.kind,
         cluster=cluster,
         rank_needed_bytes=plan.rank_bytes(),
-        rank_requests=counts.requests,
-        rank_bytes=counts.read_bytes,
-        host_in_bytes=host_bytes,
-        host_out_bytes=np.zeros_like(host_bytes),
+        rank_requests=requests,
+        rank_bytes=nbytes,
+        host_in_bytes=host_bytes if is_load else idle,
+        host_out_bytes=idle if is_load else host_bytes,
         host_seconds=seconds,
-        peak_host_bytes=cluster.by_host(plan.wanted.rank_bytes()),
-        seconds=_shared_s(int(host_bytes.sum()), seconds, cluster) + control_s,
-        control_seconds=control_s,
-    )
-
-
-def _estimate_save(plan: SavePlan, cluster: Cluster) -> Estimate:
-    bandwidth = cluster.require("storage_write_bytes_per_s", "a save")
-    written = plan.rank_bytes()
-    files = (written > 0).astype(np.int64)
-    host_bytes = cluster.by_host(written)
-    seconds = host_bytes / bandwidth + _latency_s(cluster.by_host(files), cluster)
-    control_s = _control_s("save", len(files), cluster)
-    return Estimate(
-        kind="save",
-        cluster=cluster,
-        rank_needed_bytes=written,
-        rank_requests=files,
-        rank_bytes=written,
-        host_in_bytes=np.zeros_like(host_bytes),
-        host_out_bytes=host_bytes,
-        host_seconds=seconds,
-        peak_host_bytes=cluster.by_host(plan.layout.rank_bytes()),
+        peak_host_bytes=cluster.by_host(layout.rank_bytes()),
         seconds=_shared_s(int(host_bytes.sum()), seconds, cluster) + control_s,
         control_seconds=control_s,
     )

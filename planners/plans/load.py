@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from planners.errors import CoverageError, LayoutMismatchError, PlanError
-from planners.findings import Finding, Report
+from planners.findings import Finding
 from planners.geometry.box import Box, Dims, Window, rearranged
-from planners.geometry.layout import Part, StateLayout, TensorSpec
+from planners.geometry.layout import Part, StateLayout, TensorSpec, check_rank
 from planners.geometry.mesh import Ints, Segments
-from planners.geometry.overlap import Overlap, ProductOverlap, overlap_of, tiling_fault
-from planners.notebooks import Pictured
+from planners.geometry.overlap import Overlap, ProductOverlap, overlap_of
+from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global_box, listed_findings, product_findings
 
 if TYPE_CHECKING:  # imported when there is a view: most plans have none
     from planners.geometry.views import View
 
 __all__ = [
-    "FillItem", "LoadPlan", "ReadItem", "ReadItems", "count_reads", "global_box", "group_loads",
-    "plan_reads", "product_findings", "tiling_findings", "verify_load",
+    "FillItem", "LoadPlan", "ReadItem", "ReadItems", "count_reads", "plan_reads",
 ]  # fmt: skip
 
 
@@ -77,30 +76,29 @@ class FillItem(NamedTuple):
     """As in `ReadItem`."""
 
 
-class ReadItems(tuple[ReadItem, ...]):
+class ReadItems(PlanItems[ReadItem]):
     """The items of one rank, in the order of the wanted names and of local elements."""
 
     __slots__ = ()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all items."""
-        return sum(item.nbytes for item in self)
 
-
-class LoadPlan(Pictured):
+class LoadPlan(Plan[ReadItems]):
     """What every wanted rank reads. Frozen.
 
     A plan is its two layouts, and the views that wanted tensors are of saved ones: items are enumerated for the rank
     that asks. A plan whose items were listed explicitly (`with_items`) keeps them, and `verify` judges them.
     """
 
-    __slots__ = ("_groups", "_rank_bytes", "explicit", "saved", "views", "wanted")
+    __slots__ = ("_groups", "_rank_bytes", "saved", "views", "wanted")
+
+    kind, verb, _MADE_OF, _Listed = "load", "reads", ("saved", "wanted", "views"), ReadItems
+    covers = (
+        "every wanted element is read exactly once, from the saved element that it is; this does not say that the "
+        "layout is the one you meant"
+    )
 
     saved: StateLayout
     wanted: StateLayout
-    explicit: dict[int, ReadItems]
-    """Items listed by hand, by rank; they stand in for those that would be derived."""
     views: dict[str, View]
     """Wanted tensors that are made of saved ones; all others are saved under their own name."""
 
@@ -112,22 +110,10 @@ class LoadPlan(Pictured):
         views: Mapping[str, View] | None = None,
     ) -> None:
         self.saved, self.wanted = saved, wanted
-        self.explicit = {rank: ReadItems(items) for rank, items in (explicit or {}).items()}
+        self._list(wanted, wanted.world_size, explicit)
         self.views = dict(views or {})
         self._rank_bytes: Ints | None = None
         self._groups: tuple[dict[str, int], ...] | None = None
-        for rank in self.explicit:
-            if not 0 <= rank < wanted.world_size:
-                raise PlanError(f"there are ranks 0 to {wanted.world_size - 1} only", rank=rank)
-
-    @property
-    def world_size(self) -> int:
-        """How many wanted ranks."""
-        return self.wanted.world_size
-
-    def with_items(self, items: Mapping[int, Sequence[ReadItem]]) -> LoadPlan:
-        """The same plan, but with the items of the given ranks replaced."""
-        return LoadPlan(self.saved, self.wanted, {**self.explicit, **items}, self.views)
 
     def overlap(self, fqn: str) -> Overlap:
         """The overlap of the saved and the wanted layout of a tensor, shared by all of the same geometry."""
@@ -157,9 +143,9 @@ class LoadPlan(Pictured):
 
         Raises PlanError for a rank outside the job, CoverageError if no saved chunk holds a wanted element.
         """
-        if rank in self.explicit:
-            return self.explicit[rank]
-        self._check(rank)
+        return self.rank_items(rank)
+
+    def _derived(self, rank: int) -> Iterable[ReadItem]:
         found: list[tuple[int, list[ReadItem]]] = []
         for group in self.groups():
             first = next(iter(group))
@@ -174,7 +160,7 @@ class LoadPlan(Pictured):
                     items = [ReadItem(fqn, *item[1:]) for item in pattern]
                 found.append((position, items))
         found.sort(key=lambda row: row[0])
-        return ReadItems(itertools.chain.from_iterable(items for _, items in found))
+        return itertools.chain.from_iterable(items for _, items in found)
 
     def groups(self) -> tuple[dict[str, int], ...]:
         """Wanted names that share one plan, with their places among all wanted ones; found once.
@@ -204,7 +190,7 @@ class LoadPlan(Pictured):
 
     def fills(self, rank: int) -> tuple[FillItem, ...]:
         """The constants that views put in the local tensors of `rank`: padding, above all."""
-        self._check(rank)
+        check_rank(rank, self.world_size)
         return tuple(
             FillItem(fqn, slot.box, slot.value, slot.part)
             for fqn in self.wanted
@@ -239,27 +225,28 @@ class LoadPlan(Pictured):
             total[rank] = items.nbytes
         return total
 
-    def bytes(self, rank: int) -> int:
-        """Bytes that `rank` reads."""
-        self._check(rank)
-        return int(self.rank_bytes()[rank])
+    def geometries(self) -> int:
+        return len(self.groups())
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that all ranks read together."""
-        return int(self.rank_bytes().sum())
+    def item_counts(self) -> Ints:
+        return count_reads(self).items
 
-    def _check(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise PlanError(f"there are ranks 0 to {self.world_size - 1} only", rank=rank)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, LoadPlan):
-            return NotImplemented
-        mine = (self.saved, self.wanted, self.explicit, self.views)
-        return mine == (other.saved, other.wanted, other.explicit, other.views)
-
-    __hash__ = None  # type: ignore[assignment]  # holds mappings of many tensors
+    def findings(self) -> Iterator[Finding]:
+        """All that is wrong: per dim where both sides are products, item by item elsewhere."""
+        unfit = dict(_unfit(self))
+        yield from (Finding(message, fqn) for fqn, message in unfit.items())
+        fit = self
+        if unfit:
+            rest = {fqn: layout for fqn, layout in self.wanted.items() if fqn not in unfit}
+            fit = LoadPlan(self.saved, StateLayout(rest), None, self.views)
+        for group in fit.groups():
+            yield from alike(_geometry_findings(self, next(iter(group))), group)
+        yield from listed_findings(
+            self.explicit,
+            self.names,
+            "is read, but is not wanted",
+            lambda rank, fqn, items: iter(()) if fqn in unfit else _tensor_findings(self, rank, fqn, items),
+        )
 
     def __repr__(self) -> str:
         return (
@@ -316,30 +303,7 @@ def _judge(problems: list[str], saved: StateLayout, spec: TensorSpec, by: str, a
         problems.append(f"{spec.fqn!r} is saved as {other.spec.dtype}, but {by} as {spec.dtype}")
 
 
-# Proof of load plans: per dim where both sides are products, item by item elsewhere.
-
-
-def verify_load(plan: LoadPlan) -> Report:
-    """The proof of a load plan, or all that is wrong."""
-    covers = (
-        "every wanted element is read exactly once, from the saved element that it is; this does not say that the "
-        "layout is the one you meant"
-    )
-    return Report(repr(plan), tuple(_load_findings(plan)), len(plan.wanted), covers=covers)
-
-
-def _load_findings(plan: LoadPlan) -> Iterator[Finding]:
-    """All that is wrong with a load plan."""
-    unfit = dict(_unfit(plan))
-    yield from (Finding(message, fqn) for fqn, message in unfit.items())
-    fit = plan
-    if unfit:
-        rest = {fqn: layout for fqn, layout in plan.wanted.items() if fqn not in unfit}
-        fit = LoadPlan(plan.saved, StateLayout(rest), None, plan.views)
-    for group in fit.groups():
-        yield from _geometry_findings(plan, list(group))
-    for rank, items in plan.explicit.items():
-        yield from _item_findings(plan, rank, items, [fqn for fqn in plan.wanted if fqn not in unfit])
+# What is wrong with a load plan.
 
 
 def _unfit(plan: LoadPlan) -> Iterator[tuple[str, str]]:
@@ -359,115 +323,35 @@ def _unfit(plan: LoadPlan) -> Iterator[tuple[str, str]]:
                 break
 
 
-def _geometry_findings(plan: LoadPlan, names: Sequence[str]) -> Iterator[Finding]:
+def _geometry_findings(plan: LoadPlan, fqn: str) -> Iterator[Finding]:
     """What is wrong with tensors of one geometry: dim by dim if both sides are products, else rank by rank."""
-    fqn, overlap = names[0], plan.overlap(names[0])
+    overlap = plan.overlap(fqn)
     if overlap.product is not None:
-        yield from product_findings(overlap.product, names)
+        yield from product_findings(overlap.product)
         return
-    for alike in overlap.replicas():
-        rank = next((rank for rank in alike.tolist() if rank not in plan.explicit), None)
+    for same in overlap.replicas():
+        rank = next((rank for rank in same.tolist() if rank not in plan.explicit), None)
         if rank is None:
             continue
         try:
             items = plan.tensor_items(fqn, rank)
         except PlanError as error:
             element = error.box.offsets if error.box is not None else None
-            yield from (Finding("no saved chunk holds this element", name, rank, element) for name in names)
+            yield Finding("no saved chunk holds this element", None, rank, element)
             continue
-        for finding in _tensor_findings(plan, rank, fqn, items):
-            yield from (Finding(finding.message, name, rank, finding.element) for name in names)
-
-
-def product_findings(overlap: ProductOverlap, names: Iterable[str]) -> Iterator[Finding]:
-    """What is wrong with the tensors `names` of one geometry, each dim being proved by itself for all ranks."""
-    for d, segments in enumerate(overlap.dims):
-        wrong = _segments_fault(segments)
-        if wrong is not None:
-            owner, at, what = wrong
-            index = tuple(at if i == d else 0 for i in range(len(overlap.dims)))
-            rank = overlap.wanted.lowest_rank(tuple(owner if i == d else 0 for i in range(len(overlap.dims))))
-            yield from (Finding(f"index {at} of dim {d} {what}", name, rank, index) for name in names)
-
-
-def _segments_fault(segments: Segments) -> tuple[int, int, str] | None:
-    """(wanted owner, global index, what is wrong) of one dim's table; None if it is right."""
-    wanted, saved = segments.wanted, segments.saved
-    lengths = segments.stops - segments.starts
-    # the rows of an owner must follow one another in its local dim, from 0 to its size
-    fresh = np.zeros(len(lengths), dtype=bool)
-    fresh[segments.indptr[:-1][np.diff(segments.indptr) > 0]] = True
-    due = np.where(fresh, 0, np.concatenate(([0], segments.local_starts[:-1] + lengths[:-1]))[: len(lengths)])
-    bad = np.flatnonzero((segments.local_starts != due) | (lengths <= 0))
-    if len(bad):
-        i = bad[0]
-        return int(segments.wanted_owner[i]), int(segments.starts[i]), "is not written exactly once"
-    held = np.bincount(segments.wanted_owner, weights=lengths, minlength=wanted.owners).astype(np.int64)
-    short = np.flatnonzero(held != wanted.local_sizes)
-    if len(short):
-        owner = int(short[0])
-        return owner, wanted.intervals(owner)[0][0], "is not written exactly once, with others of its owner"
-    # the global index that a local position stands for, by the wanted side's own table
-    sizes = np.concatenate(([0], np.cumsum(wanted.local_sizes)))
-    position = wanted.local_starts + sizes[wanted.owner_of]
-    row = np.searchsorted(position, segments.local_starts + sizes[segments.wanted_owner], side="right") - 1
-    meant = wanted.starts[row] + (segments.local_starts + sizes[segments.wanted_owner] - position[row])
-    wrong = np.flatnonzero((meant != segments.starts) | (segments.stops > wanted.stops[row]))
-    if len(wrong):
-        i = wrong[0]
-        return int(segments.wanted_owner[i]), int(meant[i]), f"is written from index {int(segments.starts[i])}"
-    outside = np.flatnonzero(
-        (segments.starts < saved.starts[segments.saved_row]) | (segments.stops > saved.stops[segments.saved_row])
-    )
-    if len(outside):
-        i = outside[0]
-        return int(segments.wanted_owner[i]), int(segments.starts[i]), "is read from a chunk that does not hold it"
-    return None
-
-
-def _item_findings(plan: LoadPlan, rank: int, items: Sequence[ReadItem], judged: Sequence[str]) -> Iterator[Finding]:
-    by_name: dict[str, list[ReadItem]] = {fqn: [] for fqn in judged}
-    for item in items:
-        if item.fqn in by_name:
-            by_name[item.fqn].append(item)
-        elif item.fqn not in plan.wanted:
-            yield Finding("is read, but is not wanted", item.fqn, rank, item.box.offsets)
-    for fqn, own in by_name.items():
-        yield from _tensor_findings(plan, rank, fqn, own)
+        yield from _tensor_findings(plan, rank, fqn, items)
 
 
 def _tensor_findings(plan: LoadPlan, rank: int, fqn: str, items: Sequence[ReadItem]) -> Iterator[Finding]:
     parts, view = plan.wanted.parts(fqn, rank), plan.views.get(fqn)
-    written: dict[int, list[Box]] = {}
-    for item in items:
-        message = _item_fault(item, plan, parts)
-        if message is not None:
-            yield Finding(message, fqn, rank, item.box.offsets)
-        else:
-            written.setdefault(item.part, []).append(item.target)
+    filled: dict[int, list[Box]] = {}
     for slot in plan.overlap(fqn).fills(rank):
         meant = global_box(parts[slot.part], slot.box)
         declared = [fill for fill in view.fills if fill.value == slot.value] if view is not None else []
         if meant is None or not any(fill.target.contains(meant) for fill in declared):
-            yield Finding(f"fills {slot.box} of the local tensor, which no view declares", fqn, rank)
-        written.setdefault(slot.part, []).append(slot.box)
-    yield from tiling_findings(parts, written, fqn, rank)
-
-
-def tiling_findings(
-    parts: Sequence[Part], written: Mapping[int, Sequence[Box]], fqn: str, rank: int
-) -> Iterator[Finding]:
-    """The local tensors of a rank of which not every element is written exactly once.
-
-    `written`: which local tensor -> boxes in its coordinates.
-    """
-    for index, part in enumerate(parts):
-        fault = tiling_fault([local for _, local in part.boxes()], written.get(index, ()))
-        if fault is not None:
-            element = global_box(part, Box(fault.element, (1,) * len(fault.element)))
-            times = "never" if fault.count == 0 else f"{fault.count} times"
-            message = f"is written {times}, at {fault.element} of the local tensor"
-            yield Finding(message, fqn, rank, None if element is None else element.offsets)
+            yield Finding(f"fills {slot.box} of the local tensor, which no view declares", None, rank)
+        filled.setdefault(slot.part, []).append(slot.box)
+    yield from arrival_findings(rank, parts, items, lambda item: _item_fault(item, plan, parts), filled)
 
 
 def _item_fault(item: ReadItem, plan: LoadPlan, parts: Sequence[Part]) -> str | None:
@@ -509,14 +393,6 @@ def _origin_fault(item: ReadItem, plan: LoadPlan, meant: Box) -> str | None:
     return f"writes to {meant} what is at {item.box} of {item.saved_fqn!r}{turned}, which comes from elsewhere"
 
 
-def global_box(part: Part, local_box: Box) -> Box | None:
-    """A box of the local tensor in global coordinates; None if it is not within one of the part's boxes."""
-    for box, local in part.boxes():
-        if local.contains(local_box):
-            return local_box.moved_with(local, box)
-    return None
-
-
 # How many items and read requests a load plan has for every rank, counted without listing them.
 #
 # A chunk lies row-major in one file. An item's elements are runs of bytes in it, and gaps of up to
@@ -539,26 +415,19 @@ class ReadCounts:
     """Bytes of these reads: those needed and the gaps between them."""
 
 
-def group_loads(plan: LoadPlan) -> dict[tuple[object, ...], list[str]]:
-    """Wanted names by `LoadPlan.geometry_key`."""
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for fqn in plan.wanted:
-        groups.setdefault(plan.geometry_key(fqn), []).append(fqn)
-    return groups
-
-
 def count_reads(plan: LoadPlan, max_gap_bytes: int = 0) -> ReadCounts:
     """Items, requests and bytes of every rank, if gaps of up to `max_gap_bytes` within an item are read as well."""
     total = np.zeros((3, plan.world_size), dtype=np.int64)
-    for names in group_loads(plan).values():
+    for group in plan.groups():
+        names = list(group)
         overlap = plan.overlap(names[0])
         if overlap.product is not None:
             counted = _count_product(overlap.product, plan.saved_itemsize(names[0]), max_gap_bytes)
             total[:, overlap.product.wanted.mesh.ranks] += counted * len(names)
             continue
-        for alike in overlap.replicas():
-            counts = _count_items(plan, plan.tensor_items(names[0], int(alike[0])), max_gap_bytes)
-            total[:, alike] += np.array(counts, dtype=np.int64)[:, None] * len(names)
+        for same in overlap.replicas():
+            counts = _count_items(plan, plan.tensor_items(names[0], int(same[0])), max_gap_bytes)
+            total[:, same] += np.array(counts, dtype=np.int64)[:, None] * len(names)
     for rank, items in plan.explicit.items():
         total[:, rank] = _count_items(plan, items, max_gap_bytes)
     return ReadCounts(*total)

@@ -4,51 +4,66 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
 
 from planners.errors import CodecError, PlanError
 from planners.geometry.box import Box
-from planners.geometry.json import Kind, state_from_json, state_to_json
-from planners.geometry.layout import TensorSpec
+from planners.geometry.layout import Kind, TensorSpec, state_from_json, state_to_json
 from planners.geometry.mesh import Mesh
 from planners.geometry.topologies import Home, Rule, Topology
 from planners.geometry.views import Fill, Patch, View, ViewGeometry
 from planners.plans.cost import Cluster, Estimate
 from planners.plans.load import LoadPlan, ReadItem
-from planners.plans.proof import verify
+from planners.plans.plan import Plan, verify
 from planners.plans.rounds import Schedule, schedule
 from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferItem, TransferPlan
 
 __all__ = ["PLAN_KINDS"]
 
-
-def _items_json(plan: LoadPlan) -> dict[str, Any]:
-    return {
-        str(rank): [
-            [
-                *(i.fqn, i.owner, *(list(part) for box in (i.chunk, i.source, i.target) for part in box)),
-                *(i.nbytes, i.part, i.saved_as, i.dims if i.dims is None else list(i.dims)),
-            ]
-            for i in items
-        ]
-        for rank, items in plan.explicit.items()
-    }
+T = TypeVar("T")
 
 
-def _items(data: Mapping[str, Any]) -> dict[int, list[ReadItem]]:
-    return {
-        int(rank): [
-            ReadItem(
-                fqn, owner, Box(a, b), Box(c, d), Box(e, f), nbytes, part, name, dims if dims is None else tuple(dims)
-            )
-            for fqn, owner, a, b, c, d, e, f, nbytes, part, name, dims in rows
-        ]
-        for rank, rows in data.items()
-    }
+# A value of named fields is a row of its fields, in which a box is two lists: offsets and sizes.
+
+
+def _row(fields: Iterable[Any]) -> list[Any]:
+    row: list[Any] = []
+    for value in fields:
+        row += map(list, value) if isinstance(value, Box) else [list(value) if isinstance(value, tuple) else value]
+    return row
+
+
+@lru_cache
+def _types(kind: type[object]) -> tuple[object, ...]:
+    return tuple(get_type_hints(kind).values())
+
+
+def _of_row(kind: type[T], row: Iterable[Any]) -> T:
+    """Inverse of `_row`. Raises ValueError or IndexError for a row of another length."""
+    cells, fields = list(row), list[Any]()
+    for its_type in _types(kind):  # type: ignore[arg-type]  # mypy forgets that types are hashable
+        cell = cells.pop(0)
+        if its_type is Box:
+            fields.append(Box(cell, cells.pop(0)))
+        else:
+            fields.append(tuple(cell) if isinstance(cell, list) else cell)
+    if cells:
+        raise ValueError(f"{len(cells)} fields too many")
+    return kind(*fields)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """A dataclass of numbers and arrays of them."""
+    found = {name: getattr(value, name) for name in value.__dataclass_fields__}
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in found.items()}
+
+
+# Views.
 
 
 def _views_json(views: Iterable[View]) -> dict[str, Any]:
@@ -65,21 +80,21 @@ def _geometry_json(geometry: ViewGeometry) -> dict[str, Any]:
     return {
         "shape": list(geometry.shape),
         "sources": [list(shape) for shape in geometry.source_shapes],
-        "patches": [[*map(list, p.target), p.tensor, *map(list, p.source), list(p.dims)] for p in geometry.patches],
-        "fills": [[*map(list, f.target), f.value] for f in geometry.fills],
+        "patches": [_row((p.target, p.tensor, p.source, p.dims)) for p in geometry.patches],
+        "fills": [_row((fill.target, fill.value)) for fill in geometry.fills],
     }
 
 
 def _views(data: Mapping[str, Any]) -> dict[str, View]:
-    parts = []
-    for row in data["geometries"]:
-        patches = [Patch(Box(a, b), n, Box(c, d), tuple(dims)) for a, b, n, c, d, dims in row["patches"]]
-        parts.append((row, tuple(patches), tuple(Fill(Box(a, b), value) for a, b, value in row["fills"])))
+    parts = [
+        (tuple(_of_row(Patch, p) for p in row["patches"]), tuple(_of_row(Fill, fill) for fill in row["fills"]))
+        for row in data["geometries"]
+    ]
     views = {}
     for fqn, (dtype, number, names) in data["views"].items():
-        row, patches_, fills = parts[number]
+        row = data["geometries"][number]
         sources = tuple(TensorSpec(name, shape, dtype) for name, shape in zip(names, row["sources"], strict=True))
-        views[fqn] = View(TensorSpec(fqn, row["shape"], dtype), sources, patches_, fills)
+        views[fqn] = View(TensorSpec(fqn, row["shape"], dtype), sources, *parts[number])
     return views
 
 
@@ -88,55 +103,67 @@ def _view(data: Mapping[str, Any]) -> View:
     return view
 
 
+# Plans: their layouts with a digest, and the items that were listed by hand.
+
+
+def _plan_json(plan: Plan[Any]) -> dict[str, Any]:
+    return {"digest": _digest(plan), **{side: state_to_json(layout) for side, layout in plan.sides.items()}}
+
+
+def _digest(plan: Plan[Any]) -> str:
+    """Of all that a plan is made for: its layouts, and the views between them."""
+    views = _views_json(plan.views.values()) if isinstance(plan, LoadPlan) and plan.views else None
+    told = "" if views is None else hashlib.sha256(json.dumps(views, sort_keys=True).encode()).hexdigest()
+    return "".join(layout.digest() for layout in plan.sides.values()) + told
+
+
+def _same_digest(data: Mapping[str, Any], plan: Plan[Any]) -> None:
+    if data["digest"] != _digest(plan):
+        raise PlanError("its layouts are not those that it was made for (the digest differs)")
+
+
+def _proven(subject: object, what: str) -> None:
+    report = verify(subject)
+    if not report.ok:
+        raise CodecError(f"this {what} does not prove: {report.findings[0]}", fqn=report.findings[0].fqn)
+
+
+def _items_json(plan: Plan[Any], row: Callable[[Any], Sequence[Any]]) -> dict[str, Any]:
+    return {str(rank): [_row(row(item)) for item in items] for rank, items in plan.explicit.items()}
+
+
 def _load_plan(data: Mapping[str, Any]) -> LoadPlan:
-    views = _views(data["views"])
-    plan = LoadPlan(state_from_json(data["saved"]), state_from_json(data["wanted"]), _items(data["items"]), views)
-    _same_digest(data, _load_digest(plan))
+    items = {int(rank): [_of_row(ReadItem, row) for row in rows] for rank, rows in data["items"].items()}
+    plan = LoadPlan(state_from_json(data["saved"]), state_from_json(data["wanted"]), items, _views(data["views"]))
+    _same_digest(data, plan)
     _proven(plan, "load plan")
     return plan
 
 
-def _load_digest(plan: LoadPlan) -> str:
-    """Of all that a plan is made for: both layouts, and the views between them."""
-    views = hashlib.sha256(json.dumps(_views_json(plan.views.values()), sort_keys=True).encode()).hexdigest()
-    return plan.saved.digest() + plan.wanted.digest() + (views if plan.views else "")
-
-
 def _save_plan(data: Mapping[str, Any]) -> SavePlan:
     plan = SavePlan(state_from_json(data["layout"]), data["divide_above_bytes"], data["ranks_per_host"])
-    _same_digest(data, plan.layout.digest())
+    _same_digest(data, plan)
     return plan
 
 
 def _transfer_json(plan: TransferPlan) -> dict[str, Any]:
     return {
-        "digest": plan.before.digest() + plan.after.digest(),
-        "before": state_to_json(plan.before),
-        "after": state_to_json(plan.after),
+        **_plan_json(plan),
         "missing": list(plan.missing),
         "ranks_per_host": plan.ranks_per_host,
-        "items": {
-            str(rank): [
-                [i.fqn, i.sender, *(list(part) for box in (i.box, i.source, i.target) for part in box), *i[6:]]
-                for i in items
-            ]
-            for rank, items in plan.explicit.items()
-        },
+        "items": _items_json(plan, lambda item: item[:2] + item[3:]),  # it is listed for its receiver
     }
 
 
 def _transfer_plan(data: Mapping[str, Any]) -> TransferPlan:
     before, after, missing = state_from_json(data["before"]), state_from_json(data["after"]), set(data["missing"])
     explicit = {
-        int(rank): [
-            TransferItem(fqn, sender, int(rank), Box(a, b), Box(c, d), Box(e, f), *rest)
-            for fqn, sender, a, b, c, d, e, f, *rest in rows
-        ]
+        int(rank): [_of_row(TransferItem, [*row[:2], int(rank), *row[2:]]) for row in rows]
         for rank, rows in data["items"].items()
     }
     names = [fqn for fqn in after if fqn not in missing]
     plan = TransferPlan(before, after, names, data["ranks_per_host"], explicit)
-    _same_digest(data, before.digest() + after.digest())
+    _same_digest(data, plan)
     _proven(plan, "transfer plan")
     return plan
 
@@ -161,38 +188,15 @@ def _schedule(data: Mapping[str, Any]) -> Schedule:
     return rounds
 
 
-def _proven(plan: object, what: str) -> None:
-    report = verify(plan)
-    if not report.ok:
-        raise CodecError(f"this {what} does not prove: {report.findings[0]}", fqn=report.findings[0].fqn)
-
-
-def _estimate_json(cost: Estimate) -> dict[str, Any]:
-    values = {name: getattr(cost, name) for name in Estimate.__dataclass_fields__ if name != "cluster"}
-    plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
-    return {"cluster": _cluster_json(cost.cluster), **plain}
-
-
 def _estimate(data: Mapping[str, Any]) -> Estimate:
-    values = {name: data[name] for name in Estimate.__dataclass_fields__ if name != "cluster"}
-    arrays: dict[str, Any] = {
-        name: np.array(value) if isinstance(value, list) else value for name, value in values.items()
-    }
-    return Estimate(cluster=Cluster(**data["cluster"]), **arrays)
-
-
-def _cluster_json(cluster: Cluster) -> dict[str, Any]:
-    return {name: getattr(cluster, name) for name in Cluster.__slots__}
-
-
-def _same_digest(data: Mapping[str, Any], found: str) -> None:
-    if data["digest"] != found:
-        raise PlanError("its layouts are not those that it was made for (the digest differs)")
+    values: dict[str, Any] = {name: data[name] for name in Estimate.__dataclass_fields__}
+    for name, value in values.items():
+        values[name] = np.array(value) if isinstance(value, list) else value
+    return Estimate(**values | {"cluster": Cluster(**data["cluster"])})
 
 
 def _topology(data: Mapping[str, Any]) -> Topology:
-    rules = [Rule.parse(pattern, text, optional) for pattern, text, optional in data["rules"]]
-    homes = [Home.parse(pattern, text, optional) for pattern, text, optional in data["homes"]]
+    rules, homes = (Rule.parse(*row) for row in data["rules"]), (Home.parse(*row) for row in data["homes"])
     return Topology(Mesh.parse(data["mesh"]), tuple(rules), tuple(homes), tuple(data["even"]))
 
 
@@ -210,20 +214,13 @@ PLAN_KINDS: dict[str, Kind] = {
     "view": Kind(View, lambda v: _views_json([v]), _view),
     "load_plan": Kind(
         LoadPlan,
-        lambda p: {
-            "digest": _load_digest(p),
-            "saved": state_to_json(p.saved),
-            "wanted": state_to_json(p.wanted),
-            "views": _views_json(p.views.values()),
-            "items": _items_json(p),
-        },
+        lambda p: {**_plan_json(p), "views": _views_json(p.views.values()), "items": _items_json(p, lambda item: item)},
         _load_plan,
     ),
     "save_plan": Kind(
         SavePlan,
         lambda p: {
-            "digest": p.layout.digest(),
-            "layout": state_to_json(p.layout),
+            **_plan_json(p),
             "divide_above_bytes": p.divide_above_bytes,
             "ranks_per_host": p.ranks_per_host,
         },
@@ -231,9 +228,7 @@ PLAN_KINDS: dict[str, Kind] = {
     ),
     "transfer_plan": Kind(TransferPlan, _transfer_json, _transfer_plan),
     "schedule": Kind(Schedule, _schedule_json, _schedule),
-    "cluster": Kind(
-        Cluster, _cluster_json, lambda d: Cluster(**{name: d[name] for name in Cluster.__slots__ if name in d})
-    ),
-    "estimate": Kind(Estimate, _estimate_json, _estimate),
+    "cluster": Kind(Cluster, _fields, lambda d: Cluster(**{name: d[name] for name in Cluster.__slots__ if name in d})),
+    "estimate": Kind(Estimate, lambda e: _fields(e) | {"cluster": _fields(e.cluster)}, _estimate),
 }
 """Kinds of values by the name that their texts bear."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -11,15 +11,15 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from planners.errors import PlanError
-from planners.findings import Finding, Report
+from planners.findings import Finding
 from planners.geometry.box import Box
 from planners.geometry.layout import Part, ProductGeometry, StateLayout, TensorLayout
 from planners.geometry.mesh import Ints, distinct, outer_sum, unravel
 from planners.geometry.overlap import Sweep, tiling_fault
-from planners.notebooks import Pictured
+from planners.plans.plan import Plan, PlanItems, alike, layout_fault
 
 __all__ = [
-    "DIVIDE_ABOVE_BYTES", "SavePlan", "WriteItem", "WriteItems", "plan_writes", "verify_save",
+    "DIVIDE_ABOVE_BYTES", "SavePlan", "WriteItem", "WriteItems", "plan_writes",
 ]  # fmt: skip
 
 
@@ -40,32 +40,29 @@ class WriteItem(NamedTuple):
     """Which of the rank's local tensors of this name."""
 
 
-class WriteItems(tuple[WriteItem, ...]):
+class WriteItems(PlanItems[WriteItem]):
     """The items of one rank, by name and then in local order."""
 
     __slots__ = ()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all items."""
-        return sum(item.nbytes for item in self)
 
-
-class SavePlan(Pictured):
+class SavePlan(Plan[WriteItems]):
     """Who writes what, once. Frozen; a function of the layout alone.
 
     A plan whose items were listed explicitly (`with_items`) keeps them, and `verify` judges them.
     """
 
-    __slots__ = ("_place", "_rank_bytes", "assignments", "divide_above_bytes", "explicit", "layout", "ranks_per_host")
+    __slots__ = ("_place", "_rank_bytes", "assignments", "divide_above_bytes", "layout", "ranks_per_host")
+
+    kind, verb, _Listed = "save", "writes", WriteItems
+    _MADE_OF = ("layout", "divide_above_bytes", "ranks_per_host")
+    covers = "every element is written exactly once, by a rank that holds it"
 
     layout: StateLayout
     divide_above_bytes: int
     ranks_per_host: int | None
     assignments: tuple[Assignment, ...]
     """How the tensors of each geometry are assigned."""
-    explicit: dict[int, WriteItems]
-    """Items listed by hand, by rank; they stand in for those that would be derived."""
 
     def __init__(
         self,
@@ -85,27 +82,17 @@ class SavePlan(Pictured):
             assignments.append(assigned)
         self.assignments = tuple(assignments)
         self._place = {fqn: (assigned, t) for assigned in assignments for t, fqn in enumerate(assigned.names)}
-        self.explicit = {rank: WriteItems(items) for rank, items in (explicit or {}).items()}
+        self._list(layout, layout.world_size, explicit)
         for rank, items in self.explicit.items():
-            self._check(rank)
             loads[rank] = items.nbytes
         loads.flags.writeable = False
         self._rank_bytes = loads
 
-    @property
-    def world_size(self) -> int:
-        """How many ranks."""
-        return self.layout.world_size
-
-    def with_items(self, items: Mapping[int, Sequence[WriteItem]]) -> SavePlan:
-        """The same plan, but with the items of the given ranks replaced."""
-        return SavePlan(self.layout, self.divide_above_bytes, self.ranks_per_host, {**self.explicit, **items})
-
     def items(self, rank: int) -> WriteItems:
         """What `rank` writes. Raises PlanError for a rank outside the job."""
-        self._check(rank)
-        if rank in self.explicit:
-            return self.explicit[rank]
+        return self.rank_items(rank)
+
+    def _derived(self, rank: int) -> Iterable[WriteItem]:
         out = []
         for assigned in self.assignments:
             for chunk, index, begin, end in assigned.taken(rank):
@@ -118,7 +105,7 @@ class SavePlan(Pictured):
                         boxes = whole = whole or list(assigned.boxes(chunk, 0, units))
                     for box, local in boxes:
                         out.append(WriteItem(assigned.names[t], box, local, box.numel * assigned.itemsize, index))
-        return WriteItems(sorted(out, key=lambda item: (item.fqn, item.part, item.source)))
+        return sorted(out, key=lambda item: (item.fqn, item.part, item.source))
 
     def writers(self, fqn: str, chunk: Box) -> tuple[tuple[int, Box], ...]:
         """Who writes a chunk of a tensor: (rank, region in global coordinates), which together are the chunk.
@@ -146,27 +133,26 @@ class SavePlan(Pictured):
         """Bytes that each rank writes. Items are not enumerated."""
         return self._rank_bytes
 
-    def bytes(self, rank: int) -> int:
-        """Bytes that `rank` writes."""
-        self._check(rank)
-        return int(self._rank_bytes[rank])
+    def geometries(self) -> int:
+        return len(self.assignments)
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that all ranks write together: every element of every tensor once."""
-        return int(self._rank_bytes.sum())
+    def item_counts(self) -> None:
+        return None
 
-    def _check(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise PlanError(f"there are ranks 0 to {self.world_size - 1} only", rank=rank)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SavePlan):
-            return NotImplemented
-        mine = (self.layout, self.divide_above_bytes, self.ranks_per_host, self.explicit)
-        return mine == (other.layout, other.divide_above_bytes, other.ranks_per_host, other.explicit)
-
-    __hash__ = None  # type: ignore[assignment]  # holds a mapping of many tensors
+    def findings(self) -> Iterator[Finding]:
+        """All that is wrong. Where nothing was listed by hand, no rank's items are listed."""
+        if self.explicit:
+            yield from _listed_findings(self)
+            return
+        times = Counter(fqn for assigned in self.assignments for fqn in assigned.names)
+        yield from (Finding("is not written", fqn) for fqn in self.layout if fqn not in times)
+        yield from (Finding(f"is assigned {count} times", fqn) for fqn, count in times.items() if count > 1)
+        for assigned in self.assignments:
+            if assigned.names:
+                layout = self.layout[assigned.names[0]]
+                others = [fqn for fqn in assigned.names if self.layout[fqn].geometry_key != layout.geometry_key]
+                yield from (Finding("is assigned with tensors of another geometry", fqn) for fqn in others)
+                yield from alike(_assignment_findings(assigned, layout), assigned.names)
 
     def __repr__(self) -> str:
         return f"SavePlan({len(self.layout)} tensors, {self.world_size} ranks, {self.total_bytes} bytes)"
@@ -458,38 +444,13 @@ def _level(loads: Ints, unit_bytes: Ints, units: Ints) -> Ints:
 # last. No rank's items are listed.
 
 
-def verify_save(plan: SavePlan) -> Report:
-    """The proof of a save plan, or all that is wrong."""
-    covers = "every element is written exactly once, by a rank that holds it"
-    return Report(repr(plan), tuple(_save_findings(plan)), len(plan.layout), covers=covers)
-
-
-def _save_findings(plan: SavePlan) -> Iterator[Finding]:
-    """All that is wrong with a save plan."""
-    if plan.explicit:
-        yield from _listed_findings(plan)
-        return
-    times = Counter(fqn for assigned in plan.assignments for fqn in assigned.names)
-    yield from (Finding("is not written", fqn) for fqn in plan.layout if fqn not in times)
-    yield from (Finding(f"is assigned {count} times", fqn) for fqn, count in times.items() if count > 1)
-    for assigned in plan.assignments:
-        if assigned.names:
-            layout = plan.layout[assigned.names[0]]
-            others = [fqn for fqn in assigned.names if plan.layout[fqn].geometry_key != layout.geometry_key]
-            yield from (Finding("is assigned with tensors of another geometry", fqn) for fqn in others)
-            yield from _assignment_findings(assigned, layout)
-
-
 def _assignment_findings(assigned: Assignment, layout: TensorLayout) -> Iterator[Finding]:
     yield from _tiling_findings(assigned, layout)
     chunks, counts = assigned.chunks, np.diff(assigned.chunks.indptr)
     chunk_of = np.repeat(np.arange(len(counts)), counts)
     for entry in np.flatnonzero(~_held(assigned, layout, chunk_of)).tolist():
         element = _first(assigned, int(chunk_of[entry]))
-        yield from (
-            Finding("is written by a rank that does not hold it", f, int(assigned.ranks[entry]), element)
-            for f in assigned.names
-        )
+        yield Finding("is written by a rank that does not hold it", None, int(assigned.ranks[entry]), element)
     begins = np.concatenate(([0], assigned.ends[:-1])) if len(assigned.ends) else assigned.ends
     begins[chunks.indptr[:-1]] = 0
     bad = set(chunk_of[assigned.ends < begins].tolist())
@@ -499,25 +460,21 @@ def _assignment_findings(assigned: Assignment, layout: TensorLayout) -> Iterator
     )
     bad |= set(np.flatnonzero((assigned.units != 1) & (assigned.units != longest)).tolist())
     for chunk in sorted(bad):
-        yield from (Finding("is not written exactly once", f, None, _first(assigned, chunk)) for f in assigned.names)
+        yield Finding("is not written exactly once", element=_first(assigned, chunk))
 
 
 def _tiling_findings(assigned: Assignment, layout: TensorLayout) -> Iterator[Finding]:
     """The chunks of the assignment are those of the tensor, and tile it."""
     if isinstance(assigned.chunks, ProductTable) and layout.product is not None:
-        for d, (own, owners) in enumerate(zip(layout.product.dims, assigned.chunks.owners)):
-            wrong = own.uncovered()
-            if wrong is not None or not np.array_equal(owners, np.flatnonzero(own.local_sizes)):
-                at = 0 if wrong is None else wrong[0]
-                element = tuple(at if i == d else 0 for i in range(len(layout.spec.shape)))
-                yield from (Finding("is not written exactly once", fqn, None, element) for fqn in assigned.names)
+        wrong = layout_fault(layout)
+        owners = zip(assigned.chunks.owners, layout.product.dims, strict=True)
+        if wrong is not None or not all(np.array_equal(its, np.flatnonzero(own.local_sizes)) for its, own in owners):
+            yield Finding("is not written exactly once", element=wrong.element if wrong is not None else None)
         return
     boxes = [box for chunk in range(len(assigned.units)) for box, _ in assigned.chunks.part(chunk).boxes()]
     fault = tiling_fault([Box.full(layout.spec.shape)], boxes)
     if fault is not None:
-        yield from (
-            Finding(f"is written {fault.count} times, not once", fqn, None, fault.element) for fqn in assigned.names
-        )
+        yield Finding(f"is written {fault.count} times, not once", element=fault.element)
 
 
 def _held(

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from planners.errors import CoverageError, LayoutMismatchError, PlanError
+from planners.findings import Finding
 from planners.geometry.box import Box
-from planners.geometry.layout import BoxesForm, Form, Intervals, Part, ProductForm, Shape, StateLayout, TensorLayout
-from planners.geometry.mesh import Ints, Mesh, Placement, Replicate, Shard
-from planners.notebooks import Pictured
+from planners.geometry.layout import (
+    BoxesForm,
+    Form,
+    Part,
+    ProductGeometry,
+    Shape,
+    StateLayout,
+    TensorLayout,
+    check_rank,
+)
+from planners.geometry.mesh import Ints
+from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global_box, listed_findings, product_findings
 from planners.plans.routing import Route, Traffic, intersection_of, pair_groups, total_traffic
 from planners.plans.save import SavePlan, plan_writes
 
@@ -23,9 +31,8 @@ if TYPE_CHECKING:
     import networkx as nx
 
 __all__ = [
-    "HeldPlace", "ReadOncePlan", "Repeat", "TransferItem", "TransferItems", "TransferPlan",
-    "bytes_between", "bytes_between_hosts", "plan_read_once", "plan_relay", "plan_transfers",
-    "rank_groups", "stripe_places", "striped", "want_once",
+    "HeldPlace", "ReadOncePlan", "Repeat", "TransferItem", "TransferItems", "TransferPlan", "plan_read_once",
+    "plan_transfers", "want_once",
 ]  # fmt: skip
 
 
@@ -34,7 +41,7 @@ __all__ = [
 # that it needs crosses to it once.
 #
 # Replicas are fed one by one: if k ranks of one host need the same bytes, these cross to the host k
-# times. Where that is too much, `planners.plans.transfer` makes two plans: a stripe for each
+# times. Where that is too much, `planners.plans.relay` makes two plans: a stripe for each
 # replica, and then what they lack from one another.
 
 
@@ -59,6 +66,11 @@ class TransferItem(NamedTuple):
     """Which of the receiver's local tensors of this name."""
 
     @property
+    def part(self) -> int:
+        """Which of the receiver's local tensors."""
+        return self.target_part
+
+    @property
     def is_local(self) -> bool:
         """Whether nothing crosses."""
         return self.sender == self.receiver
@@ -67,23 +79,26 @@ class TransferItem(NamedTuple):
         return f"{self.fqn}: {self.box}, rank {self.sender} {self.source} -> rank {self.receiver} {self.target}"
 
 
-class TransferItems(tuple[TransferItem, ...]):
-    """Items in the order of names, then of the sender's regions, then of the receiver's local elements."""
+class TransferItems(PlanItems[TransferItem]):
+    """Items in the order of names, then of the sender's regions, then of the receiver's local elements. Their bytes are
+    those of copies within a rank, too."""
 
     __slots__ = ()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all items, copies within a rank included."""
-        return sum(item.nbytes for item in self)
 
-
-class TransferPlan(Pictured):
+class TransferPlan(Plan[TransferItems]):
     """What every rank sends, receives and copies. Frozen.
 
     A plan is its two layouts: items are enumerated for the rank that asks. Receivers whose items were listed
     explicitly (`with_items`) keep them, and `verify` judges them.
     """
+
+    kind, verb, _Listed = "transfer", "receives", TransferItems
+    _MADE_OF = ("before", "after", "names", "ranks_per_host")
+    covers = (
+        "every needed element is delivered exactly once, from a rank that holds it; this does not say that the layout "
+        "is the one you meant"
+    )
 
     def __init__(
         self,
@@ -98,25 +113,18 @@ class TransferPlan(Pictured):
         Raises PlanError for a name that one side lacks, for explicit items from or to ranks outside the job, and for
         items to other receivers than they are listed for.
         """
-        self.before, self.after, self.names = before, after, tuple(names)
-        self.ranks_per_host = ranks_per_host
-        self.explicit = {rank: TransferItems(items) for rank, items in (explicit or {}).items()}
+        self.before, self.after, self.ranks_per_host = before, after, ranks_per_host
+        self._list(names, max(before.world_size, after.world_size), explicit)
         if ranks_per_host is not None and ranks_per_host < 1:
             raise PlanError(f"ranks_per_host must be >= 1, got {ranks_per_host}")
         for fqn in self.names:
             if fqn not in before or fqn not in after:
                 raise PlanError("to be moved a tensor must be in both layouts", fqn=fqn)
         for rank, items in self.explicit.items():
-            self._check(rank)
             for item in items:
-                self._check(item.sender)
+                check_rank(item.sender, self.world_size)
                 if item.receiver != rank:
                     raise PlanError(f"an item listed for this rank goes to rank {item.receiver}", rank=rank)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the job: those before and those after, in one numbering."""
-        return max(self.before.world_size, self.after.world_size)
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -130,20 +138,15 @@ class TransferPlan(Pictured):
         moved = set(self.names)
         return tuple(fqn for fqn in self.after if fqn not in moved)
 
-    def with_items(self, items: Mapping[int, Sequence[TransferItem]]) -> TransferPlan:
-        """The same plan, but with the items to the given receivers replaced."""
-        return TransferPlan(self.before, self.after, self.names, self.ranks_per_host, {**self.explicit, **items})
-
     # --- one rank ---
 
     def items_to(self, rank: int) -> TransferItems:
         """What arrives at `rank`, each wanted element once; copies within the rank included."""
-        self._check(rank)
-        return self.explicit[rank] if rank in self.explicit else self._derived_to(rank)
+        return self.rank_items(rank)
 
     def items_from(self, rank: int) -> TransferItems:
         """What `rank` sends to other ranks."""
-        self._check(rank)
+        check_rank(rank, self.world_size)
         found: list[tuple[int, TransferItem]] = []
         for route in self.routes:
             names, positions = route.group.names, route.group.positions
@@ -164,7 +167,7 @@ class TransferPlan(Pictured):
         for rank in range(self.world_size):
             yield from self.items_to(rank)
 
-    def _derived_to(self, rank: int) -> TransferItems:
+    def _derived(self, rank: int) -> Iterable[TransferItem]:
         found: list[tuple[int, TransferItem]] = []
         for route in self.routes:
             for source in route.intersection.sources(rank):
@@ -172,7 +175,7 @@ class TransferPlan(Pictured):
                 for fqn, position, sender in zip(route.group.names, route.group.positions, route.senders(source, rank)):
                     found.extend((position, TransferItem(fqn, sender, rank, *common)) for common in commons)
         found.sort(key=lambda row: row[0])
-        return TransferItems(item for _, item in found)
+        return (item for _, item in found)
 
     def first_items(self, route: Route, rank: int) -> list[TransferItem]:
         """What arrives at `rank` of the first tensor of a route's group, whatever was listed explicitly."""
@@ -246,7 +249,7 @@ class TransferPlan(Pictured):
             local += here
         sent = self._derived_sent.copy()
         for rank, items in self.explicit.items():
-            for sign, some in ((-1, self._derived_to(rank)), (1, items)):
+            for sign, some in ((-1, self._derived(rank)), (1, items)):
                 for item in some:
                     if item.is_local:
                         local[rank] += sign * item.nbytes
@@ -274,17 +277,36 @@ class TransferPlan(Pictured):
                 graph.add_edge(item.sender, item.receiver, item.fqn, nbytes=item.nbytes)
         return graph
 
-    def _check(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise PlanError(f"there are ranks 0 to {self.world_size - 1} only", rank=rank)
+    # --- what reports and proofs ask ---
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TransferPlan):
-            return NotImplemented
-        mine = (self.before, self.after, self.names, self.ranks_per_host, self.explicit)
-        return mine == (other.before, other.after, other.names, other.ranks_per_host, other.explicit)
+    def rank_bytes(self) -> Ints:
+        return self.received_bytes()
 
-    __hash__ = None  # type: ignore[assignment]  # holds mappings of many tensors
+    def geometries(self) -> int:
+        return len(self.routes)
+
+    def item_counts(self) -> Ints:
+        """Items to each rank, copies within a rank included."""
+        total = np.zeros(self.world_size, dtype=np.int64)
+        for route in self.routes:
+            total += route.intersection.counts(self.world_size) * len(route.group)
+        for rank, listed in self.explicit.items():
+            total[rank] = len(listed)
+        return total
+
+    def findings(self) -> Iterator[Finding]:
+        """All that is wrong."""
+        try:
+            routes = self.routes
+        except CoverageError as error:
+            element = error.box.offsets if error.box is not None else None
+            yield Finding("nobody holds this element", error.fqn, error.rank, element)
+            return
+        for route in routes:
+            yield from alike(_route_findings(self, route), route.group.names)
+        strange = "is sent, but is not to be moved"
+        yield from listed_findings(self.explicit, self.names, strange, partial(_tensor_findings, self))
+        yield from _conservation(self)
 
     def __repr__(self) -> str:
         return f"TransferPlan({len(self.names)} tensors, {self.before.world_size} -> {self.after.world_size} ranks)"
@@ -339,230 +361,80 @@ def plan_transfers(
     return TransferPlan(before, after, names, ranks_per_host)
 
 
-# Transfers in two steps: the replicas of one group get a stripe each from outside, and then
-# complete one another.
-#
-#     direct: every byte to each of 4 replicas        relay: a quarter to each, then all quarters to all
-#
-#     group 0   a b c d                               group 0   a b c d
-#                \ \ \ \  x 4                                    \ \ \ \
-#     group 1   4 x abcd                              group 1   a-b-c-d   ->   4 x abcd
-#
-# Groups are hosts, and the two sides where no rank is on both. What crosses between groups falls by
-# the number of replicas in a group; each replica still gets each byte once. Both steps are ordinary
-# transfer plans, with a layout of stripes between them.
+# What is wrong with a transfer plan.
 
 
-def plan_relay(
-    before: StateLayout,
-    after: StateLayout,
-    *,
-    ranks_per_host: int | None = None,
-    allow_cast: bool = False,
-    allow_missing: bool = False,
-) -> tuple[TransferPlan, ...]:
-    """The plans to obey one after the other: one, or two where that moves fewer bytes between groups.
-
-    Groups are the hosts, if `ranks_per_host` says which these are, and then the two sides, if no rank is on both.
-    The first plan takes the state from `before` to a layout in which some tensors are striped; these have the dtype
-    that they have before, and all others are as `after` wants them. The second moves the striped tensors only.
-    Arguments and errors are those of `plan_transfers`.
-    """
-    direct = plan_transfers(
-        before, after, ranks_per_host=ranks_per_host, allow_cast=allow_cast, allow_missing=allow_missing
-    )
-    groupings = rank_groups(direct)
-    between: dict[str, TensorLayout] = {}
-    for alike in pair_groups(before, after, direct.names) if groupings else ():
-        name = alike.names[0]
-        form = _best_form(before[name], after[name], groupings, ranks_per_host)
-        if form is not None:
-            between |= {fqn: TensorLayout.of(before[fqn].spec, form) for fqn in alike.names}
-    if not between:
-        return (direct,)
-    stage = StateLayout({fqn: between.get(fqn, after[fqn]) for fqn in direct.names}, after.world_size)
-    return (
-        plan_transfers(before, stage, ranks_per_host=ranks_per_host, allow_cast=allow_cast),
-        TransferPlan(stage, after, [fqn for fqn in direct.names if fqn in between], ranks_per_host),
-    )
+def _route_findings(plan: TransferPlan, route: Route) -> Iterator[Finding]:
+    yield from _dealing_findings(route)
+    overlap = route.intersection.overlap
+    if overlap is not None:
+        yield from product_findings(overlap)
+        yield from _holders_findings(route, overlap.saved)
+        return
+    for rank in route.group.after.form.ranks():
+        if rank not in plan.explicit:
+            yield from _tensor_findings(plan, rank, route.group.names[0], plan.first_items(route, rank))
 
 
-def rank_groups(plan: TransferPlan) -> tuple[Ints, ...]:
-    """The groups between which bytes are dear, the dearest first: for each rank of the job, the number of its group.
-
-    By host, where the plan knows hosts; by side, where no rank is on both. () where there is one group only.
-    """
-    out = []
-    if plan.ranks_per_host is not None and plan.ranks_per_host < plan.world_size:
-        out.append(np.arange(plan.world_size, dtype=np.int64) // plan.ranks_per_host)
-    givers, takers = (_ranks(state[fqn] for fqn in plan.names) for state in (plan.before, plan.after))
-    if takers and givers.isdisjoint(takers):
-        sides = np.zeros(plan.world_size, dtype=np.int64)
-        sides[sorted(takers)] = 1
-        out.append(sides)
-    return tuple(out)
+def _holders_findings(route: Route, before: ProductGeometry) -> Iterator[Finding]:
+    """The table of holders against the owners of every rank."""
+    holders, number = route.intersection.holders, np.zeros(before.mesh.size, dtype=np.int64)
+    for owners, own in zip(before.rank_owners, before.dims):
+        number = number * own.owners + owners
+    wrong_ranks = holders.ranks[number[before.mesh.positions(holders.ranks)] != holders.source_of]
+    for rank in wrong_ranks[:1].tolist():
+        yield Finding("sends a region that it does not hold", None, rank)
 
 
-def bytes_between(plan: TransferPlan, groups: Ints) -> int:
-    """Bytes that leave their group. `groups`: for each rank, the number of its group."""
-    total = 0
-    for sender, receiver, nbytes in plan.traffic_blocks():
-        total += int(nbytes[groups[sender] != groups[receiver]].sum())
-    return total
+def _dealing_findings(route: Route) -> Iterator[Finding]:
+    """The order in which holders are dealt deliveries must name each of them once."""
+    holders = route.intersection.holders
+    order = np.lexsort((route.order, holders.source_of))
+    wrong = np.flatnonzero(route.order[order] != holders.ranks)
+    for place in wrong[:1].tolist():
+        yield Finding("sends a region that it does not hold", None, int(route.order[order][place]))
 
 
-def bytes_between_hosts(plan: TransferPlan, ranks_per_host: int) -> int:
-    """Bytes that leave their host."""
-    return bytes_between(plan, np.arange(plan.world_size, dtype=np.int64) // ranks_per_host)
+def _tensor_findings(plan: TransferPlan, rank: int, fqn: str, items: Sequence[TransferItem]) -> Iterator[Finding]:
+    parts = plan.after.parts(fqn, rank) if rank < plan.after.world_size else ()
+    return arrival_findings(rank, parts, items, lambda item: _item_fault(item, plan, parts), {})
 
 
-def _ranks(layouts: Iterable[TensorLayout]) -> set[int]:
-    """All ranks that may hold something."""
-    forms = {id(layout.form): layout.form for layout in layouts}  # mostly shared objects
-    return {rank for form in forms.values() for rank in form.ranks()}
-
-
-def _best_form(
-    before: TensorLayout, after: TensorLayout, groupings: Sequence[Ints], ranks_per_host: int | None
-) -> Form | None:
-    """The stripes between two layouts of a tensor by which the fewest bytes leave a group; None for no stripes."""
-    best, best_bytes = None, _crossing((before, after), groupings, ranks_per_host)
-    for groups in groupings:
-        form = striped(after, groups)
-        if form is not None:
-            steps = before, TensorLayout.of(before.spec, form), after
-            crossing = _crossing(steps, groupings, ranks_per_host)
-            if crossing < best_bytes:
-                best, best_bytes = form, crossing
-    return best
-
-
-def _crossing(steps: Sequence[TensorLayout], groupings: Sequence[Ints], ranks_per_host: int | None) -> tuple[int, ...]:
-    """Bytes between the groups of each grouping, of all steps together."""
-    world, fqn = len(groupings[0]), steps[0].spec.fqn
-    states = [StateLayout({fqn: layout}, world) for layout in steps]
-    plans = [plan_transfers(*pair, ranks_per_host=ranks_per_host, allow_cast=True) for pair in pairwise(states)]
-    return tuple(sum(bytes_between(plan, groups) for plan in plans) for groups in groupings)
-
-
-# --- stripes ---
-
-
-def striped(layout: TensorLayout, groups: Ints) -> Form | None:
-    """The form in which the replicas of one group have a stripe each, so that together they have every element once;
-    None if no group has replicas. A stripe is a piece of the local tensor, so it needs no memory of its own.
-
-    `groups`: for each rank, the number of its group.
-    """
-    if not layout.spec.numel:
-        return None
-    if isinstance(layout.form, ProductForm) and layout.spec.shape:
-        return _striped_product(layout, layout.form, groups)
-    return _striped_boxes(layout, groups)
-
-
-def stripe_places(stage: TensorLayout, whole: TensorLayout, rank: int) -> tuple[tuple[int, Box], ...]:
-    """Where the local tensors of `stage` lie in those of `whole`: for each, (which one, the box in its coordinates).
-
-    Raises PlanError where one lies in none, or not as one box.
-    """
-    theirs = whole.parts(rank) if rank < whole.world_size else ()
-    mine = stage.parts(rank) if rank < stage.world_size else ()
-    return tuple(_place(part, theirs, whole, rank) for part in mine)
-
-
-def _place(part: Part, theirs: tuple[Part, ...], whole: TensorLayout, rank: int) -> tuple[int, Box]:
-    for index, host in enumerate(theirs):
-        offsets = [_offset(inner, outer) for inner, outer in zip(part.dims, host.dims, strict=True)]
-        known = tuple(offset for offset in offsets if offset is not None)
-        if len(known) == len(offsets):
-            return index, Box.of(known, part.sizes)
-    raise PlanError("a stripe is no box of what it is a stripe of", fqn=whole.spec.fqn, rank=rank)
-
-
-def _offset(inner: Intervals, outer: Intervals) -> int | None:
-    """Where in a local dim of the intervals `outer` the intervals `inner` lie, one behind another; None if nowhere."""
-    if not inner:
-        return 0
-    size, at = sum(stop - start for start, stop in inner), 0
-    for start, stop in outer:
-        if start <= inner[0][0] < stop:
-            first = at + inner[0][0] - start
-            return first if _cut(outer, first, first + size) == inner else None
-        at += stop - start
+def _item_fault(item: TransferItem, plan: TransferPlan, parts: Sequence[Part]) -> str | None:
+    """What is wrong with one item by itself, or None."""
+    itemsize = plan.before[item.fqn].spec.itemsize
+    if item.nbytes != item.box.numel * itemsize:
+        return f"claims {item.nbytes} bytes, but {item.box.numel} elements of {itemsize} bytes are meant"
+    given = plan.before.parts(item.fqn, item.sender) if item.sender < plan.before.world_size else ()
+    for side, at, local, its in (
+        ("sender", item.source_part, item.source, given),
+        ("receiver", item.target_part, item.target, parts),
+    ):
+        if not 0 <= at < len(its):
+            return f"is at local tensor {at} of the {side}, which has {len(its)}"
+        if local.sizes != item.box.sizes:
+            return f"is a box of sizes {item.box.sizes}, but of {local.sizes} at the {side}"
+        if item.box.is_empty:
+            continue
+        meant = global_box(its[at], local)
+        if meant is None:
+            return f"is {local} at the {side}, which goes beyond a piece of its local tensor"
+        if meant != item.box:
+            return f"is {item.box}, but the {side}'s {local} is {meant}"
     return None
 
 
-def _cut(intervals: Intervals, low: int, high: int) -> Intervals:
-    """The global intervals of local elements `[low, high)`."""
-    out, at = [], 0
-    for start, stop in intervals:
-        begin, end = max(low - at, 0), min(high - at, stop - start)
-        if begin < end:
-            out.append((start + begin, start + end))
-        at += stop - start
-    return tuple(out)
-
-
-def _striped_product(layout: TensorLayout, form: ProductForm, groups: Ints) -> ProductForm | None:
-    """The axes of replicas, or the part of them that is within groups, come last and cut the largest local dim."""
-    mesh, shape = form.mesh, layout.spec.shape
-    where = groups[mesh.ranks].reshape(mesh.shape)
-    inner = [
-        _common_run(where, axis) if isinstance(placement, Replicate) else 1
-        for axis, placement in enumerate(form.placements)
-    ]
-    if all(size == 1 for size in inner):
-        return None
-    grid = mesh.ranks.reshape([n for size, run in zip(mesh.shape, inner) for n in (size // run, run)])
-    grid = grid.transpose([*range(0, grid.ndim, 2), *range(1, grid.ndim, 2)])
-    axes = [(name, size // run) for (name, size), run in zip(mesh.axes, inner)]
-    axes += [(_fresh(name, mesh), run) for (name, _), run in zip(mesh.axes, inner)]
-    sizes = np.max([part.sizes for rank in mesh.ranks[:1].tolist() for part in form.parts(shape, rank)], axis=0)
-    cuts: list[Placement] = [Shard(int(np.argmax(sizes))) if run > 1 else Replicate() for run in inner]
-    return ProductForm.make(Mesh(axes, grid.reshape(-1).tolist()), (*form.placements, *cuts))
-
-
-def _common_run(where: npt.NDArray[np.int64], axis: int) -> int:
-    """The most coordinates in a row on an axis that are of one group, wherever a row of so many begins."""
-    size = where.shape[axis]
-    for run in (n for n in range(size, 1, -1) if size % n == 0):
-        rows = np.moveaxis(where, axis, -1).reshape(-1, run)
-        if np.all(rows == rows[:, :1]):
-            return run
-    return 1
-
-
-def _fresh(name: str, mesh: Mesh) -> str:
-    while name in mesh.names:
-        name += "_stripe"
-    return name
-
-
-def _striped_boxes(layout: TensorLayout, groups: Ints) -> BoxesForm | None:
-    """Each box that several ranks of a group have alike is cut among them."""
-    alike: dict[tuple[int, tuple[Box, ...]], list[int]] = {}
-    for rank in layout.form.ranks():
-        boxes = tuple(box for part in layout.parts(rank) for box, _ in part.boxes())
-        alike.setdefault((int(groups[rank]), boxes), []).append(rank)
-    if all(len(ranks) == 1 for ranks in alike.values()):
-        return None
-    out: dict[int, list[Box]] = {}
-    for (_, boxes), ranks in alike.items():
-        for number, box in enumerate(boxes):
-            for place, piece in enumerate(_pieces(box, len(ranks))):
-                out.setdefault(ranks[(number + place) % len(ranks)], []).append(piece)
-    return BoxesForm.make(out, layout.world_size)
-
-
-def _pieces(box: Box, count: int) -> list[Box]:
-    """A box cut along its largest dim into `count` pieces of nearly one size, or one for each element there."""
-    size = max(box.sizes, default=1)
-    if size <= 1 or count == 1:
-        return [box]
-    dim, count = box.sizes.index(size), min(count, size)
-    edges = [box.offsets[dim] + size * i // count for i in range(count + 1)]
-    return [box.cut(dim, low, high) for low, high in pairwise(edges)]
+def _conservation(plan: TransferPlan) -> Iterator[Finding]:
+    sent, received = int(plan.sent_bytes().sum()), int(plan.received_bytes().sum())
+    if sent != received:
+        yield Finding(f"the ranks send {sent} bytes, but receive {received}")
+    for column, what in (
+        (plan.sent_bytes(), "sends"),
+        (plan.received_bytes(), "receives"),
+        (plan.local_bytes(), "copies"),
+    ):
+        for rank in np.flatnonzero(column < 0)[:1].tolist():
+            yield Finding(f"{what} {int(column[rank])} bytes", None, rank)
 
 
 # Elements that a rank wants several times over, moved once: what remains to be moved, and what to

@@ -17,7 +17,7 @@ from planners.geometry.layout import StateLayout, TensorLayout
 from planners.geometry.mesh import Ints
 from planners.plans.cost import Cluster, estimate
 from planners.plans.load import LoadPlan
-from planners.plans.proof import verify
+from planners.plans.plan import verify
 from planners.plans.routing import Traffic, intersection_of, pair_groups
 from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferPlan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,16 +12,14 @@ import numpy as np
 from planners.errors import PlanError
 from planners.geometry.layout import Part, StateLayout, TensorLayout
 from planners.geometry.mesh import Ints
-from planners.plans.load import LoadPlan, ReadItem, count_reads, group_loads
+from planners.plans.load import LoadPlan, ReadItem
+from planners.plans.plan import Plan
 from planners.plans.rounds import Schedule
 from planners.plans.save import SavePlan, WriteItem
 from planners.plans.transfer import TransferItem, TransferPlan
 from planners.units import format_bytes
 
 __all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_plan", "summarize"]
-
-
-_Plan = LoadPlan | SavePlan | TransferPlan
 
 
 def format_plan(plan: LoadPlan | SavePlan | TransferPlan | Schedule, limit: int | None = 20) -> str:
@@ -31,16 +29,13 @@ def format_plan(plan: LoadPlan | SavePlan | TransferPlan | Schedule, limit: int 
     """
     if isinstance(plan, Schedule):
         return "\n".join(_schedule_lines(plan, limit))
-    if isinstance(plan, TransferPlan):
-        loads, verb, moved = plan.received_bytes(), "receives", f", {format_bytes(plan.bytes_moved)} cross"
-    else:
-        loads, verb, moved = plan.rank_bytes(), "reads" if isinstance(plan, LoadPlan) else "writes", ""
-    lines = [repr(plan) + moved, *_load_lines(loads, verb, limit)]
+    moved = f", {format_bytes(plan.bytes_moved)} cross" if isinstance(plan, TransferPlan) else ""
+    lines = [repr(plan) + moved, *_load_lines(plan.rank_bytes(), plan.verb, limit)]
     left = limit
     for rank in range(plan.world_size):
         if left is not None and left <= 0:
             break
-        items = _items(plan, rank)
+        items = plan.rank_items(rank)
         if items:
             lines.append(f"  items of rank {rank}:")
         lines += [f"    {_line(item)}" for item in items[:left]]
@@ -86,10 +81,6 @@ def _schedule_lines(rounds: Schedule, limit: int | None) -> Iterator[str]:
         listed = [f"{sender}->{receiver} {format_bytes(size)}" for _, sender, receiver, size in messages]
         more = f", and {len(listed) - 8} more" if limit is not None and len(listed) > 8 else ""
         yield f"  round {number}: {', '.join(listed[: None if limit is None else 8])}{more}"
-
-
-def _items(plan: _Plan, rank: int) -> Sequence[ReadItem | WriteItem | TransferItem]:
-    return plan.items_to(rank) if isinstance(plan, TransferPlan) else plan.items(rank)
 
 
 def _line(item: ReadItem | WriteItem | TransferItem) -> str:
@@ -228,24 +219,16 @@ def diff(
         only_a=tuple(fqn for fqn in names[0] if fqn not in in_b),
         only_b=tuple(fqn for fqn in names[1] if fqn not in in_a),
         changed=changed,
-        rank_bytes=_padded(_loads(a), _loads(b)),
+        rank_bytes=_padded(a.rank_bytes(), b.rank_bytes()),
     )
 
 
 def _sides(plan: object) -> tuple[StateLayout, ...]:
-    if isinstance(plan, LoadPlan):
-        return plan.saved, plan.wanted
-    if isinstance(plan, TransferPlan):
-        return plan.before, plan.after
-    if isinstance(plan, SavePlan):
-        return (plan.layout,)
+    if isinstance(plan, Plan):
+        return tuple(plan.sides.values())
     if isinstance(plan, StateLayout):
         return (plan,)
     raise PlanError(f"cannot compare a {type(plan).__name__}: give plans or layouts")
-
-
-def _loads(plan: LoadPlan | SavePlan | TransferPlan | StateLayout) -> Ints:
-    return plan.received_bytes() if isinstance(plan, TransferPlan) else plan.rank_bytes()
 
 
 def _padded(a: Ints, b: Ints) -> tuple[Ints, Ints]:
@@ -367,31 +350,8 @@ def summarize(plan: LoadPlan | SavePlan | TransferPlan) -> PlanStats:
 
     Raises PlanError for anything that is no plan.
     """
-    if isinstance(plan, LoadPlan):
-        groups = len(group_loads(plan))
-        items = count_reads(plan).items
-        return PlanStats(
-            "load", len(plan.wanted), groups, plan.world_size, plan.rank_bytes(), items, plan.wanted.uncut_axes()
-        )
-    if isinstance(plan, SavePlan):
-        groups = len(plan.layout.geometries())
-        return PlanStats(
-            "save", len(plan.layout), groups, plan.world_size, plan.rank_bytes(), None, plan.layout.uncut_axes()
-        )
-    if isinstance(plan, TransferPlan):
-        items = _count_transfers(plan)
-        tensors, groups = len(plan.names), len(plan.routes)
-        return PlanStats(
-            "transfer", tensors, groups, plan.world_size, plan.received_bytes(), items, plan.after.uncut_axes()
-        )
-    raise PlanError(f"cannot summarize a {type(plan).__name__}: give a load, save or transfer plan")
-
-
-def _count_transfers(plan: TransferPlan) -> Ints:
-    """Items to each rank, copies within a rank included."""
-    total = np.zeros(plan.world_size, dtype=np.int64)
-    for route in plan.routes:
-        total += route.intersection.counts(plan.world_size) * len(route.group)
-    for rank, listed in plan.explicit.items():
-        total[rank] = len(listed)
-    return total
+    if not isinstance(plan, Plan):
+        raise PlanError(f"cannot summarize a {type(plan).__name__}: give a load, save or transfer plan")
+    uncut = list(plan.sides.values())[-1].uncut_axes()
+    sizes, items = plan.rank_bytes(), plan.item_counts()
+    return PlanStats(plan.kind, len(plan.names), plan.geometries(), plan.world_size, sizes, items, uncut)

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
-from planners.plans.load import ReadItem, plan_reads, verify_load
+from planners.plans.load import ReadItem, plan_reads
+from planners.plans.plan import verify
 from planners.units import format_bytes
 from reshard.api.arguments import check_arguments, state_and_path
 from reshard.api.load_keys import DtypePolicy, KeyMatch, LoadOptions, Mode, ReadOnce, gather_mismatches, match_keys
@@ -352,7 +353,7 @@ def plan_rank(
         wanted[key] = TensorLayout.of(TensorSpec(key, shape, spec.dtype), form)
     world = max([rank + 1, *(layout.world_size for layout in wanted.values())])
     plan = plan_reads(StateLayout(saved), StateLayout(wanted, world))
-    proof = verify_load(plan)
+    proof = verify(plan)
     if not proof.ok:
         raise DamagedCheckpointError(f"{checkpoint.url} does not hold each wanted element exactly once: {proof}")
     items = plan.items(rank)

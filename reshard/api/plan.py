@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planners.geometry.layout import StateLayout
-from planners.geometry.topologies import Topology
-from planners.geometry.topology_words import looks_like_a_topology, topology_of
+from planners.geometry.topologies import Topology, looks_like_a_topology, topology_of
 from planners.plans.load import LoadPlan, plan_reads
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import FormatError, LayoutError, StorageError

@@ -15,7 +15,8 @@ import torch
 
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorSpec
-from planners.plans.save import DIVIDE_ABOVE_BYTES, SavePlan, plan_writes, verify_save
+from planners.plans.plan import verify
+from planners.plans.save import DIVIDE_ABOVE_BYTES, SavePlan, plan_writes
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -89,7 +90,7 @@ def planned_writes(
     """
     census = global_state_of(holdings, group, answers)
     plan = plan_writes(census.tensors, divide_above_bytes=options.divide_above_bytes)
-    report = verify_save(plan)
+    report = verify(plan)
     if not report.ok:
         raise LayoutError(
             f"what {format_ranks(group.ranks)} have does not make up each tensor exactly once: {report}. "

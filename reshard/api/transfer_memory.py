@@ -11,17 +11,10 @@ import torch
 from planners.errors import CoverageError
 from planners.geometry.box import Dims
 from planners.geometry.layout import Part, StateLayout, TensorLayout
-from planners.plans.rounds import Schedule, schedule, verify_schedule
-from planners.plans.transfer import (
-    HeldPlace,
-    Repeat,
-    TransferPlan,
-    bytes_between,
-    plan_relay,
-    rank_groups,
-    stripe_places,
-    want_once,
-)
+from planners.plans.plan import verify
+from planners.plans.relay import bytes_between, plan_relay, rank_groups, stripe_places
+from planners.plans.rounds import Schedule, schedule
+from planners.plans.transfer import HeldPlace, Repeat, TransferPlan, want_once
 from reshard.api.transfer_agreement import TensorMatches, TensorTransfer
 from reshard.errors import LayoutError
 from reshard.execute.exchange import RankWork, round_bytes
@@ -84,7 +77,7 @@ def plan_steps(
     except CoverageError as error:
         raise LayoutError(f"the source does not hold all that the target wants: {error}") from None
     for step in rounds:
-        verify_schedule(step).raise_if_failed()
+        verify(step).raise_if_failed()
     groups = rank_groups(TransferPlan(before, after, tuple(moved), ranks_per_host))
     between = sum(bytes_between(plan, groups[0]) for plan in plans) if groups else 0
     works = tuple(RankWork.of(step, rank) for step in rounds)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box
-from planners.plans.proof import verify as prove
+from planners.plans.plan import verify as prove
 from planners.plans.save import SavePlan
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError, KeyMismatchError, LayoutError

@@ -104,7 +104,7 @@ def side(
 ) -> StateLayout | Topology:
     """What one side is: the layout of a checkpoint or file, or a topology. Raises UsageError for a
     topology that cannot be read."""
-    from planners.geometry.topology_words import WORDS, looks_like_a_topology, topology_of
+    from planners.geometry.topologies import WORDS, looks_like_a_topology, topology_of
 
     if looks_like_a_topology(text) and not Path(text).exists():
         try:

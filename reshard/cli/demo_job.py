@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import fsdp_tp
 from planners.plans.load import LoadPlan, plan_reads
-from planners.plans.proof import verify
+from planners.plans.plan import verify
 from planners.reports.pages import to_html
 from reshard.checkpoint import open as open_checkpoint
 from reshard.cli.examples.llama_fsdp_tp_pp import Training

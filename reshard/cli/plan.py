@@ -56,7 +56,7 @@ def plan(
     has rules for an axis, none of which matches a tensor, so that the axis cuts nothing.
     """
     from planners.plans.load import plan_reads
-    from planners.plans.proof import verify
+    from planners.plans.plan import verify
 
     hints, cluster = read_hints(hint, used=normalized), _cluster(read_rate, ranks_per_host)
     sides = both_sides(source, onto, rules_of(rule), normalized=normalized, hints=hints)

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from planners.geometry.layout import Form
-from planners.plans.rounds import Message, Schedule, schedule, verify_transfer
+from planners.plans.plan import verify
+from planners.plans.rounds import Message, Schedule, schedule
 from planners.plans.transfer import ReadOncePlan, TransferItem, TransferItems, plan_read_once
 from reshard.errors import DeadlineError, ReshardError
 from reshard.live.copy_streams import device_module, has_copy_streams, pinned, wait_for
@@ -488,7 +489,7 @@ class SharedReading:
         Raises LayoutError, alike on every rank, where ranks disagree about a tensor. The plan is proved.
         """
         plan = plan_read_once(join_layouts(group.distinct_answers(describe(tensors))))
-        verify_transfer(plan.transfers).raise_if_failed()
+        verify(plan.transfers).raise_if_failed()
         return cls(plan, group.ranks[group.rank])
 
     def form(self, key: str) -> Form | None:

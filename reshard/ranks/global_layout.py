@@ -11,8 +11,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from planners.geometry.json import form_from_json, form_to_json
-from planners.geometry.layout import BoxesForm, FlatForm, Form, ProductForm, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.layout import (
+    BoxesForm,
+    FlatForm,
+    Form,
+    ProductForm,
+    StateLayout,
+    TensorLayout,
+    TensorSpec,
+    form_from_json,
+    form_to_json,
+)
 from planners.geometry.mesh import Mesh, Replicate
 from reshard.errors import KeyMismatchError, LayoutError, format_ranks
 from reshard.live.state import LiveTensor

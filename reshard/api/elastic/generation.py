@@ -25,7 +25,8 @@ import xxhash
 from planners.geometry.box import Box, ByteRuns, Window
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.notebooks import Tabled
-from planners.plans.rounds import schedule, verify_schedule
+from planners.plans.plan import verify
+from planners.plans.rounds import schedule
 from planners.plans.save import SavePlan, WriteItem
 from planners.plans.transfer import plan_transfers
 from planners.units import format_bytes
@@ -430,7 +431,7 @@ def move(
     rank, world = group.ranks[group.rank], max(group.ranks) + 1
     before, after = (_layout(side, sizes, world) for side in (held, wanted))
     rounds = schedule(plan_transfers(before, after), max_inflight_bytes=round_bytes(max_inflight_bytes))
-    verify_schedule(rounds).raise_if_failed()
+    verify(rounds).raise_if_failed()
 
     def parts(side: Places, whole: Callable[[str], torch.Tensor]) -> Callable[[str], Sequence[torch.Tensor]]:
         return lambda name: [whole(name)[start:stop] for start, stop in side[name].get(rank, ())]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from planners.errors import PlanError
-from planners.plans.copies import CopyPlan, plan_copies, verify_copies
+from planners.plans.copies import CopyPlan, plan_copies
+from planners.plans.plan import verify
 from planners.units import format_bytes
 from reshard.api.arguments import check_arguments
 from reshard.api.elastic.generation import (
@@ -298,7 +299,7 @@ def _planned_copies(group: Group, hosts: Hosts, nbytes: list[int], copies: int) 
         plan = plan_copies(hosts.names, nbytes, copies=copies)
     except PlanError as error:
         group.refuse(LayoutError(str(error)))
-    verify_copies(plan).raise_if_failed()
+    verify(plan).raise_if_failed()
     return plan
 
 

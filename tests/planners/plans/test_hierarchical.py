@@ -20,7 +20,7 @@ from planners import (
     verify,
 )
 from planners.geometry.layout import ProductForm
-from planners.plans.transfer import bytes_between, bytes_between_hosts, rank_groups, stripe_places, striped
+from planners.plans.relay import bytes_between, rank_groups, stripe_places, striped
 from planners.testing.strategies import layouts, state_pairs
 from tests.planners.states import alike
 
@@ -36,7 +36,7 @@ def test_replicas_of_one_host_get_a_stripe_each():
     """Direct, each of 8 replicas gets all 2,048 bytes from host 0; striped, each of their 2 hosts gets them once."""
     steps = plan_relay(state("S(0)", TRAINER), state("R,R", ENGINE), ranks_per_host=4)
 
-    assert [bytes_between_hosts(step, 4) for step in steps] == [2 * 2048, 0]
+    assert [bytes_between(step, np.arange(step.world_size) // 4) for step in steps] == [2 * 2048, 0]
     assert [step.bytes_moved for step in steps] == [2 * 2048, 8 * 2048 * 3 // 4]
     assert all(verify(step).ok for step in steps)
     assert steps[0].after == steps[1].before

@@ -22,7 +22,7 @@ def test_no_item_is_listed_of_a_plan_that_is_not_right(dry_run: bool, tmp_path: 
     listed: list[int] = []
     monkeypatch.setattr(LoadPlan, "items", lambda self, rank: listed.append(rank))
     monkeypatch.setattr(
-        read_plan, "verify_load", lambda plan: Report("the plan", (Finding("is read twice", "w", 0, (1,)),), 1)
+        read_plan, "verify", lambda plan: Report("the plan", (Finding("is read twice", "w", 0, (1,)),), 1)
     )
 
     with pytest.raises(DamagedCheckpointError, match=r"each wanted element exactly once(.|\n)*'w'.*is read twice"):

@@ -12,7 +12,7 @@ import torch
 import reshard
 from planners.geometry.layout import TensorSpec
 from planners.geometry.topologies import Topology
-from planners.plans.proof import verify
+from planners.plans.plan import verify
 from reshard.errors import KeyMismatchError, NormalizationError, ReshardError
 from reshard.mapping import (
     Cast,

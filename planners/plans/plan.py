@@ -1,0 +1,338 @@
+"""What all plans are: what is to go from where to where, listed for the rank that asks; and `verify`, their proof.
+
+Proofs are exact, cheap enough to be always on, and concrete about what is wrong. Where a form is a product, each dim is
+proved on its own: if the segments of every dim tile what each owner holds exactly once and agree on global coordinates,
+so do their products. Everything else is listed and swept.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+
+from planners.errors import PlanError
+from planners.findings import Finding, Report
+from planners.geometry.box import Box
+from planners.geometry.layout import Part, StateLayout, TensorLayout, check_rank
+from planners.geometry.mesh import Ints, Segments
+from planners.geometry.overlap import ProductOverlap, tiling_fault
+from planners.notebooks import Pictured
+
+__all__ = [
+    "Plan", "PlanItems", "alike", "arrival_findings", "global_box", "layout_fault", "listed_findings",
+    "product_findings", "verify",
+]  # fmt: skip
+
+
+class PlanItem(Protocol):
+    """One box of elements that is to go from somewhere to somewhere."""
+
+    @property
+    def fqn(self) -> str: ...
+
+    @property
+    def box(self) -> Box:
+        """The elements, in global coordinates of the tensor that they are taken from."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the box, as it is before."""
+
+
+class ArrivingItem(PlanItem, Protocol):
+    """A move that ends in a local tensor of the rank that it is listed for."""
+
+    @property
+    def target(self) -> Box:
+        """Where the elements go, in the coordinates of the local tensor."""
+
+    @property
+    def part(self) -> int:
+        """Which of the rank's local tensors."""
+
+
+ItemT = TypeVar("ItemT", bound=PlanItem)
+ItemsT = TypeVar("ItemsT", bound="PlanItems[Any]")
+ArrivingT = TypeVar("ArrivingT", bound=ArrivingItem)
+
+
+class PlanItems(tuple[ItemT, ...]):
+    """The items of one rank."""
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items."""
+        return sum(item.nbytes for item in self)
+
+
+@runtime_checkable
+class Provable(Protocol):
+    """What can be proved right, or else says what is wrong."""
+
+    covers: ClassVar[str]
+    """What is proved if nothing is wrong."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What is judged."""
+
+    def findings(self) -> Iterator[Finding]:
+        """All that is wrong."""
+
+
+def verify(subject: object) -> Report:
+    """Prove a layout or plan right, or say what is wrong with it. The report's `covers` says what "right" is. That a
+    layout is the one that was meant is never said: `Topology.uncut_axes` tells of axes that cut nothing.
+
+    A layout is right if its regions tile every tensor, each element once per group of replicas. A load plan is right
+    if every wanted element is written exactly once, from the saved element with the same global coordinates (or the one
+    that a view makes it of), out of a chunk that its owner holds, or is a constant that a view declares. A save plan
+    is right if every element is written exactly once, by a rank that holds it. A transfer plan is right if every needed
+    element arrives exactly once, from a rank that holds it. A schedule is right if its plan is, if no rank sends to two
+    or receives from two in one round, if its budget is kept, and if every byte of the plan travels once. A plan of
+    copies is right if what each rank writes is on so many other hosts.
+
+    Raises PlanError for a value of which nothing can be proved.
+    """
+    if isinstance(subject, TensorLayout):
+        subject = StateLayout({subject.fqn: subject})
+    if isinstance(subject, StateLayout):
+        covers = "its regions tile every tensor, each element once per group of replicas"
+        return Report(repr(subject), tuple(_layout_findings(subject)), len(subject), covers=covers)
+    if isinstance(subject, Provable):
+        return Report(str(subject), tuple(subject.findings()), len(subject.names), covers=subject.covers)
+    raise PlanError(f"cannot verify a {type(subject).__name__}: give a layout or a plan")
+
+
+def _layout_findings(layout: StateLayout) -> Iterator[Finding]:
+    for names in layout.geometries().values():
+        wrong = layout_fault(layout[names[0]])
+        if wrong is not None:
+            yield from alike([wrong], names)
+
+
+class Plan(ABC, Pictured, Generic[ItemsT]):
+    """What every rank is to read, write or get. Frozen; a function of its layouts alone.
+
+    Items are enumerated for the rank that asks. A plan whose items were listed explicitly (`with_items`) keeps them,
+    and `verify` judges them.
+    """
+
+    __slots__ = ("explicit", "names", "world_size")
+
+    kind: ClassVar[Literal["load", "save", "transfer"]]
+    verb: ClassVar[str]
+    """What a rank does to its bytes."""
+    covers: ClassVar[str]
+    """What is proved if nothing is wrong."""
+    _MADE_OF: ClassVar[tuple[str, ...]]
+    """The constructor's arguments without `explicit`: layouts first, the one that the plan leads to last of them."""
+    _Listed: type[ItemsT]
+
+    names: tuple[str, ...]
+    """The tensors that are read, written or moved."""
+    world_size: int
+    """How many ranks."""
+    explicit: dict[int, ItemsT]
+    """Items listed by hand, by rank; they stand in for those that would be derived."""
+
+    def _list(self, names: Iterable[str], world_size: int, explicit: Mapping[int, Iterable[Any]] | None) -> None:
+        """Raises PlanError for a rank outside the job."""
+        self.names, self.world_size = tuple(names), world_size
+        self.explicit = {rank: self._Listed(items) for rank, items in (explicit or {}).items()}
+        for rank in self.explicit:
+            check_rank(rank, world_size)
+
+    def _made_of(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._MADE_OF}
+
+    @property
+    def sides(self) -> dict[str, StateLayout]:
+        """The layouts that it is made of, by what they are to it; the last one is what it leads to."""
+        return {name: value for name, value in self._made_of().items() if isinstance(value, StateLayout)}
+
+    def with_items(self: PlanT, items: Mapping[int, Sequence[Any]]) -> PlanT:
+        """The same plan, but with the items of the given ranks replaced."""
+        return type(self)(**self._made_of() | {"explicit": {**self.explicit, **items}})
+
+    def rank_items(self, rank: int) -> ItemsT:
+        """What `rank` reads, writes or gets, listed by hand or derived.
+
+        Raises PlanError for a rank outside the job, CoverageError if nobody has an element that is needed.
+        """
+        check_rank(rank, self.world_size)
+        return self.explicit[rank] if rank in self.explicit else self._Listed(self._derived(rank))
+
+    @abstractmethod
+    def _derived(self, rank: int) -> Iterable[Any]:
+        """What the layouts make `rank` do, whatever was listed explicitly."""
+
+    @abstractmethod
+    def findings(self) -> Iterator[Finding]:
+        """All that is wrong."""
+
+    @abstractmethod
+    def rank_bytes(self) -> Ints:
+        """Bytes that each rank reads, writes, or gets from others. Items are not enumerated."""
+
+    @abstractmethod
+    def geometries(self) -> int:
+        """How many groups of tensors share all planning."""
+
+    @abstractmethod
+    def item_counts(self) -> Ints | None:
+        """Items of each rank, without listing them; None where they depend on how chunks are divided."""
+
+    def bytes(self, rank: int) -> int:
+        """Bytes that `rank` reads, writes, or gets from others."""
+        check_rank(rank, self.world_size)
+        return int(self.rank_bytes()[rank])
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all ranks together."""
+        return int(self.rank_bytes().sum())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, type(self)):
+            return NotImplemented
+        return self.explicit == other.explicit and self._made_of() == other._made_of()
+
+    __hash__ = None  # type: ignore[assignment]  # holds mappings of many tensors
+
+
+PlanT = TypeVar("PlanT", bound=Plan[Any])
+
+
+# What proofs of several kinds of plans ask.
+
+
+def alike(findings: Iterable[Finding], names: Collection[str]) -> Iterator[Finding]:
+    """Each finding for all of the tensors `names`, which are of one geometry."""
+    return (replace(finding, fqn=name) for finding in findings for name in names)
+
+
+def layout_fault(layout: TensorLayout) -> Finding | None:
+    """An element that the distinct regions of a layout do not hold exactly once. Of a product each dim is proved."""
+    shape, product = layout.spec.shape, layout.product
+    if product is None:
+        fault = tiling_fault([Box.full(shape)], [box for _, box in layout.chunks()])
+        return None if fault is None else Finding(str(fault), element=fault.element)
+    for d, own in enumerate(product.dims):
+        wrong = own.uncovered()
+        if wrong is not None:
+            at, what = wrong
+            return Finding(f"index {at} of dim {d} {what}", element=_along(d, at, shape))
+    return None
+
+
+def product_findings(overlap: ProductOverlap) -> Iterator[Finding]:
+    """What is wrong with the tensors of one geometry, each dim being proved by itself for all ranks."""
+    for d, segments in enumerate(overlap.dims):
+        wrong = _segments_fault(segments)
+        if wrong is not None:
+            owner, at, what = wrong
+            rank = overlap.wanted.lowest_rank(_along(d, owner, overlap.dims))
+            yield Finding(f"index {at} of dim {d} {what}", None, rank, _along(d, at, overlap.dims))
+
+
+def _along(dim: int, value: int, dims: Sequence[object]) -> tuple[int, ...]:
+    """The index that is 0 in all dims but one."""
+    return tuple(value if d == dim else 0 for d in range(len(dims)))
+
+
+def _segments_fault(segments: Segments) -> tuple[int, int, str] | None:
+    """(wanted owner, global index, what is wrong) of one dim's table; None if it is right."""
+    wanted, saved = segments.wanted, segments.saved
+    lengths = segments.stops - segments.starts
+    # the rows of an owner must follow one another in its local dim, from 0 to its size
+    fresh = np.zeros(len(lengths), dtype=bool)
+    fresh[segments.indptr[:-1][np.diff(segments.indptr) > 0]] = True
+    due = np.where(fresh, 0, np.concatenate(([0], segments.local_starts[:-1] + lengths[:-1]))[: len(lengths)])
+    bad = np.flatnonzero((segments.local_starts != due) | (lengths <= 0))
+    if len(bad):
+        i = bad[0]
+        return int(segments.wanted_owner[i]), int(segments.starts[i]), "is not written exactly once"
+    held = np.bincount(segments.wanted_owner, weights=lengths, minlength=wanted.owners).astype(np.int64)
+    short = np.flatnonzero(held != wanted.local_sizes)
+    if len(short):
+        owner = int(short[0])
+        return owner, wanted.intervals(owner)[0][0], "is not written exactly once, with others of its owner"
+    # the global index that a local position stands for, by the wanted side's own table
+    sizes = np.concatenate(([0], np.cumsum(wanted.local_sizes)))
+    position = wanted.local_starts + sizes[wanted.owner_of]
+    here = segments.local_starts + sizes[segments.wanted_owner]
+    row = np.searchsorted(position, here, side="right") - 1
+    meant = wanted.starts[row] + (here - position[row])
+    wrong = np.flatnonzero((meant != segments.starts) | (segments.stops > wanted.stops[row]))
+    if len(wrong):
+        i = wrong[0]
+        return int(segments.wanted_owner[i]), int(meant[i]), f"is written from index {int(segments.starts[i])}"
+    outside = np.flatnonzero(
+        (segments.starts < saved.starts[segments.saved_row]) | (segments.stops > saved.stops[segments.saved_row])
+    )
+    if len(outside):
+        i = outside[0]
+        return int(segments.wanted_owner[i]), int(segments.starts[i]), "is read from a chunk that does not hold it"
+    return None
+
+
+def listed_findings(
+    explicit: Mapping[int, Iterable[ItemT]],
+    names: Iterable[str],
+    stranger: str,
+    judge: Callable[[int, str, list[ItemT]], Iterator[Finding]],
+) -> Iterator[Finding]:
+    """What is wrong with items that were listed by hand: `stranger`, of those of other tensors than `names`, and what
+    `judge` says of all items of one rank and name."""
+    for rank, items in explicit.items():
+        found: dict[str, list[ItemT]] = {fqn: [] for fqn in names}
+        for item in items:
+            if item.fqn in found:
+                found[item.fqn].append(item)
+            else:
+                yield Finding(stranger, item.fqn, rank, item.box.offsets)
+        for fqn, own in found.items():
+            yield from alike(judge(rank, fqn, own), [fqn])
+
+
+def arrival_findings(
+    rank: int,
+    parts: Sequence[Part],
+    items: Iterable[ArrivingT],
+    fault: Callable[[ArrivingT], str | None],
+    written: Mapping[int, Sequence[Box]],
+) -> Iterator[Finding]:
+    """What is wrong with all items of one tensor and rank: each by itself, and that every element of the local tensors
+    is written exactly once.
+
+    `fault` says what is wrong with one item; `written` is what else is written: local tensor -> boxes in it.
+    """
+    filled = {index: list(boxes) for index, boxes in written.items()}
+    for item in items:
+        message = fault(item)
+        if message is not None:
+            yield Finding(message, None, rank, item.box.offsets)
+        else:
+            filled.setdefault(item.part, []).append(item.target)
+    for index, part in enumerate(parts):
+        wrong = tiling_fault([local for _, local in part.boxes()], filled.get(index, ()))
+        if wrong is not None:
+            element = global_box(part, Box(wrong.element, (1,) * len(wrong.element)))
+            times = "never" if wrong.count == 0 else f"{wrong.count} times"
+            message = f"is written {times}, at {wrong.element} of the local tensor"
+            yield Finding(message, None, rank, None if element is None else element.offsets)
+
+
+def global_box(part: Part, local_box: Box) -> Box | None:
+    """A box of the local tensor in global coordinates; None if it is not within one of the part's boxes."""
+    for box, local in part.boxes():
+        if local.contains(local_box):
+            return local_box.moved_with(local, box)
+    return None
