@@ -34,7 +34,7 @@ from reshard.api.transfer_agreement import (
     complete,
     digest_of,
 )
-from reshard.api.transfer_memory import LaneMemory, Steps, part_tensors, plan_steps, refuse_shared_memory, turned
+from reshard.api.transfer_memory import LaneMemory, Steps, held_parts, plan_steps, refuse_shared_memory, turned
 from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError, format_names
 from reshard.execute.differences import DeltaExchange
 from reshard.execute.exchange import Exchange, Waiter
@@ -239,9 +239,8 @@ class Prepared:
         pairing, rank = self.pairing, self._rank
         self._places_checked()
         self._values.check_places()
-        targets = _Local(self._target, writable=True)
         refuse_shared_memory(pairing, self._source.state.tensors, self._target.state.tensors)
-        memory = LaneMemory(self._steps, _Local(self._source, writable=False), targets, rank)
+        memory = LaneMemory(self._steps, self._source.state, self._target.state, rank)
         for name in pairing.lanes:  # also what this rank neither sends nor gets must be as its layout says
             memory.given(name)
             memory.wanted(name)
@@ -267,7 +266,7 @@ class Prepared:
             for of, to, again in self._steps.repeats
         ]
         self._fills = [
-            (part_tensors(key, targets(key), pairing.after[key], rank)[slot.part][slot.box.slices], slot.value)
+            (memory.target(key)[slot.part][slot.box.slices], slot.value)
             for key, view in pairing.views.items()
             if view.fills and key not in pairing.ties
             for slot in filled_slots(view.geometry, pairing.after[key].form, rank)
@@ -295,8 +294,8 @@ class Prepared:
         planned, self._planned = self._planned, False
         return TransferReport(
             moved=(*pairing.views, *pairing.objects),
-            missing=pairing.missing,
-            unexpected=pairing.unexpected,
+            missing=tuple(pairing.missing),
+            unexpected=tuple(pairing.unexpected),
             cast=pairing.cast,
             bytes_moved=self._crossed if self._options["delta"] else sum(plan.bytes_moved for plan in self.plans),
             bytes_between_groups=self._steps.bytes_between_groups,
@@ -317,18 +316,6 @@ def _meet_on(device: torch.device, process_group: dist.ProcessGroup | None) -> N
     part. The rounds of a transfer may be between some of them only."""
     if device.type != "cpu":
         dist.all_reduce(torch.zeros(1, dtype=torch.uint8, device=device), group=process_group)
-
-
-class _Local:
-    """The local tensors of a key of this rank's own state."""
-
-    def __init__(self, side: TransferSide, *, writable: bool) -> None:
-        self._state, self._writable = side.state, writable
-
-    def __call__(self, key: str) -> Sequence[torch.Tensor]:
-        if key not in self._state.tensors:
-            return ()
-        return self._state.writable(key) if self._writable else local_tensors(self._state.tensors[key].value)
 
 
 def prepare(
@@ -464,8 +451,7 @@ def _as_it_is(pairing: TensorMatches, key: str, wanted: TransferSide, rank: int)
         return
     spec = layout.spec
     yield Holding(key, spec.dtype, spec.shape, b"", Partial().to_bytes())
-    parts = layout.parts(rank) if rank < layout.world_size else ()
-    for elements, part in zip(part_tensors(key, tensor.local, layout, rank), parts):
+    for elements, part in held_parts(tensor, layout, rank):
         if part.numel:
             found = _one_nan(elements) if key in pairing.cast else elements
             yield _holding(key, spec.dtype, spec.shape, found, replace(part, flat_start=None))
@@ -477,12 +463,8 @@ def _as_target(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) 
     dtype = dtype_from_name(spec.dtype)
     yield Holding(key, spec.dtype, spec.shape, b"", Partial().to_bytes())  # so that it is named by somebody
     for number, source in enumerate(view.sources):
-        layout = pairing.before[source.fqn]
-        tensor = mine.state.tensors.get(source.fqn)
-        parts = layout.parts(rank) if rank < layout.world_size else ()
-        local = part_tensors(source.fqn, tensor.local if tensor is not None else (), layout, rank)
         patches = [patch for patch in view.patches if patch.tensor == number]
-        for elements, part in zip(local, parts):
+        for elements, part in held_parts(mine.state.tensors.get(source.fqn), pairing.before[source.fqn], rank):
             for piece, box in _pieces(elements, part, patches):
                 converted = piece if piece.dtype == dtype else _one_nan(piece.to(dtype))
                 yield _holding(key, spec.dtype, spec.shape, converted, box)

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from planners.geometry.json import form_from_json
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend "fake"
 
-from planners.errors import PlanError
-from planners.geometry.layout import Form, ProductForm, StateLayout, TensorLayout, TensorSpec
-from planners.geometry.mesh import Mesh, Replicate
+from planners.geometry.layout import ProductForm, StateLayout
+from planners.geometry.mesh import Mesh
 from reshard.errors import LayoutError
-from reshard.live.tensors import agreed_form, forms_of, is_sharded, is_tensor, spec_of
-from reshard.live.tree import flatten
+from reshard.live.state import take_apart
 from reshard.live.wrappers import forget_meshes
-from reshard.state import key_of
+from reshard.ranks.global_layout import Described, describe, join_layouts
 from reshard.state_dict import get_model_state_dict
 
 __all__ = ["trace_layout"]
@@ -68,19 +66,7 @@ def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[i
             if not 0 <= rank < world_size:
                 raise LayoutError(f"there are ranks 0 to {world_size - 1} only, but ranks names {rank}")
             trace.alike[rank] = _reached(trace.run(rank), rank)
-    return trace.layout(everywhere=ranks is not None)
-
-
-@dataclass(frozen=True)
-class _TracedTensor:
-    """A tensor as one rank has it."""
-
-    spec: TensorSpec
-    forms: tuple[Form, ...]
-    """Those that it may have, by what the rank holds of it; none for a plain tensor."""
-
-
-Run = dict[str, _TracedTensor]
+    return trace.layout()
 
 
 class _Trace:
@@ -88,11 +74,11 @@ class _Trace:
 
     def __init__(self, build: Callable[[], Any], world_size: int) -> None:
         self._build, self._world_size = build, world_size
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, Described] = {}
         self.alike: dict[int, set[int]] = {}
         """rank -> the ranks that have what it has, itself included"""
 
-    def run(self, rank: int) -> Run:
+    def run(self, rank: int) -> Described:
         """What `rank` has; run once."""
         if rank not in self._runs:
             with _as_rank(rank, self._world_size), torch.random.fork_rng(devices=[]):
@@ -122,62 +108,33 @@ class _Trace:
         self.alike[rank] = alike
         return alike
 
-    def layout(self, *, everywhere: bool) -> StateLayout:
-        """All that was found, put together. `everywhere`: what all runs have plain, all ranks have."""
-        holders: dict[str, list[int]] = {}
+    def layout(self) -> StateLayout:
+        """All that was found, put together."""
         for rank in self.alike:
-            for fqn in self._runs[rank]:
-                holders.setdefault(fqn, []).append(rank)
-        tensors: dict[str, TensorLayout] = {}
-        for fqn, ranks in holders.items():
-            found = {rank: self._runs[rank][fqn] for rank in ranks}
-            first = found[ranks[0]]
-            for rank, other in found.items():
-                if other.spec != first.spec or bool(other.forms) != bool(first.forms):
-                    raise LayoutError(f"tensor {fqn!r} is {first} on rank {ranks[0]}, but {other} on rank {rank}")
-            if not first.forms:
-                reached = {rank for holder in ranks for rank in self.alike[holder]}
-                if everywhere and len(ranks) == len(self.alike):
-                    reached = set(range(self._world_size))
-                form: Form = ProductForm.make(Mesh({"world": len(reached)}, sorted(reached)), [Replicate()])
-            else:
-                form = self._one_form(fqn, found)
-            try:
-                tensors[fqn] = TensorLayout.of(first.spec, form)
-            except PlanError as error:
-                raise LayoutError(str(error)) from error
-        return StateLayout(tensors, self._world_size)
+            self._settle(rank)
+        told, parties = set(self._runs), []
+        for rank, described in self._runs.items():
+            ranks = {rank} | (self.alike.get(rank, set()) - told)
+            told |= ranks
+            parties.append((described, sorted(ranks)))
+        first, *others = self._runs.values()
+        plain = {fqn: one for fqn, one in first.tensors.items() if not one.forms}
+        everywhere = {fqn: one for fqn, one in plain.items() if all(run.tensors.get(fqn) == one for run in others)}
+        if rest := set(range(self._world_size)) - told:  # what all that were run have plain, all ranks have
+            parties.append((Described(everywhere, []), sorted(rest)))
+        return StateLayout(dict(join_layouts(parties)), self._world_size)
 
-    def _one_form(self, fqn: str, found: Mapping[int, _TracedTensor]) -> Form:
-        """The form that a tensor has by what these ranks found; more are run where they cannot tell."""
-        by_mesh: dict[tuple[int, ...], list[_TracedTensor]] = {}
-        for one in found.values():
-            by_mesh.setdefault(tuple(one.forms[0].ranks()), []).append(one)
-        agreed = [self._agreed(fqn, ranks, some) for ranks, some in by_mesh.items()]
-        products = [form for form in agreed if isinstance(form, ProductForm)]
-        ranks = [rank for form in products for rank in form.mesh.ranks.tolist()]
-        if len(agreed) == 1 and agreed[0] is not None:
-            return agreed[0]
-        alike = {(form.mesh.axes, form.placements) for form in products}
-        if len(products) != len(agreed) or len(alike) != 1 or len(set(ranks)) != len(ranks):
-            said = dict.fromkeys(form for one in found.values() for form in one.forms)
-            raise LayoutError(f"ranks disagree about tensor {fqn!r}: {'; '.join(map(str, said))}")
-        first = products[0]
-        copies = next(name for name in ("copies", "copies_") if name not in first.mesh.names)
-        mesh = Mesh([(copies, len(products)), *first.mesh.axes], ranks)
-        return ProductForm.make(mesh, [Replicate(), *first.placements])
-
-    def _agreed(self, fqn: str, ranks: Sequence[int], found: Sequence[_TracedTensor]) -> Form | None:
-        """The form of a tensor on one mesh; None where its ranks disagree."""
-        said = [one.forms for one in found]
-        for rank in ranks:
-            if len([form for form in said[0] if all(form in other for other in said)]) <= 1:
-                break
-            said.append(self.run(rank)[fqn].forms)
-        try:
-            return agreed_form(found[0].spec.shape, said)
-        except LayoutError as error:
-            raise LayoutError(f"tensor {fqn!r} {error}") from None
+    def _settle(self, rank: int) -> None:
+        """Run more ranks, where what this one has may lie in several ways: until what they have leaves one."""
+        mine = self.run(rank)
+        forms = list(map(form_from_json, mine.forms))
+        for fqn, tensor in mine.tensors.items():
+            possible = [mine.forms[number] for number in tensor.forms]
+            for other in forms[tensor.forms[0]].ranks() if tensor.forms else ():
+                if len(possible) <= 1:
+                    break
+                its = self.run(other)
+                possible = [form for form in possible if form in (its.forms[n] for n in its.tensors[fqn].forms)]
 
 
 @contextlib.contextmanager
@@ -196,7 +153,7 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
         forget_meshes()
 
 
-def _found(built: Any) -> Run:
+def _found(built: Any) -> Described:
     """The tensors of what `build` returned."""
     if isinstance(built, nn.Module):
         built = get_model_state_dict(built)
@@ -204,21 +161,16 @@ def _found(built: Any) -> Run:
         built = get_model_state_dict(list(built))
     if not isinstance(built, Mapping):
         raise LayoutError(f"build must return a module, a list of modules or a state dict, got {type(built).__name__}")
-    out: Run = {}
-    for path, value in flatten(built, is_leaf=is_tensor).leaves.items():
-        if is_tensor(value):
-            fqn = key_of(path)
-            out[fqn] = _TracedTensor(spec_of(fqn, value), forms_of(value, fqn) if is_sharded(value) else ())
-    return out
+    return describe(take_apart(built).tensors)
 
 
-def _meshes(run: Run, rank: int) -> list[Mesh]:
+def _meshes(run: Described, rank: int) -> list[Mesh]:
     """The distinct meshes of a run that hold its rank."""
-    forms = [found.forms[0] for found in run.values() if found.forms]
+    forms = map(form_from_json, run.forms)
     meshes = dict.fromkeys(form.mesh for form in forms if isinstance(form, ProductForm))
     return [mesh for mesh in meshes if rank in mesh]
 
 
-def _reached(run: Run, rank: int) -> set[int]:
+def _reached(run: Described, rank: int) -> set[int]:
     """All ranks that share a mesh with `rank`."""
     return {rank, *(int(other) for mesh in _meshes(run, rank) for other in mesh.ranks)}

@@ -62,8 +62,8 @@ class TensorMatches:
     """Target -> the target of the very same memory that is filled in its stead."""
     objects: dict[str, str] = field(default_factory=dict)
     """Target -> source, of what is no tensor."""
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Target -> dtypes of source and target, where they differ."""
 
@@ -90,40 +90,27 @@ class TensorMatches:
 
         Raises KeyMismatchError: lists all that is missing, unexpected or mismatched.
         """
-        source_objects, target_objects = list(source_objects), list(target_objects)
-        work = _Pairer(before, after, dict(views or {}), dict(mapping or {}), allow_cast)
+        given, wanted = dict.fromkeys(source_objects), dict.fromkeys(target_objects)
+        out = cls(before, after)
+        work = _Pairer(out, dict(views or {}), dict(mapping or {}), allow_cast)
         for key in after:
             work.take(key)
-        ties = work.take_ties(tied or {})
-        objects = work.take_objects(dict.fromkeys(source_objects), dict.fromkeys(target_objects))
-        unexpected = [key for key in (*before, *dict.fromkeys(source_objects)) if key not in work.used]
-        known = {*after, *target_objects}
-        stray = [key for key in dict.fromkeys((*work.given, *work.mapping)) if key not in known]
-        _refuse(work, unexpected, stray, strict)
-        return cls(
-            before, after, work.lanes, work.made, ties, objects, tuple(work.missing), tuple(unexpected), work.cast
-        )
+        work.take_ties(tied or {})
+        work.take_objects(given, wanted)
+        out.unexpected.extend(key for key in (*before, *given) if key not in work.used)
+        stray = [key for key in dict.fromkeys((*work.given, *work.mapping)) if key not in {*after, *wanted}]
+        _refuse(out, work.mismatched, stray, strict)
+        return out
 
 
 class _Pairer:
     """The pairing under way."""
 
-    def __init__(
-        self,
-        before: StateLayout,
-        after: StateLayout,
-        views: dict[str, View],
-        mapping: dict[str, str],
-        allow_cast: bool,
-    ) -> None:
-        self.before, self.after = before, after
+    def __init__(self, out: TensorMatches, views: dict[str, View], mapping: dict[str, str], allow_cast: bool) -> None:
+        self.out, self.before, self.after = out, out.before, out.after
         self.given, self.mapping, self.allow_cast = views, mapping, allow_cast
-        self.lanes: dict[str, TensorTransfer] = {}
-        self.made: dict[str, View] = {}
         self.used: set[str] = set()
-        self.missing: list[str] = []
         self.mismatched: list[str] = []
-        self.cast: dict[str, tuple[str, str]] = {}
 
     def take(self, key: str) -> None:
         """Lanes for one target tensor."""
@@ -132,7 +119,7 @@ class _Pairer:
         if view is None:
             source = self.mapping.get(key, key)
             if source not in self.before:
-                self.missing.append(key)
+                self.out.missing.append(key)
                 return
             held = self.before[source].spec
             view = View.of(held).rename(key)
@@ -143,7 +130,7 @@ class _Pairer:
                 return
         self.used.update(s.fqn for s in view.sources)
         if self._fits(key, spec, view):
-            self.made[key] = view
+            self.out.views[key] = view
             self._add_lanes(key, view)
 
     def _fits(self, key: str, spec: TensorSpec, view: View) -> bool:
@@ -162,7 +149,7 @@ class _Pairer:
             if not self.allow_cast:
                 self.mismatched.append(f"{key}: is {view.spec.dtype} before, but {spec.dtype} after")
                 return False
-            self.cast[key] = (view.spec.dtype, spec.dtype)
+            self.out.cast[key] = (view.spec.dtype, spec.dtype)
         return True
 
     def _add_lanes(self, key: str, view: View) -> None:
@@ -170,34 +157,33 @@ class _Pairer:
         wire = _wire(view.spec.dtype, after.spec)
         for pulled in pull_back(view.geometry, after.form):
             source = view.sources[pulled.tensor]
-            name = key if len(view.sources) == 1 and key not in self.lanes else f"{key} <- {source.fqn}"
-            while name in self.lanes:
+            name = key if len(view.sources) == 1 and key not in self.out.lanes else f"{key} <- {source.fqn}"
+            while name in self.out.lanes:
                 name += "'"
             spec = TensorSpec(name, source.shape, wire)
             before = TensorLayout.of(spec, self.before[source.fqn].form)
             wanted = TensorLayout.of(spec, pulled.form)
-            self.lanes[name] = TensorTransfer(name, key, source.fqn, before, wanted, pulled.turn, pulled.slots)
+            self.out.lanes[name] = TensorTransfer(name, key, source.fqn, before, wanted, pulled.turn, pulled.slots)
 
-    def take_ties(self, tied: Mapping[str, str]) -> dict[str, str]:
+    def take_ties(self, tied: Mapping[str, str]) -> None:
         """Drop the lanes of targets that another target's lanes fill."""
-        ties = {}
         for key, first in tied.items():
-            if key not in self.made or first not in self.made:
+            if key not in self.out.views or first not in self.out.views:
                 continue
-            mine, its = self.made[key], self.made[first]
+            mine, its = self.out.views[key], self.out.views[first]
             if (mine.sources, mine.geometry) != (its.sources, its.geometry):
                 self.mismatched.append(
                     f"{key}: is the same memory as {first!r}, but is to come from {_names(mine)} and that from "
                     f"{_names(its)}; map both to one source"
                 )
                 continue
-            ties[key] = first
-            self.lanes = {name: lane for name, lane in self.lanes.items() if lane.target != key}
-        return ties
+            self.out.ties[key] = first
+            for name in [name for name, lane in self.out.lanes.items() if lane.target == key]:
+                del self.out.lanes[name]
 
-    def take_objects(self, given: Mapping[str, None], wanted: Mapping[str, None]) -> dict[str, str]:
+    def take_objects(self, given: Mapping[str, None], wanted: Mapping[str, None]) -> None:
         """Pair what is no tensor."""
-        objects = {}
+        objects = self.out.objects
         for key in wanted:
             source = self.mapping.get(key, key)
             if source in given:
@@ -207,13 +193,12 @@ class _Pairer:
                 self.used.add(source)
                 self.mismatched.append(f"{key}: is a tensor before, but none after")
             else:
-                self.missing.append(key)
-        for key in list(self.missing):
+                self.out.missing.append(key)
+        for key in list(self.out.missing):
             if self.mapping.get(key, key) in given and key not in objects:
-                self.missing.remove(key)
+                self.out.missing.remove(key)
                 self.used.add(self.mapping.get(key, key))
                 self.mismatched.append(f"{key}: is no tensor before, but is one after")
-        return objects
 
 
 def _names(view: View) -> str:
@@ -226,18 +211,18 @@ def _wire(dtype: str, target: TensorSpec) -> str:
     return target.dtype if target.itemsize <= TensorSpec("", (), dtype).itemsize else dtype
 
 
-def _refuse(work: _Pairer, unexpected: list[str], stray: list[str], strict: bool) -> None:
-    lines = [*_section("mismatched", work.mismatched)]
+def _refuse(found: TensorMatches, mismatched: list[str], stray: list[str], strict: bool) -> None:
+    lines = [*_section("mismatched", mismatched)]
     if strict:
-        lines += _section("missing: no rank holds them before", work.missing, [*work.before])
-        lines += _section("unexpected: no rank wants them after", unexpected, [*work.after])
-    lines += _section("named by a view or the mapping, but no target", stray, [*work.after])
+        lines += _section("missing: no rank holds them before", found.missing, [*found.before])
+        lines += _section("unexpected: no rank wants them after", found.unexpected, [*found.after])
+    lines += _section("named by a view or the mapping, but no target", stray, [*found.after])
     if not lines:
         return
     fixes = ["mapping= and views= say what comes from where"]
-    if strict and (work.missing or unexpected):
+    if strict and (found.missing or found.unexpected):
         fixes.append("strict=False leaves missing and unexpected ones alone")
-    if any("before, but" in line for line in work.mismatched):
+    if any("before, but" in line for line in mismatched):
         fixes.append("dtype_policy='cast' converts dtypes")
     raise KeyMismatchError("\n".join(["the target does not fit the source:", *lines, f"  ({'; '.join(fixes)})"]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,10 +18,10 @@ from planners.plans.transfer import HeldPlace, Repeat, TransferPlan, want_once
 from reshard.api.transfer_agreement import TensorMatches, TensorTransfer
 from reshard.errors import LayoutError
 from reshard.execute.exchange import RankWork, round_bytes
-from reshard.live.state import LiveTensor
+from reshard.live.state import LiveTensor, Targets
 from reshard.live.tensors import local_tensors
 
-__all__ = ["LaneMemory", "Steps", "part_tensors", "plan_steps", "refuse_shared_memory", "turned"]
+__all__ = ["LaneMemory", "Steps", "held_parts", "part_tensors", "plan_steps", "refuse_shared_memory", "turned"]
 
 
 # Where several replicas on the receiving side want the same, they get a stripe each and pass the
@@ -123,8 +123,11 @@ def _wanted_once(
 # Lanes bound to memory: for each tensor of the plan, the local tensors that its items speak of.
 
 
-Local = Callable[[str], Sequence[torch.Tensor]]
-"""The local tensors of a key; () where this rank has no such key."""
+def held_parts(tensor: LiveTensor | None, layout: TensorLayout, rank: int) -> Iterator[tuple[torch.Tensor, Part]]:
+    """The parts of a layout that `rank` holds, each with its local tensor; `tensor`: None where it has no such key."""
+    local = tensor.local if tensor is not None else ()
+    parts = layout.form.parts(layout.spec.shape, rank)
+    return zip(part_tensors(layout.spec.fqn, local, layout, rank), parts)
 
 
 def part_tensors(key: str, local: Sequence[torch.Tensor], layout: TensorLayout, rank: int) -> list[torch.Tensor]:
@@ -132,7 +135,7 @@ def part_tensors(key: str, local: Sequence[torch.Tensor], layout: TensorLayout, 
 
     Raises LayoutError where what is there is not what the layout says.
     """
-    parts = layout.parts(rank) if rank < layout.world_size else ()
+    parts = layout.form.parts(layout.spec.shape, rank)
     if len(local) == 1 and parts and all(part.flat_start is not None for part in parts):
         flat = local[0]
         numel = sum(part.numel for part in parts)
@@ -185,21 +188,27 @@ def _unfit(key: str, rank: int, local: Sequence[torch.Tensor], wanted: str) -> L
 class LaneMemory:
     """The memory of all lanes on one rank. Methods give the local tensors of a lane that a side of a plan means."""
 
-    def __init__(self, steps: Steps, sources: Local, targets: Local, rank: int) -> None:
-        """`sources`, `targets`: the local tensors of this rank's own keys."""
+    def __init__(self, steps: Steps, sources: Targets, targets: Targets, rank: int) -> None:
+        """`sources`, `targets`: this rank's own states, whose tensors may be given other memory meanwhile."""
         self._steps, self._pairing, self._rank = steps, steps.pairing, rank
         self._sources, self._targets = sources, targets
 
     def given(self, name: str) -> Sequence[torch.Tensor]:
         """The local tensors of its source."""
         source = self._pairing.lanes[name].source
-        return part_tensors(source, self._sources(source), self._pairing.before[source], self._rank)
+        live = self._sources.tensors.get(source)
+        local = local_tensors(live.value) if live is not None else ()
+        return part_tensors(source, local, self._pairing.before[source], self._rank)
+
+    def target(self, key: str) -> Sequence[torch.Tensor]:
+        """The local tensors of a target, one for each part."""
+        local = self._targets.writable(key) if key in self._targets.tensors else ()
+        return part_tensors(key, local, self._pairing.after[key], self._rank)
 
     def wanted(self, name: str) -> Sequence[torch.Tensor]:
         """Where the wanted boxes of its source go, as views of the local tensors of its target."""
         lane = self._pairing.lanes[name]
-        there = part_tensors(lane.target, self._targets(lane.target), self._pairing.after[lane.target], self._rank)
-        return _slots(lane, there, self._rank)
+        return _slots(lane, self.target(lane.target), self._rank)
 
     def moved(self, name: str) -> Sequence[torch.Tensor]:
         """Those of them that are to be moved, and not repeated from what another lane brings."""

@@ -24,12 +24,18 @@ if TYPE_CHECKING:
     from reshard.mapping import Mapping as StateMapping
 
 __all__ = [
-    "Config", "HintOption", "Naming", "Rules", "Sides", "UsageError", "both_sides", "choice",
-    "dequantized", "dtype_name", "in_words_of_the_command_line", "mapping_of", "read_hints",
+    "AsJson", "Config", "Depth", "HintOption", "Naming", "Rules", "Sides", "Source", "UsageError",
+    "both_sides", "choice", "dequantized", "dtype_name", "in_words_of_the_command_line", "mapping_of", "read_hints",
     "rules_of", "side", "size_in_bytes", "stored_hints", "untaken",
 ]  # fmt: skip
 
 
+# Arguments and options that several commands take alike.
+
+
+Source = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Depth = Annotated[int | None, typer.Option(min=1, help="Show at most so many levels of names.")]
 Rules = Annotated[
     list[str] | None,
     typer.Option("--rule", metavar="GLOB=PLACEMENTS", help="For a topology: '*.wo.weight=S(0),S(1)'. Repeat it."),

@@ -14,6 +14,7 @@ from reshard.cli.arguments import (
     HintOption,
     Naming,
     Rules,
+    Source,
     choice,
     dequantized,
     dtype_name,
@@ -55,7 +56,7 @@ _Onto = Annotated[
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format.")],
+    source: Source,
     target: Annotated[str, typer.Argument(metavar="TARGET", help="The folder to write; for torch_save the file.")],
     format: _Format = "native",
     model: Annotated[

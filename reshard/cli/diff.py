@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.arguments import Config, HintOption, Naming, UsageError, mapping_of, read_hints, stored_hints
+from reshard.cli.arguments import Config, HintOption, Naming, Source, UsageError, mapping_of, read_hints, stored_hints
 from reshard.cli.show import console, print_json, print_report, report_as_json, size
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ __all__ = ["diff"]
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format.")],
+    a: Source,
     b: Annotated[str, typer.Argument(metavar="OTHER", help="Another one.")],
     rtol: Annotated[
         float, typer.Option(min=0, help="Values may differ by this much of OTHER's. Default: bit by bit.")

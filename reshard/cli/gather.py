@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from reshard.cli.arguments import AsJson
 from reshard.cli.show import print_json, size
 
 __all__ = ["gather"]
@@ -19,7 +20,7 @@ def gather(
     out: Annotated[str, typer.Argument(metavar="OUT", help="Where the checkpoint goes: a folder or a URL.")],
     step: Annotated[int | None, typer.Option(min=0, help="Of which step; default: the newest that was kept.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Put one checkpoint together out of what the hosts of a job kept in memory or on their disks.
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.show import Branch, PrintedLeaf, console, counted, print_json, print_tree, short, size
+from reshard.cli.arguments import Depth
+from reshard.cli.show import PrintedLeaf, console, counted, print_json, print_tree, short, size
 from reshard.errors import KeyMismatchError, did_you_mean
 from reshard.live.garbage import gc_paused
 
@@ -28,7 +29,7 @@ def inspect(
         str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format: a folder, a file or a URL.")
     ],
     only: Annotated[str, typer.Option("--only", metavar="GLOB", help="Only names that match: '*.weight'.")] = "*",
-    depth: Annotated[int | None, typer.Option(min=1, help="Show at most so many levels of names.")] = None,
+    depth: Depth = None,
     step: Annotated[int | None, typer.Option(help="Of the folder of a run: show the checkpoint of this step.")] = None,
     drawn: Annotated[
         str | None, typer.Option("--map", metavar="NAME", help="Draw how this tensor is cut, and who holds which part.")
@@ -142,7 +143,6 @@ def _print(
     checkpoint: Checkpoint, names: list[str], objects: list[str], problems: list[str], depth: int | None
 ) -> None:
     from rich.markup import escape
-    from rich.tree import Tree
 
     screen = console()
     layout = checkpoint.layout
@@ -165,11 +165,7 @@ def _print(
         leaves[_parts(paths.get(name, (name,)))] = PrintedLeaf(f"= {short(checkpoint.objects[name])}")
     for name, holder in checkpoint.aliases.items():
         leaves[_parts(paths.get(name, (name,)))] = PrintedLeaf(f"tied to {holder}")
-    tree = Tree("[bold].[/]")
-    Branch.of(leaves).draw(tree, depth)
-    print_tree(screen, tree)
-    for warning in checkpoint.warnings:
-        screen.print(f"[yellow]note[/]  {escape(warning)}", soft_wrap=True)
+    print_tree(screen, leaves, depth, checkpoint.warnings)
     for problem in problems:
         screen.print(f"[red]damaged[/]  {escape(problem)}", soft_wrap=True)
 

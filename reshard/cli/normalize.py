@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from reshard.cli.arguments import HintOption, read_hints
-from reshard.cli.show import Branch, PrintedLeaf, console, counted, print_json, print_tree, short, size
+from reshard.cli.arguments import AsJson, Depth, HintOption, Source, read_hints
+from reshard.cli.show import PrintedLeaf, console, counted, print_json, print_tree, short, size
 
 __all__ = ["normalize"]
 
 
 def normalize(
-    path: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format.")],
+    path: Source,
     hint: HintOption = None,
-    depth: Annotated[int | None, typer.Option(min=1, help="Show at most so many levels of names.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    depth: Depth = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show model and optimizer under canonical names: no wrappers' prefixes, no fused or flat
     pieces, no padding.
@@ -32,11 +30,9 @@ def normalize(
         print_json({"path": checkpoint.url, "format": checkpoint.format, "notes": state.notes, **_plain(state)})
         return
     from rich.markup import escape
-    from rich.tree import Tree
 
     screen = console()
     screen.print(f"[bold]{escape(checkpoint.url)}[/], format {checkpoint.format}", soft_wrap=True)
-    tree = Tree("[bold].[/]")
     leaves: dict[Any, PrintedLeaf] = {}
     for fqn, tensor in state["model"].items():
         leaves[("model", *fqn.split("."))] = _leaf(tensor)
@@ -48,10 +44,7 @@ def normalize(
         leaves[("optim", "param_groups", str(i))] = PrintedLeaf(
             f"{counted(len(group.get('params', ())), 'parameter')}, {short(shown, 90)}"
         )
-    Branch.of(leaves).draw(tree, depth)
-    print_tree(screen, tree)
-    for note in state.notes:
-        screen.print(f"[yellow]note[/]  {escape(note)}", soft_wrap=True)
+    print_tree(screen, leaves, depth, state.notes)
 
 
 def _leaf(value: Any) -> PrintedLeaf:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,19 @@ def console(*, stderr: bool = False) -> Console:
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=200)
 
 
-def print_tree(screen: Console, tree: Tree) -> None:
-    """On as many lines as the terminal's width asks for; elsewhere each entry is one line, however long."""
+def print_tree(
+    screen: Console, leaves: Mapping[Sequence[str], PrintedLeaf], depth: int | None, notes: Iterable[str]
+) -> None:
+    """Names as a tree, at most `depth` levels deep, and what is to be said of all. On as many lines as the terminal's
+    width asks for; elsewhere each entry is one line, however long."""
+    from rich.markup import escape
+    from rich.tree import Tree
+
+    tree = Tree("[bold].[/]")
+    Branch.of(leaves).draw(tree, depth)
     screen.print(tree, soft_wrap=not screen.is_terminal)
+    for note in notes:
+        screen.print(f"[yellow]note[/]  {escape(note)}", soft_wrap=True)
 
 
 def print_json(value: Any) -> None:

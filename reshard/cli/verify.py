@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from reshard.cli.arguments import AsJson, Source
 from reshard.cli.show import print_json, print_report, report_as_json, size
 
 if TYPE_CHECKING:
@@ -15,12 +16,12 @@ __all__ = ["verify"]
 
 
 def verify(
-    path: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format.")],
+    path: Source,
     against: Annotated[
         str | None, typer.Option(metavar="OTHER", help="Another checkpoint that must hold the same.")
     ] = None,
     shallow: Annotated[bool, typer.Option("--shallow", help="Look at metadata and file lengths only.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Read every byte, compare checksums and fingerprints where the format has them, and prove that
     chunks tile every tensor exactly once. The verdict says how many bytes of values were checked.

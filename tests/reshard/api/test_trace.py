@@ -161,7 +161,7 @@ def test_what_goes_wrong_is_said():
         trace_layout(fails, world_size=2)
     assert raised.value.__notes__ == ["while tracing as rank 0 of 2"]
     assert not dist.is_initialized()
-    with pytest.raises(LayoutError, match=r"'w' is .* on rank 0, but .* on rank 1"):
+    with pytest.raises(LayoutError, match=r"'w' has shape .* on rank 0, but .* on rank 1"):
         trace_layout(differs, world_size=2)
     with pytest.raises(LayoutError, match="at least 1 rank"):
         trace_layout(differs, world_size=0)
