@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from planners.geometry.json import form_from_json
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend "fake"
 
-from planners.geometry.layout import ProductForm, StateLayout
+from planners.geometry.layout import ProductForm, StateLayout, form_from_json
 from planners.geometry.mesh import Mesh
 from reshard.errors import LayoutError
 from reshard.live.state import take_apart
