@@ -37,7 +37,6 @@ PER_MACHINE = 8
 _TOLD_BYTES = 150
 """What a rank tells of blocks that it shares with others."""
 _NO_PLAN: Any = None
-_NO_TARGETS: Any = None
 """Nobody asks them: all fits."""
 _PART = Partial((1, 2), 8)
 _RECORD = FileRecord("data-0192f3c1a800-5d2e6f7a8b9c/00000.safetensors", 1 << 30, 1 << 10, "0" * 32)
@@ -83,13 +82,13 @@ def save(group: Group, state: Any, ranks_per_file: int = 1) -> None:
             group.gather_and_sum((group.rank, _RECORD), tally, add_tallies)
 
 
-def load(group: Group, match: Any, checkpoint: Any) -> None:
+def load(group: Group, match: Any) -> None:
     """Those of `reshard.load`."""
     with group.together("load"):
         group.same_options("load", LoadOptions().shared())
         machine = f"machine {group.rank // PER_MACHINE}"
         load_keys.socket = SimpleNamespace(gethostname=lambda: machine)  # type: ignore[attr-defined]
-        load_keys.gather_mismatches(match, group, checkpoint, _NO_TARGETS)
+        load_keys.gather_mismatches(match, group)
         own = OwnMemory(0, 4096)
         own.machine = machine
         MachineReading.agree([], own, group).confirm(group)
@@ -102,12 +101,15 @@ def simulate(name: str, world_size: int, tensors: int) -> None:
     held = {key: Described(key, TensorSpec(key, (2 * world_size, 4), "float32"), form) for key in names}
     paths: dict[str, Any] = {key: (key,) for key in (*names, "step")}
     state = SimpleNamespace(tensors=held, objects={"step": 7}, per_rank={}, paths=paths, containers={}, aliases={})
-    match = SimpleNamespace(missing=(), mismatched=(), tensors=(), names=tuple(names), used=frozenset(names))
     contents = SimpleNamespace(subset=None, facts_of=lambda kind: None)
     checkpoint = SimpleNamespace(contents=contents, url="file:///run/step-1000", run=None)
+    match = SimpleNamespace(
+        missing=(), mismatched=(), tensors=(), names=tuple(names), used=frozenset(names), checkpoint=checkpoint,
+        targets=SimpleNamespace(tensors={}),
+    )  # fmt: skip
     world = World(world_size, PER_MACHINE)
     verb: Callable[[Group], None] = (
-        (lambda group: load(group, match, checkpoint))
+        (lambda group: load(group, match))
         if name == "load"
         else (lambda group: save(group, state, PER_MACHINE if name == "files" else 1))
     )

@@ -90,7 +90,7 @@ class Clock:
         from reshard.storage.local import LocalStorage
         from reshard.stored.source import FileSource
 
-        self.watch(PLAN, loading, "open_among", "match_keys", "plan_rank", "hear_all")
+        self.watch(PLAN, loading, "open_among", "match_keys", "plan_rank", "gather_mismatches")
         self.watch(PLAN, loading.Targets, "of")
         self.watch(AGREE, Group, "merge")
         self.watch(CUT, machine_reading.MachineReading, "agree", "compared_elsewhere")

@@ -77,7 +77,7 @@ class World:
     def group(self, rank: int, *, deadline_s: float = DEADLINE_S) -> Group:
         """What `Group()` is on that rank."""
         made = Group(alone=True, deadline_s=deadline_s)
-        made.rank, made.world_size, made.ranks = rank, self.world_size, self._ranks
+        made.rank, made.job_rank, made.world_size, made.ranks = rank, rank, self.world_size, self._ranks
         line = _Line(self, rank)
         ring: Any = _Ring(self, rank)
         made._rounds = Rounds(line, rank, made.ranks, ring, self._litter[rank])

@@ -91,7 +91,7 @@ def fingerprint(
         _check_state(state_dict)
         group.same_options("fingerprint", {"key": key.name})
         held = holdings(state_dict, layouts, rank, key, world_size=group.world_size)
-        mine = pack_holdings(held, group.ranks[group.rank])
+        mine = pack_holdings(held, group.job_rank)
         told = group.merge(mine, lambda parts: add_holdings(parts, group.world_size), "fingerprints")
     return conclude(told, key=key)
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -146,7 +146,7 @@ def load_with(
             started = time.perf_counter()
             targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
             match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names)
-            return _Load(group, process_group, checkpoint, options, targets, match, before, bring).run(started)
+            return _Load(group, process_group, options, match, before, bring).run(started)
     except (CheckpointNotFoundError, DamagedCheckpointError) as error:
         native = checkpoint.contents.facts_of(NativeFacts)
         if native is None or not is_replaced(native):
@@ -185,39 +185,31 @@ class _Load:
 
     group: Group
     process_group: dist.ProcessGroup | None
-    checkpoint: Checkpoint
     options: LoadOptions
-    targets: Targets
     match: KeyMatch
     before: Checking
     """What was checked before this load."""
     bring: Callable[[ReadPlan], None] | None = None
 
-    @property
-    def rank(self) -> int:
-        """Of the default group, by which plans are numbered."""
-        return self.group.ranks[self.group.rank]
-
-    @property
-    def many(self) -> bool:
-        """Whether several ranks read."""
-        return self.group.world_size > 1 and not self.options.dry_run
-
     def run(self, started: float) -> LoadReport:
         """Collective. Nothing is written before all that can be checked before is."""
-        targets, match, options = self.targets, self.match, self.options
-        mismatches = gather_mismatches(match, self.group, self.checkpoint, targets)
-        truth = mismatches.judge(match, options, self.checkpoint, targets, self.group)
+        match, options = self.match, self.options
+        targets, checkpoint = match.targets, match.checkpoint
+        mismatches = gather_mismatches(match, self.group)
+        truth = mismatches.raise_on_mismatch(match, options, self.group)
+        among = options.once_among if self.group.world_size > 1 and not options.dry_run else "rank"
+        shared = self._share() if among == "job" else None
         space = Workspace.of(options.memory_budget_bytes, options.threads, mismatches.sharers)
         uploads = space.uploads()
-        shared, plan = self._plan(uploads)
+        plan = plan_rank(match, self.group.job_rank, dry_run=options.dry_run, uploads=uploads, shared=shared)
+        uploads.begin()
         planned = time.perf_counter()
         if self.bring is not None:
             self.bring(plan)
-        checking = self.checkpoint.contents.checking
+        checking = checkpoint.contents.checking
         is_checked = options.check and checking.enabled
-        together = self.many and options.once_among == "host"
-        with Fetch(plan.copies, self.group, space, is_checked, together, options.memory_budget_bytes) as fetch:
+        budget = options.memory_budget_bytes
+        with Fetch(plan.copies, self.group, space, is_checked, among == "host", budget) as fetch:
             with uploads:
                 per_rank, checked = self._read(fetch, plan)
             if not options.dry_run:
@@ -225,20 +217,19 @@ class _Load:
                     fetch.bytes_received += shared.pass_on(targets.writable, self.group, self.process_group)
                 targets.put_new()
                 targets.tell_autograd(match.tensors)
-                targets.assign(match.objects)
-                targets.assign(per_rank)
-        names = self.checkpoint.aliases
+                targets.assign({**match.objects, **per_rank})
+        names = checkpoint.aliases
         bytes_unchecked = fetch.bytes_unchecked + checking.bytes_unchecked - self.before.bytes_unchecked
         unchecked = checking.words(bytes_unchecked, plan.bytes_needed) if is_checked else "unchecked: check=False"
         if unchecked and not options.dry_run and self.bring is None:
-            _log.info("%s was loaded, %s", self.checkpoint.url, unchecked)
+            _log.info("%s was loaded, %s", checkpoint.url, unchecked)
         return LoadReport(
-            path=self.checkpoint.url,
-            format=self.checkpoint.format,
+            path=checkpoint.url,
+            format=checkpoint.format,
             loaded=(*match.tensors, *match.objects, *per_rank),
             **truth._asdict(),
-            mismatched=match.mismatched,
-            dropped=match.dropped,
+            mismatched=tuple(match.mismatched),
+            dropped=tuple(match.dropped),
             cast=match.cast,
             replaced=match.replaced,
             aliases={key: names[name] for key, name in match.tensors.items() if name in names},
@@ -255,48 +246,25 @@ class _Load:
             seconds={"plan": planned - started, "check": checked - planned, "read": time.perf_counter() - checked},
         )
 
-    def _plan(self, uploads: Uploads) -> tuple[SharedReading | None, ReadPlan]:
-        """Who reads what for whom, and what this rank reads where."""
-        targets, match = self.targets, self.match
-        targets.check_places([*match.objects, *match.per_rank])
-        refuse_overlaps(
-            {key: targets.tensors[key] for key in match.tensors if key not in targets.replaced}, targets.tied_in_place
-        )
-        shared = self._share() if self.many and self.options.once_among == "job" else None
-        once = filled_once(match.tensors, targets.tensors, targets.tied_in_place, self.checkpoint, self.rank)
-        # ranks without elements of a tensor do not see that it is tied: to share the reading, all must plan the same
-        names = once if shared is None else match.tensors
-        dry_run = self.options.dry_run
-        plan = plan_rank(
-            targets,
-            self.checkpoint,
-            names,
-            self.rank,
-            dry_run=dry_run,
-            uploads=uploads,
-            shared=shared,
-        )
-        uploads.begin()
-        return shared, plan
-
     def _share(self) -> SharedReading:
         """Collective: ranks that want the same elements agree on who reads them."""
-        if set(self.targets.replaced) - set(self.targets.resized):
+        targets = self.match.targets
+        if set(targets.replaced) - set(targets.resized):
             raise KeyMismatchError('read_once does not go with dtype_policy="saved": use "cast", or read everything')
         from reshard.execute.exchange import SharedReading
 
-        tensors = {key: self.targets.tensors[key] for key in self.match.tensors if key not in self.targets.resized}
+        tensors = {key: targets.tensors[key] for key in self.match.tensors if key not in targets.resized}
         return SharedReading.agree(tensors, self.group)
 
     def _read(self, fetch: Fetch, plan: ReadPlan) -> tuple[dict[str, Any], float]:
         """Check, and only then write into targets. Returns each rank's own values, and when the check was over."""
-        group = self.group
+        group, match = self.group, self.match
         with Progress(show=group.rank == 0, bars=self.options.progress, check=group.check) as bar:
             if not self.options.dry_run:
                 with bar.phase("check", plan.bytes_needed) as step:
                     fetch.check(step.advance)
             checked = time.perf_counter()
-            per_rank = own_values(self.targets.per_rank, self.match.per_rank, self.checkpoint, group)
+            per_rank = own_values(match.targets.per_rank, match.per_rank, match.checkpoint, group)
             fetch.settle()
             if not self.options.dry_run:
                 with bar.phase("read", plan.bytes_needed) as step:
@@ -319,26 +287,22 @@ class ReadPlan:
     bytes_needed: int
 
 
-def plan_rank(
-    targets: Targets,
-    checkpoint: Checkpoint,
-    names: Mapping[str, str],
-    rank: int,
-    *,
-    dry_run: bool,
-    uploads: Uploads,
-    shared: SharedReading | None = None,
-) -> ReadPlan:
-    """Plan this rank's reads of the stored tensors `names`, prove the plan, and find the bytes of every item.
+def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, shared: SharedReading | None) -> ReadPlan:
+    """Plan this rank's reads of the tensors that match, prove the plan, and find the bytes of every item.
 
     Args:
-        names: key of the target -> name in the checkpoint.
         uploads: the way to devices.
         shared: who reads what, where ranks read for one another.
 
     Raises DamagedCheckpointError if the checkpoint does not hold every element that is wanted exactly once, or not all
-    of its bytes.
+    of its bytes; FormatError, LayoutError or KeyMismatchError for targets that cannot be filled where they are.
     """
+    targets, checkpoint = match.targets, match.checkpoint
+    targets.check_places([*match.objects, *match.per_rank])
+    refuse_overlaps(match)
+    once = filled_once(match, rank)
+    # ranks without elements of a tensor do not see that it is tied: to share the reading, all must plan the same
+    names = once if shared is None else match.tensors
     stored: dict[str, StoredTensor] = {}
     saved: dict[str, TensorLayout] = {}
     wanted: dict[str, TensorLayout] = {}
@@ -371,13 +335,8 @@ def _landings(
     targets: Targets, wanted: Mapping[str, TensorLayout], shared: SharedReading | None, uploads: Uploads
 ) -> Callable[[ReadItem], Array | Staged]:
     """A function from an item to what it goes into: the target's own memory, where that can be written to at once."""
-    made: dict[str, list[Array | Staged]] = {}
 
-    def target(item: ReadItem) -> Array | Staged:
-        if item.fqn not in made:
-            made[item.fqn] = land(item.fqn)
-        return made[item.fqn][item.part]
-
+    @cache
     def land(key: str) -> list[Array | Staged]:
         saved = dtype_from_name(wanted[key].spec.dtype)
         whole = targets.writable(key)
@@ -391,8 +350,8 @@ def _landings(
 
     for key in wanted:  # tensors of which this rank holds no element may need a new dtype or memory, too
         if targets.tensors[key].is_meta or key in targets.replaced:
-            made[key] = land(key)
-    return target
+            land(key)
+    return lambda item: land(item.fqn)[item.part]
 
 
 # Each rank's own value out of those that all ranks saved.
@@ -407,7 +366,6 @@ def own_values(
     is of a class that the target has none of.
     """
     saved = checkpoint.contents.per_rank
-    rank = group.ranks[group.rank]
     job_size = dist.get_world_size() if dist.is_initialized() else 1
     native = checkpoint.contents.facts_of(NativeFacts)
     saved_size = int(native.manifest.layout["world_size"]) if native is not None else 0
@@ -418,7 +376,7 @@ def own_values(
         # who loads alone in a job of as many ranks as saved is still the rank that it was
         is_same = group.world_size == 1 and job_size in (len(values), saved_size)
         world = job_size if is_same else group.world_size
-        value = restore_types(wrapper.choose(key, values, rank, world, saved_size), wrapper.value)
+        value = restore_types(wrapper.choose(key, values, group.job_rank, world, saved_size), wrapper.value)
         if (name := unresolved_class(value)) is not None:
             raise KeyMismatchError(f"each rank's own {key!r} was {needs_class(name)}")
         out[key] = replace(wrapper, value=value)
@@ -452,17 +410,12 @@ class _MemorySpan(NamedTuple):
     local: torch.Tensor
 
 
-def refuse_overlaps(tensors: Mapping[str, LiveTensor], tied: Mapping[str, str]) -> None:
-    """Raises LayoutError for a target with two elements at one place, and for two that overlap but are not tied.
-
-    Args:
-        tensors: targets by key.
-        tied: key -> an earlier key of the very same memory, which is no error.
-    """
-    extents = sorted(
-        (extent for key, tensor in tensors.items() if key not in tied for extent in _extents(tensor)),
-        key=lambda extent: extent[:3],
-    )
+def refuse_overlaps(match: KeyMatch) -> None:
+    """Raises LayoutError for a target with two elements at one place, and for two that overlap but are not tied."""
+    targets = match.targets
+    left_out = {*targets.replaced, *targets.tied_in_place}
+    tensors = [targets.tensors[key] for key in match.tensors if key not in left_out]
+    extents = sorted((extent for tensor in tensors for extent in _extents(tensor)), key=lambda extent: extent[:3])
     widest: _MemorySpan | None = None
     for extent in extents:
         near = widest if widest is not None and widest.device == extent.device else None
@@ -506,29 +459,19 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
 
 
-def filled_once(
-    names: Mapping[str, str],
-    tensors: Mapping[str, LiveTensor],
-    tied: Mapping[str, str],
-    checkpoint: Checkpoint,
-    rank: int,
-) -> dict[str, str]:
-    """`names` without the keys whose memory another key fills already.
-
-    Args:
-        names: key of the target -> name in the checkpoint.
-        tensors: targets by key.
-        tied: key -> an earlier key of the very same memory.
+def filled_once(match: KeyMatch, rank: int) -> dict[str, str]:
+    """The tensors that match, without the keys whose memory another key fills already.
 
     Raises KeyMismatchError if two keys of one memory are to be filled from stored tensors that differ.
     """
+    names, checkpoint, tied = match.tensors, match.checkpoint, match.targets.tied_in_place
     first: dict[str, str] = {}
     out: dict[str, str] = {}
     for key, name in names.items():
         other = first.setdefault(tied.get(key, key), key)
         if other == key:
             out[key] = name
-        elif not _equal(checkpoint, names[other], name, tensors[key], rank):
+        elif not _equal(checkpoint, names[other], name, match.targets.tensors[key], rank):
             raise KeyMismatchError(
                 f"{other!r} and {key!r} are one tensor in memory, but {checkpoint.url} has different values for the "
                 "two: untie them before loading, or leave one of them out"

@@ -122,88 +122,34 @@ def _check_choice(what: str, value: object, known: tuple[str, ...]) -> None:
 # Which keys of a target and of a checkpoint belong together.
 
 
-@dataclass(frozen=True)
 class KeyMatch:
-    """What is filled from what, and what is not."""
-
-    tensors: dict[str, str]
-    """Key of the target -> name in the checkpoint."""
-    objects: dict[str, Any]
-    """Key of the target -> its new value."""
-    per_rank: tuple[str, ...]
-    missing: tuple[str, ...]
-    mismatched: tuple[str, ...]
-    dropped: tuple[str, ...]
-    """Values of the target in the place of which nothing was saved, though something was saved around it."""
-    cast: dict[str, tuple[str, str]]
-    replaced: dict[str, tuple[str, str]]
-    """Key of the target -> dtypes of the checkpoint and of the target, which takes the former."""
-    retyped: dict[str, tuple[str, str]]
-    """Key of a tensor or plain value -> the class that was saved there, and that of what is or will be in its place."""
-    names: tuple[str, ...]
-    """Everything that the checkpoint has."""
-    used: frozenset[str]
-    """Of these, what this rank's target has, under whatever name."""
-    mapped: Mapping[str, str]
-    """Key of the target -> name under which it was looked for, where a mapping says so."""
-
-
-def match_keys(
-    targets: Targets,
-    checkpoint: Checkpoint,
-    *,
-    dtype_policy: DtypePolicy,
-    mapping: Mapping[str, str],
-) -> KeyMatch:
-    """Match keys; under dtype_policy "saved", mark in `targets` what is to be replaced.
-
-    Raises KeyMismatchError for a mapping of keys that the target does not have.
-    """
-    unknown = [key for key in mapping if key not in targets.paths]
-    if unknown:
-        raise KeyMismatchError(f"the mapping names {unknown[0]!r}, which the target does not have")
-    work = _Matching(targets, checkpoint, dtype_policy, mapping)
-    work.match_tensors()
-    if work.tensor_classes:
-        work.compare_classes()
-    work.match_objects()
-    work.match_units()
-    per_rank = [key for key in targets.per_rank if work.take_per_rank(key)]
-    return KeyMatch(
-        work.tensors,
-        work.objects,
-        tuple(per_rank),
-        tuple(work.missing),
-        tuple(work.mismatched),
-        tuple(work.dropped),
-        work.cast,
-        work.replaced,
-        work.retyped,
-        tuple(work.names),
-        frozenset(work.used),
-        mapping,
-    )
-
-
-class _Matching:
-    """The matching under way."""
+    """What is filled from what, and what is not. Made by `match_keys`."""
 
     def __init__(
         self, targets: Targets, checkpoint: Checkpoint, dtype_policy: DtypePolicy, mapping: Mapping[str, str]
     ) -> None:
-        self.targets, self.checkpoint, self.mapping = targets, checkpoint, mapping
-        self.dtype_policy = dtype_policy
-        self.saved_per_rank: Mapping[str, Any] = checkpoint.contents.per_rank
-        self.names = [*checkpoint, *checkpoint.objects, *self.saved_per_rank]
-        self.used: set[str] = set()
+        self.targets, self.checkpoint, self.dtype_policy = targets, checkpoint, dtype_policy
+        self.mapping = mapping
+        """Key of the target -> name under which it is looked for, where a mapping says so."""
         self.tensors: dict[str, str] = {}
+        """Key of the target -> name in the checkpoint."""
         self.objects: dict[str, Any] = {}
+        """Key of the target -> its new value."""
+        self.per_rank: list[str] = []
         self.missing: list[str] = []
         self.mismatched: list[str] = []
         self.dropped: list[str] = []
+        """Values of the target in the place of which nothing was saved, though something was saved around it."""
         self.cast: dict[str, tuple[str, str]] = {}
         self.replaced: dict[str, tuple[str, str]] = {}
+        """Key of the target -> dtypes of the checkpoint and of the target, which takes the former."""
         self.retyped: dict[str, tuple[str, str]] = {}
+        """Key of a tensor or plain value -> the class that was saved there, and that of what is or will be in its
+        place."""
+        self.names = [*checkpoint, *checkpoint.objects, *checkpoint.contents.per_rank]
+        """Everything that the checkpoint has."""
+        self.used: set[str] = set()
+        """Of these, what this rank's target has, under whatever name."""
         kinds = checkpoint.contents.containers
         self.classes = {path: kind for path, kind in kinds.items() if kind.startswith("dict:")}
         """Mappings that were no plain dicts."""
@@ -361,13 +307,37 @@ class _Matching:
         """What the checkpoint has at and below each place."""
         return _Below.of(self.names, self.checkpoint)
 
-    def take_per_rank(self, key: str) -> bool:
-        name = self._name_of(key)
-        if name not in self.saved_per_rank:
-            self.missing.append(key)
-            return False
-        self._use(name)
-        return True
+    def match_per_rank(self) -> None:
+        for key in self.targets.per_rank:
+            if (name := self._name_of(key)) in self.checkpoint.contents.per_rank:
+                self._use(name)
+                self.per_rank.append(key)
+            else:
+                self.missing.append(key)
+
+
+def match_keys(
+    targets: Targets,
+    checkpoint: Checkpoint,
+    *,
+    dtype_policy: DtypePolicy,
+    mapping: Mapping[str, str],
+) -> KeyMatch:
+    """Match keys; under dtype_policy "saved", mark in `targets` what is to be replaced.
+
+    Raises KeyMismatchError for a mapping of keys that the target does not have.
+    """
+    unknown = [key for key in mapping if key not in targets.paths]
+    if unknown:
+        raise KeyMismatchError(f"the mapping names {unknown[0]!r}, which the target does not have")
+    match = KeyMatch(targets, checkpoint, dtype_policy, mapping)
+    match.match_tensors()
+    if match.tensor_classes:
+        match.compare_classes()
+    match.match_objects()
+    match.match_units()
+    match.match_per_rank()
+    return match
 
 
 def needs_code(kind: str) -> str:
@@ -494,15 +464,13 @@ class Mismatches:
     alike: bool
     """Whether all ranks load from the same."""
 
-    def judge(
-        self, match: KeyMatch, options: LoadOptions, checkpoint: Checkpoint, targets: Targets, group: Group
-    ) -> Truth:
+    def raise_on_mismatch(self, match: KeyMatch, options: LoadOptions, group: Group) -> Truth:
         """The keys that do not belong together, if strictness allows them all.
 
         Raises KeyMismatchError, on every rank where all load from the same, with every key of any rank that strictness
         does not allow to be missing, unexpected or mismatched.
         """
-        claims = _claims(checkpoint)
+        claims = _claims(match.checkpoint)
         truth = Truth(
             tuple(key for key in match.missing if claims(key)),
             tuple(name for name in match.names if name not in self.used),
@@ -513,7 +481,7 @@ class Mismatches:
         if not (missing or unexpected or self.mismatched):
             return truth
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
-        error = kind(self._message(match, missing, unexpected, checkpoint, targets, group, options.wording))
+        error = kind(self._message(match, missing, unexpected, group, options.wording))
         if self.alike:
             group.refuse(error)
         raise error
@@ -523,17 +491,15 @@ class Mismatches:
         match: KeyMatch,
         missing: Mapping[str, list[int]],
         unexpected: list[str],
-        checkpoint: Checkpoint,
-        targets: Targets,
         group: Group,
         wording: Wording,
     ) -> str:
-        lines = [f"{checkpoint.url} does not fit what is to be loaded:"]
+        lines = [f"{match.checkpoint.url} does not fit what is to be loaded:"]
         # what has found its counterpart is no guess for another
-        known = [name for name in (*match.names, *checkpoint.aliases) if name not in self.used]
-        kinds = _kinds(match, checkpoint, targets)
+        known = [name for name in (*match.names, *match.checkpoint.aliases) if name not in self.used]
+        kinds = _kinds(match)
         where, fixes = _on_ranks(missing, group), []
-        moved = None if match.mapped else shifted(missing, known)
+        moved = None if match.mapping else shifted(missing, known)
         if moved is not None:
             lines.append(f"  {moved.what}")
             where = {key: text for key, text in where.items() if key not in moved.names}
@@ -544,7 +510,7 @@ class Mismatches:
             fixes.append(
                 "states are saved by names: reshard.optimizer_destinations(model, optimizer, path) has them so"
             )
-        lines += section(wording.missing, where, [] if by_number else known, kinds, match.mapped)
+        lines += section(wording.missing, where, [] if by_number else known, kinds, match.mapping)
         lines += section(
             "unexpected, since the target does not have them",
             dict.fromkeys(unexpected, ""),
@@ -558,7 +524,7 @@ class Mismatches:
         return "\n".join(lines + [f"  ({'; '.join(fixes)})"] * bool(fixes))
 
 
-def gather_mismatches(match: KeyMatch, group: Group, checkpoint: Checkpoint, targets: Targets) -> Mismatches:
+def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
     """Collective: what fits on no rank, and what does not fit on some. Targets of which one rank alone cannot tell how
     they are cut know it from now on.
 
@@ -570,18 +536,19 @@ def gather_mismatches(match: KeyMatch, group: Group, checkpoint: Checkpoint, tar
     if group.world_size == 1:
         here = list(group.ranks)
         return Mismatches(
-            match.used, 1, dict.fromkeys(match.missing, here), dict.fromkeys(match.mismatched, here), True
+            frozenset(match.used), 1, dict.fromkeys(match.missing, here), dict.fromkeys(match.mismatched, here), True
         )
+    checkpoint, tensors = match.checkpoint, match.targets.tensors
     used = pack_flags([name in match.used for name in match.names])
     source = xxhash.xxh3_64_digest(msgspec.msgpack.encode((match.names, checkpoint.contents.subset)))
-    ambiguous = {key: targets.tensors[key] for key in match.tensors if targets.tensors[key].is_ambiguous}
+    ambiguous = {key: tensors[key] for key in match.tensors if tensors[key].is_ambiguous}
     fits = not match.missing and not match.mismatched
     mine = _MismatchVote({source: used}, [_save_of(checkpoint)], fits, bool(ambiguous))
     said, mates = group.merge_within(mine, _MismatchVote.join, "what fits", socket.gethostname())
     _refuse_different_saves(said.saves, group)
     if said.ambiguous:
         layouts = join_layouts(group.distinct_answers(describe(ambiguous)))
-        resolve_layouts(ambiguous, layouts, group.ranks[group.rank])
+        resolve_layouts(ambiguous, layouts, group.job_rank)
     flags = unpack_flags(said.used[source], len(match.names))
     missing: dict[str, list[int]] = {}
     mismatched: dict[str, list[int]] = {}
@@ -633,13 +600,14 @@ def _claims(checkpoint: Checkpoint) -> Callable[[str], bool]:
     return lambda key: globs is None or any(fnmatch.fnmatchcase(key, glob) for glob in globs)
 
 
-def _kinds(match: KeyMatch, checkpoint: Checkpoint, targets: Targets) -> dict[str, str]:
+def _kinds(match: KeyMatch) -> dict[str, str]:
     """What is under the names of keys that this rank misses, in words, where it is of another kind than its target."""
+    checkpoint = match.checkpoint
     what = {True: "a tensor", False: "each rank's own value"}
     kinds = {name: what[name in checkpoint] for name in match.names if name not in checkpoint.objects}
     kinds |= dict.fromkeys(checkpoint.objects, "a plain value")
     return {
         key: kinds[key]
         for key in match.missing
-        if key in kinds and (kinds[key] == "a tensor") != (key in targets.tensors)
+        if key in kinds and (kinds[key] == "a tensor") != (key in match.targets.tensors)
     }

@@ -106,7 +106,7 @@ class Prepared:
         self._device = device_of_kind(agreed.device, self._tensors())
         self._on_device = agreed.on_device or agreed.onto_device
         _meet_on(self._device, process_group)
-        self._rank = group.ranks[group.rank]
+        self._rank = group.job_rank
         key = (agreed.key, self._rank, digest_of(options))
         found = _cache.get(key)
         self._planned = found is None
@@ -420,7 +420,7 @@ def verify_live(
         KeyMismatchError, LayoutError: as `redistribute`.
     """
     group = Group(process_group, deadline_s=options.get("deadline_s", DEFAULTS["deadline_s"]))
-    rank = group.ranks[group.rank]
+    rank = group.job_rank
     with group.together("verify"):
         given = complete(options)
         mine = TransferSide.read(source, given["source_layouts"])

@@ -289,7 +289,7 @@ def _meet(
         if kept is not None:
             if group.rank == 0:
                 first = _first_word(path, options, kept.census)
-            data = stage(entries_of(kept.items, holdings.state, group.ranks[group.rank]))
+            data = stage(entries_of(kept.items, holdings.state, group.job_rank))
         met = meet_before_save(holdings, group, options, kept, first, before=before)
     except BaseException:
         if data is not None:
@@ -339,7 +339,9 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
             data, same = summed_up(job, data)
             written, reused, prints = write(job, data, same)
             ended = time.perf_counter()
-            told = group.gather_and_sum((job.rank, written), tally(job, prints), add_tallies, kind=tuple[int, Written])
+            told = group.gather_and_sum(
+                (group.job_rank, written), tally(job, prints), add_tallies, kind=tuple[int, Written]
+            )
             if told is not None:
                 files = {rank: one for rank, one in told[0] if one.files}
                 generation.publish(files, [total(job, told[1])] if files and job.options.fingerprints else [])
@@ -463,7 +465,7 @@ def find_plan(holdings: LocalState, group: Group, options: SaveOptions) -> Cache
         if found is not None:
             _kept.move_to_end(key)
     if found is not None:
-        resolve_layouts(holdings.state.tensors, found.census.tensors, group.ranks[group.rank])
+        resolve_layouts(holdings.state.tensors, found.census.tensors, group.job_rank)
     return found
 
 
@@ -478,7 +480,7 @@ def keep_plan(
         said: digests of what each rank has said of its holdings.
     """
     told = digest_of(msgspec.msgpack.encode(said))
-    kept = CachedPlan(told, census, plan, own_items(census.tensors, plan, group.ranks[group.rank]))
+    kept = CachedPlan(told, census, plan, own_items(census.tensors, plan, group.job_rank))
     if not census.per_rank:
         with _lock:
             _kept[_key(holdings, group, options)] = kept

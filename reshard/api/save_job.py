@@ -64,11 +64,6 @@ class SaveJob:
     """The checkpoint that was chosen, as far as this rank can open it."""
     seconds: dict[str, float]
 
-    @property
-    def rank(self) -> int:
-        """Of the default group, by which plans are numbered."""
-        return self.group.ranks[self.group.rank]
-
 
 def holdings_of(state_dict: Any, options: SaveOptions) -> LocalState:
     """What this rank gives to be saved. Raises as `reshard.save` does."""
@@ -206,7 +201,7 @@ def write(job: SaveJob, data: ToWrite, same: list[str]) -> tuple[Written, int, d
 
 
 def _write_own(job: SaveJob, data: ToWrite, same: list[str], on_bytes: Callable[[int], None]) -> tuple[Written, int]:
-    stem, budget = f"{job.generation.folder}/{job.rank:05d}", job.options.memory_budget_bytes
+    stem, budget = f"{job.generation.folder}/{job.group.job_rank:05d}", job.options.memory_budget_bytes
     reused = Reused(tuple(data.entries), {}, ())
     if job.base is not None:
         folder = job.generation.folder
@@ -522,12 +517,12 @@ def file_groups(places: Iterable[int], per_file: int) -> Iterator[list[int]]:
 
 def file_group_of(group: Group, ranks_per_file: int) -> FileGroup:
     """The ranks with which this one writes a file. Collective, as is what they tell one another."""
-    here = machine() or f"rank {group.ranks[group.rank]}"
+    here = machine() or f"rank {group.job_rank}"
     ordered = sorted(group.ranks)
     place_of = {rank: place for place, rank in enumerate(ordered)}
     together = group.exchange_within(f"files of {here}", b"")
     neighbours = sorted(place_of[group.ranks[place]] for place in together)
-    own = place_of[group.ranks[group.rank]]
+    own = place_of[group.job_rank]
     places = next(run for run in file_groups(neighbours, ranks_per_file) if own in run)
     ranks = tuple(ordered[place] for place in places)
 

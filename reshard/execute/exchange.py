@@ -490,7 +490,7 @@ class SharedReading:
         """
         plan = plan_read_once(join_layouts(group.distinct_answers(describe(tensors))))
         verify(plan.transfers).raise_if_failed()
-        return cls(plan, group.ranks[group.rank])
+        return cls(plan, group.job_rank)
 
     def form(self, key: str) -> Form | None:
         """Who reads what of a tensor that is shared; None for one that each rank reads for itself."""

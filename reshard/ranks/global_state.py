@@ -127,7 +127,7 @@ def global_state_of(holdings: LocalState, group: Group, answers: Iterable[tuple[
     parties = [(msgspec.json.decode(data, type=_Description), ranks) for data, ranks in answers]
     own = _own_values(state, group) if any(said.per_rank for said, _ in parties) else ({}, {})
     census = _merge(parties, *own)
-    resolve_layouts(state.tensors, census.tensors, group.ranks[group.rank])
+    resolve_layouts(state.tensors, census.tensors, group.job_rank)
     on_device = any(said.on_device for said, _ in parties)
     return replace(census, on_device=on_device)
 
@@ -208,7 +208,7 @@ def value_table(
     if check_replicas:
         for key, digest in digests.items():
             table.add_object(key, digest)
-        table.add_tensors(tensors, layout, group.ranks[group.rank], group.world_size)
+        table.add_tensors(tensors, layout, group.job_rank, group.world_size)
     return table, digests
 
 

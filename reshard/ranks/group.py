@@ -74,6 +74,7 @@ class Group:
     Attributes:
         rank: this process's place in the group, from 0.
         world_size: number of ranks in the group.
+        job_rank: this process's rank in the default group, by which plans are numbered.
         ranks: the ranks in the default group of these processes, in group order; messages name these.
 
     Raises:
@@ -108,7 +109,7 @@ class Group:
             )
         else:
             refuse_unjoined()
-        self.world_size = len(self.ranks)
+        self.world_size, self.job_rank = len(self.ranks), self.ranks[self.rank]
         if wrong is not None:
             with self.together("the call"):  # the other ranks wait for this one
                 raise wrong
@@ -252,7 +253,7 @@ class Group:
         parties: list[list[int]] = [[] for _ in pool.distinct]
         for rank, number in zip(self.ranks, pool.numbers(), strict=True):
             parties[number].append(rank)
-        speaks = parties[pool.distinct.index(digest)][0] == self.ranks[self.rank]
+        speaks = parties[pool.distinct.index(digest)][0] == self.job_rank
         answers = self.merge(
             [data] * speaks, lambda parts: [*chain(*parts)], "an exchange of what differs", kind=list[bytes]
         )
@@ -373,7 +374,7 @@ class Group:
             return
         from reshard.ranks.store import Failure
 
-        rank = self.ranks[self.rank]
+        rank = self.job_rank
         trace = "".join(traceback.format_exception(error))[-_MESSAGE_CHARS:]
         headline = f"rank {rank} failed in '{phase.name}': {type(error).__name__}: {error}"
         mine = Failure(

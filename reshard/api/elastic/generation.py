@@ -428,7 +428,7 @@ def move(
 
     Raises StorageError where there is no room; PlanError for bytes that nobody holds.
     """
-    rank, world = group.ranks[group.rank], max(group.ranks) + 1
+    rank, world = group.job_rank, max(group.ranks) + 1
     before, after = (_layout(side, sizes, world) for side in (held, wanted))
     rounds = schedule(plan_transfers(before, after), max_inflight_bytes=round_bytes(max_inflight_bytes))
     verify(rounds).raise_if_failed()

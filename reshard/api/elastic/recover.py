@@ -312,7 +312,7 @@ class _JudgedGeneration:
         told = self.group.gather(self._wants(plan), kind=Held)
         held, wanted, sizes = self.group.share(self._table(told) if told is not None else None, kind=_Table)
         if wanted:
-            mine = self.group.ranks[self.group.rank]
+            mine = self.group.job_rank
             for name, by in wanted.items():
                 if mine in by and not name.endswith(".sums"):
                     self.storage.prepare(name)

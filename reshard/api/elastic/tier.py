@@ -265,12 +265,16 @@ def keep(
     planned, may_count = time.perf_counter(), False
     try:
         with group.together("write"):
-            entries = entries_of(own_items(census.tensors, plan, job.rank), holdings.state, job.rank)
+            entries = entries_of(
+                own_items(census.tensors, plan, job.group.job_rank), holdings.state, job.group.job_rank
+            )
             written, _, prints = write(job, ToWrite.where_it_is(entries), [])
             wrote = time.perf_counter()
             received = _mirror(settings, written.record, storage, copies, group, hosts)
             may_count = True  # as soon as all ranks are known to be here, some host may publish
-            told = group.gather_and_sum((job.rank, written), tally(job, prints), add_tallies, kind=tuple[int, Written])
+            told = group.gather_and_sum(
+                (group.job_rank, written), tally(job, prints), add_tallies, kind=tuple[int, Written]
+            )
         texts = None
         if told is not None:
             files = {rank: one for rank, one in told[0] if one.files}
