@@ -417,19 +417,22 @@ class ByteRuns:
                 position -= index[d] * self.strides[d]
                 index[d] = 0
 
-    def coalesced(self, max_gap_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """(start, length, needed bytes) of the reads to make if gaps of up to `max_gap_bytes` are read as well.
+    def joined(self, max_gap_bytes: int) -> ByteRuns:
+        """The reads to make if gaps of up to `max_gap_bytes` are read as well: from the last dim outwards, neighbours
+        that are close enough become one run. The first dim whose gaps are too wide ends that, since gaps only grow."""
+        length, counts, strides = self.run_bytes, self.counts, self.strides
+        while counts and 0 <= strides[-1] - length <= max_gap_bytes:
+            length += (counts[-1] - 1) * strides[-1]
+            counts, strides = counts[:-1], strides[:-1]
+        return ByteRuns(self.offset, length, counts, strides)
 
-        Runs are taken in order; a run that starts before the previous one ended begins a new read.
-        """
-        start = length = needed = -1
-        for position, size in self:
-            if length >= 0 and 0 <= position - (start + length) <= max_gap_bytes:
-                length = position + size - start
-                needed += size
-            else:
-                if length >= 0:
-                    yield start, length, needed
-                start, length, needed = position, size, size
-        if length >= 0:
-            yield start, length, needed
+    def in_order(self) -> ByteRuns:
+        """The same runs by position, as far as that order is one of dims."""
+        dims = sorted(zip(self.strides, self.counts), reverse=True)
+        return ByteRuns(self.offset, self.run_bytes, tuple(n for _, n in dims), tuple(s for s, _ in dims))
+
+    def coalesced(self, max_gap_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """(start, length, needed bytes) of the reads of `joined`."""
+        reads = self.joined(max_gap_bytes)
+        for start, length in reads:
+            yield start, length, self.nbytes // reads.count

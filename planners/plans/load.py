@@ -12,7 +12,7 @@ import numpy as np
 
 from planners.errors import CoverageError, LayoutMismatchError, PlanError
 from planners.findings import Finding
-from planners.geometry.box import Box, Dims, Window, rearranged
+from planners.geometry.box import Box, ByteRuns, Dims, Window, rearranged
 from planners.geometry.layout import Part, StateLayout, TensorSpec, check_rank
 from planners.geometry.mesh import Ints, Segments
 from planners.geometry.overlap import Overlap, ProductOverlap, overlap_of
@@ -434,13 +434,15 @@ def count_reads(plan: LoadPlan, max_gap_bytes: int = 0) -> ReadCounts:
 
 
 def _count_items(plan: LoadPlan, items: Sequence[ReadItem], max_gap_bytes: int) -> tuple[int, int, int]:
-    requests = read_bytes = 0
-    for item in items:
-        itemsize = plan.saved[item.saved_fqn].spec.itemsize
-        runs = Window.row_major(0, item.chunk.sizes, itemsize).crop(item.source).runs()
-        for _, length, _ in runs.coalesced(max_gap_bytes):
-            requests, read_bytes = requests + 1, read_bytes + length
-    return len(items), requests, read_bytes
+    reads = [
+        _reads(item.source, item.chunk.sizes, plan.saved[item.saved_fqn].spec.itemsize, max_gap_bytes) for item in items
+    ]
+    return len(items), sum(one.count for one in reads), sum(one.nbytes for one in reads)
+
+
+def _reads(piece: Box, chunk: Sequence[int], itemsize: int, max_gap_bytes: int) -> ByteRuns:
+    """The reads of a box of a chunk that lies in row-major order, as whoever reads makes them."""
+    return Window.row_major(0, chunk, itemsize).crop(piece).runs().joined(max_gap_bytes)
 
 
 def _count_product(overlap: ProductOverlap, itemsize: int, max_gap_bytes: int) -> Ints:
@@ -452,8 +454,8 @@ def _count_product(overlap: ProductOverlap, itemsize: int, max_gap_bytes: int) -
         for kind, k, owner in zip(kinds, combo, overlap.wanted.rank_owners):
             items *= kind.counts[k, owner]
         pairs = [kind.sizes[k] for kind, k in zip(kinds, combo)]
-        requests, read_bytes = _coalesced([p for p, _ in pairs], [c for _, c in pairs], itemsize, max_gap_bytes)
-        out += items * np.array([[1], [requests], [read_bytes]])
+        reads = _reads(Box.full([p for p, _ in pairs]), [c for _, c in pairs], itemsize, max_gap_bytes)
+        out += items * np.array([[1], [reads.count], [reads.nbytes]])
     return out
 
 
@@ -467,25 +469,3 @@ class _Kinds:
         self.sizes: list[tuple[int, int]] = [(int(p), int(c)) for p, c in sizes]
         self.counts = np.zeros((len(sizes), segments.wanted.owners), dtype=np.int64)
         np.add.at(self.counts, (kind.reshape(-1), segments.wanted_owner), 1)
-
-
-def _coalesced(piece: Sequence[int], chunk: Sequence[int], itemsize: int, max_gap_bytes: int) -> tuple[int, int]:
-    """Reads, and bytes of them all, for a box of sizes `piece` in a row-major chunk of sizes `chunk`.
-
-    From the last dim outwards, neighbours that are close enough become one span; the first dim whose gaps are too wide
-    ends that, since gaps only grow.
-    """
-    span, stride, reads = itemsize, itemsize, 1
-    merging = True
-    for p, c in _inside_out(piece, chunk):
-        merging = merging and (p == 1 or stride - span <= max_gap_bytes)
-        if merging:
-            span += (p - 1) * stride
-        else:
-            reads *= p
-        stride *= c
-    return reads, reads * span
-
-
-def _inside_out(piece: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return zip(reversed(piece), reversed(chunk))

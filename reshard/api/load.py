@@ -214,12 +214,12 @@ class _Load:
                 per_rank, checked = self._read(fetch, plan)
             if not options.dry_run:
                 if shared is not None:
-                    fetch.bytes_received += shared.pass_on(targets.writable, self.group, self.process_group)
+                    fetch.done.received += shared.pass_on(targets.writable, self.group, self.process_group)
                 targets.put_new()
                 targets.tell_autograd(match.tensors)
                 targets.assign({**match.objects, **per_rank})
         names = checkpoint.aliases
-        bytes_unchecked = fetch.bytes_unchecked + checking.bytes_unchecked - self.before.bytes_unchecked
+        bytes_unchecked = fetch.done.unchecked + checking.bytes_unchecked - self.before.bytes_unchecked
         unchecked = checking.words(bytes_unchecked, plan.bytes_needed) if is_checked else "unchecked: check=False"
         if unchecked and not options.dry_run and self.bring is None:
             _log.info("%s was loaded, %s", checkpoint.url, unchecked)
@@ -234,12 +234,12 @@ class _Load:
             replaced=match.replaced,
             aliases={key: names[name] for key, name in match.tensors.items() if name in names},
             bytes_needed=plan.bytes_needed,
-            bytes_read=fetch.bytes_read,
-            bytes_read_to_check=fetch.bytes_read_to_check,
+            bytes_read=fetch.done.read,
+            bytes_read_to_check=fetch.done.extra,
             bytes_checked=checking.bytes_compared - self.before.bytes_compared,
             bytes_unchecked=bytes_unchecked,
             unchecked=unchecked,
-            bytes_received=fetch.bytes_received,
+            bytes_received=fetch.done.received,
             dry_run=options.dry_run,
             resized=tuple(targets.resized),
             retyped=match.retyped,

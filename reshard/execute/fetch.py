@@ -6,16 +6,15 @@ For itself, or together with the other ranks of the machine where that touches m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard.execute.reading import Copy, Workspace, compare_plan, plan_compare, run_copies, wanted_by_file
+from reshard.execute.reading import ByteCounts, Copy, Workspace, compare_plan, plan_compare, run_copies, wanted_by_file
 from reshard.ranks.group import Group
 from reshard.stored.source import FileSource, Source
 
 if TYPE_CHECKING:  # reading by segments is imported by those who do it: several ranks, or from far away
     from reshard.execute.machine import MachineReading, OwnMemory
-    from reshard.execute.segments import ByteCounts
 
 __all__ = ["Fetch"]
 
@@ -38,15 +37,7 @@ class Fetch:
     is_checked: bool
     together: bool
     room_bytes: int | None = None
-    bytes_read: int = 0
-    """Of elements, from the data files, by this rank."""
-    bytes_read_to_check: int = 0
-    """That nobody asked for, only to check what was asked for."""
-    bytes_unchecked: int = 0
-    """Of elements that this rank wants, and that no rank compared with checksums; without what sources that decode or
-    compute read, which count for themselves."""
-    bytes_received: int = 0
-    """That other ranks of the machine read for this one."""
+    done: ByteCounts = field(default_factory=ByteCounts)
 
     def __post_init__(self) -> None:
         self._own: OwnMemory | None = None
@@ -81,12 +72,12 @@ class Fetch:
     def _check(self, on_bytes: Callable[[int], None]) -> None:
         near = [copy for copy in self.copies if _is_near(copy.place.source)]
         if not self.is_checked:
-            self.bytes_unchecked = sum(copy.place.window.nbytes for copy in near)
+            self.done.unchecked = sum(copy.place.window.nbytes for copy in near)
             return
         elsewhere = {} if self._machine is None else self._machine.compared_elsewhere(near)
         plan = plan_compare(wanted_by_file(near), elsewhere)
         compare_plan(plan, self.space.threads, on_bytes)
-        self.bytes_read_to_check, self.bytes_unchecked = plan.extra_bytes, plan.unchecked_bytes
+        self.done.extra, self.done.unchecked = plan.extra_bytes, plan.unchecked_bytes
 
     def settle(self) -> None:
         """Collective: nobody writes before everybody is sure."""
@@ -105,14 +96,14 @@ class Fetch:
         alone = self.copies
         if self._machine is not None:
             check = FileSource.compare_data if self.is_checked else None
-            self._add(self._machine.run(piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
+            self.done.add(self._machine.run(piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
             alone = self._machine.rest
         rest = self._read_by_segments(alone, on_bytes)
 
         def compared(source: Source) -> bool:
             return not self.is_checked or _is_near(source)
 
-        self.bytes_read += run_copies(rest, space=self.space, compared=compared, on_bytes=on_bytes)
+        self.done.read += run_copies(rest, space=self.space, compared=compared, on_bytes=on_bytes)
 
     def _read_by_segments(self, copies: Sequence[Copy], on_bytes: Callable[[int], None]) -> Sequence[Copy]:
         """Copy what lies in storages that have no view of their bytes, as far as it pays; gives what is left."""
@@ -131,18 +122,12 @@ class Fetch:
             piece_bytes=self.space.piece_bytes,
             on_bytes=on_bytes,
         )
-        self._add(done)
+        self.done.add(done)
         if not self.is_checked:
-            self.bytes_unchecked += sum(
+            self.done.unchecked += sum(
                 copy.place.window.nbytes for copy in remote.rest if not _is_near(copy.place.source)
             )
         return remote.rest
-
-    def _add(self, done: ByteCounts) -> None:
-        self.bytes_read += done.read
-        self.bytes_read_to_check += done.extra
-        self.bytes_unchecked += done.unchecked
-        self.bytes_received += done.received
 
 
 def _is_near(source: Source) -> bool:

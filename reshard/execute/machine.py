@@ -23,10 +23,9 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from reshard.errors import DeadlineError, ReshardError, format_ranks
-from reshard.execute.reading import Copy, Elsewhere, wanted_by_file
+from reshard.execute.reading import ByteCounts, Copy, Elsewhere, wanted_by_file
 from reshard.execute.segments import (
     WHOLE_SHARE,
-    ByteCounts,
     Check,
     ReadFootprint,
     Segment,
@@ -257,7 +256,7 @@ class _SlotFiller:
         self._reads, self._memory, self._check, self._done, self._watch = reads, memory, check, done, watch
         ahead = memory.slots > LOCAL_SLOTS and len(reads) > 1
         self._pool = ThreadPoolExecutor(memory.slots, thread_name_prefix="reshard-read") if ahead else None
-        self._under_way: deque[Future[ByteCounts]] = deque()
+        self._under_way: deque[Future[int]] = deque()
         self._next = 0
 
     def __enter__(self) -> _SlotFiller:
@@ -271,7 +270,7 @@ class _SlotFiller:
         """Until the slot of this turn is filled."""
         self._memory.wait_taken(turn + 1 - self._memory.slots)
         if self._pool is None:
-            self._add(self._read(turn))
+            self._done.read += self._read(turn)
             return
         while self._next < min(len(self._reads), self._memory.taken() + self._memory.slots):
             self._under_way.append(self._pool.submit(self._read, self._next))
@@ -279,18 +278,12 @@ class _SlotFiller:
         future = self._under_way.popleft()
         while not wait([future], timeout=0.05).done:
             self._watch(0)
-        self._add(future.result())
+        self._done.read += future.result()
 
-    def _read(self, turn: int) -> ByteCounts:
+    def _read(self, turn: int) -> int:
         source, segment = self._reads[turn]
-        done = ByteCounts()
-        read_segment(
-            source, segment.start, segment.stop, self._memory.slot(self._memory.place, turn), self._check, done
-        )
-        return done
-
-    def _add(self, one: ByteCounts) -> None:
-        self._done.read += one.read
+        slot = self._memory.slot(self._memory.place, turn)
+        return read_segment(source, segment.start, segment.stop, slot, self._check)
 
 
 def slots_for(copies: Iterable[Copy], room_bytes: int | None) -> tuple[int, int]:

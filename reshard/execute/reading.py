@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,13 @@ from reshard.stored.source import FileSource, Source
 from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, copy_place, empty
 
 __all__ = [
-    "Copy", "Elsewhere", "Staged", "Workspace", "compare_plan", "find_copies", "in_pieces",
-    "merge_ranges", "plan_compare", "run_copies", "subtract_ranges", "wanted_by_file",
+    "ByteCounts", "Copy", "Elsewhere", "Staged", "Workspace", "compare_plan", "find_copies", "in_pieces",
+    "merge_ranges", "on_threads", "plan_compare", "run_copies", "subtract_ranges", "wanted_by_file",
 ]  # fmt: skip
 
 
+T = TypeVar("T")
+R = TypeVar("R")
 Array = npt.NDArray[Any]
 
 MAX_THREADS = 8
@@ -57,7 +59,8 @@ class Workspace:
         """
         if threads is not None and threads < 1:
             raise CheckpointError(f"threads must be >= 1, got {threads}")
-        count = threads or max(1, min(MAX_THREADS, _processors() // max(sharers, 1)))
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        count = threads or max(1, min(MAX_THREADS, processors // max(sharers, 1)))
         if memory_budget_bytes is None:
             return cls(count, MAX_BUFFER_BYTES)
         if memory_budget_bytes < 2 * _MIN_PIECE_BYTES:
@@ -72,8 +75,26 @@ class Workspace:
         return Uploads(2 * self.threads, self.piece_bytes // 2)
 
 
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+@dataclass
+class ByteCounts:
+    """What a rank's reading did, in bytes."""
+
+    read: int = 0
+    """Of elements, from the data files."""
+    extra: int = 0
+    """Read though nobody asked for them: only to check what was asked for, or since they lie between."""
+    unchecked: int = 0
+    """Of elements that this rank wants, and that no rank compared with checksums; without what sources that decode or
+    compute read, which count for themselves."""
+    received: int = 0
+    """That other ranks of the machine read for this one."""
+
+    def add(self, more: ByteCounts) -> None:
+        """Count what more was done."""
+        self.read += more.read
+        self.extra += more.extra
+        self.unchecked += more.unchecked
+        self.received += more.received
 
 
 @dataclass(frozen=True)
@@ -165,7 +186,8 @@ def run_copies(
         compared: whether what is read of a source was compared with checksums already, or is not to be.
         on_bytes: called with the bytes of each piece that is done, on any thread.
     """
-    pieces = [piece for copy in _in_file_order(copies) for piece in in_pieces(copy, space.piece_bytes)]
+    in_file_order = sorted(copies, key=lambda copy: (copy.place.source.label, copy.place.window.offset))
+    pieces = [piece for copy in in_file_order for piece in in_pieces(copy, space.piece_bytes)]
 
     def work(some: Sequence[tuple[Extent, Array | Staged]]) -> int:
         total = told = 0
@@ -185,14 +207,15 @@ def run_copies(
     # some at a time: a thread's turn costs more than to copy a small piece
     step = max(1, len(pieces) // (space.threads * 16))
     lots = [pieces[i : i + step] for i in range(0, len(pieces), step)]
-    if space.threads == 1 or len(pieces) <= 1:
-        return sum(map(work, lots))
-    with ThreadPoolExecutor(space.threads, thread_name_prefix="reshard-read") as pool:
-        return sum(pool.map(work, lots))
+    return sum(on_threads(work, lots, space.threads, "reshard-read"))
 
 
-def _in_file_order(copies: Sequence[Copy]) -> list[Copy]:
-    return sorted(copies, key=lambda copy: (copy.place.source.label, copy.place.window.offset))
+def on_threads(work: Callable[[T], R], items: Sequence[T], threads: int, name: str) -> list[R]:
+    """What `work` gives for each of some items, in their order; the first that it raises ends all."""
+    if threads == 1 or len(items) <= 1:
+        return list(map(work, items))
+    with ThreadPoolExecutor(threads, thread_name_prefix=name) as pool:
+        return list(pool.map(work, items))
 
 
 def in_pieces(copy: Copy, piece_bytes: int) -> Iterator[tuple[Extent, Array | Staged]]:
@@ -365,10 +388,4 @@ def compare_plan(plan: ComparePlan, threads: int, on_bytes: Callable[[int], None
         lot[0].compare_blocks(lot[1])
         on_bytes(sum(stop - start for start, stop in lot[1]))
 
-    if threads == 1 or len(lots) <= 1:
-        for lot in lots:
-            compare(lot)
-        return
-    with ThreadPoolExecutor(threads, thread_name_prefix="reshard-check") as pool:
-        for _ in pool.map(compare, lots):
-            pass
+    on_threads(compare, lots, threads, "reshard-check")

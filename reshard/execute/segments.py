@@ -18,7 +18,6 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from threading import Lock
@@ -30,13 +29,13 @@ import numpy.typing as npt
 
 from planners.geometry.box import Window
 from reshard.errors import DamagedCheckpointError
-from reshard.execute.reading import Array, Copy, Staged, in_pieces
+from reshard.execute.reading import Array, ByteCounts, Copy, Staged, in_pieces, on_threads
 from reshard.stored.checksums import BlockChecksums, add_touched
 from reshard.stored.source import BytesSource, FileSource
 from reshard.stored.tensor import Extent, copy_view
 
 __all__ = [
-    "LARGE_FILE_BYTES", "LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "WHOLE_SHARE", "ByteCounts",
+    "LARGE_FILE_BYTES", "LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "WHOLE_SHARE",
     "Check", "ReadFootprint", "RemoteReading", "Segment", "SegmentPart", "assign_segments",
     "copy_parts", "parts_by_segment", "read_segment", "segment_bytes", "slot_bytes",
     "touch_us_per_mib", "unchecked_bytes",
@@ -214,19 +213,6 @@ Check = Callable[[FileSource, int, memoryview], int]
 how many bytes. Raises DamagedCheckpointError."""
 
 
-@dataclass
-class ByteCounts:
-    """What reading by segments did, in bytes."""
-
-    read: int = 0
-    extra: int = 0
-    """Of those read: that nobody asked for."""
-    unchecked: int = 0
-    """Of elements of files without a view: that were not compared with checksums."""
-    received: int = 0
-    """That other ranks read for this one."""
-
-
 def slot_bytes(source: FileSource) -> int:
     """Memory for a segment and its tail: whole pages."""
     return segment_bytes(source) + 4096
@@ -278,20 +264,18 @@ def parts_between(parts: Iterable[SegmentPart], start: int, stop: int) -> Iterat
             yield SegmentPart(replace(part, offset=part.offset - start), out[index], copy)
 
 
-def read_segment(
-    source: FileSource, start: int, stop: int, slot: memoryview, check: Check | None, done: ByteCounts
-) -> None:
-    """Read bytes [start, stop) of a file, and a little more, into `slot`, and check them; counted in `done`.
+def read_segment(source: FileSource, start: int, stop: int, slot: memoryview, check: Check | None) -> int:
+    """Read bytes [start, stop) of a file, and a little more, into `slot`, and check them; how many these are.
 
     Raises DamagedCheckpointError, which says that targets may be partly written.
     """
     source.read_directly(start, slot[: min(stop + TAIL_BYTES, source.nbytes) - start])
-    done.read += stop - start
     if check is not None:
         try:
             check(source, start, slot[: stop - start])
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(f"{error}. Part of what was to be loaded is overwritten already") from None
+    return stop - start
 
 
 def has_whole_blocks(source: FileSource) -> bool:
@@ -411,28 +395,21 @@ class RemoteReading:
         lock, total = Lock(), ByteCounts()
 
         def work(stretch: _Stretch) -> None:
-            source, done, copied = stretch.source, ByteCounts(), 0
+            source, read, copied = stretch.source, 0, 0
             passing = PassingBlocks(source, stretch.start) if self.is_checked else None
             check = None if passing is None else lambda _, __, data: passing.add(data)
             for base, start, stop, parts in _requests(stretch, request_bytes):
                 slot = memoryview(bytearray(stop - base + TAIL_BYTES))
-                read_segment(source, start, stop, slot[start - base :], check, done)
+                read += read_segment(source, start, stop, slot[start - base :], check)
                 taken = copy_parts(slot, parts, piece_bytes)
                 del slot  # before there is another one
                 on_bytes(taken)
                 copied += taken
+            unchecked = unchecked_bytes(stretch.parts, is_checked=self.is_checked)
             with lock:
-                total.read += copied
-                total.extra += max(0, done.read - copied)
-                total.unchecked += unchecked_bytes(stretch.parts, is_checked=self.is_checked)
+                total.add(ByteCounts(copied, max(0, read - copied), unchecked))
 
-        if requests == 1 or len(self.stretches) <= 1:
-            for stretch in self.stretches:
-                work(stretch)
-        else:
-            with ThreadPoolExecutor(requests, thread_name_prefix="reshard-read") as pool:
-                for _ in pool.map(work, self.stretches):
-                    pass
+        on_threads(work, self.stretches, requests, "reshard-read")
         return total
 
 

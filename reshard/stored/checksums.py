@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from planners.geometry.box import ByteRuns, Window
+from planners.geometry.box import Window
 
 __all__ = [
     "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS",
@@ -356,15 +356,7 @@ def _put(passed: list[tuple[int, int, int]], start: int, stop: int, crc: int) ->
 
 def touched_ranges(window: Window) -> list[Range]:
     """The bytes that a window touches, as ranges; small gaps are filled."""
-    runs = window.runs()
-    if runs.count <= 1:
-        return [(window.offset, window.stop)] if runs.count else []
-    length, far = runs.run_bytes, sorted(zip(runs.strides, runs.counts))
-    while far and far[0][0] - length <= _NEAR_BYTES:
-        stride, count = far.pop(0)
-        length += (count - 1) * stride
-    strides, counts = tuple(s for s, _ in reversed(far)), tuple(n for _, n in reversed(far))
-    return [(start, start + size) for start, size in ByteRuns(runs.offset, length, counts, strides)]
+    return [(start, start + size) for start, size in window.runs().in_order().joined(_NEAR_BYTES)]
 
 
 def add_touched(counts: Counts, size: int, window: Window, nbytes: int, grain_bytes: int) -> None:

@@ -522,11 +522,11 @@ class _Transfer:
             start = stop
 
     def _read(self, window: Window, out: Array) -> None:
-        """Read the span of the window at once if little of it is unneeded, else part by part along the widest dim."""
+        """Read at once what a plan counts as one read, as far as there is memory; else part by part along the widest
+        dim."""
         span = window.stop - window.offset
-        runs = window.runs()
         gap = self.source.max_gap_bytes
-        if span <= self.buffer_bytes and span - runs.nbytes <= gap * max(runs.count - 1, 0):
+        if span <= self.buffer_bytes and window.runs().in_order().joined(gap).count == 1:
             read = self.source.raw if self.compared else partial(self.source.read, elements=True)
             data = read(window.offset, span)
             _copy(memoryview(data), Window(0, window.sizes, window.strides, window.itemsize), out)

@@ -8,7 +8,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from planners.geometry.box import Box, ByteRuns, Window
+from planners.geometry.box import Box, Window
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.notebooks import Tabled
 from planners.plans.plan import verify
@@ -34,7 +33,7 @@ from reshard.api.load import LoadReport
 from reshard.api.reports import HostsReport
 from reshard.errors import CheckpointError, DamagedCheckpointError, StorageError, format_names, format_ranks
 from reshard.execute.exchange import Exchange, RankWork, round_bytes
-from reshard.execute.reading import merge_ranges, subtract_ranges
+from reshard.execute.reading import merge_ranges, on_threads, subtract_ranges
 from reshard.native.manifest import MANIFEST, FileRecord, Manifest, entry_key, read_manifest
 from reshard.native.reader import NativeFacts
 from reshard.ranks import liveness
@@ -196,12 +195,7 @@ def good_ranges(storage: Storage, record: FileRecord, block_bytes: int, threads:
         good = [at for at in blocks if xxhash.xxh3_64_intdigest(pieces[at]) == sums[at // block_bytes]]
         return [(at, at + len(pieces[at])) for at in good]
 
-    starts = range(0, record.nbytes, step)
-    if threads == 1 or len(starts) == 1:
-        rows = list(map(check, starts))
-    else:
-        with ThreadPoolExecutor(threads, thread_name_prefix="reshard-check") as pool:
-            rows = list(pool.map(check, starts))
+    rows = on_threads(check, range(0, record.nbytes, step), threads, "reshard-check")
     return merge_ranges(piece for row in rows for piece in row)
 
 
@@ -388,15 +382,9 @@ class Survivors(Storage):
 
 def blocks_of(window: Window, block_bytes: int, nbytes: int) -> Ranges:
     """The blocks of a file of `nbytes` that have bytes of a window, as ranges that may touch or overlap."""
-    runs = window.runs()
-    if not runs.count:
-        return []
-    length, counts, strides = runs.run_bytes, list(runs.counts), list(runs.strides)
-    while counts and strides[-1] - length <= block_bytes:  # gaps that leave no block out
-        length += (counts.pop() - 1) * strides.pop()
     return [
         (start // block_bytes * block_bytes, min(-(-(start + size) // block_bytes) * block_bytes, nbytes))
-        for start, size in ByteRuns(runs.offset, length, tuple(counts), tuple(strides))
+        for start, size in window.runs().joined(block_bytes)  # gaps that leave no block out
     ]
 
 
