@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,12 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import reshard
+from planners.geometry.box import Box, Window
+from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
+from planners.plans.load import count_reads, plan_reads
 from reshard.errors import DamagedCheckpointError, ReshardError
 from reshard.execute.reading import Staged
 from reshard.execute.segments import REMOTE_SEGMENT_BYTES as SIZE
 from reshard.native.manifest import BLOCK_BYTES
 from reshard.native.reader import Once
-from reshard.stored.tensor import Extent
+from reshard.stored.source import FileSource
+from reshard.stored.tensor import Extent, copy_place
 from tests import gloo
 from tests.states import large
 from tests.storages import Remote
@@ -232,3 +237,23 @@ def test_what_is_staged_stays_within_its_pieces(tmp_path, monkeypatch):
 
     assert torch.equal(target["big"], known["big"].double())
     assert max(sizes) <= 64 << 10
+
+
+@pytest.mark.parametrize("gap", [0, 8, 100, 1 << 20])
+def test_a_reader_asks_as_often_and_for_as_much_as_a_plan_counts(tmp_path, gap):
+    spec = TensorSpec("w", (6, 10, 8), "uint8")
+    (tmp_path / "data").write_bytes(bytes(range(240)) * 2)
+    saved = StateLayout({"w": TensorLayout.from_boxes(spec, {0: [Box.full(spec.shape)]})})
+    boxes = (
+        Box((0, 0, 0), (6, 10, 3)),
+        Box((0, 2, 0), (6, 4, 8)),
+        Box((1, 3, 2), (4, 5, 4)),
+        Box((2, 0, 0), (2, 10, 8)),
+    )
+    for box in boxes:
+        storage = Remote(tmp_path, max_gap_bytes=gap)
+        window = Window.row_major(0, spec.shape, 1).crop(box)
+        copy_place(Extent(FileSource(storage, "data"), window), np.empty(box.sizes, np.uint8))
+
+        counts = count_reads(plan_reads(saved, StateLayout({"w": TensorLayout.from_boxes(spec, {0: [box]})})), gap)
+        assert (len(storage.ranges), storage.nbytes_read) == (counts.requests[0], counts.read_bytes[0])
