@@ -1,18 +1,4 @@
-"""The same exchange for values that change little from run to run: only what changed crosses.
-
-A sender keeps what it sent last of each piece, and compares. A piece is looked at in blocks of 65,536 elements:
-
-    block   0        1                2
-    sent    nothing  3 positions,     all of it, since a
-                     3 elements       fourth or more changed
-
-Three messages pass between two ranks. The receiver says which run it holds; only for that one are differences right,
-and else it gets everything. The sender says how many elements of each block come, and a digest of each whole piece.
-Then they come, in the rounds of the plan. A receiver that does not have the digest afterwards has not got the run.
-
-What is compared is bits in the dtype that crosses: of the target itself, where it has that dtype. A target of a larger
-one does not tell what came, so the receiver keeps that beside it, and converts all of it anew in each run.
-"""
+"""The same exchange for values that change little from run to run: only what changed crosses."""
 
 from __future__ import annotations
 
@@ -36,6 +22,23 @@ from reshard.live.tensors import raw_bytes
 from reshard.ranks.group import Group
 
 __all__ = ["BLOCK", "DeltaExchange"]
+
+
+# A sender keeps what it sent last of each piece, and compares. A piece is looked at in blocks of
+# 65,536 elements:
+#
+#     block   0        1                2
+#     sent    nothing  3 positions,     all of it, since a
+#                      3 elements       fourth or more changed
+#
+# Three messages pass between two ranks. The receiver says which run it holds; only for that one
+# are differences right, and else it gets everything. The sender says how many elements of each
+# block come, and a digest of each whole piece. Then they come, in the rounds of the plan. A
+# receiver that does not have the digest afterwards has not got the run.
+#
+# What is compared is bits in the dtype that crosses: of the target itself, where it has that
+# dtype. A target of a larger one does not tell what came, so the receiver keeps that beside it,
+# and converts all of it anew in each run.
 
 
 BLOCK = 1 << 16

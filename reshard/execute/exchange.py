@@ -1,12 +1,4 @@
-"""Obeys a transfer plan: copies within this rank, and messages to and from other ranks in rounds of bounded size.
-
-Large pieces that lie in one run of memory travel from where they are to where they go; all others are packed, those of
-a message one behind another, into a buffer that is made once. Two rounds are under way at a time:
-
-    round 0   pack, post ........... unpack
-    round 1              pack, post ........... unpack
-    round 2                                pack, post ....       into the buffer of round 0
-"""
+"""Obeys a transfer plan: copies within this rank, and messages to and from other ranks in rounds of bounded size."""
 
 from __future__ import annotations
 
@@ -36,6 +28,15 @@ from reshard.ranks.group import Group
 __all__ = [
     "DEPTH", "LARGE_BYTES", "TAG", "Exchange", "RankWork", "SharedReading", "Waiter", "round_bytes",
 ]  # fmt: skip
+
+
+# Large pieces that lie in one run of memory travel from where they are to where they go; all
+# others are packed, those of a message one behind another, into a buffer that is made once. Two
+# rounds are under way at a time:
+#
+#     round 0   pack, post ........... unpack
+#     round 1              pack, post ........... unpack
+#     round 2                                pack, post ....       into the buffer of round 0
 
 
 Parts = Callable[[str], Sequence[torch.Tensor]]

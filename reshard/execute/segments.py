@@ -1,13 +1,4 @@
-"""Which parts of files the ranks of one machine would each read, and which of them one rank reads or checks for all.
-
-Files are cut into segments of equal size. A rank says how many bytes of each its reading touches, in the grain in which
-the storage gives them: who wants one column of every row touches every page. From what all ranks of the machine say,
-each finds the same answer:
-
-    touched of a segment     rank 0   rank 1   rank 2   rank 3
-    rows -> columns           all      all      all      all     four times its size: one reads it, all take their part
-    the same layout           all       -        -        -      once: rank 0 reads it for itself
-"""
+"""Which parts of files the ranks of one machine would each read, and which of them one rank reads or checks for all."""
 
 from __future__ import annotations
 
@@ -40,6 +31,15 @@ __all__ = [
     "copy_parts", "parts_by_segment", "read_segment", "segment_bytes", "slot_bytes",
     "touch_us_per_mib", "unchecked_bytes",
 ]  # fmt: skip
+
+
+# Files are cut into segments of equal size. A rank says how many bytes of each its reading
+# touches, in the grain in which the storage gives them: who wants one column of every row
+# touches every page. From what all ranks of the machine say, each finds the same answer:
+#
+#     touched of a segment     rank 0   rank 1   rank 2   rank 3
+#     rows -> columns           all      all      all      all    four times: one reads it, all take theirs
+#     the same layout           all       -        -        -     once: rank 0 reads it for itself
 
 
 LOCAL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES, REMOTE_SEGMENT_BYTES = 1 << 20, 2 << 20, 2 << 20

@@ -1,12 +1,4 @@
-"""Checksums that were saved beside a file's bytes, and what was compared with them.
-
-    file      | block 0 | block 1 | block 2 | block 3 |     a read of some bytes checks every block that it touches,
-    a read          [--------------]                        reading the rest of the first and the last one, too
-    checked   [-----------------------------]
-
-Every reader of elements goes through a `Source` that has the `Checksums` of its bytes. It gets checked bytes or an
-error, unless checking is off, or would cost more than `CheckLimit` allows: then the bytes are counted as unchecked.
-"""
+"""Checksums that were saved beside a file's bytes, and what was compared with them."""
 
 from __future__ import annotations
 
@@ -30,6 +22,15 @@ __all__ = [
     "BlockChecksums", "Checking", "Checksums", "RecordChecksums", "add_touched", "combined",
     "may_check", "touched_ranges",
 ]  # fmt: skip
+
+
+#     file      | block 0 | block 1 | block 2 | block 3 |     a read of some bytes checks every block that it touches,
+#     a read          [--------------]                        reading the rest of the first and the last one, too
+#     checked   [-----------------------------]
+#
+# Every reader of elements goes through a `Source` that has the `Checksums` of its bytes. It gets
+# checked bytes or an error, unless checking is off, or would cost more than `CheckLimit` allows:
+# then the bytes are counted as unchecked.
 
 
 MAX_CHECK_MULTIPLE = 2.0
