@@ -100,11 +100,13 @@ class Job:
 
     @contextmanager
     def _simulated(self) -> Iterator[None]:
-        of = SimpleNamespace(of=lambda *_, **__: self.world.group(self._ranks[greenlet.getcurrent()], deadline_s=60.0))
+        def group(*_: Any, **__: Any) -> Any:
+            return self.world.group(self._ranks[greenlet.getcurrent()], deadline_s=60.0)
+
         with ExitStack() as stack:
             stack.enter_context(self.world.clock())
             stack.enter_context(mock.patch.multiple(live_state, **_OURS))
-            stack.enter_context(mock.patch("reshard.api.elastic.tier.Group", of))
+            stack.enter_context(mock.patch("reshard.api.elastic.tier.Group", group))
             stack.enter_context(mock.patch.object(moving, "Exchange", self._exchange))
             real = {name: getattr(os, name) for name in (*SystemCalls.NAMES, "posix_fallocate")}
             stack.enter_context(mock.patch.multiple(os, **{name: self._watched(name, real[name]) for name in real}))

@@ -6,7 +6,7 @@ Both work tensor by tensor, in pieces of bounded size, with no model, GPU or pro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -214,11 +214,7 @@ def compare(
         left, right = _Side(a), _Side(b)
     if labels is not None:
         left.label, right.label = labels
-    findings: list[Finding] = []
-    for name in left.tensors:
-        if name not in right.tensors:
-            findings.append(Finding(f"is only in {left.label}", name))
-    findings += [Finding(f"is only in {right.label}", name) for name in right.tensors if name not in left.tensors]
+    findings = [*_only_findings(left, right, left.tensors, right.tensors)]
     common = [name for name in left.tensors if name in right.tensors]
     total = sum(_nbytes(x) for x in left.tensors.values())
     read = 0
@@ -308,21 +304,25 @@ def _values(objects: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def _only_findings(left: _Side, right: _Side, x: Collection[str], y: Collection[str]) -> Iterator[Finding]:
+    """What one side alone has."""
+    for side, its, others in ((left, x, y), (right, y, x)):
+        yield from (Finding(f"is only in {side.label}", key) for key in its if key not in others)
+
+
 def _object_findings(left: _Side, right: _Side) -> Iterator[Finding]:
-    for key in left.objects:
-        if key not in right.objects:
-            yield Finding(f"is only in {left.label}", key)
-        elif not _equal(left.objects[key], right.objects[key]):
-            shown = f"{left.objects[key]!r:.80} in {left.label}, {right.objects[key]!r:.80} in {right.label}"
+    yield from _only_findings(left, right, left.objects, right.objects)
+    for key, value in left.objects.items():
+        if key in right.objects and not _equal(value, right.objects[key]):
+            shown = f"{value!r:.80} in {left.label}, {right.objects[key]!r:.80} in {right.label}"
             yield Finding(f"is {shown}", key)
-    yield from (Finding(f"is only in {right.label}", key) for key in right.objects if key not in left.objects)
 
 
 def _own_findings(left: _Side, right: _Side) -> Iterator[Finding]:
     """What is each rank's own; of a state dict, which is one rank's, only that rank's."""
-    for key in dict.fromkeys((*left.own, *right.own)):
-        if key not in left.own or key not in right.own:
-            yield Finding(f"is only in {left.label if key in left.own else right.label}", key)
+    yield from _only_findings(left, right, left.own, right.own)
+    for key in left.own:
+        if key not in right.own:
             continue
         x, y = left.own[key], right.own[key]
         ranks = [r for r in x if r in y]

@@ -29,7 +29,7 @@ from reshard.checkpoint import open as open_checkpoint
 from reshard.cli.examples.llama_fsdp_tp_pp import Training
 from reshard.errors import ReshardError
 
-__all__ = ["BEFORE", "Change", "Plans", "Result", "Resumed", "Trained", "tell_story"]
+__all__ = ["BEFORE", "Change", "Plans", "Result", "Told", "tell_story"]
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,9 @@ def tell_story(out: Path, steps: int, hear: Hear, show: Show) -> Result:
         pictures=pictures,
         before=str(BEFORE),
         parameters=first.parameters,
-        total_bytes=first.total_bytes,
+        total_bytes=first.report.total_bytes,
         loss_before=first.judged,
-        save_s=max(one.save_s for one in began),
+        save_s=max(sum(one.report.seconds.values()) for one in began),
         changes=changes,
         problems=problems,
     )
@@ -189,7 +189,7 @@ def _picture(out: Path, name: str, plan: LoadPlan) -> str:
     return str(file)
 
 
-def _change(ways: Ways, plans: Plans, began: Trained, resumed: list[Resumed]) -> Change:
+def _change(ways: Ways, plans: Plans, began: Told, resumed: list[Told]) -> Change:
     name, first = str(ways), resumed[0]
     plan = plans.of[name]
     return Change(
@@ -197,13 +197,13 @@ def _change(ways: Ways, plans: Plans, began: Trained, resumed: list[Resumed]) ->
         world_size=ways.world_size,
         planned_bytes=[plan.bytes(rank) for rank in range(ways.world_size)],
         proved=plans.facts_proved[name],
-        bytes_needed=[one.bytes_needed for one in resumed],
-        bytes_read=[one.bytes_read for one in resumed],
+        bytes_needed=[one.report.bytes_needed for one in resumed],
+        bytes_read=[one.report.bytes_read for one in resumed],
         tensors_equal=sum(first.digests.get(key) == digest for key, digest in began.digests.items()),
         tensors=len(began.digests),
         loss_loaded=first.judged,
         loss_after=first.judged_after,
-        load_s=max(one.load_s for one in resumed),
+        load_s=max(sum(one.report.seconds.values()) for one in resumed),
     )
 
 
@@ -211,67 +211,41 @@ def _change(ways: Ways, plans: Plans, began: Trained, resumed: list[Resumed]) ->
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a rank of the first job tells at its end."""
+class Told:
+    """What a rank tells at the end of a job."""
 
+    report: Any
+    """Of its save or its load."""
     digests: dict[str, str]
-    """Of every tensor, gathered: key -> SHA-256. On rank 0 only."""
+    """Of every tensor, gathered, as saved or as loaded: key -> SHA-256. On rank 0 only."""
     judged: float
-    """Loss on text that is held back."""
-    parameters: int
-    total_bytes: int
-    save_s: float
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What a rank of a later job tells at its end."""
-
-    digests: dict[str, str]
-    """As in `Trained`, taken after loading and before training on."""
-    judged: float
-    """Loss on text that is held back, after loading."""
+    """Loss on text that is held back, with these tensors."""
     judged_after: float
-    """The same, after training on."""
-    bytes_needed: int
-    bytes_read: int
-    load_s: float
+    """The same at the end."""
+    parameters: int
 
 
-def begin_training(tell: Tell, ways: Ways, steps: int, path: str) -> Trained:
+def begin_training(tell: Tell, ways: Ways, steps: int, path: str) -> Told:
     """Train from scratch, then save model, optimizer and the number of steps."""
     training = Training(ways.fsdp, ways.tp, 1, lambda *step: tell(step))
     training.train(steps)
-    judged = training.judge()
     tell("saving")
-    report = training.save(path)
-    tell("gathering")
-    return Trained(
-        digests=_digests(training.state()),
-        judged=judged,
-        parameters=sum(p.numel() for p in training.model.parameters()),
-        total_bytes=report.total_bytes,
-        save_s=sum(report.seconds.values()),
-    )
+    return _told(tell, training, training.save(path), 0)
 
 
-def resume_training(tell: Tell, ways: Ways, steps: int, path: str) -> Resumed:
+def resume_training(tell: Tell, ways: Ways, steps: int, path: str) -> Told:
     """Load what another topology saved, into a model that starts from other values, and train on."""
     training = Training(ways.fsdp, ways.tp, 2, lambda *step: tell(step))
     tell("loading")
-    report = training.resume(path)
+    return _told(tell, training, training.resume(path), steps)
+
+
+def _told(tell: Tell, training: Training, report: Any, steps: int) -> Told:
+    """Gather and judge what there is, train on, and judge again."""
     tell("gathering")
-    digests = _digests(training.state())
-    judged = training.judge()
+    digests, judged = _digests(training.state()), training.judge()
     training.train(steps)
-    return Resumed(
-        digests=digests,
-        judged=judged,
-        judged_after=training.judge(),
-        bytes_needed=report.bytes_needed,
-        bytes_read=report.bytes_read,
-        load_s=sum(report.seconds.values()),
-    )
+    return Told(report, digests, judged, training.judge(), sum(p.numel() for p in training.model.parameters()))
 
 
 def _digests(state: dict[str, Any]) -> dict[str, str]:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LINEAGE", "GatherReport", "GenerationFolder", "Held", "Hosts", "Incarnation", "KeepReport",
-    "ManifestStamp", "Recorded", "RecoverReport", "Settings", "Survivors", "blocks_of",
+    "ManifestStamp", "Moves", "Recorded", "RecoverReport", "Settings", "Survivors", "blocks_of",
     "fetched_folder", "free_bytes", "good_ranges", "held_in", "kept_in", "lost_boxes", "meet",
     "move", "remove",
 ]  # fmt: skip
@@ -392,14 +392,32 @@ def blocks_of(window: Window, block_bytes: int, nbytes: int) -> Ranges:
 # bytes are.
 
 
-Places = Mapping[str, Mapping[int, Ranges]]
+Places = dict[str, dict[int, Ranges]]
 """By file and rank: the bytes that it holds, or wants."""
 
 
+class Moves(NamedTuple):
+    """What ranks hold and want of data files and their checksums."""
+
+    held: Places
+    wanted: Places
+    sizes: dict[str, int]
+    """Of the files, in bytes."""
+
+    def add(
+        self, record: FileRecord, block_bytes: int, held: Mapping[int, Ranges], wanted: Mapping[int, Ranges]
+    ) -> None:
+        """One data file, by rank. Who has or wants some of it has or wants all of its checksums."""
+        sums, nsums = f"{record.name}.sums", 8 * -(-record.nbytes // block_bytes)
+        self.sizes.update({record.name: record.nbytes, sums: nsums})
+        for side, by in ((self.held, held), (self.wanted, wanted)):
+            if by:
+                side[record.name] = dict(by)
+                side[sums] = {rank: [(0, nsums)] for rank in by}
+
+
 def move(
-    held: Places,
-    wanted: Places,
-    sizes: Mapping[str, int],
+    moves: Moves,
     source: Callable[[str], Path],
     target: Callable[[str], Path],
     group: Group,
@@ -411,11 +429,11 @@ def move(
     which nothing moves may give other files. Returns the bytes that this rank got from others.
 
     Args:
-        sizes: of the files, in bytes.
         source, target: where a file lies that this rank sends, or gets, which is made.
 
     Raises StorageError where there is no room; PlanError for bytes that nobody holds.
     """
+    held, wanted, sizes = moves
     rank, world = group.job_rank, max(group.ranks) + 1
     before, after = (_layout(side, sizes, world) for side in (held, wanted))
     rounds = schedule(plan_transfers(before, after), max_inflight_bytes=round_bytes(max_inflight_bytes))

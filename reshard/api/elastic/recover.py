@@ -19,6 +19,7 @@ from reshard.api.elastic.generation import (
     Hosts,
     Incarnation,
     ManifestStamp,
+    Moves,
     RecoverReport,
     Settings,
     Survivors,
@@ -308,20 +309,21 @@ class _JudgedGeneration:
     def _bring(self, others: Checkpoint | None, plan: ReadPlan) -> None:
         """Collective: what the plans of a host's ranks read, and the host has not, comes to it once."""
         if others is not None and (native := others.contents.facts_of(NativeFacts)) is not None:
-            self.checked += compare_ranges(native, _blocks_read(plan, self.storage, native.manifest.block_bytes))
+            read = _blocks_read(plan, native.manifest.block_bytes)
+            theirs = {source: ranges for source, ranges in read.items() if source.storage is not self.storage}
+            self.checked += compare_ranges(native, theirs)
         told = self.group.gather(self._wants(plan), kind=Held)
-        held, wanted, sizes = self.group.share(self._table(told) if told is not None else None, kind=_Table)
-        if wanted:
+        moves = self.group.share(self._moves(told) if told is not None else None, kind=Moves)
+        if moves.wanted:
             mine = self.group.job_rank
-            for name, by in wanted.items():
-                if mine in by and not name.endswith(".sums"):
-                    self.storage.prepare(name)
+            got = {name: by[mine] for name, by in moves.wanted.items() if mine in by and not name.endswith(".sums")}
+            for name in got:
+                self.storage.prepare(name)
             here = self.storage.here.root.joinpath
             self.received = move(
-                held, wanted, sizes, here, self.storage.path_of, self.group, self.settings.process_group,
+                moves, here, self.storage.path_of, self.group, self.settings.process_group,
                 max_inflight_bytes=self.settings.max_inflight_bytes,
             )  # fmt: skip
-            got = {name: by[mine] for name, by in wanted.items() if mine in by and not name.endswith(".sums")}
             spans = {FileSource(self.storage, name): ranges for name, ranges in got.items()}
             self.checked += compare_ranges(self.native, spans)
             self.group.barrier()
@@ -330,55 +332,37 @@ class _JudgedGeneration:
         """The blocks that this rank reads of files that are not whole on its host, by the rank that wrote them."""
         block, wants = self.native.manifest.block_bytes, Held()
         ranks = {record.name: (rank, record) for rank, record in self.native.manifest.files.items()}
-        for copy in plan.copies:
-            source = copy.place.source
-            if (
-                isinstance(source, FileSource)
-                and source.storage is self.storage
-                and source.name not in self.storage.whole
-            ):
+        for source, ranges in _blocks_read(plan, block).items():
+            if source.storage is self.storage and source.name not in self.storage.whole:
                 rank, record = ranks[source.name]
-                ranges = wants.setdefault(rank, [(0, min(-(-record.header_bytes // block) * block, record.nbytes))])
-                ranges += blocks_of(copy.place.window, block, record.nbytes)
-        return {rank: merge_ranges(ranges) for rank, ranges in wants.items()}
+                header = (0, min(-(-record.header_bytes // block) * block, record.nbytes))
+                wants[rank] = merge_ranges([header, *ranges])
+        return wants
 
-    def _table(self, rows: list[Held]) -> _Table:
+    def _moves(self, rows: list[Held]) -> Moves:
         """Who gets what for its host, and who could send it."""
-        table, manifest, ranks = _Table({}, {}, {}), self.native.manifest, self.group.ranks
+        moves, manifest, ranks = Moves({}, {}, {}), self.native.manifest, self.group.ranks
         needs: dict[str, dict[str, list[tuple[int, int]]]] = {}
         for host, row in zip(self.hosts.names, rows):
             for rank, ranges in row.items():
                 needs.setdefault(rank, {}).setdefault(host, []).extend(ranges)
         for number, (rank, needed) in enumerate(needs.items()):
-            record = manifest.files[rank]
-            sums, nsums = f"{record.name}.sums", 8 * -(-record.nbytes // manifest.block_bytes)
-            table.sizes.update({record.name: record.nbytes, sums: nsums})
-            for host, places in self.hosts.places.items():
-                acts = ranks[places[number % len(places)]]
-                there = merge_ranges(piece for found in self.by_host[host] for piece in found.get(rank, ()))
-                if there:
-                    table.held.setdefault(record.name, {})[acts] = there
-                    table.held.setdefault(sums, {})[acts] = [(0, nsums)]
-                if host in needed:
-                    table.wanted.setdefault(record.name, {})[acts] = merge_ranges(needed[host])
-                    table.wanted.setdefault(sums, {})[acts] = [(0, nsums)]
-        return table
+            acts = {host: ranks[places[number % len(places)]] for host, places in self.hosts.places.items()}
+            there = {acts[host]: merge_ranges(piece for one in found for piece in one.get(rank, ()))
+                     for host, found in self.by_host.items()}  # fmt: skip
+            held = {rank: ranges for rank, ranges in there.items() if ranges}
+            wanted = {acts[host]: merge_ranges(ranges) for host, ranges in needed.items()}
+            moves.add(manifest.files[rank], manifest.block_bytes, held, wanted)
+        return moves
 
 
-def _blocks_read(plan: ReadPlan, unless: Storage, block_bytes: int) -> dict[FileSource, list[tuple[int, int]]]:
-    """The blocks that a plan reads of files of other storages."""
+def _blocks_read(plan: ReadPlan, block_bytes: int) -> dict[FileSource, list[tuple[int, int]]]:
+    """The blocks that a plan reads of each file."""
     found: dict[FileSource, list[tuple[int, int]]] = {}
     for copy in plan.copies:
-        source = copy.place.source
-        if isinstance(source, FileSource) and source.storage is not unless:
+        if isinstance(source := copy.place.source, FileSource):
             found.setdefault(source, []).extend(blocks_of(copy.place.window, block_bytes, source.nbytes))
     return {source: merge_ranges(ranges) for source, ranges in found.items()}
-
-
-class _Table(NamedTuple):
-    held: dict[str, dict[int, list[tuple[int, int]]]]
-    wanted: dict[str, dict[int, list[tuple[int, int]]]]
-    sizes: dict[str, int]
 
 
 def missing_text(lost: Mapping[str, list[tuple[int, Box]]]) -> str:

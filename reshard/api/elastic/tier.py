@@ -23,6 +23,7 @@ from reshard.api.elastic.generation import (
     Hosts,
     Incarnation,
     KeepReport,
+    Moves,
     RecoverReport,
     Settings,
     free_bytes,
@@ -352,23 +353,16 @@ def _mirror(
 ) -> int:
     """Collective: copies of this rank's file go to other hosts, and copies of theirs come here and are checked."""
     files = group.exchange_within(f"ring {copies.ring_of[hosts.name]}", record, kind=FileRecord | None)
-    held: dict[str, dict[int, list[tuple[int, int]]]] = {}
-    wanted: dict[str, dict[int, list[tuple[int, int]]]] = {}
-    sizes: dict[str, int] = {}
-    mine: list[FileRecord] = []
+    moves, mine = Moves({}, {}, {}), list[FileRecord]()
     for place, its in files.items():
         if its is None or not copies.keepers[place]:
             continue
-        for name, nbytes in ((its.name, its.nbytes), (f"{its.name}.sums", 8 * -(-its.nbytes // BLOCK_BYTES))):
-            sizes[name], whole = nbytes, [(0, nbytes)]
-            held[name] = {group.ranks[place]: whole}
-            wanted[name] = {group.ranks[keeper]: whole for keeper in copies.keepers[place]}
+        keepers, whole = [group.ranks[keeper] for keeper in copies.keepers[place]], [(0, its.nbytes)]
+        moves.add(its, BLOCK_BYTES, {group.ranks[place]: whole}, dict.fromkeys(keepers, whole))
         if group.rank in copies.keepers[place]:
             mine.append(its)
     where = storage.root.joinpath
-    received = move(
-        held, wanted, sizes, where, where, group, settings.process_group, max_inflight_bytes=settings.max_inflight_bytes
-    )
+    received = move(moves, where, where, group, settings.process_group, max_inflight_bytes=settings.max_inflight_bytes)
     for its in mine:
         if good_ranges(storage, its, BLOCK_BYTES) != [(0, its.nbytes)]:
             raise DamagedCheckpointError(f"{storage.url}/{its.name} is not what was sent: its checksums differ")
