@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -13,11 +15,17 @@ from torch import nn
 
 from planners.geometry.box import flat_boxes
 from reshard.errors import NormalizationError
+from reshard.live.state import same_value
+from reshard.live.tensors import dtype_of, global_shape, is_sharded
+from reshard.live.tree import copy_containers
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["FlatCut", "FlatPiece", "cut_of", "flat_pieces", "group_of", "is_flat", "remade_like"]
+__all__ = [
+    "FlatCut", "FlatPiece", "cut_of", "fill_absent", "flat_pieces", "group_of", "is_flat",
+    "join_state", "remade_like", "split_state",
+]  # fmt: skip
 
 
 # reads FSDP1's private names.
@@ -297,3 +305,98 @@ def _device_of(rank: int, local: torch.Tensor) -> str:
     kind = local.device.type
     count = 0 if kind in ("cpu", "meta") else torch.get_device_module(kind).device_count()
     return f"{kind}:{rank % count}" if count else kind
+
+
+# Optimizer state of flat parameters: cut into the state of the original parameters, and laid
+# together again.
+#
+# A flat parameter has one state for all that it consists of: 1-D tensors of the shard's length, and
+# scalars that all of them share.
+
+
+def split_state(piece: FlatPiece, parameter: torch.Tensor, values: Mapping[Any, Any], copy: bool) -> dict[Any, Any]:
+    """The state of one original parameter out of that of `parameter`, the flat one or, with
+    use_orig_params=True, this
+    rank's range of the original. Tensors of its length become tensors of the original's shape,
+    memory shared. `copy`: others are copied, since those of a parameter before this one are they
+    themselves, and no optimizer of the original parameters has one step count for several."""
+    out: dict[Any, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == _held_shape(piece, parameter):
+            out[key] = piece.tensor(value[piece.local_slice()] if parameter is piece.flat else value)
+        else:
+            out[key] = deepcopy(value) if copy else copy_containers(value)
+    return out
+
+
+def join_state(
+    parameter: torch.Tensor,
+    together: Sequence[tuple[str, FlatPiece, Mapping[str, Any] | None]],
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+) -> dict[Any, Any] | None:
+    """One state out of those of all original parameters, by name, that are pieces of `parameter`;
+    of tensors that are still to be written: `pairs` gets each given value and its place.
+
+    Raises NormalizationError if they were saved with different scalars, of which a flat parameter
+    has only one.
+    """
+    out: dict[Any, Any] = {}
+    for name, piece, values in together:
+        for key, value in (values or {}).items():
+            if isinstance(value, torch.Tensor) and piece.shape and global_shape(value) == piece.shape:
+                if key not in out:
+                    # what no original parameter covers is padding, and those without state start from zero
+                    out[key] = torch.zeros(_held_shape(piece, parameter), dtype=value.dtype, device=parameter.device)
+                whole = out[key]
+                local = whole[piece.local_slice()] if parameter is piece.flat else whole
+                pairs.append((value, piece.tensor(local)))
+            elif key not in out:
+                out[key] = value
+            elif not same_value(out[key], value):
+                raise NormalizationError(
+                    f"{name!r} was saved with {key!r} = {value}, but shares an FSDP1 flat parameter with "
+                    f"{together[0][0]!r}, which has {out[key]}: use_orig_params=True keeps them apart"
+                )
+    if not parameter.numel() and 0 not in together[0][1].shape:
+        return None  # without elements here it gets no gradient here, so that a step count would stay behind
+    return out or None
+
+
+def _held_shape(piece: FlatPiece, parameter: torch.Tensor) -> torch.Size:
+    """Shape of a state tensor that covers the whole of what the optimizer has."""
+    if parameter is piece.flat:
+        return torch.Size([piece.shard_numel])
+    return parameter.shape
+
+
+def fill_absent(
+    state: Mapping[str, Mapping[Any, Any]], pieces: Mapping[str, FlatPiece]
+) -> dict[str, Mapping[Any, Any]]:
+    """State that only some ranks have, since the others hold no element of an original parameter,
+    as an empty part on those others; so that all can gather it together. Collective over all
+    ranks."""
+    mine = {
+        name: {key: _outline(value) for key, value in state[name].items()}
+        for name, piece in pieces.items()
+        if name in state and piece.sharded
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    out = dict(state)
+    for name, piece in pieces.items():
+        ranks = dist.get_process_group_ranks(piece.group)
+        outline = next((everyone[rank][name] for rank in ranks if name in everyone[rank]), None)
+        if name not in out and outline is not None:
+            low, high = piece.range_of(dist.get_rank(piece.group))
+            out[name] = {key: _filled(value, piece, high - low) for key, value in outline.items()}
+    return out
+
+
+def _outline(value: Any) -> Any:
+    return dtype_of(value) if is_sharded(value) else value
+
+
+def _filled(outline: Any, piece: FlatPiece, numel: int) -> Any:
+    if not isinstance(outline, torch.dtype):
+        return outline
+    return piece.tensor(torch.zeros(numel, dtype=outline, device=piece.flat.device))

@@ -19,7 +19,7 @@ from reshard.errors import FormatError, KeyMismatchError
 from reshard.state import IntKey, KeyPath, key_of
 
 __all__ = [
-    "MAX_DEPTH", "CustomValue", "Flat", "class_name", "flatten", "leaves_of", "map_leaves",
+    "MAX_DEPTH", "CustomValue", "Flat", "class_name", "copy_containers", "flatten", "leaves_of", "map_leaves",
     "mapping_kind", "needs_class", "other_key_of", "rebuilt", "restore_types", "typed", "unflatten",
     "unresolved_class",
 ]  # fmt: skip
@@ -90,6 +90,13 @@ def map_leaves(
         if kind is dict or isinstance(nest, Mapping):
             return {key: map_leaves(change, item, is_leaf, (*path, key)) for key, item in nest.items()}
     return change(path, nest)
+
+
+def copy_containers(value: Any) -> Any:
+    """Nested dicts, lists and tuples made anew; the leaves are shared."""
+    if isinstance(value, dict) and set(map(type, value.values())) == {torch.Tensor}:
+        return dict(value)  # nearly always, and there are many
+    return map_leaves(lambda path, leaf: leaf, value)
 
 
 def leaves_of(nest: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[tuple[Any, ...], Any]:

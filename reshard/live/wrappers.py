@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed import device_mesh
 
+from reshard.live.fsdp1 import FlatPiece, flat_pieces
+
 __all__ = [
     "CERTAIN_SEGMENTS", "EXTRA_STATE", "WRAPPER_SEGMENTS", "ModuleReader", "WrapperNames",
     "as_parameter", "assign_tensor", "copy_all", "forget_meshes", "has_torchs_setstate",
@@ -56,7 +58,8 @@ class ClassFacts:
     has_extra_state: bool
     modifiers: bool
     """Whether it has the method that declares hidden children."""
-    is_fsdp1: bool
+    flattens: bool
+    """Whether it lays the parameters below it one behind another in a flat one, as FSDP1 does."""
 
 
 class ModuleReader:
@@ -109,14 +112,16 @@ class ModuleReader:
             or get("load_state_dict")
         )
 
-    def settle(self, module: nn.Module) -> None:
+    def settle(self, module: nn.Module) -> Mapping[int, list[tuple[str, FlatPiece]]]:
         """Bring FSDP2 parameters to their sharded form, as its own hook does before a state dict is
-        taken. Not for FSDP1, whose hook does more."""
-        hooks = module.__dict__.get("_state_dict_pre_hooks")
-        if hooks:
-            for hook in hooks.values():
-                if _is_known(hook):
-                    hook(module, "", False)
+        taken. FSDP1's does more: of its units this is what their flat parameters consist of, see
+        `flat_pieces`."""
+        if self.facts(module).flattens:
+            return flat_pieces(module)
+        for hook in module.__dict__.get("_state_dict_pre_hooks", {}).values():
+            if _is_known(hook):
+                hook(module, "", False)
+        return {}
 
     def children(self, module: nn.Module) -> Mapping[str, nn.Module | None]:
         """Every child under every name that it has."""
@@ -150,7 +155,7 @@ class ModuleReader:
             overrides=any(not _definer(cls, method).startswith(_KNOWN_MODULES) for method in _METHODS),
             has_extra_state=getattr(cls, "get_extra_state", None) is not nn.Module.get_extra_state,
             modifiers=hasattr(cls, self.modifiers),
-            is_fsdp1=wrapped == "_fsdp_wrapped_module",
+            flattens=wrapped == "_fsdp_wrapped_module",
         )
 
 

@@ -15,14 +15,15 @@ import torch.distributed as dist
 from reshard.errors import NormalizationError
 from reshard.live.copy_streams import to_host
 from reshard.live.deepspeed import gather_partitioned, is_partitioned
+from reshard.live.fsdp1 import fill_absent
 from reshard.live.state import LiveTensor
 from reshard.live.tensors import global_shape, is_dtensor, is_sharded, with_local
-from reshard.live.tree import leaves_of, map_leaves
+from reshard.live.tree import copy_containers, leaves_of, map_leaves
 from reshard.ranks.group import Group
 from reshard.state_dict.gather import as_chunks, gather, member_ranks
-from reshard.state_dict.model import copy_containers, read_model
+from reshard.state_dict.model import read_model
 from reshard.state_dict.names import LiveModel, Models
-from reshard.state_dict.optimizer_parameters import LiveOptimizers, fill_absent
+from reshard.state_dict.optimizer_parameters import LiveOptimizers
 from reshard.state_dict.options import StateDictOptions, as_options
 
 __all__ = ["collect_model", "collect_optimizer", "iter_full"]
@@ -51,7 +52,7 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
         state = _optimizer_chunks(state, live) if options.in_chunks and live.live.pieces_of else state
         return _nest_to_cpu(state) if options.cpu_offload else state
     if live.live.pieces_of:
-        state = {**state, "state": fill_absent(state["state"], live)}
+        state = {**state, "state": fill_absent(state["state"], live.pieces)}
     names = dict.fromkeys([*state["state"], *(name for group in state["param_groups"] for name in group["params"])])
     owner = _owners(names, vars(options)) if options.cpu_offload else None
     tensors = _tensors_in(state["state"])
@@ -70,7 +71,7 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
 
 
 def _optimizer_chunks(state: dict[str, Any], live: LiveOptimizers) -> dict[str, Any]:
-    filled = fill_absent(state["state"], live)
+    filled = fill_absent(state["state"], live.pieces)
     # in one order on all ranks: what gathers them goes by it
     names = dict.fromkeys([*(name for name in live.by_name if name in filled), *filled])
     chunks = as_chunks(_tensors_in(filled))

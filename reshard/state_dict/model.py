@@ -26,14 +26,13 @@ from reshard.live.tensors import (
     is_dtensor,
     is_sharded,
 )
-from reshard.live.tree import map_leaves
 from reshard.live.wrappers import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
 from reshard.state_dict.gather import exchange_rows, gather, scatter
 from reshard.state_dict.names import LiveModel, SelfLoadingModule, StateEntry, where
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 __all__ = [
-    "Spans", "all_apart", "apart", "apply_model", "copy_containers", "like", "overlapping",
+    "Spans", "all_apart", "apart", "apply_model", "like", "overlapping",
     "plan_model", "read_model", "spans_of", "write_all",
 ]  # fmt: skip
 
@@ -452,13 +451,6 @@ def materialised(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     local = value.to_local() if is_dtensor(value) else value
     new = like(value, model, local.device)
     return new if new.dtype == model.dtype else new.to(model.dtype)
-
-
-def copy_containers(value: Any) -> Any:
-    """Nested dicts, lists and tuples made anew; the leaves are shared."""
-    if isinstance(value, dict) and set(map(type, value.values())) == {torch.Tensor}:
-        return dict(value)  # nearly always, and there are many
-    return map_leaves(lambda path, leaf: leaf, value)
 
 
 def _write_plain(value: torch.Tensor, target: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from reshard.errors import NormalizationError
 from reshard.live.deepspeed import is_partitioned, whole_shape
-from reshard.live.fsdp1 import FlatPiece, flat_pieces, is_flat
+from reshard.live.fsdp1 import FlatPiece, is_flat
 from reshard.live.wrappers import EXTRA_STATE, ModuleReader
 
 __all__ = [
@@ -71,7 +71,7 @@ class StateEntry(NamedTuple):
     stage: int
     """Position of its module in the list that was given."""
     piece: FlatPiece | None = None
-    """Set for a parameter inside an FSDP1 flat parameter; `value` is then what the optimizer
+    """Set for a parameter inside a flat parameter; `value` is then what the optimizer
     has."""
 
     @property
@@ -154,7 +154,7 @@ class LiveModel:
         self.tied: set[str] = set()
         """Names whose tensor has other names too."""
         self.pieces_of: dict[int, list[FlatPiece]] = {}
-        """By id of a parameter that optimizers have: what it consists of, if it is an FSDP1 one."""
+        """By id of a parameter that optimizers have: what it consists of, if it is a flat one."""
         self._index()
         self.partitioned: list[StateEntry] = []
         """Parameters of which this rank has only parts, outside of the tensors: those of ZeRO-3."""
@@ -298,12 +298,13 @@ class _ModuleWalk:
         empty.
         """
         reader, facts, start = self.reader, self.reader.facts(module), len(self.slots)
-        if facts.overrides or facts.is_fsdp1 or reader.touched(module):
+        if facts.overrides or facts.flattens or reader.touched(module):
             if items is not None and reader.is_opaque(module, facts):
                 self.visit(module, live, name, wrappers, None)
                 items.append(SelfLoadingModule(module, name, tuple(self.slots[start:]), reader))
                 return
-            self._settle(module, facts.is_fsdp1)
+            for owner, found in reader.settle(module).items():
+                self.pieces.setdefault(owner, []).extend(found)
         self._own(module, live, name, wrappers, facts.has_extra_state)
         if items is not None:
             items += self.slots[start:]
@@ -324,13 +325,6 @@ class _ModuleWalk:
                 self.numbered.add(container)
                 path = f"{name}{int(child_name) + offset}."
             self.visit(child, inside, path, below, items)
-
-    def _settle(self, module: nn.Module, is_fsdp1: bool) -> None:
-        if not is_fsdp1:
-            self.reader.settle(module)
-            return
-        for owner, found in flat_pieces(module).items():
-            self.pieces.setdefault(owner, []).extend(found)
 
     def _own(self, module: nn.Module, live: str, name: str, wrappers: tuple[str, ...], has_extra: bool) -> None:
         """Append the module's own parameters, buffers and extra state, in the order of

@@ -13,16 +13,16 @@ import torch
 
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.deepspeed import HOW_TO_SAVE
+from reshard.live.fsdp1 import split_state
 from reshard.live.optimizer_state import is_nested
 from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, identity_of, is_dtensor, is_sharded, tensor_class
-from reshard.live.tree import leaves_of
+from reshard.live.tree import copy_containers, leaves_of
 from reshard.live.wrappers import has_torchs_setstate, loads_itself
 from reshard.state_dict.model import (
     Spans,
     all_apart,
     apart,
-    copy_containers,
     like,
     overlapping,
     spans_of,
@@ -34,7 +34,6 @@ from reshard.state_dict.optimizer_parameters import (
     OptimizedParameter,
     filled_names,
     joined_pieces,
-    split_state,
 )
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
 from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
