@@ -5,15 +5,20 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
+from inspect import Parameter, signature
 from types import FunctionType, MethodType
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
 from reshard.errors import FormatError
 from reshard.storage.base import Storage
 
-__all__ = ["check_arguments", "state_and_path"]
+__all__ = ["check_arguments", "state_and_path", "with_options"]
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,6 +35,21 @@ def state_and_path(verb: Callable[P, R]) -> Callable[P, R]:
         return verb(*args, **kwargs)
 
     return call
+
+
+def with_options(options: type[DataclassInstance]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a verb that takes these by name say so where its signature is asked for, as `help` does, with defaults."""
+
+    def told(verb: Callable[P, R]) -> Callable[P, R]:
+        own = [each for each in signature(verb).parameters.values() if each.kind != each.VAR_KEYWORD]
+        by_name = [
+            Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+            for each in fields(options)
+        ]
+        verb.__dict__["__signature__"] = signature(verb).replace(parameters=[*own, *by_name])
+        return verb
+
+    return told
 
 
 def _half(verb: str, given: Any) -> str:

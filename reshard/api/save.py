@@ -8,23 +8,24 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import msgspec
 import torch.distributed as dist
 
 from planners.plans.save import SavePlan
 from planners.units import format_bytes
-from reshard.api.arguments import check_arguments, state_and_path
+from reshard.api.arguments import check_arguments, state_and_path, with_options
 from reshard.api.reports import WrittenReport
 from reshard.api.save_job import (
     Choice,
     OwnItem,
     SaveJob,
+    SaveKeywords,
     SaveOptions,
     Stage,
     ToWrite,
@@ -58,8 +59,6 @@ from reshard.ranks.global_state import (
     ValueDigests,
     check_globs,
     joined_objects,
-    raise_on_mismatch,
-    value_table,
 )
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.storage.opening import open_storage, place_of
@@ -74,22 +73,15 @@ _log = logging.getLogger("reshard")
 
 
 @state_and_path
+@with_options(SaveOptions)
 def save(
     state_dict: Mapping[str, Any],
     path: Any,
     *,
     process_group: dist.ProcessGroup | None = None,
     alone: bool = False,
-    select: Iterable[str] | None = SaveOptions.select,
-    check_replicas: bool = SaveOptions.check_replicas,
-    fingerprints: bool = SaveOptions.fingerprints,
-    divide_above_bytes: int = SaveOptions.divide_above_bytes,
-    memory_budget_bytes: int = SaveOptions.memory_budget_bytes,
-    overwrite: bool = SaveOptions.overwrite,
-    base: str | os.PathLike[str] | None = SaveOptions.base,
-    ranks_per_file: int = SaveOptions.ranks_per_file,
-    progress: bool = SaveOptions.progress,
     deadline_s: float = DEADLINE_S,
+    **options: Unpack[SaveKeywords],
 ) -> SaveReport:
     """Save a state dict: nested dicts, lists and tuples of tensors, DTensors, ShardedTensors and plain data.
 
@@ -127,10 +119,8 @@ def save(
     _await_saves_to(path)
     group = Group(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("save"):
-        given = (select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes)
-        options = SaveOptions(*given, progress, overwrite, base, ranks_per_file)
         check_arguments("save", state_dict, path)
-        return _finish(*_prepare(state_dict, path, group, options, ToWrite.where_it_is))
+        return _finish(*_prepare(state_dict, path, group, SaveOptions(**options), ToWrite.where_it_is))
 
 
 class PendingSave:
@@ -160,24 +150,17 @@ class PendingSave:
 
 
 @state_and_path
+@with_options(SaveOptions)
 def async_save(
     state_dict: Mapping[str, Any],
     path: Any,
     *,
     process_group: dist.ProcessGroup | None = None,
     alone: bool = False,
-    select: Iterable[str] | None = SaveOptions.select,
-    check_replicas: bool = SaveOptions.check_replicas,
-    fingerprints: bool = SaveOptions.fingerprints,
-    divide_above_bytes: int = SaveOptions.divide_above_bytes,
-    memory_budget_bytes: int = SaveOptions.memory_budget_bytes,
-    overwrite: bool = SaveOptions.overwrite,
-    base: str | os.PathLike[str] | None = SaveOptions.base,
-    ranks_per_file: int = SaveOptions.ranks_per_file,
-    progress: bool = SaveOptions.progress,
     deadline_s: float = DEADLINE_S,
     max_in_flight: int = 1,
     stage: Stage = "host",
+    **options: Unpack[SaveKeywords],
 ) -> PendingSave:
     """Like `save`, but returns as soon as this rank's part is copied; the state saved is that of the call.
 
@@ -200,10 +183,9 @@ def async_save(
         check_stage(stage)
         for save in earlier:  # told in the phase: a rank that has asked for the result itself must not go on alone
             save.result()
-        given = (select, check_replicas, fingerprints, divide_above_bytes, memory_budget_bytes)
-        options = SaveOptions(*given, progress, overwrite, base, ranks_per_file)
-        to_memory = partial(staged, stage=stage, fingerprints=options.fingerprints)
-        job, copies = _prepare(state_dict, path, group, options, to_memory)
+        chosen = SaveOptions(**options)
+        to_memory = partial(staged, stage=stage, fingerprints=chosen.fingerprints)
+        job, copies = _prepare(state_dict, path, group, chosen, to_memory)
 
     def work() -> SaveReport:
         try:
@@ -515,9 +497,8 @@ def meet_before_save(
     Raises, alike on every rank, LayoutError for options that differ; KeyMismatchError as `take_census` does.
     """
     table: DigestTable | None = None
-    objects: dict[str, bytes] = {}
     if kept is not None and group.world_size > 1:
-        table, objects = value_table(
+        table = DigestTable.of(
             holdings.state.tensors,
             holdings.objects,
             group,
@@ -529,7 +510,7 @@ def meet_before_save(
         digest_of(repr(sorted(options.shared().items())).encode()) if before is None else b"",
         b"" if kept is None else kept.told,
         DistinctValues.of(digest_of(holdings.description) if before is None else b""),
-        None if table is None else table.digests(objects),
+        None if table is None else table.told(),
         first,
     )
     said = group.merge(mine, _SaveVote.join, "what is saved")
@@ -537,7 +518,7 @@ def meet_before_save(
         group.same_options("save", options.shared())
     if kept is None or not said.kept:
         return Agreement(None, said.first, said.pool)
-    alike = table is None or said.values is None or raise_on_mismatch(table, said.values, group)
+    alike = table is None or said.values is None or table.raise_on_mismatch(said.values, group)
     of_all = holdings.objects if alike else joined_objects(holdings.objects, group)
     return Agreement(replace(kept.census, objects=of_all), said.first, said.pool)
 

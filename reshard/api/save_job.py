@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 from urllib.parse import unquote
 
 import numpy as np
@@ -44,7 +44,7 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import open_storage, path_text, place_of
 
 __all__ = [
-    "Choice", "OwnItem", "SaveJob", "SaveOptions", "Stage", "ToWrite", "alike", "base_at",
+    "Choice", "OwnItem", "SaveJob", "SaveKeywords", "SaveOptions", "Stage", "ToWrite", "alike", "base_at",
     "check_stage", "choose_base", "doubtful", "entries_of", "file_group_of", "file_groups",
     "holdings_of", "own_items", "planned_writes", "staged", "summed_up", "tally", "total", "write",
 ]  # fmt: skip
@@ -539,6 +539,20 @@ def file_group_of(group: Group, ranks_per_file: int) -> FileGroup:
 
 _OWN = frozenset({"memory_budget_bytes", "progress"})
 """What each rank may choose for itself."""
+
+
+class SaveKeywords(TypedDict, total=False):
+    """What `save` and `async_save` take by name, as type checkers see it."""
+
+    select: Iterable[str] | None
+    check_replicas: bool
+    fingerprints: bool
+    divide_above_bytes: int
+    memory_budget_bytes: int
+    progress: bool
+    overwrite: bool
+    base: str | os.PathLike[str] | None
+    ranks_per_file: int
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import torch
 import xxhash
 
-from planners.geometry.layout import Form, ProductForm, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_ranks
 from reshard.live.dtypes import as_array, row_major_bytes
@@ -27,7 +27,7 @@ from reshard.state import KeyPath, State, key_of, path_from_json, path_to_json
 __all__ = [
     "OWN_TENSOR_BYTES", "DigestTable", "GlobalState", "LocalState", "ValueDigests", "agree_on_values",
     "check_globs", "global_state_of", "joined_objects", "lies_on_device", "per_rank_name",
-    "raise_on_mismatch", "take_global_state", "value_table", "with_objects",
+    "take_global_state", "with_objects",
 ]  # fmt: skip
 
 
@@ -182,34 +182,16 @@ def agree_on_values(
 ) -> dict[str, Any]:
     """Collective: all objects of all ranks, as JSON data, once it is sure that no key has two values.
 
-    `layout`: of what all ranks hold; `on_device`: whether a tensor of any rank lies on a device: see `DigestTable`.
+    `layout`: of what all ranks hold; `on_device`: whether a tensor of any rank lies on a device.
 
     Raises KeyMismatchError, alike on every rank, for a tensor or object that differs between ranks under one key
     (unless `check_replicas` is off, which trusts the lowest rank).
     """
     if group.world_size == 1:
         return objects
-    table, digests = value_table(tensors, objects, group, layout, check_replicas=check_replicas, on_device=on_device)
-    return objects if agree_on_table(table, digests, group) else joined_objects(objects, group)
-
-
-def value_table(
-    tensors: Mapping[str, LiveTensor],
-    objects: Mapping[str, Any],
-    group: Group,
-    layout: Mapping[str, TensorLayout],
-    *,
-    check_replicas: bool,
-    on_device: bool = False,
-) -> tuple[DigestTable, dict[str, bytes]]:
-    """What this rank has to compare with others, and digests of its objects; arguments as for `agree_on_values`."""
-    table = DigestTable(on_device)
-    digests = {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()}
-    if check_replicas:
-        for key, digest in digests.items():
-            table.add_object(key, digest)
-        table.add_tensors(tensors, layout, group.job_rank, group.world_size)
-    return table, digests
+    table = DigestTable.of(tensors, objects, group, layout, check_replicas=check_replicas, on_device=on_device)
+    told = group.merge(table.told(), ValueDigests.join, "whether ranks hold the same")
+    return objects if table.raise_on_mismatch(told, group) else joined_objects(objects, group)
 
 
 def joined_objects(objects: Mapping[str, Any], group: Group) -> dict[str, Any]:
@@ -320,84 +302,80 @@ class ValueDigests(msgspec.Struct, frozen=True, array_like=True):
         return ValueDigests(whole, objects.pop() if len(objects) == 1 else b"")
 
 
-@dataclass
+@dataclass(frozen=True)
 class DigestTable:
-    """What this rank compares with others: a digest for each key, by who holds the key."""
+    """What this rank compares with others."""
 
-    on_device: bool = False
-    """Whether a tensor of any rank lies on a device: then all compare fingerprints, which devices compute where the
-    elements are, in the place of hashes of the bytes."""
-    rows: dict[bytes, dict[str, bytes]] = field(default_factory=dict)
-    counts: dict[bytes, int] = field(default_factory=dict)
+    rows: dict[bytes, dict[str, bytes]]
+    """By a digest of who holds some keys: of each of these, one of its value."""
+    counts: dict[bytes, int]
     """Of holders; `_ANYBODY` if it is not known."""
-    _known: dict[int, tuple[ProductForm, bytes, int]] = field(default_factory=dict)
-    """By the identity of a form, of which a state has few, and which may name many ranks: who holds the same there."""
+    objects: dict[str, bytes]
+    """A digest of each object."""
 
-    def add_object(self, key: str, digest: bytes) -> None:
-        """A value that anybody may have under that key."""
-        holders = xxhash.xxh3_64_digest(key.encode())
-        self.rows.setdefault(holders, {})[key] = digest
-        self.counts[holders] = _ANYBODY
-
-    def add_tensors(
-        self, tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayout], rank: int, world_size: int
-    ) -> None:
-        """The parts of tensors that other ranks may hold, too.
-
-        `layouts`: of what all ranks hold, where it is known; `world_size`: how many ranks there are.
-        """
-        copies = {key: _replicas(tensor, rank, world_size) for key, tensor in tensors.items()}
-        digests = _digests({name: t for of in copies.values() for name, t in of.items()}, on_device=self.on_device)
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, LiveTensor],
+        objects: Mapping[str, Any],
+        group: Group,
+        layout: Mapping[str, TensorLayout],
+        *,
+        check_replicas: bool,
+        on_device: bool = False,
+    ) -> DigestTable:
+        """Arguments as for `agree_on_values`. Where a tensor of any rank lies on a device, all compare fingerprints,
+        which devices compute where the elements are, in the place of hashes of the bytes."""
+        table = cls({}, {}, {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()})
+        if not check_replicas:
+            return table
+        for key, digest in table.objects.items():
+            table._add(key, digest, *_anybody(key))
+        rank = group.job_rank
+        copies = {key: _replicas(tensor, rank, group.world_size) for key, tensor in tensors.items()}
+        digests = _digests({name: t for of in copies.values() for name, t in of.items()}, on_device=on_device)
+        # by the identity of a form, of which a state has few, and which may name many ranks
+        known: dict[int, tuple[ProductForm, bytes, int]] = {}
         for key, of in copies.items():
-            layout = layouts.get(key)
+            form = layout[key].form if key in layout else None
             for name in of:
-                self._add(name, digests[name], None if layout is None else layout.form, rank)
+                if not (isinstance(form, ProductForm) and rank in form.mesh):
+                    table._add(name, digests[name], *_anybody(name))
+                    continue
+                if id(form) not in known:
+                    known[id(form)] = form, *_holders(form, rank)
+                table._add(name, digests[name], *known[id(form)][1:])
+        return table
 
-    def _add(self, name: str, digest: bytes, form: Form | None, rank: int) -> None:
-        if not (isinstance(form, ProductForm) and rank in form.mesh):
-            self.add_object(name, digest)
-            return
-        if id(form) not in self._known:
-            self._known[id(form)] = form, *_holders(form, rank)
-        _, holders, count = self._known[id(form)]
-        self.rows.setdefault(holders, {})[name] = digest
+    def _add(self, key: str, digest: bytes, holders: bytes, count: int) -> None:
+        self.rows.setdefault(holders, {})[key] = digest
         self.counts[holders] = count
 
-    def digests(self, objects: Mapping[str, Any]) -> ValueDigests:
-        """What this rank tells of its table, and of objects or their digests."""
+    def told(self) -> ValueDigests:
+        """What this rank tells of it."""
         sums = {
             holders: (xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(of.items()))), 1, self.counts[holders])
             for holders, of in self.rows.items()
             if self.counts[holders] != 1
         }
-        return ValueDigests(sums, xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(objects.items()))))
+        return ValueDigests(sums, xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(self.objects.items()))))
 
+    def raise_on_mismatch(self, told: ValueDigests, group: Group) -> bool:
+        """Whether all ranks have the same objects, by what all of them told. Collective where some hold others.
 
-def agree_on_table(table: DigestTable, objects: Mapping[str, Any], group: Group) -> bool:
-    """Collective: whether all ranks have the same objects.
-
-    Raises KeyMismatchError, alike on every rank, where a key of the table has two values.
-    """
-    heard = group.merge(table.digests(objects), ValueDigests.join, "whether ranks hold the same")
-    return raise_on_mismatch(table, heard, group)
-
-
-def raise_on_mismatch(table: DigestTable, heard: ValueDigests, group: Group) -> bool:
-    """`agree_on_table`, where it is known already what all ranks told. Collective only where some hold others."""
-    differ = [holders for holders, (digest, *_) in heard.digests.items() if not digest]
-    if differ:
-        _refuse({key: digest for holders in differ for key, digest in table.rows.get(holders, {}).items()}, group)
-    return bool(heard.objects)
-
-
-def _refuse(mine: Mapping[str, bytes], group: Group) -> None:
-    """Raises KeyMismatchError, alike on every rank, with the keys that really differ."""
-    values: dict[str, dict[bytes, list[int]]] = {}
-    for theirs, ranks in group.distinct_answers(mine, kind=dict[str, bytes]):
-        for key, digest in theirs.items():
-            values.setdefault(key, {}).setdefault(digest, []).extend(ranks)
-    differing = {key.partition("\0")[0]: list(by.values()) for key, by in values.items() if len(by) > 1}
-    if differing:
+        Raises KeyMismatchError, alike on every rank, with the keys that have two values.
+        """
+        differ = [holders for holders, (digest, *_) in told.digests.items() if not digest]
+        if not differ:
+            return bool(told.objects)
+        mine = {key: digest for holders in differ for key, digest in self.rows.get(holders, {}).items()}
+        values: dict[str, dict[bytes, list[int]]] = {}
+        for theirs, ranks in group.distinct_answers(mine, kind=dict[str, bytes]):
+            for key, digest in theirs.items():
+                values.setdefault(key, {}).setdefault(digest, []).extend(ranks)
+        differing = {key.partition("\0")[0]: list(by.values()) for key, by in values.items() if len(by) > 1}
+        if not differing:
+            return bool(told.objects)
         shown = "; ".join(
             f"{key!r} ({' / '.join(format_ranks(r) for r in by)})" for key, by in list(differing.items())[:20]
         )
@@ -405,6 +383,11 @@ def _refuse(mine: Mapping[str, bytes], group: Group) -> None:
             f"{len(differing)} values differ between ranks under one key: {shown}. Wrap what is each rank's own in "
             "reshard.PerRank(value), or give it a key per rank"
         )
+
+
+def _anybody(key: str) -> tuple[bytes, int]:
+    """Of a value that anybody may have under that key."""
+    return xxhash.xxh3_64_digest(key.encode()), _ANYBODY
 
 
 def _holders(form: ProductForm, rank: int) -> tuple[bytes, int]:
