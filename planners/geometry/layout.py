@@ -155,9 +155,19 @@ class ProductGeometry:
         """The local tensor of these owners."""
         return Part(tuple(own.intervals(o) for own, o in zip(self.dims, owners)))
 
+    @cached_property
+    def holding(self) -> tuple[Ints, ...]:
+        """Per dim: the owners that have any element."""
+        return tuple(np.flatnonzero(own.local_sizes) for own in self.dims)
+
     def distinct(self) -> Iterator[tuple[int, ...]]:
         """The owners of every distinct part, empty ones left out, row-major."""
-        return itertools.product(*(np.flatnonzero(own.local_sizes).tolist() for own in self.dims))
+        return itertools.product(*(owners.tolist() for owners in self.holding))
+
+    def holders(self, owners: Iterable[Ints | slice]) -> Ints:
+        """The ranks that hold each combination of `owners` (some of each dim), ascending: a row each, row-major."""
+        base = outer_sum(positions[its] for positions, its in zip(self.dim_positions, owners))
+        return np.sort(self.mesh.ranks[base[:, None] + self.replica_positions], axis=1)
 
 
 class ProductForm:
@@ -219,15 +229,14 @@ class ProductForm:
     def chunks(self, shape: Shape) -> Iterator[tuple[int, Box]]:
         """Every distinct region once, with the lowest rank that holds it."""
         geometry = self.geometry(shape)
-        for owners in geometry.distinct():
-            rank = geometry.lowest_rank(owners)
+        for owners, rank in zip(geometry.distinct(), geometry.holders(geometry.holding)[:, 0].tolist()):
             for box, _ in geometry.part(owners).boxes():
                 yield rank, box
 
     def replicas(self, shape: Shape) -> Iterator[Ints]:
         """The ranks that hold anything, those that are sure to hold the same together."""
         geometry = self.geometry(shape)
-        return (np.sort(geometry.replicas(owners)) for owners in geometry.distinct())
+        return iter(geometry.holders(geometry.holding))
 
     def __eq__(self, other: object) -> bool:
         return self is other or (

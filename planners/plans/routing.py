@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -83,46 +83,12 @@ class Holders:
         return end > begin
 
 
-class Intersection(Protocol):
-    """All that transfers of one geometry ask for."""
-
-    @property
-    def holders(self) -> Holders: ...
-
-    @property
-    def overlap(self) -> ProductOverlap | None:
-        """The tables of all dims, if both sides are products."""
-
-    def sources(self, receiver: int) -> Sequence[int]:
-        """Sources that `receiver` needs something of, ascending."""
-
-    def sources_of(self, rank: int) -> Sequence[int]:
-        """Sources that `rank` holds, ascending."""
-
-    def receivers(self, source: int) -> Ints:
-        """Ranks that need something of `source`, ascending."""
-
-    def commons(self, source: int, receiver: int) -> tuple[Common, ...]:
-        """What they have in common, in the order of the receiver's local elements."""
-
-    def blocks(self) -> Iterator[Deliveries]:
-        """Every (source, receiver) with the elements between them, those that the receiver holds itself included."""
-
-    def counts(self, world_size: int) -> Ints:
-        """How many boxes each rank has in common with sources, its own included."""
-
-    def local_numels(self, world_size: int) -> Ints:
-        """Elements that each rank needs and holds itself."""
-
-    def source_numels(self) -> tuple[Ints, int] | None:
-        """(elements of each source, how many ranks need each), if that is all that there is to know, else None."""
-
-
 @dataclass(frozen=True)
 class ProductIntersection:
     """Both sides are products: one table per dim of the owners that have elements in common."""
 
     overlap: ProductOverlap
+    """The tables of all dims."""
 
     @property
     def before(self) -> ProductGeometry:
@@ -141,9 +107,8 @@ class ProductIntersection:
 
     @cached_property
     def holders(self) -> Holders:
-        base = outer_sum(self.before.dim_positions)
-        ranks = np.sort(self.before.mesh.ranks[base[:, None] + self.before.replica_positions], axis=1)
-        return Holders(np.arange(len(base) + 1, dtype=np.int64) * ranks.shape[1], ranks.reshape(-1))
+        ranks = self.before.holders(slice(None) for _ in self.shape)
+        return Holders(np.arange(len(ranks) + 1, dtype=np.int64) * ranks.shape[1], ranks.reshape(-1))
 
     @cached_property
     def tables(self) -> tuple[_DimTable, ...]:
@@ -151,15 +116,18 @@ class ProductIntersection:
         return tuple(_DimTable(segments) for segments in self.overlap.dims)
 
     def sources(self, receiver: int) -> Sequence[int]:
+        """Sources that `receiver` needs something of, ascending."""
         if receiver not in self.after.mesh:
             return ()
         found = [table.givers(o) for table, o in zip(self.tables, self.after.owners_of(receiver))]
         return [ravel(combo, self.shape) for combo in itertools.product(*found)]
 
     def sources_of(self, rank: int) -> Sequence[int]:
+        """Sources that `rank` holds, ascending."""
         return (ravel(self.before.owners_of(rank), self.shape),) if rank in self.before.mesh else ()
 
     def receivers(self, source: int) -> Ints:
+        """Ranks that need something of `source`, ascending."""
         found = [
             positions[table.takers(o)]
             for table, positions, o in zip(self.tables, self.after.dim_positions, unravel(source, self.shape))
@@ -168,10 +136,12 @@ class ProductIntersection:
         return np.sort(self.after.mesh.ranks[(base[:, None] + self.after.replica_positions).reshape(-1)])
 
     def commons(self, source: int, receiver: int) -> tuple[Common, ...]:
+        """What they have in common, in the order of the receiver's local elements."""
         owners = zip(unravel(source, self.shape), self.after.owners_of(receiver))
         return tuple(_commons([table.rows(s, w) for table, (s, w) in zip(self.tables, owners)]))
 
     def blocks(self) -> Iterator[Deliveries]:
+        """Every (source, receiver) with the elements between them, those that the receiver holds itself included."""
         source = outer_sum([table.giver * step for table, step in zip(self.tables, _steps(self.shape))])
         base = outer_sum([at[table.taker] for table, at in zip(self.tables, self.after.dim_positions)])
         numel = np.ones(1, dtype=np.int64)
@@ -197,6 +167,7 @@ class ProductIntersection:
         return Deliveries(sources[order], receiver[order], numels[order])
 
     def counts(self, world_size: int) -> Ints:
+        """How many boxes each rank has in common with sources, its own included."""
         numbers = np.ones(self.after.mesh.size, dtype=np.int64)
         for segments, owner in zip(self.overlap.dims, self.after.rank_owners):
             numbers *= np.diff(segments.indptr)[owner]
@@ -205,6 +176,7 @@ class ProductIntersection:
         return out
 
     def local_numels(self, world_size: int) -> Ints:
+        """Elements that each rank needs and holds itself."""
         out = np.zeros(world_size, dtype=np.int64)
         ranks = np.intersect1d(self.before.mesh.ranks, self.after.mesh.ranks)
         was, will = self.before.mesh.positions(ranks), self.after.mesh.positions(ranks)
@@ -215,6 +187,7 @@ class ProductIntersection:
         return out
 
     def source_numels(self) -> tuple[Ints, int]:
+        """(elements of each source, how many ranks need each), if that is all that there is to know, else None."""
         numel = np.ones(1, dtype=np.int64)
         for own, table in zip(self.before.dims, self.tables):
             wanted = np.bincount(table.giver, weights=table.length, minlength=own.owners)
@@ -280,9 +253,10 @@ def _steps(shape: Sequence[int]) -> list[int]:
 
 
 class SweepIntersection:
-    """At least one side is no product: every receiver's boxes are swept over all that is held."""
+    """At least one side is no product: every receiver's boxes are swept over all that is held. Answers as a
+    `ProductIntersection` does."""
 
-    overlap: ProductOverlap | None = None
+    overlap = None
 
     def __init__(self, shape: tuple[int, ...], before: Form, after: Form) -> None:
         """Raises CoverageError (with rank and region) where nobody holds what a receiver needs."""
@@ -361,8 +335,12 @@ class SweepIntersection:
         return None
 
 
+Intersection = ProductIntersection | SweepIntersection
+"""All that transfers of one geometry ask for."""
+
+
 @lru_cache(maxsize=256)
-def intersection_of(shape: tuple[int, ...], before: Form, after: Form) -> ProductIntersection | SweepIntersection:
+def intersection_of(shape: tuple[int, ...], before: Form, after: Form) -> Intersection:
     """The intersection of two forms for one shape; computed once for each."""
     overlap = overlap_of(shape, before, after).product
     return SweepIntersection(shape, before, after) if overlap is None else ProductIntersection(overlap)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from planners.errors import PlanError
 from planners.findings import Finding
 from planners.geometry.box import Box
 from planners.geometry.layout import Part, ProductGeometry, StateLayout, TensorLayout
-from planners.geometry.mesh import Ints, distinct, outer_sum, unravel
+from planners.geometry.mesh import Ints, distinct, unravel
 from planners.geometry.overlap import Sweep, tiling_fault
 from planners.plans.plan import Plan, PlanItems, alike, layout_fault
 
@@ -203,46 +203,33 @@ def _felt(loads: Ints, ranks_per_host: int | None) -> Ints:
 # another format version.
 
 
-class ChunkTable(Protocol):
-    """The distinct chunks of a layout, numbered from 0, and who holds them."""
-
-    sizes: Ints
-    """Shape of each chunk as a local tensor: (chunks, dims)."""
-    indptr: Ints
-    """Entries of chunk c are `indptr[c]` to `indptr[c + 1]`."""
-    ranks: Ints
-    """The rank of each entry, ascending for each chunk."""
-    indices: Ints
-    """Which of the rank's local tensors the chunk is, for each entry."""
-
-    def part(self, chunk: int) -> Part:
-        """The chunk as a local tensor."""
-
-    def meeting(self, box: Box) -> Iterator[int]:
-        """The chunks that share an element with `box`."""
-
-
 class ProductTable:
-    """The chunks of a product layout: the combinations of one owner per dim."""
+    """The distinct chunks of a product layout, numbered from 0, and who holds them: the combinations of one owner per
+    dim."""
 
     def __init__(self, product: ProductGeometry) -> None:
         self._product = product
-        self.owners = [np.flatnonzero(own.local_sizes) for own in product.dims]
+        self.owners = product.holding
         self.shape = tuple(len(owners) for owners in self.owners)
-        base = outer_sum(positions[owners] for positions, owners in zip(product.dim_positions, self.owners))
-        index = np.indices(self.shape).reshape(len(self.shape), len(base))
+        holders = product.holders(self.owners)
+        index = np.indices(self.shape).reshape(len(self.shape), len(holders))
         columns = [own.local_sizes[owners[i]] for own, owners, i in zip(product.dims, self.owners, index)]
-        self.sizes = np.stack(columns, axis=1) if columns else np.zeros((len(base), 0), dtype=np.int64)
-        holders = np.sort(product.mesh.ranks[base[:, None] + product.replica_positions], axis=1)
+        self.sizes = np.stack(columns, axis=1) if columns else np.zeros((len(holders), 0), dtype=np.int64)
+        """Shape of each chunk as a local tensor: (chunks, dims)."""
         self.ranks = holders.reshape(-1)
-        self.indptr = np.arange(len(base) + 1, dtype=np.int64) * holders.shape[1]
+        """The rank of each entry, ascending for each chunk."""
+        self.indptr = np.arange(len(holders) + 1, dtype=np.int64) * holders.shape[1]
+        """Entries of chunk c are `indptr[c]` to `indptr[c + 1]`."""
         self.indices = np.zeros(len(self.ranks), dtype=np.int64)
+        """Which of the rank's local tensors the chunk is, for each entry."""
 
     def part(self, chunk: int) -> Part:
+        """The chunk as a local tensor."""
         at = unravel(chunk, self.shape)
         return self._product.part([int(owners[i]) for owners, i in zip(self.owners, at)])
 
     def meeting(self, box: Box) -> Iterator[int]:
+        """The chunks that share an element with `box`."""
         if box.is_empty or 0 in self.shape:
             return
         found = np.zeros(1, dtype=np.int64)
@@ -253,7 +240,7 @@ class ProductTable:
 
 
 class BoxTable:
-    """The chunks of an irregular layout: its distinct boxes."""
+    """The chunks of an irregular layout: its distinct boxes. Says the same as a `ProductTable`."""
 
     def __init__(self, layout: TensorLayout) -> None:
         """Raises PlanError if two boxes overlap without being equal."""
@@ -292,7 +279,7 @@ class Assignment:
 
     names: tuple[str, ...]
     itemsize: int
-    chunks: ChunkTable
+    chunks: ProductTable | BoxTable
     units: Ints
     """Per chunk: how many units one tensor has: 1, or the size of `dims` if it may be divided."""
     dims: Ints
@@ -303,6 +290,8 @@ class Assignment:
     """Which of the rank's local tensors, for each entry."""
     ends: Ints
     """Per entry: one past the last unit that it takes; it begins where the one before it ends."""
+    _near: dict[Box, tuple[int, ...]] = field(default_factory=dict)
+    _boxes: dict[int, tuple[tuple[Box, Box], ...]] = field(default_factory=dict)
 
     def bytes_by_entry(self) -> Ints:
         """Bytes that each entry writes."""
@@ -362,14 +351,6 @@ class Assignment:
                 yield some.moved_with(local, box), some
 
     @cached_property
-    def _near(self) -> dict[Box, tuple[int, ...]]:
-        return {}
-
-    @cached_property
-    def _boxes(self) -> dict[int, tuple[tuple[Box, Box], ...]]:
-        return {}
-
-    @cached_property
     def _by_rank(self) -> tuple[Ints, Ints]:
         order = np.argsort(self.ranks, kind="stable")
         return order, self.ranks[order]
@@ -381,7 +362,7 @@ def assign(layout: TensorLayout, names: tuple[str, ...], loads: Ints, divide_abo
     `loads` has, per rank, the bytes that count against it so far.
     """
     product = layout.product
-    chunks: ChunkTable = ProductTable(product) if product is not None else BoxTable(layout)
+    chunks = BoxTable(layout) if product is None else ProductTable(product)
     nbytes = chunks.sizes.prod(axis=1) * layout.spec.itemsize
     dims = chunks.sizes.argmax(axis=1) if chunks.sizes.shape[1] else np.zeros(len(nbytes), dtype=np.int64)
     longest = chunks.sizes.max(axis=1) if chunks.sizes.shape[1] else np.ones(len(nbytes), dtype=np.int64)

@@ -23,6 +23,7 @@ from planners.geometry.layout import (
     check_rank,
 )
 from planners.geometry.mesh import Ints
+from planners.geometry.overlap import Sweep
 from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global_box, listed_findings, product_findings
 from planners.plans.routing import Route, Traffic, intersection_of, pair_groups, total_traffic
 from planners.plans.save import SavePlan, plan_writes
@@ -539,21 +540,9 @@ def _within(place: HeldPlace, piece: Box, box: Box) -> HeldPlace:
 def _near(shape: Shape, forms: Sequence[Form]) -> list[list[int]]:
     """For each form, the earlier ones of which it may want the same elements: slices of a stack are none."""
     hulls = [_hull(form, shape) for form in forms]
-    if not shape:
-        return [[i for i in range(number) if hulls[i] is not None] for number in range(len(forms))]
-    dim = max(range(len(shape)), key=lambda d: len({hull.offsets[d] for hull in hulls if hull is not None}))
-    order = sorted((n for n, h in enumerate(hulls) if h is not None), key=lambda n: hulls[n].offsets[dim])  # type: ignore[union-attr]
-    out: list[list[int]] = [[] for _ in forms]
-    active: list[int] = []
-    for number in order:
-        hull = hulls[number]
-        assert hull is not None
-        active = [n for n in active if hulls[n].stops[dim] > hull.offsets[dim]]  # type: ignore[union-attr]
-        for other in active:
-            if hulls[other] & hull is not None:  # type: ignore[operator]
-                out[max(number, other)].append(min(number, other))
-        active.append(number)
-    return [sorted(its) for its in out]
+    sweep = Sweep((number, hull) for number, hull in enumerate(hulls) if hull is not None)
+    found = [() if hull is None else sweep.meeting(hull) for hull in hulls]
+    return [sorted(other for other, _, _ in its if other < number) for number, its in enumerate(found)]
 
 
 def _hull(form: Form, shape: Shape) -> Box | None:

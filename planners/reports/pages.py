@@ -17,7 +17,7 @@ from planners.geometry.layout import StateLayout, TensorLayout
 from planners.geometry.mesh import Ints
 from planners.plans.cost import Cluster, estimate
 from planners.plans.load import LoadPlan
-from planners.plans.plan import verify
+from planners.plans.plan import Plan, verify
 from planners.plans.routing import Traffic, intersection_of, pair_groups
 from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferPlan
@@ -131,43 +131,24 @@ def _figure(name: str, value: str) -> str:
 
 
 def _story(plan: LoadPlan | SavePlan | TransferPlan) -> _Story:
-    if isinstance(plan, LoadPlan):
-        loads = plan.rank_bytes()
-        return _Story(
-            f"Load: {plan.saved.world_size:,} → {plan.world_size:,} ranks",
-            [("tensors", f"{len(plan.wanted):,}"), ("bytes read", format_bytes(plan.total_bytes)), *_busiest(loads)],
-            [("saved", plan.saved), ("wanted", plan.wanted)],
-            [("Bytes that each rank reads", loads)],
-            None if plan.views or plan.explicit else _reads(plan),
-            ("the lowest rank that saved a chunk", "the rank that reads of it"),
-        )
-    if isinstance(plan, SavePlan):
-        loads = plan.rank_bytes()
-        figures = [("tensors", f"{len(plan.layout):,}"), ("bytes written", format_bytes(plan.total_bytes))]
-        return _Story(
-            f"Save: {plan.world_size:,} ranks",
-            [*figures, *_busiest(loads)],
-            [("layout", plan.layout)],
-            [("Bytes that each rank writes", loads)],
-            None,
-            ("", ""),
-        )
+    if not isinstance(plan, Plan):
+        raise PlanError(f"cannot draw a {type(plan).__name__}: give a load, save or transfer plan")
+    loads, sides = plan.rank_bytes(), list(plan.sides.items())
+    told = [(f"Bytes that each rank {plan.verb}", loads)]
+    figures = [("tensors", f"{len(plan.names):,}")]
+    traffic, between = None, ("", "")
     if isinstance(plan, TransferPlan):
-        sent, received = plan.sent_bytes(), plan.received_bytes()
-        figures = [
-            ("tensors", f"{len(plan.names):,}"),
-            ("bytes between ranks", format_bytes(plan.bytes_moved)),
-            ("bytes copied in place", format_bytes(int(plan.local_bytes().sum()))),
-        ]
-        return _Story(
-            f"Transfer: {plan.before.world_size:,} → {plan.after.world_size:,} ranks",
-            [*figures, *_busiest(received)],
-            [("before", plan.before), ("after", plan.after)],
-            [("Bytes that each rank sends", sent), ("Bytes that each rank receives", received)],
-            plan.traffic_blocks(),
-            ("the rank that sends", "the rank that receives"),
-        )
-    raise PlanError(f"cannot draw a {type(plan).__name__}: give a load, save or transfer plan")
+        figures.append(("bytes between ranks", format_bytes(plan.bytes_moved)))
+        figures.append(("bytes copied in place", format_bytes(int(plan.local_bytes().sum()))))
+        told.insert(0, ("Bytes that each rank sends", plan.sent_bytes()))
+        traffic, between = plan.traffic_blocks(), ("the rank that sends", "the rank that receives")
+    else:
+        figures.append(("bytes read" if plan.kind == "load" else "bytes written", format_bytes(plan.total_bytes)))
+    if isinstance(plan, LoadPlan) and not (plan.views or plan.explicit):
+        traffic, between = _reads(plan), ("the lowest rank that saved a chunk", "the rank that reads of it")
+    worlds = " → ".join(f"{layout.world_size:,}" for _, layout in sides)
+    title = f"{plan.kind.capitalize()}: {worlds} ranks"
+    return _Story(title, [*figures, *_busiest(loads)], sides, told, traffic, between)
 
 
 def _busiest(loads: Ints) -> list[tuple[str, str]]:
