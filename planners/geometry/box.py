@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import add, le, mul, sub
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
@@ -20,40 +20,40 @@ Dims = tuple[int | None, ...]
 named are of size 1 and are left out: `(1, 0)` transposes, `(None, 0)` puts a dim in front, `(1,)` drops dim 0."""
 
 
-class Box:
-    """The elements `offsets[d] <= index[d] < offsets[d] + sizes[d]` for every dim d.
-
-    A box of no dims is the single element of a 0-d tensor; a box with a size of 0 holds no element.
-    Boxes are values: equal, hashable, ordered by offsets and then sizes.
-
-        >>> Box((0, 4), (2, 4))
-        Box[0:2, 4:8]
-    """
-
-    __slots__ = ("offsets", "sizes")
+class _BoxFields(NamedTuple):
+    """The fields of a `Box`, which checks them."""
 
     offsets: tuple[int, ...]
     """First index in each dim."""
     sizes: tuple[int, ...]
     """Extent in each dim."""
 
-    def __init__(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+
+class Box(_BoxFields):
+    """The elements `offsets[d] <= index[d] < offsets[d] + sizes[d]` for every dim d.
+
+    A box of no dims is the single element of a 0-d tensor; a box with a size of 0 holds no element.
+    Boxes are values: equal, hashable, ordered by offsets and then sizes. They are pairs: `offsets, sizes = box`.
+
+        >>> Box((0, 4), (2, 4))
+        Box[0:2, 4:8]
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, offsets: Sequence[int], sizes: Sequence[int]) -> Box:
         """Raises PlanError if the two differ in length or hold a negative number."""
         offsets_, sizes_ = tuple(map(int, offsets)), tuple(map(int, sizes))
         if len(offsets_) != len(sizes_):
             raise PlanError(f"a box needs one offset and one size per dim, got offsets {offsets_} and sizes {sizes_}")
         if (offsets_ and min(offsets_) < 0) or (sizes_ and min(sizes_) < 0):
             raise PlanError(f"offsets and sizes of a box must be >= 0, got offsets {offsets_} and sizes {sizes_}")
-        object.__setattr__(self, "offsets", offsets_)
-        object.__setattr__(self, "sizes", sizes_)
+        return cls.of(offsets_, sizes_)
 
     @classmethod
     def of(cls, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
         """A box from tuples that are known to be right: no checks, for inner loops."""
-        box = object.__new__(cls)
-        object.__setattr__(box, "offsets", offsets)
-        object.__setattr__(box, "sizes", sizes)
-        return box
+        return tuple.__new__(cls, (offsets, sizes))
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Box:
@@ -88,7 +88,7 @@ class Box:
     def intersection(self, other: Box) -> Box | None:
         """The elements in both, in the coordinates of both; None where there is none. `b & b` is `b` or None."""
         self._same_ndim(other)
-        if self.offsets == other.offsets and self.sizes == other.sizes:
+        if self == other:
             return None if self.is_empty else self
         offsets = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(map(sub, map(min, self.stops, other.stops), offsets))
@@ -156,29 +156,12 @@ class Box:
         raise AttributeError(f"a Box is frozen: cannot delete {name!r}")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Box) and self.offsets == other.offsets and self.sizes == other.sizes
+        return isinstance(other, Box) and tuple.__eq__(self, other)
 
-    def __hash__(self) -> int:
-        return hash((self.offsets, self.sizes))
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
-    def __lt__(self, other: Box) -> bool:
-        return (self.offsets, self.sizes) < (other.offsets, other.sizes)
-
-    def __le__(self, other: Box) -> bool:
-        return (self.offsets, self.sizes) <= (other.offsets, other.sizes)
-
-    def __gt__(self, other: Box) -> bool:
-        return other < self
-
-    def __ge__(self, other: Box) -> bool:
-        return other <= self
-
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        """Offsets, then sizes: `offsets, sizes = box`."""
-        return iter((self.offsets, self.sizes))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Box, (self.offsets, self.sizes)
+    __hash__ = tuple.__hash__
 
     def __repr__(self) -> str:
         return f"Box[{', '.join(f'{o}:{o + s}' for o, s in zip(self.offsets, self.sizes))}]"
