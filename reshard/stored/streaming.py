@@ -383,8 +383,10 @@ class FormatWriter(ABC):
                 )
 
     def stored(self, name: str) -> StoredTensor:
-        """The stored tensor of one of `names`."""
-        return self.contents.tensors[name]
+        """The stored tensor of a name, or of the one that it is tied to."""
+        found = self.contents.find(name)
+        assert found is not None
+        return found
 
     @property
     def names(self) -> list[str]:

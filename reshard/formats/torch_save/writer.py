@@ -21,6 +21,7 @@ from reshard.errors import FormatError
 from reshard.formats.format import Writing
 from reshard.live.dtypes import as_array, dtype_from_name, dtype_name, row_major_bytes
 from reshard.live.tree import unflatten
+from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.checksums import combined
 from reshard.stored.contents import Contents, Record
@@ -29,7 +30,7 @@ from reshard.stored.tensor import Extent
 
 __all__ = [
     "WRITING", "ArchiveWriter", "TensorStub", "TorchSaveWriter", "begin_archive", "end_archive",
-    "pickled_state", "save_tensor", "tensor_record", "unknown_objects", "write_archive",
+    "nest_of", "paths_in_order", "pickled_state", "save_tensor", "tensor_record", "unknown_objects", "write_archive",
     "written_crc",
 ]  # fmt: skip
 
@@ -46,21 +47,13 @@ class TorchSaveWriter(FormatWriter):
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
         """Stream the archive."""
+        contents, aliases = self.contents, self.contents.aliases
         numbers = {part.spec.fqn: number for number, part in enumerate(file.parts)}
+        places = {name: numbers[aliases.get(name, name)] for name in (*contents.tensors, *aliases)}
+        value = nest_of(contents, paths_in_order(contents), places, contents.containers)
         name = storage.staged(file.name, self.job_id)
         regions = [self.region(part) for part in file.parts]
-        return self.done(*write_archive(storage, name, self._nest(numbers), regions, self.feed(regions), on_bytes))
-
-    def _nest(self, numbers: Mapping[str, int]) -> Any:
-        """The state, in the order in which it was saved, with a stub for each tensor."""
-        contents, paths = self.contents, self.contents.paths
-        leaves: dict[str, Any] = {}
-        for name in (*contents.tensors, *contents.aliases):
-            kept = contents.aliases.get(name, name)
-            leaves[name] = TensorStub((contents.tensors.get(name) or contents.tensors[kept]).spec, numbers[kept])
-        leaves.update(contents.objects)
-        ordered = [key for key in paths if key in leaves] + [key for key in leaves if key not in paths]
-        return unflatten({paths.get(key, (key,)): leaves[key] for key in ordered}, contents.containers)
+        return self.done(*write_archive(storage, name, value, regions, self.feed(regions), on_bytes))
 
     def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
         """Put the file in its place, over an older one."""
@@ -73,6 +66,24 @@ class TorchSaveWriter(FormatWriter):
 
 
 WRITING = Writing(TorchSaveWriter, is_one_file=True)
+
+
+def paths_in_order(contents: Contents) -> dict[str, KeyPath]:
+    """Where in the nest each key is, in the order in which the state was saved."""
+    keys = dict.fromkeys((*contents.tensors, *contents.aliases, *contents.objects))
+    ordered = [*(key for key in contents.paths if key in keys), *(key for key in keys if key not in contents.paths)]
+    return {key: contents.paths.get(key, (key,)) for key in ordered}
+
+
+def nest_of(
+    contents: Contents, paths: Mapping[str, KeyPath], places: Mapping[str, int], containers: Mapping[KeyPath, str]
+) -> Any:
+    """The nest of the keys in `paths`, with a stub for each tensor, of the number that `places` gives it."""
+    leaves: dict[KeyPath, Any] = {}
+    for key, path in paths.items():
+        tensor = contents.find(key) if key in places else None
+        leaves[path] = contents.objects[key] if tensor is None else TensorStub(tensor.spec, places[key])
+    return unflatten(leaves, containers)
 
 
 def write_archive(

@@ -10,24 +10,22 @@ import re
 from collections.abc import Mapping
 
 from reshard.errors import DamagedCheckpointError
-from reshard.formats.format import Format
 from reshard.formats.rank_files import Section, open_sections, sections_of, with_others
 from reshard.formats.torch_save.pickles import load_pickle
 from reshard.storage.base import Storage
-from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents
 from reshard.stored.source import Files
 
-__all__ = ["FORMAT"]
+__all__ = ["ITEM", "METADATA", "detect", "open"]
 
 
-_METADATA = "metadata.pkl"
-_ITEM = re.compile(r"(?P<section>.+)_(?P<rank>\d+)\.pt")
+METADATA = "metadata.pkl"
+ITEM = re.compile(r"(?P<section>.+)_(?P<rank>\d+)\.pt")
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Whether there is a list of items, and a file of one."""
-    return _METADATA in names and bool(sections_of(names, [_ITEM]))
+    return METADATA in names and bool(sections_of(names, [ITEM]))
 
 
 def open(files: Files) -> Contents:
@@ -37,16 +35,16 @@ def open(files: Files) -> Contents:
         DamagedCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
         FormatError: DTensors that cannot be understood.
     """
-    sections = list(sections_of(files.listed, [_ITEM]).values())
+    sections = list(sections_of(files.listed, [ITEM]).values())
     _check_items(files, sections)
     contents = open_sections("torch_checkpointing", files, sections)
-    listed = Section(_METADATA, files={0: _METADATA})
+    listed = Section(METADATA, files={0: METADATA})
     return with_others(contents, files, [*sections, listed])
 
 
 def _check_items(files: Files, sections: list[Section]) -> None:
     """Let sections know how many ranks saved them. Raises DamagedCheckpointError if an item of tensors has no files."""
-    source = files[_METADATA]
+    source = files[METADATA]
     found = load_pickle(source.read(0, source.nbytes), where=source.label)
     items = found.get("metadata") if isinstance(found, dict) else None
     world = found.get("world_size") if isinstance(found, dict) else None
@@ -57,13 +55,3 @@ def _check_items(files: Files, sections: list[Section]) -> None:
         if item not in known:
             raise DamagedCheckpointError(f"{source.label} names {item!r}, but there is no file {item}_0.pt")
         known[item].world_size = world
-
-
-FORMAT = Format(
-    "torch_checkpointing",
-    looks_for="metadata.pkl and <item>_<rank>.pt",
-    checksums=CRC_OF_RECORDS,
-    detect=detect,
-    open=open,
-    is_composite=True,
-)

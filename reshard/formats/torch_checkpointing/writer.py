@@ -1,0 +1,137 @@
+"""Checkpoints of torch_checkpointing out of a lazy checkpoint, as its one rank saves whole tensors.
+
+Each tensor is listed as replicated over a mesh of that rank, so that its resharder loads it into any layout.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from planners.geometry.box import Box, Window
+from planners.geometry.layout import TensorSpec
+from reshard.errors import FormatError
+from reshard.formats.format import Writing
+from reshard.formats.torch_checkpointing.reader import ITEM, METADATA
+from reshard.formats.torch_save.writer import nest_of, paths_in_order, unknown_objects, write_archive
+from reshard.native.manifest import HF_INDEX, MANIFEST
+from reshard.state import IntKey, KeyPath
+from reshard.storage.base import Storage
+from reshard.stored.contents import Contents
+from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Target, WrittenFile
+
+__all__ = ["WRITING"]
+
+
+_VERSION = "2.0"
+_ITEM_NAME = re.compile(r"[a-zA-Z0-9_-]+")
+_MODEL = "model"
+_MESH = {"device_type": "cpu", "mesh_shape": (1,), "mesh_data": (0,), "mesh_dim_names": None}
+
+
+class TorchCheckpointingWriter(FormatWriter):
+    """A file for each section of the state, which is an item there. Tensors that are in none are the item "model"."""
+
+    def __init__(self, contents: Contents, target: Target) -> None:
+        """Raises FormatError for a section that cannot be an item."""
+        super().__init__(contents, target)
+        self.left_out += tuple(contents.per_rank)
+        self.refused = dict.fromkeys(unknown_objects(contents.objects), "its class is not known here")
+        self.items = _items(contents)
+        self.files = tuple(
+            FilePlan(f"{item}_0.pt", tuple(map(self._whole, dict.fromkeys(self._held(keys).values()))))
+            for item, keys in self.items.items()
+        )
+
+    def _held(self, keys: Iterable[str]) -> dict[str, str]:
+        """Each tensor of an item, and the one that holds its elements there: itself, or a tied one."""
+        aliases, first = self.contents.aliases, dict[str, str]()
+        tensors = [key for key in sorted(keys, key=aliases.__contains__) if key not in self.contents.objects]
+        return {key: first.setdefault(aliases.get(key, key), key) for key in tensors}
+
+    def _whole(self, name: str) -> FilePart:
+        spec = self.stored(name).spec
+        return FilePart(spec, Box.full(spec.shape))
+
+    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
+        """Stream the archive of one item."""
+        item = file.name.removesuffix("_0.pt")
+        numbers = {part.spec.fqn: number for number, part in enumerate(file.parts)}
+        places = {key: numbers[held] for key, held in self._held(self.items[item]).items()}
+        kinds = {path[1:]: kind for path, kind in self.contents.containers.items() if path[:1] == (item,)}
+        value = nest_of(self.contents, self.items[item], places, kinds)
+        regions = [self.region(part) for part in file.parts]
+        name = storage.staged(file.name, self.job_id)
+        return self.done(*write_archive(storage, name, value, regions, self.feed(regions), on_bytes))
+
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
+        """Give the files their names, remove those of what was there before, and publish the list of items."""
+        storage.delete(METADATA)
+        for name, written in done.items():
+            storage.unstage(written.name, name)
+        for name in filter(ITEM.fullmatch, storage.list()):
+            if name not in done:
+                storage.delete(name)
+        items = {}
+        for item, keys in self.items.items():
+            rows = {_path_text(keys[key]): [_replicated(self.stored(key).spec)] for key in self._held(keys)}
+            if rows:
+                items[item] = {"nested_path_to_metadata": rows, "rank_to_layout_info": {0: None}}
+        storage.publish(METADATA, pickle.dumps({"metadata": items, "world_size": 1, "version": _VERSION}))
+
+    def occupied(self, names: Mapping[str, int]) -> str | None:
+        """The list of items, or a file that would be taken for one of them."""
+        return next((name for name in names if name == METADATA or ITEM.fullmatch(name)), None)
+
+
+def _items(contents: Contents) -> dict[str, dict[str, KeyPath]]:
+    """The keys of each item, in the order in which they were saved, with their paths in it.
+
+    Raises FormatError where a section is called as no file of an item may be.
+    """
+    paths = paths_in_order(contents)
+    bare = {key for key, path in paths.items() if len(path) == 1 and key not in contents.objects}
+    if bare and any(path[:1] == (_MODEL,) and len(path) > 1 for path in paths.values()):
+        raise FormatError(
+            f"there are tensors in no section, such as {min(bare)!r}, which would be written as the item {_MODEL!r}, "
+            "but there is a section of that name: give it another one by mapping=, or leave either out by select="
+        )
+    items: dict[str, dict[str, KeyPath]] = {}
+    for key, path in paths.items():
+        item, *inner = (_MODEL, *path) if key in bare else path
+        items.setdefault(_checked(item), {})[key] = tuple(inner)
+    for path in contents.containers:  # what is empty has no keys
+        if path and path[0] not in (*bare, _MODEL if bare else ""):
+            items.setdefault(_checked(path[0]), {})
+    return items
+
+
+def _checked(item: Any) -> str:
+    if not isinstance(item, str) or not _ITEM_NAME.fullmatch(item):
+        raise FormatError(
+            f"{item!r} would be an item of torch_checkpointing, whose names are of letters, digits, _ and - alone: "
+            "give it another name by mapping=, or leave it out by select="
+        )
+    return item
+
+
+def _path_text(path: KeyPath) -> str:
+    return json.dumps([part.value if isinstance(part, IntKey) else part for part in path], separators=(",", ":"))
+
+
+def _replicated(spec: TensorSpec) -> dict[str, Any]:
+    """What the list says of a tensor: whole, on the one rank."""
+    data = {
+        "global_shape": list(spec.shape),
+        "dtype": f"torch.{spec.dtype}",
+        "stride": list(Window.row_major(0, spec.shape, 1).strides),
+        "mesh_spec": _MESH,
+        "placements": [{"type": "Replicate"}],
+    }
+    return {"sharding_metadata": {"type": "DTensorShardingMetadata", "data": data}, "ranks": (0,)}
+
+
+WRITING = Writing(TorchCheckpointingWriter, foreign=(MANIFEST, HF_INDEX, "*.safetensors", ".metadata"))
