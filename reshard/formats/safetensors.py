@@ -14,12 +14,11 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.format import Format, Writing
-from reshard.live.dtypes import safetensors_code
 from reshard.native.manifest import MANIFEST
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, Facts
-from reshard.stored.safetensors import Header, encode_header, read_header
+from reshard.stored.safetensors import SAFETENSORS_CODES, Header, encode_header, read_header
 from reshard.stored.source import Files
 from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, HashingWriter, Target, WrittenFile, grouped
 from reshard.stored.tensor import StoredChunk, StoredTensor
@@ -326,7 +325,8 @@ class SafetensorsWriter(FormatWriter):
         super().__init__(contents, target)
         specs = [self.stored(name).spec for name in self.names]
         for spec in specs:
-            safetensors_code(spec.dtype)
+            if spec.dtype not in SAFETENSORS_CODES.values():
+                raise FormatError(f"safetensors cannot hold the dtype {spec.dtype!r}")
         groups = grouped(specs, target.max_shard_bytes)
         count = len(groups)
         self.files = tuple(

@@ -12,39 +12,12 @@ from planners.geometry.layout import ITEM_SIZES
 from reshard.errors import FormatError
 
 __all__ = [
-    "SAFETENSORS_CODES", "as_array", "dtype_from_code", "dtype_from_name", "dtype_name",
-    "item_dtype", "raw_elements", "row_major_bytes", "safetensors_code",
+    "as_array", "dtype_from_name", "dtype_name", "item_dtype", "raw_elements", "row_major_bytes",
 ]  # fmt: skip
 
 
 _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
 _BY_DTYPE: dict[torch.dtype, str] = {dtype: name for name, dtype in _BY_NAME.items()}
-
-SAFETENSORS_CODES: dict[str, str] = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn_x2",  # the header counts half-byte values: the last dim is twice torch's
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-}
-"""dtype names by the code that stands in a safetensors header."""
-
-_CODE_BY_NAME = {name: code for code, name in SAFETENSORS_CODES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -67,24 +40,6 @@ def dtype_from_name(name: str) -> torch.dtype:
     except (KeyError, TypeError):
         why = f"torch {torch.__version__} has no such dtype" if name in ITEM_SIZES else "no such dtype is known"
         raise FormatError(f"unknown dtype {name!r}: {why}") from None
-
-
-def dtype_from_code(code: str) -> str:
-    """dtype name of a safetensors code: `"bfloat16"` of `"BF16"`. Inverse of `safetensors_code`.
-    Raises FormatError."""
-    try:
-        return SAFETENSORS_CODES[code]
-    except (KeyError, TypeError):
-        raise FormatError(f"unknown safetensors dtype {code!r}: known are {', '.join(SAFETENSORS_CODES)}") from None
-
-
-def safetensors_code(name: str) -> str:
-    """Safetensors code of a dtype name: `"BF16"` of `"bfloat16"`. Inverse of `dtype_from_code`.
-    Raises FormatError."""
-    try:
-        return _CODE_BY_NAME[name]
-    except (KeyError, TypeError):
-        raise FormatError(f"safetensors cannot hold the dtype {name!r}") from None
 
 
 # CPU tensors as numpy arrays of raw elements, in which only the bytes matter.

@@ -552,7 +552,7 @@ class _SummedTensor(msgspec.Struct, array_like=True):
         self.places = {place: row for place, row in self.places.items() if place not in done}
 
 
-class _Told(msgspec.Struct, array_like=True):
+class _SummedState(msgspec.Struct, array_like=True):
     ranks: int
     """How many were heard."""
     tensors: dict[str, _SummedTensor]
@@ -570,16 +570,16 @@ def pack_holdings(held: Iterable[Holding], rank: int) -> bytes:
             tensors[one.fqn].add(mine)
         else:
             tensors[one.fqn] = mine
-    return msgspec.msgpack.encode(_Told(1, tensors))
+    return msgspec.msgpack.encode(_SummedState(1, tensors))
 
 
 def add_holdings(packed: Sequence[bytes], world_size: int) -> bytes:
     """What several ranks, or several lots of them, hold together. `world_size`: how many ranks
     there are in all."""
-    first, *rest = (msgspec.msgpack.decode(one, type=_Told) for one in packed)
-    for told in rest:
-        first.ranks += told.ranks
-        for fqn, tensor in told.tensors.items():
+    first, *rest = (msgspec.msgpack.decode(one, type=_SummedState) for one in packed)
+    for more in rest:
+        first.ranks += more.ranks
+        for fqn, tensor in more.tensors.items():
             if fqn in first.tensors:
                 first.tensors[fqn].add(tensor)
             else:
@@ -596,7 +596,7 @@ def conclude(packed: bytes, *, key: Key = PUBLIC) -> dict[str, str]:
         ReplicaDriftError: ranks that hold the same elements have different sums.
         LayoutError: dtypes or shapes differ, or parts are missing or overlap.
     """
-    tensors = msgspec.msgpack.decode(packed, type=_Told).tensors
+    tensors = msgspec.msgpack.decode(packed, type=_SummedState).tensors
     for fqn, tensor in tensors.items():
         if tensor.other is not None:
             rank, dtype, shape = tensor.other

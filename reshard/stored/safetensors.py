@@ -16,14 +16,13 @@ import msgspec
 from planners.geometry.box import Window
 from planners.geometry.layout import itemsize
 from reshard.errors import DamagedCheckpointError, FormatError
-from reshard.live.dtypes import SAFETENSORS_CODES, dtype_from_code
 from reshard.live.garbage import gc_paused
 from reshard.stored.source import Source
 from reshard.stored.tensor import Extent
 
 __all__ = [
-    "Header", "HeaderEntry", "Offsets", "encode_header", "encode_rows", "framed",
-    "looks_like_header", "read_header", "read_offsets",
+    "SAFETENSORS_CODES", "Header", "HeaderEntry", "Offsets", "encode_header", "encode_rows",
+    "framed", "looks_like_header", "read_header", "read_offsets",
 ]  # fmt: skip
 
 
@@ -32,6 +31,30 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_OWN_HEADER_BYTES = 1 << 30
 """Of our own files, whose manifest says how long their headers are."""
 _ALIGNMENT = 64
+SAFETENSORS_CODES: dict[str, str] = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",  # the header counts half-byte values: the last dim is twice torch's
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+"""dtype names by the code that stands in a safetensors header."""
+
 _CODES = {name: code for code, name in SAFETENSORS_CODES.items() if name != "float4_e2m1fn_x2"}
 
 
@@ -130,10 +153,9 @@ def _entry(source: Source, name: str, fields: Any, data_at: int) -> tuple[Header
         raise DamagedCheckpointError(
             f"{source.label}: the header's entry for tensor {name!r} makes no sense: {fields!r:.200}"
         )
-    try:
-        dtype = dtype_from_code(code)
-    except FormatError as error:
-        raise FormatError(f"{source.label}: tensor {name!r}: {error}") from None
+    if (dtype := SAFETENSORS_CODES.get(code, "")) == "":
+        known = ", ".join(SAFETENSORS_CODES)
+        raise FormatError(f"{source.label}: tensor {name!r}: unknown safetensors dtype {code!r}: known are {known}")
     sizes = _sizes_in_memory(code, shape)
     wanted = math.prod(sizes) * itemsize(dtype)
     if stop - start != wanted:

@@ -16,7 +16,8 @@ import reshard
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
 from reshard.formats.safetensors import HuggingFaceFacts
-from reshard.live.dtypes import SAFETENSORS_CODES, dtype_from_name
+from reshard.live.dtypes import dtype_from_name
+from reshard.stored.safetensors import SAFETENSORS_CODES
 from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import safetensors_bytes
 from tests.same import same
