@@ -23,7 +23,7 @@ from reshard.live.tree import flatten
 from reshard.ranks.group import Group
 from reshard.state import key_of
 from reshard.storage.base import Storage
-from reshard.stored.streaming import Region, stream
+from reshard.stored.streaming import Feed, Region
 from reshard.stored.tensor import LazyTensor
 
 __all__ = ["Exchange", "alone", "fingerprint", "holdings", "join"]
@@ -107,7 +107,7 @@ def _read(tensor: LazyTensor, key: Key) -> Fingerprinter:
     """The fingerprint of a stored tensor, read in windows."""
     digest = Fingerprinter(tensor.dtype, tensor.shape, key=key)
     region = Region.whole(tensor.stored)
-    with stream([region]) as feed:
+    with Feed([region]) as feed:
         for piece in feed.take(region):
             digest.add_bytes(piece.data, piece.box)
     return digest

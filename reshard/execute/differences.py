@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import xxhash
 
 from planners.plans.transfer import TransferItem
 from reshard.errors import ReshardError
-from reshard.execute.exchange import DEPTH, TAG, Exchange, Waiter
+from reshard.execute.exchange import DEPTH, TAG, Exchange, Waiter, go_through
 from reshard.live.copy_streams import batches
 from reshard.live.dtypes import raw_elements
 from reshard.live.fingerprints import partials
@@ -308,7 +307,7 @@ class DeltaExchange(Exchange):
                     waiter, heads, {p: 1 + sum(1 + _blocks(one.size) for one in got) for p, got in self._from.items()}
                 )
             )
-            self._move_bodies(group, waiter, everything)
+            self._move_bodies(waiter, everything)
             self._run_copies(iter(self._copies), group)
 
     def _compare(self, group: Group) -> None:
@@ -364,11 +363,8 @@ class DeltaExchange(Exchange):
     def _op(self, kind: Any, room: torch.Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, room, peer, self._process_group, TAG)
 
-    def _move_bodies(self, group: Group, waiter: Waiter, everything: set[int]) -> None:
-        under_way: deque[tuple[list[_DeltaMessage], list[dist.P2POp], list[Any]]] = deque()
-        for legs in self._legs:
-            if len(under_way) == DEPTH:
-                self._finish_legs(waiter, *under_way.popleft())
+    def _move_bodies(self, waiter: Waiter, everything: set[int]) -> None:
+        def fill(legs: list[_DeltaMessage]) -> list[dist.P2POp]:
             ops = []
             for leg in legs:
                 if leg.sent:
@@ -384,13 +380,11 @@ class DeltaExchange(Exchange):
                 if nbytes:
                     ops.append(self._op(dist.isend if leg.sent else dist.irecv, leg.room[:nbytes], leg.peer))
             waiter.settle(self._elsewhere)  # filled, and what was in the buffer before is taken
-            under_way.append((legs, ops, waiter.post(ops)))
-        while under_way:
-            self._finish_legs(waiter, *under_way.popleft())
+            return ops
 
-    def _finish_legs(self, waiter: Waiter, legs: list[_DeltaMessage], ops: list[dist.P2POp], works: list[Any]) -> None:
-        if works:
-            waiter.wait(works, [op.peer for op in ops])
+        go_through(self._legs, waiter, fill, self._take)
+
+    def _take(self, legs: list[_DeltaMessage]) -> None:
         got, words = [], []
         for leg in legs:
             at = 0

@@ -6,9 +6,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from reshard.ranks.global_layout import describe, join_layouts
 from reshard.ranks.group import Group
 
 __all__ = [
-    "DEPTH", "LARGE_BYTES", "TAG", "Exchange", "RankWork", "SharedReading", "Waiter", "round_bytes",
+    "DEPTH", "LARGE_BYTES", "TAG", "Exchange", "RankWork", "SharedReading", "Waiter", "go_through", "round_bytes",
 ]  # fmt: skip
 
 
@@ -38,6 +38,8 @@ __all__ = [
 #     round 1              pack, post ........... unpack
 #     round 2                                pack, post ....       into the buffer of round 0
 
+
+T = TypeVar("T")
 
 Parts = Callable[[str], Sequence[torch.Tensor]]
 """The local tensors of a name, one for each part of its layout, in the coordinates of the plan's items."""
@@ -172,26 +174,27 @@ class Exchange:
         On devices whose streams the backend keeps to, nothing is waited for between the rounds. Where messages are
         packed on the host, and tensors are not there, the host waits once a round.
         """
-        under_way: deque[tuple[_Round, list[Any]]] = deque()
-        with torch.no_grad():
-            copies = iter(self._copies)
+        copies = iter(self._copies)
+
+        def steps() -> Iterator[_Round]:
             for number, step in enumerate(self._rounds):
-                if len(under_way) == DEPTH:
-                    self._finish(waiter, *under_way.popleft())
-                for to, of in step.packs:
-                    to.copy_(of, non_blocking=self._is_pinned)
-                waiter.settle(self._elsewhere)  # packed, and what was in the buffer before is unpacked
-                for to, of in step.host_packs:
-                    to.copy_(of)
-                under_way.append((step, waiter.post(step.ops)))
+                yield step
                 if number == DEPTH - 1:
                     self._run_copies(copies, group)  # while the first messages travel
             self._run_copies(copies, group)
-            while under_way:
-                self._finish(waiter, *under_way.popleft())
 
-    def _finish(self, waiter: Waiter, step: _Round, works: list[Any]) -> None:
-        waiter.wait(works, [op.peer for op in step.ops])
+        def pack(step: _Round) -> list[dist.P2POp]:
+            for to, of in step.packs:
+                to.copy_(of, non_blocking=self._is_pinned)
+            waiter.settle(self._elsewhere)  # packed, and what was in the buffer before is unpacked
+            for to, of in step.host_packs:
+                to.copy_(of)
+            return step.ops
+
+        with torch.no_grad():
+            go_through(steps(), waiter, pack, self._unpack)
+
+    def _unpack(self, step: _Round) -> None:
         for to, of in step.unpacks:
             if self._is_pinned and to.dtype != of.dtype and has_copy_streams(to.device):
                 of = of.to(to.device, non_blocking=True)  # or torch converts it on the host
@@ -299,6 +302,28 @@ class Exchange:
                         (packs if leg.sends else step.unpacks).append(pair)
                 step.ops.append(dist.P2POp(send_or_receive, wire, leg.peer, self._process_group, TAG))
         return step
+
+
+def go_through(
+    steps: Iterable[T], waiter: Waiter, begin: Callable[[T], list[dist.P2POp]], end: Callable[[T], None]
+) -> None:
+    """Step by step, with `DEPTH` of them under way at a time: what `begin` gives is posted, and `end` comes when all of
+    it has arrived."""
+    under_way: deque[tuple[T, list[dist.P2POp], list[Any]]] = deque()
+
+    def finish() -> None:
+        step, ops, works = under_way.popleft()
+        if works:
+            waiter.wait(works, [op.peer for op in ops])
+        end(step)
+
+    for step in steps:
+        if len(under_way) == DEPTH:
+            finish()
+        ops = begin(step)
+        under_way.append((step, ops, waiter.post(ops)))
+    while under_way:
+        finish()
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:

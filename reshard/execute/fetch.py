@@ -39,15 +39,8 @@ class Fetch:
     room_bytes: int | None = None
     done: ByteCounts = field(default_factory=ByteCounts)
 
-    def __post_init__(self) -> None:
-        self._own: OwnMemory | None = None
-        self._machine: MachineReading | None = None
-        if self.together:
-            from reshard.execute.machine import OwnMemory, slots_for
-
-            slots, slot_bytes = slots_for(self.copies, self.room_bytes)
-            party = "checks" if self.is_checked else ""  # who does not check may not read for who does
-            self._own = OwnMemory(slots, slot_bytes, party)
+    _own: OwnMemory | None = None
+    _machine: MachineReading | None = None
 
     def __enter__(self) -> Fetch:
         return self
@@ -63,9 +56,12 @@ class Fetch:
 
         Raises DamagedCheckpointError.
         """
-        if self._own is not None:
-            from reshard.execute.machine import MachineReading
+        if self.together:
+            from reshard.execute.machine import MachineReading, OwnMemory, slots_for
 
+            slots, slot_bytes = slots_for(self.copies, self.room_bytes)
+            party = "checks" if self.is_checked else ""  # who does not check may not read for who does
+            self._own = OwnMemory(slots, slot_bytes, party)
             self._machine = MachineReading.agree(self.copies, self._own, self.group)
         self._check(on_bytes)
 
@@ -99,11 +95,12 @@ class Fetch:
             self.done.add(self._machine.run(piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
             alone = self._machine.rest
         rest = self._read_by_segments(alone, on_bytes)
-
-        def compared(source: Source) -> bool:
-            return not self.is_checked or _is_near(source)
-
-        self.done.read += run_copies(rest, space=self.space, compared=compared, on_bytes=on_bytes)
+        self.done.read += run_copies(
+            rest,
+            space=self.space,
+            compared=lambda source: not self.is_checked or _is_near(source),
+            on_bytes=on_bytes,
+        )
 
     def _read_by_segments(self, copies: Sequence[Copy], on_bytes: Callable[[int], None]) -> Sequence[Copy]:
         """Copy what lies in storages that have no view of their bytes, as far as it pays; gives what is left."""

@@ -14,6 +14,7 @@ import os
 import select
 import struct
 import time
+import zlib
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ import msgspec
 from reshard.errors import DeadlineError, ReshardError, format_ranks
 from reshard.execute.reading import ByteCounts, Copy, Elsewhere, wanted_by_file
 from reshard.execute.segments import (
+    TAIL_PAGE_BYTES,
     WHOLE_SHARE,
     Check,
     ReadFootprint,
@@ -32,10 +34,10 @@ from reshard.execute.segments import (
     SegmentPart,
     assign_segments,
     copy_parts,
+    footprint_of,
     parts_by_segment,
     read_segment,
     segment_bytes,
-    slot_bytes,
     touch_us_per_mib,
     unchecked_bytes,
 )
@@ -93,16 +95,18 @@ class MachineReading:
             own: this rank's memory, open for as long as what is returned is used.
         """
         shareable = [(source, copy) for copy in copies if (source := _common(copy)) is not None]
-        touched = ReadFootprint.of((source, copy.place.window) for source, copy in shareable)
+        touched = footprint_of((source, copy.place.window) for source, copy in shareable)
         cost = touch_us_per_mib((source, copy.place.window) for source, copy in shareable)
-        offer = _Offer(touched.encode(), cost, own.address)
+        # packed, since all ranks of the job get it, and most numbers are alike
+        offer = _Offer(zlib.compress(msgspec.msgpack.encode(touched), 1), cost, own.address)
         # who knows no machine of its own is alone in one
         offers = group.exchange_within(own.machine or f"rank {group.rank}", offer)
         places = [*offers] if own.machine else []
         touch_us = min((offers[i].touch_us for i in places if offers[i].touch_us), default=0.0)
         if any(offers[i].address.memory < 0 for i in places):
             touch_us = 0.0  # a rank has no memory to share: each reads for itself, but not each checks everything
-        duties = assign_segments([ReadFootprint.decode(offers[i].touched) for i in places], touch_us)
+        told = [zlib.decompress(offers[i].touched) for i in places]
+        duties = assign_segments([msgspec.msgpack.decode(one, type=ReadFootprint) for one in told], touch_us)
         files = {source.label: source for source, _ in shareable}
         place = places.index(group.rank) if places else 0
         alone = cls(None, 0, (), {}, list(copies), places)
@@ -290,7 +294,7 @@ def slots_for(copies: Iterable[Copy], room_bytes: int | None) -> tuple[int, int]
     """How many slots this rank shares with the others of its machine, and of how many bytes: as many as there had
     better be requests to where it reads, or as half of its memory holds; none if that is for fewer than two."""
     sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
-    nbytes = max(map(slot_bytes, sources), default=mmap.PAGESIZE)
+    nbytes = max((segment_bytes(source) + TAIL_PAGE_BYTES for source in sources), default=mmap.PAGESIZE)
     slots = max((source.storage.requests for source in sources if source.view() is None), default=LOCAL_SLOTS)
     if room_bytes is not None:
         slots = min(slots, room_bytes // (2 * nbytes))
@@ -335,32 +339,27 @@ class OwnMemory:
     def __init__(self, slots: int, slot_bytes: int, party: str = "") -> None:
         """Of the memory none is taken before it is written to; with 0 slots there is none, and nothing is read for
         others. Only ranks of the same `party` have to do with one another."""
-        self.slots, self.slot_bytes = slots, slot_bytes
+        self.slots = slots
         self._files: list[int] = []
         here = machine()
         self.machine = f"{here} {party}" if here else ""
         self.memory = self.pipe = -1
         if self.machine and slots and hasattr(os, "memfd_create"):
             try:
-                self.memory = self._keep(os.memfd_create("reshard", os.MFD_CLOEXEC))
+                self.memory = os.memfd_create("reshard", os.MFD_CLOEXEC)
+                self._files.append(self.memory)
                 os.ftruncate(self.memory, slots * slot_bytes)
                 self.pipe, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
                 self._files += [self.pipe, write_end]  # while one is open, the others' ends do not find it closed
             except OSError:
                 self.memory = -1  # no more memory or files allowed here: then each reads for itself
-
-    def _keep(self, file: int) -> int:
-        self._files.append(file)
-        return file
-
-    @property
-    def address(self) -> Address:
+        self.address = Address(self.machine, os.getpid(), self.memory, self.pipe, slots, slot_bytes)
         """For the other ranks."""
-        return Address(self.machine, os.getpid(), self.memory, self.pipe, self.slots, self.slot_bytes)
 
     def open(self, address: Address, what: int, flags: int) -> int:
         """The file `what` of another process, closed with this."""
-        return self._keep(os.open(f"/proc/{address.pid}/fd/{what}", flags | os.O_CLOEXEC))
+        self._files.append(os.open(f"/proc/{address.pid}/fd/{what}", flags | os.O_CLOEXEC))
+        return self._files[-1]
 
     def __enter__(self) -> OwnMemory:
         return self

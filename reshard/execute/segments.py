@@ -6,9 +6,8 @@ import itertools
 import math
 import mmap
 import time
-import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from threading import Lock
@@ -26,9 +25,9 @@ from reshard.stored.source import BytesSource, FileSource
 from reshard.stored.tensor import Extent, copy_view
 
 __all__ = [
-    "LARGE_FILE_BYTES", "LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "WHOLE_SHARE",
-    "Check", "ReadFootprint", "RemoteReading", "Segment", "SegmentPart", "assign_segments",
-    "copy_parts", "parts_by_segment", "read_segment", "segment_bytes", "slot_bytes",
+    "LARGE_FILE_BYTES", "LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "TAIL_PAGE_BYTES", "WHOLE_SHARE",
+    "Check", "FileFootprint", "ReadFootprint", "RemoteReading", "Segment", "SegmentPart", "assign_segments",
+    "copy_parts", "footprint_of", "parts_by_segment", "read_segment", "segment_bytes",
     "touch_us_per_mib", "unchecked_bytes",
 ]  # fmt: skip
 
@@ -64,47 +63,37 @@ def segment_bytes(source: FileSource) -> int:
     return LARGE_SEGMENT_BYTES if source.nbytes >= LARGE_FILE_BYTES else LOCAL_SEGMENT_BYTES
 
 
-class _ReadFile(msgspec.Struct, frozen=True, array_like=True):
+class FileFootprint(msgspec.Struct, frozen=True, array_like=True):
+    """How many bytes of each segment of a file a rank would touch if it read for itself."""
+
     nbytes: int
     segment_bytes: int
     first: int
     """The first segment that is touched; of it and those behind it we have numbers."""
     touched: bytes
+    """Little-endian numbers of 4 bytes."""
 
 
-@dataclass(frozen=True)
-class ReadFootprint:
-    """How many bytes of each segment of each file a rank would touch if it read for itself."""
+ReadFootprint = dict[str, FileFootprint]
+"""What a rank would touch of each file, by label."""
 
-    files: Mapping[str, _ReadFile]
-    """By label; the numbers are little-endian, 4 bytes each."""
 
-    @classmethod
-    def of(cls, windows: Iterable[tuple[FileSource, Window]]) -> ReadFootprint:
-        """By all that is read of each file."""
-        counts: dict[str, tuple[int, int, npt.NDArray[np.int64]]] = {}
-        for source, window in windows:
-            if source.label not in counts:
-                size = segment_bytes(source)
-                counts[source.label] = source.nbytes, size, np.zeros(-(-source.nbytes // size), np.int64)
-            nbytes, size, all_counts = counts[source.label]
-            add_touched(all_counts, size, window, nbytes, max(source.max_gap_bytes, 1))
-        files = {}
-        for label, (nbytes, size, all_counts) in counts.items():
-            used = np.flatnonzero(all_counts)
-            if len(used):
-                some = np.minimum(all_counts[used[0] : used[-1] + 1], size)
-                files[label] = _ReadFile(nbytes, size, int(used[0]), some.astype("<u4").tobytes())
-        return cls(files)
-
-    def encode(self) -> bytes:
-        """For the other ranks; see `decode`. Packed, since all ranks of the job get it, and most numbers are alike."""
-        return zlib.compress(msgspec.msgpack.encode(self.files), 1)
-
-    @classmethod
-    def decode(cls, data: bytes) -> ReadFootprint:
-        """What another rank encoded."""
-        return cls(msgspec.msgpack.decode(zlib.decompress(data), type=dict[str, _ReadFile]))
+def footprint_of(windows: Iterable[tuple[FileSource, Window]]) -> ReadFootprint:
+    """Of all that is read of each file."""
+    counts: dict[str, tuple[int, int, npt.NDArray[np.int64]]] = {}
+    for source, window in windows:
+        if source.label not in counts:
+            size = segment_bytes(source)
+            counts[source.label] = source.nbytes, size, np.zeros(-(-source.nbytes // size), np.int64)
+        nbytes, size, all_counts = counts[source.label]
+        add_touched(all_counts, size, window, nbytes, max(source.max_gap_bytes, 1))
+    files = {}
+    for label, (nbytes, size, all_counts) in counts.items():
+        used = np.flatnonzero(all_counts)
+        if len(used):
+            some = np.minimum(all_counts[used[0] : used[-1] + 1], size)
+            files[label] = FileFootprint(nbytes, size, int(used[0]), some.astype("<u4").tobytes())
+    return files
 
 
 class Segment(NamedTuple):
@@ -135,10 +124,10 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) 
         ranks: those of one machine, in an order that all of them know.
         touch_us: what touching a MiB costs a rank that reads for itself, in microseconds; see `touch_us_per_mib`.
     """
-    found: list[tuple[str, _ReadFile, npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]] = []
+    found: list[tuple[str, FileFootprint, npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]] = []
     touched = read = 0
-    for label in sorted({label for rank in ranks for label in rank.files}):
-        file, *others = (rank.files[label] for rank in ranks if label in rank.files)
+    for label in sorted({label for rank in ranks for label in rank}):
+        file, *others = (rank[label] for rank in ranks if label in rank)
         if any((other.nbytes, other.segment_bytes) != (file.nbytes, file.segment_bytes) for other in others):
             continue  # it was replaced meanwhile: not all have the same file under this name
         table = _table(label, ranks)
@@ -157,7 +146,11 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) 
 
 
 def _assign_in_turns(
-    out: list[list[Segment]], label: str, file: _ReadFile, touches: npt.NDArray[np.bool_], chosen: npt.NDArray[np.bool_]
+    out: list[list[Segment]],
+    label: str,
+    file: FileFootprint,
+    touches: npt.NDArray[np.bool_],
+    chosen: npt.NDArray[np.bool_],
 ) -> None:
     """Give the chosen segments of a file to ranks: those that touch the same ones take turns."""
     groups: dict[bytes, Iterator[int]] = {}
@@ -192,8 +185,7 @@ def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:
 def _table(label: str, ranks: Sequence[ReadFootprint]) -> npt.NDArray[np.int64]:
     """Bytes touched by rank and segment."""
     parts = [
-        (rank.files[label].first, np.frombuffer(rank.files[label].touched, "<u4")) if label in rank.files else None
-        for rank in ranks
+        (rank[label].first, np.frombuffer(rank[label].touched, "<u4")) if label in rank else None for rank in ranks
     ]
     table = np.zeros((len(ranks), max(first + len(counts) for first, counts in filter(None, parts))), np.int64)
     for row, part in zip(table, parts):
@@ -205,17 +197,13 @@ def _table(label: str, ranks: Sequence[ReadFootprint]) -> npt.NDArray[np.int64]:
 # What of a copy begins in which segment of its file; and segments, read and checked as a whole.
 
 
-TAIL_BYTES = 64
-"""Beyond its end a segment is read so much further: an element that begins in it may end there."""
+TAIL_BYTES, TAIL_PAGE_BYTES = 64, 4096
+"""Beyond its end a segment is read so much further: an element that begins in it may end there. Shared memory has
+a whole page for that."""
 
 Check = Callable[[FileSource, int, memoryview], int]
 """Compares bytes of a file, from a position on, with checksums, as far as there are some of just such bytes; returns of
 how many bytes. Raises DamagedCheckpointError."""
-
-
-def slot_bytes(source: FileSource) -> int:
-    """Memory for a segment and its tail: whole pages."""
-    return segment_bytes(source) + 4096
 
 
 class SegmentPart(NamedTuple):

@@ -245,7 +245,7 @@ def refuse_foreign(storage: Storage) -> None:
     names = storage.list()
     ours = detect(storage, names)
     if ours and MANIFEST in names:
-        _refuse_newer(storage)
+        refuse_newer(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
     foreign = [name for name in (MANIFEST, HF_INDEX) if name in names and not ours]
     foreign += [".metadata"] if has_dcp(names) else []
     if foreign:
@@ -253,10 +253,6 @@ def refuse_foreign(storage: Storage) -> None:
             f"{storage.url} holds {foreign[0]}, which is of something else than our checkpoints: nothing was saved. "
             "Save into a folder of its own"
         )
-
-
-def _refuse_newer(storage: Storage) -> None:
-    refuse_newer(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
 
 
 def claim(storage: Storage, save_id: str) -> None:

@@ -174,22 +174,6 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return body + _DIGEST % xxhash.xxh3_128_hexdigest(body).encode()
 
 
-def _undigested(data: bytes, where: str) -> bytes:
-    """The text without its digest, which must fit; one without a digest, as older versions wrote it, as it is.
-
-    Raises DamagedCheckpointError. What is so damaged that it does not look like a digest is an unknown field later on.
-    """
-    if not _is_digested(data):
-        return data
-    body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-    if tail != _DIGEST % xxhash.xxh3_128_hexdigest(body).encode():
-        raise DamagedCheckpointError(
-            f"{where} was changed since it was written: its digest is another one. Restore the file, or load another "
-            'checkpoint; if it was edited on purpose, remove the field "digest"'
-        )
-    return body + b"}"
-
-
 def has_digest(storage: Storage) -> bool:
     """Whether the manifest has a digest of itself, which those of older versions lack."""
     return _is_digested(storage.read(MANIFEST))
@@ -219,9 +203,19 @@ def read_save_id(storage: Storage) -> str:
 
 
 def _taken_apart(data: bytes, where: str, kind: Any = Manifest) -> Any:
+    """The text without its digest, which must fit. Older versions wrote none, and what is so damaged that it does not
+    look like one is an unknown field."""
     try:
         _check_version(data, where)
-        return msgspec.json.decode(_undigested(data, where), type=kind)
+        if _is_digested(data):
+            body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+            if tail != _DIGEST % xxhash.xxh3_128_hexdigest(body).encode():
+                raise DamagedCheckpointError(
+                    f"{where} was changed since it was written: its digest is another one. Restore the file, or load "
+                    'another checkpoint; if it was edited on purpose, remove the field "digest"'
+                )
+            data = body + b"}"
+        return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DamagedCheckpointError(f"{where} is no whole manifest: {error}") from None
     except RecursionError:

@@ -258,6 +258,11 @@ def temporary_name(name: str, token: str) -> str:
     return f"{name}.~{token}{_TEMPORARY_SUFFIX}"
 
 
+def exists_already(name: str, url: str) -> StorageError:
+    """The error for an object that is to be made anew."""
+    return StorageError(f"cannot create {name} in {url}: it exists already, and is not overwritten; delete it first")
+
+
 def not_found(name: str, url: str) -> CheckpointNotFoundError:
     """The error for an object that is absent."""
     return CheckpointNotFoundError(f"there is no {name} in {url}")

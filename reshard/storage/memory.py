@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from reshard.errors import StorageError
-from reshard.storage.base import Storage, Writer, check_name, check_range, not_found
+from reshard.storage.base import Storage, Writer, check_name, check_range, exists_already, not_found
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -77,9 +76,7 @@ class MemoryStorage(Storage):
 
     def _refuse_existing(self, name: str) -> None:
         if self._folder + name in self._objects:
-            raise StorageError(
-                f"cannot create {name} in {self.url}: it exists already, and is not overwritten; delete it first"
-            )
+            raise exists_already(name, self.url)
 
     def _get(self, name: str) -> bytes:
         check_name(name, self.url)

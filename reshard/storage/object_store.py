@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
-from reshard.storage.base import Storage, Writer, check_name, check_range, not_found
+from reshard.storage.base import Storage, Writer, check_name, check_range, exists_already, not_found
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -188,7 +188,7 @@ class ObjectStorage(Storage):
     def create(self, name: str) -> Writer:
         check_name(name, self.url)
         if self._exists(name):
-            raise self._exists_already(name)
+            raise exists_already(name, self.url)
         return ObjectWriter(self, name)
 
     def publish(self, name: str, data: Buffer) -> None:
@@ -219,11 +219,6 @@ class ObjectStorage(Storage):
         except CheckpointNotFoundError:
             return False
         return True
-
-    def _exists_already(self, name: str) -> StorageError:
-        return StorageError(
-            f"cannot create {name} in {self.url}: it exists already, and is not overwritten; delete it first"
-        )
 
     def _no_bucket(self, verb: str, name: str) -> StorageError:
         return StorageError(f"cannot {verb} {name} in {self.url}: there is no such bucket or container")
@@ -294,7 +289,7 @@ class ObjectStorage(Storage):
                 raise not_found(name, self.url) from error
             raise self._no_bucket(verb, name) from error
         except AlreadyExistsError as error:
-            raise self._exists_already(name) from error
+            raise exists_already(name, self.url) from error
         except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
             raise self._forbidden(verb, name, error) from error
         except (BaseError, ValueError, OSError) as error:

@@ -108,6 +108,10 @@ class Checksums(ABC):
     can_pass = False
     """Whether blocks can be compared in pieces that pass by: see `note`."""
 
+    def __init__(self) -> None:
+        self._owed: dict[tuple[Range, ...], int] = {}
+        """Bytes of elements that were read and not compared so far, by the blocks that they lie in."""
+
     @abstractmethod
     def pending(self, start: int, stop: int) -> list[Range]:
         """The blocks that share bytes with [start, stop) and were not compared yet, in order."""
@@ -129,17 +133,20 @@ class Checksums(ABC):
             windows: what is read with gaps; none shares bytes with `ranges` or another.
         """
 
-    @abstractmethod
     def owe(self, ranges: Iterable[Range], nbytes: int) -> None:
         """`nbytes` bytes of elements within some ranges were read, and their blocks not compared so far."""
+        blocks = tuple(dict.fromkeys(block for start, stop in ranges for block in self.pending(start, stop)))
+        if blocks:
+            self._owed[blocks] = self._owed.get(blocks, 0) + nbytes
 
-    @abstractmethod
     def owed(self) -> list[Range]:
         """The blocks that were read of and not compared so far."""
+        return sorted({block for blocks in list(self._owed) for block in blocks if self.pending(*block)})
 
-    @abstractmethod
     def settle(self) -> int:
         """How many bytes of elements were owed of blocks that are right by now; they are not owed any more."""
+        right = [blocks for blocks in list(self._owed) if not any(self.pending(*block) for block in blocks)]
+        return sum(self._owed.pop(blocks, 0) for blocks in right)
 
     def note(self, start: int, data: memoryview) -> Range | None:
         """Bytes of a block that is too large to be read at once pass by. Returns the block if all of it has passed by
@@ -152,12 +159,11 @@ class BlockChecksums(Checksums):
 
     def __init__(self, nbytes: int, block_bytes: int, load: Callable[[], bytes]) -> None:
         """`load` brings the digests, 8 bytes each, when they are first wanted."""
+        super().__init__()
         self.nbytes, self.block_bytes, self._load = nbytes, block_bytes, load
         self._digests: npt.NDArray[np.uint64] | None = None
         self._seen = bytearray(-(-nbytes // block_bytes))
         """1 for each block that is right."""
-        self._owed_blocks: set[Range] = set()
-        self._owed_bytes = 0
 
     def pending(self, start: int, stop: int) -> list[Range]:
         size, stop = self.block_bytes, min(stop, self.nbytes)
@@ -168,20 +174,6 @@ class BlockChecksums(Checksums):
 
     def has(self, start: int, stop: int) -> bool:
         return stop <= self.nbytes
-
-    def owe(self, ranges: Iterable[Range], nbytes: int) -> None:
-        self._owed_blocks.update(block for start, stop in ranges for block in self.pending(start, stop))
-        self._owed_bytes += nbytes
-
-    def owed(self) -> list[Range]:
-        return sorted(block for block in self._owed_blocks if not self._seen[block[0] // self.block_bytes])
-
-    def settle(self) -> int:
-        if self.owed():
-            return 0
-        settled, self._owed_bytes = self._owed_bytes, 0
-        self._owed_blocks.clear()
-        return settled
 
     def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
         if self._digests is None:
@@ -231,7 +223,6 @@ class _Record:
     is_right: bool = False
     passed: list[tuple[int, int, int]] = field(default_factory=list)
     """(start, stop, CRC) of what has passed by."""
-    owed_bytes: int = 0
     found: tuple[int | None] | None = None
     """What was looked up."""
 
@@ -248,6 +239,7 @@ class RecordChecksums(Checksums):
     can_pass = True
 
     def __init__(self) -> None:
+        super().__init__()
         self._starts: list[int] = []
         self._records: dict[int, _Record] = {}
         self._lock = threading.Lock()
@@ -275,27 +267,6 @@ class RecordChecksums(Checksums):
             if at <= start and stop <= record.stop:
                 return record.is_right or record.crc() is not None
         return False
-
-    def owe(self, ranges: Iterable[Range], nbytes: int) -> None:
-        for start, stop in ranges:
-            for at in self._near(start, stop):
-                record = self._records[at]
-                if record.crc() is not None:
-                    with self._lock:
-                        record.owed_bytes += nbytes
-                    return  # elements lie in one record
-
-    def owed(self) -> list[Range]:
-        return [(at, one.stop) for at, one in self._records.items() if one.owed_bytes and not one.is_right]
-
-    def settle(self) -> int:
-        settled = 0
-        with self._lock:
-            for record in self._records.values():
-                if record.is_right:
-                    settled += record.owed_bytes
-                    record.owed_bytes = 0
-        return settled
 
     def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
         crc = 0

@@ -75,9 +75,7 @@ class Source(ABC):
 
         Raises DamagedCheckpointError if they end early or were changed.
         """
-        self.check(start, start + buffer.nbytes)
-        if buffer.nbytes:
-            self._fill(start, buffer)
+        self.fill(start, buffer)
 
     def read(self, start: int, length: int, *, elements: bool = False) -> bytes | memoryview:
         """`length` bytes from `start`, a view where there is one, compared with their checksums where there are any.

@@ -31,11 +31,11 @@ from reshard.stored.tensor import StoredTensor, check_cover, copy_place
 
 __all__ = [
     "Feed", "FilePart", "FilePlan", "FormatWriter", "HashingWriter", "Region", "Target", "WrittenFile",
-    "fingerprint_parts", "grouped", "spread", "stream", "windows",
+    "fingerprint_parts", "grouped", "spread", "windows",
 ]  # fmt: skip
 
 
-#     with stream(regions) as feed:
+#     with Feed(regions) as feed:
 #         for region in regions:
 #             for piece in feed.take(region):
 #                 out.write(piece.data)
@@ -116,6 +116,7 @@ class Feed:
     """The pieces of some regions, in order."""
 
     def __init__(self, regions: Iterable[Region], seen: Callable[[Region, StreamedRows], None] | None = None) -> None:
+        """`seen` is called with each piece that is taken, before it is."""
         self._seen = seen
         self._tasks = self._all_windows(regions)
         self._buffers: deque[Array] = deque(np.empty(0, np.uint8) for _ in range(DEPTH))
@@ -186,11 +187,6 @@ class Feed:
         self._pool.shutdown(cancel_futures=True)
         for source in self._sources:
             source.release()
-
-
-def stream(regions: Iterable[Region], seen: Callable[[Region, StreamedRows], None] | None = None) -> Feed:
-    """The feed of these regions; `seen` is called with each piece that is taken, before it is."""
-    return Feed(regions, seen)
 
 
 def _piece_bytes(region: Region) -> int:
@@ -352,7 +348,7 @@ class FormatWriter(ABC):
     def feed(self, regions: Sequence[Region]) -> Feed:
         """The elements of regions, on their way into a file."""
         self._prints = {}
-        return stream(regions, self._sum_up if self.takes_fingerprints else None)
+        return Feed(regions, self._sum_up if self.takes_fingerprints else None)
 
     def _sum_up(self, region: Region, piece: StreamedRows) -> None:
         spec = region.stored.spec

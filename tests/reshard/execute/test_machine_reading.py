@@ -25,11 +25,13 @@ from reshard.execute import machine as machine_memory, machine as machine_readin
 from reshard.execute.reading import merge_ranges, subtract_ranges
 from reshard.execute.segments import (
     LOCAL_SEGMENT_BYTES as SIZE,
+    FileFootprint,
     ReadFootprint,
     Segment,
     _windows_by_segment,
     add_touched,
     assign_segments,
+    footprint_of,
 )
 from reshard.live.tensors import local_tensors
 from reshard.native.manifest import BLOCK_BYTES
@@ -81,9 +83,7 @@ def test_parts_of_long_rows_touch_together_just_what_there_is():
 
 
 def said(**files: list[int]) -> ReadFootprint:
-    return ReadFootprint(
-        {name: segments._ReadFile(len(c) * SIZE, SIZE, 0, np.array(c, "<u4").tobytes()) for name, c in files.items()}
-    )
+    return {name: FileFootprint(len(c) * SIZE, SIZE, 0, np.array(c, "<u4").tobytes()) for name, c in files.items()}
 
 
 def reads(*ranks: ReadFootprint) -> list[tuple[Segment, ...]]:
@@ -104,7 +104,7 @@ def test_what_all_touch_is_read_in_turns_and_what_one_touches_by_itself():
 
 
 def test_files_of_other_lengths_under_one_name_are_not_shared():
-    longer = ReadFootprint({"a": segments._ReadFile(25 * SIZE, SIZE, 0, np.array([SIZE] * 25, "<u4").tobytes())})
+    longer = {"a": FileFootprint(25 * SIZE, SIZE, 0, np.array([SIZE] * 25, "<u4").tobytes())}
     assert assign_segments([said(a=[SIZE] * 24), longer]) == (((), ()), ((), ()))
 
 
@@ -150,18 +150,17 @@ def test_touching_is_measured_where_it_can_be(tmp_path):
 
 
 def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
-    rank = ReadFootprint({"a": segments._ReadFile(9 * SIZE + 5, SIZE, 1, np.array([SIZE] * 8 + [5], "<u4").tobytes())})
+    rank = {"a": FileFootprint(9 * SIZE + 5, SIZE, 1, np.array([SIZE] * 8 + [5], "<u4").tobytes())}
     lists = reads(*[rank] * 4)
     last = max((s for its in lists for s in its), key=lambda s: s.start)
     assert (last.start, last.stop) == (9 * SIZE, 9 * SIZE + 5)
 
 
-def test_what_a_rank_says_survives_the_wire():
+def test_what_a_rank_touches_is_counted_from_the_first_segment():
     storage = MemoryStorage("test-host-reading")
     storage.publish("a", bytes(3 * SIZE))
-    said_of = ReadFootprint.of([(FileSource(storage, "a"), Window.row_major(SIZE + 1, (SIZE,), 1))])
-    assert ReadFootprint.decode(said_of.encode()) == said_of
-    assert {name.rpartition("/")[2]: file.first for name, file in said_of.files.items()} == {"a": 1}
+    said_of = footprint_of([(FileSource(storage, "a"), Window.row_major(SIZE + 1, (SIZE,), 1))])
+    assert {name.rpartition("/")[2]: file.first for name, file in said_of.items()} == {"a": 1}
 
 
 def test_the_cuts_of_a_window_are_its_elements_by_segment():
