@@ -1,10 +1,4 @@
-"""Reading for all ranks of a machine: each segment is read by one of them into memory that they share.
-
-    rank 0   read segment 0 into its slot | take my part of segments 0, 1 | read segment 2 ...
-    rank 1   read segment 1 into its slot | take my part of segments 1, 0 | read segment 3 ...
-
-So a byte that several ranks need, or a page of which each needs a part, comes from the storage once for the machine.
-"""
+"""Reading for all ranks of a machine: each segment is read by one of them into memory that they share."""
 
 from __future__ import annotations
 
@@ -46,6 +40,13 @@ from reshard.ranks.liveness import machine
 from reshard.stored.source import FileSource
 
 __all__ = ["Address", "MachineMemory", "MachineReading", "OwnMemory", "slots_for"]
+
+
+#     rank 0   read segment 0 into its slot | take my part of segments 0, 1 | read segment 2 ...
+#     rank 1   read segment 1 into its slot | take my part of segments 1, 0 | read segment 3 ...
+#
+# So a byte that several ranks need, or a page of which each needs a part, comes from the storage
+# once for the machine.
 
 
 LOCAL_SLOTS = 2

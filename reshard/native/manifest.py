@@ -1,14 +1,4 @@
-"""The library's own format: safetensors data files and one JSON manifest, published last.
-
-    manifest.json                              what is here: specs, layouts, files, objects
-    data-<save id>/00000.safetensors           what rank 0 wrote
-    data-<save id>/00000.safetensors.sums      a checksum for each MiB of it
-
-Version 2 has, beside these, files of earlier saves that still hold some of the elements, or a table of many files.
-
-Which rank wrote which region is not listed: it follows from the layouts by the same deterministic save plan that the
-ranks wrote by. `docs/format.md` is the specification.
-"""
+"""The library's own format: safetensors data files and one JSON manifest, published last."""
 
 from __future__ import annotations
 
@@ -34,6 +24,17 @@ __all__ = [
     "LinkedRecord", "Manifest", "PartsRecord", "TableRecord", "encode_manifest", "encode_table",
     "entry_key", "has_digest", "is_generation", "read_manifest", "refuse_newer",
 ]  # fmt: skip
+
+
+#     manifest.json                              what is here: specs, layouts, files, objects
+#     data-<save id>/00000.safetensors           what rank 0 wrote
+#     data-<save id>/00000.safetensors.sums      a checksum for each MiB of it
+#
+# Version 2 has, beside these, files of earlier saves that still hold some of the elements, or a
+# table of many files.
+#
+# Which rank wrote which region is not listed: it follows from the layouts by the same
+# deterministic save plan that the ranks wrote by. `docs/format.md` is the specification.
 
 
 MANIFEST = "manifest.json"

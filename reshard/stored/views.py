@@ -1,11 +1,4 @@
-"""Stored tensors seen another way: slices, stacks, concatenations and pieces of flat buffers. Nothing is read.
-
-A stored tensor is a set of pairs (box, window), and each function here only maps boxes to boxes and windows to
-windows, so the result is a stored tensor again, lazy and exact to the byte:
-
-    stack [3, 4, 5]  --select(dim 0, 1)-->  [4, 5]         flat [20]  --unflatten-->  [4, 5]
-    halves [2, 5] + [2, 5]  --concat(dim 0)-->  [4, 5]     rows [6, 5]  --narrow(0, 0, 4)-->  [4, 5]
-"""
+"""Stored tensors seen another way: slices, stacks, concatenations and pieces of flat buffers. Nothing is read."""
 
 from __future__ import annotations
 
@@ -22,6 +15,14 @@ __all__ = [
     "Piece", "assemble", "concat", "flat_piece", "narrow", "select", "stack", "unflatten", "ungrid",
     "unstack",
 ]  # fmt: skip
+
+
+# A stored tensor is a set of pairs (box, window), and each function here only maps boxes to
+# boxes and windows to windows, so the result is a stored tensor again, lazy and exact to the
+# byte:
+#
+#     stack [3, 4, 5]  --select(dim 0, 1)-->  [4, 5]         flat [20]  --unflatten-->  [4, 5]
+#     halves [2, 5] + [2, 5]  --concat(dim 0)-->  [4, 5]     rows [6, 5]  --narrow(0, 0, 4)-->  [4, 5]
 
 
 Shape = tuple[int, ...]
