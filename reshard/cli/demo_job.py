@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ from planners.reports.pages import to_html
 from reshard.checkpoint import open as open_checkpoint
 from reshard.cli.examples.llama_fsdp_tp_pp import Training
 from reshard.errors import ReshardError
+from reshard.live.tree import leaves_of
+from reshard.state import key_of
 
-__all__ = ["BEFORE", "Change", "Plans", "Result", "Told", "tell_story"]
+__all__ = ["BEFORE", "Change", "Plans", "RankResult", "Result", "tell_story"]
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def _picture(out: Path, name: str, plan: LoadPlan) -> str:
     return str(file)
 
 
-def _change(ways: Ways, plans: Plans, began: Told, resumed: list[Told]) -> Change:
+def _change(ways: Ways, plans: Plans, began: RankResult, resumed: list[RankResult]) -> Change:
     name, first = str(ways), resumed[0]
     plan = plans.of[name]
     return Change(
@@ -211,7 +213,7 @@ def _change(ways: Ways, plans: Plans, began: Told, resumed: list[Told]) -> Chang
 
 
 @dataclass(frozen=True)
-class Told:
+class RankResult:
     """What a rank tells at the end of a job."""
 
     report: Any
@@ -225,7 +227,7 @@ class Told:
     parameters: int
 
 
-def begin_training(tell: Tell, ways: Ways, steps: int, path: str) -> Told:
+def begin_training(tell: Tell, ways: Ways, steps: int, path: str) -> RankResult:
     """Train from scratch, then save model, optimizer and the number of steps."""
     training = Training(ways.fsdp, ways.tp, 1, lambda *step: tell(step))
     training.train(steps)
@@ -233,37 +235,33 @@ def begin_training(tell: Tell, ways: Ways, steps: int, path: str) -> Told:
     return _told(tell, training, training.save(path), 0)
 
 
-def resume_training(tell: Tell, ways: Ways, steps: int, path: str) -> Told:
+def resume_training(tell: Tell, ways: Ways, steps: int, path: str) -> RankResult:
     """Load what another topology saved, into a model that starts from other values, and train on."""
     training = Training(ways.fsdp, ways.tp, 2, lambda *step: tell(step))
     tell("loading")
     return _told(tell, training, training.resume(path), steps)
 
 
-def _told(tell: Tell, training: Training, report: Any, steps: int) -> Told:
+def _told(tell: Tell, training: Training, report: Any, steps: int) -> RankResult:
     """Gather and judge what there is, train on, and judge again."""
     tell("gathering")
     digests, judged = _digests(training.state()), training.judge()
     training.train(steps)
-    return Told(report, digests, judged, training.judge(), sum(p.numel() for p in training.model.parameters()))
+    return RankResult(report, digests, judged, training.judge(), sum(p.numel() for p in training.model.parameters()))
 
 
 def _digests(state: dict[str, Any]) -> dict[str, str]:
     """SHA-256 of every whole tensor on rank 0, gathered by torch's own means one at a time."""
     out = {}
-    for key, tensor in _tensors(state, ()):
+    for path, tensor in leaves_of(state).items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if dist.get_rank() == 0:
-            out[key] = hashlib.sha256(whole.detach().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+            out[key_of(path)] = hashlib.sha256(
+                whole.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+            ).hexdigest()
     return out
-
-
-def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield ".".join(path), value
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _tensors(inner, (*path, name))
 
 
 # Several processes on this machine that talk over gloo, and what the first of them tells while they work.

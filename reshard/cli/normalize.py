@@ -22,12 +22,14 @@ def normalize(
     Only metadata is read; tensors stay where they are.
     """
     import reshard
+    from reshard.live.tree import map_leaves
 
     hints = read_hints(hint)
     checkpoint = reshard.open(path)
     state = checkpoint.normalized(hints)
     if as_json:
-        print_json({"path": checkpoint.url, "format": checkpoint.format, "notes": state.notes, **_plain(state)})
+        shown = map_leaves(lambda _, value: _plain(value), state)
+        print_json({"path": checkpoint.url, "format": checkpoint.format, "notes": state.notes, **shown})
         return
     from rich.markup import escape
 
@@ -55,10 +57,6 @@ def _leaf(value: Any) -> PrintedLeaf:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
     if hasattr(value, "nbytes"):
         return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "nbytes": value.nbytes}
     return value

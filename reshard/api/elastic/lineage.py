@@ -17,14 +17,14 @@ from typing import NamedTuple
 from reshard.api.elastic.generation import GenerationFolder, Incarnation, ManifestStamp, Recorded
 from reshard.native.commit import new_save_id
 
-__all__ = ["Found", "Order"]
+__all__ = ["FoundGenerations", "GenerationOrder"]
 
 
 _REMEMBERED = 64
 """So many earlier incarnations are known to each, the last ones; those before are told apart by the clocks."""
 
 
-class Order(NamedTuple):
+class GenerationOrder(NamedTuple):
     """Which generation comes before which, as far as it can be told."""
 
     newest_first: list[GenerationFolder]
@@ -39,7 +39,7 @@ class Order(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundGenerations:
     """What some hosts have."""
 
     incarnations: Mapping[GenerationFolder, Incarnation]
@@ -50,7 +50,7 @@ class Found:
     """Of those that count somewhere."""
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[str, Mapping[GenerationFolder, Recorded]]]) -> Found:
+    def of(cls, rows: Iterable[tuple[str, Mapping[GenerationFolder, Recorded]]]) -> FoundGenerations:
         """Out of what lies in the folder of each host."""
         incarnations: dict[GenerationFolder, Incarnation] = {}
         hosts: dict[GenerationFolder, list[str]] = {}
@@ -66,7 +66,7 @@ class Found:
                 incarnations.setdefault(kept, Incarnation(kept.save_id, kept.number, {}))
         return cls(incarnations, hosts, made)
 
-    def order(self, among: Collection[GenerationFolder] | None = None) -> Order:
+    def order(self, among: Collection[GenerationFolder] | None = None) -> GenerationOrder:
         """The decision: of the generations that count somewhere, or of those `among` them."""
         lines: dict[str, list[GenerationFolder]] = {}
         for kept in sorted(self.made if among is None else among, reverse=True):
@@ -77,9 +77,9 @@ class Found:
             heads = [one for one in lasts if not any(self._knew(other, one) for other in lasts)] or lasts
             last = [one for one in heads if not any(self._began_later(other, one) for other in heads)]
             if len(last) > 1:
-                return Order(newest_first, last)
+                return GenerationOrder(newest_first, last)
             newest_first += lines.pop(self.incarnations[last[0]].id)
-        return Order(newest_first, [])
+        return GenerationOrder(newest_first, [])
 
     def begin(self, recovered: GenerationFolder | None) -> Incarnation:
         """An incarnation of the job that begins now, knows all of this, and has recovered that."""

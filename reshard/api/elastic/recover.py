@@ -31,7 +31,7 @@ from reshard.api.elastic.generation import (
     move,
     remove,
 )
-from reshard.api.elastic.lineage import Found
+from reshard.api.elastic.lineage import FoundGenerations
 from reshard.api.load import LoadReport, ReadPlan, load_with
 from reshard.api.load_keys import LoadOptions
 from reshard.checkpoint import Checkpoint, open as open_checkpoint, open_among
@@ -175,7 +175,7 @@ def _report(
 
 def _candidates(
     settings: Settings, fallback: Any, step: int | None, group: Group, hosts: Hosts
-) -> tuple[Found | None, _Candidates]:
+) -> tuple[FoundGenerations | None, _Candidates]:
     """Collective: what counts on some host, the newest first, and the fallback where its time puts
     it; with a step, only what is of that. Returns what the hosts have, too, on the first rank."""
     if hosts.leads:
@@ -183,7 +183,7 @@ def _candidates(
     rows = hosts.gather_kept(group)
     found, chosen = None, None
     if rows is not None:
-        found = Found.of(zip(hosts.names, rows))
+        found = FoundGenerations.of(zip(hosts.names, rows))
         order = found.order([kept for kept in found.made if step in (None, kept.step)])
         ranked = [
             _Candidate(kept, hosts.names.index(found.hosts[kept][0]), found.left_behind(kept, newer, step))
@@ -414,7 +414,7 @@ def gather(
     """
     storage = open_storage(out)
     places = [Path(folder) for folder in folders]
-    found = Found.of((str(place), kept_in(place)) for place in places)
+    found = FoundGenerations.of((str(place), kept_in(place)) for place in places)
     order = found.order([kept for kept in found.made if step in (None, kept.step)])
     if not order.newest:
         steps = ", ".join(str(kept.step) for kept in sorted(found.made, reverse=True)) or "none at all"

@@ -32,7 +32,7 @@ from reshard.api.elastic.generation import (
     move,
     remove,
 )
-from reshard.api.elastic.lineage import Found
+from reshard.api.elastic.lineage import FoundGenerations
 from reshard.api.elastic.recover import recover
 from reshard.api.load_keys import DtypePolicy, LoadOptions, Mode
 from reshard.api.save_job import (
@@ -322,7 +322,7 @@ def _begin(
     rows = hosts.gather_kept(group)
     begun = None
     if rows is not None:
-        begun = _next(step, Found.of(zip(hosts.names, rows)), len(hosts.places), incarnation)
+        begun = _next(step, FoundGenerations.of(zip(hosts.names, rows)), len(hosts.places), incarnation)
     kept, before, incarnation = group.share(begun, kind=_NextKept)
     need = copies.bytes_by_host[hosts.name] * (1 if before else 2)
     if hosts.leads:
@@ -339,7 +339,7 @@ def _begin(
     return kept, incarnation
 
 
-def _next(step: int, found: Found, hosts: int, incarnation: Incarnation | None) -> _NextKept:
+def _next(step: int, found: FoundGenerations, hosts: int, incarnation: Incarnation | None) -> _NextKept:
     """The generation that begins. Of those before, the newest stays that all hosts have; all, if they have none."""
     incarnation = incarnation or found.begin(None)
     number = max(incarnation.first, 1 + max((kept.number for kept in found.incarnations), default=0))

@@ -23,6 +23,7 @@ from reshard.errors import KeyMismatchError, LayoutError
 from reshard.live.copy_streams import has_copy_streams, to_host
 from reshard.live.optimizer_state import Saved, lost_state
 from reshard.live.tensors import form_of, global_shape, is_sharded, is_tensor, local_tensors, spec_of
+from reshard.live.tree import leaves_of, map_leaves
 
 __all__ = [
     "ENGINE_WORDING", "HeldRegion", "flat_state", "holds_checkpointable", "is_checkpointable",
@@ -78,11 +79,7 @@ def copied_like(copied: torch.Tensor, value: Any) -> torch.Tensor:
 
 def holds_checkpointable(state: Any) -> bool:
     """Whether one of the values in a nested state says itself what it holds."""
-    if isinstance(state, Mapping):
-        return any(map(holds_checkpointable, state.values()))
-    if isinstance(state, (list, tuple)):
-        return any(map(holds_checkpointable, state))
-    return is_placed(state) or is_checkpointable(state)
+    return any(is_placed(value) or is_checkpointable(value) for value in leaves_of(state).values())
 
 
 def regions_of(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
@@ -240,22 +237,12 @@ def refuse_lost_state(state_dict: dict[str, Any], saved: Iterable[Saved]) -> Non
 
 def on_the_cpu(state: Any) -> Any:
     """The state with every tensor copied to the CPU, and everything else that may change copied as well."""
-    found: dict[int, torch.Tensor] = {}
-    _find_on_devices(state, found)
+    inner = (value._local_tensor if isinstance(value, DTensor) else value for value in leaves_of(state).values())
+    plain = (value for value in inner if type(value) in (torch.Tensor, torch.nn.Parameter))
+    found = {id(tensor): tensor for tensor in plain if has_copy_streams(tensor.device)}
     with torch.no_grad():
-        sent = to_host([tensor.detach() for tensor in found.values()])
-    return _copy(state, dict(zip(found, sent)))
-
-
-def _find_on_devices(value: Any, found: dict[int, torch.Tensor]) -> None:
-    if isinstance(value, DTensor):
-        _find_on_devices(value._local_tensor, found)
-    elif isinstance(value, torch.Tensor) and not is_sharded(value):
-        if type(value) in (torch.Tensor, torch.nn.Parameter) and has_copy_streams(value.device):
-            found[id(value)] = value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            _find_on_devices(item, found)
+        on_host = dict(zip(found, to_host([tensor.detach() for tensor in found.values()])))
+    return map_leaves(lambda _, value: _copy(value, on_host), state)
 
 
 def _copy(value: Any, on_host: Mapping[int, torch.Tensor]) -> Any:
@@ -269,8 +256,4 @@ def _copy(value: Any, on_host: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         there = on_host.get(id(value))
         return copied_like(value.detach().to("cpu", copy=True) if there is None else there, value)
-    if isinstance(value, dict):
-        return {key: _copy(item, on_host) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copy(item, on_host) for item in value)
     return copy.deepcopy(value)

@@ -20,7 +20,7 @@ import reshard
 from planners import Mesh, Shard as S, TensorLayout, TensorSpec
 from reshard.api.elastic import tier as keeping
 from reshard.api.elastic.generation import GenerationFolder, Incarnation, ManifestStamp, Recorded, meet
-from reshard.api.elastic.lineage import Found
+from reshard.api.elastic.lineage import FoundGenerations
 from reshard.cli.app import run
 from reshard.elastic import Tier
 from reshard.errors import (
@@ -389,7 +389,7 @@ def test_an_incarnation_remembers_so_many_before_it() -> None:
         kept_ = GenerationFolder(number, number, f"{number:012x}-{number:012x}")
         rows = {kept_: Recorded(ManifestStamp(0.0, ""), one)}
         with mock.patch("reshard.api.elastic.lineage.new_save_id", return_value=f"{number:012x}-{'a' * 12}"):
-            one = Found.of([("a", rows)]).begin(kept_)
+            one = FoundGenerations.of([("a", rows)]).begin(kept_)
         assert one.first == number + 1
     assert list(one.earlier.values()) == list(range(36, 100))
 
