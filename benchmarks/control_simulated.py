@@ -101,7 +101,7 @@ def simulate(name: str, world_size: int, tensors: int) -> None:
     held = {key: Described(key, TensorSpec(key, (2 * world_size, 4), "float32"), form) for key in names}
     paths: dict[str, Any] = {key: (key,) for key in (*names, "step")}
     state = SimpleNamespace(tensors=held, objects={"step": 7}, per_rank={}, paths=paths, containers={}, aliases={})
-    contents = SimpleNamespace(subset=None, facts_of=lambda kind: None)
+    contents = SimpleNamespace(subset=None, details=lambda kind: None)
     checkpoint = SimpleNamespace(contents=contents, url="file:///run/step-1000", run=None)
     match = SimpleNamespace(
         missing=(), mismatched=(), tensors=(), names=tuple(names), used=frozenset(names), checkpoint=checkpoint,

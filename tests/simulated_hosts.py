@@ -133,7 +133,7 @@ class Job:
             self._sources[work.rank] = sources
             group.barrier()
             legs = [leg for legs in work.rounds for leg in legs if not leg.sends]
-            moved = [item for leg in legs for burst in leg.bursts for item in burst]
+            moved = [item for leg in legs for run in leg.runs for item in run]
             for item in [*work.copies, *moved]:
                 to = targets(item.fqn)[item.target_part][item.target.slices]
                 to.copy_(self._sources[item.sender](item.fqn)[item.source_part][item.source.slices])

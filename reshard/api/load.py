@@ -148,7 +148,7 @@ def load_with(
             match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names)
             return _Load(group, process_group, options, match, before, bring).run(started)
     except (CheckpointNotFoundError, DamagedCheckpointError) as error:
-        native = checkpoint.contents.facts_of(NativeFacts)
+        native = checkpoint.contents.details(NativeFacts)
         if native is None or not is_replaced(native):
             raise
         raise CheckpointError(
@@ -323,7 +323,7 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
     items = plan.items(rank)
     if dry_run:
         return ReadPlan([], items.nbytes)
-    native = checkpoint.contents.facts_of(NativeFacts)
+    native = checkpoint.contents.details(NativeFacts)
     if native is not None and native.storage.requests > 1:
         writers = {chunk.owner for item in items for chunk, _ in stored[item.fqn].meeting(item.box)}
         native.prefetch(owner for owner in writers if isinstance(owner, int))
@@ -367,7 +367,7 @@ def own_values(
     """
     saved = checkpoint.contents.per_rank
     job_size = dist.get_world_size() if dist.is_initialized() else 1
-    native = checkpoint.contents.facts_of(NativeFacts)
+    native = checkpoint.contents.details(NativeFacts)
     saved_size = int(native.manifest.layout["world_size"]) if native is not None else 0
     out = {}
     for key in keys:

@@ -568,7 +568,7 @@ def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
 
 def _save_of(checkpoint: Checkpoint) -> tuple[str, str]:
     """A path, and which save was found there; of a run, in which a newer one may have been completed meanwhile, too."""
-    native = checkpoint.contents.facts_of(NativeFacts)
+    native = checkpoint.contents.details(NativeFacts)
     if checkpoint.url.startswith("memory:"):  # each process has memory of its own
         return "", ""
     save_id = native.manifest.save_id if native is not None else ""

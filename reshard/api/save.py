@@ -238,7 +238,7 @@ def _prepare(
     assert data is not None, "all ranks have planned the same"
     assert met.census is not None
     try:
-        if options.ranks_per_file > 1 and not storage.has_places:
+        if options.ranks_per_file > 1 and not storage.supports_shared_write:
             raise StorageError(
                 f"{storage.url} has no files that several ranks can write together: leave ranks_per_file out"
             )

@@ -223,12 +223,12 @@ def _write_own(job: SaveJob, data: ToWrite, same: list[str], on_bytes: Callable[
 
 
 def _write_together(job: SaveJob, data: ToWrite, on_bytes: Callable[[int], None]) -> tuple[Written, int]:
-    crew = file_group_of(job.group, job.options.ranks_per_file)
+    file_group = file_group_of(job.group, job.options.ranks_per_file)
     written = write_common_file(
         job.storage,
-        f"{job.generation.folder}/{crew.ranks[0]:05d}.safetensors",
+        f"{job.generation.folder}/{file_group.ranks[0]:05d}.safetensors",
         data.entries,
-        crew,
+        file_group,
         lanes=data.lanes,
         stage_bytes=job.options.memory_budget_bytes,
         on_bytes=on_bytes,

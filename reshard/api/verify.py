@@ -79,7 +79,7 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
     except DamagedCheckpointError as error:
         return Report(f"{checkpoint.url} ({checkpoint.format})", (Finding(str(error)),), len(checkpoint))
     findings = [Finding(problem) for problem in checkpoint.problems()]
-    native = checkpoint.contents.facts_of(NativeFacts)
+    native = checkpoint.contents.details(NativeFacts)
     if native is not None:
         findings += _plan_findings(native.plan)
         findings += map(Finding, filter(None, [index_problem(native)]))
@@ -118,7 +118,7 @@ def _compared(checkpoint: Checkpoint, against: Any, *, by_fingerprint: bool, pro
 
 def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
     """How far a deep look reaches: files with checksums are all of ours, and the zip archives of torch.save."""
-    native = checkpoint.contents.facts_of(NativeFacts)
+    native = checkpoint.contents.details(NativeFacts)
     if native is not None:
         files = set(native.files)
         metadata_checked = has_digest(native.storage)

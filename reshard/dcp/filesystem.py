@@ -274,7 +274,7 @@ class FileSystemReader(StorageReader):
             table[name] = tensor_metadata(tensor.stored.spec, tensor.stored.boxes)
         table.update({key: BytesStorageMetadata() for key in checkpoint.objects})
         planner_data = paths_of(table, checkpoint.contents.paths)
-        facts = checkpoint.contents.facts_of(DcpFacts)
+        facts = checkpoint.contents.details(DcpFacts)
         save_id, version = (None, None) if facts is None else (facts.save_id, facts.version)
         meta = StorageMeta(checkpoint_id=self.path, save_id=save_id, load_id=self.load_id)
         return Metadata(state_dict_metadata=table, planner_data=planner_data, storage_meta=meta, **versioned(version))

@@ -244,26 +244,26 @@ class DeltaExchange(Exchange):
         """By sender: which of its runs this rank holds."""
         sizes = [0] * DEPTH
         places: list[list[tuple[int, list[_Sent], list[_Got], int, int]]] = []
-        for number, legs in enumerate(self.work.rounds):
+        for number, messages in enumerate(self.work.rounds):
             at = 0
             places.append([])
-            for leg in legs:
-                items = [item for burst in leg.bursts for item in burst]
-                sent = [self._outgoing(item) for item in items] if leg.sends else []
-                got = [self._incoming(item) for item in items] if not leg.sends else []
-                self._to.setdefault(leg.peer, []).extend(sent)
-                self._from.setdefault(leg.peer, []).extend(got)
+            for message in messages:
+                items = [item for run in message.runs for item in run]
+                sent = [self._outgoing(item) for item in items] if message.sends else []
+                got = [self._incoming(item) for item in items] if not message.sends else []
+                self._to.setdefault(message.peer, []).extend(sent)
+                self._from.setdefault(message.peer, []).extend(got)
                 nbytes = sum(piece.size * piece.word_bytes for piece in (*sent, *got))
-                places[-1].append((leg.peer, sent, got, at, at + nbytes))
+                places[-1].append((message.peer, sent, got, at, at + nbytes))
                 at += nbytes
             sizes[number % DEPTH] = max(sizes[number % DEPTH], at)
         pieces: list[_ChangedPiece] = [one for table in (self._to, self._from) for of in table.values() for one in of]
         if self._device.type == "cpu":
             self._elsewhere = {piece.elements.device for piece in pieces} - {self._device}
         self._make_buffers(sizes)
-        self._legs = [
-            [_DeltaMessage(peer, sent, got, self._buffers[n % DEPTH][a:b]) for peer, sent, got, a, b in legs]
-            for n, legs in enumerate(places)
+        self._messages = [
+            [_DeltaMessage(peer, sent, got, self._buffers[n % DEPTH][a:b]) for peer, sent, got, a, b in messages]
+            for n, messages in enumerate(places)
         ]
         self._to = {peer: pieces for peer, pieces in self._to.items() if pieces}
         self._from = {peer: pieces for peer, pieces in self._from.items() if pieces}
@@ -364,33 +364,35 @@ class DeltaExchange(Exchange):
         return dist.P2POp(kind, room, peer, self._process_group, TAG)
 
     def _move_bodies(self, waiter: Waiter, everything: set[int]) -> None:
-        def fill(legs: list[_DeltaMessage]) -> list[dist.P2POp]:
+        def fill(messages: list[_DeltaMessage]) -> list[dist.P2POp]:
             ops = []
-            for leg in legs:
-                if leg.sent:
+            for message in messages:
+                if message.sent:
                     nbytes = 0
-                    for piece in leg.sent:
+                    for piece in message.sent:
                         nbytes += piece.fill(
-                            leg.room[nbytes:], everything=leg.peer in everything, is_pinned=self._is_pinned
+                            message.room[nbytes:], everything=message.peer in everything, is_pinned=self._is_pinned
                         )
                     self.sent_bytes += nbytes
                 else:
-                    nbytes = sum(piece.nbytes for piece in leg.got)
+                    nbytes = sum(piece.nbytes for piece in message.got)
                     self.received_bytes += nbytes
                 if nbytes:
-                    ops.append(self._op(dist.isend if leg.sent else dist.irecv, leg.room[:nbytes], leg.peer))
+                    ops.append(
+                        self._op(dist.isend if message.sent else dist.irecv, message.room[:nbytes], message.peer)
+                    )
             waiter.settle(self._elsewhere)  # filled, and what was in the buffer before is taken
             return ops
 
-        go_through(self._legs, waiter, fill, self._take)
+        go_through(self._messages, waiter, fill, self._take)
 
-    def _take(self, legs: list[_DeltaMessage]) -> None:
+    def _take(self, messages: list[_DeltaMessage]) -> None:
         got, words = [], []
-        for leg in legs:
+        for message in messages:
             at = 0
-            for piece in leg.got:
-                got.append((leg.peer, piece))
-                words.append(piece.take(leg.room[at : at + piece.nbytes], is_pinned=self._is_pinned))
+            for piece in message.got:
+                got.append((message.peer, piece))
+                words.append(piece.take(message.room[at : at + piece.nbytes], is_pinned=self._is_pinned))
                 at += piece.nbytes
         for (peer, piece), summed in zip(got, _digests(words, on_device=self._on_device), strict=True):
             if summed != piece.summed:

@@ -57,7 +57,7 @@ class PeerMessage(NamedTuple):
 
     peer: int
     sends: bool
-    bursts: tuple[tuple[TransferItem, ...], ...]
+    runs: tuple[tuple[TransferItem, ...], ...]
     """Each is one run of bytes on the wire."""
 
 
@@ -75,18 +75,18 @@ class RankWork:
         """The part of `rank` in a schedule, which may be beyond the ranks of the plan."""
         if rank >= rounds.plan.world_size:
             return cls(rank, (), ())
-        legs: dict[int, list[PeerMessage]] = {}
-        for message in rounds.messages(rank):
-            sends = message.sender == rank
-            leg = PeerMessage(message.receiver if sends else message.sender, sends, _bursts(message))
-            legs.setdefault(message.round, []).append(leg)
+        messages: dict[int, list[PeerMessage]] = {}
+        for planned in rounds.messages(rank):
+            sends = planned.sender == rank
+            message = PeerMessage(planned.receiver if sends else planned.sender, sends, _runs_of(planned))
+            messages.setdefault(planned.round, []).append(message)
         copies = TransferItems(item for item in rounds.plan.items_to(rank) if item.is_local)
-        return cls(rank, copies, tuple(tuple(legs[number]) for number in sorted(legs)))
+        return cls(rank, copies, tuple(tuple(messages[number]) for number in sorted(messages)))
 
     def nbytes(self, *, sends: bool) -> int:
         """Bytes that this rank sends, or receives."""
-        legs = (leg for legs in self.rounds for leg in legs if leg.sends == sends)
-        return sum(piece.nbytes for leg in legs for burst in leg.bursts for piece in burst)
+        messages = (message for messages in self.rounds for message in messages if message.sends == sends)
+        return sum(piece.nbytes for message in messages for run in message.runs for piece in run)
 
 
 def round_bytes(budget_bytes: int) -> int:
@@ -95,7 +95,7 @@ def round_bytes(budget_bytes: int) -> int:
     return each - each // LARGE_BYTES * _ALIGN_BYTES
 
 
-def _bursts(message: Message) -> tuple[tuple[TransferItem, ...], ...]:
+def _runs_of(message: Message) -> tuple[tuple[TransferItem, ...], ...]:
     """Large pieces alone, then all small ones. Of the sizes only, so that both ends find the same."""
     pieces = [piece for piece in message.pieces if piece.nbytes]
     large = [(piece,) for piece in pieces if piece.nbytes >= LARGE_BYTES]
@@ -225,24 +225,24 @@ class Exchange:
         return to, of
 
     def _build_rounds(self) -> None:
-        drafts = [[(leg, self._draft(leg)) for leg in legs] for legs in self.work.rounds]
+        drafts = [[(message, self._draft(message)) for message in messages] for messages in self.work.rounds]
         sizes = [0] * DEPTH
         placed: list[list[tuple[PeerMessage, list[torch.Tensor | _Packed]]]] = []
         for number, draft in enumerate(drafts):
             at = 0
             placed.append([])
-            for leg, bursts in draft:
+            for message, runs in draft:
                 there: list[torch.Tensor | _Packed] = []
-                for burst in bursts:
-                    if isinstance(burst, _Packed):
+                for run in runs:
+                    if isinstance(run, _Packed):
                         at = -(-at // _ALIGN_BYTES) * _ALIGN_BYTES
-                        burst = burst._replace(start=at)
-                        at += burst.nbytes
-                    there.append(burst)
-                placed[-1].append((leg, there))
+                        run = run._replace(start=at)
+                        at += run.nbytes
+                    there.append(run)
+                placed[-1].append((message, there))
             sizes[number % DEPTH] = max(sizes[number % DEPTH], at)
         self._make_buffers(sizes)
-        self._rounds = [self._round(legs, self._buffers[number % DEPTH]) for number, legs in enumerate(placed)]
+        self._rounds = [self._round(messages, self._buffers[number % DEPTH]) for number, messages in enumerate(placed)]
 
     def _make_buffers(self, sizes: Sequence[int]) -> None:
         self._is_pinned = any(map(has_copy_streams, self._elsewhere))
@@ -251,20 +251,20 @@ class Exchange:
             for size in sizes
         ]
 
-    def _draft(self, leg: PeerMessage) -> list[torch.Tensor | _Packed]:
-        """The runs of memory of a leg, as they are or to be packed; where in a buffer comes later."""
+    def _draft(self, message: PeerMessage) -> list[torch.Tensor | _Packed]:
+        """The runs of memory of a message, as they are or to be packed; where in a buffer comes later."""
         out: list[torch.Tensor | _Packed] = []
-        for burst in leg.bursts:
+        for run in message.runs:
             pieces, at = [], 0
-            for item in burst:
-                elements = self._piece(item, leg.sends)
+            for item in run:
+                elements = self._piece(item, message.sends)
                 if self._device.type == "cpu" and elements.device.type != "cpu":
                     self._elsewhere.add(elements.device)
                 pieces.append((elements, at, at + item.nbytes))
                 at += item.nbytes
-            straight = self._straight(burst[0], pieces[0][0]) if len(burst) == 1 else None
+            straight = self._straight(run[0], pieces[0][0]) if len(run) == 1 else None
             out.append(_Packed(0, at, pieces) if straight is None else straight)
-            if leg.sends:
+            if message.sends:
                 self.sent_bytes += at
             else:
                 self.received_bytes += at
@@ -284,23 +284,23 @@ class Exchange:
             return None
         return raw_bytes(elements)
 
-    def _round(self, legs: list[tuple[PeerMessage, list[torch.Tensor | _Packed]]], buffer: torch.Tensor) -> _Round:
+    def _round(self, messages: list[tuple[PeerMessage, list[torch.Tensor | _Packed]]], buffer: torch.Tensor) -> _Round:
         step = _Round([], [], [], [])
-        for leg, bursts in legs:
-            send_or_receive = dist.isend if leg.sends else dist.irecv
-            for burst, items in zip(bursts, leg.bursts, strict=True):
-                if not isinstance(burst, _Packed):
-                    wire = burst
+        for message, runs in messages:
+            send_or_receive = dist.isend if message.sends else dist.irecv
+            for run, items in zip(runs, message.runs, strict=True):
+                if not isinstance(run, _Packed):
+                    wire = run
                 else:
-                    wire = buffer[burst.start : burst.start + burst.nbytes]
-                    for (elements, begin, end), item in zip(burst.pieces, items, strict=True):
+                    wire = buffer[run.start : run.start + run.nbytes]
+                    for (elements, begin, end), item in zip(run.pieces, items, strict=True):
                         dtype = self._wires.get(item.fqn, elements.dtype)
                         there = wire[begin:end].view(dtype).view(elements.shape)
-                        pair = (there, elements) if leg.sends else (elements, there)
+                        pair = (there, elements) if message.sends else (elements, there)
                         by_host = self._is_pinned and elements.device.type == "cpu"
                         packs = step.host_packs if by_host else step.packs
-                        (packs if leg.sends else step.unpacks).append(pair)
-                step.ops.append(dist.P2POp(send_or_receive, wire, leg.peer, self._process_group, TAG))
+                        (packs if message.sends else step.unpacks).append(pair)
+                step.ops.append(dist.P2POp(send_or_receive, wire, message.peer, self._process_group, TAG))
         return step
 
 

@@ -107,20 +107,20 @@ class MachineReading:
         if any(offers[i].address.memory < 0 for i in places):
             touch_us = 0.0  # a rank has no memory to share: each reads for itself, but not each checks everything
         told = [zlib.decompress(offers[i].touched) for i in places]
-        duties = assign_segments([msgspec.msgpack.decode(one, type=ReadFootprint) for one in told], touch_us)
+        assignments = assign_segments([msgspec.msgpack.decode(one, type=ReadFootprint) for one in told], touch_us)
         files = {source.label: source for source, _ in shareable}
         place = places.index(group.rank) if places else 0
         alone = cls(None, 0, (), {}, list(copies), places)
-        alone = alone._with_checks(place, files, [(*one.reads, *one.checks) for one in duties])
-        if not any(one.reads for one in duties):
+        alone = alone._with_checks(place, files, [(*one.reads, *one.checks) for one in assignments])
+        if not any(one.reads for one in assignments):
             return alone
         addresses, ranks = [offers[i].address for i in places], [group.ranks[i] for i in places]
         try:
             memory = MachineMemory(own, addresses, ranks, place, group)
         except OSError:  # a sandbox that does not let one process open what belongs to another
             return replace(alone, refused=True)
-        shared = cls._shared(memory, copies, files, [one.reads for one in duties], places)
-        return replace(shared._with_checks(place, files, [one.checks for one in duties]), fallback=alone)
+        shared = cls._shared(memory, copies, files, [one.reads for one in assignments], places)
+        return replace(shared._with_checks(place, files, [one.checks for one in assignments]), fallback=alone)
 
     def _with_checks(
         self, place: int, files: Mapping[str, FileSource], lists: Sequence[Sequence[Segment]]
@@ -180,8 +180,8 @@ class MachineReading:
 
     def compared_elsewhere(self, copies: Iterable[Copy]) -> dict[FileSource, Elsewhere]:
         """What others compare with checksums for this rank, and what it had better compare for them before anybody
-        writes: its duties, and of the segments that it reads for all those that it wants whole. Of files that have a
-        view: what is far away is compared when it is read."""
+        writes: what is assigned to it, and of the segments that it reads for all those that it wants whole. Of files
+        that have a view: what is far away is compared when it is read."""
         found: dict[FileSource, Elsewhere] = {}
         for by_others in (self.checked_by_others, self.read_for_all):
             for source, ranges in by_others.items():

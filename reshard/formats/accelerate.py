@@ -93,7 +93,7 @@ def open(files: Files) -> Contents:
     for section, opened in _weights(files):
         parts.append((section, opened))
         # on disk, the weights of a Hugging Face model have other names than in memory
-        facts = opened.facts_of(safetensors.HuggingFaceFacts) or facts
+        facts = opened.details(safetensors.HuggingFaceFacts) or facts
     if by_rank:
         parts.append(("", rank_files.open_sections(_NAME, files, by_rank)))
     return merge(_NAME, parts, facts)

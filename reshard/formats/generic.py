@@ -67,7 +67,7 @@ def _tensors(contents: Contents, leaves: list[tuple[str, StoredLeaf]], hints: Hi
         tensors = [one for name, tensor in tensors for one in parts.get(name, {name: tensor}).items()]
         # each rank's 1-D piece of an original parameter is a view of the flat one
         tensors = [(name, tensor) for name, tensor in tensors if _PIECE.sub("", name) not in inside or name in inside]
-    beside = contents.facts_of(HuggingFaceFacts)
+    beside = contents.details(HuggingFaceFacts)
     on_disk = "safetensors" in contents.format or (beside is not None and beside.config)
     if on_disk and not hints.get("stored_names"):
         return in_memory(tensors)

@@ -219,7 +219,7 @@ def _open_at(
         facts, files = None, Files(storage, names, Checking(check))
         try:
             contents = _open(files, url, preferred)
-            if (facts := contents.facts_of(native.NativeFacts)) is not None:
+            if (facts := contents.details(native.NativeFacts)) is not None:
                 native.look_for_files(facts, names, share)
             break
         except (CheckpointNotFoundError, DamagedCheckpointError):

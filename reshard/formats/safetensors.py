@@ -341,7 +341,7 @@ class SafetensorsWriter(FormatWriter):
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
         """Stream one file."""
-        name = storage.staged(file.name, self.job_id)
+        name = storage.temporary(file.name, self.job_id)
         storage.delete(name)
         mine = {part.spec.fqn for part in file.parts}
         tied = {alias: kept for alias, kept in self.contents.aliases.items() if kept in mine}
@@ -363,7 +363,7 @@ class SafetensorsWriter(FormatWriter):
             if name not in done:
                 storage.delete(name)
         for name, written in done.items():
-            storage.unstage(written.name, name)
+            storage.commit(written.name, name)
         if len(done) > 1:
             index = {
                 "metadata": {"total_size": self.total_bytes},

@@ -285,14 +285,14 @@ def write_common_file(
     storage: Storage,
     name: str,
     entries: Sequence[Entry],
-    crew: FileGroup,
+    file_group: FileGroup,
     *,
     lanes: CopyStreams | None = None,
     stage_bytes: int = STAGE_BYTES,
     on_bytes: Callable[[int], None] | None = None,
 ) -> CommonFile | None:
-    """Write this rank's `entries` into the safetensors file that the ranks of `crew` write together, and what it knows
-    of the checksums beside it. Collective among them, also for a rank that has no entries.
+    """Write this rank's `entries` into the safetensors file that the ranks of `file_group` write together, and what it
+    knows of the checksums beside it. Collective among them, also for a rank that has no entries.
 
     Returns what there is then on the first rank of them, when all have written and all is durable; None on the others,
     and where nobody had any.
@@ -301,28 +301,28 @@ def write_common_file(
     StorageError if the storage fails, or bytes are not what some rank wrote.
     """
     ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
-    shape = _agreed(name, ordered, crew)
+    shape = _agreed(name, ordered, file_group)
     wrote = _Wrote([], [])
     if shape.header or shape.runs:
         pieces = row_major_pieces([entry.tensor for entry in ordered], lanes or CopyStreams(), stage_bytes)
         wrote = _write(storage, name, shape, pieces, on_bytes)
-    told = [msgspec.msgpack.decode(row, type=_Wrote) for row in crew.tell(msgspec.msgpack.encode(wrote))]
-    if crew.place or not shape.ranks:
+    told = [msgspec.msgpack.decode(row, type=_Wrote) for row in file_group.tell(msgspec.msgpack.encode(wrote))]
+    if file_group.place or not shape.ranks:
         return None
-    sums = _closed(storage, name, shape.nbytes, dict(zip(crew.ranks, told, strict=True)))
+    sums = _closed(storage, name, shape.nbytes, dict(zip(file_group.ranks, told, strict=True)))
     return CommonFile(FileRecord(name, shape.nbytes, shape.header_bytes, digest128(sums)), shape.ranks)
 
 
-def _agreed(name: str, ordered: Sequence[Entry], crew: FileGroup) -> _Shape:
+def _agreed(name: str, ordered: Sequence[Entry], file_group: FileGroup) -> _Shape:
     by_size = {size: list(some) for size, some in groupby(ordered, key=lambda entry: entry.spec.itemsize)}
     mine = {size: sum(entry.nbytes for entry in some) for size, some in by_size.items()}
-    held = [msgspec.msgpack.decode(row, type=dict[int, int]) for row in crew.tell(msgspec.msgpack.encode(mine))]
-    starts = places(held)[crew.place]
+    held = [msgspec.msgpack.decode(row, type=dict[int, int]) for row in file_group.tell(msgspec.msgpack.encode(mine))]
+    starts = places(held)[file_group.place]
     rows = b"".join(
         encode_rows(((entry.key, entry.spec.dtype, entry.box.sizes) for entry in some), starts[size])
         for size, some in by_size.items()
     )
-    rows_bytes = [int.from_bytes(row, "little") for row in crew.tell(len(rows).to_bytes(8, "little"))]
+    rows_bytes = [int.from_bytes(row, "little") for row in file_group.tell(len(rows).to_bytes(8, "little"))]
     head, tail = framed(sum(rows_bytes))
     header_bytes = len(head) + sum(rows_bytes) + len(tail)
     if header_bytes > MAX_HEADER_BYTES:
@@ -330,13 +330,13 @@ def _agreed(name: str, ordered: Sequence[Entry], crew: FileGroup) -> _Shape:
             f"the header of {name} would have {header_bytes} bytes, and other tools read no more than "
             f"{MAX_HEADER_BYTES}: choose a smaller ranks_per_file"
         )
-    header = [(len(head) + sum(rows_bytes[: crew.place]), rows)] if rows else []
-    if crew.place == 0 and any(held):
+    header = [(len(head) + sum(rows_bytes[: file_group.place]), rows)] if rows else []
+    if file_group.place == 0 and any(held):
         header = [(0, head), *header, (header_bytes - len(tail), tail)]
     return _Shape(
         nbytes=header_bytes + sum(sum(row.values()) for row in held),
         header_bytes=header_bytes,
-        ranks=tuple(rank for rank, row in zip(crew.ranks, held, strict=True) if row),
+        ranks=tuple(rank for rank, row in zip(file_group.ranks, held, strict=True) if row),
         header=header,
         runs=[(header_bytes + starts[size], nbytes) for size, nbytes in mine.items() if nbytes],
     )
@@ -349,7 +349,7 @@ def _write(
     pieces: Iterable[memoryview],
     on_bytes: Callable[[int], None] | None,
 ) -> _Wrote:
-    with storage.create_together(name, shape.nbytes) as out:
+    with storage.open_shared(name, shape.nbytes) as out:
         sums = BlockSums(out, shape.nbytes)
         for at, data in shape.header:
             sums.put(at, memoryview(data))
@@ -357,7 +357,7 @@ def _write(
     if not sums.blocks:
         return _Wrote(sums.edges, [])
     ranges = []
-    with storage.create_together(f"{name}.sums", _sums_bytes(shape.nbytes)) as out:
+    with storage.open_shared(f"{name}.sums", _sums_bytes(shape.nbytes)) as out:
         for first, digests in _consecutive(sums.blocks):
             packed = _packed(digests)
             out.at = 8 * first
@@ -383,7 +383,7 @@ def _closed(storage: Storage, name: str, nbytes: int, wrote: dict[int, _Wrote]) 
     for rank, one in wrote.items():
         for edge in one.edges:
             divided.setdefault(edge.start // BLOCK_BYTES, []).append((edge, rank))
-    with storage.create_together(f"{name}.sums", _sums_bytes(nbytes)) as out:
+    with storage.open_shared(f"{name}.sums", _sums_bytes(nbytes)) as out:
         for block, edges in divided.items():
             data = memoryview(storage.read(name, block * BLOCK_BYTES, min(BLOCK_BYTES, nbytes - block * BLOCK_BYTES)))
             at = block * BLOCK_BYTES

@@ -34,14 +34,14 @@ class Storage(ABC):
         max_gap_bytes: reading up to this many bytes that nobody asked for is cheaper than one more request.
         is_common: whether all processes of a machine that open this URL see the same objects, so that one may read for
             another.
-        has_places: whether several processes of a machine can write one object together, see `create_together`.
+        supports_shared_write: whether several processes of a machine can write one object together, see `open_shared`.
         requests: how many requests had better be under way at once; 1 where answers do not keep one waiting.
     """
 
     url: str
     max_gap_bytes: int
     is_common: bool = False
-    has_places: bool = False
+    supports_shared_write: bool = False
     requests: int = 8
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Storage(ABC):
     def create(self, name: str) -> Writer:
         """A new object, written from front to end; it must not exist yet."""
 
-    def create_together(self, name: str, nbytes: int) -> PlacedWriter:
+    def open_shared(self, name: str, nbytes: int) -> PlacedWriter:
         """An object of `nbytes` that several processes of one machine write at once, each its own bytes of it. All of
         them call this alike; the first to come makes it. What nobody writes is zero."""
         raise StorageError(f"{self.url} has no objects that several processes write: let each write one of its own")
@@ -81,17 +81,17 @@ class Storage(ABC):
     def delete(self, name: str) -> None:
         """Remove an object; one that is not there is no error, so that a removal can be repeated after a crash."""
 
-    def staged(self, name: str, token: str) -> str:
-        """The name under which to write an object that must not be seen yet; `unstage` gives it its own.
+    def temporary(self, name: str, token: str) -> str:
+        """The name under which to write an object that must not be seen yet; `commit` gives it its own name.
 
         It is `name` itself where an object can only be seen when it is whole; else one that `is_temporary`.
         """
         return name
 
-    def unstage(self, staged: str, name: str) -> None:
-        """Give a staged object its name, over an older object, durably. A second time does nothing."""
-        if staged != name:
-            raise StorageError(f"{self.url} has no staged objects: {staged!r} is none of them")
+    def commit(self, temporary: str, name: str) -> None:
+        """Give a temporary object its name, over an older object, durably. A second time does nothing."""
+        if temporary != name:
+            raise StorageError(f"{self.url} has no temporary objects: {temporary!r} is none of them")
 
     def link(self, name: str, other: str) -> bool:
         """Give an object, which nobody changes any more, a second name, without its bytes coming here: it stays as long

@@ -45,7 +45,7 @@ class LocalStorage(Storage):
 
     max_gap_bytes = _PAGE_BYTES
     is_common = True
-    has_places = True
+    supports_shared_write = True
     requests = 1
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -125,7 +125,7 @@ class LocalStorage(Storage):
     def create(self, name: str) -> Writer:
         return _LocalWriter(self, name, *self._created(name, os.O_EXCL))
 
-    def create_together(self, name: str, nbytes: int) -> PlacedWriter:
+    def open_shared(self, name: str, nbytes: int) -> PlacedWriter:
         path, file = self._created(name, 0)
         with self._errors("create", name):
             os.ftruncate(file, nbytes)
@@ -162,13 +162,13 @@ class LocalStorage(Storage):
                     error.add_note(f"removing the unfinished object failed too: {second}")
                 raise
 
-    def staged(self, name: str, token: str) -> str:
+    def temporary(self, name: str, token: str) -> str:
         return temporary_name(name, token)
 
-    def unstage(self, staged: str, name: str) -> None:
+    def commit(self, temporary: str, name: str) -> None:
         path = self._path(name)
         with self._errors("publish", name), suppress(FileNotFoundError):
-            os.replace(self._path(staged), path)
+            os.replace(self._path(temporary), path)
             _sync_folder(path.parent)
 
     def link(self, name: str, other: str) -> bool:

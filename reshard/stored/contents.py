@@ -64,7 +64,7 @@ class Contents(State[StoredTensor]):
     format: str = field(kw_only=True)
     """Name of the format, such as `"dcp"`."""
     facts: Facts | None = None
-    """What this format knows beyond that, see `facts_of`."""
+    """What this format knows beyond that, see `details`."""
     fingerprints: Mapping[str, str] | None = None
     """Digests of the tensors' values, where they were saved."""
     warnings: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Contents(State[StoredTensor]):
     left_out: tuple[str, ...] = ()
     """Keys of what was opened that have no place here, such as each rank's own values among canonical names."""
 
-    def facts_of(self, kind: type[F]) -> F | None:
+    def details(self, kind: type[F]) -> F | None:
         """What the format knows, if that is of this kind."""
         return self.facts if isinstance(self.facts, kind) else None
 

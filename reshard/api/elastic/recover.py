@@ -204,7 +204,7 @@ def _candidates(
 def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> int:
     """Before how many generations a fallback comes: behind one of the same state, else by the time
     it was made, and last where it does not say."""
-    native = open_checkpoint(fallback).contents.facts_of(NativeFacts)
+    native = open_checkpoint(fallback).contents.details(NativeFacts)
     if native is None:
         return len(newest_first)
     its = ManifestStamp.of(native.manifest)
@@ -262,7 +262,7 @@ class _JudgedGeneration:
         storage = Survivors(here, hosts.folder / fetched_folder(kept), text, whole)
         # blocks are compared when they have come: until then, files have holes behind their headers
         contents = reader.open(Files(storage, storage.list(), Checking(enabled=False)))
-        native = contents.facts_of(NativeFacts)
+        native = contents.details(NativeFacts)
         assert native is not None
         storage.expect(native.manifest, native.plan)
         self = cls(settings, kept, group, hosts, Checkpoint(contents, storage.url), storage, native)
@@ -308,7 +308,7 @@ class _JudgedGeneration:
 
     def _bring(self, others: Checkpoint | None, plan: ReadPlan) -> None:
         """Collective: what the plans of a host's ranks read, and the host has not, comes to it once."""
-        if others is not None and (native := others.contents.facts_of(NativeFacts)) is not None:
+        if others is not None and (native := others.contents.details(NativeFacts)) is not None:
             read = _blocks_read(plan, native.manifest.block_bytes)
             theirs = {source: ranges for source, ranges in read.items() if source.storage is not self.storage}
             self.checked += compare_ranges(native, theirs)
@@ -494,6 +494,6 @@ class _Look:
 def _opened(storage: LocalStorage) -> NativeFacts | None:
     """A generation, by the manifest that a host has."""
     try:
-        return reader.open(Files(storage, {MANIFEST: 0})).facts_of(NativeFacts)
+        return reader.open(Files(storage, {MANIFEST: 0})).details(NativeFacts)
     except CheckpointError:
         return None

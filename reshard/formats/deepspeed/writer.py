@@ -64,7 +64,7 @@ class DeepSpeedWriter(FormatWriter):
 
     def __init__(self, contents: Contents, target: Target) -> None:
         super().__init__(contents, target)
-        facts = contents.facts_of(DeepSpeedState)
+        facts = contents.details(DeepSpeedState)
         assert facts is not None
         self.facts = facts
         self.tag = f"global_step{facts.step}_universal"
@@ -78,7 +78,7 @@ class DeepSpeedWriter(FormatWriter):
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
         """Stream one file."""
-        name = storage.staged(file.name, self.job_id)
+        name = storage.temporary(file.name, self.job_id)
         regions = [self.region(part) for part in file.parts]
         return self.done(*write_archive(storage, name, self._value(file), regions, self.feed(regions), on_bytes))
 
@@ -125,7 +125,7 @@ class DeepSpeedWriter(FormatWriter):
     def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
         """Give all files their names, write the small ones, then the one that names their folder."""
         for name, written in done.items():
-            storage.unstage(written.name, name)
+            storage.commit(written.name, name)
         small: dict[str, Any] = {f"{self.tag}/zero/optimizer_state.pt": self._optimizer_state()}
         small[f"{self.tag}/zero_pp_rank_0_mp_rank_00_model_states.pt"] = self._model_states({})
         for fqn, step in self.facts.steps.items():

@@ -73,9 +73,9 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
 
 def claim(contents: Contents) -> Contents | None:
     """What is in an archive of NeMo's, or of Megatron-FSDP and was opened without the folder above it."""
-    if contents.facts_of(MegatronFacts) is not None:
+    if contents.details(MegatronFacts) is not None:
         return contents
-    known = contents.facts_of(dcp.DcpFacts)
+    known = contents.details(dcp.DcpFacts)
     if contents.format != "dcp" or known is None or not _is_of_fsdp(contents):
         return None
     return replace(contents, facts=MegatronFacts(**vars(known), backend="fsdp_dtensor"))
@@ -147,7 +147,7 @@ def open_folder(files: Files, folder: str) -> Contents:
         if isinstance(file.value, dict):
             shared = {key: file.plain(value) for key, value in file.value.items() if key != "rng_state"}
         parts.append(("common", _only_here(contents_of("megatron", {(): file}), sharded, file.source.label)))
-    known = sharded.facts_of(dcp.DcpFacts)
+    known = sharded.details(dcp.DcpFacts)
     assert known is not None
     facts = MegatronFacts(**vars(known), backend=backend, common=shared)
     merged = merge("megatron", parts, facts)

@@ -59,7 +59,7 @@ class MegatronWriter(DcpWriter):
     """Files of a limited size, in the folder of one iteration."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
-        facts = contents.facts_of(MegatronState)
+        facts = contents.details(MegatronState)
         assert facts is not None
         self.common = facts.common
         is_inside = _ITERATION.fullmatch(target.name) is not None

@@ -64,14 +64,14 @@ class TorchCheckpointingWriter(FormatWriter):
         kinds = {path[1:]: kind for path, kind in self.contents.containers.items() if path[:1] == (item,)}
         value = nest_of(self.contents, self.items[item], places, kinds)
         regions = [self.region(part) for part in file.parts]
-        name = storage.staged(file.name, self.job_id)
+        name = storage.temporary(file.name, self.job_id)
         return self.done(*write_archive(storage, name, value, regions, self.feed(regions), on_bytes))
 
     def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
         """Give the files their names, remove those of what was there before, and publish the list of items."""
         storage.delete(METADATA)
         for name, written in done.items():
-            storage.unstage(written.name, name)
+            storage.commit(written.name, name)
         for name in filter(ITEM.fullmatch, storage.list()):
             if name not in done:
                 storage.delete(name)

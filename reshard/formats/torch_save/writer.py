@@ -51,14 +51,14 @@ class TorchSaveWriter(FormatWriter):
         numbers = {part.spec.fqn: number for number, part in enumerate(file.parts)}
         places = {name: numbers[aliases.get(name, name)] for name in (*contents.tensors, *aliases)}
         value = nest_of(contents, paths_in_order(contents), places, contents.containers)
-        name = storage.staged(file.name, self.job_id)
+        name = storage.temporary(file.name, self.job_id)
         regions = [self.region(part) for part in file.parts]
         return self.done(*write_archive(storage, name, value, regions, self.feed(regions), on_bytes))
 
     def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
         """Put the file in its place, over an older one."""
         for name, written in done.items():
-            storage.unstage(written.name, name)
+            storage.commit(written.name, name)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The file itself; others beside it are in nobody's way."""

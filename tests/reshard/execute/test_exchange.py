@@ -41,7 +41,7 @@ def plan_of(count: int, shape: tuple[int, ...], dtypes: list[str]) -> Any:
     ("count", "shape", "budget"),
     [(7, (13, 11), 1 << 20), (7, (13, 11), 1024), (2, (2048, 1536), 64 << 20), (2, (2048, 1536), 1 << 20)],
 )
-def test_both_ends_of_every_message_agree_on_its_bursts(count, shape, budget):
+def test_both_ends_of_every_message_agree_on_its_runs(count, shape, budget):
     plan = plan_of(count, shape, ["float32", "bfloat16", "complex128", "uint8"])
     rounds = schedule(plan, max_inflight_bytes=round_bytes(budget))
 
@@ -51,11 +51,11 @@ def test_both_ends_of_every_message_agree_on_its_bursts(count, shape, budget):
     got = {(leg.peer, w.rank): [] for w in work for legs in w.rounds for leg in legs if not leg.sends}
     for w in work:
         for leg in (leg for legs in w.rounds for leg in legs):
-            (sent[w.rank, leg.peer] if leg.sends else got[leg.peer, w.rank]).extend(leg.bursts)
+            (sent[w.rank, leg.peer] if leg.sends else got[leg.peer, w.rank]).extend(leg.runs)
     assert sent == got
-    for burst in (burst for bursts in sent.values() for burst in bursts):
-        assert len(burst) == 1 or all(piece.nbytes < LARGE_BYTES for piece in burst)
-        sizes = [piece.nbytes // piece.box.numel for piece in burst]
+    for run in (run for runs in sent.values() for run in runs):
+        assert len(run) == 1 or all(piece.nbytes < LARGE_BYTES for piece in run)
+        sizes = [piece.nbytes // piece.box.numel for piece in run]
         assert sizes == sorted(sizes, reverse=True)
     assert sum(w.nbytes(sends=True) for w in work) == sum(w.nbytes(sends=False) for w in work) == plan.bytes_moved
     assert RankWork.of(rounds, 99) == RankWork(99, (), ())

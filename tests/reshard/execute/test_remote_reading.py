@@ -118,7 +118,7 @@ class AllAtOnce(Remote):
 def _save_rows(path: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     storage = Remote(path)
-    storage.has_places = False  # a file each, as in an object store
+    storage.supports_shared_write = False  # a file each, as in an object store
     reshard.save({"w": distribute_tensor(torch.arange(90_000.0).reshape(300, 300), mesh, [Shard(0)])}, storage)
 
 

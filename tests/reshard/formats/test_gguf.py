@@ -110,7 +110,7 @@ def test_quantized_tensors_are_what_the_gguf_package_makes_of_them(tmp_path: Pat
     state = {block.name: (code, (4, 3 * block.numel), blocks(code, 12)) for code, block in BLOCKS.items()}
     (tmp_path / "m.gguf").write_bytes(gguf(state))
     checkpoint = open_checkpoint(tmp_path)
-    facts = checkpoint.contents.facts_of(GgufFacts)
+    facts = checkpoint.contents.details(GgufFacts)
     assert facts is not None
     assert facts.types == checkpoint.objects["quantized"] == {name: name for name in state}
     for code, block in BLOCKS.items():

@@ -36,7 +36,7 @@ def numbers(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def together(storage: Any, held: list[dict[str, torch.Tensor]]) -> list[CommonFile | None]:
-    """What each rank of the crew returns."""
+    """What each rank of the file_group returns."""
     meeting, said = threading.Barrier(len(held)), [b""] * len(held)
 
     def write(place: int) -> CommonFile | None:
@@ -47,9 +47,9 @@ def together(storage: Any, held: list[dict[str, torch.Tensor]]) -> list[CommonFi
             meeting.wait(10)
             return out
 
-        crew = FileGroup(tuple(range(10, 10 + len(held))), place, tell)
+        file_group = FileGroup(tuple(range(10, 10 + len(held))), place, tell)
         entries = [entry(name, tensor) for name, tensor in held[place].items()]
-        return write_common_file(storage, "data/x", entries, crew)
+        return write_common_file(storage, "data/x", entries, file_group)
 
     with ThreadPoolExecutor(len(held)) as pool:
         return list(pool.map(write, range(len(held))))

@@ -30,13 +30,13 @@ from tests.reshard.formats.canonical.megatron_maker import Shape
 from tests.torch_releases import save_alone
 
 
-def facts_of(made: Contents) -> MegatronFacts:
+def details(made: Contents) -> MegatronFacts:
     assert isinstance(made.facts, MegatronFacts)
     return made.facts
 
 
 def common_of(made: Contents) -> dict[str, Any]:
-    common = facts_of(made).common
+    common = details(made).common
     assert isinstance(common, dict)
     return common
 
@@ -213,7 +213,7 @@ def gathered(made: Contents, folder: Path) -> Contents:
         torch.save([value], folder / f"{i}.pt")
         objects[key] = folder / f"{i}.pt"
     files = Files(open_storage(str(folder)))
-    facts = replace(facts_of(made), object_file=lambda key: read_torch_file(files[objects[key].name]))
+    facts = replace(details(made), object_file=lambda key: read_torch_file(files[objects[key].name]))
     return replace(made, tensors=rest, objects=objects, facts=facts)
 
 
