@@ -124,12 +124,12 @@ def load_with(
     path: Any,
     options: LoadOptions,
     process_group: dist.ProcessGroup | None = None,
-    bring: Callable[[ReadPlan], None] | None = None,
+    prefetch: Callable[[ReadPlan], None] | None = None,
 ) -> LoadReport:
     """`load` among the ranks of `group`, within a phase of theirs.
 
     Args:
-        bring: collective; called when all is planned and proved, to bring what will be read to where it is read.
+        prefetch: collective; called when all is planned and proved, to bring what will be read to where it is read.
     """
     check_arguments("load", state_dict, path, Checkpoint)
     group.same_options("load", options.shared())
@@ -146,7 +146,7 @@ def load_with(
             started = time.perf_counter()
             targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
             match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names)
-            return _Load(group, process_group, options, match, before, bring).run(started)
+            return _Load(group, process_group, options, match, before, prefetch).run(started)
     except (CheckpointNotFoundError, DamagedCheckpointError) as error:
         native = checkpoint.contents.details(NativeFacts)
         if native is None or not is_replaced(native):
@@ -189,7 +189,7 @@ class _Load:
     match: KeyMatch
     before: Checking
     """What was checked before this load."""
-    bring: Callable[[ReadPlan], None] | None = None
+    prefetch: Callable[[ReadPlan], None] | None = None
 
     def run(self, started: float) -> LoadReport:
         """Collective. Nothing is written before all that can be checked before is."""
@@ -204,8 +204,8 @@ class _Load:
         plan = plan_rank(match, self.group.job_rank, dry_run=options.dry_run, uploads=uploads, shared=shared)
         uploads.begin()
         planned = time.perf_counter()
-        if self.bring is not None:
-            self.bring(plan)
+        if self.prefetch is not None:
+            self.prefetch(plan)
         checking = checkpoint.contents.checking
         is_checked = options.check and checking.enabled
         budget = options.memory_budget_bytes
@@ -221,7 +221,7 @@ class _Load:
         names = checkpoint.aliases
         bytes_unchecked = fetch.done.unchecked + checking.bytes_unchecked - self.before.bytes_unchecked
         unchecked = checking.words(bytes_unchecked, plan.bytes_needed) if is_checked else "unchecked: check=False"
-        if unchecked and not options.dry_run and self.bring is None:
+        if unchecked and not options.dry_run and self.prefetch is None:
             _log.info("%s was loaded, %s", checkpoint.url, unchecked)
         return LoadReport(
             path=checkpoint.url,

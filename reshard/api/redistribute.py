@@ -34,7 +34,7 @@ from reshard.api.transfer_agreement import (
     complete,
     digest_of,
 )
-from reshard.api.transfer_memory import LaneMemory, Steps, held_parts, plan_steps, refuse_shared_memory, turned
+from reshard.api.transfer_memory import Steps, TransferMemory, held_parts, plan_steps, refuse_shared_memory, turned
 from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError, format_names
 from reshard.execute.differences import DeltaExchange
 from reshard.execute.exchange import Exchange, Waiter
@@ -224,7 +224,7 @@ class Prepared:
         )
 
     def _undefined(self, error: Exception) -> UndefinedTargetsError:
-        keys = tuple(dict.fromkeys(lane.target for lane in self.pairing.lanes.values()))
+        keys = tuple(dict.fromkeys(transfer.target for transfer in self.pairing.transfers.values()))
         shown = ", ".join(keys[:20]) + (f" and {len(keys) - 20} more" if keys[20:] else "")
         rank = error.rank if isinstance(error, RankFailedError) else self._rank
         return UndefinedTargetsError(
@@ -235,19 +235,19 @@ class Prepared:
         )
 
     def _bind(self) -> None:
-        """Find the memory of all lanes, and make the buffers. Raises LayoutError where it is not as was agreed."""
+        """Find the memory of all transfers, and make the buffers. Raises LayoutError where it is not as was agreed."""
         pairing, rank = self.pairing, self._rank
         self._places_checked()
         self._values.check_places()
         refuse_shared_memory(pairing, self._source.state.tensors, self._target.state.tensors)
-        memory = LaneMemory(self._steps, self._source.state, self._target.state, rank)
-        for name in pairing.lanes:  # also what this rank neither sends nor gets must be as its layout says
+        memory = TransferMemory(self._steps, self._source.state, self._target.state, rank)
+        for name in pairing.transfers:  # also what this rank neither sends nor gets must be as its layout says
             memory.given(name)
             memory.wanted(name)
         wires = {
-            name: dtype_from_name(lane.before.spec.dtype)
-            for name, lane in pairing.lanes.items()
-            if lane.target in pairing.cast
+            name: dtype_from_name(transfer.before.spec.dtype)
+            for name, transfer in pairing.transfers.items()
+            if transfer.target in pairing.cast
         }
         sides = [(memory.given, memory.arriving, wires), (memory.arriving, memory.moved, {})]
         kind = partial(DeltaExchange, on_device=self._on_device) if self._options["delta"] else Exchange
@@ -276,7 +276,9 @@ class Prepared:
         self._others = {tensor.device for tensor in self._tensors()} - {self._device}
 
     def _places_checked(self) -> None:
-        for key in {lane.source for lane in self.pairing.lanes.values()} & self._source.state.tensors.keys():
+        for key in {
+            transfer.source for transfer in self.pairing.transfers.values()
+        } & self._source.state.tensors.keys():
             if self._source.state.tensors[key].is_meta:
                 raise LayoutError(f"the source {key!r} is a meta tensor: it has no elements to give")
 

@@ -49,13 +49,13 @@ class TensorTransfer:
 
 @dataclass(frozen=True)
 class TensorMatches:
-    """The lanes of a job, and the truth about what has none. The same on every rank."""
+    """The tensor transfers of a job, and the truth about what has none. The same on every rank."""
 
     before: StateLayout
     """Of all sources."""
     after: StateLayout
     """Of all targets."""
-    lanes: dict[str, TensorTransfer] = field(default_factory=dict)
+    transfers: dict[str, TensorTransfer] = field(default_factory=dict)
     views: dict[str, View] = field(default_factory=dict)
     """The view that each target is of its sources: a rename, or what was given."""
     ties: dict[str, str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class _Pairer:
         self.mismatched: list[str] = []
 
     def take(self, key: str) -> None:
-        """Lanes for one target tensor."""
+        """Transfers for one target tensor."""
         spec = self.after[key].spec
         view = self.given.get(key)
         if view is None:
@@ -131,7 +131,7 @@ class _Pairer:
         self.used.update(s.fqn for s in view.sources)
         if self._fits(key, spec, view):
             self.out.views[key] = view
-            self._add_lanes(key, view)
+            self._add_transfers(key, view)
 
     def _fits(self, key: str, spec: TensorSpec, view: View) -> bool:
         for source in view.sources:
@@ -152,21 +152,21 @@ class _Pairer:
             self.out.cast[key] = (view.spec.dtype, spec.dtype)
         return True
 
-    def _add_lanes(self, key: str, view: View) -> None:
+    def _add_transfers(self, key: str, view: View) -> None:
         after = self.after[key]
         wire = _wire(view.spec.dtype, after.spec)
         for pulled in pull_back(view.geometry, after.form):
             source = view.sources[pulled.tensor]
-            name = key if len(view.sources) == 1 and key not in self.out.lanes else f"{key} <- {source.fqn}"
-            while name in self.out.lanes:
+            name = key if len(view.sources) == 1 and key not in self.out.transfers else f"{key} <- {source.fqn}"
+            while name in self.out.transfers:
                 name += "'"
             spec = TensorSpec(name, source.shape, wire)
             before = TensorLayout.of(spec, self.before[source.fqn].form)
             wanted = TensorLayout.of(spec, pulled.form)
-            self.out.lanes[name] = TensorTransfer(name, key, source.fqn, before, wanted, pulled.turn, pulled.slots)
+            self.out.transfers[name] = TensorTransfer(name, key, source.fqn, before, wanted, pulled.turn, pulled.slots)
 
     def take_ties(self, tied: Mapping[str, str]) -> None:
-        """Drop the lanes of targets that another target's lanes fill."""
+        """Drop the transfers of targets that another target's transfers fill."""
         for key, first in tied.items():
             if key not in self.out.views or first not in self.out.views:
                 continue
@@ -178,8 +178,8 @@ class _Pairer:
                 )
                 continue
             self.out.ties[key] = first
-            for name in [name for name, lane in self.out.lanes.items() if lane.target == key]:
-                del self.out.lanes[name]
+            for name in [name for name, transfer in self.out.transfers.items() if transfer.target == key]:
+                del self.out.transfers[name]
 
     def take_objects(self, given: Mapping[str, None], wanted: Mapping[str, None]) -> None:
         """Pair what is no tensor."""

@@ -21,7 +21,7 @@ from reshard.execute.exchange import RankWork, round_bytes
 from reshard.live.state import LiveTensor, Targets
 from reshard.live.tensors import local_tensors
 
-__all__ = ["LaneMemory", "Steps", "held_parts", "part_tensors", "plan_steps", "refuse_shared_memory", "turned"]
+__all__ = ["Steps", "TransferMemory", "held_parts", "part_tensors", "plan_steps", "refuse_shared_memory", "turned"]
 
 
 # Where several replicas on the receiving side want the same, they get a stripe each and pass the
@@ -35,14 +35,14 @@ class Steps:
 
     pairing: TensorMatches
     rounds: tuple[Schedule, ...]
-    """Of each step. After the first of two, receivers hold stripes of some lanes."""
+    """Of each step. After the first of two, receivers hold stripes of some transfers."""
     works: tuple[RankWork, ...]
     """This rank's part in each step."""
     places: Mapping[str, tuple[HeldPlace, ...]]
-    """Lane -> where the local tensors that the plans speak of lie in those that the lane wants; not
-    for lanes of which the plans speak as a whole."""
+    """Transfer -> where the local tensors that the plans speak of lie in those that the transfer
+    wants; not for transfers of which the plans speak as a whole."""
     repeats: tuple[tuple[str, str, Repeat], ...]
-    """(lane, lane, what this rank copies from the one to the other), when all has been moved."""
+    """(transfer, transfer, what this rank copies from the one to the other), when all has been moved."""
     bytes_between_groups: int
     """See `TransferReport`."""
 
@@ -53,20 +53,20 @@ class Steps:
 
     @property
     def relayed(self) -> tuple[str, ...]:
-        """Lanes that move in two steps."""
+        """Transfers that move in two steps."""
         return self.rounds[1].plan.names if len(self.rounds) > 1 else ()
 
 
 def plan_steps(
     pairing: TensorMatches, rank: int, world_size: int, *, budget_bytes: int, ranks_per_host: int | None
 ) -> Steps:
-    """The steps for all lanes, proved. `world_size`: ranks are below that. The same on every rank,
-    but for its part.
+    """The steps for all tensor transfers, proved. `world_size`: ranks are below that. The same on
+    every rank, but for its part.
 
     Raises LayoutError for an element that a rank wants and no rank holds.
     """
     moved, places, repeats = _wanted_once(pairing, rank)
-    before = StateLayout({name: pairing.lanes[name].before for name in moved}, world_size)
+    before = StateLayout({name: pairing.transfers[name].before for name in moved}, world_size)
     after = StateLayout(moved, world_size)
     try:
         plans = plan_relay(before, after, ranks_per_host=ranks_per_host)
@@ -90,7 +90,7 @@ def _as_it_lies(plan: TransferPlan, pairing: TensorMatches) -> TransferPlan:
     def lying(state: StateLayout) -> StateLayout:
         tensors = {}
         for name in plan.names:
-            dtype = pairing.after[pairing.lanes[name].target].spec.dtype
+            dtype = pairing.after[pairing.transfers[name].target].spec.dtype
             tensors[name] = TensorLayout.of(replace(state[name].spec, dtype=dtype), state[name].form)
         return StateLayout(tensors, state.world_size)
 
@@ -100,11 +100,11 @@ def _as_it_lies(plan: TransferPlan, pairing: TensorMatches) -> TransferPlan:
 def _wanted_once(
     pairing: TensorMatches, rank: int
 ) -> tuple[dict[str, TensorLayout], dict[str, tuple[HeldPlace, ...]], tuple[tuple[str, str, Repeat], ...]]:
-    """(what each lane moves, where this rank puts it if that is not all, what it copies afterwards)."""
-    moved = {name: lane.after for name, lane in pairing.lanes.items()}
+    """(what each transfer moves, where this rank puts it if that is not all, what it copies afterwards)."""
+    moved = {name: transfer.after for name, transfer in pairing.transfers.items()}
     alike: dict[tuple[str, str], list[str]] = {}
-    for name, lane in pairing.lanes.items():
-        alike.setdefault((lane.source, pairing.after[lane.target].spec.dtype), []).append(name)
+    for name, transfer in pairing.transfers.items():
+        alike.setdefault((transfer.source, pairing.after[transfer.target].spec.dtype), []).append(name)
     places: dict[str, tuple[HeldPlace, ...]] = {}
     repeats: list[tuple[str, str, Repeat]] = []
     for names in alike.values():
@@ -120,7 +120,7 @@ def _wanted_once(
     return moved, places, tuple(repeats)
 
 
-# Lanes bound to memory: for each tensor of the plan, the local tensors that its items speak of.
+# Transfers bound to memory: for each tensor of the plan, the local tensors that its items speak of.
 
 
 def held_parts(tensor: LiveTensor | None, layout: TensorLayout, rank: int) -> Iterator[tuple[torch.Tensor, Part]]:
@@ -185,8 +185,9 @@ def _unfit(key: str, rank: int, local: Sequence[torch.Tensor], wanted: str) -> L
     return LayoutError(f"tensor {key!r}: rank {rank} should hold {wanted}, by the layout, but gave {there}")
 
 
-class LaneMemory:
-    """The memory of all lanes on one rank. Methods give the local tensors of a lane that a side of a plan means."""
+class TransferMemory:
+    """The memory of all tensor transfers on one rank. Methods give the local tensors of one that a
+    side of a plan means."""
 
     def __init__(self, steps: Steps, sources: Targets, targets: Targets, rank: int) -> None:
         """`sources`, `targets`: this rank's own states, whose tensors may be given other memory meanwhile."""
@@ -195,7 +196,7 @@ class LaneMemory:
 
     def given(self, name: str) -> Sequence[torch.Tensor]:
         """The local tensors of its source."""
-        source = self._pairing.lanes[name].source
+        source = self._pairing.transfers[name].source
         live = self._sources.tensors.get(source)
         local = local_tensors(live.value) if live is not None else ()
         return part_tensors(source, local, self._pairing.before[source], self._rank)
@@ -207,11 +208,11 @@ class LaneMemory:
 
     def wanted(self, name: str) -> Sequence[torch.Tensor]:
         """Where the wanted boxes of its source go, as views of the local tensors of its target."""
-        lane = self._pairing.lanes[name]
-        return _slots(lane, self.target(lane.target), self._rank)
+        transfer = self._pairing.transfers[name]
+        return _slots(transfer, self.target(transfer.target), self._rank)
 
     def moved(self, name: str) -> Sequence[torch.Tensor]:
-        """Those of them that are to be moved, and not repeated from what another lane brings."""
+        """Those of them that are to be moved, and not repeated from what another transfer brings."""
         parts, places = self.wanted(name), self._steps.places.get(name)
         return parts if places is None else [parts[place.part][place.box.slices] for place in places]
 
@@ -225,11 +226,11 @@ class LaneMemory:
         return [parts[part][box.slices] for part, box in places]
 
 
-def _slots(lane: TensorTransfer, there: Sequence[torch.Tensor], rank: int) -> Sequence[torch.Tensor]:
-    if lane.slots is None:
-        turn = lane.turn
+def _slots(transfer: TensorTransfer, there: Sequence[torch.Tensor], rank: int) -> Sequence[torch.Tensor]:
+    if transfer.slots is None:
+        turn = transfer.turn
         return there if turn is None else [turned(tensor, turn) for tensor in there]
-    return [turned(there[slot.part][slot.box.slices], slot.dims) for slot in lane.slots.get(rank, ())]
+    return [turned(there[slot.part][slot.box.slices], slot.dims) for slot in transfer.slots.get(rank, ())]
 
 
 def turned(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
@@ -248,13 +249,18 @@ def refuse_shared_memory(
     A tensor may be its own source, in the same layout: then nothing happens to it.
     """
     spans: defaultdict[torch.device, list[tuple[int, int, bool, str]]] = defaultdict(list)
-    for lane in pairing.lanes.values():
-        mine, its = sources.get(lane.source), targets.get(lane.target)
-        if mine is not None and its is not None and lane.before.form == lane.after.form and lane.turn is None:
+    for transfer in pairing.transfers.values():
+        mine, its = sources.get(transfer.source), targets.get(transfer.target)
+        if (
+            mine is not None
+            and its is not None
+            and transfer.before.form == transfer.after.form
+            and transfer.turn is None
+        ):
             pairs = list(zip(local_tensors(mine.value), local_tensors(its.value)))
             if pairs and all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in pairs):
                 continue
-        for value, is_target, key in ((mine, False, lane.source), (its, True, lane.target)):
+        for value, is_target, key in ((mine, False, transfer.source), (its, True, transfer.target)):
             for tensor in local_tensors(value.value) if value is not None else ():
                 if tensor.numel() and tensor.device.type != "meta":
                     spans[tensor.device].append((*_span(tensor), is_target, key))

@@ -14,6 +14,7 @@ import xxhash
 
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
+from planners.plans.save import SavePlan, WriteItem
 from reshard.errors import DamagedCheckpointError, FormatError, StorageError
 from reshard.live.copy_streams import CopyStreams, row_major_pieces
 from reshard.live.fingerprints import Partial, partials
@@ -23,8 +24,8 @@ from reshard.stored.safetensors import MAX_HEADER_BYTES, encode_header, encode_r
 
 __all__ = [
     "STAGE_BYTES", "BlockDigests", "BlockSums", "BlockTable", "CommonFile", "Digests", "Entry",
-    "FileGroup", "blocks_of", "probe_of", "read_blocks", "sum_up", "write_common_file", "write_file",
-    "write_pieces",
+    "FileGroup", "arrays_of", "blocks_of", "header_of", "probe_of", "read_blocks", "sum_up",
+    "write_common_file", "write_file", "write_pieces",
 ]  # fmt: skip
 
 
@@ -115,6 +116,27 @@ def _lengths(entries: Sequence[Entry], blocks: Sequence[Sequence[Box]]) -> Itera
     for entry, found in zip(entries, blocks):
         for block in found:
             yield block.numel * entry.spec.itemsize
+
+
+def _in_file_order(plan: SavePlan, rank: int) -> list[WriteItem]:
+    """The arrays of a rank's file, in the order in which they are written."""
+    return sorted(plan.items(rank), key=lambda item: -plan.layout[item.fqn].spec.itemsize)
+
+
+def header_of(plan: SavePlan, rank: int) -> bytes:
+    """What a rank's file begins with: it follows from the plan, as do the arrays."""
+    specs = plan.layout.specs
+    return encode_header(
+        (entry_key(item.fqn, item.box, specs[item.fqn].shape), specs[item.fqn].dtype, item.box.sizes)
+        for item in _in_file_order(plan, rank)
+    )
+
+
+def arrays_of(plan: SavePlan, rank: int, header_bytes: int) -> list[tuple[str, Box, int, int]]:
+    """(tensor, region, first byte, one past the last) of every array in a rank's file."""
+    items = _in_file_order(plan, rank)
+    starts = accumulate((item.nbytes for item in items), initial=header_bytes)
+    return [(item.fqn, item.box, at, at + item.nbytes) for item, at in zip(items, starts)]
 
 
 def sum_up(entries: Sequence[Entry], lanes: CopyStreams | None = None) -> dict[str, Partial]:

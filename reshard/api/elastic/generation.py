@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,7 +25,7 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.notebooks import Tabled
 from planners.plans.plan import verify
 from planners.plans.rounds import schedule
-from planners.plans.save import SavePlan, WriteItem
+from planners.plans.save import SavePlan
 from planners.plans.transfer import plan_transfers
 from planners.units import format_bytes
 from reshard.api.load import LoadReport
@@ -34,13 +33,13 @@ from reshard.api.reports import HostsReport
 from reshard.errors import CheckpointError, DamagedCheckpointError, StorageError, format_names, format_ranks
 from reshard.execute.exchange import Exchange, RankWork, round_bytes
 from reshard.execute.reading import merge_ranges, on_threads, subtract_ranges
-from reshard.native.manifest import MANIFEST, FileRecord, Manifest, entry_key, read_manifest
+from reshard.native.data_file import arrays_of, header_of
+from reshard.native.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from reshard.native.reader import NativeFacts
 from reshard.ranks import liveness
 from reshard.ranks.group import Group, device_of_kind, sending_kinds
 from reshard.storage.base import Storage, Writer
 from reshard.storage.local import LocalStorage
-from reshard.stored.safetensors import encode_header
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -197,27 +196,6 @@ def good_ranges(storage: Storage, record: FileRecord, block_bytes: int, threads:
 
     rows = on_threads(check, range(0, record.nbytes, step), threads, "reshard-check")
     return merge_ranges(piece for row in rows for piece in row)
-
-
-def _ordered(plan: SavePlan, rank: int) -> list[WriteItem]:
-    """The arrays of a rank's file, in the order in which they are written."""
-    return sorted(plan.items(rank), key=lambda item: -plan.layout[item.fqn].spec.itemsize)
-
-
-def header_of(plan: SavePlan, rank: int) -> bytes:
-    """What a rank's file begins with: it follows from the plan, as do the arrays."""
-    specs = plan.layout.specs
-    return encode_header(
-        (entry_key(item.fqn, item.box, specs[item.fqn].shape), specs[item.fqn].dtype, item.box.sizes)
-        for item in _ordered(plan, rank)
-    )
-
-
-def arrays_of(plan: SavePlan, rank: int, header_bytes: int) -> list[tuple[str, Box, int, int]]:
-    """(tensor, region, first byte, one past the last) of every array in a rank's file."""
-    items = _ordered(plan, rank)
-    starts = accumulate((item.nbytes for item in items), initial=header_bytes)
-    return [(item.fqn, item.box, at, at + item.nbytes) for item, at in zip(items, starts)]
 
 
 def lost_boxes(native: NativeFacts, held: Mapping[str, Sequence[Held]]) -> dict[str, list[tuple[int, Box]]]:

@@ -295,18 +295,18 @@ class _JudgedGeneration:
 
     def load(self, state: Any, fallback: Any, lost: tuple[str, ...], options: LoadOptions) -> LoadReport:
         """Collective: fill the state, each rank by its own read plan out of the files of its host,
-        to which `_bring` has brought what they need."""
+        to which `_prefetch` has brought what they need."""
         others, checkpoint = None, self.checkpoint
         if lost:
             others = open_among(fallback, self.group.rank, self.group.world_size)
             theirs, mine = others.contents, checkpoint.contents
             tensors = {fqn: partial((theirs if fqn in lost else mine).find, fqn) for fqn in mine.tensors}
             checkpoint = Checkpoint(replace(mine, tensors=LazyMapping(tensors)), checkpoint.url)  # type: ignore[arg-type]
-        bring = partial(self._bring, others)
+        prefetch = partial(self._prefetch, others)
         own = replace(options, read_once="rank", check=False)  # all that is read was checked when it was found
-        return load_with(self.group, state, checkpoint, own, self.settings.process_group, bring=bring)
+        return load_with(self.group, state, checkpoint, own, self.settings.process_group, prefetch=prefetch)
 
-    def _bring(self, others: Checkpoint | None, plan: ReadPlan) -> None:
+    def _prefetch(self, others: Checkpoint | None, plan: ReadPlan) -> None:
         """Collective: what the plans of a host's ranks read, and the host has not, comes to it once."""
         if others is not None and (native := others.contents.details(NativeFacts)) is not None:
             read = _blocks_read(plan, native.manifest.block_bytes)
