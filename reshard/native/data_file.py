@@ -79,12 +79,12 @@ def write_file(
     ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
     header = encode_header((entry.key, entry.spec.dtype, entry.box.sizes) for entry in ordered)
     blocks = [blocks_of(entry.box, entry.spec.itemsize) for entry in ordered] if digests else []
-    passing = BlockDigests([len(header), *_lengths(ordered, blocks)])
+    passing = BlockDigests([len(header), *_lengths(ordered, blocks)]) if digests else None
     pieces = row_major_pieces([entry.tensor for entry in ordered], lanes or CopyStreams(), stage_bytes)
     nbytes = sum(entry.nbytes for entry in ordered)
-    seen = passing.write if digests else None
+    seen = passing.write if passing is not None else None
     record = write_pieces(storage, name, header, pieces, nbytes, on_bytes=on_bytes, seen=seen)
-    if digests:
+    if passing is not None:
         starts = list(accumulate((entry.nbytes for entry in ordered[:-1]), initial=len(header)))
         write_blocks(storage, name, record.sums, starts, [len(found) for found in blocks], passing.finish()[1:])
     return record
@@ -109,7 +109,7 @@ def write_pieces(
     checksums = _packed(sums.blocks.values())
     with storage.create(f"{name}.sums") as out:
         out.write(checksums)
-    return FileRecord(name, len(header) + nbytes, len(header), digest128(checksums))
+    return FileRecord(name, len(header) + nbytes, len(header), xxhash.xxh3_128_hexdigest(checksums))
 
 
 def _lengths(entries: Sequence[Entry], blocks: Sequence[Sequence[Box]]) -> Iterator[int]:
@@ -150,11 +150,6 @@ def sum_up(entries: Sequence[Entry], lanes: CopyStreams | None = None) -> dict[s
         for entry, one in zip(here, found, strict=True):
             out[entry.spec.fqn] = out[entry.spec.fqn] + one if entry.spec.fqn in out else one
     return out
-
-
-def digest128(data: bytes) -> str:
-    """XXH3-128, in hex."""
-    return str(xxhash.xxh3_128_hexdigest(data))
 
 
 class BlockSums:
@@ -332,7 +327,7 @@ def write_common_file(
     if file_group.place or not shape.ranks:
         return None
     sums = _closed(storage, name, shape.nbytes, dict(zip(file_group.ranks, told, strict=True)))
-    return CommonFile(FileRecord(name, shape.nbytes, shape.header_bytes, digest128(sums)), shape.ranks)
+    return CommonFile(FileRecord(name, shape.nbytes, shape.header_bytes, xxhash.xxh3_128_hexdigest(sums)), shape.ranks)
 
 
 def _agreed(name: str, ordered: Sequence[Entry], file_group: FileGroup) -> _Shape:

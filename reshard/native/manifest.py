@@ -20,7 +20,7 @@ from reshard.native.release import __version__
 from reshard.storage.base import Storage
 
 __all__ = [
-    "BLOCK_BYTES", "FEW_FILES", "HF_INDEX", "MANIFEST", "VERSION", "FileRecord", "FileRecords",
+    "BLOCK_BYTES", "FEW_FILES", "HF_INDEX", "MANIFEST", "VERSION", "FileRecord", "FileTable",
     "LinkedRecord", "Manifest", "PartsRecord", "TableRecord", "encode_manifest", "encode_table",
     "entry_key", "has_digest", "is_generation", "read_manifest", "refuse_newer",
 ]  # fmt: skip
@@ -339,26 +339,19 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-class FileRecords(Mapping[str, FileRecord]):
-    """All data files of a checkpoint by name: those that its ranks wrote, in their order, and those of earlier saves.
+class FileTable(Mapping[str, FileRecord]):
+    """All data files of a checkpoint that has a table, by name: those that its ranks wrote, in their order, and those
+    of earlier saves.
 
     Reads of the table what is asked for, once. Raises DamagedCheckpointError for a page that was changed.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        listed: Mapping[int, FileRecord],
-        linked: Iterable[LinkedRecord] = (),
-        table: TableRecord | None = None,
-    ) -> None:
-        """`listed` are by the rank that has arrays in them."""
-        self._storage, self._listed, self._table = storage, listed, table
-        self._known = {record.name: record for record in (*listed.values(), *linked)}
+    def __init__(self, storage: Storage, table: TableRecord, linked: Iterable[LinkedRecord] = ()) -> None:
+        self._storage, self._table = storage, table
+        self._linked = {record.name: record for record in linked}
         self._pages: dict[int, npt.NDArray[np.void]] = {}
-        runs = () if table is None else table.ranks
-        self._ranks = [rank for first, step, count in runs for rank in range(first, first + step * count, step)]
-        self._folder = "" if table is None else table.name.rpartition("/")[0]
+        self._ranks = [rank for first, step, n in table.ranks for rank in range(first, first + step * n, step)]
+        self._folder = table.name.rpartition("/")[0]
 
     def _name(self, row: int) -> str:
         return f"{self._folder}/{self._ranks[row]:05d}.safetensors"
@@ -370,24 +363,22 @@ class FileRecords(Mapping[str, FileRecord]):
 
     def of_rank(self, rank: int) -> FileRecord | None:
         """The file that has the arrays of a rank, if any has: one that several ranks wrote is called by the first."""
-        if self._table is None:
-            return self._listed.get(rank)
         row = bisect_right(self._ranks, rank) - 1
         return self._at(row) if row >= 0 else None
 
     def __getitem__(self, name: str) -> FileRecord:
         row = self._row_of(name)
-        return self._known[name] if row is None else self._at(row)
+        return self._linked[name] if row is None else self._at(row)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._known or self._row_of(name) is not None
+        return name in self._linked or self._row_of(name) is not None
 
     def __iter__(self) -> Iterator[str]:
         yield from map(self._name, range(len(self._ranks)))
-        yield from self._known
+        yield from self._linked
 
     def __len__(self) -> int:
-        return len(self._ranks) + len(self._known)
+        return len(self._ranks) + len(self._linked)
 
     def _at(self, row: int) -> FileRecord:
         page, at = divmod(row, _PAGE_ROWS)
@@ -398,7 +389,6 @@ class FileRecords(Mapping[str, FileRecord]):
         return FileRecord(self._name(row), int(found["nbytes"]), int(found["header_bytes"]), sums)
 
     def _read(self, page: int) -> npt.NDArray[np.void]:
-        assert self._table is not None
         start = page * _PAGE_BYTES
         data = self._storage.read(self._table.name, start, min(_PAGE_BYTES, self._table.nbytes - start))
         if xxhash.xxh3_64_hexdigest(data) != self._table.pages[page * _HEX : (page + 1) * _HEX]:

@@ -23,7 +23,7 @@ from reshard.native.manifest import (
     GENERATION,
     MANIFEST,
     FileRecord,
-    FileRecords,
+    FileTable,
     Manifest,
     PartsRecord,
     entry_key,
@@ -202,13 +202,18 @@ class NativeFacts(Facts):
 
     def __init__(self, sources: Files, manifest: Manifest, plan: SavePlan) -> None:
         self.storage, self.manifest, self.plan = sources.storage, manifest, plan
-        self.files = FileRecords(
-            self.storage,
-            {int(rank): record for rank, record in manifest.files.items()},
-            () if manifest.linked is UNSET else manifest.linked,
-            None if manifest.table is UNSET else manifest.table,
-        )
+        linked = () if manifest.linked is UNSET else manifest.linked
+        self.files: Mapping[str, FileRecord]
         """All data files, by name."""
+        self._file_of: Callable[[int], FileRecord | None]
+        """The one that has the arrays of a rank, if any has."""
+        if manifest.table is UNSET:
+            by_rank = {int(rank): record for rank, record in manifest.files.items()}
+            self.files = {record.name: record for record in (*by_rank.values(), *linked)}
+            self._file_of = by_rank.get
+        else:
+            self.files = table = FileTable(self.storage, manifest.table, linked)
+            self._file_of = table.of_rank
         # these are made of no method of this: a circle would keep files mapped until garbage is collected
         self.sums = Once(partial(_sums, self.storage, self.files))
         """The block checksums of a file of this name, checked."""
@@ -221,7 +226,7 @@ class NativeFacts(Facts):
     def prefetch(self, ranks: Iterable[int]) -> None:
         """Read the headers of the files of these ranks, and their checksums if they are to be compared, many at a time:
         they need not be waited for one by one when they are asked for."""
-        names = {record.name for record in map(self.files.of_rank, ranks) if record is not None}
+        names = {record.name for record in map(self._file_of, ranks) if record is not None}
         kinds: list[Callable[[str], object]] = [self._headers, *([self.sums] if self._is_checked else [])]
         with ThreadPoolExecutor(self.storage.requests, thread_name_prefix="reshard-read") as pool:
             for done in [pool.submit(read, name) for name in sorted(names) for read in kinds]:
@@ -300,7 +305,7 @@ class NativeFacts(Facts):
 
     def _find(self, rank: int, key: str) -> tuple[FileSource, int, int]:
         """(file, first byte, one past the last byte) of an array."""
-        record = self.files.of_rank(rank)
+        record = self._file_of(rank)
         if record is None:
             raise DamagedCheckpointError(f"the manifest names no file of rank {rank}, which must hold {key!r}")
         source = self.source(record.name)
@@ -318,7 +323,7 @@ def _check_within(source: FileSource, record: FileRecord, what: str, start: int,
 
 
 def _source(
-    sources: Files, records: FileRecords, sums: Callable[[str], bytes], block_bytes: int, file: str
+    sources: Files, records: Mapping[str, FileRecord], sums: Callable[[str], bytes], block_bytes: int, file: str
 ) -> FileSource:
     """A data file, which is checked by its sums whoever reads of it."""
     record, source = records[file], sources[file]
@@ -326,7 +331,7 @@ def _source(
     return source
 
 
-def _header(source_of: Callable[[str], FileSource], records: FileRecords, file: str) -> dict[str, Offsets]:
+def _header(source_of: Callable[[str], FileSource], records: Mapping[str, FileRecord], file: str) -> dict[str, Offsets]:
     record, source = records[file], source_of(file)
     if (found := source.nbytes) != record.nbytes:  # another rank may have been the one to look for it
         raise _of_wrong_length(source.storage, file, record.nbytes, found)
@@ -334,7 +339,7 @@ def _header(source_of: Callable[[str], FileSource], records: FileRecords, file: 
     return read_offsets(source, record.header_bytes)
 
 
-def _sums(storage: Storage, records: FileRecords, file: str) -> bytes:
+def _sums(storage: Storage, records: Mapping[str, FileRecord], file: str) -> bytes:
     record = records[file]
     data = storage.read(f"{record.name}.sums")
     if xxhash.xxh3_128_hexdigest(data) != record.sums:

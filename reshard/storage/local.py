@@ -113,10 +113,10 @@ class LocalStorage(Storage):
         self._with_file(name, f"read bytes [{start}, {start + nbytes}) of", preadv)
 
     def mapped(self, name: str) -> memoryview | None:
-        def map_file(file: int, size: int) -> memoryview:  # nothing cannot be mapped
-            return memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
-
-        return self._with_file(name, "map", map_file)
+        view = self._with_file(  # nothing cannot be mapped
+            name, "map", lambda file, size: mmap.mmap(file, 0, access=mmap.ACCESS_READ) if size else b""
+        )
+        return memoryview(view)
 
     def leads_out(self, name: str) -> bool:
         with self._errors("look at", name):

@@ -13,7 +13,7 @@ import reshard
 from planners.geometry.topologies import Topology
 from reshard.errors import DamagedCheckpointError
 from reshard.native import commit as publish, manifest as file_table
-from reshard.native.manifest import FileRecord, FileRecords, TableRecord, encode_table
+from reshard.native.manifest import FileRecord, FileTable, TableRecord, encode_table
 from reshard.storage.memory import MemoryStorage
 from tests.storages import Remote
 
@@ -41,7 +41,7 @@ def test_rows_are_those_that_were_given(ranks: list[int], tmp_path: Path) -> Non
     table = msgspec.json.decode(msgspec.json.encode(table), type=TableRecord)
     assert len(table.ranks) <= 5
 
-    files = FileRecords(storage, {}, table=table)
+    files = FileTable(storage, table)
     last = ranks[-1]
     assert files.of_rank(last) == files.of_rank(last + 3) == files[record(last).name] == record(last)
     assert storage.nbytes_read <= 256 * 32
@@ -57,7 +57,7 @@ def test_a_changed_page_is_found_by_who_needs_it() -> None:
     storage = MemoryStorage()
     table, data = encode_table(f"{FOLDER}/files", {rank: record(rank) for rank in range(600)})
     storage.publish(table.name, data[:10_000] + b"\xff" + data[10_001:])
-    files = FileRecords(storage, {}, table=table)
+    files = FileTable(storage, table)
     assert files.of_rank(255) == record(255)
     with pytest.raises(DamagedCheckpointError, match=r"bytes \[8192, 16384\) of data-.*/files were changed"):
         files.of_rank(256)
