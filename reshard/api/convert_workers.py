@@ -31,7 +31,7 @@ _REPORT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class _Assignment:
+class _WorkerOrder:
     job: ConvertJob
     job_id: str
     digest: str
@@ -73,7 +73,7 @@ def write_in_processes(
     children = []
     errors: list[str] = []
     for hand in hands:
-        order = _Assignment(job, job_id, digest, tuple(file.name for file in hand))
+        order = _WorkerOrder(job, job_id, digest, tuple(file.name for file in hand))
         child = subprocess.Popen(
             [sys.executable, "-m", "reshard.api.convert_workers"],
             stdin=subprocess.PIPE,
@@ -133,7 +133,7 @@ def _end_with_parent() -> None:
 
 def _main() -> None:
     given = sys.stdin.buffer
-    order: _Assignment = pickle.loads(given.read(int.from_bytes(given.read(8), "little")))  # from the parent
+    order: _WorkerOrder = pickle.loads(given.read(int.from_bytes(given.read(8), "little")))  # from the parent
     threading.Thread(target=_end_with_parent, daemon=True).start()
     out, pending = sys.stdout, 0
     sys.stdout = sys.stderr
