@@ -35,6 +35,7 @@ from reshard.formats.torch_save.reader import (
     is_sharded_tensor,
     join_sharded,
     read_torch_file,
+    stored_or_plain,
     stored_tensor,
 )
 from reshard.state import KeyPath
@@ -401,10 +402,8 @@ def _named(
         if is_sharded_tensor(value):
             values = {rank: of.get(key, {}).get(state) for rank, of in states.items()}
             out[str(state)] = join_sharded(f"{name}.{state}", values, files)
-        elif isinstance(value, TensorRef):
-            out[str(state)] = stored_tensor(f"{name}.{state}", files[first], value, first)
         else:
-            out[str(state)] = files[first].plain(value)
+            out[str(state)] = stored_or_plain(f"{name}.{state}", value, files[first], first)
     return out
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -336,6 +336,11 @@ class FormatWriter(ABC):
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The file that shows that there is a checkpoint already, or None."""
 
+    def whole(self, name: str) -> FilePart:
+        """All of a tensor as a part of a file."""
+        spec = self.stored(name).spec
+        return FilePart(spec, Box.full(spec.shape))
+
     def region(self, part: FilePart) -> Region:
         """Where a part's elements come from."""
         return Region(self.stored(part.spec.fqn), part.box)
@@ -422,16 +427,19 @@ class HashingWriter:
         return str(self._state.hexdigest())
 
 
-def grouped(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """The tensors in order, in groups of at most `max_bytes`; one that is larger has a group of its own."""
-    groups: list[list[TensorSpec]] = [[]]
+S = TypeVar("S", TensorSpec, FilePart)
+
+
+def grouped(things: Iterable[S], max_bytes: int) -> list[list[S]]:
+    """Tensors, or parts of them, in order, in groups of at most `max_bytes`; what is larger has a group of its own."""
+    groups: list[list[S]] = [[]]
     room = max_bytes
-    for spec in specs:
-        if groups[-1] and spec.nbytes > room:
+    for thing in things:
+        if groups[-1] and thing.nbytes > room:
             groups.append([])
             room = max_bytes
-        groups[-1].append(spec)
-        room -= spec.nbytes
+        groups[-1].append(thing)
+        room -= thing.nbytes
     return groups
 
 

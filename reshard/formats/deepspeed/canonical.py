@@ -37,7 +37,7 @@ from reshard.formats.deepspeed.zero import (
 )
 from reshard.formats.megatron.names import is_gated, join_shards, tp_dim
 from reshard.formats.torch_save.pickles import TensorRef
-from reshard.formats.torch_save.reader import TorchFile, stored_tensor
+from reshard.formats.torch_save.reader import TorchFile, stored_or_plain, stored_tensor
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import assemble, narrow, unflatten
@@ -167,7 +167,8 @@ def _add_stage(parts: Parts, stage: _ModelParallelRank, mp: int, hints: Hints) -
     if isinstance(optimizer, dict) and "state" in optimizer:
         file = stage.models[min(stage.models)]
         state = {
-            str(i): {k: _stored(f"{i}.{k}", v, file) for k, v in of.items()} for i, of in optimizer["state"].items()
+            str(i): {k: stored_or_plain(f"{i}.{k}", v, file) for k, v in of.items()}
+            for i, of in optimizer["state"].items()
         }
         parts.by_id = StoredOptimizer(state, [dict(file.plain(g)) for g in optimizer.get("param_groups", ())])
     elif isinstance(optimizer, dict) and is_mixed(optimizer):
@@ -188,10 +189,6 @@ def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(ref, TensorRef) and 0 not in ref.size:
             found.setdefault((ref.storage.key, ref.offset, ref.size), []).append(str(name))
     return {a: b for names in found.values() for a in names for b in names if a != b}
-
-
-def _stored(key: str, value: Any, file: TorchFile) -> Value:
-    return stored_tensor(key, file, value) if isinstance(value, TensorRef) else file.plain(value)
 
 
 def _add_zero(parts: Parts, stage: _ModelParallelRank, shapes: list[Shapes]) -> None:
@@ -308,7 +305,7 @@ def _add_universal(
             continue
         fqn, state = match["fqn"], match["state"]
         value = file.value.get("param") if isinstance(file.value, dict) else file.value
-        stored = _stored(f"{fqn}.{state}", value, file)
+        stored = stored_or_plain(f"{fqn}.{state}", value, file)
         bare = isinstance(file.value, TensorRef) and state != "step"
         if isinstance(stored, StoredTensor) and bare and fqn in shapes and stored.spec.shape != shapes[fqn]:
             stored = unflatten(stored, shapes[fqn], fqn)  # of stage 3
@@ -343,7 +340,7 @@ def _add_common_step(parts: Parts, common: TorchFile) -> None:
         return
     for fqn, states in parts.state.items():
         if states and "step" not in states:
-            states["step"] = _stored(f"{fqn}.step", steps[0], common)
+            states["step"] = stored_or_plain(f"{fqn}.step", steps[0], common)
 
 
 # DeepSpeed's optimizers of 16-bit models without ZeRO: a torch optimizer of fp32 masters, and the
@@ -375,12 +372,14 @@ def read_mixed(optimizer: Mapping[str, Any], file: TorchFile, shapes: NamedShape
     inner = optimizer["optimizer_state_dict"]
     groups = [dict(file.plain(group)) for group in inner.get("param_groups", ())]
     state: dict[int, dict[str, Value]] = {
-        int(i): {str(k): _stored(f"{i}.{k}", v, file) for k, v in of.items()}
+        int(i): {str(k): stored_or_plain(f"{i}.{k}", v, file) for k, v in of.items()}
         for i, of in (inner.get("state") or {}).items()
     }
     flats = optimizer.get("fp32_groups_flat")
     if flats is not None:
-        return _cut(groups, state, [_stored(f"group {g}", flat, file) for g, flat in enumerate(flats)], shapes, hints)
+        return _cut(
+            groups, state, [stored_or_plain(f"group {g}", flat, file) for g, flat in enumerate(flats)], shapes, hints
+        )
     masters = optimizer.get("fp32_groups") or ()
     for group, of in zip(groups, masters):
         if len(group.get("params", ())) != len(of):
@@ -388,7 +387,7 @@ def read_mixed(optimizer: Mapping[str, Any], file: TorchFile, shapes: NamedShape
                 f"{file.source.label}: a group of {len(group.get('params', ()))} parameters has {len(of)} fp32 masters"
             )
         for i, ref in zip(group["params"], of):
-            state.setdefault(i, {})[MASTER] = _stored(f"{i}.{MASTER}", ref, file)
+            state.setdefault(i, {})[MASTER] = stored_or_plain(f"{i}.{MASTER}", ref, file)
     return StoredOptimizer({str(i): of for i, of in state.items()}, groups)
 
 
@@ -455,18 +454,13 @@ def _pieces(
 
 
 @dataclass
-class Parts:
+class Parts(Canonical):
     """What was found in all files, or in those of one tensor parallel rank, by the names in them."""
 
-    model: dict[str, StoredTensor] = field(default_factory=dict)
-    state: dict[str, dict[str, Value]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
     by_id: StoredOptimizer | None = None
     """ZeRO stage 0: the optimizer as torch saves it."""
     tied: dict[str, str] = field(default_factory=dict)
     """Second names of parameters, and the first ones."""
-    notes: list[str] = field(default_factory=list)
-    """What was left out, and why."""
 
 
 def joined(ranks: Sequence[Parts], hints: Hints) -> Parts:

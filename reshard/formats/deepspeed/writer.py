@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from planners.geometry.box import Box
 from reshard.errors import FormatError
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.dcp.writer import object_to_bytes
 from reshard.formats.deepspeed.files import OWN
 from reshard.formats.format import Widen, Writing
-from reshard.formats.torch_save.writer import TensorStub, write_archive
+from reshard.formats.torch_save.writer import ArchivesWriter, TensorStub
 from reshard.live.tree import unflatten
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Facts
-from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Target, WrittenFile
+from reshard.stored.streaming import FilePlan, Target, WrittenFile
 from reshard.stored.tensor import LazyTensor, StoredTensor
 
 __all__ = ["WRITING"]
@@ -59,32 +58,26 @@ class DeepSpeedState(Facts):
         return int(next((step for step in self.steps.values() if step is not None), 0))
 
 
-class DeepSpeedWriter(FormatWriter):
+class DeepSpeedWriter(ArchivesWriter):
     """A file for each tensor of the optimizer, and one for what is in no optimizer."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
         super().__init__(contents, target)
-        facts = contents.details(DeepSpeedState)
+        facts = contents.facts_of(DeepSpeedState)
         assert facts is not None
         self.facts = facts
         self.tag = f"global_step{facts.step}_universal"
         self._head = f"{self.tag}/mp_rank_00_model_states.pt"
-        alone = [FilePart(self.stored(name).spec, Box.full(self.stored(name).spec.shape)) for name in self.names]
+        alone = [self.whole(name) for name in self.names]
         ours = [part for part in alone if "/" in part.spec.fqn]
         self.files = (
             FilePlan(self._head, tuple(part for part in alone if "/" not in part.spec.fqn)),
             *(FilePlan(f"{self.tag}/zero/{part.spec.fqn}.pt", (part,)) for part in ours),
         )
 
-    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
-        """Stream one file."""
-        name = storage.temporary(file.name, self.job_id)
-        regions = [self.region(part) for part in file.parts]
-        return self.done(*write_archive(storage, name, self._value(file), regions, self.feed(regions), on_bytes))
-
-    def _value(self, file: FilePlan) -> Any:
-        """What the file holds, with a stub for each tensor."""
-        stubs = {part.spec.fqn: TensorStub(part.spec, number) for number, part in enumerate(file.parts)}
+    def value(self, file: FilePlan, numbers: Mapping[str, int]) -> Any:
+        """A tensor of the optimizer, or all model states."""
+        stubs = {part.spec.fqn: TensorStub(part.spec, numbers[part.spec.fqn]) for part in file.parts}
         if file.name == self._head:
             return self._model_states(stubs)
         ((name, stub),) = stubs.items()

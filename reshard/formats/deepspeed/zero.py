@@ -17,8 +17,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.canonical import Value
-from reshard.formats.torch_save.pickles import TensorRef
-from reshard.formats.torch_save.reader import TorchFile, stored_tensor
+from reshard.formats.torch_save.reader import TorchFile, stored_or_plain
 from reshard.stored.contents import Record
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import assemble, narrow, unflatten
@@ -69,7 +68,7 @@ def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
     out.groups = [dict(group) for group in base.get("param_groups", ())] if isinstance(base, dict) else []
     for g, master in enumerate(masters):
         named: dict[str, Any] = {MASTER: master, **states.get(g, {})}
-        out.flats.append({k: _value(f"{stem}.{g}.{k}", v, file, rank) for k, v in named.items()})
+        out.flats.append({k: stored_or_plain(f"{stem}.{g}.{k}", v, file, rank) for k, v in named.items()})
     counts = value.get("partition_count", ())
     out.partition_counts = (
         [int(c) for c in counts] if isinstance(counts, (list, tuple)) else [int(counts)] * len(masters)
@@ -96,10 +95,6 @@ def _number(stage: Any, label: str) -> int:
     if not isinstance(value, int):
         raise DamagedCheckpointError(f"{label}: its zero_stage {value!r:.40} is no number")
     return value
-
-
-def _value(key: str, value: Any, file: TorchFile, rank: int) -> Value:
-    return stored_tensor(key, file, value, rank) if isinstance(value, TensorRef) else file.plain(value)
 
 
 def _fragment(value: Any, label: str) -> tuple[int, int]:

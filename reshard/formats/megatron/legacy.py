@@ -28,7 +28,7 @@ from reshard.formats.megatron.names import (
 )
 from reshard.formats.megatron.optimizer import bucket_limit, decays, place_joined, place_params
 from reshard.formats.torch_save.pickles import TensorRef
-from reshard.formats.torch_save.reader import TorchFile, stored_tensor
+from reshard.formats.torch_save.reader import TorchFile, stored_or_plain, stored_tensor
 from reshard.live.dtypes import dtype_name
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
@@ -275,7 +275,7 @@ def _by_id(rank: RankModel, saved: Mapping[str, Any], params: Sequence[Param], h
         named.append(({k: v for k, v in group.items() if k not in ("params", "step")}, members))
     states: dict[Param, dict[str, Value]] = {}
     for i, values in (inner.get("state") or {}).items():
-        found = {str(k): _value(file, f"{i}.{k}", v, rank.files.tp) for k, v in values.items()}
+        found = {str(k): stored_or_plain(f"{i}.{k}", v, file, rank.files.tp) for k, v in values.items()}
         if i not in names or not _fits(rank, names[i], found):
             _ask(rank, i, hints)
         states[names[i]] = found
@@ -319,10 +319,6 @@ def _ask(rank: RankModel, i: Any, hints: Hints) -> None:
     )
 
 
-def _value(file: TorchFile, key: str, value: Any, tp: int) -> Value:
-    return stored_tensor(key, file, value, tp) if isinstance(value, TensorRef) else file.plain(value)
-
-
 def _add_masters(
     rank: RankModel,
     saved: Mapping[str, Any],
@@ -340,7 +336,7 @@ def _add_masters(
                 f"{file.source.label}: a group has {len(low)} parameters of lower precision, but {len(masters)} masters"
             )
         for param, ref in zip(low, masters):
-            value = _value(file, f"{param[1]}.fp32_param", ref, rank.files.tp)
+            value = stored_or_plain(f"{param[1]}.fp32_param", ref, file, rank.files.tp)
             if not _fits(rank, param, {"fp32_param": value}):
                 raise DamagedCheckpointError(f"{file.source.label}: the master of {param[1]!r} has another shape")
             states.setdefault(param, {})["fp32_param"] = value

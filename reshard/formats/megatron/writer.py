@@ -23,7 +23,7 @@ from reshard.live.tree import unflatten
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Facts
-from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Target, WrittenFile
+from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Target, WrittenFile, grouped
 from reshard.stored.tensor import LazyTensor, StoredTensor
 from reshard.stored.views import stack
 
@@ -72,7 +72,7 @@ class MegatronWriter(DcpWriter):
             left_out=contents.left_out,
         ), target)  # fmt: skip
         parts = [part for name in self.names for part in _chunks(self.stored(name).spec)]
-        groups = list(_grouped(parts, target.max_shard_bytes))
+        groups = grouped(parts, target.max_shard_bytes)
         self.files = tuple(
             FilePlan(f"{self.folder}__0_{self.job_id}_{number}.distcp", tuple(group), number)
             for number, group in enumerate(groups)
@@ -98,19 +98,6 @@ def _chunks(spec: TensorSpec) -> Iterator[FilePart]:
     leading, rest = spec.shape[:stacked], spec.shape[stacked:]
     for at in product(*map(range, leading)):
         yield FilePart(spec, Box((*at, *(0,) * len(rest)), (*(1,) * len(at), *rest)))
-
-
-def _grouped(parts: list[FilePart], max_bytes: int) -> Iterator[list[FilePart]]:
-    """The parts in order, in groups of at most `max_bytes`; at least one group."""
-    group: list[FilePart] = []
-    room = max_bytes
-    for part in parts:
-        if group and part.nbytes > room:
-            yield group
-            group, room = [], max_bytes
-        group.append(part)
-        room -= part.nbytes
-    yield group
 
 
 # A canonical state as Megatron-core saves it (`torch_dist`, its optimizer fully reshardable): for

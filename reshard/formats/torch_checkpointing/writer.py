@@ -8,20 +8,20 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Window
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.format import Writing
 from reshard.formats.torch_checkpointing.reader import ITEM, METADATA
-from reshard.formats.torch_save.writer import nest_of, paths_in_order, unknown_objects, write_archive
+from reshard.formats.torch_save.writer import ArchivesWriter, nest_of, paths_in_order, unknown_objects
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.state import IntKey, KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
-from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Target, WrittenFile
+from reshard.stored.streaming import FilePlan, Target, WrittenFile
 
 __all__ = ["WRITING"]
 
@@ -32,7 +32,7 @@ _MODEL = "model"
 _MESH = {"device_type": "cpu", "mesh_shape": (1,), "mesh_data": (0,), "mesh_dim_names": None}
 
 
-class TorchCheckpointingWriter(FormatWriter):
+class TorchCheckpointingWriter(ArchivesWriter):
     """A file for each section of the state, which is an item there. Tensors that are in none are the item "model"."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
@@ -42,7 +42,7 @@ class TorchCheckpointingWriter(FormatWriter):
         self.refused = dict.fromkeys(unknown_objects(contents.objects), "its class is not known here")
         self.items = _items(contents)
         self.files = tuple(
-            FilePlan(f"{item}_0.pt", tuple(map(self._whole, dict.fromkeys(self._held(keys).values()))))
+            FilePlan(f"{item}_0.pt", tuple(map(self.whole, dict.fromkeys(self._held(keys).values()))))
             for item, keys in self.items.items()
         )
 
@@ -52,20 +52,12 @@ class TorchCheckpointingWriter(FormatWriter):
         tensors = [key for key in sorted(keys, key=aliases.__contains__) if key not in self.contents.objects]
         return {key: first.setdefault(aliases.get(key, key), key) for key in tensors}
 
-    def _whole(self, name: str) -> FilePart:
-        spec = self.stored(name).spec
-        return FilePart(spec, Box.full(spec.shape))
-
-    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
-        """Stream the archive of one item."""
+    def value(self, file: FilePlan, numbers: Mapping[str, int]) -> Any:
+        """An item as it was nested."""
         item = file.name.removesuffix("_0.pt")
-        numbers = {part.spec.fqn: number for number, part in enumerate(file.parts)}
         places = {key: numbers[held] for key, held in self._held(self.items[item]).items()}
         kinds = {path[1:]: kind for path, kind in self.contents.containers.items() if path[:1] == (item,)}
-        value = nest_of(self.contents, self.items[item], places, kinds)
-        regions = [self.region(part) for part in file.parts]
-        name = storage.temporary(file.name, self.job_id)
-        return self.done(*write_archive(storage, name, value, regions, self.feed(regions), on_bytes))
+        return nest_of(self.contents, self.items[item], places, kinds)
 
     def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
         """Give the files their names, remove those of what was there before, and publish the list of items."""

@@ -28,7 +28,7 @@ from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
 __all__ = [
     "FORMAT", "TorchFile", "contents_of", "detect", "flat_leaves", "is_sharded_tensor",
     "join_sharded", "looks_like_torch_file", "open", "read_torch_file",
-    "sharded_ranks", "stored_tensor",
+    "sharded_ranks", "stored_or_plain", "stored_tensor",
 ]  # fmt: skip
 
 
@@ -281,6 +281,11 @@ def _open_indexed(files: Files, index: str) -> Contents:
             raise DamagedCheckpointError(f"{label}: {extra[0]!r} is in {file}, but the index {where}; the index lies")
         merged.update(part.tensors)
     return Contents(merged, format="torch_save")
+
+
+def stored_or_plain(key: str, value: Any, file: TorchFile, rank: int = 0) -> Any:
+    """A part of what a rank's file holds: the stored tensor, or plain data."""
+    return stored_tensor(key, file, value, rank) if isinstance(value, TensorRef) else file.plain(value)
 
 
 # ShardedTensors in pickles: each rank's file has its shards and says where they lie; all together

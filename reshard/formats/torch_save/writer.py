@@ -6,6 +6,7 @@ import io
 import pickle
 import struct
 import zlib
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Window
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.format import Writing
@@ -25,35 +26,53 @@ from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.checksums import combined
 from reshard.stored.contents import Contents, Record
-from reshard.stored.streaming import Feed, FilePart, FilePlan, FormatWriter, HashingWriter, Region, Target, WrittenFile
+from reshard.stored.streaming import Feed, FilePlan, FormatWriter, HashingWriter, Region, Target, WrittenFile
 from reshard.stored.tensor import Extent
 
 __all__ = [
-    "WRITING", "ArchiveWriter", "TensorStub", "TorchSaveWriter", "begin_archive", "end_archive",
-    "nest_of", "paths_in_order", "pickled_state", "save_tensor", "tensor_record", "unknown_objects", "write_archive",
+    "WRITING", "ArchiveWriter", "ArchivesWriter", "TensorStub", "TorchSaveWriter", "begin_archive", "end_archive",
+    "nest_of", "paths_in_order", "pickled_state", "save_tensor", "tensor_record", "unknown_objects",
     "written_crc",
 ]  # fmt: skip
 
 
-class TorchSaveWriter(FormatWriter):
+class ArchivesWriter(FormatWriter):
+    """Files of `torch.save`, in each of which the stub of number n stands for its nth part."""
+
+    @abstractmethod
+    def value(self, file: FilePlan, numbers: Mapping[str, int]) -> Any:
+        """What a file holds, with a stub for each tensor; `numbers` are those of its parts, by name."""
+
+    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
+        """Stream one archive."""
+        value = self.value(file, {part.spec.fqn: number for number, part in enumerate(file.parts)})
+        regions = [self.region(part) for part in file.parts]
+        name = storage.temporary(file.name, self.job_id)
+        storage.delete(name)
+        with storage.create(name) as raw, self.feed(regions) as feed:
+            out = HashingWriter(raw)
+            archive = begin_archive(out.write, pickled_state(value))
+            for number, region in enumerate(regions):
+                tensor_record(archive, f"data/{number}", feed, region, on_bytes)
+            end_archive(archive)
+            done = out.nbytes, out.digest()
+        return self.done(name, *done)
+
+
+class TorchSaveWriter(ArchivesWriter):
     """Everything in one archive. Tied tensors share their memory when they are loaded."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
         super().__init__(contents, target)
         self.left_out += tuple(contents.per_rank)
         self.refused = dict.fromkeys(unknown_objects(contents.objects), "its class is not known here")
-        specs = [self.stored(name).spec for name in self.names]
-        self.files = (FilePlan(target.name, tuple(FilePart(spec, Box.full(spec.shape)) for spec in specs)),)
+        self.files = (FilePlan(target.name, tuple(map(self.whole, self.names))),)
 
-    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
-        """Stream the archive."""
+    def value(self, file: FilePlan, numbers: Mapping[str, int]) -> Any:
+        """The state as it was nested."""
         contents, aliases = self.contents, self.contents.aliases
-        numbers = {part.spec.fqn: number for number, part in enumerate(file.parts)}
         places = {name: numbers[aliases.get(name, name)] for name in (*contents.tensors, *aliases)}
-        value = nest_of(contents, paths_in_order(contents), places, contents.containers)
-        name = storage.temporary(file.name, self.job_id)
-        regions = [self.region(part) for part in file.parts]
-        return self.done(*write_archive(storage, name, value, regions, self.feed(regions), on_bytes))
+        return nest_of(contents, paths_in_order(contents), places, contents.containers)
 
     def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
         """Put the file in its place, over an older one."""
@@ -84,29 +103,6 @@ def nest_of(
         tensor = contents.find(key) if key in places else None
         leaves[path] = contents.objects[key] if tensor is None else TensorStub(tensor.spec, places[key])
     return unflatten(leaves, containers)
-
-
-def write_archive(
-    storage: Storage,
-    name: str,
-    value: Any,
-    regions: Sequence[Region],
-    feed: Feed,
-    on_bytes: Callable[[int], None],
-) -> tuple[str, int, str]:
-    """Stream an archive of `value`, in which the stub of number n stands for the tensor of the nth region.
-
-    Returns its name, length and digest.
-    """
-    storage.delete(name)
-    with storage.create(name) as raw, feed:
-        out = HashingWriter(raw)
-        archive = begin_archive(out.write, pickled_state(value))
-        for number, region in enumerate(regions):
-            tensor_record(archive, f"data/{number}", feed, region, on_bytes)
-        end_archive(archive)
-        done = out.nbytes, out.digest()
-    return name, *done
 
 
 def tensor_record(
