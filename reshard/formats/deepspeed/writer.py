@@ -63,7 +63,7 @@ class DeepSpeedWriter(ArchivesWriter):
 
     def __init__(self, contents: Contents, target: Target) -> None:
         super().__init__(contents, target)
-        facts = contents.facts_of(DeepSpeedState)
+        facts = contents.details(DeepSpeedState)
         assert facts is not None
         self.facts = facts
         self.tag = f"global_step{facts.step}_universal"
