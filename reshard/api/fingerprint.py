@@ -17,7 +17,7 @@ from planners.geometry.mesh import Replicate
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import CheckpointError, FormatError, LayoutError
 from reshard.live.fingerprint_sums import PUBLIC, Key
-from reshard.live.fingerprints import Fingerprinter, Holding, Partial, add_holdings, conclude, pack_holdings, partials
+from reshard.live.fingerprints import Fingerprinter, Holding, Partial, add_holdings, conclude, partials, sum_up
 from reshard.live.tensors import expanded, is_tensor, layout_of, local_tensors
 from reshard.live.tree import flatten
 from reshard.ranks.group import Group
@@ -91,7 +91,7 @@ def fingerprint(
         _check_state(state_dict)
         group.same_options("fingerprint", {"key": key.name})
         held = holdings(state_dict, layouts, rank, key, world_size=group.world_size)
-        mine = pack_holdings(held, group.job_rank)
+        mine = sum_up(held, group.job_rank)
         told = group.merge(mine, lambda parts: add_holdings(parts, group.world_size), "fingerprints")
     return conclude(told, key=key)
 
@@ -205,7 +205,7 @@ def _place(part: Part) -> bytes:
 def join(payloads: Sequence[bytes], *, ranks: Sequence[int] | None = None, key: Key = PUBLIC) -> dict[str, str]:
     """The fingerprints that the holdings of all ranks (packed, in rank order) make up: see `conclude`."""
     told = [
-        pack_holdings(msgspec.msgpack.decode(payload, type=list[Holding]), rank)
+        sum_up(msgspec.msgpack.decode(payload, type=list[Holding]), rank)
         for payload, rank in zip(payloads, range(len(payloads)) if ranks is None else ranks)
     ]
     return conclude(add_holdings(told, len(told)), key=key)

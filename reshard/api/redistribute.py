@@ -40,7 +40,7 @@ from reshard.execute.differences import DeltaExchange
 from reshard.execute.exchange import Exchange, Waiter
 from reshard.live.copy_streams import device_module, has_copy_streams
 from reshard.live.dtypes import dtype_from_name, raw_elements
-from reshard.live.fingerprints import Holding, Partial, add_holdings, conclude, pack_holdings, partial as partial_sum
+from reshard.live.fingerprints import HeldSums, Holding, Partial, add_holdings, conclude, partial as partial_sum, sum_up
 from reshard.live.tensors import local_tensors
 from reshard.ranks.group import Group, device_of_kind
 
@@ -430,12 +430,12 @@ def verify_live(
         pairing = agree(mine, wanted, given, group, process_group).pair(given)
         there = [held for key in pairing.views for held in _as_it_is(pairing, key, wanted, rank)]
         here = [held for key in pairing.views for held in _as_target(pairing, key, mine, rank)]
-        packed = [pack_holdings(here, rank), pack_holdings(there, rank)]
+        sums = [sum_up(here, rank), sum_up(there, rank)]
 
-        def add(parts: list[list[bytes]]) -> list[bytes]:
+        def add(parts: list[list[HeldSums]]) -> list[HeldSums]:
             return [add_holdings(side, group.world_size) for side in zip(*parts)]
 
-        told = group.merge(packed, add, "fingerprints", kind=list[bytes])
+        told = group.merge(sums, add, "fingerprints", kind=list[HeldSums])
     before, after = map(conclude, told)
     findings = [
         Finding(f"is {after[key]} after, but {before[key]} before", key)

@@ -35,8 +35,8 @@ from reshard.live.fingerprint_sums import (
 )
 
 __all__ = [
-    "Fingerprinter", "Holding", "Partial", "add_holdings", "add_tallies", "comparable", "conclude",
-    "pack_holdings", "pack_tally", "partial", "partials", "unpack_tally",
+    "Fingerprinter", "HeldSums", "Holding", "Partial", "add_holdings", "add_tallies", "comparable", "conclude",
+    "pack_tally", "partial", "partials", "sum_up", "unpack_tally",
 ]  # fmt: skip
 
 
@@ -552,51 +552,51 @@ class _SummedTensor(msgspec.Struct, array_like=True):
         self.places = {place: row for place, row in self.places.items() if place not in done}
 
 
-class _SummedState(msgspec.Struct, array_like=True):
+class HeldSums(msgspec.Struct, array_like=True):
+    """What some ranks hold of all tensors."""
+
     ranks: int
     """How many were heard."""
     tensors: dict[str, _SummedTensor]
 
-
-def pack_holdings(held: Iterable[Holding], rank: int) -> bytes:
-    """What one rank holds, for `add_holdings`."""
-    tensors: dict[str, _SummedTensor] = {}
-    for one in held:
-        none = Partial().to_bytes()
-        mine = _SummedTensor(
-            rank, one.dtype, one.shape, none, {one.place: (one.holders, {one.sums: [(rank, rank + 1)]})}
-        )
-        if one.fqn in tensors:
-            tensors[one.fqn].add(mine)
+    def add(self, fqn: str, tensor: _SummedTensor) -> None:
+        """What is held of one tensor, by the same rank or by further ones."""
+        if fqn in self.tensors:
+            self.tensors[fqn].add(tensor)
         else:
-            tensors[one.fqn] = mine
-    return msgspec.msgpack.encode(_SummedState(1, tensors))
+            self.tensors[fqn] = tensor
 
 
-def add_holdings(packed: Sequence[bytes], world_size: int) -> bytes:
-    """What several ranks, or several lots of them, hold together. `world_size`: how many ranks
-    there are in all."""
-    first, *rest = (msgspec.msgpack.decode(one, type=_SummedState) for one in packed)
+def sum_up(held: Iterable[Holding], rank: int) -> HeldSums:
+    """What one rank holds, for `add_holdings`."""
+    found, none = HeldSums(1, {}), Partial().to_bytes()
+    for one in held:
+        places = {one.place: (one.holders, {one.sums: [(rank, rank + 1)]})}
+        found.add(one.fqn, _SummedTensor(rank, one.dtype, one.shape, none, places))
+    return found
+
+
+def add_holdings(parts: Sequence[HeldSums], world_size: int) -> HeldSums:
+    """What several ranks, or several lots of them, hold together; the first of them becomes it.
+    `world_size`: how many ranks there are in all."""
+    first, *rest = parts
     for more in rest:
         first.ranks += more.ranks
         for fqn, tensor in more.tensors.items():
-            if fqn in first.tensors:
-                first.tensors[fqn].add(tensor)
-            else:
-                first.tensors[fqn] = tensor
+            first.add(fqn, tensor)
     for tensor in first.tensors.values():
         tensor.settle(is_all=first.ranks == world_size)
-    return msgspec.msgpack.encode(first)
+    return first
 
 
-def conclude(packed: bytes, *, key: Key = PUBLIC) -> dict[str, str]:
+def conclude(held: HeldSums, *, key: Key = PUBLIC) -> dict[str, str]:
     """The fingerprints that the holdings of all ranks make up, in the order of first mention.
 
     Raises:
         ReplicaDriftError: ranks that hold the same elements have different sums.
         LayoutError: dtypes or shapes differ, or parts are missing or overlap.
     """
-    tensors = msgspec.msgpack.decode(packed, type=_SummedState).tensors
+    tensors = held.tensors
     for fqn, tensor in tensors.items():
         if tensor.other is not None:
             rank, dtype, shape = tensor.other

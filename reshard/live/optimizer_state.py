@@ -22,7 +22,7 @@ from reshard.errors import NormalizationError
 from reshard.live.dtypes import dtype_from_name
 from reshard.live.fsdp1 import remade_like
 from reshard.live.tensors import device_of, dtype_of, global_shape, is_dtensor, is_sharded, is_tensor
-from reshard.live.tree import flatten, map_leaves, unflatten
+from reshard.live.tree import flatten, leaves_of, map_leaves, unflatten
 from reshard.state import KeyPath, key_of
 
 __all__ = [
@@ -338,7 +338,8 @@ def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         prefix = f"state.{name}."
         for key, value in values.items() if isinstance(values, dict) else ():
             if isinstance(value, dict):
-                _flatten_optimizer_into(flat, f"{prefix}{key}", value)
+                inner = leaves_of(value, lambda item: not isinstance(item, dict))
+                flat.update((".".join(map(str, (prefix + str(key), *path))), leaf) for path, leaf in inner.items())
             else:
                 flat[f"{prefix}{key}"] = value
     for group in state_dict["param_groups"]:
@@ -348,11 +349,3 @@ def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             for tail, value in fields:
                 flat[front + tail] = value
     return flat
-
-
-def _flatten_optimizer_into(flat: dict[str, Any], prefix: str, value: Any) -> None:
-    if not isinstance(value, dict):
-        flat[prefix] = value
-        return
-    for key, item in value.items():
-        _flatten_optimizer_into(flat, f"{prefix}.{key}", item)

@@ -33,8 +33,8 @@ __all__ = [
     "expanded", "form_by_all", "form_of", "forms_of", "global_shape", "held_tensors", "holder", "identity_of",
     "is_ambiguous", "is_dtensor", "is_pending", "is_sharded", "is_sharded_tensor",
     "is_strided_shard", "is_tensor", "layout_of", "lines_of", "local_tensors", "matching_shards",
-    "mesh_line", "raw_bytes", "several_ways", "spec_of", "tensor_class", "warn_if_untried",
-    "with_local",
+    "mesh_line", "raw_bytes", "several_ways", "spec_of", "tensor_class", "this_rank",
+    "warn_if_untried", "with_local", "world_size",
 ]  # fmt: skip
 
 
@@ -59,6 +59,16 @@ def warn_if_untried(version: str) -> None:
 
 
 warn_if_untried(torch.__version__)
+
+
+def this_rank() -> int:
+    """Of this process in the job; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many ranks the job has; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def is_tensor(value: object) -> bool:
@@ -225,7 +235,7 @@ def forms_of(tensor: Any, fqn: str = "") -> tuple[Form, ...]:
         return _dtensor_forms(tensor, fqn)
     if is_sharded_tensor(tensor):
         return (_sharded_tensor_form(tensor, fqn),)
-    return (_whole_everywhere(dist.get_world_size() if dist.is_initialized() else 1),)
+    return (_whole_everywhere(world_size()),)
 
 
 @lru_cache(maxsize=8)
@@ -361,7 +371,7 @@ def local_tensors(tensor: Any) -> tuple[torch.Tensor, ...]:
             return ()
         return (tensor._local_tensor.detach(),)
     if is_sharded_tensor(tensor):
-        here = dist.get_rank() if dist.is_initialized() else 0
+        here = this_rank()
         order = [
             tuple(shard.shard_offsets)
             for shard in tensor.metadata().shards_metadata
@@ -381,7 +391,7 @@ def layout_of(state: Any, fqn: str = "") -> Any:
     """
     if is_tensor(state):
         return TensorLayout.of(spec_of(fqn, state), form_of(state, fqn))
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = world_size()
     flat = flatten(state, is_leaf=is_tensor)
     layouts = {key_of(path): value for path, value in flat.leaves.items() if is_tensor(value)}
     tensors = {key: TensorLayout.of(spec_of(key, value), form_of(value, key)) for key, value in layouts.items()}

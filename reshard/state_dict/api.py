@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from reshard.live.garbage import gc_paused
 from reshard.live.optimizer_state import LazyOptimizerState, flatten_optimizer
-from reshard.live.tensors import is_sharded
+from reshard.live.tensors import is_sharded, this_rank, world_size
 from reshard.state_dict.broadcast import receive_model, receive_optimizer, setting
 from reshard.state_dict.collect import collect_model, collect_optimizer
 from reshard.state_dict.model import apply_model, plan_model, read_model
@@ -190,20 +189,20 @@ def set_state_dict(
 def _shared(live: LiveModel, options: StateDictOptions) -> bool:
     """Whether all ranks set together, so that one's refusal must be everybody's: whole tensors into
     a sharded model."""
-    if not options.full_state_dict or not (dist.is_available() and dist.is_initialized()):
-        return False
-    return any(slot.piece is not None or is_sharded(slot.value) for slot in live.slots)
+    return (
+        options.full_state_dict
+        and world_size() > 1
+        and any(slot.piece is not None or is_sharded(slot.value) for slot in live.slots)
+    )
 
 
 def _broadcast(options: StateDictOptions) -> bool:
-    if not options.broadcast_from_rank0:
-        return False
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return options.broadcast_from_rank0 and world_size() > 1
 
 
 def _gives(options: StateDictOptions) -> bool:
     """Whether this rank's own dict is what is set."""
-    return not _broadcast(options) or dist.get_rank() == 0
+    return not _broadcast(options) or this_rank() == 0
 
 
 def _model_given(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> Mapping[str, Any]:

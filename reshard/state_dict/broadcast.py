@@ -282,15 +282,8 @@ def _receive(views: list[tuple[Box, torch.Tensor]]) -> None:
         return
     data = torch.empty(sum(sizes), dtype=torch.uint8, device=_wire())
     _wait_for([dist.P2POp(dist.irecv, data, 0)])
-    for (_, view), piece in zip(views, _pieces(data, sizes)):
+    for (_, view), piece in zip(views, data.split_with_sizes(sizes)):
         view.copy_(piece.clone().view(view.dtype).view(view.shape))
-
-
-def _pieces(data: torch.Tensor, sizes: list[int]) -> Iterator[torch.Tensor]:
-    at = 0
-    for size in sizes:
-        yield data[at : at + size]
-        at += size
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from reshard.errors import NormalizationError
 from reshard.live.copy_streams import to_host
 from reshard.live.deepspeed import gather_partitioned, is_partitioned
 from reshard.live.fsdp1 import fill_absent
 from reshard.live.state import LiveTensor
-from reshard.live.tensors import global_shape, is_dtensor, is_sharded, with_local
+from reshard.live.tensors import global_shape, is_dtensor, is_sharded, this_rank, with_local, world_size
 from reshard.live.tree import copy_containers, leaves_of, map_leaves
 from reshard.ranks.group import Group
 from reshard.state_dict.gather import as_chunks, gather, member_ranks
@@ -59,7 +58,7 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
     agree_on_gathering({path: value for path, value in tensors.items() if is_sharded(value)}, vars(options))
     # ranks may have met their parameters in different orders, but must gather in one
     whole = {path: _whole(tensors[path], path.partition("/")[0], owner) for path in sorted(tensors)}
-    mine = {name for name in names if owner is None or owner(name) == _rank()}
+    mine = {name for name in names if owner is None or owner(name) == this_rank()}
     if names and not mine:
         return {}
     move = _nest_to_cpu if options.cpu_offload else copy_containers
@@ -117,7 +116,7 @@ def agree_on_gathering(tensors: Mapping[str, Any], options: Mapping[str, object]
     Collective, if any is sharded. Raises NormalizationError, alike on all ranks, naming the tensor
     and the ranks; LayoutError where ranks were called with different options.
     """
-    if not tensors or _world() == 1:
+    if not tensors or world_size() == 1:
         return
     mine = [(name, list(global_shape(value)), member_ranks(value)) for name, value in sorted(tensors.items())]
     answers = _meeting(options).distinct_answers(mine)
@@ -151,7 +150,7 @@ def _meeting(options: Mapping[str, object]) -> Group:
 
 def _owners(names: Iterable[str], options: Mapping[str, object], prefer: int | None = 0) -> Callable[[str], int]:
     """Which rank returns each name: `prefer` if it holds it, else the lowest rank that does."""
-    if _world() == 1:
+    if world_size() == 1:
         return lambda name: 0
     answers = _meeting(options).distinct_answers(sorted(names))
     if len(answers) == 1:
@@ -166,14 +165,14 @@ def _owners(names: Iterable[str], options: Mapping[str, object], prefer: int | N
 def _whole(value: Any, name: str, owner: Callable[[str], int] | None) -> list[Any]:
     """[the whole value], or [] on ranks that do not return it."""
     if is_partitioned(value):
-        mine = owner is None or owner(name) == _rank()
+        mine = owner is None or owner(name) == this_rank()
         found = gather_partitioned(value, keep=mine)
         return [found if owner is None else _to_cpu(found)] if mine else []
     if owner is None:
         return [gather(LiveTensor(name, value))]
     goal = owner(name)
     if not is_sharded(value):
-        return [_to_cpu(value)] if goal == _rank() else []
+        return [_to_cpu(value)] if goal == this_rank() else []
     if goal not in member_ranks(value):
         return []  # the owner has this name on a mesh of its own, and gathers it there
     found = gather(LiveTensor(name, value), to_rank=goal)
@@ -216,11 +215,3 @@ def _with_tensors(nest: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any:
 
 def _text(path: Sequence[Any]) -> str:
     return "/".join([path[0], *map(repr, path[1:])])
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

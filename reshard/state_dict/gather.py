@@ -23,6 +23,7 @@ from reshard.live.tensors import (
     lines_of,
     mesh_line,
     raw_bytes,
+    this_rank,
 )
 from reshard.ranks.group import Group, sending_device
 
@@ -39,7 +40,7 @@ __all__ = ["as_chunks", "exchange_rows", "gather", "member_ranks", "parts_of", "
 def parts_of(tensor: LiveTensor) -> list[tuple[Part, torch.Tensor]]:
     """What this rank holds of `tensor`: each part of its layout with the local tensor that holds
     it."""
-    here = dist.get_rank() if dist.is_initialized() else 0
+    here = this_rank()
     parts, held = tensor.form.parts(tensor.shape, here), tensor.local
     for part, local in zip(parts, held, strict=True):
         if part.sizes != tuple(local.shape):
