@@ -146,8 +146,6 @@ class LiveModel:
             walk.visit(stage.module, "", "", (), self.items)
             _check_offsets(stage, walk.numbered)
         self.by_name: dict[str, StateEntry] = {}
-        self.replicas: dict[str, list[StateEntry]] = {}
-        """Further slots of a name: a buffer that several stages have."""
         self.names_of: dict[Any, list[str]] = {}
         """By a slot's `identity`, every canonical name that leads to its tensor, the first one
         first."""
@@ -173,10 +171,8 @@ class LiveModel:
         for slot in self.slots:
             name = slot.name
             known = by_name.setdefault(name, slot)
-            if known is not slot:
-                if known.value is None or known.identity != slot.identity:
-                    _check_same(known, slot)
-                self.replicas.setdefault(name, []).append(slot)
+            if known is not slot and (known.value is None or known.identity != slot.identity):
+                _check_same(known, slot)
             if slot.value is None:
                 continue
             identity = id(slot.value) if slot.piece is None else slot.piece.identity

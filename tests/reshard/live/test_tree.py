@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from reshard.errors import FormatError, KeyMismatchError
 from reshard.live.plain_data import decode_plain, encode_plain
-from reshard.live.tree import CustomValue, flatten, unflatten
+from reshard.live.tree import CustomValue, copy_containers, flatten, leaves_of, map_leaves, unflatten
 from reshard.state import IntKey, key_of, path_from_json, path_to_json
 
 keys = st.one_of(st.text(max_size=3), st.integers(-2, 12))
@@ -264,3 +264,16 @@ def test_data_that_encode_did_not_write_is_refused(data: Any) -> None:
 def test_bad_paths_are_refused(data: Any) -> None:
     with pytest.raises(FormatError, match="no part of a key path"):
         path_from_json(data)
+
+
+def test_leaves_are_changed_in_new_containers_and_told_by_path() -> None:
+    inner = {5: (1, {"b": 2})}
+    nest = {"a": [inner, deque([3])], "empty": {}}
+    assert leaves_of(nest) == {("a", 0, 5, 0): 1, ("a", 0, 5, 1, "b"): 2, ("a", 1): deque([3])}
+    assert leaves_of(nest, lambda value: value is inner) == {("a", 0): inner, ("a", 1): deque([3])}
+
+    changed = map_leaves(lambda path, leaf: (path[-1], leaf), nest)
+    assert changed == {"a": [{5: ((0, 1), {"b": ("b", 2)})}, (1, deque([3]))], "empty": {}}
+    again = copy_containers(nest)
+    assert again == nest
+    assert again["a"] is not nest["a"] and again["a"][1] is nest["a"][1]
