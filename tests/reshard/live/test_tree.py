@@ -276,4 +276,5 @@ def test_leaves_are_changed_in_new_containers_and_told_by_path() -> None:
     assert changed == {"a": [{5: ((0, 1), {"b": ("b", 2)})}, (1, deque([3]))], "empty": {}}
     again = copy_containers(nest)
     assert again == nest
-    assert again["a"] is not nest["a"] and again["a"][1] is nest["a"][1]
+    assert again["a"] is not nest["a"]
+    assert again["a"][1] is nest["a"][1]
