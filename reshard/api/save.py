@@ -61,6 +61,7 @@ from reshard.ranks.global_state import (
     joined_objects,
 )
 from reshard.ranks.group import DEADLINE_S, Group
+from reshard.storage.base import Storage
 from reshard.storage.opening import open_storage, place_of
 
 __all__ = [
@@ -226,17 +227,18 @@ def _prepare(
     storage = open_storage(path)
     holdings = holdings_of(state_dict, options)
     kept = find_plan(holdings, group, options)
-    met, data, planned = _meet(holdings, path, group, options, kept, stage, None)
+    met, data, planned = _meet(holdings, storage, path, group, options, kept, stage, None)
     if data is None or met.census is None:
         if kept is not None:  # nothing that was found by what is not so
             holdings = holdings_of(state_dict, options)
         answers = group.distinct_answers(holdings.description, known=met.pool)
         census, plan = planned_writes(holdings, group, options, answers)
         kept = keep_plan(holdings, group, options, census, plan, met.pool)
-        met, data, planned = _meet(holdings, path, group, options, kept, stage, met)
+        met, data, planned = _meet(holdings, storage, path, group, options, kept, stage, met)
     assert kept is not None, "there is a plan"
     assert data is not None, "all ranks have planned the same"
     assert met.census is not None
+    assert met.first is not None
     try:
         if options.ranks_per_file > 1 and not storage.supports_shared_write:
             raise StorageError(
@@ -244,9 +246,8 @@ def _prepare(
             )
         if options.globs is not None:
             check_globs(options.globs, met.census)
-        save_id, choice = msgspec.msgpack.decode(met.first, type=tuple[str, Choice])
+        (save_id, choice), base = met.first, None
         generation = Generation(storage, save_id, commit.begin(), met.census, kept.plan, options.globs)
-        base = None
         if choice.save_id is not None:
             base, choice = _opened(path, choice, Share(group.rank, group.world_size))
     except BaseException:
@@ -257,6 +258,7 @@ def _prepare(
 
 def _meet(
     holdings: LocalState,
+    storage: Storage,
     path: Any,
     group: Group,
     options: SaveOptions,
@@ -266,11 +268,11 @@ def _meet(
 ) -> tuple[Agreement, ToWrite | None, float]:
     """Collective: stage by the plan that this rank has, and see whether all have it. What is staged, if so, and when
     that began."""
-    data, first, planned = None, b"", time.perf_counter()
+    data, first, planned = None, None, time.perf_counter()
     try:
         if kept is not None:
             if group.rank == 0:
-                first = _first_word(path, options, kept.census)
+                first = _first_word(storage, path, options, kept.census)
             data = stage(entries_of(kept.items, holdings.state, group.job_rank))
         met = meet_before_save(holdings, group, options, kept, first, before=before)
     except BaseException:
@@ -283,9 +285,8 @@ def _meet(
     return met, data, planned
 
 
-def _first_word(path: Any, options: SaveOptions, census: GlobalState) -> bytes:
-    """What the first rank has for all: the name of the save, and what it is based on. Raises where it must not go."""
-    storage = open_storage(path)
+def _first_word(storage: Storage, path: Any, options: SaveOptions, census: GlobalState) -> FirstWord:
+    """Raises where the save must not go."""
     commit.refuse_foreign(storage)
     if not options.overwrite and commit.published(storage) is not None:
         raise FormatError(
@@ -295,7 +296,7 @@ def _first_word(path: Any, options: SaveOptions, census: GlobalState) -> bytes:
     chosen = Choice()
     if options.base:
         chosen = choose_base(path, options.base, census.tensors, by_print=options.fingerprints)
-    return msgspec.msgpack.encode((commit.new_save_id(), chosen))
+    return commit.new_save_id(), chosen
 
 
 def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choice]:
@@ -398,13 +399,16 @@ class CachedPlan:
     """Of this rank."""
 
 
+FirstWord = tuple[str, Choice]
+"""What the first rank has for all: the id of the save, and what it is based on."""
+
+
 class Agreement(NamedTuple):
     """What all ranks know when they have met."""
 
     census: GlobalState | None
     """Of what all of them hold, if all have the plan for just that; None if any has not."""
-    first: bytes
-    """What the first rank had for all."""
+    first: FirstWord | None
     pool: DistinctValues
     """Digests of what each said of its holdings: see `Group.distinct_answers`."""
 
@@ -421,8 +425,8 @@ class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
     """Digests of descriptions of what they hold; of nothing where that is known."""
     values: ValueDigests | None
     """Of values that others may have, too; None where any rank has no plan to tell which."""
-    first: bytes
-    """What the first rank has for all."""
+    first: FirstWord | None
+    """Of the first rank, if it has a plan."""
 
     @staticmethod
     def join(votes: list[_SaveVote]) -> _SaveVote:
@@ -434,7 +438,7 @@ class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
             kept.pop() if len(kept) == 1 else b"",
             DistinctValues.join([vote.pool for vote in votes]),
             ValueDigests.join(values) if len(values) == len(votes) else None,
-            b"".join(vote.first for vote in votes),
+            votes[0].first,
         )
 
 
@@ -483,7 +487,7 @@ def meet_before_save(
     group: Group,
     options: SaveOptions,
     kept: CachedPlan | None,
-    first: bytes,
+    first: FirstWord | None,
     *,
     before: Agreement | None = None,
 ) -> Agreement:
@@ -491,7 +495,7 @@ def meet_before_save(
 
     Args:
         kept: what this rank has found, or planned.
-        first: from the first rank.
+        first: on the first rank, where it has a plan.
         before: of the meeting before, after which all have planned anew: what was said there is not said again.
 
     Raises, alike on every rank, LayoutError for options that differ; KeyMismatchError as `take_census` does.
