@@ -71,7 +71,7 @@ class World:
         self._timers: list[tuple[float, int, Any]] = []
         self._waiting: dict[str, list[Any]] = defaultdict(list)
         self._numbers = itertools.count()
-        self._litter: dict[int, StaleKeys] = defaultdict(StaleKeys)
+        self._stale_keys: dict[int, StaleKeys] = defaultdict(StaleKeys)
         self._hub: Any = None
 
     def group(self, rank: int, *, deadline_s: float = DEADLINE_S) -> Group:
@@ -80,7 +80,7 @@ class World:
         made.rank, made.job_rank, made.world_size, made.ranks = rank, rank, self.world_size, self._ranks
         line = _Line(self, rank)
         ring: Any = _Ring(self, rank)
-        made._rounds = Rounds(line, rank, made.ranks, ring, self._litter[rank])
+        made._rounds = Rounds(line, rank, made.ranks, ring, self._stale_keys[rank])
         return made
 
     @property

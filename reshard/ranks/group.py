@@ -128,7 +128,7 @@ class Group:
 
             shared = store_of(process_group)
             client = shared.lend()
-            self._rounds = Rounds(client, self.rank, self.ranks, shared.ring, shared.litter)
+            self._rounds = Rounds(client, self.rank, self.ranks, shared.peers, shared.stale_keys)
             weakref.finalize(self._rounds, shared.give_back, client)
 
     def barrier(self) -> None:

@@ -69,24 +69,24 @@ class Rounds:
     """One session of rounds among the ranks of a group. Every rank makes its sessions in the same order.
 
     Args:
-        line: to a store that is shared by exactly these ranks, and used for nothing else.
+        store: a client of a store that is shared by exactly these ranks, and used for nothing else.
         rank: this process's place in `ranks`.
         ranks: their ranks in the default group, for messages.
-        ring: tells of a rank on this machine that died.
-        litter: of this rank's sessions over this store.
+        peers: tells of a rank on this machine that died.
+        stale_keys: of this rank's sessions over this store.
     """
 
     def __init__(
         self,
-        line: StoreClient,
+        store: StoreClient,
         rank: int,
         ranks: Sequence[int],
-        ring: PeerWatch | None = None,
-        litter: StaleKeys | None = None,
+        peers: PeerWatch | None = None,
+        stale_keys: StaleKeys | None = None,
     ) -> None:
         self.failure: Failure | None = None
-        self._line = line
-        self._ring = ring
+        self._store = store
+        self._peers = peers
         self._next_watch = self._next_look = 0.0
         self._lock = threading.Lock()
         self._rank = rank
@@ -94,17 +94,17 @@ class Rounds:
         self._round = 0
         # with many ranks each asks less often: some thousand questions a second in all
         self._look_gap_s = min(_MAX_LOOK_GAP_S, 0.1 + len(ranks) * 250e-6)
-        self._old_litter = StaleKeys() if litter is None else litter
-        self._litter: list[str] = []
+        self._stale_keys = StaleKeys() if stale_keys is None else stale_keys
+        self._own_keys: list[str] = []
         self._missed = ""  # how a session ended to which this rank came too late
         while True:
-            self._session = line.add(f"sessions/{rank}", 1)
+            self._session = store.add(f"sessions/{rank}", 1)
             outcome = self._read()
             if not isinstance(outcome, Failure) or self._ranks[rank] not in outcome.missing:
                 break
             self._missed = f". Before, the others had given this rank up: {outcome.message}"
-        self._old_litter.enter(self._session)
-        weakref.finalize(self, self._old_litter.leave, self._session, self._litter)
+        self._stale_keys.enter(self._session)
+        weakref.finalize(self, self._stale_keys.leave, self._session, self._own_keys)
 
     def take(
         self,
@@ -132,21 +132,21 @@ class Rounds:
         with self._lock, self._noting_loss():
             if self.failure is not None:
                 self.failure.raise_()
-            before = self._take_litter()
+            before = self._take_own_keys()
             limit = min(_INLINE_BYTES, PART_BYTES // min(len(self._ranks), _BOX_RANKS))
             for box, parcel in (parcels or {}).items():
                 head = self._put(f"parcel/{box}/{self._rank}", parcel, limit)
-                self._line.append(self._key(f"box/{box}"), self._rank, head)
+                self._store.append(self._key(f"box/{box}"), self._rank, head)
             outcome = self._climb(label, data, combine, only) or self._wait(label, deadline, allowed_s)
             if isinstance(outcome, Failure):
                 for box in parcels or ():  # nobody will collect them
-                    self._litter += self._line.keys_of(self._key(f"box/{box}"), [self._rank])
-                self._litter += before
+                    self._own_keys += self._store.keys_of(self._key(f"box/{box}"), [self._rank])
+                self._own_keys += before
                 self._end(outcome)
                 outcome.raise_()
-            whole = self._line.fetch(outcome.head) if only in (None, self._rank) else b""
+            whole = self._store.fetch(outcome.head) if only in (None, self._rank) else b""
             self._round += 1
-            self._line.delete((*before, *self._old_litter.take(outcome.oldest)))
+            self._store.delete((*before, *self._stale_keys.take(outcome.oldest)))
             return whole
 
     def collect(self, box: str, places: Sequence[int], *, owner: bool | None = None) -> dict[int, bytes]:
@@ -158,10 +158,10 @@ class Rounds:
         """
         with self._lock, self._noting_loss():
             log = f"{self._session}/{self._round - 1}/box/{box}"
-            heads = self._line.entries(log, places)
+            heads = self._store.entries(log, places)
             if owner or (owner is None and next(iter(heads), None) == self._rank):
-                self._litter += self._line.keys_of(log, heads)
-            return {place: self._line.fetch(head) for place, head in heads.items()}
+                self._own_keys += self._store.keys_of(log, heads)
+            return {place: self._store.fetch(head) for place, head in heads.items()}
 
     def look(self) -> None:
         """Learn of a failure of another rank, if there is one; asks the store only now and then. From any thread."""
@@ -214,23 +214,23 @@ class Rounds:
         count, everybody = f"{self._session}/{n}/seen", f"{self._session}/{n}/everybody"
         failed, missing = self.failure is not None, set(self.failure.missing if self.failure is not None else ())
         expected = len(self._ranks) - 1 - len(missing - {self._ranks[0]})
-        own = self._take_litter()
+        own = self._take_own_keys()
         if self._rank:
             tree = tuple(f"{self._session}/{n}/{name}" for name in ("outcome", "count/", "log/"))
-            self._old_litter.leave(self._session, own if failed else [key for key in own if not key.startswith(tree)])
-            if self._line.add(count, 1) >= expected:
-                self._line.set(everybody, b"1")
+            self._stale_keys.leave(self._session, own if failed else [key for key in own if not key.startswith(tree)])
+            if self._store.add(count, 1) >= expected:
+                self._store.set(everybody, b"1")
             return
         if expected:
-            for _ in self._line.awaited(everybody, time.monotonic() + _SEEN_S, _SEEN_S):
+            for _ in self._store.awaited(everybody, time.monotonic() + _SEEN_S, _SEEN_S):
                 pass
         keys = dict.fromkeys([*own, count, everybody, *self._tree_keys(n)])
         if failed and n:
             keys |= dict.fromkeys(self._tree_keys(n - 1))
-        if not missing and (not expected or self._line.peek(everybody) is not None):
-            self._line.delete(keys)
+        if not missing and (not expected or self._store.peek(everybody) is not None):
+            self._store.delete(keys)
             keys = {}
-        self._old_litter.leave(self._session, keys)
+        self._stale_keys.leave(self._session, keys)
 
     def _tree_keys(self, n: int) -> Iterator[str]:
         """Under which keys the logs and the outcome of a round may be."""
@@ -238,50 +238,50 @@ class Rounds:
         for level, sizes in enumerate(_levels(len(self._ranks))):
             for group, size in enumerate(sizes):
                 yield f"{self._session}/{n}/count/{level}/{group}"
-                yield from self._line.keys_of(f"{self._session}/{n}/log/{level}/{group}", range(size))
+                yield from self._store.keys_of(f"{self._session}/{n}/log/{level}/{group}", range(size))
 
-    def _take_litter(self) -> list[str]:
-        keys = self._litter[:]
-        self._litter.clear()
+    def _take_own_keys(self) -> list[str]:
+        keys = self._own_keys[:]
+        self._own_keys.clear()
         return keys
 
     def _climb(self, label: str, data: bytes, combine: Combine, only: int | None) -> Outcome | None:
         """Post, and as long as this rank is the last to come to a log, combine what is in it and post that above."""
-        place, oldest = self._rank, self._old_litter.oldest()
+        place, oldest = self._rank, self._stale_keys.oldest()
         for level, sizes in enumerate(_levels(len(self._ranks))):
             group, slot = divmod(place, FAN)
             log, count = self._key(f"log/{level}/{group}"), self._key(f"count/{level}/{group}")
             head = self._put(f"data/{level}/{place}", data, _INLINE_BYTES)
-            self._line.append(log, slot, msgspec.msgpack.encode(LogEntry(label, head, oldest)))
-            if self._line.add(count, 1) < sizes[group]:
+            self._store.append(log, slot, msgspec.msgpack.encode(LogEntry(label, head, oldest)))
+            if self._store.add(count, 1) < sizes[group]:
                 return None
             entries = self._entries(level, group, sizes[group])
-            self._litter += [count, *self._line.keys_of(log, entries)]
+            self._own_keys += [count, *self._store.keys_of(log, entries)]
             if len({entry.label for entry in entries.values()}) > 1:
                 return self._settle(self._diverged(entries, FAN**level, group))
-            data = combine([self._line.fetch(entry.head) for entry in entries.values()])
+            data = combine([self._store.fetch(entry.head) for entry in entries.values()])
             place, oldest = group, min(entry.oldest for entry in entries.values())
-        self._litter.append(self._key("outcome"))
+        self._own_keys.append(self._key("outcome"))
         return self._settle(RoundOutcome(self._put("whole", data, PART_BYTES if only is None else 0), oldest))
 
     def _entries(self, level: int, group: int, size: int) -> dict[int, LogEntry]:
         """Of a log, by slot."""
-        found = self._line.entries(self._key(f"log/{level}/{group}"), range(size))
+        found = self._store.entries(self._key(f"log/{level}/{group}"), range(size))
         return {slot: msgspec.msgpack.decode(entry, type=LogEntry) for slot, entry in found.items()}
 
     def _wait(self, label: str, deadline: float, allowed_s: float) -> Outcome:
-        if self._ring is not None:
-            self._ring.look(self._line, all_came=self._round > 0)  # while the store is there to be asked
+        if self._peers is not None:
+            self._peers.look(self._store, all_came=self._round > 0)  # while the store is there to be asked
         begun, is_known = time.monotonic(), False
         until = max(deadline, begun + _LAST_CALL_S)
-        for _ in self._line.awaited(self._key("outcome"), until, _WATCH_GAP_S):
+        for _ in self._store.awaited(self._key("outcome"), until, _WATCH_GAP_S):
             if (gone := self._watch(label)) is not None:
                 return gone
             if not is_known and time.monotonic() - begun >= min(_HERE_S, allowed_s / 2):
                 is_known = self._say_here()
-        if self._line.arrived is None and not is_known:
+        if self._store.arrived is None and not is_known:
             self._say_here()
-        arrived = self._line.arrived
+        arrived = self._store.arrived
         return self._read() or self._overdue(label, allowed_s) if arrived is None else decode_outcome(arrived)
 
     def _say_here(self) -> bool:
@@ -289,18 +289,18 @@ class Rounds:
         maybe as the one that is to close a log, for which nothing else tells who it is."""
         group, slot = divmod(self._rank, FAN)
         log = self._key(f"here/{group}")
-        self._line.append(log, slot, b"")
-        self._litter += self._line.keys_of(log, [slot])
+        self._store.append(log, slot, b"")
+        self._own_keys += self._store.keys_of(log, [slot])
         return True
 
     def _silent(self) -> list[int]:
         """The ranks that do not say that they wait, though they have had the time to."""
         until = time.monotonic() + _HERE_S + 2 * _WATCH_GAP_S
-        for _ in self._line.awaited(self._key("outcome"), until, _WATCH_GAP_S):
+        for _ in self._store.awaited(self._key("outcome"), until, _WATCH_GAP_S):
             pass
         sizes = enumerate(_levels(len(self._ranks))[0])
         heard = {
-            g * FAN + slot for g, size in sizes for slot in self._line.entries(self._key(f"here/{g}"), range(size))
+            g * FAN + slot for g, size in sizes for slot in self._store.entries(self._key(f"here/{g}"), range(size))
         }
         return [rank for place, rank in enumerate(self._ranks) if place not in heard]
 
@@ -308,10 +308,10 @@ class Rounds:
         """If the watched rank died before there was an outcome, the end of the session: even one that has posted may
         have died as the one that was to close a log."""
         now = time.monotonic()
-        if self._ring is None or now < self._next_watch:
+        if self._peers is None or now < self._next_watch:
             return None
         self._next_watch = now + _WATCH_GAP_S
-        gone: Gone | None = self._ring.look(self._line, all_came=self._round > 0)
+        gone: Gone | None = self._peers.look(self._store, all_came=self._round > 0)
         if gone is None:
             return None
         rank = self._ranks[gone.place]
@@ -331,13 +331,13 @@ class Rounds:
 
     def _overdue(self, label: str, allowed_s: float) -> Outcome:
         """The time is over: one rank looks who is missing, for all."""
-        if self._line.add(self._key("overdue"), 1) > 1:
+        if self._store.add(self._key("overdue"), 1) > 1:
             until = time.monotonic() + _VERDICT_S + _HERE_S
-            for _ in self._line.awaited(self._key("outcome"), until, _VERDICT_S):
+            for _ in self._store.awaited(self._key("outcome"), until, _VERDICT_S):
                 pass
             if (outcome := self._read()) is not None:
                 return outcome
-        self._litter.append(self._key("overdue"))
+        self._own_keys.append(self._key("overdue"))
         arrived = {
             self._ranks[group * FAN + slot]
             for group, size in enumerate(_levels(len(self._ranks))[0])
@@ -371,16 +371,16 @@ class Rounds:
         return f"{self._session}/{self._round}/{name}"
 
     def _read(self) -> Outcome | None:
-        packed = self._line.peek(self._key("outcome"))
+        packed = self._store.peek(self._key("outcome"))
         return None if packed is None else decode_outcome(packed)
 
     def _settle(self, outcome: Outcome) -> Outcome:
         """Write the outcome of this round unless there is one; the one that stands."""
-        return decode_outcome(self._line.settle(self._key("outcome"), msgspec.msgpack.encode(outcome)))
+        return decode_outcome(self._store.settle(self._key("outcome"), msgspec.msgpack.encode(outcome)))
 
     def _put(self, name: str, data: bytes, limit: int) -> bytes:
-        head, keys = self._line.put(self._key(name), data, limit)
-        self._litter += keys
+        head, keys = self._store.put(self._key(name), data, limit)
+        self._own_keys += keys
         return head
 
     @contextmanager

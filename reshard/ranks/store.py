@@ -39,8 +39,8 @@ class SharedStore:
     next `new_group` waiting, nor another save. Mostly there is one.
 
     Attributes:
-        ring: this process's place among those that watch over one another.
-        litter: keys that this rank deletes once no rank needs them.
+        peers: this process's place among those that watch over one another.
+        stale_keys: keys that this rank deletes once no rank needs them.
 
     Raises ReshardError if the group has no store that answers, as a fake process group.
     """
@@ -50,21 +50,21 @@ class SharedStore:
         with self._answering():
             self._client = _client_of(self._store)
         self._idle = [self._open()]
-        self.ring = PeerWatch(self._idle[0], dist.get_rank(process_group))
-        self.litter = StaleKeys()
+        self.peers = PeerWatch(self._idle[0], dist.get_rank(process_group))
+        self.stale_keys = StaleKeys()
 
     def lend(self) -> StoreClient:
-        """A line that nobody else has until it is given back."""
+        """A client that nobody else has until it is given back."""
         try:
             store = self._idle.pop()
         except IndexError:
             store = self._open()
         return StoreClient(store, self._open if self._client is not None else None)
 
-    def give_back(self, line: StoreClient) -> None:
-        """The line may be lent again."""
-        if line.is_idle:
-            self._idle.append(line.store)
+    def give_back(self, client: StoreClient) -> None:
+        """It may be lent again."""
+        if client.is_idle:
+            self._idle.append(client.store)
 
     def _open(self) -> KeyValueStore:
         with self._answering():
@@ -123,7 +123,7 @@ def _client_of(store: Any) -> Callable[[], Any] | None:
     return lambda: PrefixStore(name, tcp(host, port, timeout=patience, wait_for_workers=False))
 
 
-# A line to the key-value store of a process group: questions, values of any size, logs, and waiting
+# A client of the key-value store of a process group: questions, values of any size, logs, and waiting
 # without asking.
 #
 # A store's client serves one call at a time, and a wait is one call however long it takes. So it is
