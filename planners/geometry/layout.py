@@ -16,12 +16,22 @@ import numpy as np
 
 from planners.errors import CodecError, PlanError
 from planners.geometry.box import Box, flat_boxes
-from planners.geometry.mesh import Ints, Mesh, Ownership, Placement, Replicate, outer_sum, ownership, parse_placements
+from planners.geometry.mesh import (
+    Ints,
+    Mesh,
+    Ownership,
+    Placement,
+    Replicate,
+    grouped,
+    outer_sum,
+    ownership,
+    parse_placements,
+)
 
 __all__ = [
     "ITEM_SIZES", "LAYOUT_KINDS", "BoxesForm", "FlatForm", "Form", "Kind", "Part", "ProductForm", "ProductGeometry",
     "StateLayout", "TensorLayout", "TensorSpec", "check_rank", "flat_boxes", "form_from_json", "form_to_json",
-    "itemsize", "state_from_json", "state_to_json",
+    "itemsize", "local_boxes", "state_from_json", "state_to_json",
 ]  # fmt: skip
 
 
@@ -416,6 +426,13 @@ Form = ProductForm | BoxesForm | FlatForm
 """What a layout's form can say once the shape is known. Hashable, and equal forms place alike."""
 
 
+def local_boxes(form: Form, shape: Shape, rank: int) -> Iterator[tuple[int, Box, Box]]:
+    """(which local tensor, global box, the same in its coordinates) of all that `rank` has of a tensor."""
+    for index, part in enumerate(form.parts(shape, rank) if rank < form.world_size else ()):
+        for box, local in part.boxes():
+            yield index, box, local
+
+
 def _world_size(ranks: Sequence[int], world_size: int | None) -> int:
     least = max(ranks, default=0) + 1
     if ranks and min(ranks) < 0:
@@ -654,10 +671,7 @@ class StateLayout(Mapping[str, TensorLayout]):
 
     def geometries(self) -> dict[tuple[object, ...], list[str]]:
         """FQNs grouped by `TensorLayout.geometry_key`, names sorted: what can share one plan."""
-        groups: dict[tuple[object, ...], list[str]] = {}
-        for fqn in sorted(self._tensors):
-            groups.setdefault(self._tensors[fqn].geometry_key, []).append(fqn)
-        return groups
+        return grouped((self._tensors[fqn].geometry_key, fqn) for fqn in sorted(self._tensors))
 
     def uncut_axes(self) -> dict[str, tuple[str, ...]]:
         """Axes of more than one rank that cut no tensor, each with the names of those that are copied along it."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from planners.errors import PlanError
 
 __all__ = [
     "BlockShard", "Mesh", "Ownership", "Placement", "Replicate", "SegmentRow", "Segments", "Shard",
-    "StridedShard", "distinct", "outer_sum", "overlap", "ownership", "parse_placement", "parse_placements",
+    "StridedShard", "distinct", "grouped", "outer_sum", "overlap", "ownership", "parse_placement", "parse_placements",
     "ravel", "unravel",
 ]  # fmt: skip
 
@@ -319,6 +319,8 @@ def _wrapped(text: str) -> bool:
 
 Ints = npt.NDArray[np.int64]
 Cut = Shard | StridedShard | BlockShard
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, eq=False)
@@ -463,6 +465,14 @@ def outer_sum(columns: Iterable[Ints]) -> Ints:
     for column in columns:
         out = (out[:, None] + column).reshape(-1)
     return out
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, in the order in which they come."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def distinct(values: Ints) -> Ints:

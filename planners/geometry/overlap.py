@@ -13,7 +13,7 @@ import numpy as np
 
 from planners.errors import CoverageError
 from planners.geometry.box import Box, Dims
-from planners.geometry.layout import Form, ProductForm, ProductGeometry
+from planners.geometry.layout import Form, ProductForm, ProductGeometry, local_boxes
 from planners.geometry.mesh import Ints, SegmentRow, Segments, distinct, overlap
 
 __all__ = [
@@ -96,9 +96,7 @@ class Overlap(ABC):
 
     def local_boxes(self, rank: int) -> Iterator[tuple[int, Box, Box]]:
         """(which local tensor, global box, the same in its coordinates) of all that `rank` wants."""
-        if rank < self.wanted_form.world_size:
-            for index, part in enumerate(self.wanted_form.parts(self.shape, rank)):
-                yield from ((index, box, local) for box, local in part.boxes())
+        return local_boxes(self.wanted_form, self.shape, rank)
 
 
 @dataclass(frozen=True)

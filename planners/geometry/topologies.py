@@ -13,7 +13,7 @@ from functools import partial
 
 from planners.errors import PlanError
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
-from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, parse_placements
+from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, grouped, parse_placements
 from planners.notebooks import preformatted
 
 __all__ = [
@@ -307,9 +307,7 @@ class Globs:
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._match: list[Callable[[str], object]] = [re.compile(fnmatch.translate(p)).match for p in patterns]
-        self._filed: dict[tuple[str, ...], list[int]] = {}
-        for number, pattern in enumerate(patterns):
-            self._filed.setdefault(literal_segments(pattern), []).append(number)
+        self._filed = grouped((literal_segments(pattern), number) for number, pattern in enumerate(patterns))
         self._lengths = sorted({len(run) for run in self._filed} - {0})
 
     def matching(self, name: str) -> Iterator[int]:

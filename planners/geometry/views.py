@@ -43,21 +43,11 @@ class Patch:
 
     def to_source(self, box: Box) -> Box:
         """A box within `target`, in the coordinates of the source."""
-        offsets, sizes = list(self.source.offsets), list(self.source.sizes)
-        for i, d in enumerate(self.dims):
-            if d is not None:
-                offsets[d] += box.offsets[i] - self.target.offsets[i]
-                sizes[d] = box.sizes[i]
-        return Box.of(tuple(offsets), tuple(sizes))
+        return _carried(box, self.target, self.source, self.dims)
 
     def to_target(self, box: Box) -> Box:
         """A box within `source`, in the coordinates of the target. Inverse of `to_source`."""
-        offsets, sizes = list(self.target.offsets), list(self.target.sizes)
-        for i, d in enumerate(self.dims):
-            if d is not None:
-                offsets[i] += box.offsets[d] - self.source.offsets[d]
-                sizes[i] = box.sizes[d]
-        return Box.of(tuple(offsets), tuple(sizes))
+        return _carried(box, self.source, self.target, self.back)
 
     def crop(self, box: Box) -> Patch:
         """What is within `box`, in the same coordinates. `box` lies within `target`."""
@@ -75,6 +65,16 @@ class Patch:
     def inverse(self, tensor: int) -> Patch:
         """The source's box made of the target's, which is source number `tensor` of the inverse."""
         return Patch(self.source, tensor, self.target, self.back)
+
+
+def _carried(box: Box, outer: Box, there: Box, dims: Dims) -> Box:
+    """A box within `outer` in the coordinates of `there`, of which dim `dims[i]` follows dim i of `outer`."""
+    offsets, sizes = list(there.offsets), list(there.sizes)
+    for i, d in enumerate(dims):
+        if d is not None:
+            offsets[d] += box.offsets[i] - outer.offsets[i]
+            sizes[d] = box.sizes[i]
+    return Box.of(tuple(offsets), tuple(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -589,19 +589,16 @@ class ViewOverlap(Overlap):
         yield from ((self.view.patches[i], common) for i, _, common in self._patches.meeting(box))
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        return tuple(
-            piece
-            for index, box, local in self.local_boxes(rank)
-            for patch, common in self.patches_meeting(box)
-            for piece in self._patch_pieces(index, box, local, patch, common)
-        )
+        return tuple(self._pieces(rank))
 
-    def _patch_pieces(self, index: int, box: Box, local: Box, patch: Patch, common: Box) -> Iterator[Piece]:
-        number = patch.tensor
-        chunks = chunks_of(self.view.source_shapes[number], self.saved[number])
-        for owner, chunk, held in chunks.covering(patch.to_source(common)):
-            target = patch.to_target(held).moved_with(box, local)
-            yield Piece(owner, chunk, held.relative_to(chunk), target, index, number, patch.dims)
+    def _pieces(self, rank: int) -> Iterator[Piece]:
+        for index, box, local in self.local_boxes(rank):
+            for patch, common in self.patches_meeting(box):
+                number = patch.tensor
+                chunks = chunks_of(self.view.source_shapes[number], self.saved[number])
+                for owner, chunk, held in chunks.covering(patch.to_source(common)):
+                    target = patch.to_target(held).moved_with(box, local)
+                    yield Piece(owner, chunk, held.relative_to(chunk), target, index, number, patch.dims)
 
     def fills(self, rank: int) -> tuple[FilledSlot, ...]:
         return tuple(

@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from planners.errors import PlanError
 from planners.findings import Finding
+from planners.geometry.mesh import grouped
 
 __all__ = ["CopyPlan", "plan_copies"]
 
@@ -129,9 +130,7 @@ def _keepers(
     hosts: Sequence[str], nbytes: Sequence[int], following: dict[str, list[str]]
 ) -> tuple[tuple[int, ...], ...]:
     """On each of the next hosts the rank that gets the least until then, the largest first."""
-    ranks: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        ranks.setdefault(host, []).append(rank)
+    ranks = grouped((host, rank) for rank, host in enumerate(hosts))
     got, out = [0] * len(hosts), [()] * len(hosts)  # type: tuple[list[int], list[tuple[int, ...]]]
     for rank in sorted(range(len(hosts)), key=lambda rank: -nbytes[rank]):
         chosen = [min(ranks[host], key=lambda keeper: (got[keeper], keeper)) for host in following[hosts[rank]]]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from planners.errors import PlanError
 from planners.geometry.box import Box
 from planners.geometry.layout import BoxesForm, Form, Intervals, Part, ProductForm, StateLayout, TensorLayout
-from planners.geometry.mesh import Ints, Mesh, Placement, Replicate, Shard
+from planners.geometry.mesh import Ints, Mesh, Placement, Replicate, Shard, grouped
 from planners.plans.routing import pair_groups
 from planners.plans.transfer import TransferPlan, plan_transfers
 
@@ -215,17 +215,15 @@ def _fresh(name: str, mesh: Mesh) -> str:
 
 def _striped_boxes(layout: TensorLayout, groups: Ints) -> BoxesForm | None:
     """Each box that several ranks of a group have alike is cut among them."""
-    alike: dict[tuple[int, tuple[Box, ...]], list[int]] = {}
-    for rank in layout.form.ranks():
-        boxes = tuple(box for part in layout.parts(rank) for box, _ in part.boxes())
-        alike.setdefault((int(groups[rank]), boxes), []).append(rank)
+    alike = grouped(((int(groups[rank]), layout.boxes(rank)), rank) for rank in layout.form.ranks())
     if all(len(ranks) == 1 for ranks in alike.values()):
         return None
-    out: dict[int, list[Box]] = {}
-    for (_, boxes), ranks in alike.items():
-        for number, box in enumerate(boxes):
-            for place, piece in enumerate(_pieces(box, len(ranks))):
-                out.setdefault(ranks[(number + place) % len(ranks)], []).append(piece)
+    out = grouped(
+        (ranks[(number + place) % len(ranks)], piece)
+        for (_, boxes), ranks in alike.items()
+        for number, box in enumerate(boxes)
+        for place, piece in enumerate(_pieces(box, len(ranks)))
+    )
     return BoxesForm.make(out, layout.world_size)
 
 

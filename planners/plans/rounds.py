@@ -11,7 +11,7 @@ from planners.errors import PlanError
 from planners.findings import Finding
 from planners.geometry.box import Box, flat_boxes
 from planners.geometry.layout import ITEM_SIZES
-from planners.geometry.mesh import Ints
+from planners.geometry.mesh import Ints, grouped
 from planners.plans.transfer import TransferItem, TransferPlan
 
 __all__ = ["Message", "Schedule", "color_edges", "schedule"]
@@ -115,15 +115,11 @@ class Schedule:
         Raises PlanError for a rank outside the job.
         """
         mine = np.flatnonzero((self.sender == rank) | (self.receiver == rank))
-        streams: dict[tuple[int, int], list[TransferItem]] = {}
-        for item in (*self.plan.items_from(rank), *self.plan.items_to(rank)):
-            if not item.is_local:
-                streams.setdefault((item.sender, item.receiver), []).append(item)
+        items = (*self.plan.items_from(rank), *self.plan.items_to(rank))
+        streams = grouped(((item.sender, item.receiver), item) for item in items if not item.is_local)
         rows = zip(*(column[mine].tolist() for column in (self.round, self.sender, self.receiver)), mine.tolist())
         found: dict[int, Message] = {}
-        by_stream: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for number, sender, receiver, row in rows:
-            by_stream.setdefault((sender, receiver), []).append((number, row))
+        by_stream = grouped(((sender, receiver), (number, row)) for number, sender, receiver, row in rows)
         slack = slack_bytes(self.max_inflight_bytes)
         for (sender, receiver), places in by_stream.items():
             cuts = [(int(self.start[row]), int(self.stop[row])) for _, row in places]

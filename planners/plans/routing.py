@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from planners.errors import CoverageError
 from planners.geometry.box import Box
-from planners.geometry.layout import ITEM_SIZES, Form, ProductGeometry, StateLayout, TensorLayout
-from planners.geometry.mesh import Ints, SegmentRow, Segments, outer_sum, ravel, unravel
+from planners.geometry.layout import Form, ProductGeometry, StateLayout, TensorLayout, local_boxes
+from planners.geometry.mesh import Ints, SegmentRow, Segments, grouped, outer_sum, ravel, unravel
 from planners.geometry.overlap import ProductOverlap, Sweep, overlap_of
 
 __all__ = ["Route", "Traffic", "intersection_of", "pair_groups", "total_traffic"]
@@ -229,10 +229,7 @@ class _DimTable:
     def rows(self, giver: int, taker: int) -> list[SegmentRow]:
         """Their segments, in the order of the taker's local dim."""
         if (giver, taker) not in self._rows:
-            fresh: dict[tuple[int, int], list[SegmentRow]] = {}
-            for row in self._segments.rows(taker):
-                fresh.setdefault((row.saved_owner, taker), []).append(row)
-            self._rows |= fresh
+            self._rows |= grouped(((row.saved_owner, taker), row) for row in self._segments.rows(taker))
         return self._rows[giver, taker]
 
 
@@ -260,24 +257,30 @@ class SweepIntersection:
 
     def __init__(self, shape: tuple[int, ...], before: Form, after: Form) -> None:
         """Raises CoverageError (with rank and region) where nobody holds what a receiver needs."""
-        self._sources: list[tuple[Box, int, Box]] = []
-        self._held: dict[int, list[int]] = {}
-        self.holders = self._find_holders(shape, before)
+        # ranks are replicas of one source if the same box is at the same place of the same local tensor
+        found = grouped(
+            ((box, index, local), rank)
+            for rank in before.ranks()
+            for index, box, local in local_boxes(before, shape, rank)
+        )
+        self._sources = list(found)
+        self._held = grouped((rank, s) for s, ranks in enumerate(found.values()) for rank in ranks)
+        indptr = np.cumsum([0, *map(len, found.values())], dtype=np.int64)
+        self.holders = Holders(indptr, np.array([r for ranks in found.values() for r in sorted(ranks)], dtype=np.int64))
         sweep = Sweep((s, box) for s, (box, _, _) in enumerate(self._sources))
         self._commons: dict[int, dict[int, list[Common]]] = {}
         for rank in after.ranks():
             mine: dict[int, list[Common]] = {}
             own = set(self._held.get(rank, ()))
-            for index, part in enumerate(after.parts(shape, rank)):
-                for box, local in part.boxes():
-                    try:
-                        pieces = sweep.covering(box, prefer=own)
-                    except CoverageError as error:
-                        raise CoverageError("nobody holds what is needed", rank=rank, box=error.box) from None
-                    for s, chunk, common in pieces:
-                        _, source_part, at = self._sources[s]
-                        source, target = common.moved_with(chunk, at), common.moved_with(box, local)
-                        mine.setdefault(s, []).append(Common(common, source, target, source_part, index))
+            for index, box, local in local_boxes(after, shape, rank):
+                try:
+                    pieces = sweep.covering(box, prefer=own)
+                except CoverageError as error:
+                    raise CoverageError("nobody holds what is needed", rank=rank, box=error.box) from None
+                for s, chunk, common in pieces:
+                    _, source_part, at = self._sources[s]
+                    source, target = common.moved_with(chunk, at), common.moved_with(box, local)
+                    mine.setdefault(s, []).append(Common(common, source, target, source_part, index))
             if mine:
                 self._commons[rank] = mine
         rows = sorted((s, rank) for rank, mine in self._commons.items() for s in mine)
@@ -285,22 +288,6 @@ class SweepIntersection:
         self._receiver = np.array([rank for _, rank in rows], dtype=np.int64)
         numels = [sum(c.box.numel for c in self._commons[rank][s]) for s, rank in rows]
         self._numel = np.array(numels, dtype=np.int64)
-
-    def _find_holders(self, shape: tuple[int, ...], before: Form) -> Holders:
-        # ranks are replicas of one source if the same box is at the same place of the same local tensor
-        found: dict[tuple[Box, int, Box], list[int]] = {}
-        for rank in before.ranks():
-            for index, part in enumerate(before.parts(shape, rank)):
-                for box, local in part.boxes():
-                    found.setdefault((box, index, local), []).append(rank)
-        self._sources = list(found)
-        for s, ranks in enumerate(found.values()):
-            for rank in ranks:
-                self._held.setdefault(rank, []).append(s)
-        counts = [len(ranks) for ranks in found.values()]
-        indptr = np.concatenate(([0], np.cumsum(np.array(counts, dtype=np.int64))))
-        flat = [rank for ranks in found.values() for rank in sorted(ranks)]
-        return Holders(np.asarray(indptr, dtype=np.int64), np.array(flat, dtype=np.int64))
 
     def sources(self, receiver: int) -> Sequence[int]:
         return sorted(self._commons.get(receiver, ()))
@@ -397,19 +384,16 @@ def pair_groups(before: StateLayout, after: StateLayout, names: Iterable[str]) -
             found = numbers[id(form)] = distinct.setdefault(form, len(distinct))
         return found
 
-    groups: dict[tuple[object, ...], tuple[list[str], list[int]]] = {}
-    for position, fqn in enumerate(names):
-        left, right = before[fqn], after[fqn]
-        a, b = left.spec, right.spec
-        key = (a.shape, b.shape, ITEM_SIZES[a.dtype], ITEM_SIZES[b.dtype], number(left.form), number(right.form))
-        group = groups.get(key)
-        if group is None:
-            group = groups[key] = ([], [])
-        group[0].append(fqn)
-        group[1].append(position)
-    return tuple(
-        PairGroup(tuple(fqns), tuple(positions), before[fqns[0]], after[fqns[0]]) for fqns, positions in groups.values()
-    )
+    def geometry(fqn: str) -> tuple[object, ...]:
+        sides = (before[fqn], after[fqn])
+        return tuple((side.spec.shape, side.spec.itemsize, number(side.form)) for side in sides)
+
+    groups = grouped((geometry(fqn), (fqn, position)) for position, fqn in enumerate(names))
+    out = []
+    for rows in groups.values():
+        fqns, positions = zip(*rows)
+        out.append(PairGroup(fqns, positions, before[fqns[0]], after[fqns[0]]))
+    return tuple(out)
 
 
 class Route:

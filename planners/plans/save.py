@@ -13,8 +13,8 @@ import numpy as np
 from planners.errors import PlanError
 from planners.findings import Finding
 from planners.geometry.box import Box
-from planners.geometry.layout import Part, ProductGeometry, StateLayout, TensorLayout
-from planners.geometry.mesh import Ints, distinct, unravel
+from planners.geometry.layout import Part, ProductGeometry, StateLayout, TensorLayout, local_boxes
+from planners.geometry.mesh import Ints, distinct, grouped, unravel
 from planners.geometry.overlap import Sweep, tiling_fault
 from planners.plans.plan import Plan, PlanItems, alike, layout_fault
 
@@ -244,11 +244,11 @@ class BoxTable:
 
     def __init__(self, layout: TensorLayout) -> None:
         """Raises PlanError if two boxes overlap without being equal."""
-        held: dict[Box, list[tuple[int, int]]] = {}
-        for rank in layout.form.ranks():
-            for index, part in enumerate(layout.parts(rank)):
-                for box, _ in part.boxes():
-                    held.setdefault(box, []).append((rank, index))
+        held = grouped(
+            (box, (rank, index))
+            for rank in layout.form.ranks()
+            for index, box, _ in local_boxes(layout.form, layout.spec.shape, rank)
+        )
         self.boxes = list(held)
         self._sweep = Sweep(enumerate(self.boxes))
         for i, box in enumerate(self.boxes):

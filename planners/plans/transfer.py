@@ -21,8 +21,9 @@ from planners.geometry.layout import (
     StateLayout,
     TensorLayout,
     check_rank,
+    local_boxes,
 )
-from planners.geometry.mesh import Ints
+from planners.geometry.mesh import Ints, grouped
 from planners.geometry.overlap import Sweep
 from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global_box, listed_findings, product_findings
 from planners.plans.routing import Route, Traffic, intersection_of, pair_groups, total_traffic
@@ -507,8 +508,7 @@ def _wanted_pieces(number: int, form: Form, shape: Shape, rank: int) -> list[tup
     """(where it goes, which elements it is) of all that a rank wants of a form."""
     return [
         (HeldPlace(number, index, local), box)
-        for index, part in enumerate(form.parts(shape, rank))
-        for box, local in part.boxes()
+        for index, box, local in local_boxes(form, shape, rank)
         if not box.is_empty
     ]
 
@@ -588,10 +588,8 @@ class ReadOncePlan:
 
     def own_boxes(self, rank: int) -> Mapping[str, tuple[OwnBox, ...]]:
         """Where in the local tensors of `rank` its parts of `readers` lie."""
-        found: dict[str, list[OwnBox]] = {}
-        if rank < self.shares.world_size:
-            for item in self.shares.items(rank):
-                found.setdefault(item.fqn, []).append(OwnBox(item.part, item.source))
+        items = self.shares.items(rank) if rank < self.shares.world_size else ()
+        found = grouped((item.fqn, OwnBox(item.part, item.source)) for item in items)
         return {fqn: tuple(boxes) for fqn, boxes in found.items()}
 
 

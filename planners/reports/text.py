@@ -11,7 +11,7 @@ import numpy as np
 
 from planners.errors import PlanError
 from planners.geometry.layout import Part, StateLayout, TensorLayout
-from planners.geometry.mesh import Ints
+from planners.geometry.mesh import Ints, grouped
 from planners.plans.load import LoadPlan, ReadItem
 from planners.plans.plan import Plan
 from planners.plans.rounds import Schedule
@@ -182,9 +182,7 @@ class PlanDiff:
         for names, verb in ((self.only_a, "only in the first"), (self.only_b, "only in the second")):
             if names:
                 lines.append(f"{verb}: {_listed(names)}")
-        hows: dict[str, list[str]] = {}
-        for fqn, how in self.changed.items():
-            hows.setdefault(how, []).append(fqn)
+        hows = grouped((how, fqn) for fqn, how in self.changed.items())
         lines += [f"{how}: {_listed(tuple(names))}" for how, names in hows.items()]
         a, b = self.rank_bytes
         ranks = np.flatnonzero(a != b)
