@@ -434,18 +434,25 @@ def _bounds(own: Ownership, placement: Cut, parts: int, *, first: bool) -> Ints:
 
 def _cut(own: Ownership, bounds: Ints) -> Ownership:
     """Every owner c becomes owners (c, k): the parts k of all its pieces, in order of the pieces."""
-    owners, _, edges = bounds.shape
+    owners, pieces, parts = bounds.shape[0], bounds.shape[1], bounds.shape[2] - 1
     base = np.concatenate(([0], np.cumsum(own.local_sizes)))  # all local dims laid one behind another
-    laid = (bounds + base[:-1, None, None]).transpose(0, 2, 1)
-    begins, ends = laid[:, :-1], laid[:, 1:]
-    filled = ends > begins
-    indptr = np.concatenate(([0], np.cumsum(filled.sum(axis=2))))
-    parts = Ownership(own.size, begins[filled], ends[filled], indptr)
+    ends = np.minimum(bounds[:, :, 1:] + base[:-1, None, None], base[-1])
+    begins = bounds[:, :, :-1] + base[:-1, None, None]
     # cut the intervals, laid out the same way, at every bound
     position = own.local_starts + base[own.owner_of]
-    rows = overlap(Ownership(own.size, position, position + own.stops - own.starts, own.indptr), parts)
-    starts = rows.starts + (own.starts - position)[rows.saved_row]
-    return _grouped(own.size, starts, starts + rows.stops - rows.starts, rows.wanted_owner, owners * (edges - 1))
+    edges = distinct(np.concatenate((begins.reshape(-1), ends.reshape(-1), position, base[-1:])))
+    left, right = edges[:-1], edges[1:]
+    row = np.searchsorted(position, left, side="right") - 1
+    starts = np.asarray(own.starts[row] + (left - position[row]), dtype=np.int64)
+    stops = np.asarray(starts + (right - left), dtype=np.int64)
+    # which (c, j, k) each little interval fell into; empty parts take none
+    filled = np.flatnonzero((ends > begins).reshape(-1))
+    piece = filled[np.searchsorted(begins.reshape(-1)[filled], left, side="right") - 1]
+    c, rest = np.divmod(piece, pieces * parts)
+    j, k = np.divmod(rest, parts)
+    owner = c * parts + k
+    order = np.lexsort((left, j, owner))
+    return _grouped(own.size, starts[order], stops[order], owner[order], owners * parts)
 
 
 def _grouped(size: int, starts: Ints, stops: Ints, owner: Ints, owners: int) -> Ownership:

@@ -384,11 +384,14 @@ def pair_groups(before: StateLayout, after: StateLayout, names: Iterable[str]) -
             found = numbers[id(form)] = distinct.setdefault(form, len(distinct))
         return found
 
-    def geometry(fqn: str) -> tuple[object, ...]:
-        sides = (before[fqn], after[fqn])
-        return tuple((side.spec.shape, side.spec.itemsize, number(side.form)) for side in sides)
-
-    groups = grouped((geometry(fqn), (fqn, position)) for position, fqn in enumerate(names))
+    pairs = ((before[fqn], after[fqn], fqn) for fqn in names)
+    groups = grouped(
+        (
+            (a.spec.shape, b.spec.shape, a.spec.itemsize, b.spec.itemsize, number(a.form), number(b.form)),
+            (fqn, position),
+        )
+        for position, (a, b, fqn) in enumerate(pairs)
+    )
     out = []
     for rows in groups.values():
         fqns, positions = zip(*rows)
