@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from reshard.native.manifest import HF_INDEX, MANIFEST
+
 if TYPE_CHECKING:
     from reshard.formats.canonical import Canonical, Hints
     from reshard.storage.base import Storage
@@ -24,13 +26,17 @@ Widen: TypeAlias = "Callable[[StoredTensor, str], StoredTensor]"
 """(a tensor, name) -> the same in float32, under that name."""
 
 
+MARKS = (MANIFEST, HF_INDEX, "*.safetensors", ".metadata")
+"""Files of a folder by which it opens as what they are of, whatever else is in it."""
+
+
 @dataclass(frozen=True)
 class Writing:
     """How a format is written."""
 
     writer: Callable[[Contents, Target], FormatWriter]
-    foreign: tuple[str, ...] = ()
-    """Globs of files of other formats, beside which a folder does not open, or opens as what was there before."""
+    own: tuple[str, ...] = ()
+    """Globs of `MARKS` that are of this format."""
     form: Callable[[Canonical, Contents, Mapping[str, Any] | None, Widen, str], Contents] | None = None
     """Of a format with names and shapes of its own: contents, which normalize to the first, as the writer takes them.
     The hints are the caller's, the text names the source in messages."""
@@ -38,6 +44,11 @@ class Writing:
     """Whether its files can be those of the ranks of a layout."""
     is_one_file: bool = False
     """Whether the target is a file, and its folder anybody's."""
+
+    @property
+    def foreign(self) -> list[str]:
+        """Globs of files of other formats, beside which a folder does not open, or opens as what was there before."""
+        return [] if self.is_one_file else [mark for mark in MARKS if mark not in self.own]
 
 
 @dataclass(frozen=True)

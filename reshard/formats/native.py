@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reshard.formats.format import Format, Writing
-from reshard.native.manifest import HF_INDEX, MANIFEST
+from reshard.native.manifest import MANIFEST
 from reshard.native.reader import detect, open
 from reshard.stored.checksums import EVERY_BLOCK
 
@@ -13,7 +13,7 @@ __all__ = ["FORMAT"]
 def _writing() -> Writing:
     from reshard.native.writer import NativeWriter
 
-    return Writing(NativeWriter, foreign=(MANIFEST, HF_INDEX, ".metadata"), is_sharded=True)
+    return Writing(NativeWriter, own=("*.safetensors",), is_sharded=True)
 
 
 FORMAT = Format(

@@ -14,7 +14,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.format import Format, Writing
-from reshard.native.manifest import MANIFEST
+from reshard.native.manifest import HF_INDEX
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, Facts
@@ -377,7 +377,7 @@ class SafetensorsWriter(FormatWriter):
 
 
 def _writing() -> Writing:
-    return Writing(SafetensorsWriter, foreign=(MANIFEST, ".metadata"))
+    return Writing(SafetensorsWriter, own=("*.safetensors", HF_INDEX))
 
 
 FORMAT = Format(

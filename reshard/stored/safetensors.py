@@ -21,8 +21,8 @@ from reshard.stored.source import Source
 from reshard.stored.tensor import Extent
 
 __all__ = [
-    "SAFETENSORS_CODES", "Header", "HeaderEntry", "Offsets", "encode_header", "encode_rows",
-    "framed", "looks_like_header", "read_header", "read_offsets",
+    "SAFETENSORS_CODES", "Header", "HeaderEntry", "Offsets", "encode_header", "encode_rows", "find_header",
+    "framed", "read_header", "read_offsets",
 ]  # fmt: skip
 
 
@@ -75,7 +75,9 @@ class Header:
     metadata: Mapping[str, str]
 
     def place(self, name: str) -> Extent:
-        """Where a tensor of this file is. Raises KeyError."""
+        """Where a tensor of this file is. Raises DamagedCheckpointError if it has none of that name."""
+        if name not in self.entries:
+            raise DamagedCheckpointError(f"{self.source.label}: this safetensors file has no tensor {name!r}")
         return Extent(self.source, self.entries[name].window)
 
     def saved_offsets(self) -> dict[str, list[int]]:
@@ -96,9 +98,11 @@ class Header:
         return info
 
 
-def looks_like_header(head: bytes, nbytes: int) -> bool:
-    """Whether the first 9 bytes of a file of `nbytes` could begin a safetensors file."""
-    return len(head) >= 9 and 2 <= int.from_bytes(head[:8], "little") <= nbytes - 8 and head[8:9] == b"{"
+def find_header(source: Source) -> Header | None:
+    """The header of a whole file, read and checked; None for what by its first bytes is no safetensors file."""
+    head = bytes(source.read(0, min(9, source.nbytes)))
+    is_one = len(head) == 9 and 2 <= int.from_bytes(head[:8], "little") <= source.nbytes - 8 and head[8:] == b"{"
+    return read_header(source) if is_one else None
 
 
 def read_header(source: Source) -> Header:

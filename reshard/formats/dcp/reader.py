@@ -27,7 +27,7 @@ from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import DATA_FILE, RANK_METADATA, Contents, Facts, LazyMapping, Record, has_dcp
-from reshard.stored.safetensors import Header, looks_like_header, read_header
+from reshard.stored.safetensors import Header, find_header
 from reshard.stored.source import DecodedSource, Files, FileSource, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
@@ -332,21 +332,19 @@ class Items:
                 header = self._header(source)
             if header is None:
                 return locate_item(source, start, length, head)
-        if key not in header.entries:
-            raise DamagedCheckpointError(f"{source.label}: this safetensors file has no tensor {key!r}")
+        place = header.place(key)
         said = header.saved_offsets().get(key)
         if said is not None and tuple(said) != box.offsets:
             # torch keeps one chunk of a key in a file, and loses the others
             raise DamagedCheckpointError(
                 f"{source.label}: it holds the chunk of {key!r} at {said}, not at {box.offsets}"
             )
-        return header.place(key), header.entries[key].dtype
+        return place, header.entries[key].dtype
 
     def _header(self, source: FileSource) -> Header | None:
-        """The header, if the file as a whole is a safetensors file; DCP's own offsets mean nothing then."""
+        """The header, if the file as a whole has one; DCP's own offsets mean nothing then."""
         if source.name not in self._headers:
-            head = bytes(source.read(0, min(9, source.nbytes)))
-            self._headers[source.name] = read_header(source) if looks_like_header(head, source.nbytes) else None
+            self._headers[source.name] = find_header(source)
         return self._headers[source.name]
 
 

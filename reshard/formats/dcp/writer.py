@@ -31,7 +31,6 @@ from reshard.formats.torch_save.writer import (
     unknown_objects,
 )
 from reshard.live.dtypes import dtype_from_name
-from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.state import IntKey, KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
@@ -120,7 +119,7 @@ class DcpWriter(FormatWriter):
         return _METADATA if _METADATA in names else None
 
 
-WRITING = Writing(DcpWriter, foreign=(MANIFEST, HF_INDEX, "*.safetensors"), is_sharded=True)
+WRITING = Writing(DcpWriter, own=(".metadata",), is_sharded=True)
 
 
 # torch's own records of a DCP checkpoint: what `.metadata` says of tensors, chunks and keys, and

@@ -16,7 +16,6 @@ from reshard.formats.deepspeed.files import OWN
 from reshard.formats.format import Widen, Writing
 from reshard.formats.torch_save.writer import ArchivesWriter, TensorStub
 from reshard.live.tree import unflatten
-from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.streaming import FilePlan, Target, WrittenFile
@@ -270,4 +269,4 @@ def _client(contents: Contents) -> tuple[dict[str, Any], list[str]]:
     return dict(client), lost
 
 
-WRITING = Writing(DeepSpeedWriter, foreign=(MANIFEST, HF_INDEX, "*.safetensors", ".metadata"), form=deepspeed_form)
+WRITING = Writing(DeepSpeedWriter, form=deepspeed_form)

@@ -20,7 +20,6 @@ from reshard.formats.megatron.files import LATEST
 from reshard.formats.megatron.names import is_expert
 from reshard.formats.megatron.optimizer import groups_to_save
 from reshard.live.tree import unflatten
-from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Target, WrittenFile, grouped
@@ -453,4 +452,4 @@ def extra_state_keys(stacks: Stacks, names: Iterable[str]) -> list[str]:
     return list(found)
 
 
-WRITING = Writing(MegatronWriter, foreign=(MANIFEST, HF_INDEX, "*.safetensors", ".metadata"), form=megatron_form)
+WRITING = Writing(MegatronWriter, form=megatron_form)

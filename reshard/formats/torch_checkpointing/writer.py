@@ -17,7 +17,6 @@ from reshard.errors import FormatError
 from reshard.formats.format import Writing
 from reshard.formats.torch_checkpointing.reader import ITEM, METADATA
 from reshard.formats.torch_save.writer import ArchivesWriter, nest_of, paths_in_order, unknown_objects
-from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.state import IntKey, KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
@@ -126,4 +125,4 @@ def _replicated(spec: TensorSpec) -> dict[str, Any]:
     return {"sharding_metadata": {"type": "DTensorShardingMetadata", "data": data}, "ranks": (0,)}
 
 
-WRITING = Writing(TorchCheckpointingWriter, foreign=(MANIFEST, HF_INDEX, "*.safetensors", ".metadata"))
+WRITING = Writing(TorchCheckpointingWriter)
