@@ -128,14 +128,6 @@ class _Participants:
         self._known: dict[int, tuple[Form, int, bool]] = {}
         self._copies: dict[tuple[int, ...], ProductForm] = {}
 
-    def mesh_of(self, form: Form) -> int:
-        """A number, the same for forms over the same ranks."""
-        return self._of(form)[1]
-
-    def has_all_of(self, form: Form) -> bool:
-        """Whether all ranks of a form take part."""
-        return self._of(form)[2]
-
     def copies(self, rows: list[_Row]) -> ProductForm:
         """A copy on each rank of the rows."""
         key = tuple(id(ranks) for _, _, ranks in rows)
@@ -144,12 +136,13 @@ class _Participants:
             self._copies[key] = ProductForm.make(Mesh({"world": len(holders)}, holders), (Replicate(),))
         return self._copies[key]
 
-    def _of(self, form: Form) -> tuple[Form, int, bool]:
+    def of(self, form: Form) -> tuple[int, bool]:
+        """A number, the same for forms over the same ranks; and whether all of these take part."""
         if id(form) not in self._known:
             ranks = tuple(form.ranks())
             mesh = self._meshes.setdefault(ranks, len(self._meshes))
             self._known[id(form)] = form, mesh, self._members.issuperset(ranks)
-        return self._known[id(form)]
+        return self._known[id(form)][1:]
 
 
 def _join(key: str, rows: list[_Row], job: _Participants) -> TensorLayout:
@@ -168,7 +161,8 @@ def _join(key: str, rows: list[_Row], job: _Participants) -> TensorLayout:
     # ranks of one mesh have one form among them; other meshes may have copies
     by_mesh: dict[int, list[tuple[Form, ...]]] = {}
     for _, possible, _ in rows:
-        by_mesh.setdefault(job.mesh_of(possible[0]), []).append(possible)
+        mesh, _ = job.of(possible[0])
+        by_mesh.setdefault(mesh, []).append(possible)
     try:
         agreed = [agreed_form(spec.shape, said) for said in by_mesh.values()]
     except LayoutError as error:
@@ -200,9 +194,11 @@ def _stack(key: str, forms: list[Form]) -> Form:
 def _only(form: Form, spec: TensorSpec, job: _Participants) -> Form:
     """The form without ranks that do not take part. Raises LayoutError if only they hold some element."""
     everyone = job.everyone
-    if isinstance(form, ProductForm) and job.has_all_of(form):
-        return form
-    if not isinstance(form, ProductForm) and form.world_size <= len(everyone) == max(everyone) + 1:
+    if isinstance(form, ProductForm):
+        _, all_take_part = job.of(form)
+        if all_take_part:
+            return form
+    elif form.world_size <= len(everyone) == max(everyone) + 1:
         return form
     if isinstance(form, FlatForm):  # its local tensors are flat, which boxes would not say
         return FlatForm.make({r: (start, stop) for r, start, stop in form.ranges if r in everyone}, max(everyone) + 1)
