@@ -397,16 +397,23 @@ NO_COUNTS: Counts = {}
 
 
 @dataclass(frozen=True)
-class Hit:
-    """A name that a rule takes."""
+class Application:
+    """A rule, what its pattern's words stand for, and where."""
 
     number: int
     """Of the rule."""
     rule: Rule
+    site: Site
+    """Of several names, the first one's."""
+    words: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Hit(Application):
+    """A name that a rule takes."""
+
     source: int
     """Of the rule's sources, this one."""
-    site: Site
-    words: dict[str, str]
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -436,14 +443,9 @@ def _filled(targets: Sequence[Pattern], site: Site, words: Dict[str, str], count
 
 
 @dataclass(frozen=True)
-class RuleGroup:
+class RuleGroup(Application):
     """Names that one application of a rule takes together."""
 
-    number: int
-    rule: Rule
-    site: Site
-    """Of the first member."""
-    words: dict[str, str]
     members: tuple[str, ...]
     """In the order of the rule's sources, or of their numbers."""
     all_sites: tuple[Site, ...]
@@ -511,7 +513,7 @@ class Matcher:
                     continue
                 words = pattern.match(site.name)
                 if words is not None and (best is None or number < best.number):
-                    best = Hit(number, self.rules[number], source, site, words)
+                    best = Hit(number, self.rules[number], site, words, source)
         return best
 
     def parameters(self, keys: Iterable[str]) -> Iterator[tuple[str, Site]]:
