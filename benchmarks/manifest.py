@@ -25,6 +25,7 @@ from reshard.native.manifest import MANIFEST, FileRecord, encode_manifest, read_
 from reshard.native.reader import NativeFacts, Share
 from reshard.ranks.global_state import GlobalState
 from reshard.storage.memory import MemoryStorage
+from reshard.stored.source import Files
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
@@ -61,17 +62,17 @@ def rows(ranks: int, layers: int) -> Iterator[Row]:
     yield row("manifest", "MB", len(data) / 1e6)
     yield row("table of the files", "MB", (sum(names.values()) - len(data)) / 1e6)
     tracemalloc.start()
-    reader.open(storage, names)
+    reader.open(Files(storage, names))
     yield row("memory to open it, at most", "MB", tracemalloc.get_traced_memory()[1] / 1e6)
     tracemalloc.stop()
     manifest, took = timed(lambda: read_manifest(storage))
     yield row("read and decode the manifest", "processor s", took)
     _, took = timed(lambda: from_json({"reshard": "state_layout", "version": 1, **manifest.layout}))
     yield row("layout out of it", "processor s", took)
-    _, took = timed(lambda: reader.open(storage, names))
+    _, took = timed(lambda: reader.open(Files(storage, names)))
     yield row("open, all of it", "processor s", took)
     for who, share in (("one rank of all", Share(ranks // 2, ranks)), ("a process alone", reader.ALL)):
-        facts = reader.open(storage, names).facts
+        facts = reader.open(Files(storage, names)).facts
         assert isinstance(facts, NativeFacts)
         lengths, took = timed(lambda facts=facts, share=share: len(list(reader._lengths(facts, share))))
         yield row(f"lengths of {lengths:,} files, {who}", "processor s", took)
