@@ -14,7 +14,7 @@ COMPILED = @if command -v cc >/dev/null 2>&1; then $(1) || echo "the compiled ke
 
 .PHONY: demo test check docs dist bench gpu nightly clean
 
-KERNELS := $(wildcard kernels/*.py kernels/*.toml kernels/reshard_kernels/*.py kernels/reshard_kernels/*.c)
+KERNELS := $(wildcard kernels/*.py kernels/*.toml kernels/reshard_kernels/*.py kernels/reshard_kernels/*.[ch])
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(KERNELS)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name it with make PYTHON=..."; exit 1; }

@@ -38,11 +38,12 @@ from benchmarks.processes import measured, run
 ROUNDS = 4
 THE_CASES = ("rows by 4 to columns by 8", "rows by 8, the same layout")
 
-READ, HASH, COPY, WAIT, CUT, PLAN, AGREE, REST = (
+READ, HASH, COPY, WAIT, LOOP, CUT, PLAN, AGREE, REST = (
     "reading",
     "hashing",
     "copying",
     "waking and waiting, segment by segment",
+    "the compiled loop: all of these together",
     "dealing and cutting segments",
     "opening, planning, proof",
     "agreement through the store",
@@ -84,8 +85,7 @@ class Clock:
     def watch_load(self) -> None:
         """Count what a load calls."""
         from reshard.api import load as loading
-        from reshard.execute import fetch as load_bytes, machine as machine_reading
-        from reshard.execute.machine import MachineMemory
+        from reshard.execute import fetch as load_bytes, machine as machine_reading, work_list
         from reshard.ranks.group import Group
         from reshard.storage.local import LocalStorage
         from reshard.stored.source import FileSource
@@ -94,8 +94,12 @@ class Clock:
         self.watch(PLAN, loading.Targets, "of")
         self.watch(AGREE, Group, "merge")
         self.watch(CUT, machine_reading.MachineReading, "agree", "compared_elsewhere")
-        self.watch(WAIT, machine_reading.MachineReading, "run")
-        self.watch(WAIT, MachineMemory, "call", "wait_filled", "wait_taken")
+        self.watch(CUT, machine_reading.MachineReading, "run")
+        if (loop := work_list.compiled()) is not None:
+            self.watch(LOOP, loop, "run")
+        self.watch(WAIT, work_list, "in_numpy")
+        for part, name in ((READ, "read"), (HASH, "compare"), (COPY, "take"), (WAIT, "wait")):
+            self.watch(part, work_list.NumpyRun, name)
         self.watch(READ, LocalStorage, "read_into")
         self.watch(HASH, FileSource, "compare_data")
         self.watch(CUT, load_bytes, "plan_compare")

@@ -4,7 +4,13 @@ from setuptools import Extension, setup
 
 setup(
     ext_modules=[
-        Extension("reshard_kernels._fold", ["reshard_kernels/fold.c"], extra_compile_args=["-O3"], py_limited_api=True)
+        Extension(
+            "reshard_kernels._loops",
+            ["reshard_kernels/fold.c", "reshard_kernels/run.c"],
+            depends=["reshard_kernels/xxhash.h"],
+            extra_compile_args=["-O3"],
+            py_limited_api=True,
+        )
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["INTERFACE", "fold", "fold_rows", "table"]
+__all__ = ["COPY", "ENTRY", "INTERFACE", "REGION", "fold", "fold_rows", "run", "table"]
 
-INTERFACE = 1
+INTERFACE = 2
 """Counts changes of what is called here: `reshard` uses no other than the one it knows."""
 
 _GROUP = 8
@@ -22,7 +22,8 @@ _HALF = 1 << 23
 _PRIME = 2**48 - 59
 _MAX_ROWS, _MAX_COLUMNS = 1 << 17, 1 << 20
 
-_fold = ctypes.CDLL(str(Path(__file__).with_name("_fold.abi3.so"))).reshard_fold
+_loops = ctypes.CDLL(str(Path(__file__).with_name("_loops.abi3.so")))
+_fold = _loops.reshard_fold
 _fold.restype = None
 _fold.argtypes = [
     ctypes.c_void_p,
@@ -99,3 +100,58 @@ def _call(
 
 def _kind(array: npt.NDArray[np.generic]) -> str:
     return f"{array.dtype} of shape {array.shape} with strides of {array.strides} bytes"
+
+
+_DIMS = 8
+REGION = np.dtype([("at", "<i8"), ("nbytes", "<i8"), ("writable", "<i8")])
+"""Memory: its address, and how much of it there is."""
+ENTRY = np.dtype([("kind", "<i8"), ("of", "<i8", 7)])
+"""What to do: see `run.c`."""
+COPY = np.dtype(
+    [
+        *[(name, "<i8") for name in ("position", "region", "byte", "itemsize", "ndim")],
+        *[(name, "<i8", _DIMS) for name in ("sizes", "from", "to")],
+    ]
+)
+"""Elements of a file, the first of them at `position`, that go to memory; strides in bytes."""
+
+
+class _List(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("regions", "entries", "copies", "digests", "tallies")],
+        *[(f"{name}_count", ctypes.c_int64) for name in ("region", "entry", "copy", "digest", "tally")],
+    ]
+
+
+_run = _loops.reshard_run
+_run.restype = ctypes.c_int64
+_run.argtypes = [ctypes.POINTER(_List), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+
+
+def run(
+    regions: npt.NDArray[np.void],
+    entries: npt.NDArray[np.void],
+    copies: npt.NDArray[np.void],
+    digests: npt.NDArray[np.uint64],
+    tallies: npt.NDArray[np.int64],
+    first: int,
+    limit_ns: int,
+) -> tuple[int, int, int]:
+    """Run entries from `first` on, for at most about `limit_ns`; the caller keeps all that they name alive.
+
+    Returns:
+        The entry that it ended at, their number at the end; why; and what belongs to that: see `run.c`.
+
+    Raises:
+        ValueError: arrays of other types or shapes, or that are no single run of memory.
+    """
+    tables = (regions, entries, copies, digests, tallies)
+    for table, kind in zip(tables, (REGION, ENTRY, COPY, np.dtype("<u8"), np.dtype("<i8")), strict=True):
+        if table.dtype != kind or table.ndim != 1 or not table.flags.c_contiguous:
+            raise ValueError(f"a table is one row of {kind} without gaps, got {_kind(table)}")
+    if not tallies.flags.writeable:
+        raise ValueError("tallies are counted in place, and these may not be written to")
+    said = np.zeros(2, np.int64)
+    given = _List(*[table.ctypes.data for table in tables], *map(len, tables))
+    at = _run(ctypes.byref(given), first, limit_ns, said.ctypes.data)
+    return at, int(said[0]), int(said[1])

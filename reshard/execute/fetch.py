@@ -91,8 +91,8 @@ class Fetch:
         """Copy everything into the targets. Raises DamagedCheckpointError for bytes that `check` did not see."""
         alone = self.copies
         if self._machine is not None:
-            check = FileSource.compare_data if self.is_checked else None
-            self.done.add(self._machine.run(piece_bytes=self.space.piece_bytes, check=check, on_bytes=on_bytes))
+            run = self._machine.run
+            self.done.add(run(piece_bytes=self.space.piece_bytes, is_checked=self.is_checked, on_bytes=on_bytes))
             alone = self._machine.rest
         rest = self._read_by_segments(alone, on_bytes)
         self.done.read += run_copies(

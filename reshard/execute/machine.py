@@ -5,38 +5,47 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import select
-import struct
 import time
 import zlib
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from reshard.errors import DeadlineError, ReshardError, format_ranks
+from reshard.errors import DeadlineError, format_ranks
 from reshard.execute.reading import ByteCounts, Copy, Elsewhere, wanted_by_file
 from reshard.execute.segments import (
     TAIL_PAGE_BYTES,
     WHOLE_SHARE,
-    Check,
+    FileFootprint,
     ReadFootprint,
     Segment,
     SegmentPart,
     assign_segments,
+    compare_segment,
     copy_parts,
     footprint_of,
+    has_whole_blocks,
+    parts_between,
     parts_by_segment,
+    piece_bytes,
     read_segment,
     segment_bytes,
+    segment_end,
     touch_us_per_mib,
     unchecked_bytes,
 )
+from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList, compiled, copy_row
 from reshard.ranks.group import Group
 from reshard.ranks.liveness import machine
+from reshard.stored.checksums import BlockChecksums
 from reshard.stored.source import FileSource
 
 __all__ = ["Address", "MachineMemory", "MachineReading", "OwnMemory", "slots_for"]
@@ -46,7 +55,8 @@ __all__ = ["Address", "MachineMemory", "MachineReading", "OwnMemory", "slots_for
 #     rank 1   read segment 1 into its slot | take my part of segments 1, 0 | read segment 3 ...
 #
 # So a byte that several ranks need, or a page of which each needs a part, comes from the storage
-# once for the machine.
+# once for the machine. What is to be done is written down as a `WorkList`, in turns: in each of them
+# every rank reads a piece of a segment.
 
 
 LOCAL_SLOTS = 2
@@ -65,11 +75,11 @@ class MachineReading:
 
     memory: MachineMemory | None
     """None where each rank reads for itself."""
-    rounds: int
-    """In each of which every rank fills at most one slot."""
     reads: tuple[tuple[FileSource, Segment], ...]
-    parts: dict[tuple[int, int], list[SegmentPart]]
-    """(place of the reader, round) -> what this rank copies out of the segment that is read then."""
+    turns: tuple[_Turns, ...]
+    """What the rank at each place reads for all, also of files that this one does not know."""
+    copies: Mapping[FileSource, list[Copy]]
+    """What this rank takes of what is read for all."""
     rest: list[Copy]
     places: list[int]
     """Of the ranks of this machine in the group."""
@@ -107,19 +117,26 @@ class MachineReading:
         if any(offers[i].address.memory < 0 for i in places):
             touch_us = 0.0  # a rank has no memory to share: each reads for itself, but not each checks everything
         told = [zlib.decompress(offers[i].touched) for i in places]
-        assignments = assign_segments([msgspec.msgpack.decode(one, type=ReadFootprint) for one in told], touch_us)
+        footprints = [msgspec.msgpack.decode(one, type=ReadFootprint) for one in told]
+        assignments = assign_segments(footprints, touch_us)
         files = {source.label: source for source, _ in shareable}
         place = places.index(group.rank) if places else 0
-        alone = cls(None, 0, (), {}, list(copies), places)
+        alone = cls(None, (), (), {}, list(copies), places)
         alone = alone._with_checks(place, files, [(*one.reads, *one.checks) for one in assignments])
         if not any(one.reads for one in assignments):
             return alone
         addresses, ranks = [offers[i].address for i in places], [group.ranks[i] for i in places]
         try:
             memory = MachineMemory(own, addresses, ranks, place, group)
-        except OSError:  # a sandbox that does not let one process open what belongs to another
+        except (
+            OSError,
+            ValueError,
+        ):  # a sandbox does not let it open what belongs to another, or that has gone already
             return replace(alone, refused=True)
-        shared = cls._shared(memory, copies, files, [one.reads for one in assignments], places)
+        known = {label: file for footprint in footprints for label, file in footprint.items()}
+        lists = [one.reads for one in assignments]
+        turns = tuple(_Turns.of(segments, known) for segments in lists)
+        shared = replace(cls._shared(memory, copies, files, lists, places), turns=turns)
         return replace(shared._with_checks(place, files, [one.checks for one in assignments]), fallback=alone)
 
     def _with_checks(
@@ -154,29 +171,27 @@ class MachineReading:
         lists: Sequence[Sequence[Segment]],
         places: list[int],
     ) -> MachineReading:
-        by_file: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
-        for reader, segments in enumerate(lists):
-            for turn, segment in enumerate(segments):
-                by_file[segment.label][segment.number] = (reader, turn)
-        wanted: dict[tuple[int, int], list[SegmentPart]] = defaultdict(list)
-        rest: list[Copy] = []
-        for copy in copies:
-            source = _common(copy)
-            shared = by_file.get(source.label) if source is not None else None
-            if source is None or shared is None or not copy.place.window.numel:
-                rest.append(copy)
-                continue
-            for number, parts in parts_by_segment(source, copy):
-                if number in shared:
-                    wanted[shared[number]] += parts
-                else:
-                    rest += [part.as_copy(number * segment_bytes(source)) for part in parts]
-        mine = tuple((files[segment.label], segment) for segment in lists[memory.place])
+        shared: dict[str, set[int]] = defaultdict(set)
         by_all: dict[FileSource, list[tuple[int, int]]] = defaultdict(list)
         for segment in itertools.chain.from_iterable(lists):
+            shared[segment.label].add(segment.number)
             if segment.label in files:
                 by_all[files[segment.label]].append((segment.start, segment.stop))
-        return cls(memory, max(map(len, lists)), mine, dict(wanted), rest, places, read_for_all=by_all)
+        taken: dict[FileSource, list[Copy]] = defaultdict(list)
+        rest: list[Copy] = []
+        for copy in copies:
+            source, window = _common(copy), copy.place.window
+            if source is None or source.label not in shared or not window.numel:
+                rest.append(copy)
+                continue
+            size = segment_bytes(source)
+            apart = set(range(window.offset // size, -(-window.stop // size))) - shared[source.label]
+            if apart:
+                for number, parts in parts_by_segment(source, copy):
+                    rest += [part.as_copy(number * size) for part in parts if number in apart]
+            taken[source].append(copy)
+        mine = tuple((files[segment.label], segment) for segment in lists[memory.place])
+        return cls(memory, mine, (), taken, rest, places, read_for_all=by_all)
 
     def compared_elsewhere(self, copies: Iterable[Copy]) -> dict[FileSource, Elsewhere]:
         """What others compare with checksums for this rank, and what it had better compare for them before anybody
@@ -196,42 +211,19 @@ class MachineReading:
                 of.for_others = (*of.for_others, (segment.start, segment.stop))
         return {source: of for source, of in found.items() if source.view() is not None}
 
-    def run(self, *, piece_bytes: int, check: Check | None, on_bytes: Callable[[int], None]) -> ByteCounts:
+    def run(self, *, piece_bytes: int, is_checked: bool, on_bytes: Callable[[int], None]) -> ByteCounts:
         """Read and copy everything that is shared.
 
         Args:
             piece_bytes: for what is staged on its way to another dtype or device.
-            check: for each segment that this rank reads.
-            on_bytes: called with the bytes of each round; raises if another rank has failed.
+            is_checked: whether what this rank reads is compared with its checksums.
+            on_bytes: called with the bytes that were copied, several times a second; raises if another rank has failed.
 
         Raises DamagedCheckpointError if a segment is damaged: targets may be partly written then.
         """
-        done = ByteCounts()
         if self.memory is None:
-            return done
-        memory, ranks = self.memory, len(self.memory.memory)
-        nearest_first = [(memory.place + i) % ranks for i in range(ranks)]
-        with _SlotFiller(self.reads, memory, check, done, on_bytes) as filler:
-            for turn in range(self.rounds):
-                if turn < len(self.reads):
-                    filler.fill(turn)
-                    memory.call(FILLED)
-                taken = 0
-                wanted = [reader for reader in nearest_first if (reader, turn) in self.parts]
-                while wanted:  # whoever is ready comes first: another may have no processor just now
-                    ready = memory.wait_filled(wanted, turn + 1)
-                    wanted = [reader for reader in wanted if reader not in ready]
-                    for reader in ready:
-                        parts = self.parts[reader, turn]
-                        nbytes = copy_parts(memory.slot(reader, turn), parts, piece_bytes)
-                        done.unchecked += unchecked_bytes(parts, is_checked=check is not None)
-                        done.received += nbytes if reader != memory.place else 0
-                        taken += nbytes
-                on_bytes(taken)
-                if turn + 1 >= len(self.reads):  # else the call of the next slot says so
-                    memory.call(TAKEN)
-            memory.wait_taken(self.rounds)
-        return done
+            return ByteCounts()
+        return _MachineRun(self, self.memory, piece_bytes, is_checked, on_bytes).run()
 
 
 def _common(copy: Copy) -> FileSource | None:
@@ -248,20 +240,15 @@ def _common_bytes(segment: Segment, ranges: Sequence[tuple[int, int]]) -> int:
 
 
 class _SlotFiller:
-    """Fills this rank's slots: at once where the storage answers at once, else ahead, on threads."""
+    """Fills this rank's slots where the storage gives no file to read by: ahead, on threads, if answers take long."""
 
     def __init__(
-        self,
-        reads: Sequence[tuple[FileSource, Segment]],
-        memory: MachineMemory,
-        check: Check | None,
-        done: ByteCounts,
-        watch: Callable[[int], None],
+        self, turns: int, read: Callable[[int], None], memory: MachineMemory, watch: Callable[[int], None]
     ) -> None:
-        self._reads, self._memory, self._check, self._done, self._watch = reads, memory, check, done, watch
-        ahead = memory.slots > LOCAL_SLOTS and len(reads) > 1
+        self._turns, self._read, self._memory, self._watch = turns, read, memory, watch
+        ahead = memory.slots > LOCAL_SLOTS and turns > 1
         self._pool = ThreadPoolExecutor(memory.slots, thread_name_prefix="reshard-read") if ahead else None
-        self._under_way: deque[Future[int]] = deque()
+        self._under_way: deque[Future[None]] = deque()
         self._next = 0
 
     def __enter__(self) -> _SlotFiller:
@@ -272,70 +259,310 @@ class _SlotFiller:
             self._pool.shutdown(cancel_futures=True)
 
     def fill(self, turn: int) -> None:
-        """Until the slot of this turn is filled."""
-        self._memory.wait_taken(turn + 1 - self._memory.slots)
+        """Until the slot of this turn, which all ranks have taken from, is filled."""
         if self._pool is None:
-            self._done.read += self._read(turn)
+            self._read(turn)
             return
-        while self._next < min(len(self._reads), self._memory.taken() + self._memory.slots):
+        while self._next < min(self._turns, self._memory.taken() + self._memory.slots):
             self._under_way.append(self._pool.submit(self._read, self._next))
             self._next += 1
         future = self._under_way.popleft()
         while not wait([future], timeout=0.05).done:
             self._watch(0)
-        self._done.read += future.result()
+        future.result()
 
-    def _read(self, turn: int) -> int:
-        source, segment = self._reads[turn]
-        slot = self._memory.slot(self._memory.place, turn)
-        return read_segment(source, segment.start, segment.stop, slot, self._check)
+
+# What one rank does for all and takes for itself, written down turn by turn.
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The pieces of segments that one rank reads for all, in order: one a turn."""
+
+    labels: tuple[str, ...]
+    file: npt.NDArray[np.int64]
+    """Of each piece: the number of its label."""
+    start: npt.NDArray[np.int64]
+    stop: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], files: Mapping[str, FileFootprint]) -> _Turns:
+        """`files`: as the ranks of the machine see them."""
+        labels = tuple(dict.fromkeys(segment.label for segment in segments))
+        numbers = {label: i for i, label in enumerate(labels)}
+        rows = [(numbers[s.label], files[s.label].piece_bytes, s.start, s.stop) for s in segments]
+        file, size, start, stop = np.array(rows, np.int64).reshape(-1, 4).T
+        pieces = -(-(stop - start) // size)
+        segment = np.repeat(np.arange(len(rows)), pieces)
+        nth = np.arange(len(segment)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        first = start[segment] + nth * size[segment]
+        return cls(labels, file[segment], first, np.minimum(first + size[segment], stop[segment]))
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+_MOST_ENTRIES = 1 << 15
+"""Of one list; the next one is made when it is done."""
+_OWN, _RECEIVED = 0, 2
+"""Tallies; one more of each for what was not compared with checksums."""
+
+
+class _MachineRun:
+    """One run of a `MachineReading`."""
+
+    def __init__(
+        self,
+        reading: MachineReading,
+        memory: MachineMemory,
+        piece_bytes: int,
+        is_checked: bool,
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        self._turns, self._memory, self._place = reading.turns, memory, memory.place
+        self._files = {source.label: source for source in (*reading.copies, *(file for file, _ in reading.reads))}
+        self._is_checked, self._piece_bytes, self._on_bytes = is_checked, piece_bytes, on_bytes
+        self._regions = Memory()
+        for slots in memory.slots_of:
+            self._regions.add(slots)
+        self._tallies = np.zeros(4, np.int64)
+        self._told = 0
+        self._find_copies(reading.copies)
+
+    def _find_copies(self, copies: Mapping[FileSource, list[Copy]]) -> None:
+        """The table of copies, file by file in order of position, and those that only Python can do."""
+        rows: list[int] = []
+        self._in_file: dict[str, tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        """By label: its first row, each row's first byte, and the end of all up to each row."""
+        self._by_hand: dict[tuple[str, int], list[SegmentPart]] = defaultdict(list)
+        """By label and number of the segment."""
+        for source, its in copies.items():
+            bounds, first = [], len(rows) // (COPY.itemsize // 8)
+            for copy in sorted(its, key=lambda copy: copy.place.window.offset):
+                row = None
+                if isinstance(copy.out, np.ndarray) and not copy.place.conjugate:
+                    row = copy_row(copy.place.window, self._regions.add(copy.out), copy.out)
+                if row is None:
+                    for number, parts in parts_by_segment(source, copy):
+                        self._by_hand[source.label, number] += parts
+                else:
+                    rows += row
+                    bounds.append((copy.place.window.offset, copy.place.window.stop))
+            starts, stops = np.array(bounds, np.int64).reshape(-1, 2).T
+            self._in_file[source.label] = first, starts, np.maximum.accumulate(stops)
+        self._copies = np.array(rows, np.int64).view(COPY)
+
+    def run(self) -> ByteCounts:
+        mine = self._turns[self._place]
+        rounds = max(map(len, self._turns))
+        step = max(1, _MOST_ENTRIES // (3 * len(self._turns) + 5))
+        done = ByteCounts(read=int((mine.stop - mine.start).sum()))
+        with _SlotFiller(len(mine), self._read_and_compare, self._memory, self._on_bytes) as filler:
+            for first in range(0, rounds, step):
+                with ExitStack() as open_files:
+                    last = min(first + step, rounds)
+                    self._list(first, last, filler, open_files).run(self._look, compiled())
+                self._mark_right(first, last)
+                self._look(None)
+        done.received = int(self._tallies[_RECEIVED : _RECEIVED + 2].sum())
+        done.unchecked = int(self._tallies[_OWN + 1] + self._tallies[_RECEIVED + 1])
+        return done
+
+    def _look(self, awaited: tuple[int, int] | None) -> None:
+        """What was copied since the last time is reported; raises if a rank has failed or the time is over."""
+        copied = int(self._tallies.sum())
+        self._on_bytes(copied - self._told)
+        self._told = copied
+        self._memory.look(awaited)
+
+    def _list(self, first: int, last: int, filler: _SlotFiller, open_files: ExitStack) -> WorkList:
+        """Turns [first, last).
+
+        wait until my slot is free | read | compare | say so | for each rank, nearest first: wait for its slot,
+        take my part | say so
+        """
+        ranks, memory = len(self._turns), self._memory
+        is_end = last == max(map(len, self._turns))
+        kinds = np.full((last - first + is_end, 5 + 3 * ranks), -1, np.int64)
+        of = np.zeros((*kinds.shape, 7), np.int64)
+        calls: dict[tuple[int, int], Callable[[], None]] = {}
+        digests = self._read_entries(first, last, kinds, of, calls, filler, open_files)
+        for i in range(ranks):
+            reader = (self._place + i) % ranks
+            self._take_entries(reader, first, last, kinds[:, 4 + 3 * i :], of[:, 4 + 3 * i :], calls, 4 + 3 * i)
+        turn = np.arange(first, last)
+        kinds[: last - first, -1] = Kind.POST
+        of[: last - first, -1, 0], of[: last - first, -1, 1] = memory.counter(TAKEN, self._place)
+        of[: last - first, -1, 2] = turn + 1
+        if is_end:  # nobody leaves before everybody is through
+            kinds[-1, 0], of[-1, 0, :5] = Kind.WAIT, (*memory.counter(TAKEN, 0), last, ranks, memory.step)
+        used = kinds >= 0
+        entries = np.zeros(int(used.sum()), ENTRY)
+        entries["kind"], entries["of"] = kinds[used], of[used]
+        number = (np.cumsum(used) - 1).reshape(used.shape)
+        by_entry = {int(number[at]): call for at, call in calls.items()}
+        return WorkList(self._regions, entries, self._copies, digests, self._tallies, by_entry)
+
+    def _read_entries(
+        self,
+        first: int,
+        last: int,
+        kinds: npt.NDArray[np.int64],
+        of: npt.NDArray[np.int64],
+        calls: dict[tuple[int, int], Callable[[], None]],
+        filler: _SlotFiller,
+        open_files: ExitStack,
+    ) -> npt.NDArray[np.uint64]:
+        """What this rank reads for all, in the first columns; the digests that it is compared with."""
+        mine, memory, digests, count = self._turns[self._place], self._memory, [np.zeros(0, np.uint64)], 0
+        opened: dict[str, int | None] = {}
+        for row, turn in enumerate(range(first, min(last, len(mine)))):
+            label, start, stop = mine.labels[mine.file[turn]], int(mine.start[turn]), int(mine.stop[turn])
+            source, slot = self._files[label], memory.slot_at(self._place, turn)
+            if turn >= memory.slots:
+                kinds[row, 0] = Kind.WAIT
+                of[row, 0, :5] = (*memory.counter(TAKEN, 0), turn + 1 - memory.slots, len(self._turns), memory.step)
+            if label not in opened:
+                opened[label] = file = source.storage.descriptor(source.name)
+                if file is not None:
+                    open_files.callback(os.close, file)
+            file = opened[label]
+            if file is None:
+                kinds[row, 1], calls[row, 1] = Kind.CALL, partial(filler.fill, turn)
+            else:
+                kinds[row, 1], calls[row, 1] = Kind.READ, partial(self._read, turn)
+                of[row, 1, :5] = file, start, segment_end(source, stop) - start, self._place, slot
+                if self._is_checked and isinstance(source.checksums, BlockChecksums) and has_whole_blocks(source):
+                    if source.checksums.pending(start, stop):
+                        wanted = source.checksums.digests(start, stop)
+                        kinds[row, 2], calls[row, 2] = Kind.COMPARE, partial(self._compare, turn)
+                        of[row, 2, :5] = self._place, slot, stop - start, source.checksums.block_bytes, count
+                        digests.append(wanted)
+                        count += len(wanted)
+                elif self._is_checked and source.checksums is not None:
+                    kinds[row, 2], calls[row, 2] = Kind.CALL, partial(self._compare, turn)
+            kinds[row, 3], of[row, 3, :3] = Kind.POST, (*memory.counter(FILLED, self._place), turn + 1)
+        return np.concatenate(digests)
+
+    def _take_entries(
+        self,
+        reader: int,
+        first: int,
+        last: int,
+        kinds: npt.NDArray[np.int64],
+        of: npt.NDArray[np.int64],
+        calls: dict[tuple[int, int], Callable[[], None]],
+        column: int,
+    ) -> None:
+        """What this rank takes of what one rank reads: wait, take, and what only Python can do."""
+        turns = self._turns[reader]
+        rows = slice(0, max(0, min(last, len(turns)) - first))
+        span = slice(first, first + rows.stop)
+        start, stop, slot = turns.start[span], turns.stop[span], self._memory.slots_at(reader, np.arange(first, last))
+        for number, label in enumerate(turns.labels):
+            here = np.flatnonzero(turns.file[span] == number)
+            if label not in self._in_file or not len(here):
+                continue
+            row, starts, stops = self._in_file[label]
+            low, high = np.searchsorted(stops, start[here], "right"), np.searchsorted(starts, stop[here], "left")
+            some = low < high
+            at = here[some]
+            kinds[at, 1] = Kind.TAKE
+            source = self._files[label]
+            known = source.view() is not None or (self._is_checked and has_whole_blocks(source))
+            tally = (_OWN if reader == self._place else _RECEIVED) + (not known)
+            taken = (slot[at], stop[at] - start[at], start[at], row + low[some], row + high[some])
+            of[at, 1, 0], of[at, 1, 1:6], of[at, 1, 6] = reader, np.transpose(taken), tally
+            for i, segment in zip(here.tolist(), (start[here] // segment_bytes(source)).tolist()):
+                if (label, segment) in self._by_hand:
+                    kinds[i, 2] = Kind.CALL
+                    calls[i, column + 2] = partial(self._take_by_hand, reader, first + i)
+        wanted = np.flatnonzero((kinds[:, 1] >= 0) | (kinds[:, 2] >= 0))
+        kinds[wanted, 0] = Kind.WAIT
+        of[wanted, 0, :2] = self._memory.counter(FILLED, reader)
+        of[wanted, 0, 2], of[wanted, 0, 3] = first + wanted + 1, 1
+
+    # What Python does, and what it tries again where the loop could not.
+
+    def _piece(self, turn: int) -> tuple[FileSource, int, int, memoryview]:
+        mine = self._turns[self._place]
+        source = self._files[mine.labels[mine.file[turn]]]
+        return source, int(mine.start[turn]), int(mine.stop[turn]), self._memory.slot(self._place, turn)
+
+    def _read(self, turn: int) -> None:
+        source, start, stop, slot = self._piece(turn)
+        read_segment(source, start, stop, slot)
+
+    def _compare(self, turn: int) -> None:
+        source, start, stop, slot = self._piece(turn)
+        compare_segment(source, start, slot[: stop - start], FileSource.compare_data)
+
+    def _read_and_compare(self, turn: int) -> None:
+        self._read(turn)
+        if self._is_checked:
+            self._compare(turn)
+
+    def _mark_right(self, first: int, last: int) -> None:
+        """What the loop has compared."""
+        for turn in range(first, min(last, len(self._turns[self._place]))):
+            source, start, stop, _ = self._piece(turn)
+            if self._is_checked and isinstance(source.checksums, BlockChecksums) and has_whole_blocks(source):
+                source.checking.add(compared=source.checksums.mark_right(start, stop))
+
+    def _take_by_hand(self, reader: int, turn: int) -> None:
+        turns = self._turns[reader]
+        label, start, stop = turns.labels[turns.file[turn]], int(turns.start[turn]), int(turns.stop[turn])
+        size = segment_bytes(self._files[label])
+        number, within = divmod(start, size)
+        parts = list(parts_between(self._by_hand[label, number], within, within + stop - start))
+        copied = copy_parts(self._memory.slot(reader, turn), parts, self._piece_bytes)
+        unchecked = unchecked_bytes(parts, is_checked=self._is_checked)
+        tally = _OWN if reader == self._place else _RECEIVED
+        self._tallies[tally : tally + 2] += copied - unchecked, unchecked
 
 
 def slots_for(copies: Iterable[Copy], room_bytes: int | None) -> tuple[int, int]:
     """How many slots this rank shares with the others of its machine, and of how many bytes: as many as there had
     better be requests to where it reads, or as half of its memory holds; none if that is for fewer than two."""
     sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
-    nbytes = max((segment_bytes(source) + TAIL_PAGE_BYTES for source in sources), default=mmap.PAGESIZE)
+    nbytes = max((piece_bytes(source) + TAIL_PAGE_BYTES for source in sources), default=mmap.PAGESIZE)
     slots = max((source.storage.requests for source in sources if source.view() is None), default=LOCAL_SLOTS)
     if room_bytes is not None:
         slots = min(slots, room_bytes // (2 * nbytes))
     return slots if slots >= LOCAL_SLOTS else 0, nbytes
 
 
-# Memory that the ranks of one machine share, and calls by which they wake one another.
+# Memory that the ranks of one machine share.
 #
-# Each rank owns a few slots, which it fills and the others take from, and a pipe on which it is
-# called:
+# Each rank owns a few slots, which it fills and the others take from. How many it has filled and how
+# many it has taken from is counted where all see it: in the memory of the first of them.
 #
-#     owner    fill slot 0, call "filled"      fill slot 1, call      (all have taken slot 0) fill it again ...
-#     others       ........ take, call "taken"      ........ take, call
+#     owner    fill slot 0, filled = 1      fill slot 1, 2      (all have taken from slot 0) fill it again ...
+#     others       ........ take, taken = 1      ........ take, 2
 #
-# Neither has a name in any file system: the others open them through the owner's entry in /proc, so
-# nothing is left behind by a process that is killed. That a call goes through the kernel also puts
-# what was written before it in order.
+# Memory has no name in any file system: the others open it through the owner's entry in /proc, so
+# nothing is left behind by a process that is killed.
 
 
 FILLED, TAKEN = 0, 1
-_CALL = struct.Struct("<BH")
-_LOOK_S = 0.05
-"""How often a rank that waits looks whether another has failed."""
-_VERDICT_S = 5.0
-"""After the pipe of another rank broke: how long to wait for news of why."""
+_COUNTER_STEP = 64
+"""Bytes from one counter to the next: what one rank writes often shares no cache line with what another does."""
+_COUNTER_BYTES = 1 << 20
+"""Room for the counters of 8,192 ranks; what is not written to takes no memory."""
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where the others find a rank's memory and pipe, which are -1 if it has none."""
+    """Where the others find a rank's memory, which is -1 if it has none."""
 
     machine: str
     pid: int
     memory: int
-    pipe: int
     slots: int
     slot_bytes: int
 
 
 class OwnMemory:
-    """This rank's memory and the end of its pipe that it reads. A context: leaving it closes them."""
+    """This rank's memory. A context: leaving it closes it."""
 
     def __init__(self, slots: int, slot_bytes: int, party: str = "") -> None:
         """Of the memory none is taken before it is written to; with 0 slots there is none, and nothing is read for
@@ -344,22 +571,20 @@ class OwnMemory:
         self._files: list[int] = []
         here = machine()
         self.machine = f"{here} {party}" if here else ""
-        self.memory = self.pipe = -1
+        self.memory = -1
         if self.machine and slots and hasattr(os, "memfd_create"):
             try:
                 self.memory = os.memfd_create("reshard", os.MFD_CLOEXEC)
                 self._files.append(self.memory)
-                os.ftruncate(self.memory, slots * slot_bytes)
-                self.pipe, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-                self._files += [self.pipe, write_end]  # while one is open, the others' ends do not find it closed
+                os.ftruncate(self.memory, _COUNTER_BYTES + slots * slot_bytes)
             except OSError:
                 self.memory = -1  # no more memory or files allowed here: then each reads for itself
-        self.address = Address(self.machine, os.getpid(), self.memory, self.pipe, slots, slot_bytes)
+        self.address = Address(self.machine, os.getpid(), self.memory, slots, slot_bytes)
         """For the other ranks."""
 
-    def open(self, address: Address, what: int, flags: int) -> int:
-        """The file `what` of another process, closed with this."""
-        self._files.append(os.open(f"/proc/{address.pid}/fd/{what}", flags | os.O_CLOEXEC))
+    def open(self, address: Address) -> int:
+        """The memory of another process, closed with this."""
+        self._files.append(os.open(f"/proc/{address.pid}/fd/{address.memory}", os.O_RDWR | os.O_CLOEXEC))
         return self._files[-1]
 
     def __enter__(self) -> OwnMemory:
@@ -372,7 +597,11 @@ class OwnMemory:
 
 
 class MachineMemory:
-    """The slots of all ranks of this machine, and what is known of who has filled and taken how many."""
+    """The slots of all ranks of this machine, by the place of each, and the counters of who has filled and taken how
+    many. Where they are is said as (number of the memory, byte in it)."""
+
+    step = 2 * _COUNTER_STEP
+    """Bytes from a counter to the same one of the next rank."""
 
     def __init__(
         self, own: OwnMemory, addresses: Sequence[Address], ranks: Sequence[int], place: int, group: Group
@@ -385,90 +614,50 @@ class MachineMemory:
         self.place = place
         self._group = group
         self._ranks = tuple(ranks)
-        self._pipe = own.pipe
-        self._ends = [
-            -1 if i == place else own.open(address, address.pipe, os.O_WRONLY | os.O_NONBLOCK)
-            for i, address in enumerate(addresses)
-        ]
-        self.memory: list[memoryview] = []
+        self.slots_of: list[npt.NDArray[np.uint8]] = []
+        """All of the memory of each rank, counters and slots."""
         for i, address in enumerate(addresses):
-            file = own.memory if i == place else own.open(address, address.memory, os.O_RDWR)
-            self.memory.append(memoryview(mmap.mmap(file, address.slots * address.slot_bytes)))
+            file = own.memory if i == place else own.open(address)
+            nbytes = _COUNTER_BYTES + address.slots * address.slot_bytes
+            self.slots_of.append(np.frombuffer(mmap.mmap(file, nbytes), np.uint8))
         self._sizes = [(address.slots, address.slot_bytes) for address in addresses]
         self.slots = own.slots
         """Of this rank; others may have more or fewer, or larger ones."""
-        self._calls = ([0] * len(addresses), [0] * len(addresses))
-        self._poll = select.poll()
-        self._poll.register(self._pipe, select.POLLIN)
+        taken = _COUNTER_STEP * TAKEN
+        self._taken = self.slots_of[0][taken : taken + self.step * len(addresses)].view(np.uint32)[:: self.step // 4]
 
-    def call(self, what: int) -> None:
-        """Tell all others that this rank has filled its next slot, or taken from all slots of the next round.
+    def counter(self, what: int, place: int) -> tuple[int, int]:
+        """Where it is counted how many slots a rank has `FILLED`, or through how many turns it is."""
+        return 0, self.step * place + _COUNTER_STEP * what
 
-        Who has filled slot n has taken from all slots of the rounds before n: that need not be told.
-        """
-        message = _CALL.pack(what, self.place)
-        self._heard(what, self.place)
-        for place, end in enumerate(self._ends):
-            if place != self.place:
-                self._send(place, end, message)
+    def slot_at(self, place: int, turn: int) -> int:
+        """The byte of its memory at which a rank fills in a turn, again and again one of its few slots."""
+        slots, slot_bytes = self._sizes[place]
+        return _COUNTER_BYTES + turn % slots * slot_bytes
 
-    def _send(self, place: int, end: int, message: bytes) -> None:
-        while True:
-            try:
-                os.write(end, message)
-                return
-            except BlockingIOError:  # far ahead of a rank that has much to read: it will listen, and so must we
-                self._hear([place])
-            except BrokenPipeError as error:
-                self._lost(error)
+    def slots_at(self, place: int, turns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`slot_at` of several turns."""
+        slots, slot_bytes = self._sizes[place]
+        return _COUNTER_BYTES + turns % slots * slot_bytes
 
     def slot(self, place: int, turn: int) -> memoryview:
-        """The memory that a rank fills in its turn, again and again one of its few slots."""
-        slots, slot_bytes = self._sizes[place]
-        start = turn % slots * slot_bytes
-        return self.memory[place][start : start + slot_bytes]
+        """The memory that a rank fills in its turn."""
+        start = self.slot_at(place, turn)
+        return self.slots_of[place].data[start : start + self._sizes[place][1]]
 
     def taken(self) -> int:
-        """How many rounds all ranks are known to be through."""
-        return min(self._calls[TAKEN])
+        """How many turns all ranks are through."""
+        return int(self._taken.min())
 
-    def wait_filled(self, places: Sequence[int], count: int) -> list[int]:
-        """Until one of some ranks, or more, has filled `count` slots: which ones.
+    def look(self, awaited: tuple[int, int] | None) -> None:
+        """Whether to go on. `awaited`: the counter that this rank waits for.
 
         Raises the failure of another rank, or DeadlineError.
         """
-        calls = self._calls[FILLED]
-        while not (ready := [place for place in places if calls[place] >= count]):
-            self._hear(places)
-        return ready
-
-    def wait_taken(self, count: int) -> None:
-        """Until all ranks are through `count` rounds. Raises as `wait_filled`."""
-        calls = self._calls[TAKEN]
-        while min(calls) < count:
-            self._hear([place for place, taken in enumerate(calls) if taken < count])
-
-    def _hear(self, awaited: Sequence[int]) -> None:
-        if not self._poll.poll(_LOOK_S * 1000):
-            self._group.check()
-            if time.monotonic() > self._group.deadline:
-                ranks = format_ranks(self._ranks[place] for place in awaited)
-                raise DeadlineError(
-                    f"the time is over, and ranks of this machine still wait for what {ranks} read for them: "
-                    "look at what these hang in"
-                )
-            return
-        for what, place in _CALL.iter_unpack(os.read(self._pipe, _CALL.size * 1024)):
-            self._heard(what, place)
-
-    def _heard(self, what: int, place: int) -> None:
-        self._calls[what][place] += 1
-        if what == FILLED:
-            self._calls[TAKEN][place] = max(self._calls[TAKEN][place], self._calls[FILLED][place] - 1)
-
-    def _lost(self, error: OSError) -> None:
-        until = time.monotonic() + _VERDICT_S
-        while time.monotonic() < until:  # what another rank failed with says more than a pipe that broke
-            self._group.check()
-            time.sleep(_LOOK_S)
-        raise ReshardError(f"another rank of this machine stopped reading its share: {error}") from error
+        self._group.check()
+        if awaited is not None and time.monotonic() > self._group.deadline:
+            place = awaited[1] // self.step
+            raise DeadlineError(
+                f"the time is over, and ranks of this machine still wait for what {format_ranks([self._ranks[place]])} "
+                "read for them: look at what it hangs in"
+            )

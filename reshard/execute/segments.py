@@ -20,15 +20,17 @@ import numpy.typing as npt
 from planners.geometry.box import Window
 from reshard.errors import DamagedCheckpointError
 from reshard.execute.reading import Array, ByteCounts, Copy, Staged, in_pieces, on_threads
+from reshard.execute.work_list import compiled
 from reshard.stored.checksums import BlockChecksums, add_touched
 from reshard.stored.source import BytesSource, FileSource
 from reshard.stored.tensor import Extent, copy_view
 
 __all__ = [
-    "LARGE_FILE_BYTES", "LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "TAIL_PAGE_BYTES", "WHOLE_SHARE",
-    "Check", "FileFootprint", "ReadFootprint", "RemoteReading", "Segment", "SegmentPart", "assign_segments",
-    "copy_parts", "footprint_of", "parts_by_segment", "read_segment", "segment_bytes",
-    "touch_us_per_mib", "unchecked_bytes",
+    "LARGE_FILE_BYTES", "LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "TAIL_PAGE_BYTES",
+    "WHOLE_SHARE", "Check", "FileFootprint", "ReadFootprint", "RemoteReading", "Segment",
+    "SegmentPart", "assign_segments", "compare_segment", "copy_parts", "footprint_of",
+    "has_whole_blocks", "parts_between", "parts_by_segment", "read_segment", "segment_bytes",
+    "segment_end", "touch_us_per_mib", "unchecked_bytes",
 ]  # fmt: skip
 
 
@@ -46,6 +48,7 @@ LOCAL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES, REMOTE_SEGMENT_BYTES = 1 << 20, 2 << 2
 is little to read; of large ones fewer are cut, copied and waited for. An object store is asked for more at once."""
 LARGE_FILE_BYTES = 64 << 20
 """Files of at least this size have large segments."""
+CACHED_BYTES = 512 << 10
 MIN_SAVED_BYTES = 16 << 20
 """Sharing takes a few milliseconds to set up; with less to save each rank reads for itself."""
 READ_US_PER_MIB = 150.0
@@ -63,15 +66,30 @@ def segment_bytes(source: FileSource) -> int:
     return LARGE_SEGMENT_BYTES if source.nbytes >= LARGE_FILE_BYTES else LOCAL_SEGMENT_BYTES
 
 
+def piece_bytes(source: FileSource) -> int:
+    """So much of a segment is read, compared and taken at once: what stays in a cache where compiled loops do it, and
+    cutting costs nothing; else all of it."""
+    size, blocks = segment_bytes(source), source.checksums
+    whole_blocks = blocks is None or (isinstance(blocks, BlockChecksums) and CACHED_BYTES % blocks.block_bytes == 0)
+    is_small = source.view() is not None and whole_blocks and compiled() is not None
+    return min(CACHED_BYTES, size) if is_small else size
+
+
 class FileFootprint(msgspec.Struct, frozen=True, array_like=True):
     """How many bytes of each segment of a file a rank would touch if it read for itself."""
 
     nbytes: int
     segment_bytes: int
+    piece_bytes: int
     first: int
     """The first segment that is touched; of it and those behind it we have numbers."""
     touched: bytes
     """Little-endian numbers of 4 bytes."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The same for all ranks that see the same file."""
+        return self.nbytes, self.segment_bytes, self.piece_bytes
 
 
 ReadFootprint = dict[str, FileFootprint]
@@ -80,19 +98,19 @@ ReadFootprint = dict[str, FileFootprint]
 
 def footprint_of(windows: Iterable[tuple[FileSource, Window]]) -> ReadFootprint:
     """Of all that is read of each file."""
-    counts: dict[str, tuple[int, int, npt.NDArray[np.int64]]] = {}
+    counts: dict[FileSource, tuple[int, npt.NDArray[np.int64]]] = {}
     for source, window in windows:
-        if source.label not in counts:
+        if source not in counts:
             size = segment_bytes(source)
-            counts[source.label] = source.nbytes, size, np.zeros(-(-source.nbytes // size), np.int64)
-        nbytes, size, all_counts = counts[source.label]
-        add_touched(all_counts, size, window, nbytes, max(source.max_gap_bytes, 1))
+            counts[source] = size, np.zeros(-(-source.nbytes // size), np.int64)
+        size, all_counts = counts[source]
+        add_touched(all_counts, size, window, source.nbytes, max(source.max_gap_bytes, 1))
     files = {}
-    for label, (nbytes, size, all_counts) in counts.items():
+    for source, (size, all_counts) in counts.items():
         used = np.flatnonzero(all_counts)
         if len(used):
-            some = np.minimum(all_counts[used[0] : used[-1] + 1], size)
-            files[label] = FileFootprint(nbytes, size, int(used[0]), some.astype("<u4").tobytes())
+            some = np.minimum(all_counts[used[0] : used[-1] + 1], size).astype("<u4").tobytes()
+            files[source.label] = FileFootprint(source.nbytes, size, piece_bytes(source), int(used[0]), some)
     return files
 
 
@@ -128,7 +146,7 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) 
     touched = read = 0
     for label in sorted({label for rank in ranks for label in rank}):
         file, *others = (rank[label] for rank in ranks if label in rank)
-        if any((other.nbytes, other.segment_bytes) != (file.nbytes, file.segment_bytes) for other in others):
+        if any(other.sizes != file.sizes for other in others):
             continue  # it was replaced meanwhile: not all have the same file under this name
         table = _table(label, ranks)
         lengths = np.minimum(file.segment_bytes, file.nbytes - np.arange(table.shape[1]) * file.segment_bytes)
@@ -252,18 +270,25 @@ def parts_between(parts: Iterable[SegmentPart], start: int, stop: int) -> Iterat
             yield SegmentPart(replace(part, offset=part.offset - start), out[index], copy)
 
 
-def read_segment(source: FileSource, start: int, stop: int, slot: memoryview, check: Check | None) -> int:
-    """Read bytes [start, stop) of a file, and a little more, into `slot`, and check them; how many these are.
+def segment_end(source: FileSource, stop: int) -> int:
+    """How far a piece that ends at byte `stop` is read."""
+    return min(stop + TAIL_BYTES, source.nbytes)
+
+
+def read_segment(source: FileSource, start: int, stop: int, slot: memoryview) -> None:
+    """Read bytes [start, stop) of a file, and a little more, into `slot`."""
+    source.read_directly(start, slot[: segment_end(source, stop) - start])
+
+
+def compare_segment(source: FileSource, start: int, data: memoryview, check: Check = FileSource.compare_data) -> None:
+    """Check bytes of a file, from `start`, that were read just now.
 
     Raises DamagedCheckpointError, which says that targets may be partly written.
     """
-    source.read_directly(start, slot[: min(stop + TAIL_BYTES, source.nbytes) - start])
-    if check is not None:
-        try:
-            check(source, start, slot[: stop - start])
-        except DamagedCheckpointError as error:
-            raise DamagedCheckpointError(f"{error}. Part of what was to be loaded is overwritten already") from None
-    return stop - start
+    try:
+        check(source, start, data)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error}. Part of what was to be loaded is overwritten already") from None
 
 
 def has_whole_blocks(source: FileSource) -> bool:
@@ -388,7 +413,10 @@ class RemoteReading:
             check = None if passing is None else lambda _, __, data: passing.add(data)
             for base, start, stop, parts in _requests(stretch, request_bytes):
                 slot = memoryview(bytearray(stop - base + TAIL_BYTES))
-                read += read_segment(source, start, stop, slot[start - base :], check)
+                read_segment(source, start, stop, slot[start - base :])
+                read += stop - start
+                if check is not None:
+                    compare_segment(source, start, slot[start - base : stop - base], check)
                 taken = copy_parts(slot, parts, piece_bytes)
                 del slot  # before there is another one
                 on_bytes(taken)

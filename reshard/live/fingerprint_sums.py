@@ -459,7 +459,7 @@ _OF_LANE = [
 # where words and numbers are as large as they can be.
 
 
-_INTERFACE = 1
+_INTERFACE = 2
 _COPY_WORDS = 1 << 17  # 512 KiB, which stay in a cache
 _THREAD_WORDS = 1 << 20
 """Of fewer, another thread would take longer to start."""

@@ -64,6 +64,10 @@ class Storage(ABC):
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill the writable, contiguous `buffer` with the bytes from `start`: all of it, or an error."""
 
+    def descriptor(self, name: str) -> int | None:
+        """A file descriptor to read an object by, which the caller closes; None where objects are no files."""
+        return None
+
     @abstractmethod
     def create(self, name: str) -> Writer:
         """A new object, written from front to end; it must not exist yet."""

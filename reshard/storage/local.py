@@ -112,6 +112,9 @@ class LocalStorage(Storage):
 
         self._with_file(name, f"read bytes [{start}, {start + nbytes}) of", preadv)
 
+    def descriptor(self, name: str) -> int | None:
+        return self._with_file(name, "open", lambda file, _: os.dup(file))
+
     def mapped(self, name: str) -> memoryview | None:
         view = self._with_file(  # nothing cannot be mapped
             name, "map", lambda file, size: mmap.mmap(file, 0, access=mmap.ACCESS_READ) if size else b""

@@ -175,9 +175,23 @@ class BlockChecksums(Checksums):
     def has(self, start: int, stop: int) -> bool:
         return stop <= self.nbytes
 
-    def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
+    def digests(self, start: int, stop: int) -> npt.NDArray[np.uint64]:
+        """Those of the blocks that share bytes with [start, stop)."""
+        return self._all_digests()[start // self.block_bytes : -(-stop // self.block_bytes)]
+
+    def _all_digests(self) -> npt.NDArray[np.uint64]:
         if self._digests is None:
             self._digests = np.frombuffer(self._load(), dtype="<u8")
+        return self._digests
+
+    def mark_right(self, start: int, stop: int) -> int:
+        """All blocks within [start, stop) were found to be right. Returns the bytes of those that were pending."""
+        pending = sum(b - a for a, b in self.pending(start, stop))
+        first, last = start // self.block_bytes, -(-min(stop, self.nbytes) // self.block_bytes)
+        self._seen[first:last] = bytes([1]) * (last - first)
+        return pending
+
+    def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
         first, *others = data
         if others:
             state = xxhash.xxh3_64(first)
@@ -187,7 +201,7 @@ class BlockChecksums(Checksums):
         else:
             digest = xxhash.xxh3_64_intdigest(first)
         number = block[0] // self.block_bytes
-        if digest != int(self._digests[number]):
+        if digest != int(self._all_digests()[number]):
             return False
         self._seen[number] = 1
         return True

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pickle
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import reshard
 from planners.geometry.box import Window
 from reshard.errors import DamagedCheckpointError, RankFailedError, ReshardError
-from reshard.execute import machine as machine_memory, machine as machine_reading, segments
+from reshard.execute import machine as machine_memory, machine as machine_reading, segments, work_list
 from reshard.execute.reading import merge_ranges, subtract_ranges
 from reshard.execute.segments import (
     LOCAL_SEGMENT_BYTES as SIZE,
@@ -33,12 +30,13 @@ from reshard.execute.segments import (
     assign_segments,
     footprint_of,
 )
+from reshard.live.fingerprint_sums import kernel
 from reshard.live.tensors import local_tensors
 from reshard.native.manifest import BLOCK_BYTES
-from reshard.ranks.group import Group
 from reshard.storage import LocalStorage, MemoryStorage
 from reshard.stored.source import FileSource
 from tests import gloo
+from tests.kernels import COMPILED, NUMPY, summed_up_by
 from tests.same import same
 from tests.torch_releases import distribute_own
 
@@ -83,7 +81,9 @@ def test_parts_of_long_rows_touch_together_just_what_there_is():
 
 
 def said(**files: list[int]) -> ReadFootprint:
-    return {name: FileFootprint(len(c) * SIZE, SIZE, 0, np.array(c, "<u4").tobytes()) for name, c in files.items()}
+    return {
+        name: FileFootprint(len(c) * SIZE, SIZE, SIZE, 0, np.array(c, "<u4").tobytes()) for name, c in files.items()
+    }
 
 
 def reads(*ranks: ReadFootprint) -> list[tuple[Segment, ...]]:
@@ -104,7 +104,7 @@ def test_what_all_touch_is_read_in_turns_and_what_one_touches_by_itself():
 
 
 def test_files_of_other_lengths_under_one_name_are_not_shared():
-    longer = {"a": FileFootprint(25 * SIZE, SIZE, 0, np.array([SIZE] * 25, "<u4").tobytes())}
+    longer = {"a": FileFootprint(25 * SIZE, SIZE, SIZE, 0, np.array([SIZE] * 25, "<u4").tobytes())}
     assert assign_segments([said(a=[SIZE] * 24), longer]) == (((), ()), ((), ()))
 
 
@@ -150,7 +150,7 @@ def test_touching_is_measured_where_it_can_be(tmp_path):
 
 
 def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
-    rank = {"a": FileFootprint(9 * SIZE + 5, SIZE, 1, np.array([SIZE] * 8 + [5], "<u4").tobytes())}
+    rank = {"a": FileFootprint(9 * SIZE + 5, SIZE, SIZE, 1, np.array([SIZE] * 8 + [5], "<u4").tobytes())}
     lists = reads(*[rank] * 4)
     last = max((s for its in lists for s in its), key=lambda s: s.start)
     assert (last.start, last.stop) == (9 * SIZE, 9 * SIZE + 5)
@@ -218,7 +218,14 @@ def shared_files() -> int:
     return sum("memfd:reshard" in os.readlink(link) for link in links if link.is_symlink())
 
 
-def load_job(path: str) -> list[dict[str, Any]]:
+def by(which: str) -> None:
+    """Have this process read by the compiled loop, or by numpy."""
+    os.environ["RESHARD_KERNELS"] = "1" if which == COMPILED else "0"
+    kernel.cache_clear()
+
+
+def load_job(path: str, which: str) -> list[dict[str, Any]]:
+    by(which)
     always_share()
     whole = tensors()
     reshard.save(place(whole, Shard(0)), path)
@@ -246,8 +253,10 @@ def load_job(path: str) -> list[dict[str, Any]]:
 
 @pytest.mark.gloo
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="ranks share memory through Linux's memfd")
-def test_each_byte_comes_from_storage_once_for_all_ranks_of_a_machine(tmp_path):
-    ranks = gloo.run(load_job, 4, str(tmp_path / "ckpt"))
+@pytest.mark.parametrize("which", [NUMPY, COMPILED])
+def test_each_byte_comes_from_storage_once_for_all_ranks_of_a_machine(tmp_path, which):
+    with summed_up_by(which):  # or it is skipped
+        ranks = gloo.run(load_job, 4, str(tmp_path / "ckpt"), which)
 
     total = sum(t.nbytes for t in tensors().values())
     for i, rows in enumerate(zip(*ranks, strict=True)):
@@ -272,7 +281,8 @@ def test_each_byte_comes_from_storage_once_for_all_ranks_of_a_machine(tmp_path):
             assert read <= 1.02 * needed
 
 
-def damaged_job(path: str) -> list[str]:
+def damaged_job(path: str, which: str) -> list[str]:
+    by(which)
     always_share()
     whole = {"wide": tensors()["wide"]}
     out = []
@@ -293,8 +303,8 @@ def damaged_job(path: str) -> list[str]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("at", [5 * SIZE + 77, SIZE // 2])
-def test_a_flipped_bit_is_found_by_the_rank_that_reads_it_for_all(tmp_path, at):
+@pytest.mark.parametrize(("at", "which"), [(5 * SIZE + 77, COMPILED), (SIZE // 2, COMPILED), (SIZE // 2, NUMPY)])
+def test_a_flipped_bit_is_found_by_the_rank_that_reads_it_for_all(tmp_path, at, which):
     path = tmp_path / "ckpt"
     reshard.save({"wide": tensors()["wide"]}, path)
     file = max(path.rglob("*.safetensors"), key=lambda f: f.stat().st_size)
@@ -302,7 +312,8 @@ def test_a_flipped_bit_is_found_by_the_rank_that_reads_it_for_all(tmp_path, at):
     data[at] ^= 4
     file.write_bytes(data)
 
-    ranks = gloo.run(damaged_job, 4, str(path))
+    with summed_up_by(which):
+        ranks = gloo.run(damaged_job, 4, str(path), which)
 
     for case in range(3):
         words = [rank[case] for rank in ranks]
@@ -338,7 +349,7 @@ def unlucky_job(path: str) -> tuple[bool, int]:
     return not wrong(target, known), report.bytes_received
 
 
-def refuse(self: machine_memory.OwnMemory, address: machine_memory.Address, what: int, flags: int) -> int:
+def refuse(self: machine_memory.OwnMemory, address: machine_memory.Address) -> int:
     raise PermissionError("not yours")
 
 
@@ -351,7 +362,7 @@ def test_where_one_rank_cannot_take_part_each_reads_for_itself(tmp_path):
 def dying_job(path: str) -> str:
     always_share()
     if dist.get_rank() == 2:
-        machine_memory.MachineMemory.call = lambda self, what: os._exit(9)
+        work_list.WorkList.run = lambda self, look, loop: os._exit(9)
     target = place({"wide": torch.zeros(ROWS, COLUMNS)}, Shard(1))
     try:
         reshard.load(target, path, deadline_s=30)
@@ -366,28 +377,6 @@ def test_a_rank_that_dies_while_others_wait_for_its_share_ends_the_load(tmp_path
     ends = gloo.outcomes(dying_job, 3, str(tmp_path / "ckpt"))
     assert ends[2].exitcode == 9
     assert all("rank 2" in str(end.value) and end.seconds < ends[2].seconds + 10 for end in ends[:2]), ends
-
-
-def hasty_job(rounds: int) -> int:
-    """Ranks that take nothing are through all rounds long before the one that is busy listens."""
-    group = Group()
-    with group.together("rounds", deadline_s=60), machine_memory.OwnMemory(1, 4096) as own:
-        fcntl.fcntl(own.pipe, fcntl.F_SETPIPE_SZ, 4096)
-        addresses = [pickle.loads(data) for data in group.exchange(pickle.dumps(own.address))]
-        all_of_us = machine_memory.MachineMemory(own, addresses, group.ranks, group.rank, group)
-        group.barrier()
-        if group.rank == 0:
-            time.sleep(0.3)
-        for _ in range(rounds):
-            all_of_us.call(machine_memory.TAKEN)
-        all_of_us.wait_taken(rounds)
-        return all_of_us.taken()
-
-
-@pytest.mark.gloo
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="ranks share memory through Linux's memfd")
-def test_ranks_may_be_more_rounds_ahead_than_a_pipe_has_room_for():
-    assert gloo.run(hasty_job, 3, 5000) == [5000] * 3
 
 
 def outcome(target: dict[str, Any], path: str, **options: Any) -> str:

@@ -211,12 +211,12 @@ def test_without_one_or_with_another_version_numpy_does_it_in_silence(monkeypatc
         warnings.simplefilter("error")
         assert looked_up(monkeypatch, None) is None  # as where it is not installed
         assert looked_up(monkeypatch, fake()) is None
-        assert looked_up(monkeypatch, fake(INTERFACE=2)) is None
+        assert looked_up(monkeypatch, fake(INTERFACE=1)) is None
 
 
 def test_one_that_is_wrong_is_left_out_with_a_warning(monkeypatch):
     class Wrong:
-        INTERFACE = 1
+        INTERFACE = 2
 
         def table(self, numbers):
             return numbers

@@ -1,0 +1,337 @@
+"""A finished list of reads, comparisons, copies and waits, and what runs it: a compiled loop, or the same in numpy.
+
+Whoever makes a list has planned and proved all of it. An entry names memory by its region, and a place within it:
+
+    READ     bytes of a file into memory
+    COMPARE  blocks of memory with their digests
+    TAKE     of a stretch of a file, which is in memory, the elements that begin in it, each into its place
+    WAIT     until counters that other processes raise are high enough
+    POST     set a counter, and wake who waits for it
+    CALL     something that only Python does
+
+The compiled loop returns every `TURN_S` seconds, so that a failure elsewhere ends it; each entry can be run again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import lru_cache
+from threading import Lock
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from planners.geometry.box import Box, Window
+from reshard.errors import ReshardError
+from reshard.live.dtypes import item_dtype
+from reshard.live.fingerprint_sums import kernel
+from reshard.stored.tensor import copy_view
+
+__all__ = [
+    "COPY", "ENTRY", "MAX_DIMS", "Ending", "Kind", "Memory", "NumpyRun", "WorkList", "compiled", "copy_row", "in_numpy",
+]  # fmt: skip
+
+Table = npt.NDArray[Any]
+TURN_S = 0.05
+MAX_DIMS = 8
+"""Of a copy, without those of one element."""
+REGION = np.dtype([("at", "<i8"), ("nbytes", "<i8"), ("writable", "<i8")])
+ENTRY = np.dtype([("kind", "<i8"), ("of", "<i8", 7)])
+COPY = np.dtype(
+    [
+        *[(name, "<i8") for name in ("position", "region", "byte", "itemsize", "ndim")],
+        *[(name, "<i8", MAX_DIMS) for name in ("sizes", "from", "to")],
+    ]
+)
+
+
+class Kind(IntEnum):
+    """What an entry does, and what its numbers mean."""
+
+    READ = 0
+    """File descriptor, position in it, nbytes, region, byte."""
+    COMPARE = 1
+    """Region, byte, nbytes, bytes of a block, first digest."""
+    TAKE = 2
+    """Region, byte, nbytes, position in the file of that byte, first copy, one past the last copy, tally."""
+    WAIT = 3
+    """Region, byte of the first counter, at least this value, how many counters, bytes from one to the next."""
+    POST = 4
+    """Region, byte of the counter, value."""
+    CALL = 5
+    """None: see `WorkList.calls`."""
+
+
+class Ending(IntEnum):
+    """Why a run of entries ended."""
+
+    DONE = 0
+    LATER = 1
+    """The turn is over; what comes with it is the counter that is still waited for, or -1."""
+    CALLS = 2
+    OUTSIDE = 3
+    """An entry leaves the memory that it names, or makes no sense: it was not begun."""
+    ENDED = 4
+    """A file ended early."""
+    FAILED = 5
+    """The system refused to read; what comes with it is its errno."""
+    CHANGED = 6
+    """A block has another digest; what comes with it is the block's number within the entry."""
+
+
+class _Loop(Protocol):
+    def run(
+        self,
+        regions: Table,
+        entries: Table,
+        copies: Table,
+        digests: Table,
+        tallies: Table,
+        first: int,
+        limit_ns: int,
+        /,
+    ) -> tuple[int, int, int]:
+        """Where it ended, why, and what comes with that."""
+
+
+def compiled() -> _Loop | None:
+    """The compiled loop, where `reshard-kernels` is installed."""
+    return cast("_Loop | None", kernel())
+
+
+class Memory:
+    """Regions of memory, by number, which stay as long as this does."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._kept: list[Any] = []
+
+    def add(self, array: npt.NDArray[Any]) -> int:
+        """From the first byte of an array's elements to the last; strides are not negative."""
+        last = sum((n - 1) * step for n, step in zip(array.shape, array.strides))
+        self._kept.append(array)
+        self._rows += (_address(array), last + array.itemsize if array.size else 0, array.flags.writeable)
+        return len(self._kept) - 1
+
+    def table(self) -> Table:
+        """As lists have it."""
+        return np.array(self._rows, np.int64).view(REGION)
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def copy_row(window: Window, region: int, out: npt.NDArray[Any]) -> list[int] | None:
+    """A row of the table of copies: the elements of a window of a file, which go into all of `out`, a region. None if
+    it has too many dims."""
+    dims = [(n, a, b) for n, a, b in zip(window.sizes, window.strides, out.strides) if n != 1]
+    if len(dims) > MAX_DIMS:
+        return None
+    row = [window.offset, region, 0, window.itemsize, len(dims)]
+    for column in zip(*dims) if dims else ((), (), ()):
+        row += (*column, *(0,) * (MAX_DIMS - len(column)))
+    return row
+
+
+@dataclass
+class WorkList:
+    """Entries, and what they name.
+
+    `tallies` count the bytes that entries copied. Where an entry has a call, that does the same in another way: alone
+    what a CALL does, and for the others what they are tried again by where they fail, so that it says why.
+    """
+
+    memory: Memory
+    entries: Table
+    copies: Table
+    digests: npt.NDArray[np.uint64]
+    tallies: npt.NDArray[np.int64]
+    calls: Mapping[int, Callable[[], None]] = field(default_factory=dict)
+
+    @property
+    def tables(self) -> tuple[Table, Table, Table, Table, Table]:
+        """As both ways of running them want them."""
+        return self.memory.table(), self.entries, self.copies, self.digests, self.tallies
+
+    def run(self, look: Callable[[tuple[int, int] | None], None], loop: _Loop | None) -> None:
+        """Run all entries.
+
+        Args:
+            look: called several times a second, with (region, byte) of the counter that is waited for just now, or
+                None; may raise to end it.
+            loop: the compiled one; None for numpy.
+
+        Raises ReshardError for an entry that is wrong, and what `look` and calls raise.
+        """
+        run, tables = in_numpy if loop is None else loop.run, self.tables
+        at = 0
+        while at < len(self.entries):
+            at, ending, detail = run(*tables, at, int(TURN_S * 1e9))
+            if ending == Ending.LATER:
+                region, byte, _, _, step = self.entries[at]["of"][:5].tolist()
+                look(None if detail < 0 else (region, byte + detail * step))
+            elif ending != Ending.DONE:
+                call = self.calls.get(at) if ending != Ending.OUTSIDE else None
+                if call is not None:
+                    call()
+                if call is None or ending == Ending.CHANGED:
+                    raise ReshardError(_failure(self.entries[at], Ending(ending), detail))
+                at += 1
+
+
+def _failure(entry: Any, ending: Ending, detail: int) -> str:
+    kind, of = Kind(int(entry["kind"])), entry["of"].tolist()
+    if ending == Ending.FAILED:
+        return f"{kind.name} {of}: {os.strerror(detail)}"
+    return f"{kind.name} {of} ended with {ending.name} {detail}: please report this as a bug of reshard"
+
+
+# The same in numpy.
+
+_SLEEP_S, _MAX_SLEEP_S = 2e-5, 1e-3
+_MAX_POSITION = (1 << 63) - 1
+
+
+class NumpyRun:
+    """One call of the loop."""
+
+    def __init__(self, regions: Table, copies: Table, digests: Table, tallies: Table, until: float) -> None:
+        self.regions, self.copies, self.digests, self.tallies = regions.tolist(), copies, digests, tallies
+        self.until = until
+
+    def bytes_of(self, region: int, byte: int, nbytes: int, *, writes: bool = False) -> memoryview:
+        """Raises IndexError unless a region has these bytes."""
+        if not 0 <= region < len(self.regions):
+            raise IndexError(region)
+        at, size, writable = self.regions[region]
+        if not 0 <= byte <= byte + nbytes <= size or nbytes < 0 or (writes and not writable):
+            raise IndexError(byte)
+        return memoryview((ctypes.c_char * nbytes).from_address(at + byte)).cast("B")
+
+    def read(self, of: Sequence[int]) -> tuple[Ending, int]:
+        view, done = self.bytes_of(of[3], of[4], of[2], writes=True), 0
+        if not 0 <= of[1] <= _MAX_POSITION - of[2]:
+            raise IndexError(of[1])
+        while done < of[2]:
+            try:
+                got = os.preadv(of[0], [view[done:]], of[1] + done)
+            except OSError as error:
+                return Ending.FAILED, error.errno or 0
+            if not got:
+                return Ending.ENDED, of[1] + done
+            done += got
+        return Ending.DONE, 0
+
+    def compare(self, of: Sequence[int]) -> tuple[Ending, int]:
+        view, block = self.bytes_of(*of[:3]), of[3]
+        if block <= 0 or of[4] < 0 or of[4] + -(-len(view) // block) > len(self.digests):
+            raise IndexError(of[4])
+        for i, start in enumerate(range(0, len(view), block)):
+            if xxhash.xxh3_64_intdigest(view[start : start + block]) != int(self.digests[of[4] + i]):
+                return Ending.CHANGED, i
+        return Ending.DONE, 0
+
+    def take(self, of: Sequence[int]) -> tuple[Ending, int]:
+        region, byte, nbytes, position, first, last, tally = of
+        self.bytes_of(region, byte, nbytes)
+        if position < 0 or not 0 <= first <= last <= len(self.copies) or not 0 <= tally < len(self.tallies):
+            raise IndexError(first)
+        copied = 0
+        for row in self.copies[first:last].view(np.int64).reshape(last - first, COPY.itemsize // 8).tolist():
+            copied += self._take_one(row, region, byte, nbytes, position)
+        self.tallies[tally] += copied
+        return Ending.DONE, 0
+
+    def _take_one(self, row: Sequence[Any], region: int, byte: int, nbytes: int, position: int) -> int:
+        start, target, at, itemsize, ndim, *rest = row
+        if not 0 <= ndim <= MAX_DIMS or itemsize < 1 or start < 0:
+            raise IndexError(ndim)
+        sizes, strides, steps = (tuple(rest[i * MAX_DIMS :][:ndim]) for i in range(3))
+        if min(sizes, default=1) < 1 or min(strides, default=0) < 0 or min(steps, default=0) < 0 or target == region:
+            raise IndexError(target)
+        data = self.bytes_of(region, byte, nbytes + itemsize - 1)
+        span = sum((n - 1) * step for n, step in zip(sizes, steps)) + itemsize
+        if start + sum((n - 1) * step for n, step in zip(sizes, strides)) > _MAX_POSITION:
+            raise IndexError(start)
+        out = np.ndarray(sizes, item_dtype(itemsize), self.bytes_of(target, at, span, writes=True), 0, steps)
+        copied = 0
+        for box in _beginning(sizes, strides, itemsize, position - start, nbytes):
+            offset = start - position + sum(o * s for o, s in zip(box.offsets, strides))
+            part = Window(offset, box.sizes, strides, itemsize)
+            index: Any = (*box.slices, ...)  # the dots make it a view, also of a 0-d array
+            copy_view(data, part, False, out[index])
+            copied += part.nbytes
+        return copied
+
+    def wait(self, of: Sequence[int]) -> tuple[Ending, int]:
+        region, byte, value, count, step = of[:5]
+        if count < 1 or step < 0 or byte % 4 or step % 4:
+            raise IndexError(byte)
+        view, pause = self.bytes_of(region, byte, (count - 1) * step + 4), _SLEEP_S
+        counters = np.ndarray((count,), np.uint32, view, 0, (step,))
+        while True:
+            with _BARRIER:
+                late = counters < value & 0xFFFFFFFF
+            if not late.any():
+                return Ending.DONE, 0
+            if time.monotonic() >= self.until:
+                return Ending.LATER, int(late.argmax())
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_SLEEP_S)
+
+    def post(self, of: Sequence[int]) -> tuple[Ending, int]:
+        if of[1] % 4:
+            raise IndexError(of[1])
+        with _BARRIER:
+            np.frombuffer(self.bytes_of(of[0], of[1], 4, writes=True), np.uint32)[0] = of[2] & 0xFFFFFFFF
+        return Ending.DONE, 0
+
+
+_BARRIER = Lock()
+"""Taking it puts what was written before in order, as other processes see it."""
+
+
+def in_numpy(
+    regions: Table, entries: Table, copies: Table, digests: Table, tallies: Table, first: int, limit_ns: int
+) -> tuple[int, int, int]:
+    """What the compiled loop does: run entries from `first` on, for at most about `limit_ns`. Where it ended, why, and
+    what comes with that."""
+    run = NumpyRun(regions, copies, digests, tallies, time.monotonic() + limit_ns / 1e9)
+    does = {
+        Kind.READ: run.read,
+        Kind.COMPARE: run.compare,
+        Kind.TAKE: run.take,
+        Kind.WAIT: run.wait,
+        Kind.POST: run.post,
+    }
+    if first < 0:
+        return first, Ending.OUTSIDE, 0
+    numbers = entries[first:]
+    for i, (kind, of) in enumerate(zip(numbers["kind"].tolist(), numbers["of"].tolist()), first):
+        if kind == Kind.CALL:
+            return i, Ending.CALLS, 0
+        if kind not in does:
+            return i, Ending.OUTSIDE, 0
+        try:
+            ending, detail = does[Kind(kind)](of)
+        except IndexError:
+            return i, Ending.OUTSIDE, 0
+        if ending != Ending.DONE:
+            return i, ending, detail
+        if time.monotonic() >= run.until and i + 1 < len(entries):
+            return i + 1, Ending.LATER, -1
+    return len(entries), Ending.DONE, 0
+
+
+@lru_cache(maxsize=4096)  # tensors of the same shape that lie alike in their stretches are cut alike
+def _beginning(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int, start: int, nbytes: int) -> list[Box]:
+    """The elements of a window from byte 0 on that begin in `nbytes` bytes from `start`, which may be below 0."""
+    return Window(0, sizes, strides, itemsize).within(start, start + nbytes)
