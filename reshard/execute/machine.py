@@ -416,8 +416,10 @@ class _MachineRun:
         """What this rank reads for all, in the first columns; the digests that it is compared with."""
         mine, memory, digests, count = self._turns[self._place], self._memory, [np.zeros(0, np.uint64)], 0
         opened: dict[str, int | None] = {}
-        for row, turn in enumerate(range(first, min(last, len(mine)))):
-            label, start, stop = mine.labels[mine.file[turn]], int(mine.start[turn]), int(mine.stop[turn])
+        span = slice(first, min(last, len(mine)))
+        bounds = zip(mine.file[span].tolist(), mine.start[span].tolist(), mine.stop[span].tolist())
+        for row, (turn, (file_number, start, stop)) in enumerate(zip(itertools.count(first), bounds)):
+            label = mine.labels[file_number]
             source, slot = self._files[label], memory.slot_at(self._place, turn)
             if turn >= memory.slots:
                 kinds[row, 0] = Kind.WAIT

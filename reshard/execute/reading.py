@@ -343,12 +343,12 @@ def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSou
         blocks, counts, outside = source.checksums.wanted(want.ranges, want.windows)
         plan.unchecked_bytes += outside
         in_blocks = isinstance(source.checksums, BlockChecksums)
-        others = _within(blocks, shared.by_others if in_blocks else ())
+        left = np.flatnonzero(~_within(blocks, shared.by_others if in_blocks else ()))
         mine: set[Range] = set()
         for start, stop in shared.for_others if in_blocks else ():
             mine.update((a, b) for a, b in source.checksums.pending(start, stop) if start <= a and b <= stop)
-        for block, count, is_others in zip(blocks, counts.tolist(), others):
-            if not is_others and block not in mine and source.checksums.pending(*block):
+        for block, count in zip(map(tuple, blocks[left].tolist()), counts[left].tolist()):
+            if block not in mine and source.checksums.pending(*block):
                 chosen.append((max(block[1] - block[0] - count, 0), count, source, block))
         if mine:
             plan.blocks[source] = sorted(mine)
@@ -363,13 +363,13 @@ def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSou
     return plan
 
 
-def _within(blocks: Sequence[Range], ranges: Sequence[Range]) -> list[bool]:
-    """Whether each block lies within one of some ranges, which are in order and apart."""
-    if not blocks or not ranges:
-        return [False] * len(blocks)
-    found, bounds = np.array(blocks, np.int64), np.array(ranges, np.int64)
-    at = np.searchsorted(bounds[:, 0], found[:, 0], side="right") - 1
-    return list((at >= 0) & (found[:, 1] <= bounds[np.maximum(at, 0), 1]))
+def _within(blocks: npt.NDArray[np.int64], ranges: Sequence[Range]) -> npt.NDArray[np.bool_]:
+    """Whether each of some blocks, (n, 2), lies within one of some ranges, which are in order and apart."""
+    if not len(blocks) or not ranges:
+        return np.zeros(len(blocks), np.bool_)
+    bounds = np.array(ranges, np.int64)
+    at = np.searchsorted(bounds[:, 0], blocks[:, 0], side="right") - 1
+    return np.asarray((at >= 0) & (blocks[:, 1] <= bounds[np.maximum(at, 0), 1]), np.bool_)
 
 
 def compare_plan(plan: ComparePlan, threads: int, on_bytes: Callable[[int], None]) -> None:

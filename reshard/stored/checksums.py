@@ -125,8 +125,8 @@ class Checksums(ABC):
         """Compare a block, whose bytes are given in pieces; it is not pending any more if it is right."""
 
     @abstractmethod
-    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[list[Range], Counts, int]:
-        """The blocks that some reads touch, how many bytes of each are wanted, and how many lie in no block at all.
+    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Counts, Counts, int]:
+        """The blocks that some reads touch, (n, 2), how many bytes of each are wanted, and how many lie in no block.
 
         Args:
             ranges: what is read without gaps, in order and disjoint.
@@ -211,7 +211,7 @@ class BlockChecksums(Checksums):
         size = self.block_bytes
         return start // size * size, min(-(-stop // size) * size, self.nbytes)
 
-    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[list[Range], Counts, int]:
+    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Counts, Counts, int]:
         size, count = self.block_bytes, len(self._seen)
         wanted = np.zeros(count + 1, np.int64)
         if ranges:
@@ -226,7 +226,7 @@ class BlockChecksums(Checksums):
         for window in windows:
             add_touched(wanted[:count], size, window, self.nbytes, 1)
         touched = np.flatnonzero(wanted[:count])
-        blocks = [(i * size, min((i + 1) * size, self.nbytes)) for i in touched.tolist()]
+        blocks = np.stack((touched * size, np.minimum((touched + 1) * size, self.nbytes)), axis=1)
         return blocks, wanted[touched], 0
 
 
@@ -290,7 +290,7 @@ class RecordChecksums(Checksums):
         record.is_right = crc == record.crc()
         return record.is_right
 
-    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[list[Range], Counts, int]:
+    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Counts, Counts, int]:
         counts: dict[Range, int] = {}
         outside = 0
         runs = [(start, stop, stop - start) for start, stop in ranges]
@@ -305,7 +305,11 @@ class RecordChecksums(Checksums):
                     left -= common
             outside += left
         blocks = sorted(counts)
-        return blocks, np.array([counts[block] for block in blocks], np.int64), outside
+        return (
+            np.array(blocks, np.int64).reshape(-1, 2),
+            np.array([counts[block] for block in blocks], np.int64),
+            outside,
+        )
 
     def note(self, start: int, data: memoryview) -> Range | None:
         stop = start + len(data)
