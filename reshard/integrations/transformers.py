@@ -55,7 +55,7 @@ class ReshardTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """As the Trainer's; True resumes from the newest checkpoint that is complete.
 
-        Raises CheckpointNotFoundError if none is; ReshardError under DeepSpeed, whose engine saves
+        Raises CheckpointNotFoundError if none is; ReshardError under an engine that saves
         by itself.
         """
         if self.is_deepspeed_enabled:
