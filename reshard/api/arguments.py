@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from reshard.errors import FormatError
+from reshard.errors import FormatError, did_you_mean
 from reshard.storage.base import Storage
 
-__all__ = ["check_arguments", "state_and_path", "with_options"]
+__all__ = ["check_arguments", "options_of", "state_and_path", "with_options"]
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def state_and_path(verb: Callable[P, R]) -> Callable[P, R]:
@@ -50,6 +51,14 @@ def with_options(options: type[DataclassInstance]) -> Callable[[Callable[P, R]],
         return verb
 
     return told
+
+
+def options_of(verb: str, options: type[T], given: Mapping[str, Any]) -> T:
+    """What a caller of a verb chose by name. Raises TypeError for a name that is none, with the one that was meant."""
+    known = [each.name for each in fields(options)]
+    for name in given.keys() - set(known):
+        raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
+    return options(**given)
 
 
 def _half(verb: str, given: Any) -> str:

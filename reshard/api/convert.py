@@ -20,6 +20,7 @@ from reshard.api.convert_workers import dealt, write_files, write_in_processes
 from reshard.api.reports import CheckedReport, WrittenReport
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, FormatError, ReshardError
+from reshard.formats.table import FormatName
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.native.reader import detect
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
@@ -59,7 +60,7 @@ def convert(
     source: Any,
     target: str | os.PathLike[str] | Storage,
     *,
-    format: str = "native",
+    format: FormatName = "native",
     mapping: Any = None,
     onto: StateLayout | Topology | None = None,
     select: str | Sequence[str] | None = None,

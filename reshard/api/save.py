@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from planners.plans.save import SavePlan
 from planners.units import format_bytes
-from reshard.api.arguments import check_arguments, state_and_path, with_options
+from reshard.api.arguments import check_arguments, options_of, state_and_path, with_options
 from reshard.api.reports import WrittenReport
 from reshard.api.save_job import (
     Choice,
@@ -121,7 +121,9 @@ def save(
     group = Group(process_group, alone=alone, deadline_s=deadline_s)
     with group.together("save"):
         check_arguments("save", state_dict, path)
-        return _finish(*_prepare(state_dict, path, group, SaveOptions(**options), ToWrite.where_it_is))
+        return _finish(
+            *_prepare(state_dict, path, group, options_of("save", SaveOptions, options), ToWrite.where_it_is)
+        )
 
 
 class PendingSave:
@@ -184,7 +186,7 @@ def async_save(
         check_stage(stage)
         for save in earlier:  # told in the phase: a rank that has asked for the result itself must not go on alone
             save.result()
-        chosen = SaveOptions(**options)
+        chosen = options_of("async_save", SaveOptions, options)
         to_memory = partial(staged, stage=stage, fingerprints=chosen.fingerprints)
         job, copies = _prepare(state_dict, path, group, chosen, to_memory)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -31,6 +31,7 @@ from reshard.formats.table import WRITTEN, writing_of
 
 if TYPE_CHECKING:
     from reshard.api.convert import ConvertReport
+    from reshard.formats.table import FormatName
 
 __all__ = ["convert"]
 
@@ -97,7 +98,7 @@ def convert(
         report = reshard.convert(
             source,
             target,
-            format=format,
+            format=cast("FormatName", format),
             mapping=mapping if not plain.stages else plain | (mapping or Mapping()),
             onto=None if onto is None else side(onto, rules_of(rule)),
             select=select,

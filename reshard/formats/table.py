@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import FormatError, did_you_mean
 
 if TYPE_CHECKING:
     from reshard.formats.format import Format, Writing
 
-__all__ = ["FORMATS", "WRITTEN", "FormatRow", "find_format", "formats", "writing_of"]
+__all__ = ["FORMATS", "WRITTEN", "FormatName", "FormatRow", "find_format", "formats", "writing_of"]
 
 
 class FormatRow(NamedTuple):
@@ -57,6 +57,8 @@ FORMATS = (
 
 WRITTEN = {row.name: row.written for row in FORMATS if row.written}
 """The formats that can be written, and what each is called."""
+FormatName = Literal["native", "megatron", "deepspeed", "torch_checkpointing", "dcp", "safetensors", "torch_save"]
+"""The same for type checkers, which can only read it written out."""
 _ROWS = {row.name: row for row in FORMATS}
 
 

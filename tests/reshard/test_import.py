@@ -8,13 +8,14 @@ import pkgutil
 import re
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
 
 import reshard
 from reshard.errors import KeyMismatchError
-from reshard.formats.table import FORMATS, WRITTEN, find_format, writing_of
+from reshard.formats.table import FORMATS, WRITTEN, FormatName, find_format, writing_of
 from reshard.live.tensors import warn_if_untried
 from reshard.stored.streaming import FormatWriter
 
@@ -224,3 +225,7 @@ def test_torch_as_it_was_tried_is_no_news(version):
 def test_newer_torch_is_told_once(version):
     with pytest.warns(UserWarning, match=rf"tried with torch 2\.6 to 2\.15, and this is {re.escape(version)}: it goes"):
         warn_if_untried(version)
+
+
+def test_type_checkers_know_the_formats_that_can_be_written() -> None:
+    assert get_args(FormatName) == tuple(WRITTEN)

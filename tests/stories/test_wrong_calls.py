@@ -128,6 +128,13 @@ def test_options_that_cannot_be(verb: str, option: str, saved: Path, tmp_path: P
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("verb", ["save", "async_save"])
+def test_an_option_that_is_none_is_named_with_the_one_that_was_meant(verb: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=rf"^{verb}\(\) got .* 'overwrit': did you mean 'overwrite'\?"):
+        getattr(reshard, verb)({"a": torch.zeros(2)}, tmp_path / "x", overwrit=True)
+    assert not (tmp_path / "x").exists()
+
+
 @pytest.mark.parametrize(
     ("number", "tensor"),
     [
