@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -460,7 +461,7 @@ class _MachineRun:
         turns = self._turns[reader]
         rows = slice(0, max(0, min(last, len(turns)) - first))
         span = slice(first, first + rows.stop)
-        start, stop, slot = turns.start[span], turns.stop[span], self._memory.slots_at(reader, np.arange(first, last))
+        start, stop, slot = turns.start[span], turns.stop[span], self._memory.slot_at(reader, np.arange(first, last))
         for number, label in enumerate(turns.labels):
             here = np.flatnonzero(turns.file[span] == number)
             if label not in self._in_file or not len(here):
@@ -497,7 +498,7 @@ class _MachineRun:
 
     def _compare(self, turn: int) -> None:
         source, start, stop, slot = self._piece(turn)
-        compare_segment(source, start, slot[: stop - start], FileSource.compare_data)
+        compare_segment(source, start, slot[: stop - start])
 
     def _read_and_compare(self, turn: int) -> None:
         self._read(turn)
@@ -598,6 +599,9 @@ class OwnMemory:
         self._files = []
 
 
+Turns = TypeVar("Turns", int, npt.NDArray[np.int64])
+
+
 class MachineMemory:
     """The slots of all ranks of this machine, by the place of each, and the counters of who has filled and taken how
     many. Where they are is said as (number of the memory, byte in it)."""
@@ -632,15 +636,10 @@ class MachineMemory:
         """Where it is counted how many slots a rank has `FILLED`, or through how many turns it is."""
         return 0, self.step * place + _COUNTER_STEP * what
 
-    def slot_at(self, place: int, turn: int) -> int:
-        """The byte of its memory at which a rank fills in a turn, again and again one of its few slots."""
+    def slot_at(self, place: int, turn: Turns) -> Turns:
+        """The byte of its memory at which a rank fills in a turn, or in each of several: one of its few slots."""
         slots, slot_bytes = self._sizes[place]
         return _COUNTER_BYTES + turn % slots * slot_bytes
-
-    def slots_at(self, place: int, turns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """`slot_at` of several turns."""
-        slots, slot_bytes = self._sizes[place]
-        return _COUNTER_BYTES + turns % slots * slot_bytes
 
     def slot(self, place: int, turn: int) -> memoryview:
         """The memory that a rank fills in its turn."""
