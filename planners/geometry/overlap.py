@@ -249,7 +249,7 @@ def overlap_of(shape: tuple[int, ...], saved: Form, wanted: Form) -> ProductOver
 # not.
 
 
-_MAX_CELLS = 1 << 22
+MAX_CELLS = 1 << 22
 """Largest grid that is counted at once; above it the region is halved."""
 
 
@@ -297,7 +297,7 @@ def _fault(lows: Ints, highs: Ints, signs: Ints) -> Fault | None:
     cells = 1
     for cut in cuts:
         cells *= len(cut)
-    if cells > _MAX_CELLS:
+    if cells > MAX_CELLS:
         d = max(range(ndim), key=lambda d: len(cuts[d]))
         middle = cuts[d][len(cuts[d]) // 2]
         for low, high in ((cuts[d][0], middle), (middle, cuts[d][-1])):

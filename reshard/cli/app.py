@@ -49,7 +49,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_EXAMPLES: dict[Callable[..., None], list[str]] = {
+EXAMPLES: dict[Callable[..., None], list[str]] = {
     inspect.inspect: [
         "inspect run/step-1000",
         "inspect hf/ --only '*.weight' --depth 3",
@@ -77,7 +77,7 @@ _EXAMPLES: dict[Callable[..., None], list[str]] = {
 }
 """What each command is used for, at the end of its help."""
 
-for command, examples in _EXAMPLES.items():
+for command, examples in EXAMPLES.items():
     lines = [f"  reshard {example}" for example in examples]
     told = _flowing(command.__doc__ or "")
     app.command(command.__name__, help=told, epilog="\n\n".join(["Examples:", *lines]).replace("[", "\\["))(command)

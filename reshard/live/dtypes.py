@@ -16,8 +16,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-_BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
-_BY_DTYPE: dict[torch.dtype, str] = {dtype: name for name, dtype in _BY_NAME.items()}
+BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
+_BY_DTYPE: dict[torch.dtype, str] = {dtype: name for name, dtype in BY_NAME.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -36,7 +36,7 @@ def dtype_from_name(name: str) -> torch.dtype:
         FormatError: for a name that is unknown, or that this version of torch does not have.
     """
     try:
-        return _BY_NAME[name]
+        return BY_NAME[name]
     except (KeyError, TypeError):
         why = f"torch {torch.__version__} has no such dtype" if name in ITEM_SIZES else "no such dtype is known"
         raise FormatError(f"unknown dtype {name!r}: {why}") from None

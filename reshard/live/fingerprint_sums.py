@@ -231,7 +231,7 @@ MAX_COLUMNS = 2048
 """Of a matrix, whose sums stay exact for so many."""
 _MAX_ROWS = 1 << 14
 _NARROW = 256  # fewer columns than this do not keep the matrix product busy
-_THIN = 32
+THIN = 32
 _MIN_ROWS = 16  # fewer rows than this do not pay for more columns
 
 
@@ -260,7 +260,7 @@ def matrices(words: torch.Tensor, axes: Sequence[Axis]) -> Iterator[Matrix]:
 def _pays_to_widen(sizes: Sequence[int], first: int, width: int) -> bool:
     """Whether columns of more axes take no more numbers than a number for each row does. Of very
     few columns the sums of rows would be as much work as the words."""
-    return width < _THIN or math.prod(sizes[:first]) > width * min(sizes[first - 1], BLOCK)
+    return width < THIN or math.prod(sizes[:first]) > width * min(sizes[first - 1], BLOCK)
 
 
 def _whole_axes(sizes: Sequence[int], limit: int) -> tuple[int, int]:
@@ -324,9 +324,9 @@ class Term(NamedTuple):
 
 
 _HALF_BITS = 27
-_CPU_WORDS = 1 << 18  # 2 MiB as float64: of fewer the calls would take a part of the time
+CPU_WORDS = 1 << 18  # 2 MiB as float64: of fewer the calls would take a part of the time
 _ONE_THREAD = 1 << 18  # multiplications: for no more than these OpenBLAS asks no other threads, which would spin
-_DEVICE_WORDS = 1 << 24
+DEVICE_WORDS = 1 << 24
 
 
 def add_sums(*sums: Sums) -> Sums:
@@ -427,12 +427,12 @@ def _multiply(values: torch.Tensor, limbs: torch.Tensor, out: torch.Tensor) -> N
 def _chunk(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, int]:
     """Memory for some rows of words, and how many those are: fewer where the device is nearly
     full."""
-    height = max(1, (_CPU_WORDS if device.type == "cpu" else _DEVICE_WORDS) // columns)
+    height = max(1, (CPU_WORDS if device.type == "cpu" else DEVICE_WORDS) // columns)
     while True:
         try:
             return torch.empty(min(height, rows) * columns, dtype=torch.float64, device=device), height
         except torch.OutOfMemoryError:
-            if height * columns <= _CPU_WORDS:
+            if height * columns <= CPU_WORDS:
                 raise
             height = min(height, rows) // 4 or 1
 
@@ -461,7 +461,7 @@ _OF_LANE = [
 
 _INTERFACE = 2
 _COPY_WORDS = 1 << 17  # 512 KiB, which stay in a cache
-_THREAD_WORDS = 1 << 20
+THREAD_WORDS = 1 << 20
 """Of fewer, another thread would take longer to start."""
 
 
@@ -510,7 +510,7 @@ def fold_matrix(kernel: Kernel, matrix: Matrix, key: Key) -> list[tuple[int, int
     if width > 1 and rows.stride(1) != 1:
         return _fold_copies(kernel, words, width, columns, numbers)
     data = rows.numpy()
-    threads = min(height, torch.get_num_threads(), words.numel() // _THREAD_WORDS)
+    threads = min(height, torch.get_num_threads(), words.numel() // THREAD_WORDS)
     if threads <= 1:
         return [kernel.fold(data, columns, numbers)]
     spans = list(itertools.pairwise(height * i // threads for i in range(threads + 1)))

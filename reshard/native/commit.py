@@ -204,7 +204,7 @@ def _together(written: Iterable[Written]) -> list[LinkedRecord]:
 # A folder that no manifest names belongs to a save that is running or dead: its claim tells.
 
 
-_CLAIMING_S = 60.0
+CLAIMING_S = 60.0
 """So long a save is taken to be about to make its claim."""
 CLAIM = "claim.json"
 """The file in the folder of a save that says who writes there."""
@@ -364,7 +364,7 @@ def is_alive(storage: Storage, save_id: str, names: list[str]) -> bool:
     """Whether somebody may still be writing the generation, whose files are `names`."""
     name = f"{folder_of(save_id)}/{CLAIM}"
     if name not in names:  # a claim is made before anything else and removed last
-        return all(map(is_temporary, names)) and time.time() - _began(save_id) < _CLAIMING_S
+        return all(map(is_temporary, names)) and time.time() - _began(save_id) < CLAIMING_S
     return liveness.may_be_alive(liveness.read_lease(storage, name), save_id)
 
 

@@ -249,9 +249,9 @@ def refuse_newer(data: bytes, where: str) -> None:
 
 FEW_FILES = 256
 """So many are listed in the manifest itself."""
-_PAGE_ROWS = 256
+PAGE_ROWS = 256
 _ROW = np.dtype([("nbytes", "<u8"), ("header_bytes", "<u8"), ("sums", "V16")])
-_PAGE_BYTES = _PAGE_ROWS * _ROW.itemsize
+_PAGE_BYTES = PAGE_ROWS * _ROW.itemsize
 _HEX = 16
 """Digits of a page's digest."""
 
@@ -305,7 +305,7 @@ class TableRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if first <= last or step < 1 or not 1 <= count <= 1 << 20:
                 raise ValueError(f"the ranks of its table do not ascend: {first}, and {count} by {step} from there")
             last = first + step * (count - 1)
-        if len(self.pages) != _HEX * -(-self.rows // _PAGE_ROWS):
+        if len(self.pages) != _HEX * -(-self.rows // PAGE_ROWS):
             raise ValueError("its table of files lacks digests of pages")
 
     @property
@@ -381,7 +381,7 @@ class FileTable(Mapping[str, FileRecord]):
         return len(self._ranks) + len(self._linked)
 
     def _at(self, row: int) -> FileRecord:
-        page, at = divmod(row, _PAGE_ROWS)
+        page, at = divmod(row, PAGE_ROWS)
         if page not in self._pages:
             self._pages[page] = self._read(page)
         found = self._pages[page][at]

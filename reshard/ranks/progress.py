@@ -28,9 +28,9 @@ __all__ = ["Event", "Listener", "Phase", "Progress", "format_bytes", "listening"
 
 _log = logging.getLogger("reshard")
 
-_EVENT_GAP_S = 0.1
+EVENT_GAP_S = 0.1
 """At most so often a phase says that it went on."""
-_BAR_AFTER_S = 0.5
+BAR_AFTER_S = 0.5
 """What is over sooner shows no bar."""
 
 
@@ -156,7 +156,7 @@ class Phase:
         self._progress = progress
         self._lock = threading.Lock()
         self._start = time.monotonic()
-        self._next_event = self._start + _EVENT_GAP_S
+        self._next_event = self._start + EVENT_GAP_S
 
     def advance(self, nbytes: int) -> None:
         """So many more bytes are done. Raises what the work's `check` does."""
@@ -167,7 +167,7 @@ class Phase:
             self.done_bytes += nbytes
             due = now >= self._next_event
             if due:
-                self._next_event = now + _EVENT_GAP_S
+                self._next_event = now + EVENT_GAP_S
         if due:
             self.tell("advanced")
 
@@ -193,7 +193,7 @@ class _Bars:
                     self._bars.remove_task(self._tasks.pop(phase))
                 return
             if task is None:
-                if event.seconds < _BAR_AFTER_S:
+                if event.seconds < BAR_AFTER_S:
                     return
                 task = self._tasks[phase] = self.opened().add_task(phase.name, total=phase.total_bytes)
             self.opened().update(task, completed=event.done_bytes)

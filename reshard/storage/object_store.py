@@ -37,12 +37,12 @@ _SMALL_BYTES = 64 << 10
 """An answer of up to so many bytes takes hardly longer than its first byte."""
 _TRIES = 4
 """Of ours, around those of obstore, which does not repeat every request that is safe for us to repeat."""
-_FIRST_PAUSE_S = 0.2
+FIRST_PAUSE_S = 0.2
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|specified bucket does not exist")
 _FORBIDDEN = re.compile("status code: 40[13]")
 _LASTING = re.compile(r"status code: 4(?!08|25|29)\d\d")
 """Refusals that will not become right by asking again: all but a timeout, "too early" and "too many requests"."""
-_RETRY: Any = {"max_retries": 6, "retry_timeout": timedelta(seconds=60)}
+RETRY: Any = {"max_retries": 6, "retry_timeout": timedelta(seconds=60)}
 
 
 def open_objects(url: str) -> ObjectStorage:
@@ -56,7 +56,7 @@ def open_objects(url: str) -> ObjectStorage:
     except ImportError as error:
         raise StorageError(f"{url} needs obstore: pip install 'reshard[object-stores]'") from error
     try:
-        store = from_url(url, retry_config=_RETRY)
+        store = from_url(url, retry_config=RETRY)
     except Exception as error:
         raise StorageError(f"cannot open {url}: {_first_line(error)}") from error
     return ObjectStorage(store, url)
@@ -273,7 +273,7 @@ class ObjectStorage(Storage):
             except (GenericError, JoinError) as error:
                 if _LASTING.search(str(error)):
                     raise
-                time.sleep(_FIRST_PAUSE_S * 2**attempt)
+                time.sleep(FIRST_PAUSE_S * 2**attempt)
         return call()
 
     @contextmanager
@@ -310,7 +310,7 @@ def _first_line(error: BaseException) -> str:
 # upload.
 
 
-_MAX_PARTS = 10_000
+MAX_PARTS = 10_000
 """Of one multipart upload; the limit of S3, the lowest of them."""
 
 
@@ -354,9 +354,9 @@ class ObjectWriter(Writer):
 
     def _write(self, data: memoryview) -> None:
         part_bytes = self._store.part_bytes
-        if self.nbytes + data.nbytes > part_bytes * _MAX_PARTS:
+        if self.nbytes + data.nbytes > part_bytes * MAX_PARTS:
             raise StorageError(
-                f"cannot write {self._name} in {self._store.url}: an object holds at most {_MAX_PARTS} parts of "
+                f"cannot write {self._name} in {self._store.url}: an object holds at most {MAX_PARTS} parts of "
                 f"{part_bytes} bytes; write several, or make ObjectStorage with a larger part_bytes"
             )
         while data:

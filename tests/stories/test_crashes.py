@@ -28,7 +28,7 @@ KILLS = 80
 @pytest.fixture(autouse=True)
 def no_grace(monkeypatch):
     """A save that died before it made its claim is left alone for a minute: here it is taken for dead at once."""
-    monkeypatch.setattr(generations, "_CLAIMING_S", 0.0)
+    monkeypatch.setattr(generations, "CLAIMING_S", 0.0)
 
 
 def step_of(path) -> int:
@@ -161,12 +161,12 @@ class Folder(RuleBasedStateMachine):
         shutil.rmtree(self.base, ignore_errors=True)
         self.base.mkdir()
         self.calls = SystemCalls()
-        generations._CLAIMING_S, self.grace = 0.0, generations._CLAIMING_S
+        generations.CLAIMING_S, self.grace = 0.0, generations.CLAIMING_S
         self.saved: dict[str, int] = {}
         self.step = 0
 
     def teardown(self) -> None:
-        generations._CLAIMING_S = getattr(self, "grace", generations._CLAIMING_S)
+        generations.CLAIMING_S = getattr(self, "grace", generations.CLAIMING_S)
         shutil.rmtree(getattr(self, "base", "/nonexistent"), ignore_errors=True)
 
     @rule(place=st.sampled_from("abc"))

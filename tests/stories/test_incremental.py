@@ -299,7 +299,7 @@ def test_bases_that_are_none(tmp_path):
 @pytest.mark.parametrize("how", ["failing", "crashing"])
 @pytest.mark.parametrize("where", ["beside", "over itself"])
 def test_every_call_fails_in_turn_and_nothing_that_counts_is_lost(how, where, tmp_path, monkeypatch):
-    monkeypatch.setattr(generations, "_CLAIMING_S", 0.0)
+    monkeypatch.setattr(generations, "CLAIMING_S", 0.0)
     monkeypatch.setattr(blocks, "DIGEST_BLOCK_BYTES", 64)
 
     state = partial(frozen_and_trained_of, frozen=100)

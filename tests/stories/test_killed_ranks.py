@@ -29,7 +29,7 @@ OLD, NEW = 4, 2
 
 def save(path: str) -> None:
     """All values say how many ranks wrote them."""
-    commit._CLAIMING_S = 0.0  # a save that died before it made its claim is taken for dead at once
+    commit.CLAIMING_S = 0.0  # a save that died before it made its claim is taken for dead at once
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     state = {

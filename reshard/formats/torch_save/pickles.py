@@ -502,15 +502,15 @@ _INERT = frozenset(
 
 # Opcodes of fixed length that may run as they are: no argument, one byte, two, four, eight. PUT with a four-byte index
 # only while small, because the unpickler allocates as many slots as the index says.
-_RUN = re.compile(
+RUN = re.compile(
     rb"(?:[(012NQRabdel}\])stu\x81\x85-\x89\x8f-\x94]|[Khq\x80].|M..|[Jj]....|r..\x00\x00|[G\x95]........)*+", re.DOTALL
 )
-_COUNTED = {
+COUNTED = {
     **dict.fromkeys(b"UC\x8c\x8a", struct.Struct("<B")),
     **dict.fromkeys(b"TXB\x8b", struct.Struct("<I")),
     **dict.fromkeys(b"\x8d\x8e\x96", struct.Struct("<Q")),
 }
-_LINES = {**dict.fromkeys(b"ILFSVgp", 1), b"c"[0]: 2}
+LINES = {**dict.fromkeys(b"ILFSVgp", 1), b"c"[0]: 2}
 _LINE = re.compile(rb"[^\n]*\n")
 _FORBIDDEN = {
     b"i"[0]: "INST",
@@ -528,18 +528,18 @@ def check_opcodes(data: bytes | memoryview, start: int, where: str) -> int:
     """One past the STOP of the pickle at `start`. Walks over all opcodes and runs none."""
     at, end = start, len(data)
     while True:
-        match = _RUN.match(data, at) if at < end else None  # it matches the empty text, too
+        match = RUN.match(data, at) if at < end else None  # it matches the empty text, too
         at = end if match is None else match.end()
         if at >= end:
             raise DamagedCheckpointError(f"{where}: the pickle is cut short: it has no end within {end - start} bytes")
         op = data[at]
         if op == b"."[0]:
             return at + 1
-        if op in _COUNTED:
-            head = _COUNTED[op]
+        if op in COUNTED:
+            head = COUNTED[op]
             length = head.unpack_from(data, at + 1)[0] if at + 1 + head.size <= end else end
             at += 1 + head.size + length
-        elif op in _LINES:
+        elif op in LINES:
             at = _skip_lines(data, at, where)
         elif op == b"r"[0] and at + 5 <= end and int.from_bytes(data[at + 1 : at + 5], "little") <= end - start:
             at += 5
@@ -555,7 +555,7 @@ def check_opcodes(data: bytes | memoryview, start: int, where: str) -> int:
 def _skip_lines(data: bytes | memoryview, at: int, where: str) -> int:
     """Past an opcode whose arguments are lines of text."""
     op, stop = data[at], at + 1
-    for _ in range(_LINES[op]):
+    for _ in range(LINES[op]):
         match = _LINE.match(data, stop)
         if match is None:
             raise DamagedCheckpointError(f"{where}: the pickle is cut short in a line of text")

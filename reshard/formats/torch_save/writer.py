@@ -134,7 +134,7 @@ def tensor_record(
 _ALIGNMENT = 64
 _MARK32 = 0xFFFFFFFF
 """Stands where a number of 32 bits would be too small: the right one is in an extra field."""
-_LIMIT32 = _MARK32
+LIMIT32 = _MARK32
 """From here on numbers are told in 64 bits."""
 _FLAGS = 0x0808
 """Sizes and checksum follow the data; names are UTF-8."""
@@ -196,7 +196,7 @@ class ArchiveWriter:
         """
         full = f"{self._folder}/{name}".encode()
         at = self.nbytes
-        big = nbytes >= _LIMIT32
+        big = nbytes >= LIMIT32
         # the extra fields: sizes of 64 bits where needed, then padding up to the alignment of the data
         wide = struct.pack("<HHQQ", 1, 16, 0, 0) if big else b""
         fill = -(at + 30 + len(full) + len(wide) + 4) % _ALIGNMENT
@@ -232,7 +232,7 @@ class ArchiveWriter:
         self._aside.shutdown()
         start = self.nbytes
         for entry in self._entries:
-            wide = [n for n in (entry.nbytes,) * 2 if n >= _LIMIT32] + [n for n in (entry.at,) if n >= _LIMIT32]
+            wide = [n for n in (entry.nbytes,) * 2 if n >= LIMIT32] + [n for n in (entry.at,) if n >= LIMIT32]
             extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
             size, at = _fitting(entry.nbytes), _fitting(entry.at)
             self._put(
@@ -248,7 +248,7 @@ class ArchiveWriter:
 
 
 def _fitting(number: int) -> int:
-    return number if number < _LIMIT32 else _MARK32
+    return number if number < LIMIT32 else _MARK32
 
 
 def begin_archive(write: Callable[[Any], Any], pickled: bytes) -> ArchiveWriter:

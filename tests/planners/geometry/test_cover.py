@@ -25,11 +25,11 @@ def test_a_fault_is_found_where_counting_finds_one(max_cells, rows):
         count[box.slices] += 1
     wanted = np.zeros((8, 8), dtype=int)
     wanted[region.slices] = 1
-    before, overlap._MAX_CELLS = overlap._MAX_CELLS, max_cells
+    before, overlap.MAX_CELLS = overlap.MAX_CELLS, max_cells
     try:
         fault = tiling_fault([region], boxes)
     finally:
-        overlap._MAX_CELLS = before
+        overlap.MAX_CELLS = before
 
     assert (fault is None) == bool((count == wanted).all())
     if fault is not None:

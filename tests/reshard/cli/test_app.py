@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.cli.app import _EXAMPLES, app, run
+from reshard.cli.app import EXAMPLES, app, run
 from reshard.cli.arguments import in_words_of_the_command_line
 
 RESHARD = [sys.executable, "-m", "reshard"]
@@ -109,7 +109,7 @@ def test_words_of_functions_are_those_of_options() -> None:
 
 def test_every_help_has_examples_that_can_be_read() -> None:
     """Each names its command and options that it has."""
-    for command, examples in _EXAMPLES.items():
+    for command, examples in EXAMPLES.items():
         shown = subprocess.run(
             [*RESHARD, command.__name__, "--help"], capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"}
         ).stdout

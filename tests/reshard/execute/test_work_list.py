@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -305,3 +306,10 @@ def test_random_lists_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
     code = f"from tests.reshard.execute import test_work_list as t; t.fuzz(1500, 2, t.Path({str(tmp_path / 'data')!r}))"
     ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        lists, seed = map(int, sys.argv[1:])
+        fuzz(lists, seed, Path(folder, "data"))
+        print(f"{lists} random lists, seed {seed}: numpy and the compiled loop did the same")

@@ -342,7 +342,7 @@ def test_metadata_that_is_something_else(tmp_path: Path, value: Any) -> None:
 
 def test_a_dtype_that_this_torch_lacks_hides_no_other_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "float8_e8m0fnu", raising=False)
-    monkeypatch.delitem(dtypes._BY_NAME, "float8_e8m0fnu", raising=False)
+    monkeypatch.delitem(dtypes.BY_NAME, "float8_e8m0fnu", raising=False)
     checkpoint = open_checkpoint(sample("dcp_misc_single/ckpt"))
     assert checkpoint["fp8_e8m0"].shape == (3,)
     with pytest.raises(FormatError, match=r"fp8_e8m0.*float8_e8m0fnu.*has no such dtype"):

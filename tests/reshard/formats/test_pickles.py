@@ -379,9 +379,9 @@ def test_the_opcode_table_is_complete() -> None:
     """Every opcode of pickle is known to the checker: it is allowed, or forbidden by name."""
     from reshard.formats.torch_save import pickles
 
-    known = set(pickles._COUNTED) | set(pickles._LINES) | set(pickles._FORBIDDEN) | {ord("."), ord("r")}
+    known = set(pickles.COUNTED) | set(pickles.LINES) | set(pickles._FORBIDDEN) | {ord("."), ord("r")}
     for opcode in pickletools.opcodes:
         code = ord(opcode.code)
         if code not in known:
             # a byte alone may need its argument behind it
-            assert pickles._RUN.match(bytes([code]) + b"\0" * 8).end() >= 1, opcode.name  # type: ignore[union-attr]
+            assert pickles.RUN.match(bytes([code]) + b"\0" * 8).end() >= 1, opcode.name  # type: ignore[union-attr]

@@ -58,7 +58,7 @@ def test_a_tensor_of_any_dtype(tensor: torch.Tensor, tmp_path: Path) -> None:
 
 def test_records_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a limit of 1000 bytes in place of 4 GiB, everything is told in 64 bits; readers agree."""
-    monkeypatch.setattr(torch_zip_writer, "_LIMIT32", 1000)
+    monkeypatch.setattr(torch_zip_writer, "LIMIT32", 1000)
     sizes, out = [10, 5000, 999, 1000, 3], io.BytesIO()
 
     archive = ArchiveWriter(out.write)

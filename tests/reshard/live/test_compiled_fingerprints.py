@@ -156,7 +156,7 @@ def test_large_tensors_are_shared_among_threads(monkeypatch):
     tensor = random_bits((37, 3000), torch.float32, torch.Generator().manual_seed(3))
     with summed_up_by(NUMPY):
         wanted = partial(tensor)
-    monkeypatch.setattr(compiled, "_THREAD_WORDS", 1000)
+    monkeypatch.setattr(compiled, "THREAD_WORDS", 1000)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     spans = []

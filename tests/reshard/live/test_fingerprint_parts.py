@@ -51,8 +51,8 @@ def test_narrow_rows_have_the_same_fingerprint_whichever_way_they_are_summed_up(
     """Row by row, or many rows as columns together: that depends on how many numbers either takes."""
     tensor = random_bits(shape, torch.bfloat16, torch.Generator().manual_seed(7))
     found = {}
-    for thin in (1, 10**9, tiling_module._THIN):
-        monkeypatch.setattr(tiling_module, "_THIN", thin)
+    for thin in (1, 10**9, tiling_module.THIN):
+        monkeypatch.setattr(tiling_module, "THIN", thin)
         found[thin] = partial(tensor)
     assert len(set(found.values())) == 1
     if tensor.ndim == 2:  # by the definition
@@ -153,8 +153,8 @@ def test_a_device_that_is_nearly_full_takes_less_at_a_time(monkeypatch):
                 raise torch.OutOfMemoryError("full")
         return real(*sizes, **kwargs)
 
-    monkeypatch.setattr(fold_module, "_CPU_WORDS", 1 << 14)
-    monkeypatch.setattr(fold_module, "_DEVICE_WORDS", 1 << 20)
+    monkeypatch.setattr(fold_module, "CPU_WORDS", 1 << 14)
+    monkeypatch.setattr(fold_module, "DEVICE_WORDS", 1 << 20)
     monkeypatch.setattr(torch, "empty", empty)
     chunk, height = fold_module._chunk(900, 700, torch.device("meta"))
     assert len(made) > 1

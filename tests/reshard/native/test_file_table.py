@@ -83,7 +83,7 @@ def test_tables_of_nonsense(fields: dict[str, Any]) -> None:
 def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of ten files, which are many."""
     monkeypatch.setattr(publish, "FEW_FILES", 4)
-    monkeypatch.setattr(file_table, "_PAGE_ROWS", 3)
+    monkeypatch.setattr(file_table, "PAGE_ROWS", 3)
     monkeypatch.setattr(file_table, "_PAGE_BYTES", 3 * 32)
     state = {"w": torch.arange(60.0, device="cpu").reshape(20, 3), "v": torch.ones(4, device="cpu"), "step": 3}
     reshard.save(state, tmp_path / "one")

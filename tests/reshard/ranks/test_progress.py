@@ -19,7 +19,7 @@ class _Terminal(io.StringIO):
 
 @pytest.fixture
 def all_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.ranks.progress._EVENT_GAP_S", 0.0)
+    monkeypatch.setattr("reshard.ranks.progress.EVENT_GAP_S", 0.0)
 
 
 @pytest.mark.usefixtures("all_events")
@@ -110,7 +110,7 @@ def test_on_a_terminal_long_phases_have_a_bar(monkeypatch: pytest.MonkeyPatch) -
         with progress.phase("quick", 10) as step:
             step.advance(10)
         assert terminal.getvalue() == ""
-        monkeypatch.setattr("reshard.ranks.progress._BAR_AFTER_S", 0.0)
+        monkeypatch.setattr("reshard.ranks.progress.BAR_AFTER_S", 0.0)
         with progress.phase("read", 4 << 20) as step, progress.phase("check", 10) as other:
             step.advance(1 << 20)
             other.advance(5)

@@ -159,8 +159,8 @@ def test_of_two_racing_writers_one_is_refused(s3: S3Server) -> None:
 
 def test_retries_have_a_limit(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")  # nobody listens there
-    monkeypatch.setattr("reshard.storage.object_store._RETRY", {"max_retries": 1})
-    monkeypatch.setattr("reshard.storage.object_store._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("reshard.storage.object_store.RETRY", {"max_retries": 1})
+    monkeypatch.setattr("reshard.storage.object_store.FIRST_PAUSE_S", 0.01)
     storage = open_storage("s3://bucket/x")
     start = time.monotonic()
     with pytest.raises(StorageError, match=r"cannot read a in s3://bucket/x: .*127\.0\.0\.1:1"):
@@ -181,7 +181,7 @@ def test_an_upload_that_fails_is_told_to_its_writer(s3: S3Server, proxy: FlakyPr
 def test_limits_are_checked(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match="part_bytes must be at least 5 MiB"):
         ObjectStorage(object(), "s3://bucket", part_bytes=1)
-    monkeypatch.setattr("reshard.storage.object_store._MAX_PARTS", 2)
+    monkeypatch.setattr("reshard.storage.object_store.MAX_PARTS", 2)
     storage = _open()
     with pytest.raises(StorageError, match="at most 2 parts of 5242880 bytes"):
         _write(storage, "big", bytes(10 * MIB + 1))
