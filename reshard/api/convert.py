@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,7 +23,7 @@ from reshard.formats.table import FormatName
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.native.reader import detect
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
-from reshard.ranks.progress import Progress
+from reshard.ranks.progress import Progress, Span, phase
 from reshard.storage.base import Storage
 from reshard.stored.checksums import Checking
 from reshard.stored.streaming import FormatWriter
@@ -40,7 +39,7 @@ MEETING_S = 300.0
 
 @dataclass(frozen=True)
 class ConvertReport(WrittenReport, CheckedReport):
-    """What a conversion did. Equal on all ranks but for `seconds`."""
+    """What a conversion did. Equal on all ranks but for `phases`."""
 
     source: str
     target: str
@@ -53,7 +52,11 @@ class ConvertReport(WrittenReport, CheckedReport):
     plain data: values of each rank, averages of the model."""
     warnings: tuple[str, ...]
     """What a reader of the source should know."""
-    seconds: float = field(compare=False)
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]  # as the first release had it
+        """How long all of it took on this rank; `phases` has the parts."""
+        return self.phases.seconds
 
 
 def convert(
@@ -116,9 +119,8 @@ def convert(
         FormatError: the format cannot hold what is there, or there is a checkpoint at `target` already.
         KeyMismatchError: the mapping or selection does not fit. Others as `reshard.open`.
     """
-    started = time.perf_counter()
     group = Group(process_group, alone=alone, deadline_s=deadline_s)
-    with group.together("convert"):
+    with phase("convert") as phases, group.together("convert"):
         globs = (select,) if isinstance(select, str) else tuple(select or ())
         wanted = None if dtype is None else str(dtype).removeprefix("torch.")
         job = ConvertJob(
@@ -127,16 +129,17 @@ def convert(
         _check(source, target, workers)
         with group.together("convert by all ranks (alone=True: by one)", deadline_s=MEETING_S, meet=False):
             group.same_options("convert", {"overwrite": overwrite, "resume": resume})
-        state = job.state()
+        with phase("open"):
+            state = job.state()
         written = _run(job, state, group, workers, overwrite=overwrite, resume=resume, progress=progress)
-    report = _report(job, state, *written, time.perf_counter() - started)
+    report = _report(job, state, *written, phases)
     if report.unchecked and group.rank == 0:
         _log.info("%s was converted, %s", report.source, report.unchecked)
     return report
 
 
 def _report(
-    job: ConvertJob, state: Checkpoint, writer: FormatWriter, resumed: tuple[str, ...], unchecked: int, seconds: float
+    job: ConvertJob, state: Checkpoint, writer: FormatWriter, resumed: tuple[str, ...], unchecked: int, phases: Span
 ) -> ConvertReport:
     return ConvertReport(
         source=state.url,
@@ -152,7 +155,7 @@ def _report(
         warnings=writer.contents.warnings,
         bytes_unchecked=unchecked,
         unchecked=state.contents.checking.words(unchecked, writer.total_bytes),
-        seconds=seconds,
+        phases=phases,
     )
 
 
@@ -161,8 +164,9 @@ def _run(
 ) -> tuple[FormatWriter, tuple[str, ...], int]:
     """Write all files and publish; what was written, the files that an earlier try had finished, and of how many bytes
     nobody knows whether they are what was saved."""
-    digest = job.digest(state)
-    group.agree(digest, "what is to be converted", error=CheckpointError)
+    with phase("agree"):
+        digest = job.digest(state)
+        group.agree(digest, "what is to be converted", error=CheckpointError)
     storage = job.storage()
     journal = Journal(storage, digest)
     job_id = ""
@@ -181,8 +185,9 @@ def _run(
                 if state.contents.checking.enabled:
                     writer.compare_fingerprints(done)
                 unchecked = sum(row.facts["unchecked_bytes"] for row in done.values())
-                writer.finish(storage, done)
-                journal.end()
+                with phase("publish"):
+                    writer.finish(storage, done)
+                    journal.end()
         unchecked = group.share(unchecked if group.rank == 0 else None, kind=int)
     except BaseException as error:
         if group.world_size == 1 and job_id:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -39,7 +38,7 @@ from reshard.live.state import LiveTensor, PerRank, Targets
 from reshard.live.tree import needs_class, restore_types, unresolved_class
 from reshard.native.reader import NativeFacts, is_replaced
 from reshard.ranks.group import DEADLINE_S, Group
-from reshard.ranks.progress import Progress
+from reshard.ranks.progress import Progress, current, phase
 from reshard.stored.checksums import Checking
 from reshard.stored.contents import LazyMapping
 from reshard.stored.tensor import LazyTensor, StoredTensor
@@ -110,7 +109,7 @@ def load(
         DamagedCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=deadline_s)
-    with group.together("load"):
+    with phase("load"), group.together("load"):
         options = LoadOptions(
             strict, dtype_policy, mapping, dry_run, check, read_once, threads, memory_budget_bytes, progress
         )
@@ -126,27 +125,28 @@ def load_with(
     process_group: dist.ProcessGroup | None = None,
     prefetch: Callable[[ReadPlan], None] | None = None,
 ) -> LoadReport:
-    """`load` among the ranks of `group`, within a phase of theirs.
+    """`load` among the ranks of `group`, within a phase of theirs, which is recorded as that of the caller.
 
     Args:
         prefetch: collective; called when all is planned and proved, to bring what will be read to where it is read.
     """
     check_arguments("load", state_dict, path, Checkpoint)
     group.same_options("load", options.shared())
-    if isinstance(path, Checkpoint):
-        checkpoint = path
-    else:
-        checkpoint = open_among(path, group.rank, group.world_size, check=options.check)
-    before = replace(checkpoint.contents.checking)
-    checkpoint = _mapped(checkpoint, options.mapping)
+    with phase("open"):
+        if isinstance(path, Checkpoint):
+            checkpoint = path
+        else:
+            checkpoint = open_among(path, group.rank, group.world_size, check=options.check)
+        before = replace(checkpoint.contents.checking)
+        checkpoint = _mapped(checkpoint, options.mapping)
     names = options.mapping if isinstance(options.mapping, Mapping) else {}
     try:
         kinds = checkpoint.contents.containers
         with materialize(state_dict, saved_in(checkpoint), containers=kinds, names=names, keep=not options.dry_run):
-            started = time.perf_counter()
-            targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
-            match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names)
-            return _Load(group, process_group, options, match, before, prefetch).run(started)
+            with phase("match"):
+                targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
+                match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names)
+            return _Load(group, process_group, options, match, before, prefetch).run()
     except (CheckpointNotFoundError, DamagedCheckpointError) as error:
         native = checkpoint.contents.details(NativeFacts)
         if native is None or not is_replaced(native):
@@ -191,19 +191,19 @@ class _Load:
     """What was checked before this load."""
     prefetch: Callable[[ReadPlan], None] | None = None
 
-    def run(self, started: float) -> LoadReport:
+    def run(self) -> LoadReport:
         """Collective. Nothing is written before all that can be checked before is."""
         match, options = self.match, self.options
         targets, checkpoint = match.targets, match.checkpoint
-        mismatches = gather_mismatches(match, self.group)
-        truth = mismatches.raise_on_mismatch(match, options, self.group)
-        among = options.once_among if self.group.world_size > 1 and not options.dry_run else "rank"
-        shared = self._share() if among == "job" else None
-        space = Workspace.of(options.memory_budget_bytes, options.threads, mismatches.sharers)
-        uploads = space.uploads()
-        plan = plan_rank(match, self.group.job_rank, dry_run=options.dry_run, uploads=uploads, shared=shared)
-        uploads.begin()
-        planned = time.perf_counter()
+        with phase("plan"):
+            mismatches = gather_mismatches(match, self.group)
+            truth = mismatches.raise_on_mismatch(match, options, self.group)
+            among = options.once_among if self.group.world_size > 1 and not options.dry_run else "rank"
+            shared = self._share() if among == "job" else None
+            space = Workspace.of(options.memory_budget_bytes, options.threads, mismatches.sharers)
+            uploads = space.uploads()
+            plan = plan_rank(match, self.group.job_rank, dry_run=options.dry_run, uploads=uploads, shared=shared)
+            uploads.begin()
         if self.prefetch is not None:
             self.prefetch(plan)
         checking = checkpoint.contents.checking
@@ -211,13 +211,15 @@ class _Load:
         budget = options.memory_budget_bytes
         with Fetch(plan.copies, self.group, space, is_checked, among == "host", budget) as fetch:
             with uploads:
-                per_rank, checked = self._read(fetch, plan)
+                per_rank = self._read(fetch, plan)
             if not options.dry_run:
                 if shared is not None:
-                    fetch.done.received += shared.pass_on(targets.writable, self.group, self.process_group)
-                targets.put_new()
-                targets.tell_autograd(match.tensors)
-                targets.assign({**match.objects, **per_rank})
+                    with phase("pass on"):
+                        fetch.done.received += shared.pass_on(targets.writable, self.group, self.process_group)
+                with phase("assign"):
+                    targets.put_new()
+                    targets.tell_autograd(match.tensors)
+                    targets.assign({**match.objects, **per_rank})
         names = checkpoint.aliases
         bytes_unchecked = fetch.done.unchecked + checking.bytes_unchecked - self.before.bytes_unchecked
         unchecked = checking.words(bytes_unchecked, plan.bytes_needed) if is_checked else "unchecked: check=False"
@@ -243,7 +245,7 @@ class _Load:
             dry_run=options.dry_run,
             resized=tuple(targets.resized),
             retyped=match.retyped,
-            seconds={"plan": planned - started, "check": checked - planned, "read": time.perf_counter() - checked},
+            phases=current.get(),
         )
 
     def _share(self) -> SharedReading:
@@ -256,20 +258,19 @@ class _Load:
         tensors = {key: targets.tensors[key] for key in self.match.tensors if key not in targets.resized}
         return SharedReading.agree(tensors, self.group)
 
-    def _read(self, fetch: Fetch, plan: ReadPlan) -> tuple[dict[str, Any], float]:
-        """Check, and only then write into targets. Returns each rank's own values, and when the check was over."""
+    def _read(self, fetch: Fetch, plan: ReadPlan) -> dict[str, Any]:
+        """Check, and only then write into targets. Returns each rank's own values."""
         group, match = self.group, self.match
         with Progress(show=group.rank == 0, bars=self.options.progress, check=group.check) as bar:
             if not self.options.dry_run:
                 with bar.phase("check", plan.bytes_needed) as step:
                     fetch.check(step.advance)
-            checked = time.perf_counter()
             per_rank = own_values(match.targets.per_rank, match.per_rank, match.checkpoint, group)
             fetch.settle()
             if not self.options.dry_run:
                 with bar.phase("read", plan.bytes_needed) as step:
                     fetch.read(step.advance)
-        return per_rank, checked
+        return per_rank
 
 
 # Which bytes of a checkpoint go where in this rank's memory: planned, proved, and only then listed.
@@ -529,8 +530,6 @@ class LoadReport(FilledReport, CheckedReport):
     """Bytes that this rank checked against saved checksums, headers included. Of what ranks of a machine read for one
     another, who reads a byte checks it."""
     dry_run: bool
-    seconds: Mapping[str, float] = field(compare=False)
-    """Time by phase."""
     resized: tuple[str, ...] = ()
     """Extra state of modules that had another shape or dtype than was saved, and was replaced by what was saved."""
     retyped: Mapping[str, tuple[str, str]] = field(default_factory=dict)

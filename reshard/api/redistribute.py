@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -43,6 +42,7 @@ from reshard.live.dtypes import dtype_from_name, raw_elements
 from reshard.live.fingerprints import HeldSums, Holding, Partial, add_holdings, conclude, partial as partial_sum, sum_up
 from reshard.live.tensors import local_tensors
 from reshard.ranks.group import Group, device_of_kind
+from reshard.ranks.progress import Span, phase
 
 __all__ = ["Prepared", "TransferReport", "prepare", "redistribute", "verify_live"]
 
@@ -73,8 +73,6 @@ class TransferReport(FilledReport):
     """Memory that was needed besides sources and targets."""
     planned: bool
     """Whether the plan was made now, and not found from an earlier transfer of the same geometry."""
-    seconds: Mapping[str, float] = field(compare=False)
-    """Time by phase."""
 
     def __repr__(self) -> str:
         """One line: what was moved, and the first names of what was not."""
@@ -100,7 +98,6 @@ class Prepared:
         group: Group,
         process_group: Any,
     ) -> None:
-        clock = time.perf_counter()
         self._source, self._target, self._options = source, target, options
         self._group, self._process_group = group, process_group
         self._device = device_of_kind(agreed.device, self._tensors())
@@ -111,24 +108,26 @@ class Prepared:
         found = _cache.get(key)
         self._planned = found is None
         self._first = True
+        self._before: list[Span] = []
+        """What it took to prepare, until the first run has reported it."""
         self._crossed = 0
         """Bytes of the last run, of all ranks, where only differences cross."""
-        if found is None:
-            found = _cache[key] = plan_steps(
-                agreed.pair(options),
-                self._rank,
-                max(group.ranks) + 1,
-                budget_bytes=options["max_inflight_bytes"],
-                ranks_per_host=options["ranks_per_host"],
-            )
-            while len(_cache) > _MAX_CACHED:
-                _cache.popitem(last=False)
-        _cache.move_to_end(key)
-        self._steps = found
-        self._values = Values(source.state, target.state, found.pairing.objects)
-        planned = time.perf_counter()
-        self._bind()
-        self._seconds = {"plan": planned - clock, "bind": time.perf_counter() - planned}
+        with phase("plan"):
+            if found is None:
+                found = _cache[key] = plan_steps(
+                    agreed.pair(options),
+                    self._rank,
+                    max(group.ranks) + 1,
+                    budget_bytes=options["max_inflight_bytes"],
+                    ranks_per_host=options["ranks_per_host"],
+                )
+                while len(_cache) > _MAX_CACHED:
+                    _cache.popitem(last=False)
+            _cache.move_to_end(key)
+            self._steps = found
+            self._values = Values(source.state, target.state, found.pairing.objects)
+        with phase("bind"):
+            self._bind()
 
     @property
     def plans(self) -> tuple[TransferPlan, ...]:
@@ -158,20 +157,22 @@ class Prepared:
         """
         if self._group.failed:
             self._group = Group(self._process_group, deadline_s=self._options["deadline_s"])
-        start = time.perf_counter()
         self._moving = False
-        try:
-            with self._group.together("redistribute", meet=False):
-                self._run()
-        except Exception as error:
-            for exchange in self._exchanges:
-                if isinstance(exchange, DeltaExchange):
-                    exchange.keep(ended_well=False)
-            if self._moving:
-                raise self._undefined(error) from error
-            raise
-        self._seconds = {**self._seconds, "move": time.perf_counter() - start}
-        return self._report()
+        with phase("redistribute") as span:
+            try:
+                with phase("move"), self._group.together("redistribute", meet=False):
+                    self._run()
+            except Exception as error:
+                for exchange in self._exchanges:
+                    if isinstance(exchange, DeltaExchange):
+                        exchange.keep(ended_well=False)
+                if self._moving:
+                    raise self._undefined(error) from error
+                raise
+            if self._before:
+                span.began_ns = self._before[0].began_ns
+                span.inner[:0], self._before = self._before, []
+            return self._report(span)
 
     def _run(self) -> None:
         group = self._group
@@ -291,7 +292,7 @@ class Prepared:
             for live in side.state.tensors.values():
                 yield from local_tensors(live.value) if not live.is_meta else ()
 
-    def _report(self) -> TransferReport:
+    def _report(self, span: Span) -> TransferReport:
         pairing, exchanges = self.pairing, self._exchanges
         planned, self._planned = self._planned, False
         return TransferReport(
@@ -309,7 +310,7 @@ class Prepared:
             rounds=sum(rounds.rounds for rounds in self.rounds),
             buffer_bytes=sum(exchange.buffer_bytes for exchange in exchanges),
             planned=planned,
-            seconds=self._seconds,
+            phases=span,
         )
 
 
@@ -333,17 +334,17 @@ def prepare(
     their memory. Arguments and errors are those of `redistribute`; nothing is moved before `run`.
     """
     group = Group(process_group, deadline_s=options.get("deadline_s", DEFAULTS["deadline_s"]))
-    with group.together("prepare"):
-        start = time.perf_counter()
-        given = complete(options)
-        mine = TransferSide.read(source, given["source_layouts"])
-        wanted = TransferSide.of(target, given["target_layouts"])
-        agreed = agree(mine, wanted, given, group, process_group)
-        known = time.perf_counter()
+    with phase("prepare") as span, group.together("prepare"):
+        with phase("agree"):
+            given = complete(options)
+            mine = TransferSide.read(source, given["source_layouts"])
+            wanted = TransferSide.of(target, given["target_layouts"])
+            agreed = agree(mine, wanted, given, group, process_group)
         prepared = Prepared(mine, wanted, agreed, given, group, process_group)
         if given["check_replicas"]:
-            check_replicas(mine, agreed.before, group, on_device=agreed.on_device)
-        prepared._seconds = {"agree": known - start, **prepared._seconds}
+            with phase("check replicas"):
+                check_replicas(mine, agreed.before, group, on_device=agreed.on_device)
+        prepared._before = span.inner
     return prepared
 
 

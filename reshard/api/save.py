@@ -6,11 +6,11 @@ import hashlib
 import logging
 import os
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from contextvars import copy_context
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, Unpack
 
@@ -61,6 +61,7 @@ from reshard.ranks.global_state import (
     joined_objects,
 )
 from reshard.ranks.group import DEADLINE_S, Group
+from reshard.ranks.progress import current, phase
 from reshard.storage.base import Storage
 from reshard.storage.opening import open_storage, place_of
 
@@ -117,13 +118,15 @@ def save(
         FormatError: a value that is no plain data; with `overwrite=False`, a checkpoint that is there already.
         StorageError: the storage failed, or is not the same folder for all ranks.
     """
-    _await_saves_to(path)
-    group = Group(process_group, alone=alone, deadline_s=deadline_s)
-    with group.together("save"):
-        check_arguments("save", state_dict, path)
-        return _finish(
-            *_prepare(state_dict, path, group, options_of("save", SaveOptions, options), ToWrite.where_it_is)
-        )
+    with phase("save"):
+        with phase("earlier saves"):
+            _await_saves_to(path)
+        group = Group(process_group, alone=alone, deadline_s=deadline_s)
+        with group.together("save"):
+            check_arguments("save", state_dict, path)
+            return _finish(
+                *_prepare(state_dict, path, group, options_of("save", SaveOptions, options), ToWrite.where_it_is)
+            )
 
 
 class PendingSave:
@@ -176,34 +179,36 @@ def async_save(
     what went wrong with an earlier one, on all ranks, unless all have asked for that one's `result()`. Saves to one
     path go on one after another.
     """
-    may_wait = type(max_in_flight) is int and max_in_flight > 0
-    _await_saves_to(path)
-    earlier = ended_for(max_in_flight if may_wait else 1)
-    group = Group(process_group, alone=alone, deadline_s=deadline_s)
-    with group.together("stage", meet=False):  # `_prepare` ends with the ranks' meeting
-        if not may_wait:
-            raise CheckpointError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r}")
-        check_stage(stage)
-        for save in earlier:  # told in the phase: a rank that has asked for the result itself must not go on alone
-            save.result()
-        chosen = options_of("async_save", SaveOptions, options)
-        to_memory = partial(staged, stage=stage, fingerprints=chosen.fingerprints)
-        job, copies = _prepare(state_dict, path, group, chosen, to_memory)
+    with phase("async_save"):
+        may_wait = type(max_in_flight) is int and max_in_flight > 0
+        with phase("earlier saves"):
+            _await_saves_to(path)
+            earlier = ended_for(max_in_flight if may_wait else 1)
+        group = Group(process_group, alone=alone, deadline_s=deadline_s)
+        with group.together("stage", meet=False):  # `_prepare` ends with the ranks' meeting
+            if not may_wait:
+                raise CheckpointError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r}")
+            check_stage(stage)
+            for save in earlier:  # told in the phase: a rank that has asked for the result itself must not go on alone
+                save.result()
+            chosen = options_of("async_save", SaveOptions, options)
+            to_memory = partial(staged, stage=stage, fingerprints=chosen.fingerprints)
+            job, copies = _prepare(state_dict, path, group, chosen, to_memory)
 
-    def work() -> SaveReport:
+        def work() -> SaveReport:
+            try:
+                with group.together("save"):
+                    return _finish(job, copies)
+            finally:
+                copies.release()
+
         try:
-            with group.together("save"):
-                return _finish(job, copies)
-        finally:
+            name = f"reshard-save-{job.generation.save_id}"
+            return PendingSave(start_in_background(work, name, place_of(job.storage)))
+        except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
             copies.release()
-
-    try:
-        name = f"reshard-save-{job.generation.save_id}"
-        return PendingSave(start_in_background(work, name, place_of(job.storage)))
-    except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
-        copies.release()
-        with group.together("save"):
-            raise
+            with group.together("save"):
+                raise
 
 
 def _await_saves_to(path: Any) -> None:
@@ -225,18 +230,19 @@ def _prepare(
 
     The ranks meet for the last time when all of them have staged theirs: what fails on one by then fails on all.
     """
-    clock = time.perf_counter()
-    storage = open_storage(path)
-    holdings = holdings_of(state_dict, options)
-    kept = find_plan(holdings, group, options)
-    met, data, planned = _meet(holdings, storage, path, group, options, kept, stage, None)
+    with phase("plan"):
+        storage = open_storage(path)
+        holdings = holdings_of(state_dict, options)
+        kept = find_plan(holdings, group, options)
+    met, data = _meet(holdings, storage, path, group, options, kept, stage, None)
     if data is None or met.census is None:
-        if kept is not None:  # nothing that was found by what is not so
-            holdings = holdings_of(state_dict, options)
-        answers = group.distinct_answers(holdings.description, known=met.pool)
-        census, plan = planned_writes(holdings, group, options, answers)
-        kept = keep_plan(holdings, group, options, census, plan, met.pool)
-        met, data, planned = _meet(holdings, storage, path, group, options, kept, stage, met)
+        with phase("plan"):
+            if kept is not None:  # nothing that was found by what is not so
+                holdings = holdings_of(state_dict, options)
+            answers = group.distinct_answers(holdings.description, known=met.pool)
+            census, plan = planned_writes(holdings, group, options, answers)
+            kept = keep_plan(holdings, group, options, census, plan, met.pool)
+        met, data = _meet(holdings, storage, path, group, options, kept, stage, met)
     assert kept is not None, "there is a plan"
     assert data is not None, "all ranks have planned the same"
     assert met.census is not None
@@ -255,7 +261,7 @@ def _prepare(
     except BaseException:
         data.release()
         raise
-    return SaveJob(group, storage, str(path), generation, options, choice, base, {"plan": planned - clock}), data
+    return SaveJob(group, storage, str(path), generation, options, choice, base), data
 
 
 def _meet(
@@ -267,15 +273,16 @@ def _meet(
     kept: CachedPlan | None,
     stage: _Staging,
     before: Agreement | None,
-) -> tuple[Agreement, ToWrite | None, float]:
-    """Collective: stage by the plan that this rank has, and see whether all have it. What is staged, if so, and when
-    that began."""
-    data, first, planned = None, None, time.perf_counter()
+) -> tuple[Agreement, ToWrite | None]:
+    """Collective: stage by the plan that this rank has, and see whether all have it. What is staged, if so."""
+    data, first = None, None
     try:
         if kept is not None:
             if group.rank == 0:
-                first = _first_word(storage, path, options, kept.census)
-            data = stage(entries_of(kept.items, holdings.state, group.job_rank))
+                with phase("base"):
+                    first = _first_word(storage, path, options, kept.census)
+            with phase("stage"):
+                data = stage(entries_of(kept.items, holdings.state, group.job_rank))
         met = meet_before_save(holdings, group, options, kept, first, before=before)
     except BaseException:
         if data is not None:
@@ -284,7 +291,7 @@ def _meet(
     if met.census is None and data is not None:
         data.release()
         data = None
-    return met, data, planned
+    return met, data
 
 
 def _first_word(storage: Storage, path: Any, options: SaveOptions, census: GlobalState) -> FirstWord:
@@ -313,23 +320,24 @@ def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choic
 
 def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
     """Write this rank's file and, on the first rank, publish. Leaves nothing behind if any rank fails."""
-    group, clock, generation = job.group, time.perf_counter(), job.generation
+    group, generation = job.group, job.generation
     try:
-        if group.rank == 0:
-            commit.claim(job.storage, generation.save_id)
-        group.barrier()  # nobody writes before there is a claim
-        if group.rank:
-            commit.check_claimed(job.storage, generation.save_id, group.ranks[0])
+        with phase("claim"):
+            if group.rank == 0:
+                commit.claim(job.storage, generation.save_id)
+            group.barrier()  # nobody writes before there is a claim
+            if group.rank:
+                commit.check_claimed(job.storage, generation.save_id, group.ranks[0])
         with group.together("write"):
             data, same = summed_up(job, data)
             written, reused, prints = write(job, data, same)
-            ended = time.perf_counter()
             told = group.gather_and_sum(
                 (group.job_rank, written), tally(job, prints), add_tallies, kind=tuple[int, Written]
             )
             if told is not None:
                 files = {rank: one for rank, one in told[0] if one.files}
-                generation.publish(files, [total(job, told[1])] if files and job.options.fingerprints else [])
+                with phase("publish"):
+                    generation.publish(files, [total(job, told[1])] if files and job.options.fingerprints else [])
     except BaseException as error:
         if group.rank == 0:
             _clear(job, error)
@@ -337,8 +345,8 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
     finally:
         commit.ended(generation.save_id)
     if told is not None:
-        generation.tidy()  # before the phase of the caller ends on any rank
-    job.seconds.update(write=ended - clock, publish=time.perf_counter() - ended)
+        with phase("tidy"):
+            generation.tidy()  # before the phase of the caller ends on any rank
     census, plan = generation.census, generation.plan
     return SaveReport(
         path=job.path,
@@ -349,7 +357,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         bytes_written=data.nbytes - reused,
         aliases=census.aliases,
         per_rank=tuple(census.per_rank),
-        seconds=job.seconds,
+        phases=current.get(),
         base=job.choice.save_id,
         bytes_reused=reused,
         passed_over=(*job.choice.passed_over, *(job.base.passed_over if job.base is not None else ())),
@@ -560,7 +568,7 @@ def start_in_background(save: Callable[[], T], name: str, place: str | None = No
         except BaseException as error:
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, name=name)
+    thread = threading.Thread(target=copy_context().run, args=(run,), name=name)  # within the phase under way
     thread.start()
     _saves[future] = place
     if place is None:
@@ -605,7 +613,7 @@ os.register_at_fork(after_in_child=_saves.clear)  # the threads that save are th
 
 @dataclass(frozen=True, repr=False)
 class SaveReport(WrittenReport):
-    """What a save did. Equal on all ranks but for `bytes_written`, `bytes_reused`, `seconds` and `passed_over`."""
+    """What a save did. Equal on all ranks but for `bytes_written`, `bytes_reused`, `phases` and `passed_over`."""
 
     path: str
     save_id: str
@@ -613,8 +621,6 @@ class SaveReport(WrittenReport):
     """Bytes of tensors that this rank wrote."""
     per_rank: tuple[str, ...]
     """Keys of which each rank's own value was kept."""
-    seconds: Mapping[str, float] = field(compare=False)
-    """Time of this rank, by phase."""
     base: str | None = None
     """The save id of the checkpoint that this one was compared with."""
     bytes_reused: int = 0

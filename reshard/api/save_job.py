@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypedDict
 from urllib.parse import unquote
@@ -39,7 +40,7 @@ from reshard.native.reuse import Base, Reused, reuse
 from reshard.ranks.global_state import GlobalState, LocalState, global_state_of, per_rank_name
 from reshard.ranks.group import Group
 from reshard.ranks.liveness import machine
-from reshard.ranks.progress import Progress
+from reshard.ranks.progress import Progress, phase
 from reshard.storage.base import Storage
 from reshard.storage.opening import open_storage, path_text, place_of
 
@@ -62,7 +63,6 @@ class SaveJob:
     choice: Choice
     base: Base | None
     """The checkpoint that was chosen, as far as this rank can open it."""
-    seconds: dict[str, float]
 
 
 def holdings_of(state_dict: Any, options: SaveOptions) -> LocalState:
@@ -192,7 +192,7 @@ def write(job: SaveJob, data: ToWrite, same: list[str]) -> tuple[Written, int, d
         bar.phase("write", data.nbytes) as step,
         ThreadPoolExecutor(1, thread_name_prefix="reshard-fingerprint") as beside,
     ):
-        prints = beside.submit(data.sum_up) if job.options.fingerprints else None
+        prints = beside.submit(copy_context().run, data.sum_up) if job.options.fingerprints else None
         if many:
             written, reused = _write_together(job, data, step.advance)
         else:
@@ -283,11 +283,12 @@ class ToWrite:
 
     def sum_up(self) -> dict[str, Partial]:
         """What all entries add to the fingerprints of their tensors, by name."""
-        out = dict(self.prints)
-        rest = [entry for i, entry in enumerate(self.entries) if i not in self.summed]
-        for fqn, found in sum_up(rest, self.beside).items():
-            out[fqn] = out[fqn] + found if fqn in out else found
-        return out
+        with phase("fingerprints"):
+            out = dict(self.prints)
+            rest = [entry for i, entry in enumerate(self.entries) if i not in self.summed]
+            for fqn, found in sum_up(rest, self.beside).items():
+                out[fqn] = out[fqn] + found if fqn in out else found
+            return out
 
     def summed_up(self) -> ToWrite:
         """The same, all of it summed up already."""

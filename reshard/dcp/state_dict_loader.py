@@ -20,6 +20,7 @@ from reshard.dcp.engine.states import ENGINE_WORDING, holds_checkpointable, put_
 from reshard.dcp.filesystem import FileSystemReader
 from reshard.live.optimizer_state import materialize
 from reshard.ranks.group import Group
+from reshard.ranks.progress import phase
 
 __all__ = ["load", "load_state_dict"]
 
@@ -81,7 +82,7 @@ def _load(
     is_default = planner is None or type(planner) in defaults
     flat, partial = getattr(planner, "flatten_state_dict", True), getattr(planner, "allow_partial_load", False)
     if type(reader) is FileSystemReader and is_default and flat and not holds_checkpointable(state):
-        with group.together("load"):
+        with phase("load"), group.together("load"):
             if planner is not None:  # callers read afterwards what it was told
                 planner.set_up_planner(state, reader.read_metadata(), group.rank == coordinator)
             strict: Mode = "partial" if partial else "subset"

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from reshard.errors import LayoutError, ReshardError, format_ranks
 from reshard.ranks.distinct_values import FAN, DistinctValues, digest_of
+from reshard.ranks.progress import phase
 
 if TYPE_CHECKING:  # imported where there is more than one rank
     from reshard.ranks.rounds import Rounds
@@ -170,7 +171,8 @@ class Group:
         def joined(parts: list[bytes]) -> bytes:
             return _encode(combine([_decode(part, kind) for part in parts]))
 
-        whole = self._rounds.take(what, _encode(value), joined, deadline, allowed_s, parcels, only)
+        with phase(what, waits=True):
+            whole = self._rounds.take(what, _encode(value), joined, deadline, allowed_s, parcels, only)
         return _decode(whole, kind) if only in (None, self.rank) else value
 
     def merge_within(
@@ -351,10 +353,10 @@ class Group:
             meet: False lets a rank leave as soon as it is done: the caller makes sure otherwise that all ranks are.
         """
         allowed_s = self._deadline_s if deadline_s is None else deadline_s
-        phase = _GroupPhase(name, time.monotonic() + allowed_s, allowed_s)
-        if self._phases and self._phases[-1].deadline < phase.deadline:
-            phase = _GroupPhase(name, *self._phases[-1][1:])
-        self._phases.append(phase)
+        together = _GroupPhase(name, time.monotonic() + allowed_s, allowed_s)
+        if self._phases and self._phases[-1].deadline < together.deadline:
+            together = _GroupPhase(name, *self._phases[-1][1:])
+        self._phases.append(together)
         try:
             yield
             if meet:
@@ -362,7 +364,7 @@ class Group:
                 if self._rounds is not None and len(self._phases) == 1:
                     self._rounds.seen()
         except BaseException as error:
-            self._report(error, phase)
+            self._report(error, together)
             raise
         finally:
             self._phases.pop()

@@ -1,10 +1,4 @@
-"""Progress of long work: events that anybody can hook, a bar where somebody looks on, one quiet line where nobody does.
-
-with Progress(show=group.rank == 0) as progress, progress.phase("read", total_bytes=n) as step:
-    step.advance(len(chunk))            # from any thread
-
-with listening(lambda event: gauge.set(event.done_bytes)): ...
-"""
+"""Where time goes: phases, always recorded; of long ones also events, bars, and a log line where nobody looks on."""
 
 from __future__ import annotations
 
@@ -14,16 +8,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
+
+import msgspec
 
 from planners.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress, TaskID
 
-__all__ = ["Event", "Listener", "Phase", "Progress", "format_bytes", "listening"]
+__all__ = [
+    "EPOCH_NS",
+    "Event",
+    "Listener",
+    "Phase",
+    "Progress",
+    "Span",
+    "current",
+    "format_bytes",
+    "listening",
+    "phase",
+]
 
 
 _log = logging.getLogger("reshard")
@@ -32,6 +40,66 @@ EVENT_GAP_S = 0.1
 """At most so often a phase says that it went on."""
 BAR_AFTER_S = 0.5
 """What is over sooner shows no bar."""
+
+EPOCH_NS = time.time_ns() - time.perf_counter_ns()
+"""Makes of the clock that measures, which never steps, one that counts from 1970."""
+
+
+class Span(msgspec.Struct):
+    """When something began and ended, on this rank, and what was within it."""
+
+    name: str
+    thread: str
+    began_ns: int
+    """Since 1970, by the clock of this host."""
+    ended_ns: int = 0
+    nbytes: int = 0
+    """How much was done, where that is counted."""
+    waits: bool = False
+    """Whether it was spent on hearing from other ranks."""
+    error: str = ""
+    """The class of what ended it, where it failed."""
+    inner: list[Span] = []
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; what goes on in the background after a call is of it, too."""
+        return (max([self.ended_ns, *(span.ended_ns for span in self.inner)]) - self.began_ns) / 1e9
+
+    def by_phase(self) -> dict[str, float]:
+        """Seconds of what is directly within it, but for what only waits."""
+        out: dict[str, float] = {}
+        for span in self.inner:
+            if not span.waits:
+                out[span.name] = out.get(span.name, 0.0) + span.seconds
+        return out
+
+    def __str__(self) -> str:
+        """The same, in words."""
+        return ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.by_phase().items())
+
+
+current: ContextVar[Span] = ContextVar("current")
+"""The phase under way, in which others are recorded."""
+
+
+@contextmanager
+def phase(name: str, *, waits: bool = False) -> Iterator[Span]:
+    """Record when this block begins and ends, within the phase under way, if there is one. It costs a few microseconds,
+    and so is never off; blocks are phases of a call, and not its elements."""
+    outer = current.get(None)
+    span = Span(name, threading.current_thread().name, EPOCH_NS + time.perf_counter_ns(), waits=waits)
+    if outer is not None:
+        outer.inner.append(span)
+    token = current.set(span)
+    try:
+        yield span
+    except BaseException as error:
+        span.error = type(error).__name__
+        raise
+    finally:
+        current.reset(token)
+        span.ended_ns = EPOCH_NS + time.perf_counter_ns()
 
 
 @dataclass(frozen=True)
@@ -73,7 +141,8 @@ _listeners_lock = threading.Lock()
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Have `listener` called with every event of this process, in the thread where it happens, until the block ends.
+    """Have `listener` called with every event of this process, in the thread where it happens, until the block ends:
+    `with listening(lambda event: gauge.set(event.done_bytes)): ...`.
 
     It should be quick. One that raises is logged with its traceback; the work goes on.
     """
@@ -88,6 +157,9 @@ def listening(listener: Listener) -> Iterator[None]:
 
 class Progress:
     """The progress of one piece of work, with as many phases as it likes, also at the same time.
+
+        with Progress(show=group.rank == 0) as progress, progress.phase("read", total_bytes=n) as step:
+            step.advance(len(chunk))  # from any thread
 
     Args:
         show: whether this process shows a bar or writes log lines; with many ranks one of them is enough.
@@ -105,22 +177,23 @@ class Progress:
         check: Callable[[], None] | None = None,
     ) -> None:
         self.check = check
-        self._own = [listener] if listener else []
-        self._show = show
+        self.listeners = [listener] if listener else []
+        self.show = show
         watched = show and bars and sys.stderr is not None and sys.stderr.isatty()
         self.bars = _Bars() if watched else None
 
     @contextmanager
     def phase(self, name: str, total_bytes: int | None = None) -> Iterator[Phase]:
         """A phase, from its start to its end or failure."""
-        phase = Phase(self, name, total_bytes)
-        phase.tell("started")
-        try:
-            yield phase
-        except BaseException:
-            phase.tell("failed")
-            raise
-        phase.tell("finished")
+        with phase(name) as span:
+            step = Phase(self, span, total_bytes)
+            step.tell("started")
+            try:
+                yield step
+            except BaseException:
+                step.tell("failed")
+                raise
+            step.tell("finished")
 
     def __enter__(self) -> Self:
         return self
@@ -131,29 +204,15 @@ class Progress:
         if self.bars is not None:
             self.bars.close()
 
-    def send(self, phase: Phase, event: Event) -> None:
-        """Show it, and tell all listeners."""
-        if self.bars is not None:
-            self.bars.show(phase, event)
-        elif self._show and event.kind in ("finished", "failed"):
-            _log.info("%s", event)  # one line when a phase is over: silent unless logging was told to show it
-        with _listeners_lock:
-            everybody = self._own + _listeners
-        for listener in everybody:
-            try:
-                listener(event)
-            except Exception:  # a broken gauge must not cost a checkpoint
-                _log.exception("a progress listener failed on %s", event)
-
 
 class Phase:
-    """One phase; `advance` it from any thread."""
+    """One phase of a piece of work; `advance` it from any thread."""
 
-    def __init__(self, progress: Progress, name: str, total_bytes: int | None) -> None:
-        self.name = name
+    def __init__(self, progress: Progress, span: Span, total_bytes: int | None) -> None:
+        self.name = span.name
         self.total_bytes = total_bytes
-        self.done_bytes = 0
         self._progress = progress
+        self._span = span
         self._lock = threading.Lock()
         self._start = time.monotonic()
         self._next_event = self._start + EVENT_GAP_S
@@ -164,7 +223,7 @@ class Phase:
             self._progress.check()
         now = time.monotonic()
         with self._lock:
-            self.done_bytes += nbytes
+            self._span.nbytes += nbytes
             due = now >= self._next_event
             if due:
                 self._next_event = now + EVENT_GAP_S
@@ -172,9 +231,20 @@ class Phase:
             self.tell("advanced")
 
     def tell(self, kind: Literal["started", "advanced", "finished", "failed"]) -> None:
-        """Say what has become of it."""
-        seconds = time.monotonic() - self._start
-        self._progress.send(self, Event(kind, self.name, self.done_bytes, self.total_bytes, seconds))
+        """Say what has become of it: show it, and tell all listeners."""
+        event = Event(kind, self.name, self._span.nbytes, self.total_bytes, time.monotonic() - self._start)
+        work = self._progress
+        if work.bars is not None:
+            work.bars.show(self, event)
+        elif work.show and kind in ("finished", "failed"):
+            _log.info("%s", event)  # one line when a phase is over: silent unless logging was told to show it
+        with _listeners_lock:
+            everybody = work.listeners + _listeners
+        for listener in everybody:
+            try:
+                listener(event)
+            except Exception:  # a broken gauge must not cost a checkpoint
+                _log.exception("a progress listener failed on %s", event)
 
 
 class _Bars:

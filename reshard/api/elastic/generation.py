@@ -598,7 +598,7 @@ def free_bytes(folder: Path) -> int:
 
 @dataclass(frozen=True, repr=False)
 class KeepReport(HostsReport):
-    """What `Tier.keep` did. Equal on all ranks but for `bytes_received` and `seconds`."""
+    """What `Tier.keep` did. Equal on all ranks but for `bytes_received` and `phases`."""
 
     number: int
     """Of the generation: larger than those of all that were there before."""
@@ -620,7 +620,7 @@ class KeepReport(HostsReport):
 
 @dataclass(frozen=True, repr=False)
 class RecoverReport(HostsReport):
-    """What `Tier.recover` did. Equal on all ranks but for `bytes_received`, `load` and `seconds`."""
+    """What `Tier.recover` did. Equal on all ranks but for `bytes_received`, `load` and `phases`."""
 
     number: int | None
     """Of the generation that was loaded; None if all came from the fallback, so that nothing is left in memory."""

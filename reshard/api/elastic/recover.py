@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -48,6 +47,7 @@ from reshard.native import commit, reader
 from reshard.native.manifest import MANIFEST, FileRecord, read_manifest
 from reshard.native.reader import NativeFacts, compare_ranges
 from reshard.ranks.group import Group
+from reshard.ranks.progress import current, phase
 from reshard.storage.base import Storage
 from reshard.storage.local import LocalStorage
 from reshard.storage.opening import open_storage
@@ -92,7 +92,8 @@ def recover(
     Returns the incarnation of the job that begins with this, too, on the first rank.
     """
     passed: list[str] = []
-    found, candidates = _candidates(settings, fallback, step, group, hosts)
+    with phase("find"):
+        found, candidates = _candidates(settings, fallback, step, group, hosts)
     try:
         taken = _first_whole(settings, state, fallback, candidates.newest_first, options, group, hosts, passed)
     except BaseException:
@@ -132,24 +133,25 @@ def _first_whole(
     passed: list[str],
 ) -> tuple[RecoverReport, GenerationFolder | None] | None:
     """Collective: the newest candidate that can be loaded is; `passed` gets why those before it cannot."""
-    clock = time.perf_counter()
     for candidate in newest_first:
         if candidate.kept is None:
-            load = load_with(group, state, fallback, options, settings.process_group)
-            return _report(clock, None, (), passed, load, group, hosts), None
-        found = _JudgedGeneration.look(settings, candidate, group, hosts)
-        verdict = found.judge(fallback)
+            with phase("load"):
+                load = load_with(group, state, fallback, options, settings.process_group)
+            return _report(None, (), passed, load, group, hosts), None
+        with phase("check"):
+            found = _JudgedGeneration.look(settings, candidate, group, hosts)
+            verdict = found.judge(fallback)
         if verdict.refused:
             passed.append(verdict.refused)
             continue
-        load = found.load(state, fallback, verdict.lost, options)
+        with phase("load"):
+            load = found.load(state, fallback, verdict.lost, options)
         passed += candidate.left
-        return _report(clock, found, verdict.lost, passed, load, group, hosts), candidate.kept
+        return _report(found, verdict.lost, passed, load, group, hosts), candidate.kept
     return None
 
 
 def _report(
-    clock: float,
     found: _JudgedGeneration | None,
     lost: tuple[str, ...],
     passed: list[str],
@@ -158,7 +160,6 @@ def _report(
     hosts: Hosts,
 ) -> RecoverReport:
     group.barrier()  # nobody needs what the others were asked for any more
-    loaded = time.perf_counter()
     if hosts.leads:
         remove(hosts.folder, [found.kept] if found is not None else [])
     return RecoverReport(
@@ -169,7 +170,7 @@ def _report(
         bytes_received=found.received if found is not None else 0,
         bytes_checked=found.checked if found is not None else load.bytes_checked,
         load=load,
-        seconds={"all": loaded - clock, **load.seconds},
+        phases=current.get(),
     )
 
 
@@ -312,18 +313,20 @@ class _JudgedGeneration:
             read = _blocks_read(plan, native.manifest.block_bytes)
             theirs = {source: ranges for source, ranges in read.items() if source.storage is not self.storage}
             self.checked += compare_ranges(native, theirs)
-        told = self.group.gather(self._wants(plan), kind=Held)
-        moves = self.group.share(self._moves(told) if told is not None else None, kind=Moves)
+        with phase("agree on copies"):
+            told = self.group.gather(self._wants(plan), kind=Held)
+            moves = self.group.share(self._moves(told) if told is not None else None, kind=Moves)
         if moves.wanted:
             mine = self.group.job_rank
             got = {name: by[mine] for name, by in moves.wanted.items() if mine in by and not name.endswith(".sums")}
             for name in got:
                 self.storage.prepare(name)
             here = self.storage.here.root.joinpath
-            self.received = move(
-                moves, here, self.storage.path_of, self.group, self.settings.process_group,
-                max_inflight_bytes=self.settings.max_inflight_bytes,
-            )  # fmt: skip
+            with phase("copy"):
+                self.received = move(
+                    moves, here, self.storage.path_of, self.group, self.settings.process_group,
+                    max_inflight_bytes=self.settings.max_inflight_bytes,
+                )  # fmt: skip
             spans = {FileSource(self.storage, name): ranges for name, ranges in got.items()}
             self.checked += compare_ranges(self.native, spans)
             self.group.barrier()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -55,6 +54,7 @@ from reshard.native.commit import Generation, Written
 from reshard.native.manifest import BLOCK_BYTES, MANIFEST, FileRecord, encode_manifest
 from reshard.ranks.global_state import with_objects
 from reshard.ranks.group import DEADLINE_S, Group
+from reshard.ranks.progress import current, phase
 from reshard.storage.base import check_name
 from reshard.storage.local import LocalStorage
 
@@ -142,7 +142,7 @@ class Tier:
             StorageError: a host has no room for what it must hold, or its folder belongs to another job.
         """
         group = self._group()
-        with group.together("keep"):
+        with phase("keep"), group.together("keep"):
             _check_step(step)
             options = SaveOptions(check_replicas=check_replicas, fingerprints=fingerprints)
             group.same_options("keep", {**self._shared(), "step": step, **options.shared()})
@@ -184,7 +184,7 @@ class Tier:
                 `step` can say it.
         """
         group = self._group()
-        with group.together("recover"):
+        with phase("recover"), group.together("recover"):
             if step is not None:
                 _check_step(step)
             options = LoadOptions(strict=strict, dtype_policy=dtype_policy, mapping=mapping)
@@ -254,24 +254,24 @@ def keep(
         incarnation: of the job, which the first rank knows; None if it begins with this. The same
             is returned.
     """
-    clock = time.perf_counter()
-    holdings = holdings_of(state, options)
-    census, plan = planned_writes(holdings, group, options, group.distinct_answers(holdings.description))
-    census = with_objects(census, holdings, group, check_replicas=options.check_replicas)
-    copies = _planned_copies(group, hosts, [plan.bytes(rank) for rank in group.ranks], settings.copies)
-    kept, incarnation = _begin(step, group, hosts, copies, incarnation)
-    storage = LocalStorage(hosts.folder / kept.folder)
-    generation = Generation(storage, kept.save_id, commit.begin(), census, plan, None)
-    job = SaveJob(group, storage, storage.url, generation, options, Choice(), None, {})
-    planned, may_count = time.perf_counter(), False
+    with phase("plan"):
+        holdings = holdings_of(state, options)
+        census, plan = planned_writes(holdings, group, options, group.distinct_answers(holdings.description))
+        census = with_objects(census, holdings, group, check_replicas=options.check_replicas)
+        copies = _planned_copies(group, hosts, [plan.bytes(rank) for rank in group.ranks], settings.copies)
+        kept, incarnation = _begin(step, group, hosts, copies, incarnation)
+        storage = LocalStorage(hosts.folder / kept.folder)
+        generation = Generation(storage, kept.save_id, commit.begin(), census, plan, None)
+        job = SaveJob(group, storage, storage.url, generation, options, Choice(), None)
+    may_count = False
     try:
         with group.together("write"):
             entries = entries_of(
                 own_items(census.tensors, plan, job.group.job_rank), holdings.state, job.group.job_rank
             )
             written, _, prints = write(job, ToWrite.where_it_is(entries), [])
-            wrote = time.perf_counter()
-            received = _mirror(settings, written.record, storage, copies, group, hosts)
+            with phase("copy"):
+                received = _mirror(settings, written.record, storage, copies, group, hosts)
             may_count = True  # as soon as all ranks are known to be here, some host may publish
             told = group.gather_and_sum(
                 (group.job_rank, written), tally(job, prints), add_tallies, kind=tuple[int, Written]
@@ -283,19 +283,19 @@ def keep(
             text = encode_manifest(generation.manifest(files, parts))
             firsts = {places[0] for places in hosts.places.values()}
             texts = [text if place in firsts else b"" for place in range(group.world_size)]
-        text, _ = group.scatter(texts)
-        if hosts.leads:
-            storage.publish(MANIFEST, text)
-        group.barrier()
+        with phase("publish"):
+            text, _ = group.scatter(texts)
+            if hosts.leads:
+                storage.publish(MANIFEST, text)
+            group.barrier()
     except BaseException as error:
         if not may_count:
             _give_up(hosts.folder, kept, error)
         raise
-    mirrored = time.perf_counter()
     if hosts.leads:
-        remove(hosts.folder, [kept])
-    seconds = {"plan": planned - clock, "write": wrote - planned, "copy": mirrored - wrote}
-    report = KeepReport(received, seconds, *kept, plan.total_bytes, copies.bytes_by_host)
+        with phase("remove"):
+            remove(hosts.folder, [kept])
+    report = KeepReport(current.get(), received, *kept, plan.total_bytes, copies.bytes_by_host)
     return report, incarnation
 
 
