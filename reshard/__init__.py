@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "__version__": "native.release",
     "Checkpoint": "checkpoint",
+    "CheckpointManager": "api.manager",
     "ConvertReport": "api.convert",
+    "Every": "api.manager",
     "FqnMap": "state_dict",
+    "Keep": "api.manager",
     "LoadReport": "api.load",
     "Mapping": "mapping",
     "PerRank": "live.state",
+    "Preemption": "api.manager",
     "ReshardError": "errors",
     "SaveReport": "api.save",
     "Stage": "state_dict",
@@ -62,6 +66,12 @@ if TYPE_CHECKING:
     from reshard.api.convert import ConvertReport as ConvertReport, convert as convert
     from reshard.api.fingerprint import fingerprint as fingerprint
     from reshard.api.load import LoadReport as LoadReport, load as load
+    from reshard.api.manager import (
+        CheckpointManager as CheckpointManager,
+        Every as Every,
+        Keep as Keep,
+        Preemption as Preemption,
+    )
     from reshard.api.optimizer_destinations import optimizer_destinations as optimizer_destinations
     from reshard.api.plan import plan as plan
     from reshard.api.redistribute import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_mani
 from reshard.native.reader import detect
 from reshard.storage import Storage, open_storage
 
-__all__ = ["Step", "latest_complete", "prune", "steps"]
+__all__ = ["Step", "complete", "latest_complete", "prune", "remove_checkpoints", "steps"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
 
     Raises FormatError if one is of a newer version: it may be the latest.
     """
-    found = _complete(folder)
+    found = complete(folder)
     return found[-1][1] if found else None
 
 
@@ -81,7 +82,13 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
         raise CheckpointError(
             f"keep_last must be a whole number >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
         )
-    found = [path for _, path, is_below in _complete(folder) if is_below]
+    found = [path for _, path, is_below in complete(folder) if is_below]
+    return remove_checkpoints(folder, found[:-keep_last])
+
+
+def remove_checkpoints(folder: str | os.PathLike[str], paths: Iterable[str]) -> list[str]:
+    """Remove these of the checkpoints directly below `folder`, and what killed saves have left there, as `prune` does.
+    Returns the paths of what was removed: what a save replaces just now stays."""
     storage = open_storage(folder)
     names = storage.list()
     remove_dead_jobs(storage, names)
@@ -91,7 +98,7 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
         remove_dead_jobs(below, below.list())
     places = {place for place, *inner in parts if len(inner) > 1 and is_generation(inner[0])}
     gone = []
-    for path in found[:-keep_last]:
+    for path in paths:
         inner = open_storage(path)
         by_id = generations_in(inner)
         if not any(is_alive(inner, save_id, names) for save_id, names in by_id.items()):
@@ -105,7 +112,7 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
     return gone
 
 
-def _complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
+def complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
     """(when its save was begun, path, whether below the folder) of each complete checkpoint, the oldest first."""
     if isinstance(folder, Storage):
         raise CheckpointError(f"a path or URL is wanted, got the storage {folder.url}: checkpoints are told by paths")

@@ -1,0 +1,165 @@
+"""What a manager knows of the steps in its folder, and how it says that the folder is its own. Only the first rank
+writes here."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import msgspec
+
+from reshard.api.retention import complete, remove_checkpoints
+from reshard.errors import CheckpointError, CheckpointNotFoundError
+from reshard.formats.opening import path_below
+from reshard.ranks import liveness
+from reshard.storage.opening import open_storage, place_of
+
+__all__ = ["LEDGER", "Ledger", "StepRecord", "step_path", "whole_steps"]
+
+# run/                          the root
+#     manager.json              metrics of steps, published before the save of each begins
+#     manager-owner.json        which process saves here
+#     step-500/                 a checkpoint like any other
+#     step-1000/
+
+LEDGER = "manager.json"
+_OWNER = "manager-owner.json"
+_NAME = re.compile(r"step-(0|[1-9]\d*)")
+
+
+def step_path(root: str, step: int) -> str:
+    """Where a step is."""
+    return path_below(root, f"step-{step}")
+
+
+def whole_steps(root: str) -> list[int]:
+    """The steps in storage that are complete, as far as names and sizes of files tell, in their order."""
+    names = [path.rpartition("/")[2] for _, path, is_below in complete(root) if is_below]
+    return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+
+
+class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is known of a step beside its checkpoint."""
+
+    metrics: dict[str, float] = {}
+    is_based: bool = False
+    """Whether the save reuses what an earlier one has."""
+    is_aside: bool = False
+    """A step that the run did not go on from: nobody restores it, and it is removed when a later save is whole."""
+
+
+class _Text(msgspec.Struct, frozen=True):
+    steps: dict[int, StepRecord]
+    version: int = 1
+
+
+@dataclass
+class Ledger:
+    """The records of a root.
+
+    Raises CheckpointError for one that cannot be read.
+    """
+
+    root: str
+    steps: dict[int, StepRecord] = field(default_factory=dict)
+    """Also of steps that are being saved, or never were whole."""
+
+    @classmethod
+    def read(cls, root: str) -> Ledger:
+        """As it is in storage; empty where there is none."""
+        storage = open_storage(root)
+        try:
+            return cls(root, dict(msgspec.json.decode(storage.read(LEDGER), type=_Text).steps))
+        except CheckpointNotFoundError:
+            return cls(root)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{path_below(root, LEDGER)} cannot be read: {error}. It has the metrics of the steps and no more: "
+                "bring it back, or remove it to go on without them"
+            ) from error
+
+    def publish(self) -> None:
+        """To storage."""
+        open_storage(self.root).publish(LEDGER, msgspec.json.format(msgspec.json.encode(_Text(self.steps))))
+
+    def put(self, step: int, record: StepRecord) -> None:
+        """Before its save begins. What was set aside of that step goes."""
+        if self._of(step).is_aside:
+            remove_checkpoints(self.root, [step_path(self.root, step)])
+        self.steps[step] = record
+        self.publish()
+
+    def set_aside(self, steps: Collection[int]) -> None:
+        """Steps that the run does not go on from."""
+        for step in steps:
+            self.steps[step] = msgspec.structs.replace(self.steps.get(step, StepRecord()), is_aside=True)
+        if steps:
+            self.publish()
+
+    def current(self) -> list[int]:
+        """The whole steps that count, in their order."""
+        return [step for step in whole_steps(self.root) if not self._of(step).is_aside]
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Of the whole steps that count."""
+        return {step: self._of(step).metrics for step in self.current()}
+
+    def saves_since_whole(self) -> int:
+        """So many of the newest steps reuse what earlier ones have."""
+        found = 0
+        for step in reversed(self.current()):
+            if not self._of(step).is_based:
+                return found
+            found += 1
+        return found
+
+    def tidy(self, kept: Collection[int]) -> None:
+        """Remove all whole steps but these, and what killed saves have left."""
+        paths = {step_path(self.root, step): step for step in whole_steps(self.root) if step not in kept}
+        gone = remove_checkpoints(self.root, paths)
+        stay = {*kept, *(step for path, step in paths.items() if path not in gone)}
+        if self.steps.keys() - stay:
+            self.steps = {step: record for step, record in self.steps.items() if step in stay}
+            self.publish()
+
+    def _of(self, step: int) -> StepRecord:
+        return self.steps.get(step, StepRecord())
+
+
+class RootClaim:
+    """Says that this process saves in a root, until `release` or the end of the process.
+
+    Raises CheckpointError where a process that runs does; StorageError for a root that cannot be written.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._storage, self._root = open_storage(root), root
+        work = f"manager {place_of(self._storage)}"
+        found = liveness.read_lease(self._storage, _OWNER)
+        if found is not None and found.is_running(work):
+            raise CheckpointError(
+                f"{root} has a manager already, of {found}, which is running: close that one, or give this one a root "
+                "of its own; to look only, make it with read_only=True"
+            )
+        liveness.take_lease(self._storage, _OWNER, work)
+        self._mine = liveness.read_lease(self._storage, _OWNER)
+        self._ended = weakref.finalize(self, liveness.release_lease, work)
+
+    def check(self) -> None:
+        """Raises CheckpointError if another process has taken the root meanwhile: one of another machine may, since it
+        cannot know that this one is running."""
+        found = liveness.read_lease(self._storage, _OWNER)
+        if found != self._mine:
+            raise CheckpointError(
+                f"{self._root} was taken by another manager, of {found or 'nobody that is known'}: nothing was saved "
+                "here by this one, since two would remove each other's steps"
+            )
+
+    def release(self) -> None:
+        """Another manager may come."""
+        if self._ended.alive:
+            self._ended()
+            if liveness.read_lease(self._storage, _OWNER) == self._mine:
+                self._storage.delete(_OWNER)

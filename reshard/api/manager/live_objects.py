@@ -1,0 +1,155 @@
+"""Models, optimizers, schedules, data loaders and generators in a nest of plain values: as the state that is saved, and
+back into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from reshard.errors import FormatError, NormalizationError
+from reshard.live.state import PerRank
+from reshard.state_dict.api import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from reshard.state_dict.names import Stage
+
+__all__ = ["LiveObjects"]
+
+_Set = Callable[[Any], object]
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What stands for an object in the state."""
+
+    state: Any
+    put: _Set
+
+
+class LiveObjects:
+    """A state as its user has it, taken apart.
+
+    Of `user`, each model, optimizer, generator and all else with `state_dict` and `load_state_dict` is replaced in
+    `state` by what is saved of it; all other values are the same ones. `put_back` gives each object what was loaded,
+    and the user's containers all plain values.
+
+    Raises FormatError for what is no dict, and for objects in tuples; NormalizationError for an optimizer without its
+    model.
+    """
+
+    def __init__(self, user: Any) -> None:
+        if not isinstance(user, MutableMapping):
+            raise FormatError(
+                f"the state of a run is a dict, such as {{'model': model, 'optim': optimizer, 'step': 0}}, got "
+                f"{type(user).__name__}"
+            )
+        self._user = user
+        self._models = list(_models_in(user))
+        self._taken: dict[int, _Taken] = {}
+        self.state: Any = self._take(user, "")
+
+    def put_back(self) -> None:
+        """After `state` was filled."""
+        self._put(self._user, self.state)
+
+    def _take(self, value: Any, key: str) -> Any:
+        taken = self._object(value, key)
+        if taken is not None:
+            self._taken[id(value)] = taken
+            return taken.state
+        if not _holds_objects(value):
+            return value
+        if isinstance(value, MutableMapping):
+            return {name: self._take(each, f"{key}.{name}" if key else str(name)) for name, each in value.items()}
+        if isinstance(value, MutableSequence):
+            return [self._take(each, f"{key}.{place}") for place, each in enumerate(value)]
+        raise FormatError(f"{key!r} is a {type(value).__name__} with a model or the like in it: use a dict or a list")
+
+    def _object(self, value: Any, key: str) -> _Taken | None:
+        if isinstance(value, PerRank):
+            inner = self._object(value.value, key)
+            if inner is None:
+                return None
+            return _Taken(replace(value, value=inner.state), lambda got: inner.put(got.value))
+        if models := _all(nn.Module | Stage, value):
+            return _Taken(get_model_state_dict(models), lambda got: set_model_state_dict(models, got))
+        if optimizers := _all(Optimizer, value):
+            owners = self._models_of(optimizers, key)
+            state = get_optimizer_state_dict(owners, optimizers)
+            return _Taken(state, lambda got: set_optimizer_state_dict(owners, optimizers, got))
+        if isinstance(value, torch.Generator):
+            return _Taken(PerRank(value.get_state(), on_change="keep"), lambda got: value.set_state(got.value))
+        if _is_stateful(value):
+            return _Taken(value.state_dict(), value.load_state_dict)
+        return None
+
+    def _models_of(self, optimizers: list[Any], key: str) -> list[nn.Module | Stage]:
+        its = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        found = [model for model in self._models if any(id(p) in its for p in _module_of(model).parameters())]
+        if not found:
+            raise NormalizationError(
+                f"{key!r} is an optimizer of no model in the state: its state goes by the names of the model's "
+                "parameters, so put that model there, too"
+            )
+        return found
+
+    def _put(self, user: Any, filled: Any) -> None:
+        places = user.items() if isinstance(user, Mapping) else enumerate(user)
+        for key, value in list(places):
+            if (taken := self._taken.get(id(value))) is not None:
+                taken.put(filled[key])
+            elif _holds_objects(value):
+                self._put(value, filled[key])
+            else:
+                user[key] = filled[key]
+
+
+def _is_stateful(value: Any) -> bool:
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def _all(kind: Any, value: Any) -> list[Any]:
+    """A value of that kind, or a list of nothing else: the stages of a pipeline, or their optimizers."""
+    if isinstance(value, kind):
+        return [value]
+    is_list = isinstance(value, list | tuple) and all(isinstance(one, kind) for one in value)
+    return list(value) if is_list else []
+
+
+def _is_object(value: Any) -> bool:
+    if isinstance(value, PerRank):
+        return _is_object(value.value)
+    return isinstance(value, nn.Module | Stage | Optimizer | torch.Generator) or _is_stateful(value)
+
+
+def _holds_objects(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_is_object(each) or _holds_objects(each) for each in value.values())
+    return isinstance(value, list | tuple) and any(_is_object(each) or _holds_objects(each) for each in value)
+
+
+def _module_of(model: nn.Module | Stage) -> nn.Module:
+    return model.module if isinstance(model, Stage) else model
+
+
+def _models_in(value: Any) -> Iterator[nn.Module | Stage]:
+    if isinstance(value, nn.Module | Stage):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _models_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _models_in(each)

@@ -1,0 +1,534 @@
+"""`CheckpointManager`: one object that keeps the checkpoints of a training run. It decides, the verbs do the work."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self, Unpack
+
+import msgspec
+import torch.distributed as dist
+
+from planners.notebooks import Tabled
+from reshard.api.arguments import options_of, with_options
+from reshard.api.elastic import Tier
+from reshard.api.load import LoadReport, load
+from reshard.api.load_keys import DtypePolicy, LoadOptions, Mode
+from reshard.api.manager.ledger import Ledger, RootClaim, StepRecord, step_path
+from reshard.api.manager.live_objects import LiveObjects
+from reshard.api.manager.policies import Every, Keep, Preemption, checked_metrics, checked_step
+from reshard.api.save import PendingSave, async_save, save, start_in_background
+from reshard.api.save_job import SaveKeywords, SaveOptions
+from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, ReshardError
+from reshard.mapping import Mapping as StateMapping
+from reshard.ranks.group import DEADLINE_S, Group
+from reshard.storage.opening import path_text
+
+__all__ = ["CheckpointManager", "RestoreReport", "StepReport"]
+
+_log = logging.getLogger("reshard")
+_KEEP_ALL, _ON_SIGTERM = Keep(), Preemption()
+
+
+@dataclass(frozen=True)
+class StepReport(Tabled):
+    """What `CheckpointManager.save` did at a step: the same on all ranks. True if it saved or keeps anything."""
+
+    step: int
+    storage: str
+    """Why the step goes to storage; empty if it does not."""
+    memory: str
+    """Why it is kept in memory; empty if it is not."""
+    preempted: str
+    """Who asks the job to end: the step is whole in storage, and the loop had better end now. Else empty."""
+
+    def __bool__(self) -> bool:
+        return bool(self.storage or self.memory)
+
+
+@dataclass(frozen=True, repr=False)
+class RestoreReport(Tabled):
+    """What `CheckpointManager.restore` did. Equal on all ranks but for `load`."""
+
+    step: int
+    path: str
+    """Where it comes from: the folder of the memory tier, or the checkpoint in storage."""
+    from_memory: bool
+    passed_over: tuple[str, ...]
+    """Newer ones that could not be taken, and why."""
+    load: LoadReport
+
+    def __repr__(self) -> str:
+        """One line."""
+        odd = f", {len(self.passed_over)} passed over" if self.passed_over else ""
+        return f"RestoreReport(step {self.step} from {'memory' if self.from_memory else 'storage'}, {self.path!r}{odd})"
+
+
+class CheckpointManager:
+    """The checkpoints of a training run below `root`: saved when they are due, in the background; kept as long as they
+    are wanted; restored in whatever topology there is then.
+
+        state = {"model": model, "optim": optimizer, "step": 0}
+        with reshard.CheckpointManager("run", every=reshard.Every(steps=500), keep=reshard.Keep(last=3)) as manager:
+            manager.restore(state)
+            while state["step"] < 10_000:
+                train_step(model, optimizer)
+                state["step"] += 1
+                if manager.save(state["step"], state).preempted:
+                    break
+
+    Collective, as are `save`, `restore`, `wait` and `close`: each rank does what all do. What only one knows counts for
+    all: the clock and the metrics of the first rank, a signal that any has got. Without torch.distributed it is of this
+    process alone.
+
+    Args:
+        root: a local folder or URL that all ranks see. Steps are in `step-<number>`, each a checkpoint like any other.
+        every: when a step goes to storage.
+        keep: which steps stay there.
+        memory: where steps are kept in the memory of hosts, too, see docs/elastic.md.
+        memory_every: when they are; given together with `memory`.
+        whole_every: of so many saves one is whole by itself, and the others reuse what earlier ones have, see
+            docs/incremental.md. 1: each is whole.
+        background: saves and copies go on while the job trains: at most one to storage and one to memory. What fails
+            there is raised by the next call.
+        preemption: who may ask for a save at the next step.
+        ask_every: the ranks tell one another every so many steps, those that are multiples, whether anybody asks and
+            what the clock says, which takes about a round trip to the store of the process group.
+        read_only: only to restore and to look, beside a manager that saves.
+        process_group: the ranks that save together; default: the default group, or this process alone.
+        deadline_s: how long each save, and each meeting of the ranks, may take.
+        options: of `reshard.save`, for all saves to storage, but for `base` and `overwrite`.
+
+    Raises CheckpointError for options that cannot be, and for a root where another manager saves; StorageError for one
+    that cannot be written.
+    """
+
+    @with_options(SaveOptions)
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        every: Every,
+        keep: Keep = _KEEP_ALL,
+        memory: Tier | None = None,
+        memory_every: Every | None = None,
+        whole_every: int = 1,
+        background: bool = True,
+        preemption: Preemption = _ON_SIGTERM,
+        ask_every: int = 1,
+        read_only: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        deadline_s: float = DEADLINE_S,
+        **options: Unpack[SaveKeywords],
+    ) -> None:
+        self._process_group, self._deadline_s = process_group, deadline_s
+        self.root, self.every, self.keep, self.preemption = path_text(root), every, keep, preemption
+        self._memory, self._memory_every = memory, memory_every
+        self._whole_every, self._background, self._ask_every = whole_every, background, ask_every
+        self._options, self._claim, self._ledger = options, None, Ledger(self.root)
+        group = self._group()
+        with group.together("CheckpointManager"):
+            self._check_options(options)
+            shown = (self.root, every, keep, memory_every, whole_every, background, ask_every, read_only, options)
+            group.same_options("CheckpointManager", {"arguments": shown})
+            if group.rank == 0:
+                self._claim = None if read_only else RootClaim(self.root)
+                self._ledger = Ledger.read(self.root)
+            current = group.share(self._ledger.current() if group.rank == 0 else None, kind=list[int])
+        self._is_open, self._may_save = True, not read_only
+        self._newest = current[-1] if current else -1
+        """Of the steps that must stay behind those that are saved."""
+        self._before: int | None = None
+        """The step of the call before."""
+        self._saved_at = self._kept_at = time.monotonic()
+        self._pending: dict[str, _Pending] = {}
+        self._signals = _Signals(preemption.signals if self._may_save else ())
+        self._answered: set[str] = set()
+
+    def _check_options(self, options: SaveKeywords) -> None:
+        if odd := {"base": "whole_every", "overwrite": "a step of its own"}.keys() & options.keys():
+            raise CheckpointError(f"CheckpointManager decides {sorted(odd)} itself: see whole_every and step")
+        options_of("CheckpointManager", SaveOptions, options)
+        for name in ("every", "memory_every"):
+            if not isinstance(its := getattr(self, name.replace("memory", "_memory")), Every | None):
+                raise CheckpointError(f"{name} must be reshard.Every(steps=..., seconds=...), got {its!r}")
+        if self.every is None or (self._memory is None) != (self._memory_every is None):
+            raise CheckpointError("say when: every= for storage, and memory_every= where there is a memory= tier")
+        for name in ("whole_every", "ask_every"):
+            its = getattr(self, f"_{name}")
+            if type(its) is not int or its < 1:
+                raise CheckpointError(f"{name} must be a whole number >= 1, got {its!r}")
+
+    def save(
+        self, step: int, state: Any, metrics: Mapping[str, Any] | None = None, *, force: bool = False
+    ) -> StepReport:
+        """Collective, at each step, or each few: save and keep what is due, and say what was done.
+
+        Args:
+            step: its number, larger at each call.
+            state: a dict of what is to be saved, nested as one likes: models, optimizers, whatever else has
+                `state_dict` and `load_state_dict`, generators, tensors and plain values. What differs between ranks,
+                such as a data loader, is wrapped in `reshard.PerRank`.
+            metrics: numbers by name, for `Keep(best=...)`; those of the first rank count.
+            force: to storage, whatever is due.
+
+        Raises, beside what `reshard.save` does:
+            CheckpointError: a step that goes back, a metric that is NaN, a manager that is closed: nothing was saved,
+                and all that was there stays.
+            whatever made the save before fail in the background.
+        """
+        group = self._group()
+        with group.together("CheckpointManager.save", meet=False):  # it ends with a meeting, or nobody fails alone
+            its_metrics = checked_metrics(metrics)
+            due = self._due(group, self._checked(step), force)
+        if due.has_ended:
+            self._settle()
+        if due.storage:
+            self._save(step, state, its_metrics)
+            self._saved_at, self._newest = time.monotonic(), step
+        if due.memory:
+            self._keep(step, state)
+            self._kept_at = time.monotonic()
+        if due.preempted:
+            self.wait()
+            if self._claim is not None:
+                _log.warning("step %d is saved in %s, as asked by %s", step, self.root, due.preempted)
+        self._before = step  # what has failed may be tried again
+        return StepReport(step, due.storage, due.memory, due.preempted)
+
+    def _checked(self, step: int) -> int:
+        if not self._is_open:
+            raise CheckpointError(f"the manager of {self.root} is closed: it saves nothing any more")
+        if not self._may_save:
+            raise CheckpointError(f"the manager of {self.root} was made with read_only=True: it saves nothing")
+        number = checked_step(step)
+        if self._before is not None and number < self._before:
+            raise CheckpointError(f"step {number} comes after step {self._before}: steps must grow, nothing was saved")
+        if number < self._newest or (number == self._newest and self._before is None):
+            raise CheckpointError(
+                f"step {number} is to be saved, but {self.root} has step {self._newest} already: nothing was saved. "
+                "restore() first, to go on from there; restore(state, step=..., discard_newer=True) goes on from an "
+                "earlier step; or choose another root"
+            )
+        return number
+
+    def _due(self, group: Group, step: int, force: bool) -> _Due:
+        """What all ranks do at this step."""
+        before = step - 1 if self._before is None else self._before
+        wanted = force or self.every.is_multiple(step, before)
+        if self._memory_every is not None:
+            wanted = wanted or self._memory_every.is_multiple(step, before)
+        if not wanted and step % self._ask_every:
+            return _Due()
+        now = time.monotonic()
+        asked = self._asked()
+        mine = _Vote(
+            steps=(step, step),
+            asked=asked,
+            has_ended=all(pending.done() for pending in self._pending.values()),
+            force=force,
+            waited_s=(now - self._saved_at, now - self._kept_at),
+        )
+        said = group.merge(mine, _Vote.join, "whether to save")
+        if said.steps[0] != said.steps[1]:
+            low, high = said.steps
+            group.refuse(CheckpointError(f"the ranks save different steps, from {low} to {high}: nothing was saved"))
+        self._answered.update(asked)
+        storage = ", ".join(said.asked) or ("asked for" if said.force else "")
+        storage = storage or self.every.why(step, before, said.waited_s[0])
+        memory = "" if self._memory_every is None else self._memory_every.why(step, before, said.waited_s[1])
+        is_new = step != self._newest
+        return _Due(storage if is_new else "", memory, ", ".join(said.asked), said.has_ended)
+
+    def _asked(self) -> list[str]:
+        """Who asks and was not answered yet."""
+        asked = self.preemption.asked()
+        self._answered &= set(asked)
+        return [*self._signals.take(), *(one for one in asked if one not in self._answered)]
+
+    def _save(self, step: int, state: Any, metrics: dict[str, float]) -> None:
+        """Collective."""
+        self._settle("storage")
+        group = self._group()
+        with group.together("CheckpointManager.save"):
+            based = None
+            if self._claim is not None:
+                self._claim.check()
+                based = self._ledger.saves_since_whole() + 1 < self._whole_every and bool(self._ledger.current())
+                self._ledger.put(step, StepRecord(metrics, is_based=based))
+            based = group.share(based, kind=bool)
+            taken = LiveObjects(state).state
+        path, base = step_path(self.root, step), "auto" if based else None
+        options: Any = {**self._options, "overwrite": False, "base": base}
+        options |= {"process_group": self._process_group, "deadline_s": self._deadline_s}
+        if not self._background:
+            save(taken, path, **options)
+            self._tidy()
+            return
+        pending = async_save(taken, path, **options)
+        if self._claim is not None:
+            self._pending["storage"] = start_in_background(partial(self._follow, pending), f"reshard-step-{step}")
+        else:
+            self._pending["storage"] = pending
+
+    def _follow(self, pending: PendingSave) -> None:
+        """On the first rank: its save is over when older steps are gone."""
+        pending.result()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """After a save to storage, on the first rank: what it wrote stays, whatever happens here."""
+        if self._claim is None:
+            return
+        try:
+            self._ledger.tidy(self.keep.kept(self._ledger.metrics()))
+        except ReshardError as error:
+            _log.warning("a step is saved in %s, but older ones could not be removed: %s", self.root, error)
+
+    def _keep(self, step: int, state: Any) -> None:
+        assert self._memory is not None
+        self._memory.keep(LiveObjects(state).state, step)
+
+    def restore(
+        self,
+        state: Any,
+        step: int | None = None,
+        *,
+        discard_newer: bool = False,
+        strict: bool | Mode | Mapping[str, Mode] = LoadOptions.strict,
+        dtype_policy: DtypePolicy = LoadOptions.dtype_policy,
+        mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
+    ) -> RestoreReport | None:
+        """Collective: fill `state`, whose form is that of `save`, with the newest step that is whole, from memory or
+        storage, whatever ranks and layouts there are now. None, and nothing is touched, if there is none at all.
+
+        What turns out to be damaged is set aside, told in `passed_over`, and the next older one is taken.
+
+        Args:
+            step: this one and no other.
+            discard_newer: with a step: the run goes on from there. Newer ones are set aside: nobody restores them, and
+                they are removed when the next save is whole.
+            strict, dtype_policy, mapping: as of `reshard.load`.
+
+        Raises, beside what `reshard.load` does, CheckpointNotFoundError if the step is not there, or none is whole.
+        """
+        self.wait()
+        group = self._group()
+        with group.together("CheckpointManager.restore"):
+            if not self._is_open:
+                raise CheckpointError(f"the manager of {self.root} is closed")
+            wanted = None if step is None else checked_step(step)
+            group.same_options("restore", {"step": step, "discard_newer": discard_newer})
+            steps = group.share(self._read().current() if group.rank == 0 else None, kind=list[int])
+            taken = LiveObjects(state)
+        options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
+        options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
+        report = self._newest_whole(steps, wanted, taken.state, options)
+        if report is None:
+            return None
+        newer = [one for one in steps if one > report.step]
+        goes_on = discard_newer or wanted is None
+        with group.together("CheckpointManager.restore"):
+            taken.put_back()
+            if goes_on and self._claim is not None:
+                self._ledger.set_aside(newer)
+        if discard_newer and not report.from_memory and self._memory is not None:
+            self._memory.clear()
+        self._newest = max([one for one in steps if one <= report.step or not goes_on], default=-1)
+        self._before, self._saved_at = report.step, time.monotonic()
+        self._kept_at = self._saved_at
+        return report
+
+    def _newest_whole(
+        self, steps: list[int], wanted: int | None, state: Any, options: dict[str, Any]
+    ) -> RestoreReport | None:
+        """Collective: the first that can be loaded, the newest first."""
+        chosen = steps[::-1] if wanted is None else [wanted] if wanted in steps else []
+        candidates: list[int | None] = [*chosen, None] if self._memory is not None else [*chosen]
+        passed: list[str] = []
+        for one in candidates:
+            found = self._attempt(partial(self._load, one, wanted, state, options, tuple(passed)))
+            if isinstance(found, RestoreReport):
+                return found
+            passed.append(found if one is None else f"step {one}: {found}")
+            _log.warning("%s: passed over %s", self.root, passed[-1])
+        if wanted is None and not steps:
+            return None
+        what = f"step {wanted}" if wanted is not None else "no step"
+        why = "; ".join(passed) or f"its whole steps are {', '.join(map(str, steps)) or 'none'}"
+        raise CheckpointNotFoundError(f"{what} in {self.root} cannot be restored: {why}")
+
+    def _load(
+        self, one: int | None, wanted: int | None, state: Any, options: dict[str, Any], passed: tuple[str, ...]
+    ) -> RestoreReport:
+        """Collective: a step of storage, or what memory has that is newer; None: what memory has."""
+        path = None if one is None else step_path(self.root, one)
+        if path is not None and (self._memory is None or wanted is not None):
+            ranks: Any = {"process_group": self._process_group, "deadline_s": self._deadline_s}
+            return RestoreReport(one or 0, path, False, passed, load(state, path, **ranks, **options))
+        assert self._memory is not None
+        got = self._memory.recover(state, path, step=wanted, **options)
+        passed += got.passed_over
+        if path is not None and got.step is None:
+            return RestoreReport(one or 0, path, False, passed, got.load)
+        return RestoreReport(got.step or 0, str(self._memory.settings.folder), True, passed, got.load)
+
+    def _attempt(self, load: Callable[[], RestoreReport]) -> RestoreReport | str:
+        """Collective: what was loaded, or why nobody can; all other errors are raised."""
+        found, problem = None, ""
+        error: Exception | None = None
+        try:
+            found = load()
+        except (CheckpointNotFoundError, DamagedCheckpointError) as caught:
+            error, problem = caught, str(caught)
+        except Exception as caught:  # the others wait to hear of it
+            error = caught
+        said = self._group().merge(problem, lambda parts: next(filter(None, parts), ""), "what is damaged")
+        if error is not None and not said:
+            raise error
+        return found if found is not None and not said else said
+
+    def all_steps(self) -> list[int]:
+        """The steps in storage that are whole, now; any rank may ask by itself."""
+        return self._read().current()
+
+    def latest_step(self) -> int | None:
+        """The newest of them; None if there is none."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """That with the best metric of `Keep`; None if none has it.
+
+        Raises CheckpointError where `keep` names no metric.
+        """
+        if not self.keep.metric:
+            raise CheckpointError("there is no best step: name a metric, Keep(best=1, metric='loss')")
+        return next(iter(self.keep.ranked(self._read().metrics())), None)
+
+    def wait(self) -> None:
+        """Collective: until what goes on in the background has ended. Raises what failed there."""
+        self._settle()
+
+    def _settle(self, *names: str) -> None:
+        for name in names or tuple(self._pending):
+            if (pending := self._pending.pop(name, None)) is not None:
+                pending.result()
+
+    def close(self) -> None:
+        """Collective: `wait`, and let another manager come. Signals are no longer caught."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            self.wait()
+        finally:
+            self._signals.release()
+            if self._claim is not None:
+                self._claim.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as second:
+            if error is None:
+                raise
+            error.add_note(f"closing the manager of {self.root} failed, too: {second}")
+
+    def __repr__(self) -> str:
+        return f"CheckpointManager({self.root!r}, every={self.every}, keep={self.keep})"
+
+    def _read(self) -> Ledger:
+        return Ledger.read(self.root)
+
+    def _group(self) -> Group:
+        return Group(self._process_group, deadline_s=self._deadline_s)
+
+
+# What the ranks tell one another at a step, and what follows from it.
+
+
+class _Due(NamedTuple):
+    """What all ranks do."""
+
+    storage: str = ""
+    memory: str = ""
+    preempted: str = ""
+    has_ended: bool = False
+    """All that was under way, on all ranks."""
+
+
+class _Vote(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank, or several, say."""
+
+    steps: tuple[int, int]
+    """The lowest and the highest."""
+    asked: list[str]
+    force: bool
+    has_ended: bool
+    waited_s: tuple[float, float]
+    """Of the first rank: since it was last saved, and last kept."""
+
+    @staticmethod
+    def join(votes: list[_Vote]) -> _Vote:
+        """Of several, in the order of the ranks."""
+        return _Vote(
+            (min(vote.steps[0] for vote in votes), max(vote.steps[1] for vote in votes)),
+            list(dict.fromkeys(one for vote in votes for one in vote.asked)),
+            any(vote.force for vote in votes),
+            all(vote.has_ended for vote in votes),
+            votes[0].waited_s,
+        )
+
+
+class _Pending(Protocol):
+    """What goes on in the background."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> object: ...
+
+
+class _Signals:
+    """Those that came since they were last asked for."""
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        self._came: list[str] = []
+        self._pid = os.getpid()
+        self._earlier: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._earlier = {number: signal.signal(number, self._note) for number in numbers}
+        elif numbers:
+            _log.warning("signals do not ask for a save: only a manager that is made in the main thread catches them")
+
+    def _note(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._pid:  # a fork that knows nothing of the run
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._came.append(signal.Signals(number).name)
+        if callable(earlier := self._earlier.get(number)):
+            earlier(number, frame)
+
+    def take(self) -> list[str]:
+        """Their names."""
+        came, self._came = self._came, []
+        return list(dict.fromkeys(came))
+
+    def release(self) -> None:
+        """Back to the handlers that were there before, unless others have come."""
+        if threading.current_thread() is threading.main_thread():
+            for number, earlier in self._earlier.items():
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, signal.SIG_DFL if earlier is None else earlier)

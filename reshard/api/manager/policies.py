@@ -1,0 +1,157 @@
+"""What a manager decides by, as values: when a step is due, which steps stay, and who may ask for a save. Nothing here
+looks at a clock or a folder of checkpoints: all is told."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from reshard.errors import CheckpointError
+
+__all__ = ["Every", "Keep", "Preemption", "checked_metrics", "checked_step"]
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return type(value) is int and value >= least
+
+
+@dataclass(frozen=True)
+class Every:
+    """When a step is due: at each multiple of `steps`, or once `seconds` have gone by since the last; with both,
+    whichever comes first.
+
+        reshard.Every(steps=500)
+        reshard.Every(steps=5000, seconds=1800)
+
+    Raises CheckpointError for numbers that cannot be, or none.
+    """
+
+    steps: int | None = None
+    """A multiple that lies between two calls is made up for at the later one."""
+    seconds: float | None = None
+    """By the clock of the first rank."""
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.seconds is None:
+            raise CheckpointError("Every needs steps=, seconds= or both")
+        if self.steps is not None and not _is_count(self.steps):
+            raise CheckpointError(f"Every: steps must be a whole number >= 1, got {self.steps!r}")
+        if self.seconds is not None and not (isinstance(self.seconds, int | float) and 0 < self.seconds < math.inf):
+            raise CheckpointError(f"Every: seconds must be a positive number, got {self.seconds!r}")
+
+    def is_multiple(self, step: int, before: int) -> bool:
+        """Whether a multiple of `steps` lies behind step `before`, up to and with `step`."""
+        return self.steps is not None and step // self.steps > before // self.steps
+
+    def why(self, step: int, before: int, waited_s: float) -> str:
+        """Why the step is due; empty if it is not.
+
+        Args:
+            before: the step of the call before.
+            waited_s: since the last that was due.
+        """
+        if self.is_multiple(step, before):
+            return f"every {self.steps} steps"
+        return f"every {self.seconds:g} s" if self.seconds is not None and waited_s >= self.seconds else ""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which steps stay in storage: those that any of the rules wants. As it is, all.
+
+        reshard.Keep(last=3, every=10_000, best=2, metric="loss")
+
+    Raises CheckpointError for rules that cannot be.
+    """
+
+    last: int | None = None
+    """So many of the newest; None: all."""
+    every: int | None = None
+    """Steps that are multiples of this, for ever."""
+    best: int = 0
+    """So many of those with the best `metric`; of equal ones the newest. Steps that were saved without it are none."""
+    metric: str = ""
+    mode: Literal["min", "max"] = "min"
+    """Whether lower values are better, or higher ones."""
+
+    def __post_init__(self) -> None:
+        if self.last is not None and not _is_count(self.last):
+            raise CheckpointError(f"Keep: last must be a whole number >= 1, or None for all, got {self.last!r}")
+        if self.every is not None and not _is_count(self.every):
+            raise CheckpointError(f"Keep: every must be a whole number of steps >= 1, got {self.every!r}")
+        if not _is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
+            raise CheckpointError(
+                f"Keep: best must be a whole number, with the name of its metric, got {self.best!r} and {self.metric!r}"
+            )
+        if self.mode not in ("min", "max"):
+            raise CheckpointError(f"Keep: mode must be 'min' or 'max', got {self.mode!r}")
+
+    def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """The steps that have the metric, the best first."""
+        sign = 1 if self.mode == "min" else -1
+        rows = [(sign * its[self.metric], -step) for step, its in metrics.items() if self.metric in its]
+        return [-step for _, step in sorted(rows)]
+
+    def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """Of all steps that there are, with the metrics of each, those that stay."""
+        steps = sorted(metrics)
+        if self.last is None:
+            return set(steps)
+        for_ever = [step for step in steps if self.every is not None and step % self.every == 0]
+        return {*steps[-self.last :], *for_ever, *self.ranked(metrics)[: self.best]}
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """Who may ask for a save at the next step: a signal, a file that appears, a function. One rank that is asked is
+    enough: all save.
+
+        reshard.Preemption(file="/run/maintenance", asks=lambda: cloud.is_preempted())
+    """
+
+    signals: Collection[int] = (signal.SIGTERM,)
+    """Caught from when the manager is made until it is closed, where it is made in the main thread; handlers that were
+    there before are called, too."""
+    file: str | os.PathLike[str] | None = None
+    asks: Callable[[], Any] | None = None
+    """Called at each step that the ranks talk; what it returns counts as true or false."""
+
+    def __post_init__(self) -> None:
+        if self.asks is not None and not callable(self.asks):
+            raise CheckpointError(f"Preemption: asks must be a function, got {self.asks!r}")
+        for number in self.signals:
+            if number not in signal.valid_signals():
+                raise CheckpointError(f"Preemption: {number!r} is no signal")
+
+    def asked(self) -> list[str]:
+        """Who asks now, but for signals."""
+        found = [f"the file {os.fspath(self.file)}"] if self.file is not None and os.path.exists(self.file) else []
+        return [*found, *(["Preemption.asks"] if self.asks is not None and self.asks() else [])]
+
+
+def checked_step(step: object) -> int:
+    """Raises CheckpointError for what is no step."""
+    if not isinstance(step, int) or not _is_count(int(step) if type(step) is not bool else step, 0):
+        raise CheckpointError(f"step must be a whole number >= 0, got {step!r}")
+    return int(step)
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Numbers by name. Raises CheckpointError for what is none, or not a number."""
+    found = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"metric {name!r} must be a number, got {value!r}") from error
+        if math.isnan(number):
+            raise CheckpointError(
+                f"metric {name!r} is NaN, which is neither better nor worse than anything: nothing was saved at this "
+                "step. Leave the metric out to save without it, or look why the training diverged"
+            )
+        found[str(name)] = number
+    return found

@@ -1,0 +1,168 @@
+"""What real ranks do in the tests of `reshard.CheckpointManager`: by itself, since each process imports it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import reshard
+from reshard.api.manager import manager as deciding
+from reshard.errors import CheckpointError, KeyMismatchError, RankFailedError, StorageError
+from reshard.native.commit import Generation
+
+__all__ = ["Loader", "disagreed", "failing", "loaders", "one_is_asked", "trained"]
+
+
+class Loader:
+    """What a data loader with a position of its own looks like: of numbers, a share of them for each rank."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.mine = range(rank, 1000, world)
+        self.at = 0
+
+    def __next__(self) -> int:
+        self.at += 1
+        return self.mine[self.at - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "of": len(self.mine)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def build(seed: int) -> dict[str, Any]:
+    """A sharded model and all that goes with it, begun at random."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return {"model": model, "optim": optimizer, "schedule": schedule, "step": 0}
+
+
+def train_step(state: dict[str, Any]) -> float:
+    """The same data for all ranks."""
+    data = torch.Generator().manual_seed(state["step"])
+    loss = state["model"](torch.randn(12, 6, generator=data)).square().mean()
+    loss.backward()
+    state["optim"].step()
+    state["optim"].zero_grad()
+    state["schedule"].step()
+    state["step"] += 1
+    return float(loss.item())
+
+
+def trained(root: str, steps: int) -> tuple[int, list[float], list[int]]:
+    """Go on up to so many steps: which it began with, the losses, and what there is in the end."""
+    state = build(seed=dist.get_world_size())
+    with reshard.CheckpointManager(root, every=reshard.Every(steps=3), keep=reshard.Keep(last=2)) as manager:
+        report = manager.restore(state)
+        first = report.step if report is not None else 0
+        losses = []
+        while state["step"] < steps:
+            losses.append(train_step(state))
+            manager.save(state["step"], state)
+        manager.wait()
+        return first, losses, manager.all_steps()
+
+
+def one_is_asked(root: str) -> list[tuple[int, str, str]]:
+    """A rank gets a signal, another one's clock is fast, a third finds a file: what each step did."""
+    rank = dist.get_rank()
+    clock = itertools.count(step=0.1 if rank == 0 else 1000)
+    deciding.time = SimpleNamespace(monotonic=lambda: float(next(clock)))  # type: ignore[assignment]
+    asks = Path(root).parent / f"asks-{rank}"
+    stop = reshard.Preemption(file=asks)
+    state = {"w": torch.zeros(4), "step": 0}
+    done = []
+    with reshard.CheckpointManager(root, every=reshard.Every(seconds=1.05), preemption=stop) as manager:
+        for step in range(1, 20):
+            if (rank, step) == (1, 4):
+                os.kill(os.getpid(), signal.SIGTERM)
+            if (rank, step) == (2, 7):
+                asks.touch()
+            dist.barrier()
+            report = manager.save(step, state)
+            done.append((step, report.storage, report.preempted))
+        manager.wait()
+        assert manager.latest_step() == max(step for step, storage, _ in done if storage)
+    return [row for row in done if row[1]]
+
+
+def disagreed(root: str) -> list[str]:
+    """Ranks that call otherwise than one another: what each is told."""
+    rank, said = dist.get_rank(), []
+    for other in ({"every": reshard.Every(steps=1 + rank)}, {"every": reshard.Every(steps=1), "base": "auto"}):
+        try:
+            reshard.CheckpointManager(root, **other)
+        except reshard.ReshardError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    with reshard.CheckpointManager(root, every=reshard.Every(steps=1)) as manager:
+        manager.save(1, {"w": torch.zeros(2)})
+        manager.wait()
+        for step, metrics in ((2 + rank, None), (2, {"loss": float("nan")} if rank == 1 else None)):
+            try:
+                manager.save(step, {"w": torch.zeros(2)}, metrics)
+            except reshard.ReshardError as error:
+                said.append(f"{type(error).__name__}: {error}".splitlines()[0])
+        said.append(str(manager.all_steps()))
+    return said
+
+
+def loaders(root: str, on_change: Any, steps: int) -> tuple[Any, int]:
+    """Each rank reads its share of data: what it reads next, after it has read so many."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    loader = Loader(rank, world)
+    if on_change == "shared":
+        on_change = lambda saved, rank, world: {"at": sum(one["at"] for one in saved.values()) // world}  # noqa: E731
+    state = {"data": reshard.PerRank(loader, on_change=on_change), "epoch": 3}
+    with reshard.CheckpointManager(root, every=reshard.Every(steps=1)) as manager:
+        try:
+            report = manager.restore(state)
+        except (KeyMismatchError, RankFailedError) as error:
+            return str(error), -1
+        for _ in range(steps):
+            next(loader)
+        if report is None:
+            manager.save(5, state)
+        return next(loader), state["epoch"]
+
+
+def failing(root: str) -> tuple[list[str], list[int], list[str]]:
+    """A save fails in the background on one rank: who is told, and when."""
+    rank, said = dist.get_rank(), []
+    state = {"w": torch.arange(8.0), "step": 0}
+    manager = reshard.CheckpointManager(root, every=reshard.Every(steps=2))
+    manager.save(2, state)
+    manager.wait()
+    full = mock.patch.object(Generation, "publish", side_effect=StorageError("the disk is full"))
+    with full if rank == 0 else nullcontext():
+        manager.save(4, state)
+        while not manager._pending["storage"].done():
+            time.sleep(0.01)
+        dist.barrier()
+    for step in (5, 6, 7):
+        try:
+            manager.save(step, state)
+        except reshard.ReshardError as error:
+            said.append(f"{step} {type(error).__name__}: {error}".splitlines()[0])
+    manager.close()
+    try:
+        manager.save(9, state)
+    except CheckpointError as error:
+        said.append(str(error))
+    return said, manager.all_steps(), sorted(os.listdir(root))

@@ -1,0 +1,442 @@
+"""`reshard.CheckpointManager`: what is saved when, what stays, what comes back, and what bad use is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import reshard
+from reshard import Every, Keep, Preemption
+from reshard.api.manager import ledger, manager as deciding
+from reshard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    NormalizationError,
+    StorageError,
+)
+from tests import gloo
+from tests.reshard.api import manager_jobs as jobs
+from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
+
+
+def run(root: Any, steps: Any, metrics: Any = None, **options: Any) -> list[int]:
+    """A manager's saves at these steps; what there is then."""
+    options = {"every": Every(steps=1), **options}
+    with reshard.CheckpointManager(root, **options) as manager:
+        manager.restore({"w": torch.zeros(3)})
+        for step in steps:
+            manager.save(step, {"w": torch.full((3,), float(step))}, metrics and metrics(step))
+        manager.wait()
+        return manager.all_steps()
+
+
+def value_at(root: Any, step: int | None = None) -> tuple[Any, float]:
+    state = {"w": torch.full((3,), -1.0)}
+    with reshard.CheckpointManager(root, every=Every(steps=1), read_only=True) as manager:
+        report = manager.restore(state, step)
+    return report, state["w"][0].item()
+
+
+KEPT = [
+    (Keep(), {1, 2, 3, 4, 5, 6, 7, 8, 9}, "all"),
+    (Keep(last=2), {8, 9}, "the newest"),
+    (Keep(last=20), {1, 2, 3, 4, 5, 6, 7, 8, 9}, "fewer than may stay"),
+    (Keep(last=1, every=4), {4, 8, 9}, "multiples for ever"),
+    (Keep(last=1, best=2, metric="loss"), {2, 4, 9}, "the lowest; of equal ones the newest"),
+    (Keep(last=1, best=2, metric="loss", mode="max"), {1, 7, 9}, "the highest"),
+    (Keep(last=1, best=3, metric="acc"), {3, 9}, "only those that have the metric"),
+]
+
+
+@pytest.mark.parametrize(("keep", "wanted", "note"), KEPT, ids=[row[2] for row in KEPT])
+def test_steps_stay_as_long_as_a_rule_wants_them(keep: Keep, wanted: set[int], note: str, tmp_path: Path) -> None:
+    losses = dict(enumerate([9.0, 1.0, 5.0, 1.0, 3.0, 1.5, 9.5, 4.0, 2.0], 1))
+    metrics = {step: {"loss": loss, **({"acc": 1.0} if step == 3 else {})} for step, loss in losses.items()}
+
+    assert keep.kept(metrics) == wanted
+    assert run(tmp_path / "run", range(1, 10), metrics.get, keep=keep) == sorted(wanted)
+
+
+DUE = [
+    (Every(steps=3), [1, 2, 3, 4, 6, 9], [3, 6, 9], "multiples"),
+    (Every(steps=3), [0, 1], [0], "as 0 is"),
+    (Every(steps=3), [2, 5, 8, 11], [5, 8, 11], "a multiple between two calls is made up for"),
+    (Every(seconds=25), [1, 2, 3, 4, 5, 6], [3, 6], "by the clock"),
+    (Every(steps=4, seconds=25), [1, 2, 3, 4, 5, 6], [3, 4], "whichever comes first, and the clock begins anew"),
+]
+
+
+@pytest.mark.parametrize(("every", "steps", "wanted", "note"), DUE, ids=[row[3] for row in DUE])
+def test_steps_are_due(every: Every, steps: list[int], wanted: list[int], note: str, tmp_path: Path) -> None:
+    now = 100.0
+    state = {"w": torch.zeros(2)}
+    clock = SimpleNamespace(monotonic=lambda: now)
+    with (
+        mock.patch.object(deciding, "time", clock),
+        reshard.CheckpointManager(tmp_path / "run", every=every) as manager,
+    ):
+        done = []
+        for step in steps:
+            now += 10
+            done += [step] if manager.save(step, state) else []
+    assert done == wanted == manager.all_steps()
+
+
+def everything() -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 2))
+    other = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return {
+        "net": {"model": model, "optim": optimizer, "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2)},
+        "heads": {"one": other, "two": nn.Linear(2, 1)},
+        "stages": [nn.Linear(2, 2), reshard.Stage(nn.Sequential(nn.Linear(1, 1)), {"": 4})],
+        "heads_optim": torch.optim.SGD(other.parameters(), momentum=0.9, lr=0.1),
+        "scaler": torch.amp.GradScaler("cpu"),
+        "rng": torch.default_generator,
+        "own": torch.Generator().manual_seed(3),
+        "data": jobs.Loader(0, 1),
+        "step": 0,
+        "log": {"losses": [], "best": None},
+        "ema": torch.zeros(3),
+        "seed": reshard.PerRank(5),
+        "empty": {},
+    }
+
+
+def trained_on(state: dict[str, Any]) -> float:
+    net = state["net"]
+    batch = torch.randn(5, 4) + next(state["data"]) + torch.rand(1, generator=state["own"])
+    loss = state["heads"]["one"](net["model"](batch)).square().mean()
+    loss.backward()
+    for optimizer in (net["optim"], state["heads_optim"]):
+        optimizer.step()
+        optimizer.zero_grad()
+    net["schedule"].step()
+    state["step"] += 1
+    state["ema"].lerp_(torch.full((3,), loss.item()), 0.5)
+    state["log"]["losses"].append(loss.item())
+    state["log"]["best"] = min(state["log"]["losses"])
+    return float(loss.item())
+
+
+def test_all_that_a_run_has_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+    state = everything()
+    with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=3)) as manager:
+        for _ in range(4):
+            trained_on(state)
+            manager.save(state["step"], state)
+        expected = [trained_on(state), trained_on(state)]
+
+        again = everything()
+        for _ in range(2):  # with state of its own, which goes
+            trained_on(again)
+        report = manager.restore(again)
+    assert report is not None
+    assert (report.step, report.from_memory, report.passed_over) == (3, False, ())
+    assert report.load.ok
+    assert again["step"] == 3
+    assert len(again["log"]["losses"]) == 3
+    trained_on(again)
+    assert [trained_on(again), trained_on(again)] == expected
+    assert torch.equal(again["ema"], state["ema"])
+    assert reshard.open(tmp_path / "run" / "step-3").nested()["log"]["best"] == min(again["log"]["losses"][:3])
+
+
+def test_what_is_no_state_of_a_run_is_told(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=1)) as manager:
+        with pytest.raises(FormatError, match="a dict, such as"):
+            manager.save(1, model)
+        with pytest.raises(NormalizationError, match=r"'a.optim' is an optimizer of no model in the state"):
+            manager.save(1, {"a": {"optim": optimizer}})
+        with pytest.raises(FormatError, match="'pair' is a tuple with a model"):
+            manager.save(1, {"pair": (model, 1)})
+        assert manager.all_steps() == []
+        assert manager.save(1, {"model": model, "optim": optimizer})
+        manager.wait()
+        assert manager.all_steps() == [1]
+
+
+def test_nothing_is_restored_where_nothing_is(tmp_path: Path) -> None:
+    report, value = value_at(tmp_path / "run")
+
+    assert (report, value) == (None, -1.0)
+    with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=1)) as manager:
+        assert (manager.latest_step(), manager.all_steps()) == (None, [])
+        with pytest.raises(CheckpointNotFoundError, match=r"step 7 in .* its whole steps are none"):
+            manager.restore({"w": torch.zeros(3)}, 7)
+
+
+def test_what_is_damaged_is_passed_over_and_never_newest_again(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    run(root, [1, 2, 3])
+    for step in (2, 3):
+        [file] = Path(root, f"step-{step}").glob("data-*/*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+
+    report, value = value_at(root)
+    assert (report.step, value) == (1, 1.0)
+    assert [text.split(":")[0] for text in report.passed_over] == ["step 3", "step 2"]
+    assert run(root, [2], keep=Keep(last=2)) == [1, 2]
+    assert value_at(root)[1] == 2.0
+    assert sorted(path.name for path in root.glob("step-*")) == ["step-1", "step-2"]
+    [file] = Path(root, "step-1").glob("data-*/*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert value_at(root, 2)[1] == 2.0
+    with pytest.raises(CheckpointNotFoundError, match=r"step 1 in .* cannot be restored"):
+        value_at(root, 1)
+
+
+def test_a_run_goes_on_from_an_earlier_step_only_when_told_so(tmp_path: Path) -> None:
+    root, state = tmp_path / "run", {"w": torch.zeros(3)}
+    run(root, [1, 2, 3])
+    with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
+        manager.restore(state, 1)
+        with pytest.raises(CheckpointError, match="has step 3 already: nothing was saved"):
+            manager.save(2, state)
+        assert manager.all_steps() == [1, 2, 3]
+        manager.restore(state, 1, discard_newer=True)
+        assert manager.latest_step() == 1
+    assert value_at(root)[0].step == 1  # also after a kill before the next save
+    assert sorted(path.name for path in root.glob("step-*")) == ["step-1", "step-2", "step-3"]
+    with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
+        manager.restore(state)
+        manager.save(2, {"w": torch.full((3,), 20.0)})
+    assert value_at(root)[1] == 20.0
+    assert sorted(path.name for path in root.glob("step-*")) == ["step-1", "step-2"]
+
+
+def test_one_save_of_so_many_is_whole_by_itself(tmp_path: Path) -> None:
+    root, based = tmp_path / "run", []
+    state = {"frozen": torch.randn(100_000), "w": torch.zeros(3)}
+    for life in range(2):  # it is counted across restarts
+        with reshard.CheckpointManager(root, every=Every(steps=1), keep=Keep(last=4), whole_every=3) as manager:
+            manager.restore(state)
+            for step in range(4 * life + 1, 4 * life + 5):
+                manager.save(step, state)
+                manager.wait()
+                based.append(bool(list(Path(root, f"step-{step}").glob("data-*/*.parts"))))
+    assert based == [False, True, True, False, True, True, False, True]
+
+
+@pytest.mark.parametrize("how", ["signal", "file", "asks"])
+def test_a_job_that_is_to_end_saves_at_the_next_step(how: str, tmp_path: Path) -> None:
+    file, asked, heard = tmp_path / "stop", [False], []
+    preemption = Preemption(file=file, asks=lambda: asked[0])
+    earlier = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=100), preemption=preemption) as manager:
+            assert not manager.save(1, {"w": torch.ones(2)})
+            if how == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif how == "file":
+                file.touch()
+            asked[0] = how == "asks"
+            report = manager.save(2, {"w": torch.ones(2)})
+            assert manager.all_steps() == [2]  # by the time that it says so
+            assert report.storage == report.preempted != ""
+            assert not manager.save(3, {"w": torch.ones(2)})  # once is enough
+        assert heard == ([signal.SIGTERM] if how == "signal" else [])
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert len(heard) == (2 if how == "signal" else 1)
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+
+BAD = [
+    ({"every": 5}, "every must be reshard.Every"),
+    ({"every": Every(steps=1), "whole_every": 0}, "whole_every must be a whole number >= 1"),
+    ({"every": Every(steps=1), "ask_every": 1.5}, "ask_every must be a whole number >= 1"),
+    ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "memory_every= where there is a memory= tier"),
+    ({"every": Every(steps=1), "base": "auto"}, "decides .* itself"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD, ids=[row[1] for row in BAD])
+def test_options_that_cannot_be_are_told(options: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        reshard.CheckpointManager(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+POLICIES = [
+    (lambda: Every(), "steps=, seconds= or both"),
+    (lambda: Every(steps=0), "steps must be a whole number >= 1"),
+    (lambda: Every(steps=True), "steps must be a whole number >= 1"),
+    (lambda: Every(seconds=float("nan")), "seconds must be a positive number"),
+    (lambda: Keep(last=0), "last must be a whole number >= 1"),
+    (lambda: Keep(every=-1), "every must be a whole number"),
+    (lambda: Keep(best=2), "with the name of its metric"),
+    (lambda: Keep(best=1, metric="x", mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
+    (lambda: Preemption(asks=True), "asks must be a function"),  # type: ignore[arg-type]
+    (lambda: Preemption(signals=(999,)), "999 is no signal"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), POLICIES, ids=[row[1] for row in POLICIES])
+def test_policies_that_cannot_be_are_told(make: Any, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        make()
+
+
+def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
+    root, state = tmp_path / "run", {"w": torch.zeros(3)}
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file"):
+        reshard.CheckpointManager(tmp_path / "file" / "run", every=Every(steps=1))
+    manager = reshard.CheckpointManager(root, every=Every(steps=1), keep=Keep(last=1, best=1, metric="loss"))
+    manager.save(4, state, {"loss": 1.0})
+    with pytest.raises(CheckpointError, match=r"has a manager already, of process .* read_only=True"):
+        reshard.CheckpointManager(root, every=Every(steps=1))
+    for step, words in ((3, "step 3 comes after step 4"), (-1, ">= 0, got -1"), (True, "got True"), ("5", "got '5'")):
+        with pytest.raises(CheckpointError, match=words):
+            manager.save(step, state)  # type: ignore[arg-type]
+    for loss in (float("nan"), torch.tensor(float("nan"))):
+        with pytest.raises(CheckpointError, match="metric 'loss' is NaN"):
+            manager.save(5, state, {"loss": loss})
+    with pytest.raises(CheckpointError, match="metric 'loss' must be a number, got 'low'"):
+        manager.save(5, state, {"loss": "low"})
+    assert not manager.save(4, state)  # it is saved already
+    assert manager.save(5, state, {"loss": torch.tensor(2.0)})  # what was refused may be mended
+    manager.close()
+    manager.close()
+    with pytest.raises(CheckpointError, match="is closed"):
+        manager.save(6, state)
+    with pytest.raises(CheckpointError, match="is closed"):
+        manager.restore(state)
+    with reshard.CheckpointManager(root, every=Every(steps=1), read_only=True) as looking:
+        with pytest.raises(CheckpointError, match="read_only=True"):
+            looking.save(9, state)
+        with pytest.raises(CheckpointError, match="name a metric"):
+            looking.best_step()
+    assert value_at(root)[0].step == 5
+    with reshard.CheckpointManager(root, every=Every(steps=1), keep=manager.keep) as manager:
+        assert (manager.all_steps(), manager.best_step()) == ([4, 5], 4)
+        with pytest.raises(CheckpointError, match="has step 5 already"):
+            manager.save(5, state)
+    (root / ledger.LEDGER).write_text("{torn")
+    with pytest.raises(CheckpointError, match=r"manager.json cannot be read: .* remove it"):
+        reshard.CheckpointManager(root, every=Every(steps=1))
+
+
+def test_a_root_that_another_has_taken_is_not_written(tmp_path: Path) -> None:
+    root, state = tmp_path / "run", {"w": torch.zeros(3)}
+    manager = reshard.CheckpointManager(root, every=Every(steps=1))
+    manager.save(1, state)
+    manager.wait()
+    theirs = (root / "manager-owner.json").read_text().replace('"host":"', '"host":"not-')
+    (root / "manager-owner.json").write_text(theirs)
+    with pytest.raises(CheckpointError, match=r"was taken by another manager, of process .* on not-"):
+        manager.save(2, state)
+    manager.close()
+    assert manager.all_steps() == [1]
+    assert (root / "manager-owner.json").read_text() == theirs
+
+
+def test_a_manager_that_was_dropped_is_none(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for step in (1, 2):
+        manager = reshard.CheckpointManager(root, every=Every(steps=1), preemption=Preemption(signals=()))
+        manager.restore(state := {"w": torch.zeros(3)})
+        manager.save(step, state)
+        manager.wait()
+        del manager
+    assert value_at(root)[0].step == 2
+
+
+def test_an_error_of_the_loop_is_what_one_sees(tmp_path: Path) -> None:
+    def loop() -> None:
+        with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=1)) as manager:
+            manager.save(1, {"w": torch.zeros(3)})
+            raise ZeroDivisionError("of the loop")
+
+    failing = mock.patch.object(deciding.Ledger, "tidy", side_effect=MemoryError("no more"))
+    with failing, pytest.raises(ZeroDivisionError, match="of the loop") as caught:
+        loop()
+    assert caught.value.__notes__ == [f"closing the manager of {tmp_path / 'run'} failed, too: no more"]
+
+
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
+@pytest.mark.gloo
+def test_a_run_goes_on_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    straight = gloo.run(jobs.trained, 3, str(tmp_path / "straight"), 10)
+    parts = [gloo.run(jobs.trained, world, root, steps)[0] for world, steps in ((3, 5), (2, 7), (4, 10))]
+
+    assert [(first, steps) for first, _, steps in parts] == [(0, [3]), (3, [3, 6]), (6, [6, 9])]
+    losses = [*parts[0][1][:3], *parts[1][1][:3], *parts[2][1]]
+    assert losses[:3] == straight[0][1][:3]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(straight[0][1]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.gloo
+def test_what_one_rank_knows_counts_for_all(tmp_path: Path) -> None:
+    done = gloo.run(jobs.one_is_asked, 3, str(tmp_path / "run"))
+
+    assert done[0] == done[1] == done[2]
+    asked = [(step, why) for step, _, why in done[0] if why]
+    assert [step for step, _ in asked] == [4, 7]
+    assert asked[0][1] == "SIGTERM"
+    assert asked[1][1].startswith("the file ")
+    assert [why for _, why, preempted in done[0] if not preempted] == ["every 1.05 s"] * (len(done[0]) - 2)
+    assert 3 <= len(done[0]) <= 8
+
+
+@pytest.mark.gloo
+def test_ranks_that_disagree_are_told_and_go_on(tmp_path: Path) -> None:
+    said = gloo.run(jobs.disagreed, 2, str(tmp_path / "run"))
+
+    for mine in said:
+        assert "call CheckpointManager with different options" in mine[0]
+        assert "decides ['base'] itself" in mine[1]
+        assert mine[2] == "CheckpointError: the ranks save different steps, from 2 to 3: nothing was saved"
+        assert mine[4] == "[1]"
+    assert said[0][3].startswith("RankFailedError: rank 1 failed")
+    assert said[1][3].startswith("CheckpointError: metric 'loss' is NaN")
+
+
+@pytest.mark.gloo
+def test_a_save_that_fails_in_the_background_is_told_by_the_next_call_of_all(tmp_path: Path) -> None:
+    found = gloo.run(jobs.failing, 2, str(tmp_path / "run"))
+
+    assert found[0][0][0] == "5 StorageError: the disk is full"
+    assert found[1][0][0].startswith("5 RankFailedError: rank 0 failed in 'write': StorageError: the disk is full")
+    for said, steps, files in found:
+        assert len(said) == 2
+        assert said[1].endswith("is closed: it saves nothing any more")
+        assert steps == [2, 6]
+        assert files == ["manager.json", "step-2", "step-6"]
+
+
+LOADERS = [
+    (2, "error", [6, 7], 3, "the same number: each goes on where it was"),
+    (3, "error", "was saved per rank by 2 ranks, but 3 ranks load", -1, "refused"),
+    (3, "drop", [0, 1, 2], 3, "begins the epoch anew"),
+    (3, "shared", [6, 7, 8], 3, "by the user's function"),
+]
+
+
+@pytest.mark.gloo
+def test_data_loaders_of_each_rank_on_a_changed_number_of_ranks(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    gloo.run(jobs.loaders, 2, str(root), "error", 3)
+    for world, on_change, wanted, epoch, note in LOADERS:
+        found = gloo.run(jobs.loaders, world, str(root), on_change, 0)
+
+        assert {its for _, its in found} == {epoch}, note
+        if isinstance(wanted, str):
+            assert all(wanted in text for text, _ in found), note
+        else:
+            assert [value for value, _ in found] == wanted, note
