@@ -23,7 +23,7 @@ from reshard.api.retention import steps
 __all__ = ["CheckpointManager"]
 
 
-class CheckpointManager(_theirs.CheckpointManager):
+class TitanManager(_theirs.CheckpointManager):
     """Decides as torchtitan does when, what and where; `reshard.dcp` saves and loads."""
 
     @dataclass(kw_only=True, slots=True)
@@ -71,3 +71,7 @@ class CheckpointManager(_theirs.CheckpointManager):
         dcp.load(state_dict, checkpoint_id=checkpoint_id)
         if MODEL in self.states:  # its values stand beside the other states, under names of their own
             self.states[MODEL].load_state_dict(state_dict)
+
+
+CheckpointManager = TitanManager
+"""As torchtitan calls it; `reshard.CheckpointManager` is another one."""

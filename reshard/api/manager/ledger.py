@@ -13,6 +13,7 @@ import msgspec
 from reshard.api.retention import complete, remove_checkpoints
 from reshard.errors import CheckpointError, CheckpointNotFoundError
 from reshard.formats.opening import path_below
+from reshard.native.commit import remove_empty
 from reshard.ranks import liveness
 from reshard.storage.opening import open_storage, place_of
 
@@ -120,7 +121,8 @@ class Ledger:
         paths = {step_path(self.root, step): step for step in whole_steps(self.root) if step not in kept}
         gone = remove_checkpoints(self.root, paths)
         stay = {*kept, *(step for path, step in paths.items() if path not in gone)}
-        if self.steps.keys() - stay:
+        if gone_before := self.steps.keys() - stay:
+            remove_empty(open_storage(self.root), [f"step-{step}" for step in gone_before])
             self.steps = {step: record for step, record in self.steps.items() if step in stay}
             self.publish()
 

@@ -161,6 +161,7 @@ def failing(root: str) -> tuple[list[str], list[int], list[str]]:
         except reshard.ReshardError as error:
             said.append(f"{step} {type(error).__name__}: {error}".splitlines()[0])
     manager.close()
+    dist.barrier()  # the first rank gives the root back
     try:
         manager.save(9, state)
     except CheckpointError as error:
