@@ -1,5 +1,4 @@
-"""What a manager knows of the steps in its folder, and how it says that the folder is its own. Only the first rank
-writes here."""
+"""What a manager knows of the steps in its folder, and how it says that the folder is its own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Models, optimizers, schedules, data loaders and generators in a nest of plain values: as the state that is saved, and
-back into them."""
+"""Models, optimizers, schedules, data loaders and generators as the state that is saved, and back into them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a manager decides by, as values: when a step is due, which steps stay, and who may ask for a save. Nothing here
-looks at a clock or a folder of checkpoints: all is told."""
+"""What a manager decides by, as values: when a step is due, which steps stay, and who may ask for a save."""
 
 from __future__ import annotations
 
