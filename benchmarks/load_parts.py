@@ -97,7 +97,7 @@ class Clock:
         self.watch(CUT, machine_reading.MachineReading, "run")
         if (loop := work_list.compiled()) is not None:
             self.watch(LOOP, loop, "run")
-        self.watch(WAIT, work_list, "in_numpy")
+        self.watch(WAIT, work_list.NumpyRun, "run")
         for part, name in ((READ, "read"), (HASH, "compare"), (COPY, "take"), (WAIT, "wait")):
             self.watch(part, work_list.NumpyRun, name)
         self.watch(READ, LocalStorage, "read_into")

@@ -70,8 +70,9 @@ class Fetch:
         if not self.is_checked:
             self.done.unchecked = sum(copy.place.window.nbytes for copy in near)
             return
-        elsewhere = {} if self._machine is None else self._machine.compared_elsewhere(near)
-        plan = plan_compare(wanted_by_file(near), elsewhere)
+        wanted = wanted_by_file(near)
+        elsewhere = {} if self._machine is None else self._machine.compared_elsewhere(wanted)
+        plan = plan_compare(wanted, elsewhere)
         compare_plan(plan, self.space.threads, on_bytes)
         self.done.extra, self.done.unchecked = plan.extra_bytes, plan.unchecked_bytes
 

@@ -9,7 +9,7 @@ import time
 import zlib
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import DeadlineError, format_ranks
-from reshard.execute.reading import ByteCounts, Copy, Elsewhere, wanted_by_file
+from reshard.execute.reading import ByteCounts, Copy, Elsewhere, Wanted
 from reshard.execute.segments import (
     TAIL_PAGE_BYTES,
     WHOLE_SHARE,
@@ -194,22 +194,24 @@ class MachineReading:
         mine = tuple((files[segment.label], segment) for segment in lists[memory.place])
         return cls(memory, mine, (), taken, rest, places, read_for_all=by_all)
 
-    def compared_elsewhere(self, copies: Iterable[Copy]) -> dict[FileSource, Elsewhere]:
+    def compared_elsewhere(self, whole: Mapping[FileSource, Wanted]) -> dict[FileSource, Elsewhere]:
         """What others compare with checksums for this rank, and what it had better compare for them before anybody
         writes: what is assigned to it, and of the segments that it reads for all those that it wants whole. Of files
-        that have a view: what is far away is compared when it is read."""
+        that have a view: what is far away is compared when it is read. `whole`: what this rank reads of each file."""
         found: dict[FileSource, Elsewhere] = {}
         for by_others in (self.checked_by_others, self.read_for_all):
             for source, ranges in by_others.items():
                 of = found.setdefault(source, Elsewhere())
                 of.by_others = sorted((*of.by_others, *ranges))
-        whole = wanted_by_file(copies)
-        for source, segment in (*self.checks, *self.reads):
+        for_others = defaultdict(list)
+        for source, segment in self.checks:
+            for_others[source].append((segment.start, segment.stop))
+        for source, segment in self.reads:
             ranges = whole[source].ranges if source in whole else ()
-            is_duty = (source, segment) in self.checks
-            if is_duty or _common_bytes(segment, ranges) >= WHOLE_SHARE * (segment.stop - segment.start):
-                of = found.setdefault(source, Elsewhere())
-                of.for_others = (*of.for_others, (segment.start, segment.stop))
+            if _common_bytes(segment, ranges) >= WHOLE_SHARE * (segment.stop - segment.start):
+                for_others[source].append((segment.start, segment.stop))
+        for source, its in for_others.items():
+            found.setdefault(source, Elsewhere()).for_others = its
         return {source: of for source, of in found.items() if source.view() is not None}
 
     def run(self, *, piece_bytes: int, is_checked: bool, on_bytes: Callable[[int], None]) -> ByteCounts:
@@ -302,7 +304,18 @@ class _Turns:
     def __len__(self) -> int:
         return len(self.start)
 
+    def by_file(
+        self, span: slice, files: Mapping[str, FileSource]
+    ) -> Iterator[tuple[FileSource, npt.NDArray[np.int64]]]:
+        """Of the pieces of some turns: each file that is known, and which of these pieces are of it."""
+        for number, label in enumerate(self.labels):
+            here = np.flatnonzero(self.file[span] == number)
+            if len(here) and label in files:
+                yield files[label], here
 
+
+_READ, _COMPARE, _BY_HAND = 1, 2, 2
+"""Columns of a turn; the last one counted from the first of what is taken from a rank."""
 _MOST_ENTRIES = 1 << 15
 """Of one list; the next one is made when it is done."""
 _OWN, _RECEIVED = 0, 2
@@ -335,7 +348,7 @@ class _MachineRun:
         rows: list[int] = []
         self._in_file: dict[str, tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
         """By label: its first row, each row's first byte, and the end of all up to each row."""
-        self._by_hand: dict[tuple[str, int], list[SegmentPart]] = defaultdict(list)
+        self._by_hand: dict[str, dict[int, list[SegmentPart]]] = defaultdict(lambda: defaultdict(list))
         """By label and number of the segment."""
         for source, its in copies.items():
             bounds, first = [], len(rows) // (COPY.itemsize // 8)
@@ -345,7 +358,7 @@ class _MachineRun:
                     row = copy_row(copy.place.window, self._regions.add(copy.out), copy.out)
                 if row is None:
                     for number, parts in parts_by_segment(source, copy):
-                        self._by_hand[source.label, number] += parts
+                        self._by_hand[source.label][number] += parts
                 else:
                     rows += row
                     bounds.append((copy.place.window.offset, copy.place.window.stop))
@@ -386,23 +399,34 @@ class _MachineRun:
         is_end = last == max(map(len, self._turns))
         kinds = np.full((last - first + is_end, 5 + 3 * ranks), -1, np.int64)
         of = np.zeros((*kinds.shape, 7), np.int64)
-        calls: dict[tuple[int, int], Callable[[], None]] = {}
-        digests = self._read_entries(first, last, kinds, of, calls, filler, open_files)
+        digests = self._read_entries(first, last, kinds, of, open_files)
         for i in range(ranks):
             reader = (self._place + i) % ranks
-            self._take_entries(reader, first, last, kinds[:, 4 + 3 * i :], of[:, 4 + 3 * i :], calls, 4 + 3 * i)
+            self._take_entries(reader, first, last, kinds[:, 4 + 3 * i :], of[:, 4 + 3 * i :])
         turn = np.arange(first, last)
         kinds[: last - first, -1] = Kind.POST
         of[: last - first, -1, 0], of[: last - first, -1, 1] = memory.counter(TAKEN, self._place)
         of[: last - first, -1, 2] = turn + 1
         if is_end:  # nobody leaves before everybody is through
             kinds[-1, 0], of[-1, 0, :5] = Kind.WAIT, (*memory.counter(TAKEN, 0), last, ranks, memory.step)
-        used = kinds >= 0
-        entries = np.zeros(int(used.sum()), ENTRY)
-        entries["kind"], entries["of"] = kinds[used], of[used]
-        number = (np.cumsum(used) - 1).reshape(used.shape)
-        by_entry = {int(number[at]): call for at, call in calls.items()}
-        return WorkList(self._regions, entries, self._copies, digests, self._tallies, by_entry)
+        used = np.flatnonzero(kinds >= 0)
+        entries = np.zeros(len(used), ENTRY)
+        entries["kind"], entries["of"] = kinds.reshape(-1)[used], of.reshape(-1, 7)[used]
+
+        def call(entry: int) -> Callable[[], None] | None:
+            row, column = divmod(int(used[entry]), kinds.shape[1])
+            return self._call(first + row, column, filler)
+
+        return WorkList(self._regions, entries, self._copies, digests, self._tallies, call)
+
+    def _call(self, turn: int, column: int, filler: _SlotFiller) -> Callable[[], None] | None:
+        """What Python does at a column of a turn."""
+        if column == _READ:
+            return partial(filler.fill, turn)
+        if column == _COMPARE:
+            return partial(self._compare, turn)
+        i, part = divmod(column - 4, 3)
+        return partial(self._take_by_hand, (self._place + i) % len(self._turns), turn) if part == _BY_HAND else None
 
     def _read_entries(
         self,
@@ -410,41 +434,39 @@ class _MachineRun:
         last: int,
         kinds: npt.NDArray[np.int64],
         of: npt.NDArray[np.int64],
-        calls: dict[tuple[int, int], Callable[[], None]],
-        filler: _SlotFiller,
         open_files: ExitStack,
     ) -> npt.NDArray[np.uint64]:
         """What this rank reads for all, in the first columns; the digests that it is compared with."""
-        mine, memory, digests, count = self._turns[self._place], self._memory, [np.zeros(0, np.uint64)], 0
-        opened: dict[str, int | None] = {}
-        span = slice(first, min(last, len(mine)))
-        bounds = zip(mine.file[span].tolist(), mine.start[span].tolist(), mine.stop[span].tolist())
-        for row, (turn, (file_number, start, stop)) in enumerate(zip(itertools.count(first), bounds)):
-            label = mine.labels[file_number]
-            source, slot = self._files[label], memory.slot_at(self._place, turn)
-            if turn >= memory.slots:
-                kinds[row, 0] = Kind.WAIT
-                of[row, 0, :5] = (*memory.counter(TAKEN, 0), turn + 1 - memory.slots, len(self._turns), memory.step)
-            if label not in opened:
-                opened[label] = file = source.storage.descriptor(source.name)
-                if file is not None:
-                    open_files.callback(os.close, file)
-            file = opened[label]
+        mine, memory, digests = self._turns[self._place], self._memory, [np.zeros(0, np.uint64)]
+        rows = max(0, min(last, len(mine)) - first)
+        turn, span = np.arange(first, first + rows), slice(first, first + rows)
+        slots = memory.slot_at(self._place, turn)
+        late = np.flatnonzero(turn >= memory.slots)
+        kinds[late, 0] = Kind.WAIT
+        of[late, 0, :5] = (*memory.counter(TAKEN, 0), 0, len(self._turns), memory.step)
+        of[late, 0, 2] = turn[late] + 1 - memory.slots
+        for source, here in mine.by_file(span, self._files):
+            start, stop, slot = mine.start[span][here], mine.stop[span][here], slots[here]
+            file = source.storage.descriptor(source.name)
+            kinds[here, _READ] = Kind.CALL
             if file is None:
-                kinds[row, 1], calls[row, 1] = Kind.CALL, partial(filler.fill, turn)
-            else:
-                kinds[row, 1], calls[row, 1] = Kind.READ, partial(self._read, turn)
-                of[row, 1, :5] = file, start, segment_end(source, stop) - start, self._place, slot
-                if self._is_checked and isinstance(source.checksums, BlockChecksums) and has_whole_blocks(source):
-                    if source.checksums.pending(start, stop):
-                        wanted = source.checksums.digests(start, stop)
-                        kinds[row, 2], calls[row, 2] = Kind.COMPARE, partial(self._compare, turn)
-                        of[row, 2, :5] = self._place, slot, stop - start, source.checksums.block_bytes, count
-                        digests.append(wanted)
-                        count += len(wanted)
-                elif self._is_checked and source.checksums is not None:
-                    kinds[row, 2], calls[row, 2] = Kind.CALL, partial(self._compare, turn)
-            kinds[row, 3], of[row, 3, :3] = Kind.POST, (*memory.counter(FILLED, self._place), turn + 1)
+                continue  # it is compared when it is read
+            open_files.callback(os.close, file)
+            kinds[here, _READ] = Kind.READ
+            reads = np.broadcast_arrays(file, start, segment_end(source, stop) - start, self._place, slot)
+            of[here, _READ, :5] = np.transpose(reads)
+            sums = source.checksums if self._is_checked else None
+            if isinstance(sums, BlockChecksums) and has_whole_blocks(source):
+                to_do = sums.any_pending(start, stop)
+                kinds[here[to_do], _COMPARE] = Kind.COMPARE
+                number = sum(map(len, digests)) + start // sums.block_bytes
+                blocks = np.broadcast_arrays(self._place, slot, stop - start, sums.block_bytes, number)
+                of[here, _COMPARE, :5] = np.transpose(blocks)
+                digests.append(sums.digests)
+            elif sums is not None:
+                kinds[here, _COMPARE] = Kind.CALL
+        kinds[:rows, 3] = Kind.POST
+        of[:rows, 3, :2], of[:rows, 3, 2] = memory.counter(FILLED, self._place), turn + 1
         return np.concatenate(digests)
 
     def _take_entries(
@@ -454,32 +476,26 @@ class _MachineRun:
         last: int,
         kinds: npt.NDArray[np.int64],
         of: npt.NDArray[np.int64],
-        calls: dict[tuple[int, int], Callable[[], None]],
-        column: int,
     ) -> None:
         """What this rank takes of what one rank reads: wait, take, and what only Python can do."""
         turns = self._turns[reader]
         rows = slice(0, max(0, min(last, len(turns)) - first))
         span = slice(first, first + rows.stop)
         start, stop, slot = turns.start[span], turns.stop[span], self._memory.slot_at(reader, np.arange(first, last))
-        for number, label in enumerate(turns.labels):
-            here = np.flatnonzero(turns.file[span] == number)
-            if label not in self._in_file or not len(here):
+        for source, here in turns.by_file(span, self._files):
+            if source.label not in self._in_file:
                 continue
-            row, starts, stops = self._in_file[label]
+            row, starts, stops = self._in_file[source.label]
             low, high = np.searchsorted(stops, start[here], "right"), np.searchsorted(starts, stop[here], "left")
             some = low < high
             at = here[some]
             kinds[at, 1] = Kind.TAKE
-            source = self._files[label]
             known = source.view() is not None or (self._is_checked and has_whole_blocks(source))
             tally = (_OWN if reader == self._place else _RECEIVED) + (not known)
             taken = (slot[at], stop[at] - start[at], start[at], row + low[some], row + high[some])
             of[at, 1, 0], of[at, 1, 1:6], of[at, 1, 6] = reader, np.transpose(taken), tally
-            for i, segment in zip(here.tolist(), (start[here] // segment_bytes(source)).tolist()):
-                if (label, segment) in self._by_hand:
-                    kinds[i, 2] = Kind.CALL
-                    calls[i, column + 2] = partial(self._take_by_hand, reader, first + i)
+            segments = start[here] // segment_bytes(source)
+            kinds[here[np.isin(segments, [*self._by_hand[source.label]])], _BY_HAND] = Kind.CALL
         wanted = np.flatnonzero((kinds[:, 1] >= 0) | (kinds[:, 2] >= 0))
         kinds[wanted, 0] = Kind.WAIT
         of[wanted, 0, :2] = self._memory.counter(FILLED, reader)
@@ -507,17 +523,19 @@ class _MachineRun:
 
     def _mark_right(self, first: int, last: int) -> None:
         """What the loop has compared."""
-        for turn in range(first, min(last, len(self._turns[self._place]))):
-            source, start, stop, _ = self._piece(turn)
-            if self._is_checked and isinstance(source.checksums, BlockChecksums) and has_whole_blocks(source):
-                source.checking.add(compared=source.checksums.mark_right(start, stop))
+        mine, span = self._turns[self._place], slice(first, last)
+        for source, here in mine.by_file(span, self._files):
+            sums = source.checksums
+            if self._is_checked and isinstance(sums, BlockChecksums) and has_whole_blocks(source):
+                right = sums.mark_right(mine.start[span][here], mine.stop[span][here])
+                source.checking.add(compared=right)
 
     def _take_by_hand(self, reader: int, turn: int) -> None:
         turns = self._turns[reader]
         label, start, stop = turns.labels[turns.file[turn]], int(turns.start[turn]), int(turns.stop[turn])
         size = segment_bytes(self._files[label])
         number, within = divmod(start, size)
-        parts = list(parts_between(self._by_hand[label, number], within, within + stop - start))
+        parts = list(parts_between(self._by_hand[label][number], within, within + stop - start))
         copied = copy_parts(self._memory.slot(reader, turn), parts, self._piece_bytes)
         unchecked = unchecked_bytes(parts, is_checked=self._is_checked)
         tally = _OWN if reader == self._place else _RECEIVED

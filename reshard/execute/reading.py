@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,8 +24,9 @@ from reshard.stored.source import FileSource, Source
 from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, copy_place, empty
 
 __all__ = [
-    "ByteCounts", "Copy", "Elsewhere", "Staged", "Workspace", "compare_plan", "find_copies", "in_pieces",
-    "merge_ranges", "on_threads", "plan_compare", "run_copies", "subtract_ranges", "wanted_by_file",
+    "ByteCounts", "Copy", "Elsewhere", "Staged", "Wanted", "Workspace", "compare_plan", "find_copies",
+    "in_pieces", "merge_ranges", "on_threads", "plan_compare", "run_copies", "subtract_ranges",
+    "wanted_by_file",
 ]  # fmt: skip
 
 
@@ -252,6 +254,18 @@ class Wanted:
     windows: list[Window] = field(default_factory=list)
     """What is read with gaps."""
 
+    def without(self, ranges: Sequence[tuple[int, int]], sums: BlockChecksums) -> Wanted:
+        """Only what touches a block outside of some ranges, which are in order and apart."""
+        if not ranges:
+            return self
+
+        def left(bounds: Iterable[tuple[int, int]]) -> list[bool]:
+            blocks = [sums.around(start, stop) for start, stop in bounds]
+            return [not inside for inside in _within(np.array(blocks, np.int64).reshape(-1, 2), ranges)]
+
+        windows = compress(self.windows, left((window.offset, window.stop) for window in self.windows))
+        return Wanted(list(compress(self.ranges, left(self.ranges))), list(windows))
+
 
 def wanted_by_file(copies: Iterable[Copy]) -> dict[FileSource, Wanted]:
     """What some copies read of each file."""
@@ -340,13 +354,16 @@ def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSou
         if source.checksums is None or not source.checking.enabled:
             plan.unchecked_bytes += sum(b - a for a, b in want.ranges) + sum(w.nbytes for w in want.windows)
             continue
+        mine: set[Range] = set()
+        by_others: list[Range] = []
+        if isinstance(source.checksums, BlockChecksums):
+            by_others = merge_ranges(source.checksums.inside(*some) for some in shared.by_others)
+            want = want.without(by_others, source.checksums)
+            for start, stop in shared.for_others:
+                mine.update((a, b) for a, b in source.checksums.pending(start, stop) if start <= a and b <= stop)
         blocks, counts, outside = source.checksums.wanted(want.ranges, want.windows)
         plan.unchecked_bytes += outside
-        in_blocks = isinstance(source.checksums, BlockChecksums)
-        left = np.flatnonzero(~_within(blocks, shared.by_others if in_blocks else ()))
-        mine: set[Range] = set()
-        for start, stop in shared.for_others if in_blocks else ():
-            mine.update((a, b) for a, b in source.checksums.pending(start, stop) if start <= a and b <= stop)
+        left = np.flatnonzero(~_within(blocks, by_others))
         for block, count in zip(map(tuple, blocks[left].tolist()), counts[left].tolist()):
             if block not in mine and source.checksums.pending(*block):
                 chosen.append((max(block[1] - block[0] - count, 0), count, source, block))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -98,18 +98,17 @@ ReadFootprint = dict[str, FileFootprint]
 
 def footprint_of(windows: Iterable[tuple[FileSource, Window]]) -> ReadFootprint:
     """Of all that is read of each file."""
-    counts: dict[FileSource, tuple[int, npt.NDArray[np.int64]]] = {}
+    by_file: dict[FileSource, list[Window]] = defaultdict(list)
     for source, window in windows:
-        if source not in counts:
-            size = segment_bytes(source)
-            counts[source] = size, np.zeros(-(-source.nbytes // size), np.int64)
-        size, all_counts = counts[source]
-        add_touched(all_counts, size, window, source.nbytes, max(source.max_gap_bytes, 1))
+        by_file[source].append(window)
     files = {}
-    for source, (size, all_counts) in counts.items():
-        used = np.flatnonzero(all_counts)
+    for source, its in by_file.items():
+        size = segment_bytes(source)
+        counts = np.zeros(-(-source.nbytes // size), np.int64)
+        add_touched(counts, size, its, source.nbytes, max(source.max_gap_bytes, 1))
+        used = np.flatnonzero(counts)
         if len(used):
-            some = np.minimum(all_counts[used[0] : used[-1] + 1], size).astype("<u4").tobytes()
+            some = np.minimum(counts[used[0] : used[-1] + 1], size).astype("<u4").tobytes()
             files[source.label] = FileFootprint(source.nbytes, size, piece_bytes(source), int(used[0]), some)
     return files
 
@@ -270,9 +269,12 @@ def parts_between(parts: Iterable[SegmentPart], start: int, stop: int) -> Iterat
             yield SegmentPart(replace(part, offset=part.offset - start), out[index], copy)
 
 
-def segment_end(source: FileSource, stop: int) -> int:
-    """How far a piece that ends at byte `stop` is read."""
-    return min(stop + TAIL_BYTES, source.nbytes)
+Positions = TypeVar("Positions", int, npt.NDArray[np.int64])
+
+
+def segment_end(source: FileSource, stop: Positions) -> Positions:
+    """How far a piece that ends at byte `stop`, or each of many, is read."""
+    return cast("Positions", np.minimum(stop + TAIL_BYTES, source.nbytes))
 
 
 def read_segment(source: FileSource, start: int, stop: int, slot: memoryview) -> None:

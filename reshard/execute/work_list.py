@@ -19,25 +19,26 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import mul
 from threading import Lock
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Window
 from reshard.errors import ReshardError
 from reshard.live.dtypes import item_dtype
 from reshard.live.fingerprint_sums import kernel
 from reshard.stored.tensor import copy_view
 
 __all__ = [
-    "COPY", "ENTRY", "MAX_DIMS", "Ending", "Kind", "Memory", "NumpyRun", "WorkList", "compiled", "copy_row", "in_numpy",
+    "COPY", "ENTRY", "MAX_DIMS", "Ending", "Kind", "Memory", "NumpyRun", "WorkList", "compiled", "copy_row",
 ]  # fmt: skip
 
 Table = npt.NDArray[Any]
@@ -68,7 +69,7 @@ class Kind(IntEnum):
     POST = 4
     """Region, byte of the counter, value."""
     CALL = 5
-    """None: see `WorkList.calls`."""
+    """None: see `WorkList.call`."""
 
 
 class Ending(IntEnum):
@@ -147,8 +148,9 @@ def copy_row(window: Window, region: int, out: npt.NDArray[Any]) -> list[int] | 
 class WorkList:
     """Entries, and what they name.
 
-    `tallies` count the bytes that entries copied. Where an entry has a call, that does the same in another way: alone
-    what a CALL does, and for the others what they are tried again by where they fail, so that it says why.
+    `tallies` count the bytes that entries copied. Where `call` has something for an entry, that does the same in
+    another way: alone what a CALL does, and for the others what they are tried again by where they fail, so that it
+    says why.
     """
 
     memory: Memory
@@ -156,7 +158,7 @@ class WorkList:
     copies: Table
     digests: npt.NDArray[np.uint64]
     tallies: npt.NDArray[np.int64]
-    calls: Mapping[int, Callable[[], None]] = field(default_factory=dict)
+    call: Callable[[int], Callable[[], None] | None] = lambda entry: None
 
     @property
     def tables(self) -> tuple[Table, Table, Table, Table, Table]:
@@ -173,15 +175,15 @@ class WorkList:
 
         Raises ReshardError for an entry that is wrong, and what `look` and calls raise.
         """
-        run, tables = in_numpy if loop is None else loop.run, self.tables
+        run = NumpyRun(*self.tables).run if loop is None else partial(loop.run, *self.tables)
         at = 0
         while at < len(self.entries):
-            at, ending, detail = run(*tables, at, int(TURN_S * 1e9))
+            at, ending, detail = run(at, int(TURN_S * 1e9))
             if ending == Ending.LATER:
                 region, byte, _, _, step = self.entries[at]["of"][:5].tolist()
                 look(None if detail < 0 else (region, byte + detail * step))
             elif ending != Ending.DONE:
-                call = self.calls.get(at) if ending != Ending.OUTSIDE else None
+                call = self.call(at) if ending != Ending.OUTSIDE else None
                 if call is not None:
                     call()
                 if call is None or ending == Ending.CHANGED:
@@ -206,21 +208,66 @@ _WAIT, _WAKE, _ALL = 0, 1, 1 << 30
 _MAX_POSITION = (1 << 63) - 1
 
 
-class NumpyRun:
-    """One call of the loop."""
+class _Target(NamedTuple):
+    """A row of the table of copies, and the array that its elements go into."""
 
-    def __init__(self, regions: Table, copies: Table, digests: Table, tallies: Table, until: float) -> None:
-        self.regions, self.copies, self.digests, self.tallies = regions.tolist(), copies, digests, tallies
-        self.until = until
+    position: int
+    region: int
+    itemsize: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    out: npt.NDArray[Any]
+
+
+class NumpyRun:
+    """What the compiled loop does with a list. What was made of its numbers once is kept for its further calls."""
+
+    def __init__(self, regions: Table, entries: Table, copies: Table, digests: Table, tallies: Table) -> None:
+        self.regions, self.tallies = regions.tolist(), tallies
+        self.kinds, self.of = entries["kind"].tolist(), entries["of"].tolist()
+        self.digests = digests.tolist()
+        self.rows = copies.view(np.int64).reshape(-1, COPY.itemsize // 8)
+        self.memory = [memoryview((ctypes.c_char * n).from_address(at)).cast("B") for at, n, _ in self.regions]
+        self.counters: dict[tuple[int, ...], memoryview] = {}
+        self.targets: dict[int, _Target] = {}
+        self.until = 0.0
+
+    def run(self, first: int, limit_ns: int) -> tuple[int, int, int]:
+        """Run entries from `first` on, for at most about `limit_ns`. Where it ended, why, and what comes with that."""
+        self.until = time.monotonic() + limit_ns / 1e9
+        does = {
+            Kind.READ: self.read,
+            Kind.COMPARE: self.compare,
+            Kind.TAKE: self.take,
+            Kind.WAIT: self.wait,
+            Kind.POST: self.post,
+        }
+        if first < 0:
+            return first, Ending.OUTSIDE, 0
+        for i in range(first, len(self.kinds)):
+            kind = self.kinds[i]
+            if kind == Kind.CALL:
+                return i, Ending.CALLS, 0
+            if kind not in does:
+                return i, Ending.OUTSIDE, 0
+            try:
+                ending, detail = does[kind](self.of[i])
+            except IndexError:
+                return i, Ending.OUTSIDE, 0
+            if ending != Ending.DONE:
+                return i, ending, detail
+            if time.monotonic() >= self.until and i + 1 < len(self.kinds):
+                return i + 1, Ending.LATER, -1
+        return len(self.kinds), Ending.DONE, 0
 
     def bytes_of(self, region: int, byte: int, nbytes: int, *, writes: bool = False) -> memoryview:
         """Raises IndexError unless a region has these bytes."""
         if not 0 <= region < len(self.regions):
             raise IndexError(region)
-        at, size, writable = self.regions[region]
+        _, size, writable = self.regions[region]
         if not 0 <= byte <= byte + nbytes <= size or nbytes < 0 or (writes and not writable):
             raise IndexError(byte)
-        return memoryview((ctypes.c_char * nbytes).from_address(at + byte)).cast("B")
+        return self.memory[region][byte : byte + nbytes]
 
     def read(self, of: Sequence[int]) -> tuple[Ending, int]:
         view, done = self.bytes_of(of[3], of[4], of[2], writes=True), 0
@@ -241,69 +288,97 @@ class NumpyRun:
         if block <= 0 or of[4] < 0 or of[4] + -(-len(view) // block) > len(self.digests):
             raise IndexError(of[4])
         for i, start in enumerate(range(0, len(view), block)):
-            if xxhash.xxh3_64_intdigest(view[start : start + block]) != int(self.digests[of[4] + i]):
+            if xxhash.xxh3_64_intdigest(view[start : start + block]) != self.digests[of[4] + i]:
                 return Ending.CHANGED, i
         return Ending.DONE, 0
 
     def take(self, of: Sequence[int]) -> tuple[Ending, int]:
         region, byte, nbytes, position, first, last, tally = of
-        data = self.bytes_of(region, byte, nbytes)
-        if position < 0 or not 0 <= first <= last <= len(self.copies) or not 0 <= tally < len(self.tallies):
+        self.bytes_of(region, byte, nbytes)
+        if position < 0 or not 0 <= first <= last <= len(self.rows) or not 0 <= tally < len(self.tallies):
             raise IndexError(first)
         copied = 0
-        for row in self.copies[first:last].view(np.int64).reshape(last - first, COPY.itemsize // 8).tolist():
-            if row[3] > 1:  # an element that begins at the last byte ends behind it
-                data = self.bytes_of(region, byte, nbytes + row[3] - 1)
-            copied += self._take_one(row, region, data, nbytes, position)
+        for number in range(first, last):
+            target = self.targets.get(number)
+            if target is None:
+                target = self.targets[number] = self._target(self.rows[number].tolist())
+            if target.region == region:
+                raise IndexError(region)
+            # an element that begins at the last byte ends behind it
+            data = self.bytes_of(region, byte, nbytes + target.itemsize - 1)
+            copied += _take(target, data, target.position - position, nbytes)
         self.tallies[tally] += copied
         return Ending.DONE, 0
 
-    def _take_one(self, row: Sequence[Any], region: int, data: memoryview, nbytes: int, position: int) -> int:
-        start, target, at, itemsize, ndim, *rest = row
-        if not 0 <= ndim <= MAX_DIMS or itemsize < 1 or start < 0:
+    def _target(self, row: Sequence[int]) -> _Target:
+        """Raises IndexError if the row leaves its region, or makes no sense."""
+        position, region, at, itemsize, ndim, *rest = row
+        if not 0 <= ndim <= MAX_DIMS or itemsize < 1 or position < 0:
             raise IndexError(ndim)
         sizes, strides, steps = (tuple(rest[i * MAX_DIMS :][:ndim]) for i in range(3))
-        if min(sizes, default=1) < 1 or min(strides, default=0) < 0 or min(steps, default=0) < 0 or target == region:
-            raise IndexError(target)
+        if min(sizes, default=1) < 1 or min(strides, default=0) < 0 or min(steps, default=0) < 0:
+            raise IndexError(region)
         span = sum((n - 1) * step for n, step in zip(sizes, steps)) + itemsize
-        if start + sum((n - 1) * step for n, step in zip(sizes, strides)) > _MAX_POSITION:
-            raise IndexError(start)
-        out = np.ndarray(sizes, item_dtype(itemsize), self.bytes_of(target, at, span, writes=True), 0, steps)
-        copied = 0
-        for box in _beginning(sizes, strides, itemsize, position - start, nbytes):
-            offset = start - position + sum(o * s for o, s in zip(box.offsets, strides))
-            part = Window(offset, box.sizes, strides, itemsize)
-            index: Any = (*box.slices, ...)  # the dots make it a view, also of a 0-d array
-            copy_view(data, part, False, out[index])
-            copied += part.nbytes
-        return copied
+        if position + sum((n - 1) * step for n, step in zip(sizes, strides)) > _MAX_POSITION:
+            raise IndexError(position)
+        memory = self.bytes_of(region, at, span, writes=True)
+        out = np.ndarray(sizes, item_dtype(itemsize), memory, 0, steps)
+        return _Target(position, region, itemsize, sizes, strides, out)
 
     def wait(self, of: Sequence[int]) -> tuple[Ending, int]:
         region, byte, value, count, step = of[:5]
         if count < 1 or step < 0 or byte % 4 or step % 4:
             raise IndexError(byte)
-        view = self.bytes_of(region, byte, (count - 1) * step + 4)
-        counters = np.ndarray((count,), np.uint32, view, 0, (step,))
-        while True:
-            with _BARRIER:
-                seen = counters.copy()
-            late = int((seen < value & 0xFFFFFFFF).argmax())
-            if seen[late] >= value & 0xFFFFFFFF:
-                return Ending.DONE, 0
-            left_s = self.until - time.monotonic()
-            if left_s <= 0:
-                return Ending.LATER, late
-            _sleep_until_changed(_address(counters) + late * step, int(seen[late]), left_s)
+        value &= 0xFFFFFFFF
+        counters = self._counters(region, byte, (count - 1) * step + 4)
+        for i in range(0, count * step // 4 or 1, step // 4 or 1):
+            while True:
+                with _BARRIER:
+                    seen = counters[i]
+                if seen >= value:
+                    break
+                left_s = self.until - time.monotonic()
+                if left_s <= 0:
+                    return Ending.LATER, i * 4 // (step or 4)
+                _sleep_until_changed(self.regions[region][0] + byte + 4 * i, seen, left_s)
+        return Ending.DONE, 0
 
     def post(self, of: Sequence[int]) -> tuple[Ending, int]:
         if of[1] % 4:
             raise IndexError(of[1])
-        counter = np.frombuffer(self.bytes_of(of[0], of[1], 4, writes=True), np.uint32)
+        counter = self._counters(of[0], of[1], 4, writes=True)
         with _BARRIER:
             counter[0] = of[2] & 0xFFFFFFFF
         if _FUTEX is not None:
-            _LIBC.syscall(_FUTEX, ctypes.c_void_p(_address(counter)), _WAKE, _ALL, None, None, 0)
+            at = ctypes.c_void_p(self.regions[of[0]][0] + of[1])
+            _LIBC.syscall(_FUTEX, at, _WAKE, _ALL, None, None, 0)
         return Ending.DONE, 0
+
+    def _counters(self, *where: int, writes: bool = False) -> memoryview:
+        if (*where, writes) not in self.counters:
+            self.counters[*where, writes] = self.bytes_of(*where, writes=writes).cast("I")
+        return self.counters[*where, writes]
+
+
+def _take(target: _Target, data: memoryview, start: int, nbytes: int) -> int:
+    """Copy what of a target's elements, whose first one lies at `start` of `data`, begins in its first `nbytes`."""
+    copied = 0
+    for index, sizes, offset in _beginning(target.sizes, target.strides, target.itemsize, start, nbytes):
+        part = Window(start + offset, sizes, target.strides, target.itemsize)
+        copy_view(data, part, False, target.out[index])
+        copied += part.nbytes
+    return copied
+
+
+@lru_cache(maxsize=4096)  # tensors of the same shape that lie alike in their stretches are cut alike
+def _beginning(
+    sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int, start: int, nbytes: int
+) -> list[tuple[Any, tuple[int, ...], int]]:
+    """The elements of a window from byte 0 on that begin in `nbytes` bytes from `-start`: their index, their sizes, and
+    where the first of them lies in the window."""
+    boxes = Window(0, sizes, strides, itemsize).within(-start, nbytes - start)
+    # the dots make it a view, also of a 0-d array
+    return [((*box.slices, ...), box.sizes, sum(map(mul, box.offsets, strides))) for box in boxes]
 
 
 class _Timespec(ctypes.Structure):
@@ -321,41 +396,3 @@ def _sleep_until_changed(address: int, seen: int, most_s: float) -> None:
 
 _BARRIER = Lock()
 """Taking it puts what was written before in order, as other processes see it."""
-
-
-def in_numpy(
-    regions: Table, entries: Table, copies: Table, digests: Table, tallies: Table, first: int, limit_ns: int
-) -> tuple[int, int, int]:
-    """What the compiled loop does: run entries from `first` on, for at most about `limit_ns`. Where it ended, why, and
-    what comes with that."""
-    run = NumpyRun(regions, copies, digests, tallies, time.monotonic() + limit_ns / 1e9)
-    does = {
-        Kind.READ: run.read,
-        Kind.COMPARE: run.compare,
-        Kind.TAKE: run.take,
-        Kind.WAIT: run.wait,
-        Kind.POST: run.post,
-    }
-    if first < 0:
-        return first, Ending.OUTSIDE, 0
-    numbers = entries[first:]
-    for i, (kind, of) in enumerate(zip(numbers["kind"].tolist(), numbers["of"].tolist()), first):
-        if kind == Kind.CALL:
-            return i, Ending.CALLS, 0
-        if kind not in does:
-            return i, Ending.OUTSIDE, 0
-        try:
-            ending, detail = does[Kind(kind)](of)
-        except IndexError:
-            return i, Ending.OUTSIDE, 0
-        if ending != Ending.DONE:
-            return i, ending, detail
-        if time.monotonic() >= run.until and i + 1 < len(entries):
-            return i + 1, Ending.LATER, -1
-    return len(entries), Ending.DONE, 0
-
-
-@lru_cache(maxsize=4096)  # tensors of the same shape that lie alike in their stretches are cut alike
-def _beginning(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int, start: int, nbytes: int) -> list[Box]:
-    """The elements of a window from byte 0 on that begin in `nbytes` bytes from `start`, which may be below 0."""
-    return Window(0, sizes, strides, itemsize).within(start, start + nbytes)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from planners.geometry.box import Window
+from planners.geometry.box import ByteRuns, Window
 
 __all__ = [
     "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS",
@@ -47,6 +47,7 @@ nothing of the file."""
 Range = tuple[int, int]
 """First byte, and one past the last."""
 Counts = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int64]
 
 _NEAR_BYTES = 64 << 10
 """Runs of bytes with smaller gaps are looked up together."""
@@ -175,21 +176,34 @@ class BlockChecksums(Checksums):
     def has(self, start: int, stop: int) -> bool:
         return stop <= self.nbytes
 
-    def digests(self, start: int, stop: int) -> npt.NDArray[np.uint64]:
-        """Those of the blocks that share bytes with [start, stop)."""
-        return self._all_digests()[start // self.block_bytes : -(-stop // self.block_bytes)]
-
-    def _all_digests(self) -> npt.NDArray[np.uint64]:
+    @property
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """Those of all blocks."""
         if self._digests is None:
             self._digests = np.frombuffer(self._load(), dtype="<u8")
         return self._digests
 
-    def mark_right(self, start: int, stop: int) -> int:
-        """All blocks within [start, stop) were found to be right. Returns the bytes of those that were pending."""
-        pending = sum(b - a for a, b in self.pending(start, stop))
-        first, last = start // self.block_bytes, -(-min(stop, self.nbytes) // self.block_bytes)
-        self._seen[first:last] = bytes([1]) * (last - first)
-        return pending
+    def any_pending(self, starts: Positions, stops: Positions) -> npt.NDArray[np.bool_]:
+        """Of many ranges [start, stop): whether a block that shares bytes with it was not compared yet."""
+        first, last = self._blocks_of(starts, stops)
+        base = int(first.min(initial=len(self._seen)))
+        right = np.cumsum(np.frombuffer(self._seen, np.uint8)[base : int(last.max(initial=base))], dtype=np.int64)
+        right = np.concatenate(([0], right))
+        return np.asarray(right[last - base] - right[first - base] < last - first)
+
+    def mark_right(self, starts: Positions, stops: Positions) -> int:
+        """All blocks within many ranges [start, stop), which are disjoint, were found to be right. Returns the bytes of
+        those that were pending."""
+        first, last = self._blocks_of(starts, stops)
+        counts = last - first
+        blocks = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        seen = np.frombuffer(self._seen, np.uint8)
+        blocks = blocks[seen[blocks] == 0]
+        seen[blocks] = 1
+        return int(np.minimum((blocks + 1) * self.block_bytes, self.nbytes).sum() - (blocks * self.block_bytes).sum())
+
+    def _blocks_of(self, starts: Positions, stops: Positions) -> tuple[Positions, Positions]:
+        return starts // self.block_bytes, -(-np.minimum(stops, self.nbytes) // self.block_bytes)
 
     def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
         first, *others = data
@@ -201,7 +215,7 @@ class BlockChecksums(Checksums):
         else:
             digest = xxhash.xxh3_64_intdigest(first)
         number = block[0] // self.block_bytes
-        if digest != int(self._all_digests()[number]):
+        if digest != int(self.digests[number]):
             return False
         self._seen[number] = 1
         return True
@@ -210,6 +224,12 @@ class BlockChecksums(Checksums):
         """The bytes of all blocks that share some with [start, stop)."""
         size = self.block_bytes
         return start // size * size, min(-(-stop // size) * size, self.nbytes)
+
+    def inside(self, start: int, stop: int) -> Range:
+        """The bytes of all blocks that lie wholly within [start, stop); empty if there are none."""
+        size = self.block_bytes
+        first = -(-start // size) * size
+        return first, max(first, stop if stop >= self.nbytes else stop // size * size)
 
     def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Counts, Counts, int]:
         size, count = self.block_bytes, len(self._seen)
@@ -223,8 +243,7 @@ class BlockChecksums(Checksums):
             np.add.at(steps, first, size)
             np.add.at(steps, last + 1, -size)
             wanted += np.cumsum(steps)
-        for window in windows:
-            add_touched(wanted[:count], size, window, self.nbytes, 1)
+        add_touched(wanted[:count], size, windows, self.nbytes, 1)
         touched = np.flatnonzero(wanted[:count])
         blocks = np.stack((touched * size, np.minimum((touched + 1) * size, self.nbytes)), axis=1)
         return blocks, wanted[touched], 0
@@ -349,18 +368,33 @@ def touched_ranges(window: Window) -> list[Range]:
     return [(start, start + size) for start, size in window.runs().in_order().joined(_NEAR_BYTES)]
 
 
-def add_touched(counts: Counts, size: int, window: Window, nbytes: int, grain_bytes: int) -> None:
-    """Add what reading `window` of a file of `nbytes` touches to the counts of its blocks of `size` bytes.
+def add_touched(counts: Counts, size: int, windows: Iterable[Window], nbytes: int, grain_bytes: int) -> None:
+    """Add what reading some windows of a file of `nbytes` touches to the counts of its blocks of `size` bytes.
 
     Runs with gaps smaller than the grain touch everything between them; those with larger ones each touch whole grains.
     """
-    runs = window.runs()
-    if not runs.count:
-        return
-    reach = runs.run_bytes
-    levels: list[tuple[int, int, int, int]] = []  # stride, count, and what each of its items reaches over and touches
-    start = runs.offset // grain_bytes * grain_bytes
-    lead, touched = runs.offset - start, 0
+    alike: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], list[int]] = {}
+    for window in windows:
+        key = window.sizes, window.strides, window.itemsize, window.offset % grain_bytes
+        alike.setdefault(key, []).append(window.offset - key[3])
+    for (sizes, strides, itemsize, lead), starts in alike.items():
+        runs = Window(lead, sizes, strides, itemsize).runs()
+        if runs.count:
+            reach, levels = _levels(runs, grain_bytes)
+            step = max(1, _BATCH_BLOCKS // (reach // size + 1))
+            for i in range(0, len(starts), step):
+                _add_alike(counts, size, np.array(starts[i : i + step], np.int64), nbytes, reach, levels)
+
+
+_BATCH_BLOCKS = 1 << 16
+"""So many are counted at a time."""
+
+
+def _levels(runs: ByteRuns, grain_bytes: int) -> tuple[int, list[tuple[int, int, int, int]]]:
+    """How many bytes from the first grain to the end of the last one; and by dim with gaps, from the inner ones:
+    stride, count, and what each of its items reaches over and touches."""
+    reach, lead, touched = runs.run_bytes, runs.offset, 0
+    levels: list[tuple[int, int, int, int]] = []
     for stride, count in sorted(zip(runs.strides, runs.counts)):
         if levels or stride - reach >= grain_bytes:
             if not levels:
@@ -368,17 +402,24 @@ def add_touched(counts: Counts, size: int, window: Window, nbytes: int, grain_by
             levels.append((stride, count, reach, touched))
             touched *= count
         reach += (count - 1) * stride
-    if not levels:
-        reach = -(-(lead + reach) // grain_bytes) * grain_bytes
-    stop = min(start + reach, nbytes)
-    first, last = start // size, (stop - 1) // size
-    at = np.clip(np.arange(first, last + 2) * size, start, stop) - start
-    below = np.zeros(len(at), np.int64)  # what is touched before each of these positions
+    return (reach if levels else -(-(lead + reach) // grain_bytes) * grain_bytes), levels
+
+
+def _add_alike(
+    counts: Counts, size: int, start: Positions, nbytes: int, reach: int, levels: Sequence[tuple[int, int, int, int]]
+) -> None:
+    """What windows that differ only in where they start touch."""
+    start = start[:, None]
+    stop = np.minimum(start + reach, nbytes)
+    first = start // size
+    blocks = first + np.arange(int(((stop - 1) // size - first).max()) + 2)
+    at = np.clip(blocks * size, start, stop) - start
+    below = np.zeros(at.shape, np.int64)  # what is touched before each of these positions
     for stride, count, inner, each in reversed(levels):
         items = np.minimum(at // stride, count - 1)
         below += items * each
         at = np.minimum(at - items * stride, inner)
-    counts[first : last + 1] += np.diff(below + at)
+    np.add.at(counts, np.minimum(blocks[:, :-1], len(counts) - 1), np.diff(below + at))
 
 
 _POLYNOMIAL = 0xEDB88320

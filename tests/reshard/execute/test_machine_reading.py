@@ -43,7 +43,7 @@ from tests.torch_releases import distribute_own
 
 def touched(window: Window, nbytes: int, grain: int = 4096) -> list[int]:
     counts = np.zeros(-(-nbytes // SIZE), np.int64)
-    add_touched(counts, SIZE, window, nbytes, grain)
+    add_touched(counts, SIZE, [window], nbytes, grain)
     return counts.tolist()
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from reshard.execute.work_list import (
     Ending,
     Kind,
     Memory,
+    NumpyRun,
     WorkList,
     compiled,
     copy_row,
-    in_numpy,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -67,7 +68,7 @@ def copies(*rows: list[int] | None) -> Any:
 
 def made(memory: Memory, rows: Any, table: Any = None, digests: Any = (), calls: Any = None) -> WorkList:
     table = copies() if table is None else table
-    return WorkList(memory, rows, table, np.array(digests, np.uint64), np.zeros(2, np.int64), calls or {})
+    return WorkList(memory, rows, table, np.array(digests, np.uint64), np.zeros(2, np.int64), (calls or {}).get)
 
 
 def no_look(awaited: tuple[int, int] | None) -> None:
@@ -206,7 +207,7 @@ def test_what_leaves_its_memory_is_not_begun(loop: Any, row: tuple[int, ...]) ->
         memory.add(array)
     work = made(memory, entries(row), copies(copy_row(Window(0, (4,), (2,), 2), 2, np.zeros(4, np.uint16))), [1, 2, 3])
 
-    at, ending, _ = (in_numpy if loop is None else loop.run)(*work.tables, 0, 10**9)
+    at, ending, _ = NumpyRun(*work.tables).run(0, 10**9) if loop is None else loop.run(*work.tables, 0, 10**9)
 
     assert (at, ending) == (0, Ending.OUTSIDE)
     if row[0] in set(Kind):
@@ -249,15 +250,16 @@ def random_entry(rng: random.Random, file: int, count: int) -> tuple[int, ...]:
     return row
 
 
-def tried(run: Any, rows: Any, table: Any, digests: Any) -> tuple[Any, ...]:
+def tried(begun: Any, rows: Any, table: Any, digests: Any) -> tuple[Any, ...]:
     """How often lists ended in which way, and what was in memory then."""
     regions = [np.arange(n, dtype=np.uint32).view(np.uint8)[: 4 * n] for n in (300, 200, 150, 400, 300)]
     memory = Memory()
     for array in regions:
         memory.add(array)
     work, found, at = WorkList(memory, rows, table, digests, np.zeros(2, np.int64)), [], 0
+    run = begun(*work.tables)
     while at < len(rows):
-        at, ending, detail = run(*work.tables, at, 10**12)
+        at, ending, detail = run(at, 10**12)
         found.append((at, int(ending), detail))
         at += 1
     return found, [array.tobytes() for array in regions], work.tallies.tolist()
@@ -268,12 +270,19 @@ def fuzz(lists: int, seed: int, path: Path) -> set[int]:
     path.write_bytes(np.random.default_rng(seed).integers(0, 256, FILE_BYTES, np.uint8).tobytes())
     loop, seen, file = compiled(), set(), os.open(path, os.O_RDONLY)
     assert loop is not None
+
+    def by_numpy(*tables: Any) -> Any:
+        return NumpyRun(*tables).run
+
+    def by_loop(*tables: Any) -> Any:
+        return partial(loop.run, *tables)
+
     for number in range(lists):
         rng = random.Random(f"{seed} {number}")
         table = copies(*[random_row(rng) for _ in range(rng.randint(0, 6))])
         rows = entries(*[random_entry(rng, file, len(table)) for _ in range(rng.randint(1, 8))])
         digests = np.array([rng.getrandbits(64) for _ in range(12)], np.uint64)
-        one, other = tried(in_numpy, rows, table, digests), tried(loop.run, rows, table, digests)
+        one, other = tried(by_numpy, rows, table, digests), tried(by_loop, rows, table, digests)
         assert one == other, (seed, number)
         seen |= {ending for _, ending, _ in one[0]}
     os.close(file)
